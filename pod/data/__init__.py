@@ -1,7 +1,7 @@
 """What the model reads: documents → tokens → equal tokens per length interval → packed rows → loader."""
 
 from pod.data.args import DataArgs
-from pod.data.held_out import held_out_tokens, long_sequences
+from pod.data.held_out import long_sequences
 from pod.data.loader import PackedDataset, RowCursor
 from pod.data.prepare import prepare
 from pod.data.shards import write_packed_rows
@@ -13,7 +13,6 @@ __all__ = [
     "Document",
     "PackedDataset",
     "RowCursor",
-    "held_out_tokens",
     "load_documents",
     "load_tokenizer",
     "long_sequences",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -24,23 +23,13 @@ from pod.data.balance import (
     share_out,
 )
 from pod.data.documents import splitmix64
+from pod.data.selection import Selection
 
 CHUNK_PIECES = 1 << 16
 """Pieces read at a time; the result does not depend on it."""
 _BINS = 1 << 12
 _MOST_BINS = 1 << 20
 _LOT, _ORDER = 1, 2  # what a hash of the seed is for; pass n of the draw is ordered by _ORDER + n
-
-
-class Pieces(Protocol):
-    """What is needed of a `pod.data.selection.Selection`."""
-
-    @property
-    def num_pieces(self) -> int: ...
-
-    def pieces(self, start: int, stop: int) -> np.ndarray:
-        """PIECE records [start, stop)."""
-        ...
 
 
 @dataclass
@@ -56,7 +45,7 @@ class Drawn:
     """By interval, then source."""
 
 
-def draw(pieces: Pieces, args: DataArgs, seed: int, *, chunk_pieces: int = CHUNK_PIECES) -> Drawn:
+def draw(pieces: Selection, args: DataArgs, seed: int, *, chunk_pieces: int = CHUNK_PIECES) -> Drawn:
     """Draw pieces by `target_tokens`, `exhausted` and `weights`; the order is a second lot over all of them.
 
     Deterministic in `seed` and independent of `chunk_pieces`. Equal lots (of identical documents) come in the order of
@@ -94,7 +83,7 @@ def hash_of_seed(seed: int, purpose: int) -> np.uint64:
 class _Scan:
     """Walks over the pieces on disk, as often as asked."""
 
-    pieces: Pieces
+    pieces: Selection
     args: DataArgs
     seed: int
     size: int

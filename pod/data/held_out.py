@@ -19,26 +19,6 @@ from pod.data.tokenizers import identity
 Split = Literal["train", "held_out", "all"]
 
 
-def held_out_tokens(
-    args: DataArgs, tokenizer: Any, num_tokens: int, *, prepared: str | Path | None = None
-) -> np.ndarray:
-    """Exactly `num_tokens` tokens of held-out documents, one after the other, the last one cut: int64 [num_tokens].
-
-    Documents are ordered by the hash that decides the split: the same text for every seed, and a longer request starts
-    with a shorter one. `prepared` is a folder of prepared data: when it was made of the same sources and settings, its
-    held-out tokens are taken instead of reading the sources again. Raises `ValueError` when there are not enough held-out
-    documents.
-    """
-    documents = _split_documents(args, tokenizer, "held_out", prepared)
-    available = sum(map(len, documents))
-    if available < num_tokens:
-        raise ValueError(
-            f"{num_tokens} held-out tokens asked for, {available} available in {len(documents)} documents: "
-            f"raise data.held_out_fraction (now {args.held_out_fraction}) or add sources"
-        )
-    return _head(documents, num_tokens).astype(np.int64)
-
-
 def long_sequences(
     args_or_sources: DataArgs | Sequence[str],
     tokenizer: Any,
@@ -55,8 +35,9 @@ def long_sequences(
     Documents of at least that length come first, one sequence from the start of each, then their further pieces; what
     is still missing is made of the remaining documents, concatenated in random order and cut (`short_documents=
     "concatenate"`), or is an error (`"skip"`). `split`: `held_out` (default for `DataArgs`: disjoint from the training
-    rows), `train` or `all` (default for a plain list of sources). Deterministic in `seed`. `prepared` as in
-    `held_out_tokens`.
+    rows), `train` or `all` (default for a plain list of sources). Deterministic in `seed`. `prepared` is a folder of prepared
+    data: when it was made of the same sources and settings, its held-out text is taken instead of reading them again.
+    Raises `ValueError` when there is too little text.
     """
     if isinstance(args_or_sources, DataArgs):
         args = args_or_sources

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from pod.data.records import Bad, BadRecord, Fields, Record, SourceChanged, UnreadableFile, one_line
+from pod.data.records import Bad, BadRecord, Fields, Record, UnreadableFile, one_line
 
 
 class HubShard(NamedTuple):
@@ -18,10 +16,10 @@ class HubShard(NamedTuple):
     name: str
     config: str | None
     split: str
+    revision: str | None = None
+    """Commit of the data set, the same for all that is read; None for a folder of this machine."""
     index: int = 0
     count: int = 1
-    state: str = ""
-    """Digest of what `datasets` says about the split: its size, and its files with their revision or time of change."""
 
     @property
     def where(self) -> str:
@@ -32,12 +30,12 @@ class HubShard(NamedTuple):
 
 
 def hub_shards(name: str, config: str | None, split: str) -> list[HubShard]:
-    """The shards that the stream of a data set consists of. Raises `ValueError` when there is no such data set."""
+    """The shards that the stream of a data set consists of, as it stands now. Raises `ValueError` when there is none."""
     whole = HubShard(name, config, split)
     with _named(whole, [0]):
-        stream = _load(whole)
-    count, state = _shape(stream, split)
-    return [HubShard(name, config, split, index, count, state) for index in range(count)]
+        whole = whole._replace(revision=revision_of(name))
+        count = int(getattr(_load(whole), "num_shards", 1) or 1)
+    return [whole._replace(index=index, count=count) for index in range(count)]
 
 
 def read_hub(shard: HubShard, fields: Fields, bad: Bad) -> Iterator[Record]:
@@ -45,8 +43,6 @@ def read_hub(shard: HubShard, fields: Fields, bad: Bad) -> Iterator[Record]:
     number = [0]
     with _named(shard, number):
         stream = _load(shard)
-        if _shape(stream, shard.split) != (shard.count, shard.state):
-            raise SourceChanged(f"{shard.where} was changed while the data was prepared: start again")
         if shard.count > 1:
             stream = stream.shard(num_shards=shard.count, index=shard.index, contiguous=True)
         columns = getattr(stream, "column_names", None)
@@ -65,48 +61,26 @@ def read_hub(shard: HubShard, fields: Fields, bad: Bad) -> Iterator[Record]:
             yield record
 
 
+def revision_of(name: str) -> str | None:
+    """The commit that data set `name` of the hub stands at."""
+    from huggingface_hub import HfApi
+
+    return None if Path(name).is_dir() else HfApi().dataset_info(name).sha
+
+
 def _load(shard: HubShard) -> Any:
     import datasets
 
-    return datasets.load_dataset(shard.name, shard.config, split=shard.split, streaming=True)
-
-
-def _shape(stream: Any, split: str) -> tuple[int, str]:
-    """Shards of a stream, and a digest that changes with its files."""
-    count = int(getattr(stream, "num_shards", 1) or 1)
-    splits = getattr(getattr(stream, "info", None), "splits", None) or {}
-    known = splits.get(split)
-    size = [known.num_bytes, known.num_examples] if known is not None else []
-    # No public name leads to the files; on the hub theirs hold the commit. Without them the size alone must do.
-    arguments = getattr(getattr(stream, "_ex_iterable", None), "kwargs", None)
-    files = [[name, *_local_state(name)] for name in _strings(arguments)]
-    return count, hashlib.sha256(json.dumps([size, files]).encode()).hexdigest()[:16] if size or files else ""
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _strings(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _strings(one)
-
-
-def _local_state(name: str) -> list[int]:
-    try:
-        found = os.stat(name)
-    except (OSError, ValueError):
-        return []
-    return [found.st_size, found.st_mtime_ns]
+    return datasets.load_dataset(
+        shard.name, shard.config, split=shard.split, revision=shard.revision, streaming=True
+    )
 
 
 @contextmanager
 def _named(shard: HubShard, number: list[int]) -> Iterator[None]:
     try:
         yield
-    except (UnreadableFile, BadRecord, SourceChanged):
+    except (UnreadableFile, BadRecord):
         raise
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(

@@ -69,6 +69,11 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     return manifest
 
 
+def pieces(manifest: dict[str, Any]) -> str:
+    """What the rows hold: documents, or pieces where long ones were cut."""
+    return "pieces" if (manifest.get("policies") or {}).get("cut_documents") else "documents"
+
+
 def manifest_checksum(manifest: dict[str, Any]) -> str:
     """SHA-256 of a manifest's content, its own checksum left out."""
     content = {name: value for name, value in manifest.items() if name != MANIFEST_CHECKSUM}

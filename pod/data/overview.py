@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pod.data.loader import PackedDataset
+from pod.data.manifest import pieces
 from pod.data.pictures import short_number
 
 LISTED_ORIGINS = 12
@@ -51,11 +52,6 @@ def left_out(manifest: dict[str, Any]) -> Iterator[tuple[str, int]]:
     for name, reason in LEFT_OUT:
         if counts.get(name):
             yield reason, counts[name]
-
-
-def pieces(manifest: dict[str, Any]) -> str:
-    """What the rows hold: documents, or pieces where long ones were cut."""
-    return "pieces" if (manifest.get("policies") or {}).get("cut_documents") else "documents"
 
 
 def clean(text: str) -> str:

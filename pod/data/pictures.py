@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pod.data.manifest import pieces
 from pod.files import atomic_write_bytes
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ def draw_lengths(manifest: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(width, 6.4), layout="constrained", dpi=130)
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1)
-    _bars(above, intervals, "before")
-    _bars(below, intervals, "after")
+    for axis, when in ((above, "before"), (below, "after")):
+        _bars(axis, intervals, when, pieces(manifest))
     equal = manifest["balance"]["equal_share_tokens"]
     below.axhline(equal, color=WANTED, linewidth=1.2, linestyle="--", zorder=0.5)
     below.set_ylim(0, max(below.get_ylim()[1], 1.25 * equal))
@@ -48,13 +49,13 @@ def draw_lengths(manifest: dict[str, Any], path: Path) -> None:
     atomic_write_bytes(path, buffer.getvalue())
 
 
-def _bars(axis: Axes, intervals: list[dict[str, Any]], when: str) -> None:
+def _bars(axis: Axes, intervals: list[dict[str, Any]], when: str, what: str) -> None:
     tokens = [one[f"tokens_{when}"] for one in intervals]
     color = BEFORE if when == "before" else AFTER
     colors = [DRY if when == "after" and one["ran_dry"] else color for one in intervals]
     bars = axis.bar([one["name"] for one in intervals], tokens, color=colors, width=0.7)
     labels = [
-        f"{short_number(amount)}\n{short_number(one[f'documents_{when}'])} docs"
+        f"{short_number(amount)}\n{short_number(one[f'documents_{when}'])} {what}"
         + (f" ×{one['passes']:.2g}" if when == "after" and one["passes"] > 1.005 else "")
         for one, amount in zip(intervals, tokens, strict=True)
     ]

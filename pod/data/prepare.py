@@ -12,7 +12,8 @@ from pod.data.balance import IntervalReport, bounds_of
 from pod.data.folders import LOCK_SECONDS, Busy, check_replaceable, locked, remove_empty, user_lock
 from pod.data.job import Job
 from pod.data.loader import PackedDataset
-from pod.data.overview import left_out, pieces
+from pod.data.manifest import pieces
+from pod.data.overview import left_out
 from pod.data.pictures import PICTURE_NAME, short_number
 from pod.data.records import one_line
 from pod.data.units import plan_units

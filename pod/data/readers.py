@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pod.data.records import Bad, BadRecord, Fields, Record, UnreadableFile, one_line, too_long
+from pod.data.tables import read_table
 
 COMPRESSED = {".gz", ".zst", ".bz2", ".xz"}
 JSON_LINES = {".jsonl", ".jsonlines", ".ndjson"}
@@ -35,7 +36,6 @@ DAMAGE = (OSError, EOFError, UnicodeError, zlib.error, lzma.LZMAError)
 BUFFER_BYTES, ZSTD_BUFFER_BYTES = 2**20, 2**13
 JSON_BYTES = 256 * 2**20
 """Largest `.json` file that is one object or array: it is parsed whole."""
-ROWS_AT_A_TIME = 64
 
 
 def kind_of(path: str | Path) -> str:
@@ -76,8 +76,6 @@ def read_records(
     if ".mds" in path.suffixes[-2:]:
         raise UnreadableFile(f"{path} is an MDS shard: name the folder with its index.json instead")
     if kind in ("parquet", "arrow"):
-        from pod.data.tables import read_table
-
         yield from read_table(path, kind, fields, bad)
         return
     with damage_named(path):

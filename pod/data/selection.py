@@ -12,13 +12,14 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from pod.data.args import DataArgs
 from pod.data.balance import bounds_of
 from pod.data.documents import PIECE, splitmix64
+from pod.data.token_store import Part
 from pod.files import atomic_stream, explain_disk_full, read_json, write_json
 
 CHUNK_DOCUMENTS = 1 << 16
@@ -28,27 +29,6 @@ SCAN_DOCUMENTS = 1 << 21
 
 _PLACED = np.dtype([("place", "<u8"), ("piece", PIECE)])
 _PIECES, _HELD_OUT, _DONE = "pieces.bin", "held_out.bin", "select.json"
-
-
-class PartIndex(Protocol):
-    """What is needed of a part of the token store (`pod.data.token_store.Part`)."""
-
-    @property
-    def name(self) -> str:
-        """The part's unit, for messages."""
-        ...
-
-    @property
-    def source(self) -> int:
-        """Index in `DataArgs.sources`."""
-        ...
-
-    @property
-    def num_documents(self) -> int: ...
-
-    def index(self, start: int, stop: int) -> np.ndarray:
-        """DOCUMENT records [start, stop) in reading order."""
-        ...
 
 
 @dataclass
@@ -122,11 +102,11 @@ class Selection:
 
     def as_dict(self) -> dict[str, Any]:
         """For `select.json` and the manifest."""
-        return {name.name: _plain(getattr(self, name.name)) for name in fields(self) if name.name != "folder"}
+        return {name: value for name, value in asdict(self).items() if name != "folder"}
 
 
 def select(
-    parts: Sequence[PartIndex],
+    parts: Sequence[Part],
     args: DataArgs,
     folder: str | Path,
     *,
@@ -160,7 +140,7 @@ class _Chunk:
     """Neighbouring documents of one part, those beyond `max_documents` cut off."""
 
     part_number: int
-    part: PartIndex
+    part: Part
     first: int
     """Ordinal of the first document in its part."""
     ordinal: int
@@ -176,7 +156,7 @@ class _Chunk:
 class _Scan:
     """Walks over the indices of all parts, as often as asked."""
 
-    parts: Sequence[PartIndex]
+    parts: Sequence[Part]
     args: DataArgs
     size: int
 
@@ -331,9 +311,3 @@ def _add_up(sources: list[Counts]) -> Counts:
         setattr(total, name, sum(getattr(counts, name) for counts in sources))
     total.fingerprint = hashlib.sha256("".join(one.fingerprint for one in sources).encode()).hexdigest()
     return total
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [asdict(one) for one in value]
-    return asdict(value) if isinstance(value, Counts) else value

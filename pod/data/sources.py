@@ -8,41 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Literal
+from typing import Any
 
 from pod.data.args import DataArgs
 from pod.data.documents import Document, SourceReport
 from pod.data.units import plan_units, read_unit
 
-__all__ = ["Document", "SourceReport", "load_documents", "read_documents"]
+__all__ = ["Document", "SourceReport", "load_documents"]
 
 
 def load_documents(
-    sources: Iterable[str],
-    *,
-    text_field: str = "text",
-    include: Iterable[str] = (),
-    unreadable: Literal["error", "skip"] = "error",
-    max_documents: int | None = None,
-    reports: list[SourceReport] | None = None,
+    sources: Iterable[str] | DataArgs, reports: list[SourceReport] | None = None, **settings: Any
 ) -> Iterator[Document]:
-    """Stream the documents of `sources`, in a fixed order (files sorted by name), at most `max_documents` of each source.
+    """Stream the documents of `sources`, in a fixed order (files sorted by name).
 
-    `reports`, when given, receives one `SourceReport` per source, complete once the source is read. Raises `ValueError`
-    in one line for a source that does not exist or holds no text and, with `unreadable="error"`, for any unreadable file.
+    `sources` are specs, with `settings` of the recipe's `data` section, or that section itself. `reports`, when given, receives
+    one `SourceReport` per source, complete once the source is read. Raises `ValueError` in one line for a source that does not
+    exist or holds no text and, with `unreadable="error"`, for any unreadable file.
     """
-    args = DataArgs(
-        sources=list(sources),
-        text_field=text_field,
-        include=list(include),
-        unreadable=unreadable,
-        max_documents=max_documents,
-    )
-    return read_documents(args, reports)
-
-
-def read_documents(args: DataArgs, reports: list[SourceReport] | None = None) -> Iterator[Document]:
-    """`load_documents` with all settings of the recipe's `data` section: token fields, limits and policies too."""
+    args = sources if isinstance(sources, DataArgs) else DataArgs(sources=list(sources), **settings)
     units = plan_units(args)
     for number, source in enumerate(args.sources):
         report = SourceReport(source)

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pod.data.readers import ROWS_AT_A_TIME
 from pod.data.records import Bad, BadRecord, Fields, Record, UnreadableFile, one_line
+
+ROWS_AT_A_TIME = 64
 
 
 def read_table(path: Path, kind: str, fields: Fields, bad: Bad) -> Iterator[Record]:

@@ -19,7 +19,7 @@ from pod.data.args import DataArgs
 from pod.data.documents import SourceReport
 from pod.data.mds import ARRAY_TYPES, mds_shards, read_index, read_shard
 from pod.data.records import Fields
-from pod.data.sources import read_documents
+from pod.data.sources import load_documents
 from pod.data.units import plan_units, read_unit
 
 WRITTEN = Path(__file__).parent / "fixtures" / "mds"
@@ -242,7 +242,7 @@ def test_shards_are_units_in_order(tmp_path, compression, hashes):
     documents, report = read_all(tmp_path)
     assert [one.text for one in documents] == [*TEXTS, "four", "five", "six"]
     assert (report.files, report.empty, report.skipped) == (4, 1, 0)
-    assert [one.text for one in read_documents(replace(args, max_documents=4))] == [*TEXTS, "four"]
+    assert [one.text for one in load_documents(replace(args, max_documents=4))] == [*TEXTS, "four"]
 
 
 def test_decompressed_shards_go_first(tmp_path):

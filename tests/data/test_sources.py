@@ -249,15 +249,18 @@ def test_hub_specs():
 def test_hub_data_sets_are_streamed(monkeypatch):
     asked = []
 
-    def load_dataset(name, config, split, streaming):
-        asked.append((name, config, split, streaming))
+    def load_dataset(name, config, split, revision, streaming):
+        asked.append((name, config, split, revision, streaming))
         if name == "gone/set":
             raise FileNotFoundError("Dataset 'gone/set' doesn't exist\non the hub")
         return iter([{"text": text} for text in TEXTS])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert texts_of("hub:some/set", "hub:other:en@test") == TEXTS * 2
-    assert set(asked) == {("some/set", None, "train", True), ("other", "en", "test", True)}
+    assert set(asked) == {
+        ("some/set", None, "train", "0123abc", True),
+        ("other", "en", "test", "0123abc", True),
+    }
     with pytest.raises(
         ValueError, match="hub data set 'gone/set' split 'train' cannot be read at record 0 .*check the id"
     ) as info:

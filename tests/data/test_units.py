@@ -21,7 +21,7 @@ from pod.data import units as units_module
 from pod.data.args import DataArgs
 from pod.data.documents import SourceReport
 from pod.data.places import Files, FoundFile
-from pod.data.sources import load_documents, read_documents
+from pod.data.sources import load_documents
 from pod.data.units import plan_units, read_unit
 
 
@@ -52,11 +52,11 @@ def mixture(tmp_path):
 
 
 def test_documents_are_the_units_one_after_the_other(mixture, monkeypatch):
-    whole = [document.text for document in read_documents(mixture)]
+    whole = [document.text for document in load_documents(mixture)]
     assert len(whole) == 7 + 90 + 2 + 2 + 1 + 7 and len(plan_units(mixture)) == 3
     cut_small(monkeypatch)
     reports: list[SourceReport] = []
-    cut = list(read_documents(mixture, reports))
+    cut = list(load_documents(mixture, reports))
     assert [document.text for document in cut] == whole == texts_of(mixture)
     loaded = list(load_documents(mixture.sources))
     assert [document.name for document in loaded] == [document.name for document in cut]
@@ -429,7 +429,7 @@ def test_limits_of_documents_hold_over_units(mixture, monkeypatch):
     cut_small(monkeypatch)
     args = replace(mixture, max_documents=40)
     reports: list[SourceReport] = []
-    assert [one.text for one in read_documents(args, reports)][:40] == texts_of(mixture)[:40]
+    assert [one.text for one in load_documents(args, reports)][:40] == texts_of(mixture)[:40]
     assert [report.documents for report in reports] == [40, 1, 7]
 
 
@@ -445,7 +445,7 @@ def test_lists_name_paths_and_globs_relative_to_themselves(tmp_path):
     expected = ["j1", "j2", "data/a.txt", "data/b.txt", "data/c.md", "folder/1.txt", "folder/2.py"]
     args = DataArgs(sources=[f"list:{tmp_path}/list.txt"])
     assert texts_of(args) == expected
-    assert {one.source for one in read_documents(args)} == set(args.sources)
+    assert {one.source for one in load_documents(args)} == set(args.sources)
     (tmp_path / "list.gz").write_bytes(gzip.compress(listing.encode()))
     packed = DataArgs(sources=[f"list:{tmp_path}/list.gz"], include=["*.txt"])
     assert texts_of(packed) == expected[:-1], "include holds inside folders"
@@ -509,41 +509,20 @@ def test_hub_reads_a_folder_of_parquet_through_datasets(tmp_path, monkeypatch):
         texts_of(replace(args, token_field="input_ids"))
 
 
-def test_changed_hub_data_sets_are_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for name in ("a", "b"):
-        pyarrow.parquet.write_table(pyarrow.table({"text": [name]}), tmp_path / f"{name}.parquet")
-    args = DataArgs(sources=[f"hub:{tmp_path}"], unreadable="skip")
-    planned = plan_units(args)
-    os.utime(tmp_path / "b.parquet", ns=(0, 1))
-    with pytest.raises(ValueError, match="split 'train' shard 0 was changed while the data was prepared"):
-        list(read_unit(planned[0], args, SourceReport("")))
-    again = plan_units(args)
-    assert {one.fingerprint() for one in planned}.isdisjoint(one.fingerprint() for one in again)
-    assert texts_of(args) == ["a", "b"]
+def test_a_hub_data_set_is_read_at_the_commit_at_which_it_was_planned(monkeypatch, hub_revision):
+    asked = []
 
+    def load_dataset(*_, revision, **__):
+        asked.append(revision)
+        return [{"text": "one"}]
 
-class Split:
-    def __init__(self, num_examples):
-        self.num_bytes, self.num_examples = 10, num_examples
-
-
-class Stream(list):
-    """What `datasets` gives for a set whose files are hidden: only its size is known."""
-
-    def __init__(self, num_examples):
-        super().__init__([{"text": "one"}])
-        self.info = type("Info", (), {"splits": {"train": Split(num_examples)}})
-
-
-def test_hub_data_sets_of_another_size_are_others(monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     args = DataArgs(sources=["hub:some/set"])
-    found = []
-    for size in (7, 7, 8):
-        monkeypatch.setattr(datasets, "load_dataset", lambda *_, size=size, **__: Stream(size))
-        found.append(plan_units(args)[0].fingerprint())
-        assert texts_of(args) == ["one"]
-    assert found[0] == found[1] != found[2]
+    (planned,) = plan_units(args)
+    hub_revision[0] = "456def"  # somebody pushes
+    assert [one.text for one in read_unit(planned, args, SourceReport(""))] == ["one"]
+    assert asked == ["0123abc", "0123abc"]
+    assert plan_units(args)[0].fingerprint() != planned.fingerprint()
 
 
 def test_hub_records_follow_the_policy(monkeypatch):
