@@ -183,9 +183,8 @@ class PodModel(PodPreTrainedModel):
             use_cache = self.config.use_cache and not self.training and alone
         if use_cache and past_key_values is None:
             past_key_values = own_cache(self.config)
-        everything = (
-            self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        )
+        if (everything := output_hidden_states) is None:
+            everything = self.config.output_hidden_states
         inputs = hidden_states, attention_mask, doc_ids, position_ids, past_key_values, bool(everything)
         if past_key_values is None:
             states = self._forward_plain(*inputs)

@@ -20,11 +20,7 @@ from pod.training.predict.shapes import Shapes
 from pod.training.predict.table import details, table
 from pod.training.run.agreement import agree, agree_on_layout, digest
 from pod.training.run.mesh import Mesh, from_rank_0, join_ranks, record_collectives, stop_processes
-from pod.training.run.start_model import (
-    hollow_start_model,
-    model_config,
-    source_config,
-)
+from pod.training.run.start_model import hollow_start_model, model_config, source_config
 
 GROUP_TIMEOUT_S = 1350.0  # PyTorch's own limit is 30 minutes
 
