@@ -183,20 +183,19 @@ class PodModel(PodPreTrainedModel):
             use_cache = self.config.use_cache and not self.training and alone
         if use_cache and past_key_values is None:
             past_key_values = own_cache(self.config)
-        if (everything := output_hidden_states) is None:
-            everything = self.config.output_hidden_states
-        inputs = hidden_states, attention_mask, doc_ids, position_ids, past_key_values, bool(everything)
+        asked = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        inputs = hidden_states, attention_mask, doc_ids, position_ids, past_key_values, bool(asked)
         if past_key_values is None:
             states = self._forward_plain(*inputs)
         else:
-            states = self._forward_cached(*inputs, input_ids)
+            states = self._forward_cached(*inputs, input_ids)  # type: ignore[call-arg]
             for again in past_key_values.rereadings():
-                self(*again)
+                self.forward(*again)
         every = states.split(self.config.hidden_size, dim=-1)
         return BaseModelOutputWithPast(
             last_hidden_state=every[-1],  # type: ignore[arg-type]
             past_key_values=past_key_values,
-            hidden_states=every if everything else None,  # type: ignore[arg-type]
+            hidden_states=every if asked else None,  # type: ignore[arg-type]
         )
 
     def _forward_plain(
