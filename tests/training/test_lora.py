@@ -42,6 +42,7 @@ def test_only_adapters_are_trained_and_the_start_is_the_model_itself():
     model = make_model(lead=LEAD)
     before = model(input_ids=IDS).logits
     adapted = add_lora(model, settings())
+    assert type(adapted).__name__ == "PeftModelForCausalLM"
     trained = {name: p.numel() for name, p in adapted.named_parameters() if p.requires_grad}
     assert len(trained) == 3 * 4 * 2 and all("lora_" in name for name in trained)
     assert sum(trained.values()) == 3 * 3 * ((24 + 24) + 2 * (24 + 12) + (24 + 24))

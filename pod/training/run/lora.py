@@ -48,10 +48,7 @@ def add_lora(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
 
 
 def lora_config(settings: dict[str, Any]) -> Any:
-    """The `peft.LoraConfig` of `lora_settings`; ValueError when peft is missing.
-
-    It names no task: the wrapper of CAUSAL_LM calls the model with arguments that the PoD decoder refuses.
-    """
+    """The `peft.LoraConfig` of `lora_settings`; ValueError when peft is missing."""
     try:
         from peft import LoraConfig
     except ImportError:
@@ -59,7 +56,9 @@ def lora_config(settings: dict[str, Any]) -> Any:
             "train.method=lora needs the package peft: pip install peft, or set train.method=full"
         ) from None
     names = {"lora_rank": "r", "lora_target_modules": "target_modules"}
-    return LoraConfig(**{names.get(name, name): value for name, value in settings.items()})
+    return LoraConfig(
+        task_type="CAUSAL_LM", **{names.get(name, name): value for name, value in settings.items()}
+    )
 
 
 def load_adapter(folder: Path | str, base: Any, **options: Any) -> Any:
