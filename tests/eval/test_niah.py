@@ -219,7 +219,7 @@ def test_other_questions_are_answered_and_equal_ones_are_not(place, monkeypatch)
         ({"depths": [0.5, 0.5]}, "each may stand once"),
         ({"needles": 99}, "needles is 99, allowed are 1 to"),
         ({"form": "statement", "needles": 2}, "form=statement hides one sentence"),
-        ({"form": "poem"}, "allowed: number, statement"),
+        ({"form": "poem"}, "form is 'poem': it should be 'number' or 'statement'"),
         ({"chat_template": True}, "niah.chat_template is true and the tokenizer has no chat template"),
         ({"length": [100]}, r"unknown key 'length' in eval\.task_options\.niah \(did you mean .*lengths"),
         ({"haystack": ["/nowhere.txt"]}, r"niah\.haystack: "),

@@ -141,7 +141,7 @@ def test_sigterm_to_a_rank_saves_and_every_process_exits_with_0_then_export(conf
         ("model.plan=nowhere.json", "nowhere.json"),
         ("output_dir=nothing_here", "run launch/prepare_data.py first"),
         ("train.max_step=3", "max_steps"),
-        ("train.eval_every_steps=2", "need held-out text, and this data has none"),
+        ("train.eval_every_steps=2", "train.eval_every_steps needs held-out text, and this data has none"),
     ],
 )
 def test_what_cannot_work_is_one_line_and_exit_code_2(config, environment, tmp_path, override, says):
