@@ -144,7 +144,11 @@ def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = 
 
 def _find_recipe(path: Path) -> Path:
     """A file as it is named, else the recipe of that name, with or without .yaml, that comes along: `demo`, `paper/pod_3`."""
-    names = (RECIPES / path, RECIPES / f"{path}.yaml", RECIPES / path.relative_to("configs") if path.is_relative_to("configs") else path)
+    names = (
+        RECIPES / path,
+        RECIPES / f"{path}.yaml",
+        RECIPES / path.relative_to("configs") if path.is_relative_to("configs") else path,
+    )
     return path if path.exists() else next((file for file in names if file.is_file()), path)
 
 
@@ -207,7 +211,11 @@ def _parser(sections: Sequence[str], description: str | None) -> argparse.Argume
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", metavar="FILE", help=f"YAML recipe, which may extend another, or the name of one in {RECIPES}")
+    add(
+        "--config",
+        metavar="FILE",
+        help=f"YAML recipe, which may extend another, or the name of one in {RECIPES}",
+    )
     add("--set", metavar="A.B=VALUE", action="append", default=[], help="override one field (repeatable)")
     add("--dry-run", action="store_true", help="print the resolved recipe and what it needs, then stop")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it

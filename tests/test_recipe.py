@@ -114,7 +114,7 @@ def test_a_recipe_extends_the_name_of_another(tmp_path, name):
 
 
 def test_missing_file_points_to_examples(tmp_path):
-    with pytest.raises(ValueError, match=r"nowhere.yaml: cannot be read .* see configs/"):
+    with pytest.raises(ValueError, match=r"nowhere.yaml: cannot be read .*recipes that come along are in "):
         load_recipe(tmp_path / "nowhere.yaml")
 
 
