@@ -1,8 +1,8 @@
 """Train a model under a sharing plan: ZeRO-3, Ulysses sequence parallelism, exact resume.
 
-One process:  python launch/train_pod.py --config configs/demo.yaml
-Two on CPU:   DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 launch/train_pod.py --config configs/demo.yaml
-GPUs:         deepspeed launch/train_pod.py --config configs/llama3_8b_32k_pod.yaml
+One process:  pod train --config demo
+Two on CPU:   DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 launch/train_pod.py --config demo
+GPUs:         deepspeed launch/train_pod.py --config llama3_8b_32k_pod; without a checkout, --module pod.commands.train for the file
 Machines:     deepspeed --hostfile hosts.txt launch/train_pod.py --config …, or launch/slurm/
 
 Reads <output_dir>/data and <output_dir>/plan/plan.json, writes <output_dir>/train. SIGTERM, SIGUSR1 and Ctrl-C save and exit with code 0;
