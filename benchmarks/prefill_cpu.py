@@ -104,8 +104,6 @@ def write_models(folder: Path, longest: int) -> dict[str, str]:
 
     import pod
 
-    pod.PodConfig.register_for_auto_class()
-    pod.PodForCausalLM.register_for_auto_class("AutoModelForCausalLM")
     torch.manual_seed(0)
     plans = {"dense": None, "pod": [[0] * KV_HEADS] * LAYERS}
     for layout, lead in plans.items():

@@ -25,6 +25,8 @@ Order = Sequence[Sequence[int]]
 """``[L][Hq]``: which query head of the original weights stands at each place, as ``SharingPlan.head_order``."""
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_PLACES = ("cache_dir", "force_download", "gguf_file", "local_files_only", "revision", "subfolder", "token")
+"""What says where a checkpoint is, as ``from_pretrained`` of transformers takes it."""
 
 
 def convert_config(source: Any, **changes: Any) -> PodConfig:
@@ -160,10 +162,11 @@ def load_model(
     num_sink_tokens: int | None = None,
     num_recent_tokens: int | None = None,
     dtype: torch.dtype | str | None = None,
-    gguf_file: str | None = None,
     attention_backend: str = "auto",
     device: torch.device | str | None = None,
     layout: str | None = None,
+    device_map: Any = None,
+    **places: Any,
 ) -> PodForCausalLM:
     """Load a dense checkpoint or a PoD export, in evaluation mode.
 
@@ -173,34 +176,53 @@ def load_model(
             weights are moved to the order that the plan names, or back to the original one if it names none.
         num_sink_tokens, num_recent_tokens: windows in tokens; None keeps the checkpoint's, or takes the layout's
             (16 and 4080; 0 and 4096 for ``window``).
-        dtype: of the weights; None keeps the checkpoint's.
-        gguf_file: name of a GGUF file inside ``source``.
+        dtype: of the weights; None and ``"auto"`` keep the checkpoint's.
         attention_backend: ``auto`` or a registered name.
-        device: where to put the model; None = CPU.
+        device: where to put the model; None = CPU. ``device_map``: the same in transformers' words, ``"auto"`` = the accelerator.
         layout: ``pod``, ``cla`` or ``window``, see ``PodConfig``; None keeps the checkpoint's (``pod`` for stock ones).
             Another layout than the checkpoint's is where training starts, with the checkpoint's plan and windows left
             behind; a ``cla`` model starts from the mean key and value weights of each block of layers. ``dense`` is
             ``pod`` without sharing, whatever plan the checkpoint has.
+        places: ``revision``, ``token``, ``gguf_file`` (name of a GGUF file inside ``source``) and others of ``_PLACES``.
 
     Raises:
-        ValueError: families, keys, plans or layouts that do not fit; the message says what would.
+        ValueError: families, keys, plans or layouts that do not fit, several devices, quantization; the message says what would.
     """
+    if unknown := sorted(places.keys() - set(_PLACES)):
+        said = f"load_model does not take {', '.join(unknown)}: weights stay whole, on one device ('pod+int4' packs caches)"
+        raise ValueError(f"{said}; beside its own arguments it takes {', '.join(_PLACES)}")
+    device = _one_device(device, device_map)
     windows = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
     wishes = {"plan": plan, "layout": layout, "attention_backend": attention_backend}
     target = partial(target_config, **wishes, **windows)  # type: ignore[arg-type]
     if isinstance(source, PreTrainedModel):
+        if places:
+            raise ValueError(f"the model is in memory already: leave {', '.join(places)} out")
         dense = source
-        wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        if wanted not in (None, source.dtype):
+        wanted = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+        if wanted not in (None, "auto", source.dtype):
             dense = copy.deepcopy(source).to(dtype=wanted)  # type: ignore[call-arg]
     else:
-        options = {} if gguf_file is None else {"gguf_file": gguf_file}
-        target(_read_config(source, **options))  # refused before weights are read
-        dense = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", **options)
+        target(_read_config(source, **places))  # refused before weights are read
+        dense = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype or "auto", device_map=device, **places
+        )
     config = target(dense.config)
     config.dtype = dense.dtype
     model: Any = from_dense(dense, config, owned=dense is not source)
     return model.to(device=device or "cpu").eval()
+
+
+def _one_device(device: Any, device_map: Any) -> Any:
+    """The device that both name, None when none does; ValueError for several."""
+    named = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
+    if "auto" in named:
+        named = {torch.accelerator.current_accelerator(check_available=True)}
+    named = {*named, device} - {None}
+    if len(named) > 1 or named & {"balanced", "balanced_low_0", "sequential", "disk"}:
+        said = f"device_map = {device_map!r}, device = {device!r}"
+        raise ValueError(f"{said}: the whole model goes on one device, 'auto' or such as 'cuda:0'")
+    return named.pop() if named else None
 
 
 def target_config(
@@ -223,21 +245,17 @@ def target_config(
     if source.model_type != "pod":
         return convert_config(source, **changes)
     stays = changes.get("layout", source.layout) == source.layout
-    if source.layout == "cla" and not stays:
+    if source.layout == "cla" and not (stays and changes.get("lead", source.lead) == source.lead):
         raise ValueError(
-            "the checkpoint has layout 'cla', whose sharing layers have no key and value weights: it cannot become "
-            f"{changes['layout']!r}; start from the dense checkpoint"
-        )
-    if source.layout == "cla" and changes.get("lead", source.lead) != source.lead:
-        raise ValueError(
-            "the checkpoint was trained with its own blocks of layers and fits no other: leave plan out"
+            "the checkpoint was trained with its own blocks of layers, of layout 'cla', and has no key and value weights for "
+            "any other: leave plan and layout out, or start from the dense checkpoint"
         )
     # another layout than the checkpoint's leaves its plan and windows behind
     fresh: dict[str, Any] = {**plan_fields(None), "num_sink_tokens": None, "num_recent_tokens": None}
     return PodConfig(**(source.to_dict() | ({} if stays else fresh) | changes))
 
 
-def _read_config(source: Any, **options: Any) -> Any:
+def _read_config(source: Any, **places: Any) -> Any:
     if not isinstance(source, str | os.PathLike):
         raise ValueError(
             f"source is a {type(source).__name__}: give a folder, a hub id or a transformers model (an adapter of peft "
@@ -248,15 +266,18 @@ def _read_config(source: Any, **options: Any) -> Any:
     if is_path and not os.path.isdir(os.path.expanduser(name)):
         raise ValueError(f"cannot load a model from {name}: there is no such folder")
     try:
-        return AutoConfig.from_pretrained(source, **options)
+        config = AutoConfig.from_pretrained(source, **places)
     except OSError as error:
         raise ValueError(f"cannot load a model from {source}: {str(error).splitlines()[0]}") from error
+    if quantized := getattr(config, "quantization_config", None):
+        method = dict(quantized).get("quant_method")
+        raise ValueError(f"{source} is quantized ({method}): load the checkpoint that it was made from")
+    return config
 
 
-def load_tokenizer(source: str | os.PathLike, gguf_file: str | None = None):
-    """The tokenizer that belongs to a checkpoint (folder or hub id)."""
-    options: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
-    return AutoTokenizer.from_pretrained(source, **options)
+def load_tokenizer(source: str | os.PathLike, **places: Any):
+    """The tokenizer that belongs to a checkpoint; arguments as in ``load_model``."""
+    return AutoTokenizer.from_pretrained(source, **places)
 
 
 def reordered(name: str, weight: Tensor, config: PodConfig, now: Order | None) -> Tensor:
@@ -277,10 +298,6 @@ def reordered(name: str, weight: Tensor, config: PodConfig, now: Order | None) -
     index = torch.tensor([place[head] for head in new])
     if found[2] in ("k", "v"):
         index = index[:: config.num_key_value_groups] // config.num_key_value_groups
-    return _moved(weight, index, 1 if found[2] is None else 0, config.head_dim)
-
-
-def _moved(weight: Tensor, index: Tensor, dim: int, head_dim: int) -> Tensor:
-    """The weight with its heads, ``head_dim`` rows or columns each, taken in the order of ``index``."""
-    index = index.to(weight.device)
-    return weight.unflatten(dim, (-1, head_dim)).index_select(dim, index).flatten(dim, dim + 1)
+    dim = 1 if found[2] is None else 0
+    heads = weight.unflatten(dim, (-1, config.head_dim))
+    return heads.index_select(dim, index.to(weight.device)).flatten(dim, dim + 1)

@@ -127,8 +127,6 @@ assert pod.make_cache(model, "pod+int4").spec == "pod+int4"
 @pytest.mark.parametrize("pod_first", [True, False])
 def test_auto_classes_know_the_model_once_pod_is_imported(tools, tmp_path, pod_first):
     """An export's own code is not asked for, and `trust_remote_code` neither."""
-    pod.PodConfig.register_for_auto_class()
-    pod.PodForCausalLM.register_for_auto_class("AutoModelForCausalLM")
     tools.make_pod().save_pretrained(tmp_path)
     lines = ["import pod", "from transformers import AutoConfig, AutoModel, AutoModelForCausalLM"]
     first, second = lines if pod_first else lines[::-1]

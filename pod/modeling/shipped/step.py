@@ -240,7 +240,7 @@ class CacheLayer(CacheLayerMixin):
 
     def _refuse(self, *args, **kwargs) -> Any:
         raise ValueError(
-            "only PodForCausalLM fills a PoD cache, which attends itself: pod.load_model(…) makes one of a stock model"
+            "only PodForCausalLM fills a PoD cache, which attends itself: pass none (load_model of pod-kv converts models)"
         )
 
     # What transformers asks of a layer.
