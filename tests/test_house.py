@@ -34,6 +34,7 @@ ARROWS = {
     "modeling": {"shipped", "kernels", "engine"},
     "data": set(),
     "training": {"shipped", "modeling", "kernels", "data"},
+    "export": {"shipped", "modeling", "training", "models", "__init__"},
     "measure": {"shipped"},
     "eval": {"shipped", "modeling", "kernels", "data", "measure"},
     "bench": {"eval", "measure", "shipped", "modeling", "__init__", "models", "recipe"},

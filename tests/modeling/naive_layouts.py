@@ -117,7 +117,6 @@ def exported_logits(model, folder, ids):
     import subprocess
     import sys
 
-
     model.save_pretrained(folder)
     code = (
         "import json, sys, torch\nfrom transformers import AutoModelForCausalLM\n"
