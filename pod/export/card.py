@@ -186,6 +186,4 @@ def _licence(licence: Licence, base: str | None) -> str:
     found = licence.fields["license"]
     known = f"`{found}`" if found != "unknown" else "not told beside it: look it up before you pass them on"
     files = f" ({', '.join(f'`{name}`' for name in licence.files)})" if licence.files else ""
-    return (
-        f"## Licences\n\nThe weights are under the licence of {model}: {known}{files}. The code is under `LICENSE`."
-    )
+    return f"## Licences\n\nThe weights are under the licence of {model}: {known}{files}. The code is under `LICENSE`."

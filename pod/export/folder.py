@@ -17,9 +17,9 @@ from torch import nn
 from pod.export.card import Origin, card
 from pod.export.licences import add_licences
 from pod.files import atomic_dir, read_json, write_json
-from pod.modeling.loading import from_dense
+from pod.modeling.loading import load_model
 from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.llama import PodForCausalLM
+from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.checkpoint.identity import TrainState, read_state
 from pod.training.checkpoint.restore import restore_model, trained_weights
 from pod.training.run.lora import CONFIG_NAME, lora_config
@@ -38,7 +38,7 @@ def export(
     """Write a trained model as a Hugging Face folder at `path`, in one atomic step.
 
     Args:
-        source: a training checkpoint, or a PoD model in memory, which stays as it is.
+        source: a training checkpoint, or a model in memory, which stays as it is: ours, or a dense one that `load_model` takes.
         tokenizer: saved beside the weights; None leaves it out.
         dtype: "auto" is the model's own, or the one that was trained in.
         start_model: see `restore_model`.
@@ -47,15 +47,15 @@ def export(
             the dense model come into the card.
 
     Raises:
-        ValueError: a checkpoint that is unreadable or does not fit; a model that is not ours.
+        ValueError: a checkpoint that is unreadable or does not fit; a model that `load_model` refuses.
         OSError: disk full; nothing half-written is kept.
     """
     path = Path(path)
     if isinstance(source, nn.Module):
-        model, plan_file = _own_model(source), None
-        model = model if dtype == "auto" else model.to(dtype=getattr(torch, dtype))  # type: ignore[call-arg]
+        model = load_model(source, dtype=dtype)  # type: ignore[arg-type]
+        plan = model.config.sharing_plan
     else:
-        state, plan_file = read_state(source), Path(source) / "plan.json"
+        state, plan = read_state(source), SharingPlan.load(Path(source) / "plan.json")
         model = restore_model(source, state, start_model).to(dtype=_dtype(state, dtype))  # type: ignore[call-arg]
         origin = origin or origin_of(state)
     model.config.attention_backend = "auto"
@@ -64,26 +64,11 @@ def export(
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        if plan_file is None:
-            model.config.sharing_plan.save(folder / "plan.json")
-        else:
-            shutil.copyfile(plan_file, folder / "plan.json")
+        plan.save(folder / "plan.json")
         licence = add_licences(folder, origin.base)
         measured = [] if results is None else results_of(results, path, folder, model.config.own_method)
         text = card(path.resolve().name, model.config, origin, licence, measured)
         (folder / "README.md").write_text(text, encoding="utf-8")
-
-
-def _own_model(model: nn.Module) -> PodForCausalLM:
-    """The model with a configuration of its own; weights are shared."""
-    config: Any = getattr(model, "config", None)
-    if hasattr(model, "merge_and_unload"):
-        raise ValueError("the model has adapters: give what its merge_and_unload() returns")
-    if getattr(config, "model_type", None) != PodConfig.model_type or not hasattr(model, "lm_head"):
-        raise ValueError(
-            f"a {type(model).__name__} is not exported: give what pod.load_model(…, plan=…) makes of it"
-        )
-    return from_dense(model, PodConfig(**config.to_dict())).eval()  # type: ignore[arg-type]
 
 
 def origin_of(state: TrainState) -> Origin:

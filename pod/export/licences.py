@@ -44,8 +44,8 @@ def _of_package(base: str) -> tuple[list[Path], dict[str, Any]]:
     """Of a model inside an installed package."""
     module = base.removeprefix(PACKAGE)
     for name in metadata.packages_distributions().get(module, []):
-        about = metadata.metadata(name)
-        found = about.get("License-Expression") or about.get("License") or ""
+        about = metadata.metadata(name).json
+        found = str(about.get("license_expression") or about.get("license") or "")
         is_name = 0 < len(found) < 40  # some packages put the whole text there
         return _of_distribution(name), {"license": found.lower()} if is_name else {}
     return [], {}

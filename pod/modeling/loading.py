@@ -4,7 +4,6 @@ import copy
 import os
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ Order = Sequence[Sequence[int]]
 """``[L][Hq]``: which query head of the original weights stands at each place, as ``SharingPlan.head_order``."""
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-_PLACES = ("cache_dir", "force_download", "gguf_file", "local_files_only", "revision", "subfolder", "token")
-"""What says where a checkpoint is, as ``from_pretrained`` of transformers takes it."""
+_PLACES = {"cache_dir", "device_map", "gguf_file", "local_files_only", "revision", "token"}
+"""Where a checkpoint is and where to, as ``from_pretrained`` of transformers takes it."""
 
 
 def convert_config(source: Any, **changes: Any) -> PodConfig:
@@ -66,18 +65,8 @@ def plan_fields(plan: SharingPlan | None) -> dict[str, Any]:
     """The fields of ``PodConfig`` that a plan sets. None = dense, heads in the original order."""
     if plan is None:
         return {"lead": None, "kv_bits": None, "head_order": None}
-    bits = None if plan.bits is None else list(plan.bits)
+    bits = plan.bits and list(plan.bits)
     return {"lead": [list(row) for row in plan.lead], "kv_bits": bits, "head_order": plan.head_order}
-
-
-def with_plan(model: PodForCausalLM, plan: SharingPlan | None, **changes: Any) -> PodForCausalLM:
-    """The model under another plan and with other fields of its configuration, in evaluation mode; weights are shared.
-
-    Only projections whose heads stand in another order than the plan's are copied: a plan is for the order that it names, and
-    one that names none for the original order. None = dense.
-    """
-    config = PodConfig(**(model.config.to_dict() | plan_fields(plan) | changes))
-    return from_dense(model, config).eval()
 
 
 def from_dense(source: PreTrainedModel, config: PodConfig, owned: bool = False) -> PodForCausalLM:
@@ -165,64 +154,48 @@ def load_model(
     attention_backend: str = "auto",
     device: torch.device | str | None = None,
     layout: str | None = None,
-    device_map: Any = None,
     **places: Any,
 ) -> PodForCausalLM:
     """Load a dense checkpoint or a PoD export, in evaluation mode.
 
     Args:
-        source: folder, hub id, or a transformers model that is already in memory (its weights are shared).
+        source: folder, hub id, or a transformers model that is already in memory: its weights are shared but for heads that move.
         plan: sharing plan or path of a ``plan.json``; None keeps the checkpoint's own (dense for stock ones). The heads of the
             weights are moved to the order that the plan names, or back to the original one if it names none.
         num_sink_tokens, num_recent_tokens: windows in tokens; None keeps the checkpoint's, or takes the layout's
             (16 and 4080; 0 and 4096 for ``window``).
         dtype: of the weights; None and ``"auto"`` keep the checkpoint's.
         attention_backend: ``auto`` or a registered name.
-        device: where to put the model; None = CPU. ``device_map``: the same in transformers' words, ``"auto"`` = the accelerator.
+        device: where to put the model; None = where it is read to: the CPU, or as ``device_map`` says.
         layout: ``pod``, ``cla`` or ``window``, see ``PodConfig``; None keeps the checkpoint's (``pod`` for stock ones).
             Another layout than the checkpoint's is where training starts, with the checkpoint's plan and windows left
             behind; a ``cla`` model starts from the mean key and value weights of each block of layers. ``dense`` is
             ``pod`` without sharing, whatever plan the checkpoint has.
-        places: ``revision``, ``token``, ``gguf_file`` (name of a GGUF file inside ``source``) and others of ``_PLACES``.
+        places: of ``_PLACES``; a ``device_map`` names one device, ``gguf_file`` a GGUF file inside ``source``.
 
     Raises:
         ValueError: families, keys, plans or layouts that do not fit, several devices, quantization; the message says what would.
     """
-    if unknown := sorted(places.keys() - set(_PLACES)):
-        said = f"load_model does not take {', '.join(unknown)}: weights stay whole, on one device ('pod+int4' packs caches)"
-        raise ValueError(f"{said}; beside its own arguments it takes {', '.join(_PLACES)}")
-    device = _one_device(device, device_map)
-    windows = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
-    wishes = {"plan": plan, "layout": layout, "attention_backend": attention_backend}
-    target = partial(target_config, **wishes, **windows)  # type: ignore[arg-type]
+    places = {name: value for name, value in places.items() if value is not None}
+    if unknown := sorted(places.keys() - _PLACES):
+        said = f"load_model does not take {', '.join(unknown)}: weights stay whole ('pod+int4' packs caches)"
+        raise ValueError(f"{said}; beside its own arguments it takes {', '.join(sorted(_PLACES))}")
+    wishes: dict[str, Any] = {"plan": plan, "layout": layout, "attention_backend": attention_backend}
+    wishes |= {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
     if isinstance(source, PreTrainedModel):
         if places:
             raise ValueError(f"the model is in memory already: leave {', '.join(places)} out")
-        dense = source
-        wanted = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
-        if wanted not in (None, "auto", source.dtype):
-            dense = copy.deepcopy(source).to(dtype=wanted)  # type: ignore[call-arg]
+        kind = getattr(torch, str(source.dtype if dtype in (None, "auto") else dtype).removeprefix("torch."))
+        dense: Any = source if kind == source.dtype else copy.deepcopy(source).to(kind)
     else:
-        target(_read_config(source, **places))  # refused before weights are read
-        dense = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype or "auto", device_map=device, **places
-        )
-    config = target(dense.config)
+        target_config(_read_config(source, **places), **wishes)  # refused before weights are read
+        dense = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", **places)
+        if len(set(getattr(dense, "hf_device_map", {"": 0}).values())) > 1:
+            raise ValueError(f"device_map = {places['device_map']!r}: name one device for all, as 'cuda:0'")
+    config = target_config(dense.config, **wishes)
     config.dtype = dense.dtype
     model: Any = from_dense(dense, config, owned=dense is not source)
-    return model.to(device=device or "cpu").eval()
-
-
-def _one_device(device: Any, device_map: Any) -> Any:
-    """The device that both name, None when none does; ValueError for several."""
-    named = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
-    if "auto" in named:
-        named = {torch.accelerator.current_accelerator(check_available=True)}
-    named = {*named, device} - {None}
-    if len(named) > 1 or named & {"balanced", "balanced_low_0", "sequential", "disk"}:
-        said = f"device_map = {device_map!r}, device = {device!r}"
-        raise ValueError(f"{said}: the whole model goes on one device, 'auto' or such as 'cuda:0'")
-    return named.pop() if named else None
+    return model.to(device=device or dense.device).eval()
 
 
 def target_config(
@@ -270,8 +243,7 @@ def _read_config(source: Any, **places: Any) -> Any:
     except OSError as error:
         raise ValueError(f"cannot load a model from {source}: {str(error).splitlines()[0]}") from error
     if quantized := getattr(config, "quantization_config", None):
-        method = dict(quantized).get("quant_method")
-        raise ValueError(f"{source} is quantized ({method}): load the checkpoint that it was made from")
+        raise ValueError(f"{source} is quantized ({quantized}): load the checkpoint that it was made from")
     return config
 
 

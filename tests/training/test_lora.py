@@ -6,7 +6,6 @@ import torch
 import pod
 from pod.export import export_adapter
 from pod.export import folder as export_folder
-from pod.modeling.loading import with_plan
 from pod.training.args import TrainArgs
 from pod.training.checkpoint import restore
 from pod.training.checkpoint.identity import TrainState, samples_of, start_identity_of
@@ -59,7 +58,8 @@ def checkpoint(tmp_path, monkeypatch, request):
     """
     rope = {"rope_type": "default", "rope_theta": 500.0}
     model = make_model(num_sink_tokens=1, num_recent_tokens=4, rope_parameters=rope)
-    model = with_plan(model, pod.SharingPlan(LEAD, head_order=getattr(request, "param", None)))
+    plan = pod.SharingPlan(LEAD, head_order=getattr(request, "param", None))
+    model = pod.load_model(model, plan=plan, attention_backend="reference")
     folder = tmp_path / "checkpoint"
     model.config.save_pretrained(folder)
     model.config.sharing_plan.save(folder / "plan.json")

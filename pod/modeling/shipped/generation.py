@@ -67,10 +67,9 @@ class PodGenerationMixin(GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs: dict, generation_mode: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        if generation_config.cache_implementation is not None:
+        if (asked := generation_config.cache_implementation) is not None:
             raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r} is not supported: leave it "
-                "out, the model makes its own cache"
+                f"cache_implementation={asked!r} is not supported: the model makes its own cache"
             )
         cache = model_kwargs.get("past_key_values")
         if cache is not None:

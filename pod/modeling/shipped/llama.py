@@ -119,20 +119,14 @@ class PodPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """See transformers; the folder holds this code too, which auto classes load with ``trust_remote_code=True``."""
-        self.config.auto_map = {
-            "AutoConfig": "config.PodConfig",
-            "AutoModel": "llama.PodModel",
-            "AutoModelForCausalLM": "llama.PodForCausalLM",
-        }
+        """See transformers; the folder has this code too, which auto classes load with ``trust_remote_code``. It adds its own class."""
+        self.config.auto_map = {"AutoConfig": "config.PodConfig", "AutoModel": "llama.PodModel"}
         super().save_pretrained(*args, **kwargs)
 
-    def _check_and_adjust_attn_implementation(self, attn_implementation, *args: Any, **kwargs: Any) -> str:
-        """ValueError for an implementation of stock models that is none of ours."""
-        if attn_implementation not in (None, *_STOCK_BACKENDS):
-            said = f"attn_implementation = {attn_implementation!r} is not available for this model"
-            raise ValueError(f"{said}: choose one of {', '.join(_STOCK_BACKENDS)}")
-        return attn_implementation or "sdpa"
+    def _check_and_adjust_attn_implementation(self, asked: str | None, *args: Any, **kwargs: Any) -> str:
+        if asked not in (None, *_STOCK_BACKENDS):
+            raise ValueError(f"attn_implementation = {asked!r} is none of {', '.join(_STOCK_BACKENDS)}")
+        return asked or "sdpa"
 
 
 class PodModel(PodPreTrainedModel):
@@ -289,7 +283,8 @@ class PodModel(PodPreTrainedModel):
         return ForwardContext(
             rope=Rope(*self._frequencies[device], position_ids, hidden_states.dtype, self.rotate),
             lead=self.lead if parallel is None else parallel.lead,
-            backend=_STOCK_BACKENDS.get(self.config._attn_implementation) or self.config.attention_backend,
+            backend=_STOCK_BACKENDS.get(self.config._attn_implementation or "")
+            or self.config.attention_backend,
             segments=None if doc_ids is None else Segments.of_documents(doc_ids, hidden_states.shape[0]),
             sequence_parallel=parallel,
         )
