@@ -85,20 +85,18 @@ def origin_of(state: TrainState) -> Origin:
 
 def results_of(results: Path, before: Path, now: Path, method: str) -> list[dict[str, Any]]:
     """Result files in the folder `results`: of the dense model, and of the export `before` where its weights are those of `now`."""
-    names = sorted(file.name for file in now.glob("*.safetensors"))
-    if not before.is_dir() or filecmp.cmpfiles(before, now, names, shallow=False)[0] != names:
+    own, dense = results / f"{method}.json", results / "full.json"
+    weights = sorted(file.name for file in now.glob("*.safetensors"))
+    if not own.is_file() or not before.is_dir():
         return []
-    since = datetime.fromtimestamp((before / "config.json").stat().st_mtime, UTC)
-    found = []
-    for file in (results / "full.json", results / f"{method}.json"):
-        content = read_json(file) if file.is_file() else {}
-        model = content.get("model") or {}
-        is_own = file.stem == method and Path(model.get("path", "")).resolve() == before.resolve()
-        if is_own and datetime.fromisoformat(content["environment"]["date"]) < since.replace(microsecond=0):
-            return []
-        if is_own or (file.stem == "full" != method and content.get("parts")):
-            found.append(content)
-    return found if any(one["method"] == method for one in found) else []
+    if filecmp.cmpfiles(before, now, weights, shallow=False)[0] != weights:
+        return []
+    content = read_json(own)
+    exported = datetime.fromtimestamp(int((before / "config.json").stat().st_mtime), UTC)
+    is_of_it = Path((content["model"] or {}).get("path", "")).resolve() == before.resolve()
+    if not is_of_it or datetime.fromisoformat(content["environment"]["date"]) < exported:
+        return []
+    return [read_json(dense), content] if dense != own and dense.is_file() else [content]
 
 
 def export_adapter(checkpoint: Path, path: Path, base: str, dtype: str = "auto") -> None:

@@ -5,6 +5,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import metadata_load, snapshot_download
 
 import pod
@@ -25,19 +26,23 @@ def add_licences(folder: Path, base: str | None) -> Licence:
     Returns: what the base model's card says of its licence, `unknown` where there is none.
     """
     shutil.copyfile(own_licence(), folder / "LICENSE")
-    files, fields = (
-        ([], {}) if base is None else _of_package(base) if base.startswith(PACKAGE) else _of_model(base)
-    )
-    names = []
-    for file in files:
-        names.append(_OF_BASE + file.name.removeprefix(_OF_BASE))
-        shutil.copyfile(file, folder / names[-1])
-    return Licence(fields={"license": "unknown"} | fields, files=tuple(names))
+    files, fields = _of_base(base)
+    copies = {_OF_BASE + file.name.removeprefix(_OF_BASE): file for file in files}
+    for name, file in copies.items():
+        shutil.copyfile(file, folder / name)
+    return Licence(fields={"license": "unknown"} | fields, files=tuple(copies))
 
 
 def own_licence() -> Path:
     """The licence of this package, installed or in a clone."""
     return next(iter(_of_distribution("pod-kv")), Path(pod.__file__).parents[1] / "LICENSE")
+
+
+def _of_base(base: str | None) -> tuple[list[Path], dict[str, Any]]:
+    """Licence files, and what a card says."""
+    if base is None:
+        return [], {}
+    return _of_package(base) if base.startswith(PACKAGE) else _of_model(base)
 
 
 def _of_package(base: str) -> tuple[list[Path], dict[str, Any]]:
@@ -69,8 +74,10 @@ def _of_model(base: str) -> tuple[list[Path], dict[str, Any]]:
             folder = Path(snapshot_download(base, allow_patterns=patterns))
         except (OSError, ValueError):  # no such model, no network and nothing on this machine
             return [], {}
-    card = folder / "README.md"
-    fields = (metadata_load(card) if card.is_file() else None) or {}
+    try:
+        fields = metadata_load(folder / "README.md") or {}
+    except (OSError, ValueError, yaml.YAMLError):  # none, or one that says nothing
+        fields = {}
     found = sorted(file for file in folder.iterdir() if file.is_file() and _is_licence(file.name))
     # an export's own LICENSE is that of its code
     of_base = [file for file in found if file.name.startswith(_OF_BASE)]

@@ -198,6 +198,14 @@ def test_an_unknown_licence_is_said_to_be_unknown(tmp_path, base):
     assert fields["license"] == "unknown" and "look it up before you pass them on" in text
 
 
+def test_a_card_that_cannot_be_read_does_not_stop_an_export(tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: [mit\n---\n")
+    (tmp_path / "base" / "LICENSE").write_text("of the weights")
+    found = add_licences(tmp_path, str(tmp_path / "base"))
+    assert found.fields == {"license": "unknown"} and found.files == ("base_model-LICENSE",)
+
+
 def test_the_licence_of_a_model_on_the_hub_is_asked_for(tmp_path, monkeypatch):
     asked = {}
 
@@ -261,3 +269,13 @@ def test_results_of_these_weights_come_into_the_card_when_they_are_exported_agai
         model.lm_head.weight.mul_(2)
     export(model, out, results=results)
     assert "Measured" not in read_card(out)[1], "of other weights"
+
+
+def test_a_dense_model_has_its_own_results_once(tmp_path):
+    model, out, results = make_model(lead=None), tmp_path / "out", tmp_path / "eval"
+    results.mkdir()
+    write_results(results, out, "2999-01-01T00:00:00+00:00")
+    (results / "pod.json").replace(results / "full.json")
+    for _ in range(2):
+        export(model, out, results=results)
+    assert "| task | metric | PoD |\n" in read_card(out)[1]
