@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from pod.eval.results import identity
 from pod.export import Origin, export
 from pod.export.card import saved_share
 from pod.export.folder import origin_of
-from pod.export.licences import add_licences
+from pod.export.licences import add_licences, own_licence
 from pod.files import write_json
 from pod.models import resolve_model
 from pod.training.checkpoint.identity import TrainState
@@ -196,6 +198,14 @@ def test_an_unknown_licence_is_said_to_be_unknown(tmp_path, base):
     export(make_model(), tmp_path / "out", origin=Origin(base=base))
     fields, text = read_card(tmp_path / "out")
     assert fields["license"] == "unknown" and "look it up before you pass them on" in text
+
+
+def test_the_licence_of_the_code_is_found_in_a_clone_too(monkeypatch):
+    def absent(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "files", absent)
+    assert own_licence() == Path(pod.__file__).parents[1] / "LICENSE" and own_licence().is_file()
 
 
 def test_a_card_that_cannot_be_read_does_not_stop_an_export(tmp_path):
