@@ -1,9 +1,9 @@
 """Write the newest training checkpoint as a Hugging Face folder that loads with plain transformers.
 
-    python launch/export_hf.py --config configs/demo.yaml
+    pod export --config demo
 
-Reads <output_dir>/train, writes <output_dir>/export (safetensors, configuration, tokenizer, remote code); with
---set export.adapter=true the LoRA adapters alone, in peft's format.
+Reads <output_dir>/train, writes <output_dir>/export (safetensors, configuration, tokenizer, remote code, model card, licences); with
+--set export.adapter=true the LoRA adapters alone, in peft's format. Run again after an evaluation, the card has its results.
 """
 
 from functools import partial
@@ -14,8 +14,9 @@ from pod.recipe import Recipe, run
 
 def main(recipe: Recipe) -> None:
     import pod
+    from pod.export import export, export_adapter
     from pod.models import resolve_model
-    from pod.training.checkpoint.export import check_plan, checkpoint_to_export, export, export_adapter
+    from pod.training.checkpoint.restore import check_plan, checkpoint_to_export
     from pod.training.run.start_model import load_start_model
 
     checkpoint = checkpoint_to_export(Path(recipe.output_dir) / "train", recipe.export.checkpoint)
@@ -28,7 +29,8 @@ def main(recipe: Recipe) -> None:
         return
     tokenizer = pod.load_tokenizer(resolve_model(recipe.model.path), gguf_file=recipe.model.gguf_file)
     start_model = partial(load_start_model, recipe.model)
-    export(checkpoint, path, tokenizer, recipe.export.dtype, recipe.export.max_shard_size, start_model)
+    sizes = recipe.export.dtype, recipe.export.max_shard_size
+    export(checkpoint, path, tokenizer, *sizes, start_model, results=recipe.eval_dir)
     print(f"exported {checkpoint} to {path}", flush=True)
 
 
