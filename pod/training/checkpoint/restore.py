@@ -22,7 +22,7 @@ def checkpoint_to_export(train_folder: Path, checkpoint: str | None) -> Path:
     found = Path(checkpoint) if checkpoint is not None else latest_checkpoint(train_folder)
     if found is None:
         raise ValueError(
-            f"{train_folder} holds no checkpoint: run launch/train_pod.py first or set export.checkpoint"
+            f"{train_folder} holds no checkpoint: run `pod train` first or set export.checkpoint"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""launch/explore.py with measured costs: what decides, what is measured again, ranks, interruptions."""
+"""`pod explore` with measured costs: what decides, what is measured again, ranks, interruptions."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""launch/explore.py by similarity, from text to plan on a random four-layer model; what is measured again and what is not."""
+"""`pod explore` by similarity, from text to plan on a random four-layer model; what is measured again and what is not."""
 
 import json
 

@@ -235,7 +235,7 @@ def test_files_and_lists_that_do_not_fit_are_refused(tmp_path):
         RetrievalHeads.load(path)
     config = tiny_model().config
     for wrong, message in [
-        (None, "launch/explore.py --heads"),
+        (None, "`pod explore --heads`"),
         (tmp_path / "none.json", "no such file"),
         ([[0], [1]], "for each of 3 layers"),
         ([[0], [2], []], "whole numbers from 0 to 1 such as"),
