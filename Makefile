@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 # ninja and deepspeed are looked up by name
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python
 
-.PHONY: help install tools test demo data check-export lint format bench bench-gpu clean
+.PHONY: help install tools test demo data docs check-export lint format bench bench-gpu clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 16
@@ -42,6 +42,10 @@ check-export: $(STAMP)  ## load the demo's export in a second venv that holds on
 	@.venv-export/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) "$$(grep '^torch==' requirements.txt)"
 	@.venv-export/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) "$$(grep '^transformers==' requirements.txt)"
 	@cd .venv-export && bin/python ../examples/load_export.py ../runs/demo/export ../runs/demo/export_check.safetensors
+
+docs: $(STAMP)  ## the API reference from the docstrings: runs/docs/pod.html
+	@$(RUN) -m pdoc -o runs/docs pod $(foreach part,bench commands data engine eval export kernels measure training,'!pod.$(part)')
+	@echo "written: runs/docs/pod.html"
 
 lint: $(STAMP)  ## formatting, lint rules and types
 	@echo "== lint: ruff format --check"; $(BIN)/ruff format --check .

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=2 python benchmarks/prefill_cpu.py     # 8K and 6K tokens, writes benchmarks/results/prefill_cpu.json
 
 Four layers, 8 query and 2 KV heads of 64, hidden size 512; in the PoD model layer 0 leads for every head. The export is the folder that
-`save_pretrained` writes (what `pod.training.checkpoint.export` does once it has the trained weights), loaded with `trust_remote_code` in a
+`save_pretrained` writes (what `pod.export` does once it has the trained weights), loaded with `trust_remote_code` in a
 process in which only torch, transformers and what these need can be imported. Package and export have a process each and read
 in turns; so do chunks and one pass. Ratios are taken round by round. The goal of each is stated with it.
 """
@@ -104,8 +104,6 @@ def write_models(folder: Path, longest: int) -> dict[str, str]:
 
     import pod
 
-    pod.PodConfig.register_for_auto_class()
-    pod.PodForCausalLM.register_for_auto_class("AutoModelForCausalLM")
     torch.manual_seed(0)
     plans = {"dense": None, "pod": [[0] * KV_HEADS] * LAYERS}
     for layout, lead in plans.items():

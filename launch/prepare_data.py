@@ -1,31 +1,6 @@
-"""Turn documents into packed training rows: tokenise, draw the same number of tokens from every length interval, pack whole
-documents into rows of the context's size. Writes shards, manifest.json and lengths.png into <output_dir>/data."""
+"""`pod data` from a checkout."""
 
-from pod.recipe import Recipe, run
-
-
-def estimate(recipe: Recipe) -> str:
-    """Intervals, tokens and disk."""
-    from pod.data.prepare import estimate as estimate_data
-
-    return estimate_data(recipe.data)
-
-
-def main(recipe: Recipe) -> None:
-    """Prepare the data of the recipe for the tokenizer of its model."""
-    from pod.data.job import Job
-    from pod.data.prepare import PICTURE_NAME, prepare_job, summary
-    from pod.modeling.loading import load_tokenizer
-    from pod.models import resolve_model
-
-    tokenizer = recipe.data.tokenizer or load_tokenizer(
-        resolve_model(recipe.model.path), gguf_file=recipe.model.gguf_file
-    )
-    data = prepare_job(Job(recipe.data, tokenizer, recipe.data_dir, recipe.seed))
-    print(summary(data.manifest))
-    print(f"rows: {data.path}  picture: {data.path / PICTURE_NAME}")
-    print(f"look into it: pod-data inspect {data.path} --rows 3")
-
+from pod.commands.data import start
 
 if __name__ == "__main__":
-    run(main, sections=("model", "data"), description=__doc__, estimate=estimate)
+    start()

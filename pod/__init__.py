@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from pod.modeling.shipped.llama import PodForCausalLM, PodModel
     from pod.modeling.shipped.sharing import SharingPlan
 
+__version__ = "0.1.0"
+
 __all__ = [
     "PodCache",
     "PodConfig",

@@ -91,7 +91,7 @@ class ModelArgs:
         if self.plan is not None:
             if not Path(self.plan).is_file():
                 raise ValueError(
-                    f"model.plan: {self.plan} does not exist; run launch/explore.py or correct the path"
+                    f"model.plan: {self.plan} does not exist; run `pod explore` or correct the path"
                 )
             return Path(self.plan)
         found = Path(output_dir) / "plan" / "plan.json"

@@ -79,6 +79,10 @@ class Recipe:
         return Path(self.export.path or Path(self.output_dir) / "export")
 
 
+_INSIDE = Path(__file__).parent / "recipes"
+RECIPES = _INSIDE if _INSIDE.is_dir() else Path(__file__).parents[1] / "configs"
+"""The recipes that come along: inside of an installed package, `configs/` of a checkout."""
+
 Main = Callable[[Recipe], None]
 Estimate = Callable[[Recipe], str]
 AddArguments = Callable[[argparse.ArgumentParser], Any]
@@ -128,7 +132,7 @@ def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = 
 
     path: None means all defaults; a file that `extends` another changes its fields. Raises: ValueError with one line that names the file or the key and what is allowed.
     """
-    content = _read_recipe(Path(path)) if path is not None else {}
+    content = _read_recipe(_find_recipe(Path(path))) if path is not None else {}
     for override in overrides:
         _apply_override(content, override)
     try:
@@ -136,6 +140,16 @@ def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = 
     except ValueError as error:
         place = f"{path}: " if path is not None and not overrides else ""
         raise ValueError(f"{place}{error}") from None
+
+
+def _find_recipe(path: Path) -> Path:
+    """A file as it is named, else the recipe of that name, with or without .yaml, that comes along: `demo`, `paper/pod_3`."""
+    names = (
+        RECIPES / path,
+        RECIPES / f"{path}.yaml",
+        RECIPES / path.relative_to("configs") if path.is_relative_to("configs") else path,
+    )
+    return path if path.exists() else next((file for file in names if file.is_file()), path)
 
 
 def _apply_override(content: dict[str, Any], override: str) -> None:
@@ -179,7 +193,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"--config {path}: cannot be read ({one_line(error)}); see configs/ for examples"
+            f"--config {path}: cannot be read ({one_line(error)}); recipes that come along are in {RECIPES}"
         ) from None
     except yaml.YAMLError as error:
         raise ValueError(f"--config {path}: not valid YAML: {one_line(error)}") from None
@@ -197,7 +211,11 @@ def _parser(sections: Sequence[str], description: str | None) -> argparse.Argume
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", metavar="FILE", help="YAML recipe, which may extend another; see configs/")
+    add(
+        "--config",
+        metavar="FILE",
+        help=f"YAML recipe, which may extend another, or the name of one in {RECIPES}",
+    )
     add("--set", metavar="A.B=VALUE", action="append", default=[], help="override one field (repeatable)")
     add("--dry-run", action="store_true", help="print the resolved recipe and what it needs, then stop")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it

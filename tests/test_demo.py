@@ -1,30 +1,16 @@
-"""launch/demo.py: the commands of the chain in their order; what an older recipe trained is not taken for this one's."""
+"""pod demo: the commands of the chain in their order; what an older recipe trained is not taken for this one's."""
 
-import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
+from pod.commands import demo
 from pod.recipe import Recipe, load_recipe
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture(scope="module")
-def demo():
-    spec = importlib.util.spec_from_file_location("launch_demo", ROOT / "launch" / "demo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["launch_demo"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["launch_demo"]
 
 
 @pytest.fixture
-def chain(demo, tmp_path, monkeypatch):
+def chain(tmp_path, monkeypatch):
     """`chain("b", "explore.threshold=0.4")`: a demo of the steps a, b, c of which b fails; the steps that ran."""
     monkeypatch.setattr(demo, "summary", lambda recipe: "")
 
@@ -63,7 +49,7 @@ def test_a_training_is_kept_for_the_same_recipe_and_removed_for_another(chain, t
         assert not is_kept(change) and is_kept(change)
 
 
-def test_a_command_gets_threads_of_its_own_without_a_gpu(demo, monkeypatch, capfd):
+def test_a_command_gets_threads_of_its_own_without_a_gpu(monkeypatch, capfd):
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     code = "import os; print(os.environ.get('DS_ACCELERATOR'), os.environ['PATH'].split(os.pathsep)[0])"
     for more, expected in (["--num_gpus"], "cpu"), ([], "None"):
@@ -72,15 +58,15 @@ def test_a_command_gets_threads_of_its_own_without_a_gpu(demo, monkeypatch, capf
     assert demo.run_command([sys.executable, "-c", "raise SystemExit(3)"], has_gpu=False) == 3
 
 
-def test_training_runs_through_the_real_launcher_with_two_ranks(demo, tmp_path):
-    recipe = load_recipe(ROOT / "configs" / "demo_tiny.yaml")
+def test_training_runs_through_the_real_launcher_with_two_ranks(tmp_path):
+    recipe = load_recipe("demo_tiny")
     step = next(step for step in demo.steps_of(recipe, tmp_path / "recipe.yaml") if step.name == "train")
     assert Path(step.command[0]).name == "deepspeed"
     assert step.command[1:3] == ["--num_gpus", "2"]
     assert "--master_port" in step.command
 
 
-def test_heads_are_searched_where_razor_is_asked(demo, tmp_path):
+def test_heads_are_searched_where_razor_is_asked(tmp_path):
     names = [step.name for step in demo.steps_of(Recipe(), tmp_path)]
     with_razor = [
         step.name for step in demo.steps_of(load_recipe(None, ["eval.methods=full,razor"]), tmp_path)

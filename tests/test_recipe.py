@@ -114,7 +114,7 @@ def test_a_recipe_extends_the_name_of_another(tmp_path, name):
 
 
 def test_missing_file_points_to_examples(tmp_path):
-    with pytest.raises(ValueError, match=r"nowhere.yaml: cannot be read .* see configs/"):
+    with pytest.raises(ValueError, match=r"nowhere.yaml: cannot be read .*recipes that come along are in "):
         load_recipe(tmp_path / "nowhere.yaml")
 
 
@@ -234,7 +234,7 @@ def test_the_plan_that_is_named_or_was_made(tmp_path):
     (recipe.plan_dir / "plan.json").write_text("{}")
     assert recipe.model.plan_file(tmp_path) == tmp_path / "plan" / "plan.json"
     recipe.model.plan = str(tmp_path / "other.json")
-    with pytest.raises(ValueError, match=r"model.plan: .*other.json does not exist; run launch/explore.py"):
+    with pytest.raises(ValueError, match=r"model.plan: .*other.json does not exist; run `pod explore`"):
         recipe.model.plan_file(tmp_path)
 
 

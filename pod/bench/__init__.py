@@ -1,1 +1,1 @@
-"""Decode speed of methods beside the dense cache: what `launch/bench.py` measures, and what a decode step must read."""
+"""Decode speed of methods beside the dense cache: what `pod bench` measures, and what a decode step must read."""

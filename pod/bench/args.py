@@ -1,4 +1,4 @@
-"""What `launch/bench.py` measures: the `bench` section of the recipe."""
+"""What `pod bench` measures: the `bench` section of the recipe."""
 
 from dataclasses import dataclass, field
 from typing import Any

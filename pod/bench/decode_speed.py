@@ -31,7 +31,6 @@ from pod.eval.results import one_line
 from pod.measure import race
 from pod.measure.memory import now
 from pod.measure.race import spread
-from pod.modeling.loading import with_plan
 from pod.modeling.shipped.layout import PodCacheLayer
 
 _WARM_UP = 2  # tokens; the first compiles and captures
@@ -119,7 +118,7 @@ def random_models(
             dense = pod.PodForCausalLM(pod.PodConfig(**fields)).eval()
     finally:
         torch.set_default_dtype(before)
-    return dense, with_plan(dense, pod.SharingPlan(lead=tuple(map(tuple, lead))))
+    return dense, pod.load_model(dense, plan=pod.SharingPlan(lead=tuple(map(tuple, lead))))
 
 
 def stock_model(dense: Any) -> Any:
@@ -162,7 +161,8 @@ def load_models(
             f"{path} has layout {model.config.layout!r}: this benchmark compares dense caches with pod, give it a model "
             "of full attention"
         )
-    return with_plan(model, None), with_plan(model, pod.SharingPlan(lead=tuple(map(tuple, lead))))
+    planned = pod.load_model(model, plan=pod.SharingPlan(lead=tuple(map(tuple, lead))))
+    return pod.load_model(model, layout="dense"), planned
 
 
 # -- caches ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import copy
 import os
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +24,8 @@ Order = Sequence[Sequence[int]]
 """``[L][Hq]``: which query head of the original weights stands at each place, as ``SharingPlan.head_order``."""
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_PLACES = {"cache_dir", "device_map", "gguf_file", "local_files_only", "revision", "token"}
+"""Where a checkpoint is and where to, as ``from_pretrained`` of transformers takes it."""
 
 
 def convert_config(source: Any, **changes: Any) -> PodConfig:
@@ -64,18 +65,8 @@ def plan_fields(plan: SharingPlan | None) -> dict[str, Any]:
     """The fields of ``PodConfig`` that a plan sets. None = dense, heads in the original order."""
     if plan is None:
         return {"lead": None, "kv_bits": None, "head_order": None}
-    bits = None if plan.bits is None else list(plan.bits)
+    bits = plan.bits and list(plan.bits)
     return {"lead": [list(row) for row in plan.lead], "kv_bits": bits, "head_order": plan.head_order}
-
-
-def with_plan(model: PodForCausalLM, plan: SharingPlan | None, **changes: Any) -> PodForCausalLM:
-    """The model under another plan and with other fields of its configuration, in evaluation mode; weights are shared.
-
-    Only projections whose heads stand in another order than the plan's are copied: a plan is for the order that it names, and
-    one that names none for the original order. None = dense.
-    """
-    config = PodConfig(**(model.config.to_dict() | plan_fields(plan) | changes))
-    return from_dense(model, config).eval()
 
 
 def from_dense(source: PreTrainedModel, config: PodConfig, owned: bool = False) -> PodForCausalLM:
@@ -160,47 +151,51 @@ def load_model(
     num_sink_tokens: int | None = None,
     num_recent_tokens: int | None = None,
     dtype: torch.dtype | str | None = None,
-    gguf_file: str | None = None,
     attention_backend: str = "auto",
     device: torch.device | str | None = None,
     layout: str | None = None,
+    **places: Any,
 ) -> PodForCausalLM:
     """Load a dense checkpoint or a PoD export, in evaluation mode.
 
     Args:
-        source: folder, hub id, or a transformers model that is already in memory (its weights are shared).
+        source: folder, hub id, or a transformers model that is already in memory: its weights are shared but for heads that move.
         plan: sharing plan or path of a ``plan.json``; None keeps the checkpoint's own (dense for stock ones). The heads of the
             weights are moved to the order that the plan names, or back to the original one if it names none.
         num_sink_tokens, num_recent_tokens: windows in tokens; None keeps the checkpoint's, or takes the layout's
             (16 and 4080; 0 and 4096 for ``window``).
-        dtype: of the weights; None keeps the checkpoint's.
-        gguf_file: name of a GGUF file inside ``source``.
+        dtype: of the weights; None and ``"auto"`` keep the checkpoint's.
         attention_backend: ``auto`` or a registered name.
-        device: where to put the model; None = CPU.
+        device: where to put the model; None = where it is read to: the CPU, or as ``device_map`` says.
         layout: ``pod``, ``cla`` or ``window``, see ``PodConfig``; None keeps the checkpoint's (``pod`` for stock ones).
             Another layout than the checkpoint's is where training starts, with the checkpoint's plan and windows left
             behind; a ``cla`` model starts from the mean key and value weights of each block of layers. ``dense`` is
             ``pod`` without sharing, whatever plan the checkpoint has.
+        places: of ``_PLACES``; a ``device_map`` names one device, ``gguf_file`` a GGUF file inside ``source``.
 
     Raises:
-        ValueError: families, keys, plans or layouts that do not fit; the message says what would.
+        ValueError: families, keys, plans or layouts that do not fit, several devices, quantization; the message says what would.
     """
-    windows = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
-    wishes = {"plan": plan, "layout": layout, "attention_backend": attention_backend}
-    target = partial(target_config, **wishes, **windows)  # type: ignore[arg-type]
+    places = {name: value for name, value in places.items() if value is not None}
+    if unknown := sorted(places.keys() - _PLACES):
+        said = f"load_model does not take {', '.join(unknown)}: weights stay whole ('pod+int4' packs caches)"
+        raise ValueError(f"{said}; beside its own arguments it takes {', '.join(sorted(_PLACES))}")
+    wishes: dict[str, Any] = {"plan": plan, "layout": layout, "attention_backend": attention_backend}
+    wishes |= {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
     if isinstance(source, PreTrainedModel):
-        dense = source
-        wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        if wanted not in (None, source.dtype):
-            dense = copy.deepcopy(source).to(dtype=wanted)  # type: ignore[call-arg]
+        if places:
+            raise ValueError(f"the model is in memory already: leave {', '.join(places)} out")
+        kind = getattr(torch, str(source.dtype if dtype in (None, "auto") else dtype).removeprefix("torch."))
+        dense: Any = source if kind == source.dtype else copy.deepcopy(source).to(kind)
     else:
-        options = {} if gguf_file is None else {"gguf_file": gguf_file}
-        target(_read_config(source, **options))  # refused before weights are read
-        dense = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", **options)
-    config = target(dense.config)
+        target_config(_read_config(source, **places), **wishes)  # refused before weights are read
+        dense = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", **places)
+        if len(set(getattr(dense, "hf_device_map", {"": 0}).values())) > 1:
+            raise ValueError(f"device_map = {places['device_map']!r}: name one device for all, as 'cuda:0'")
+    config = target_config(dense.config, **wishes)
     config.dtype = dense.dtype
     model: Any = from_dense(dense, config, owned=dense is not source)
-    return model.to(device=device or "cpu").eval()
+    return model.to(device=device or dense.device).eval()
 
 
 def target_config(
@@ -223,21 +218,17 @@ def target_config(
     if source.model_type != "pod":
         return convert_config(source, **changes)
     stays = changes.get("layout", source.layout) == source.layout
-    if source.layout == "cla" and not stays:
+    if source.layout == "cla" and not (stays and changes.get("lead", source.lead) == source.lead):
         raise ValueError(
-            "the checkpoint has layout 'cla', whose sharing layers have no key and value weights: it cannot become "
-            f"{changes['layout']!r}; start from the dense checkpoint"
-        )
-    if source.layout == "cla" and changes.get("lead", source.lead) != source.lead:
-        raise ValueError(
-            "the checkpoint was trained with its own blocks of layers and fits no other: leave plan out"
+            "the checkpoint was trained with its own blocks of layers, of layout 'cla', and has no key and value weights for "
+            "any other: leave plan and layout out, or start from the dense checkpoint"
         )
     # another layout than the checkpoint's leaves its plan and windows behind
     fresh: dict[str, Any] = {**plan_fields(None), "num_sink_tokens": None, "num_recent_tokens": None}
     return PodConfig(**(source.to_dict() | ({} if stays else fresh) | changes))
 
 
-def _read_config(source: Any, **options: Any) -> Any:
+def _read_config(source: Any, **places: Any) -> Any:
     if not isinstance(source, str | os.PathLike):
         raise ValueError(
             f"source is a {type(source).__name__}: give a folder, a hub id or a transformers model (an adapter of peft "
@@ -248,15 +239,17 @@ def _read_config(source: Any, **options: Any) -> Any:
     if is_path and not os.path.isdir(os.path.expanduser(name)):
         raise ValueError(f"cannot load a model from {name}: there is no such folder")
     try:
-        return AutoConfig.from_pretrained(source, **options)
+        config = AutoConfig.from_pretrained(source, **places)
     except OSError as error:
         raise ValueError(f"cannot load a model from {source}: {str(error).splitlines()[0]}") from error
+    if quantized := getattr(config, "quantization_config", None):
+        raise ValueError(f"{source} is quantized ({quantized}): load the checkpoint that it was made from")
+    return config
 
 
-def load_tokenizer(source: str | os.PathLike, gguf_file: str | None = None):
-    """The tokenizer that belongs to a checkpoint (folder or hub id)."""
-    options: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
-    return AutoTokenizer.from_pretrained(source, **options)
+def load_tokenizer(source: str | os.PathLike, **places: Any):
+    """The tokenizer that belongs to a checkpoint; arguments as in ``load_model``."""
+    return AutoTokenizer.from_pretrained(source, **places)
 
 
 def reordered(name: str, weight: Tensor, config: PodConfig, now: Order | None) -> Tensor:
@@ -277,10 +270,6 @@ def reordered(name: str, weight: Tensor, config: PodConfig, now: Order | None) -
     index = torch.tensor([place[head] for head in new])
     if found[2] in ("k", "v"):
         index = index[:: config.num_key_value_groups] // config.num_key_value_groups
-    return _moved(weight, index, 1 if found[2] is None else 0, config.head_dim)
-
-
-def _moved(weight: Tensor, index: Tensor, dim: int, head_dim: int) -> Tensor:
-    """The weight with its heads, ``head_dim`` rows or columns each, taken in the order of ``index``."""
-    index = index.to(weight.device)
-    return weight.unflatten(dim, (-1, head_dim)).index_select(dim, index).flatten(dim, dim + 1)
+    dim = 1 if found[2] is None else 0
+    heads = weight.unflatten(dim, (-1, config.head_dim))
+    return heads.index_select(dim, index.to(weight.device)).flatten(dim, dim + 1)

@@ -43,7 +43,7 @@ class RetrievalHeads:
         if len(shapes) != 1 or len(widths) != 1 or widths.pop() % self.num_key_value_heads:
             raise ValueError(
                 f"echo and induction scores must both be [layers][query heads], with query heads in {self.num_key_value_heads} "
-                "equal groups: search again with launch/explore.py --heads"
+                "equal groups: search again with `pod explore --heads`"
             )
         values = [value for scores in (self.echo, self.induction) for row in scores for value in row]
         if not all(-1e-6 <= value <= 1 + 1e-6 for value in values):
@@ -92,12 +92,12 @@ class RetrievalHeads:
         if found != wanted:
             raise ValueError(
                 f"the retrieval heads are of a model with {found[0]} layers, {found[1]} query and {found[2]} KV heads, this one "
-                f"has {wanted[0]}, {wanted[1]} and {wanted[2]}: search again with launch/explore.py --heads"
+                f"has {wanted[0]}, {wanted[1]} and {wanted[2]}: search again with `pod explore --heads`"
             )
         if self.provenance.get("head_order") != config.head_order:
             raise ValueError(
                 "the retrieval heads are of another order of heads than this model's: search again on it with "
-                "launch/explore.py --heads"
+                "`pod explore --heads`"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -121,7 +121,7 @@ class RetrievalHeads:
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise ValueError(
                 f"{path} is not a file of retrieval heads ({str(error) or type(error).__name__}): write it with "
-                "launch/explore.py --heads"
+                "`pod explore --heads`"
             ) from None
         return found
 
@@ -144,7 +144,7 @@ def plan_of_heads(heads: Any, config: PodConfig, share: float | None = None) -> 
         return heads.plan(share)
     if share is not None:
         raise ValueError(
-            f"share = {share} chooses by scores: give the file that launch/explore.py --heads writes"
+            f"share = {share} chooses by scores: give the file that `pod explore --heads` writes"
         )
     if isinstance(heads, SharingPlan):
         heads.check_fits(layers, width)
@@ -164,7 +164,7 @@ def plan_of_heads(heads: Any, config: PodConfig, share: float | None = None) -> 
     if len(listed) != layers or not {head for row in listed for head in row} <= set(range(width)):
         raise ValueError(
             f"heads is {heads!r:.200}, expected a path or, for each of {layers} layers, a list of whole numbers from 0 to "
-            f"{width - 1} such as [0], its KV heads: launch/explore.py --heads writes a file"
+            f"{width - 1} such as [0], its KV heads: `pod explore --heads` writes a file"
         )
     return SharingPlan.of_leads(listed, width)
 

@@ -10,7 +10,7 @@ from pod.schema import BelowOne, Share, section
 
 @section
 class TrainRecipe:
-    """Section `train` of a recipe: `deepspeed launch/train_pod.py --config …`. A field that is null by default is derived from ranks
+    """Section `train` of a recipe: `pod train`. A field that is null by default is derived from ranks
     and device (`pod.training.predict.planner`)."""
 
     total_tokens: PositiveInt | None = None
@@ -255,7 +255,7 @@ class TrainArgs(TrainRecipe):
 
 @section
 class ExportArgs:
-    """Section `export` of a recipe: `python launch/export_hf.py --config …`."""
+    """Section `export` of a recipe: `pod export`."""
 
     path: str | None = None
     """Folder to write; null is <output_dir>/export. An existing one is replaced when the new one is complete."""

@@ -24,7 +24,6 @@ from pod.bench.decode_bytes import (
 )
 from pod.bench.decode_speed import Bench, fill, make_cache, sizes_of
 from pod.bench.dense_decode import PEERS, dense_peers
-from pod.modeling.loading import with_plan
 from pod.modeling.shipped.decode import DECODERS
 from pod.modeling.shipped.stores import TokenStore
 from pod.recipe import Recipe, field_docs, fields_of, load_recipe
@@ -569,6 +568,6 @@ def test_all_sizes_agree(models):
     recipe = load_recipe(None, TINY)
     lead = spread_plan(4, 2, 0.7)
     torch.manual_seed(0)
-    planned = with_plan(models[0], pod.SharingPlan(lead=lead))
+    planned = pod.load_model(models[0], plan=pod.SharingPlan(lead=lead))
     assert run._sizes(recipe) == sizes_of(planned.config, 4)
     assert list(itertools.chain(*lead)).count(0) >= 2

@@ -96,7 +96,7 @@ def test_a_plan_that_packs_is_scored_token_by_token(place):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("/nowhere.json", "/nowhere.json does not exist: make a plan with launch/explore.py"),
+        ("/nowhere.json", "/nowhere.json does not exist: make a plan with `pod explore`"),
         ("/nowhere", "eval.models.x = /nowhere holds no model"),
         ("PLACE/export@4", "holds no model"),
         ("", "eval.models.x is ''; it must be the folder of an export or a plan.json"),

@@ -139,7 +139,7 @@ def test_values_stand_in_the_papers(published):
     texts = {
         paper: (Path(folder) / f"{paper}.txt").read_text(encoding="utf-8") for paper in paper_tables.TITLES
     }
-    for file in sorted((ROOT / "docs" / "paper_tables").glob("*.csv")):
+    for file in sorted((ROOT / "pod" / "eval" / "report" / "papers").glob("*.csv")):
         for line in file.read_text(encoding="utf-8").splitlines()[1:]:
             number = re.escape(line.rpartition(",")[2])
             latex = (
@@ -242,7 +242,7 @@ def test_trained_baselines_are_the_papers(tmp_path, published):
 
 
 def test_printed_drops_are_means_over_both_benchmarks(published):
-    """PoD Table 5's "Perf" of nine methods follows from Table 1; PoD's own 2.8 does not (1.1): docs/paper_tables/README.md."""
+    """PoD Table 5's "Perf" of nine methods follows from Table 1; PoD's own 2.8 does not (1.1): pod/eval/report/papers/README.md."""
     averages = {
         (row.method, row.benchmark): row.value
         for row in published

@@ -169,7 +169,7 @@ def test_one_line(error, line):
 
 
 def test_a_file_that_an_option_names_is_known_by_its_content(tmp_path):
-    """`razor: {heads: file}` after another launch/explore.py --heads under the same name."""
+    """`razor: {heads: file}` after another `pod explore --heads` under the same name."""
     file = tmp_path / "heads.json"
     file.write_text("[[0], []]")
     options = {"heads": str(file), "num_recent_tokens": 4, "detector": "prefill"}

@@ -309,7 +309,7 @@ def test_failed_method_is_recorded_and_the_others_go_on(place, tmp_path, monkeyp
     [
         (
             {"eval.pod_model": "/nowhere"},
-            "'pod' needs the adapted model, and /nowhere holds none: run launch/export_hf.py",
+            "'pod' needs the adapted model, and /nowhere holds none: run `pod export`",
         ),
         (
             {"eval.text_sequences": 3000},

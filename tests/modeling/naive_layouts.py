@@ -117,11 +117,6 @@ def exported_logits(model, folder, ids):
     import subprocess
     import sys
 
-    from pod.modeling.shipped.config import PodConfig
-    from pod.modeling.shipped.llama import PodForCausalLM
-
-    PodConfig.register_for_auto_class()
-    PodForCausalLM.register_for_auto_class("AutoModelForCausalLM")
     model.save_pretrained(folder)
     code = (
         "import json, sys, torch\nfrom transformers import AutoModelForCausalLM\n"

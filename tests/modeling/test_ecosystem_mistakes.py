@@ -31,10 +31,10 @@ def test_stock_models_and_pod_caches(tools):
         assert type(other).__name__ in said and "pod.load_model" in said
     for use in (stock, lambda ids, **given: stock.generate(ids, max_new_tokens=2, **given)):
         said = complaint(use, ids, past_key_values=pod.make_cache(model))
-        assert "only PodForCausalLM" in said and "pod.load_model" in said
+        assert "only PodForCausalLM" in said and "load_model of pod-kv" in said
     for cache in (DynamicCache(), ((ids, ids),)):
         said = complaint(model, ids, past_key_values=cache)
-        assert f"a {type(cache).__name__} cannot serve" in said and "pod.make_cache" in said
+        assert f"a {type(cache).__name__} cannot serve" in said and "pod-kv's make_cache" in said
         assert model(ids).logits.shape == (1, 12, 97)
 
 
@@ -127,8 +127,6 @@ assert pod.make_cache(model, "pod+int4").spec == "pod+int4"
 @pytest.mark.parametrize("pod_first", [True, False])
 def test_auto_classes_know_the_model_once_pod_is_imported(tools, tmp_path, pod_first):
     """An export's own code is not asked for, and `trust_remote_code` neither."""
-    pod.PodConfig.register_for_auto_class()
-    pod.PodForCausalLM.register_for_auto_class("AutoModelForCausalLM")
     tools.make_pod().save_pretrained(tmp_path)
     lines = ["import pod", "from transformers import AutoConfig, AutoModel, AutoModelForCausalLM"]
     first, second = lines if pod_first else lines[::-1]

@@ -37,8 +37,6 @@ def small_tokenizer():
 @pytest.fixture(scope="module")
 def export(tmp_path_factory):
     folder = tmp_path_factory.mktemp("export")
-    PodConfig.register_for_auto_class()
-    PodForCausalLM.register_for_auto_class("AutoModelForCausalLM")
     torch.manual_seed(0)
     PodForCausalLM(PodConfig(**SIZES, lead=LEAD)).save_pretrained(folder)
     small_tokenizer().save_pretrained(folder)

@@ -90,8 +90,6 @@ def small_model(layers, spec="full"):
 @pytest.fixture(scope="module")
 def renamed(tmp_path_factory):
     """`renamed("package")[hook]`: tokens, or the error, when this hook has another name in transformers."""
-    pod.PodConfig.register_for_auto_class()
-    pod.PodForCausalLM.register_for_auto_class("AutoModelForCausalLM")
     folder, known = tmp_path_factory.mktemp("renamed"), {}
     small_model(2).save_pretrained(folder)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import pod
-from pod.modeling.loading import from_dense, reordered, with_plan
+from pod.modeling.loading import from_dense, reordered
 from pod.modeling.retrieval_heads import RetrievalHeads
 
 FAMILIES = ["llama", "llama-tied-biased-llama3", "mistral", "qwen2-tied", "qwen3"]
@@ -102,7 +102,7 @@ def test_a_plan_in_another_order_is_the_same_plan(tools, family):
 
 @torch.no_grad()
 def test_plans_find_their_order_from_any_other(tools):
-    """with_plan: the same order shares all weights, another is composed with the inverse, none goes back to the original."""
+    """Of a model in memory: the same order shares all weights, another is composed with the inverse, none goes back to the original."""
     stock = tools.make_stock("qwen2-yarn")
     lead, config = tools.lead, stock.config
     plans = [pod.SharingPlan(lead, head_order=random_order(config, seed)) for seed in (1, 2)]
@@ -110,14 +110,15 @@ def test_plans_find_their_order_from_any_other(tools):
     fresh = [pod.load_model(stock, plan=plan) for plan in (*plans, plain)]
     for source in fresh:
         for target, plan in zip(fresh, (*plans, plain), strict=True):
-            found = with_plan(source, plan)
+            found = pod.load_model(source, plan=plan)
             assert found.config.head_order == target.config.head_order
             for name, weight in target.state_dict().items():
                 assert torch.equal(found.state_dict()[name], weight), name
-    shared = with_plan(fresh[0], pod.SharingPlan.windows(5, 2), head_order=plans[0].head_order)
+    windows = pod.SharingPlan(pod.SharingPlan.windows(5, 2).lead, head_order=plans[0].head_order)
+    shared = pod.load_model(fresh[0], plan=windows)
     for name, weight in fresh[0].state_dict().items():
         assert weight.data_ptr() == shared.state_dict()[name].data_ptr()
-    dense = with_plan(fresh[0], None)
+    dense = pod.load_model(fresh[0], layout="dense")
     assert dense.config.sharing_plan.is_dense and dense.config.head_order is None
     for name, weight in stock.state_dict().items():
         assert torch.equal(dense.state_dict()[name], weight), name
@@ -150,9 +151,8 @@ def test_an_export_is_not_permuted_twice(tools, tmp_path):
 def test_a_cache_of_another_order_is_refused(tools):
     stock = tools.make_stock("llama")
     plain = pod.load_model(stock)
-    moved = with_plan(
-        plain, pod.SharingPlan(pod.SharingPlan.dense(5, 2).lead, head_order=random_order(stock.config))
-    )
+    plan = pod.SharingPlan(pod.SharingPlan.dense(5, 2).lead, head_order=random_order(stock.config))
+    moved = pod.load_model(plain, plan=plan)
     cache = pod.make_cache(plain, "full")
     plain(tools.random_ids(1, 9), past_key_values=cache)
     with pytest.raises(ValueError, match="another shape, plan"):

@@ -48,8 +48,6 @@ def test_a_cache_that_nobody_named_is_the_planned_one(tools):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_an_export_alone_holds_the_bits_of_its_plan(tools, tmp_path, family):
     """Left padding too; tokens and bytes are those of the package."""
-    from pod.modeling.shipped.config import PodConfig
-    from pod.modeling.shipped.llama import PodForCausalLM
 
     model, ids = packed_model(tools, family=family), tools.random_ids(3, 250)
     mask = torch.ones_like(ids)
@@ -58,8 +56,6 @@ def test_an_export_alone_holds_the_bits_of_its_plan(tools, tmp_path, family):
     expected = model.generate(
         ids, attention_mask=mask, past_key_values=cache, max_new_tokens=8, do_sample=False
     )
-    PodConfig.register_for_auto_class()
-    PodForCausalLM.register_for_auto_class("AutoModelForCausalLM")
     model.save_pretrained(tmp_path)
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-I", "-c", EXPORT, str(tmp_path), json.dumps([ids.tolist(), mask.tolist()])]

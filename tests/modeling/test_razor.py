@@ -257,7 +257,7 @@ def test_heads_from_the_search_and_refusals(tools, tmp_path):
         feed(model, cache, tools.random_ids(1, 5), 5)
     assert [layer.roles.leads for layer in children(cache)] == [(), (), (), (1,), ()]
     for target, options, message in [
-        (model, {}, "launch/explore.py --heads"),
+        (model, {}, "`pod explore --heads`"),
         (model, {"heads": [[0]]}, "for each of 5 layers"),
         (model, {"heads": [[2]] * 5}, "whole numbers from 0 to 1"),
         (model, {"heads": [[0.7]] * 5}, "a list of whole numbers"),

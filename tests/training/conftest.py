@@ -1,6 +1,5 @@
 """Starts the worker scripts of this folder: each pays its imports once and forks its ranks."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pod.commands import explore
 from pod.recipe import run
 
 HERE = Path(__file__).parent
@@ -40,24 +40,14 @@ def run_worker(script: str, folder: Path) -> dict[str, dict]:
     return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")}
 
 
-@pytest.fixture(scope="session")
-def explore_launcher():
-    """launch/explore.py as a module."""
-    spec = importlib.util.spec_from_file_location("explore_launcher", ROOT / "launch" / "explore.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-def explore_refused(explore_launcher, tmp_path, capsys):
-    """`(settings, words)`: launch/explore.py refuses these settings in one line that has the words, and writes no plan."""
+def explore_refused(tmp_path, capsys):
+    """`(settings, words)`: `pod explore` refuses these settings in one line that has the words, and writes no plan."""
 
     def check(settings: list[str], words: str) -> None:
         argv = [part for setting in settings for part in ("--set", setting)]
         with pytest.raises(SystemExit) as ended:
-            run(explore_launcher.main, sections=("model", "explore"), argv=argv)
+            run(explore.main, sections=("model", "explore"), argv=argv)
         assert ended.value.code == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert error.startswith("error: ") and words in error

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 import pod
-from pod.modeling.loading import with_plan
+from pod.export import export_adapter
+from pod.export import folder as export_folder
 from pod.training.args import TrainArgs
-from pod.training.checkpoint import export as export_module
-from pod.training.checkpoint.export import export_adapter, restore_model
+from pod.training.checkpoint import restore
 from pod.training.checkpoint.identity import TrainState, samples_of, start_identity_of
+from pod.training.checkpoint.restore import restore_model
 from pod.training.run.lora import add_lora, load_adapter, lora_settings
 
 LEAD = [[0, 0], [0, 1], [2, 1]]
@@ -57,7 +58,8 @@ def checkpoint(tmp_path, monkeypatch, request):
     """
     rope = {"rope_type": "default", "rope_theta": 500.0}
     model = make_model(num_sink_tokens=1, num_recent_tokens=4, rope_parameters=rope)
-    model = with_plan(model, pod.SharingPlan(LEAD, head_order=getattr(request, "param", None)))
+    plan = pod.SharingPlan(LEAD, head_order=getattr(request, "param", None))
+    model = pod.load_model(model, plan=plan, attention_backend="reference")
     folder = tmp_path / "checkpoint"
     model.config.save_pretrained(folder)
     model.config.sharing_plan.save(folder / "plan.json")
@@ -68,8 +70,9 @@ def checkpoint(tmp_path, monkeypatch, request):
                 parameter.normal_(std=0.1)
     weights = {name: p.detach() for name, p in adapted.named_parameters() if p.requires_grad}
     state = TrainState(identity={"dtype": "float32"}, lora=settings(lora_dropout=0.3))
-    monkeypatch.setattr(export_module, "read_state", lambda folder: state)
-    monkeypatch.setattr(export_module, "trained_weights", lambda folder: weights)
+    monkeypatch.setattr(export_folder, "read_state", lambda folder: state)
+    for module in (export_folder, restore):
+        monkeypatch.setattr(module, "trained_weights", lambda folder: weights)
     return folder, adapted, state
 
 

@@ -179,9 +179,7 @@ def test_the_plan_of_the_output_folder_is_for_pod_only(args, start, tmp_path):
 
 def test_pod_without_a_plan_is_refused_before_and_after_loading(args, tmp_path):
     chosen = replace(args, layout="pod")
-    with pytest.raises(
-        ValueError, match=r"^model\.layout is pod, and there is no plan .* run launch/explore\.py"
-    ):
+    with pytest.raises(ValueError, match=r"^model\.layout is pod, and there is no plan .* run `pod explore`"):
         model_config(chosen, tmp_path)
     with pytest.raises(ValueError, match=r"^model\.layout is pod, and there is no plan"):
         load_start_model(chosen, None)

@@ -216,7 +216,8 @@ def exported(name, out, folder, dtype) -> None:
     """Export, reload with Auto classes and remote code, compare logits with the weights at the end of training."""
     from safetensors.torch import save_file
 
-    from pod.training.checkpoint.export import checkpoint_to_export, export
+    from pod.export import export
+    from pod.training.checkpoint.restore import checkpoint_to_export
     from pod.training.run.lora import add_lora
 
     export(
@@ -258,7 +259,8 @@ def adapter(out, folder) -> None:
     from safetensors.torch import load_file
 
     import pod
-    from pod.training.checkpoint.export import checkpoint_to_export, export_adapter
+    from pod.export import export_adapter
+    from pod.training.checkpoint.restore import checkpoint_to_export
     from pod.training.run.lora import load_adapter
 
     export_adapter(checkpoint_to_export(folder, None), out / "adapter", "tiny")

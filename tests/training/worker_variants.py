@@ -108,7 +108,8 @@ def exports(out: Path) -> None:
     """Export the runs on two ranks and load them as a user does who has transformers only."""
     from functools import partial
 
-    from pod.training.checkpoint.export import checkpoint_to_export, export
+    from pod.export import export
+    from pod.training.checkpoint.restore import checkpoint_to_export
     from pod.training.run.lora import add_lora, lora_settings
 
     results = {}

@@ -14,7 +14,7 @@ from pod.models import resolve_model
 if TYPE_CHECKING:
     from pod.recipe import Recipe
 
-_NO_BUDGET = "{}: the byte budget is what PoD holds, and there is neither a PoD export in {} nor a plan; run launch/explore.py or set model.plan"
+_NO_BUDGET = "{}: the byte budget is what PoD holds, and there is neither a PoD export in {} nor a plan; run `pod explore` or set model.plan"
 
 
 def _dtype(name: str) -> Any:
@@ -89,18 +89,18 @@ class Models:
             return Source(plan=Path(place), windows=given or windows)
         if not (Path(place) / "config.json").is_file():
             raise ValueError(
-                f"eval.models.{kind} = {own[kind]} holds no model: export one there with launch/export_hf.py"
+                f"eval.models.{kind} = {own[kind]} holds no model: export one there with `pod export`"
             )
         return Source(place, windows=given)
 
     def _check_available(self) -> None:
         if "adapted" in self.kinds and not (self.export / "config.json").is_file():
             raise ValueError(
-                f"method 'pod' needs the adapted model, and {self.export} holds none: run launch/export_hf.py, set "
+                f"method 'pod' needs the adapted model, and {self.export} holds none: run `pod export`, set "
                 "eval.pod_model, or compare 'pod-unadapted' instead"
             )
         if "unadapted" in self.kinds and self.plan is None:
-            raise ValueError("method 'pod-unadapted' needs a plan: run launch/explore.py or set model.plan")
+            raise ValueError("method 'pod-unadapted' needs a plan: run `pod explore` or set model.plan")
 
     def _reference_kind(self) -> str | None:
         """Which PoD model tells the bytes: one that is compared anyway, else the cheapest to have."""
@@ -175,14 +175,14 @@ class Models:
 
     def _check_fits(self, file: Path) -> None:
         if not file.is_file():
-            raise ValueError(f"{file} does not exist: make a plan with launch/explore.py")
+            raise ValueError(f"{file} does not exist: make a plan with `pod explore`")
         plan, config = pod.SharingPlan.load(file), dense_config(self.dense_path, self.recipe.model.gguf_file)
         layers, heads = config.num_hidden_layers, getattr(config, "num_key_value_heads", None)
         heads = heads or config.num_attention_heads
         if (plan.num_layers, plan.num_key_value_heads) != (layers, heads):
             raise ValueError(
                 f"{file} is for {plan.num_layers} layers x {plan.num_key_value_heads} KV heads, the model has {layers} x "
-                f"{heads}: make a plan for this model with launch/explore.py, or correct model.plan"
+                f"{heads}: make a plan for this model with `pod explore`, or correct model.plan"
             )
 
     def _check_same_plan(self) -> None:

@@ -1,4 +1,4 @@
-"""`launch/run_eval.py lm-eval …`: lm-eval's own command line with our model class and our tasks."""
+"""`pod eval lm-eval …`: lm-eval's own command line with our model class and our tasks."""
 
 import argparse
 import os

@@ -21,7 +21,6 @@ from pod.eval.answer.store import Store
 from pod.eval.lm.model import PodLM
 from pod.eval.lm.requests import Encoder
 from pod.eval.results import code_identity, identity, with_files
-from pod.modeling.loading import with_plan
 
 _RANKS: list[Ranks] = []
 POD_BYTES = "pod"
@@ -127,7 +126,7 @@ class CommandLM(PodLM):
             attention_backend=attention_backend,
             device=_device(device, ranks),
         )
-        tokenizer = pod.load_tokenizer(pretrained, gguf_file)
+        tokenizer = pod.load_tokenizer(pretrained, gguf_file=gguf_file)
         options = with_requests(method, options, tokenizer)
         subject = make_subject(model, method, budget, _reference(model, plan, budget), options)
         length = int(max_length or model.config.max_position_embeddings)
@@ -183,7 +182,7 @@ def _reference(model: Any, plan: str | None, budget: int | str | None) -> Any:
         return model
     if plan is None:
         raise ValueError("budget=pod needs plan=PLAN.json: it says which bytes PoD would hold")
-    return with_plan(model, pod.SharingPlan.load(plan)).to(model.device)
+    return pod.load_model(model, plan=plan, attention_backend=model.config.attention_backend)
 
 
 def _check(batch_size: int | str, max_batch_size: int | None, too_long: str) -> None:

@@ -76,7 +76,7 @@ def check_known(names: list[str]) -> None:
         near = difflib.get_close_matches(name.lower(), sorted(ours), n=1, cutoff=0.5)
         near = near or difflib.get_close_matches(name.lower(), sorted(known), n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown task {name!r}; {hint}launch/run_eval.py --list-tasks lists them")
+        raise ValueError(f"unknown task {name!r}; {hint}`pod eval --list-tasks` lists them")
 
 
 def _in_files_of_lm_eval(names: set[str]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Published results (docs/paper_tables/*.csv), and ours next to them where model, benchmark, task and method are the same."""
+"""Published results (papers/*.csv beside this file), and ours next to them where model, benchmark, task and method are the same."""
 
 import csv
 import itertools
@@ -46,13 +46,13 @@ COLUMNS = Published._fields
 
 
 def load(folder: str | Path | None = None) -> list[Published]:
-    """Every row of the CSV files of a folder (default: docs/paper_tables of this checkout; empty where there is none).
+    """Every row of the CSV files of a folder (default: papers/ beside this file).
 
     Raises: ValueError naming file and line for other columns or a value that is no number.
     """
-    place = Path(__file__).resolve().parents[3] / "docs" / "paper_tables" if folder is None else Path(folder)
+    place = Path(__file__).with_name("papers") if folder is None else Path(folder)
     files = sorted(place.glob("*.csv"))
-    if folder is not None and not files:
+    if not files:
         raise ValueError(f"{place} holds no CSV files with the columns {', '.join(COLUMNS)}")
     return [row for file in files for row in _read(file)]
 

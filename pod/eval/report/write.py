@@ -50,7 +50,7 @@ def write_merged(
 ) -> Path:
     """One report of several runs into the folder `out`; returns the HTML path.
 
-    papers: folder of CSV files as in docs/paper_tables; model: the papers' name of the model, where its path does not tell.
+    papers: folder of CSV files as in papers/ beside this file; model: the papers' name of the model, where its path does not tell.
     Raises: ValueError when a folder holds no results.
     """
     comparison, folder = merge(folders), Path(out)
@@ -214,9 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("runs", nargs="+", help="output folders of runs (or their eval folders)")
     parser.add_argument("--out", required=True, help="folder for report.html, report.md and report.csv")
-    parser.add_argument(
-        "--papers", help="folder of published tables (default: docs/paper_tables of this checkout)"
-    )
+    parser.add_argument("--papers", help="folder of published tables (default: those that come along)")
     parser.add_argument(
         "--model", help="the papers' name of the model (LLaMA3-8B-32K), where its path does not tell"
     )

@@ -85,7 +85,7 @@ METHOD = Method(
     parameters={
         "heads": (
             None,
-            "file of launch/explore.py --heads or DuoAttention's gates (.tsv), a plan, or per layer the KV heads that hold everything",
+            "file of `pod explore --heads` or DuoAttention's gates (.tsv), a plan, or per layer the KV heads that hold everything",
         ),
         "share": (None, "share of KV heads that hold all, best first; None = the file's choice", 0.0, 1.0),
         "num_sink_tokens": (4, "first tokens that the other heads hold (tokens)", 0),

@@ -446,8 +446,8 @@ class PodCache(Cache):
             )
         if any(layer.most_ahead(longest) < 0 for layer in layers):
             raise ValueError(
-                f"assisted decoding needs room behind the windows of the {self.spec} cache: pass past_key_values="
-                "pod.make_cache(model, 'pod', extra_slots=…) with the most candidates of a step (a trained window has none)"
+                f"assisted decoding needs room behind the windows of the {self.spec} cache: pass none, or one with extra_slots "
+                "for the most candidates of a step (a trained window has none)"
             )
 
     def crop(self, tokens_to_remove: int) -> None:

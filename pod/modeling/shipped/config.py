@@ -74,7 +74,7 @@ class PodConfig(PreTrainedConfig):
         """See transformers; ValueError for a checkpoint of another family, which has fields and weights of other meanings."""
         family = config_dict.get("model_type", cls.model_type)
         if family != cls.model_type:
-            raise ValueError(f"a {family!r} checkpoint has to be converted: use pod.load_model(…)")
+            raise ValueError(f"a {family!r} checkpoint has to be converted, by load_model of pod-kv")
         return super().from_dict(config_dict, **kwargs)
 
     def __post_init__(self, **kwargs: Any):
@@ -116,7 +116,7 @@ class PodConfig(PreTrainedConfig):
         if self.head_order is not None and len(self.head_order[0]) != self.num_attention_heads:
             raise ValueError(
                 f"head_order is of {len(self.head_order[0])} query heads a layer, the model has "
-                f"{self.num_attention_heads}: make a plan for this model with launch/explore.py"
+                f"{self.num_attention_heads}: make a plan for this model"
             )
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout = {self.layout!r} is not supported; choose one of {', '.join(LAYOUTS)}")

@@ -67,10 +67,9 @@ class PodGenerationMixin(GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs: dict, generation_mode: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        if generation_config.cache_implementation is not None:
+        if (asked := generation_config.cache_implementation) is not None:
             raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r} is not supported: pass "
-                "past_key_values=pod.make_cache(model, …), or nothing for the model's own layout"
+                f"cache_implementation={asked!r} is not supported: the model makes its own cache"
             )
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
@@ -108,7 +107,7 @@ def check_cache(cache: Any) -> None:
     """Raise ``ValueError`` for a cache of another library."""
     if not hasattr(cache, "begin_step"):
         kind = type(cache).__name__
-        raise ValueError(f"a {kind} cannot serve a PoD model: pass none, or one of pod.make_cache(model, …)")
+        raise ValueError(f"a {kind} cannot serve a PoD model: pass none, or one of pod-kv's make_cache")
 
 
 @cache

@@ -45,6 +45,8 @@ _SAID_TWICE = {
     "num_items_in_batch",
 }
 """Arguments of trainers and of `generate()` that say nothing beyond those of `forward`."""
+_STOCK_BACKENDS = {"eager": "reference", "flash_attention_2": "flash", "sdpa": None}
+"""What an `attn_implementation` of stock models is here; None: as the configuration says."""
 
 IMPLEMENTATIONS |= {"grouped": ATTEND_GROUPED, "flash": FLASH, "reference": ATTEND_REFERENCE}
 DECODERS |= {"grouped": DECODE_GROUPED, "reference": DECODE_REFERENCE}
@@ -116,9 +118,21 @@ class PodPreTrainedModel(PreTrainedModel):
     _no_split_modules: ClassVar[list[str]] = ["PodDecoderLayer"]
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """See transformers; the folder has this code too, which auto classes load with ``trust_remote_code``. It adds its own class."""
+        self.config.auto_map = {"AutoConfig": "config.PodConfig", "AutoModel": "llama.PodModel"}
+        super().save_pretrained(*args, **kwargs)
+
+    def _check_and_adjust_attn_implementation(self, asked: str | None, *args: Any, **kwargs: Any) -> str:
+        if asked not in (None, *_STOCK_BACKENDS):
+            raise ValueError(f"attn_implementation = {asked!r} is none of {', '.join(_STOCK_BACKENDS)}")
+        return asked or "sdpa"
+
 
 class PodModel(PodPreTrainedModel):
     """Embedding, decoder layers and final norm."""
+
+    _auto_class = "AutoModel"
 
     def __init__(self, config: PodConfig):
         super().__init__(config)
@@ -269,7 +283,8 @@ class PodModel(PodPreTrainedModel):
         return ForwardContext(
             rope=Rope(*self._frequencies[device], position_ids, hidden_states.dtype, self.rotate),
             lead=self.lead if parallel is None else parallel.lead,
-            backend=self.config.attention_backend,
+            backend=_STOCK_BACKENDS.get(self.config._attn_implementation or "")
+            or self.config.attention_backend,
             segments=None if doc_ids is None else Segments.of_documents(doc_ids, hidden_states.shape[0]),
             sequence_parallel=parallel,
         )
@@ -304,6 +319,7 @@ class PodModel(PodPreTrainedModel):
 class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):
     """The decoder with a language-model head; ``generate()`` works with caches from ``make_cache``."""
 
+    _auto_class = "AutoModelForCausalLM"
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: PodConfig):

@@ -270,7 +270,7 @@ class SharingPlan:
         if (self.num_layers, self.num_key_value_heads) != (num_layers, num_key_value_heads):
             raise ValueError(
                 f"sharing plan is for {self.num_layers} layers x {self.num_key_value_heads} KV heads, the model has "
-                f"{num_layers} x {num_key_value_heads}: make a plan for this model with launch/explore.py"
+                f"{num_layers} x {num_key_value_heads}: make a plan for this model"
             )
 
     def save(self, path: str | os.PathLike) -> None:
@@ -293,9 +293,7 @@ class SharingPlan:
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot read sharing plan {path}: {error}") from error
         if not isinstance(content, dict) or content.get("schema") not in _READABLE or "lead" not in content:
-            raise ValueError(
-                f"{path} is not a sharing plan of schema {' or '.join(map(str, _READABLE))}: make one with launch/explore.py"
-            )
+            raise ValueError(f"{path} is not a sharing plan of schema {' or '.join(map(str, _READABLE))}")
         try:
             fields = {name: content.get(name) for name in ("head_order", "bits")}
             return cls(content["lead"], content.get("provenance", {}), **fields)

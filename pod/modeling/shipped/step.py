@@ -239,9 +239,7 @@ class CacheLayer(CacheLayerMixin):
         raise NotImplementedError
 
     def _refuse(self, *args, **kwargs) -> Any:
-        raise ValueError(
-            "only PodForCausalLM fills a PoD cache, which attends itself: pod.load_model(…) makes one of a stock model"
-        )
+        raise ValueError("only PodForCausalLM fills a PoD cache: pass none (load_model of pod-kv converts)")
 
     # What transformers asks of a layer.
     lazy_initialization = update = get_mask_sizes = get_seq_length = _refuse

@@ -10,7 +10,7 @@ from pod.schema import AtLeast2, BelowOne, Share, section
 
 @section
 class ExploreArgs:
-    """Section `explore` of a recipe: `launch/explore.py`."""
+    """Section `explore` of a recipe: `pod explore`."""
 
     algorithm: Literal["dp", "greedy"] = "dp"
     """`dp`: the plan of least cost at `target_saving`; `greedy`: the paper's Algorithm 1 at `threshold` (with cost=similarity)."""

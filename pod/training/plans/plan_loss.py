@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pod.modeling.loading import with_plan
+from pod.modeling.loading import load_model
 from pod.modeling.methods import make_cache
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import GROUP_SIZE, SharingPlan
@@ -23,7 +23,7 @@ def plan_loss(model: PodForCausalLM, plan: SharingPlan, sequences: Sequence[Tens
         model: dense weights with the windows that the plan is for.
         sequences: N tensors ``[n]`` of token ids.
     """
-    shared = with_plan(model, plan)
+    shared = load_model(model, plan=plan, attention_backend=model.config.attention_backend)
     total = sum(_summed_loss(shared, row.reshape(1, -1).to(model.device)) for row in sequences)
     return total / sum(len(row) - 1 for row in sequences)
 

@@ -65,7 +65,7 @@ def load_adapter(folder: Path | str, base: Any, **options: Any) -> Any:
     """The start model of an exported adapter with its plan, windows and RoPE, and the adapter on it (a `PeftModel`).
 
     Args:
-        folder: written by launch/export_hf.py with export.adapter=true.
+        folder: written by `pod export` with export.adapter=true.
         base: the checkpoint that training started from: a recipe's model.path, or a transformers model.
         options: of `pod.load_model` (dtype, gguf_file, device, attention_backend).
 

@@ -36,7 +36,7 @@ def open_data(model_args: ModelArgs, folder: Path, config: Any, asked: int | Non
     if asked not in (None, dataset.context_length):
         raise ValueError(
             f"data.context_length is {asked} and the rows in {folder} have {dataset.context_length} tokens: "
-            f"run launch/prepare_data.py again, or set data.context_length={dataset.context_length}"
+            f"run `pod data` again, or set data.context_length={dataset.context_length}"
         )
     return dataset
 

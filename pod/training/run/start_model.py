@@ -66,7 +66,7 @@ def start_config(model_args: ModelArgs, plan: Plan, source: Any) -> PodConfig:
     extend(config, model_args.rope, model_args.max_position_embeddings)
     if layout == "pod" and config.sharing_plan.is_dense:
         raise ValueError(
-            "model.layout is pod, and there is no plan but that in which every head leads: run launch/explore.py, set "
+            "model.layout is pod, and there is no plan but that in which every head leads: run `pod explore`, set "
             "model.plan, or use layout=dense"
         )
     return config

@@ -1,4 +1,4 @@
-"""launch/explore.py with measured costs: what decides, what is measured again, ranks, interruptions."""
+"""`pod explore` with measured costs: what decides, what is measured again, ranks, interruptions."""
 
 import json
 import os
@@ -13,6 +13,7 @@ import pytest
 import torch
 from plan_sums import sum_of_costs, units_of
 
+from pod.commands import explore
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.models import resolve_model
@@ -26,7 +27,6 @@ from pod.training.plans.plan_loss import plan_loss
 from pod.training.plans.report import pareto
 from pod.training.plans.solve import solve
 
-LAUNCHER = Path(__file__).parents[3] / "launch" / "explore.py"
 WINDOWS = {"num_sink_tokens": 2, "num_recent_tokens": 5}
 WRITTEN = {
     "plan.json", "plan_costs.safetensors", "pareto.json", "summary.txt",
@@ -222,8 +222,8 @@ def test_other_bits_are_refused(bits):
         explore_args(bits=bits)
 
 
-def test_explore_measures_chooses_and_writes(explore_launcher, overrides, tmp_path, monkeypatch, capsys):
-    explore_launcher.main(load_recipe(None, overrides))
+def test_explore_measures_chooses_and_writes(overrides, tmp_path, monkeypatch, capsys):
+    explore.main(load_recipe(None, overrides))
     plan, costs = plan_and_costs(tmp_path)
     assert {path.name for path in (tmp_path / "run" / "plan").iterdir()} == WRITTEN
     shapes = cost_shapes(4, 2)
@@ -253,18 +253,18 @@ def test_explore_measures_chooses_and_writes(explore_launcher, overrides, tmp_pa
     for name in ("measure_costs", "measure_query_head_errors"):
         monkeypatch.setattr(measure_module, name, refuse)
     changes = ["explore.target_saving=0.2", "explore.retrieval_weight=3", "explore.align_heads=false"]
-    explore_launcher.main(load_recipe(None, [*overrides, *changes]))
+    explore.main(load_recipe(None, [*overrides, *changes]))
     total = total_costs(costs.tensors, 3.0)
     frontier = solve(total["in_place"], total["window"])
     assert plan_and_costs(tmp_path)[0].lead == frontier.plan(4 + frontier.costs[4:].argmin()).lead
 
 
-def test_measured_losses_are_those_of_a_model_with_the_plan(explore_launcher, overrides, tmp_path):
+def test_measured_losses_are_those_of_a_model_with_the_plan(overrides, tmp_path):
     """Loaded from plan.json with its order of heads, by ordinary forward passes; the dense loss by the original weights."""
     import pod
 
     recipe = load_recipe(None, [*overrides, "model.dtype=float64", "explore.target_saving=0.5"])
-    explore_launcher.main(recipe)
+    explore.main(recipe)
     plan, _ = plan_and_costs(tmp_path)
     assert plan.head_order is not None and plan.num_windows
     exploration = Exploration(
@@ -288,7 +288,7 @@ def test_measured_losses_are_those_of_a_model_with_the_plan(explore_launcher, ov
 
 @torch.no_grad()
 def test_the_measured_loss_of_a_packed_plan_is_that_of_decoding_through_its_cache(
-    explore_launcher, overrides, tmp_path, capsys
+    overrides, tmp_path, capsys
 ):
     """Token by token, from plan.json; 224 tokens, of which the last ones see 96 packed ones."""
     import pod
@@ -296,7 +296,7 @@ def test_the_measured_loss_of_a_packed_plan_is_that_of_decoding_through_its_cach
     changes = ["model.dtype=float64", "explore.sequence_length=224", "explore.bits=[16,4]"]
     changes += ["explore.budget_length=100000", "explore.target_saving=0.7", "explore.retrieval_sequences=1"]
     recipe = load_recipe(None, [*overrides, *changes])
-    explore_launcher.main(recipe)
+    explore.main(recipe)
     plan, _ = plan_and_costs(tmp_path)
     assert plan.bits.count(4) > 1
     model = pod.load_model(resolve_model("package:tiny"), plan=plan, dtype=torch.float64, **WINDOWS)
@@ -327,12 +327,10 @@ def test_the_measured_loss_of_a_packed_plan_is_that_of_decoding_through_its_cach
 @pytest.mark.parametrize(
     "change", ["model.num_recent_tokens=9", "explore.num_queries=4", "explore.retrieval_sequences=1"]
 )
-def test_other_settings_of_measuring_measure_again_and_keep_the_file(
-    explore_launcher, overrides, tmp_path, change, capsys
-):
-    explore_launcher.main(load_recipe(None, overrides))
+def test_other_settings_of_measuring_measure_again_and_keep_the_file(overrides, tmp_path, change, capsys):
+    explore.main(load_recipe(None, overrides))
     old = plan_and_costs(tmp_path)[1]
-    explore_launcher.main(load_recipe(None, [*overrides, change]))
+    explore.main(load_recipe(None, [*overrides, change]))
     assert f"differs in {change.split('.')[1].split('=')[0]}" in capsys.readouterr().out
     new = plan_and_costs(tmp_path)[1]
     name = "window_retrieval" if "retrieval" in change else "window"
@@ -341,14 +339,14 @@ def test_other_settings_of_measuring_measure_again_and_keep_the_file(
     assert torch.equal(Measured.load(kept).tensors[name], old.tensors[name])
 
 
-def test_costs_of_an_old_schema_are_one_line(explore_launcher, overrides, tmp_path):
+def test_costs_of_an_old_schema_are_one_line(overrides, tmp_path):
     from safetensors.torch import save_file
 
     (tmp_path / "run" / "plan").mkdir(parents=True)
     path = tmp_path / "run" / "plan" / "plan_costs.safetensors"
     save_file({"projected": torch.zeros(4, 4, 2)}, path, metadata={"schema": "1", "provenance": "{}"})
     with pytest.raises(ValueError, match="of schema 2 .*schema is 1.* delete it and measure again") as seen:
-        explore_launcher.main(load_recipe(None, overrides))
+        explore.main(load_recipe(None, overrides))
     assert "\n" not in str(seen.value)
 
 
@@ -365,7 +363,7 @@ def test_retrieval_sequences_repeat_ordinary_tokens(overrides):
     assert measure_module.repeated_sequences(exploration, config)[0].tolist() == first.tolist()
 
 
-def test_an_interrupted_measurement_continues(explore_launcher, overrides, tmp_path, monkeypatch):
+def test_an_interrupted_measurement_continues(overrides, tmp_path, monkeypatch):
     measure, calls = measure_module.measure_costs, []
 
     def interrupted(*args):
@@ -377,24 +375,24 @@ def test_an_interrupted_measurement_continues(explore_launcher, overrides, tmp_p
     monkeypatch.setattr(measure_module, "measure_costs", interrupted)
     recipe = load_recipe(None, [*overrides])
     with pytest.raises(KeyboardInterrupt):
-        explore_launcher.main(recipe)
-    explore_launcher.main(recipe)
+        explore.main(recipe)
+    explore.main(recipe)
     assert len(calls) == 6  # the third sequence of text, and two of repeated tokens
     cut = plan_and_costs(tmp_path)
-    explore_launcher.main(load_recipe(None, [*overrides, f"output_dir={tmp_path / 'whole' / 'run'}"]))
+    explore.main(load_recipe(None, [*overrides, f"output_dir={tmp_path / 'whole' / 'run'}"]))
     whole = plan_and_costs(tmp_path / "whole")
     assert cut[0] == whole[0]
     assert all((cut[1].tensors[name] == whole[1].tensors[name]).all() for name in whole[1].tensors)
 
 
-def test_two_ranks_make_the_plan_of_one(explore_launcher, overrides, tmp_path):
-    explore_launcher.main(load_recipe(None, [*overrides, "explore.loss_sequences=2"]))
+def test_two_ranks_make_the_plan_of_one(overrides, tmp_path):
+    explore.main(load_recipe(None, [*overrides, "explore.loss_sequences=2"]))
     alone = (tmp_path / "run" / "plan" / "plan.json").read_text()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     ranks = [*overrides, "explore.loss_sequences=2", f"output_dir={tmp_path / 'ranks'}"]
-    command = [sys.executable, str(LAUNCHER), *(part for item in ranks for part in ("--set", item))]
+    command = [sys.executable, "-m", "pod", "explore", *(part for item in ranks for part in ("--set", item))]
     outer = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(command, env=os.environ | outer | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
@@ -432,13 +430,13 @@ def test_bad_settings_are_one_line(explore_refused, overrides, change, words):
     explore_refused([*overrides, *change], words)
 
 
-def test_dry_run_names_the_cost(explore_launcher, overrides, capsys):
+def test_dry_run_names_the_cost(overrides, capsys):
     argv = [part for override in overrides for part in ("--set", override)]
     run(
-        explore_launcher.main,
+        explore.main,
         sections=("model", "explore"),
-        estimate=explore_launcher.estimate,
-        extra_arguments=explore_launcher.shorthands,
+        estimate=explore.estimate,
+        extra_arguments=explore.shorthands,
         argv=[*argv, "--roles", "window", "--dry-run"],
     )
     printed = capsys.readouterr().out

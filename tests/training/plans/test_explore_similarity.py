@@ -1,11 +1,11 @@
-"""launch/explore.py by similarity, from text to plan on a random four-layer model; what is measured again and what is not."""
+"""`pod explore` by similarity, from text to plan on a random four-layer model; what is measured again and what is not."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
+from pod.commands import explore
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.recipe import load_recipe, run
 from pod.training.plans import exploration as explore_module
@@ -14,7 +14,6 @@ from pod.training.plans.measure import Measured
 from pod.training.plans.similarity import dissimilarity, greedy_plan
 from pod.training.plans.solve import solve
 
-LAUNCHER = Path(__file__).parents[3] / "launch" / "explore.py"
 WRITTEN = {
     "plan.json",
     "similarity.safetensors",
@@ -38,8 +37,8 @@ def saved(tmp_path):
     return SharingPlan.load(folder / "plan.json"), Measured.load(folder / "similarity.safetensors")
 
 
-def test_writes_plan_similarity_summary_and_pictures(explore_launcher, overrides, tmp_path, capsys):
-    explore_launcher.main(load_recipe(None, overrides))
+def test_writes_plan_similarity_summary_and_pictures(overrides, tmp_path, capsys):
+    explore.main(load_recipe(None, overrides))
     plan, similarity = saved(tmp_path)
     assert {path.name for path in (tmp_path / "run" / "plan").iterdir()} == WRITTEN
     assert plan.lead == solve(dissimilarity(similarity.tensors["similarity"], 2), None).plan(4).lead
@@ -50,7 +49,7 @@ def test_writes_plan_similarity_summary_and_pictures(explore_launcher, overrides
     assert "25.0%" in summary and summary in capsys.readouterr().out
 
 
-def test_similarity_is_that_of_stock_attention(explore_launcher, overrides, tmp_path):
+def test_similarity_is_that_of_stock_attention(overrides, tmp_path):
     """The rows come from our decoder; here they come from transformers' eager attention."""
     from transformers import AutoModelForCausalLM
 
@@ -58,7 +57,7 @@ def test_similarity_is_that_of_stock_attention(explore_launcher, overrides, tmp_
     from pod.training.plans.similarity import jensen_shannon_similarity
 
     recipe = load_recipe(None, [*overrides, "model.dtype=float64"])
-    explore_launcher.main(recipe)
+    explore.main(recipe)
     folder = resolve_model("package:tiny")
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     sequences, split = explore_module.Exploration.of(recipe).read(print)
@@ -71,19 +70,15 @@ def test_similarity_is_that_of_stock_attention(explore_launcher, overrides, tmp_
     assert (saved(tmp_path)[1].tensors["similarity"] - torch.stack(expected).mean(0)).abs().max() < 1e-5
 
 
-def test_another_algorithm_measures_nothing_and_loads_no_model(
-    explore_launcher, overrides, tmp_path, monkeypatch
-):
-    explore_launcher.main(load_recipe(None, overrides))
+def test_another_algorithm_measures_nothing_and_loads_no_model(overrides, tmp_path, monkeypatch):
+    explore.main(load_recipe(None, overrides))
     first = saved(tmp_path)[1].tensors["similarity"]
 
     def loaded_again(*args, **kwargs):
         raise AssertionError("loaded the model again")
 
     monkeypatch.setattr(explore_module, "load_model", loaded_again)
-    explore_launcher.main(
-        load_recipe(None, [*overrides, "explore.algorithm=greedy", "explore.threshold=0.2"])
-    )
+    explore.main(load_recipe(None, [*overrides, "explore.algorithm=greedy", "explore.threshold=0.2"]))
     plan, second = saved(tmp_path)
     assert torch.equal(first, second.tensors["similarity"])
     assert plan.lead == greedy_plan(first, 2, 0.2).lead
@@ -100,21 +95,19 @@ def test_another_algorithm_measures_nothing_and_loads_no_model(
         "model.rope_theta=9e5",
     ],
 )
-def test_other_settings_measure_again_and_keep_the_old_file(
-    explore_launcher, overrides, tmp_path, change, capsys
-):
-    explore_launcher.main(load_recipe(None, overrides))
+def test_other_settings_measure_again_and_keep_the_old_file(overrides, tmp_path, change, capsys):
+    explore.main(load_recipe(None, overrides))
     old = saved(tmp_path)[1].tensors["similarity"]
     capsys.readouterr()
-    explore_launcher.main(load_recipe(None, [*overrides, change]))
+    explore.main(load_recipe(None, [*overrides, change]))
     assert change.split("=")[0].split(".")[-1].removesuffix("_theta") in capsys.readouterr().out
     assert not torch.equal(saved(tmp_path)[1].tensors["similarity"], old)
     (kept,) = (tmp_path / "run" / "plan").glob("similarity-*.safetensors")
     assert torch.equal(Measured.load(kept).tensors["similarity"], old)
 
 
-def test_an_interrupted_launch_continues(explore_launcher, overrides, tmp_path, monkeypatch):
-    explore_launcher.main(load_recipe(None, [*overrides, f"output_dir={tmp_path / 'whole'}"]))
+def test_an_interrupted_launch_continues(overrides, tmp_path, monkeypatch):
+    explore.main(load_recipe(None, [*overrides, f"output_dir={tmp_path / 'whole'}"]))
     record = measure_module.record_attention_rows
     calls = []
 
@@ -126,9 +119,9 @@ def test_an_interrupted_launch_continues(explore_launcher, overrides, tmp_path, 
 
     monkeypatch.setattr(measure_module, "record_attention_rows", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        explore_launcher.main(load_recipe(None, overrides))
+        explore.main(load_recipe(None, overrides))
     assert not (tmp_path / "run" / "plan" / "plan.json").exists()
-    explore_launcher.main(load_recipe(None, overrides))
+    explore.main(load_recipe(None, overrides))
     assert len(calls) == 4  # the third sequence only
     whole = Measured.load(tmp_path / "whole" / "plan" / "similarity.safetensors")
     assert torch.equal(saved(tmp_path)[1].tensors["similarity"], whole.tensors["similarity"])
@@ -151,14 +144,14 @@ def test_bad_input_is_one_line_and_writes_no_plan(explore_refused, overrides, ch
     explore_refused([*overrides, *change], words)
 
 
-def test_shorthands_and_dry_run(explore_launcher, overrides, capsys):
+def test_shorthands_and_dry_run(overrides, capsys):
     argv = [part for override in overrides for part in ("--set", override)]
     argv += ["--algorithm", "greedy", "--threshold", "0.42", "--target-saving", "0.1", "--dry-run"]
     run(
-        explore_launcher.main,
+        explore.main,
         sections=("model", "explore"),
-        estimate=explore_launcher.estimate,
-        extra_arguments=explore_launcher.shorthands,
+        estimate=explore.estimate,
+        extra_arguments=explore.shorthands,
         argv=argv,
     )
     printed = capsys.readouterr().out
@@ -166,12 +159,10 @@ def test_shorthands_and_dry_run(explore_launcher, overrides, capsys):
     assert "3 x 48 = 144 tokens" in printed
 
 
-def test_small_sources_give_training_text_and_say_so(explore_launcher, overrides, tmp_path, capsys):
+def test_small_sources_give_training_text_and_say_so(overrides, tmp_path, capsys):
     source = next(item for item in overrides if item.startswith("explore.sources")).split("=")[1]
     kept = [item for item in overrides if not item.startswith("explore.sources")]
-    explore_launcher.main(
-        load_recipe(None, [*kept, f"data.sources={source}", "data.held_out_fraction=0.001"])
-    )
+    explore.main(load_recipe(None, [*kept, f"data.sources={source}", "data.held_out_fraction=0.001"]))
     assert "measured on training text" in capsys.readouterr().out
     assert (
         json.loads((tmp_path / "run" / "plan" / "plan.json").read_text())["provenance"]["split_used"]

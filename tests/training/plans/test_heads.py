@@ -1,15 +1,14 @@
 """The head search against n x n attention, heads built to be found, and what its file refuses."""
 
-import importlib.util
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 import pod
+from pod.commands import explore
 from pod.modeling.retrieval_heads import RetrievalHeads, plan_of_heads
 from pod.recipe import load_recipe, run
 from pod.training.plans import measure as measure_module
@@ -17,16 +16,6 @@ from pod.training.plans.heads import head_scores, repeated_tokens, search_heads
 from pod.training.plans.measure import HEADS_NAME
 from pod.training.plans.recording import record_attention_inputs
 from pod.training.plans.report import describe_heads
-
-LAUNCHER = Path(__file__).parents[3] / "launch" / "explore.py"
-
-
-@pytest.fixture(scope="module")
-def launcher():
-    spec = importlib.util.spec_from_file_location("explore_launcher", LAUNCHER)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def tiny_model(seed=0, num_key_value_heads=2, qk_norm=False):
@@ -177,9 +166,9 @@ def overrides(tmp_path):
     ]
 
 
-def test_launcher_writes_the_heads_and_measures_once(launcher, overrides, tmp_path, monkeypatch, capsys):
+def test_launcher_writes_the_heads_and_measures_once(overrides, tmp_path, monkeypatch, capsys):
     path = tmp_path / "run" / "plan" / HEADS_NAME
-    launcher.main(load_recipe(None, overrides))
+    explore.main(load_recipe(None, overrides))
     printed = capsys.readouterr().out
     first = RetrievalHeads.load(path)
     assert describe_heads(first) in printed and str(path) in printed
@@ -190,36 +179,36 @@ def test_launcher_writes_the_heads_and_measures_once(launcher, overrides, tmp_pa
     loaded = []
     search = measure_module._search
     monkeypatch.setattr(measure_module, "_search", lambda *args: loaded.append(1) or search(*args))
-    launcher.main(load_recipe(None, [*overrides, "explore.induction_share=0.5", "explore.echo_share=0"]))
+    explore.main(load_recipe(None, [*overrides, "explore.induction_share=0.5", "explore.echo_share=0"]))
     again = RetrievalHeads.load(path)
     assert not loaded and again.induction == first.induction and sum(map(len, again.query_heads)) == 8
-    launcher.main(load_recipe(None, [*overrides, "seed=1"]))
+    explore.main(load_recipe(None, [*overrides, "seed=1"]))
     assert loaded == [1] and "differs in seed" in capsys.readouterr().out
     (old,) = path.parent.glob("retrieval_heads-*.json")
     assert RetrievalHeads.load(old).induction == first.induction != RetrievalHeads.load(path).induction
 
 
-def test_the_file_serves_models_of_its_shape(launcher, overrides, tmp_path):
-    launcher.main(load_recipe(None, overrides))
+def test_the_file_serves_models_of_its_shape(overrides, tmp_path):
+    explore.main(load_recipe(None, overrides))
     heads = RetrievalHeads.load(tmp_path / "run" / "plan" / HEADS_NAME)
     with pytest.raises(ValueError, match="4 layers, 4 query and 2 KV heads, this one has 3, 6 and 2"):
         plan_of_heads(heads, tiny_model().config)
 
 
-def test_dry_run_and_a_context_too_short_for_k(launcher, overrides, capsys):
+def test_dry_run_and_a_context_too_short_for_k(overrides, capsys):
     argv = [part for override in overrides if "heads" not in override for part in ("--set", override)]
     run(
-        launcher.main,
+        explore.main,
         sections=("model", "explore"),
-        estimate=launcher.estimate,
-        extra_arguments=launcher.shorthands,
+        estimate=explore.estimate,
+        extra_arguments=explore.shorthands,
         argv=[*argv, "--heads", "--dry-run", "--set", "explore.head_tokens=12"],
     )
     assert "4 x 12 = 48 tokens" in capsys.readouterr().out
-    launcher.main(load_recipe(None, [*overrides, "explore.head_tokens=2500"]))
+    explore.main(load_recipe(None, [*overrides, "explore.head_tokens=2500"]))
     assert "256 distinct tokens instead of 2500" in capsys.readouterr().out
     with pytest.raises(ValueError, match="head_repeats is 5000"):
-        launcher.main(load_recipe(None, [*overrides, "explore.head_repeats=5000"]))
+        explore.main(load_recipe(None, [*overrides, "explore.head_repeats=5000"]))
 
 
 def test_files_and_lists_that_do_not_fit_are_refused(tmp_path):
@@ -246,7 +235,7 @@ def test_files_and_lists_that_do_not_fit_are_refused(tmp_path):
         RetrievalHeads.load(path)
     config = tiny_model().config
     for wrong, message in [
-        (None, "launch/explore.py --heads"),
+        (None, "`pod explore --heads`"),
         (tmp_path / "none.json", "no such file"),
         ([[0], [1]], "for each of 3 layers"),
         ([[0], [2], []], "whole numbers from 0 to 1 such as"),

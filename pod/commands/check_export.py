@@ -1,6 +1,6 @@
 """Load an export with plain transformers and its own remote code, and compare logits and text with `pod.load_model`.
 
-    python examples/check_export.py runs/demo/export 512 runs/demo/export_check.json
+    python -m pod.commands.check_export runs/demo/export 512 runs/demo/export_check.json
 
 512: tokens of the prompt; more than the windows hold, so that the shared part is at work. Writes the difference, and beside it the prompt
 with its last logits, for examples/load_export.py. Ends with code 1 when the logits differ by more than 2e-5 of their scale.
@@ -51,5 +51,5 @@ def answer(model: Any, prompt: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
 
 if __name__ == "__main__":
     if len(sys.argv) != 4:
-        sys.exit("usage: python examples/check_export.py EXPORT_FOLDER TOKENS RESULT.json")
+        sys.exit("usage: python -m pod.commands.check_export EXPORT_FOLDER TOKENS RESULT.json")
     main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,128 @@
+"""What is installed here, whether it is what pod-kv was tested with, and what a missing piece would bring.
+
+Ends with code 1 when something that every command needs is missing or of another version.
+"""
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+import pod
+from pod.models import cache_dir
+from pod.recipe import RECIPES
+
+OPTIONAL = {
+    "triton": "kernels for GPUs (comes with CUDA builds of torch)",
+    "flash-attn": "a row of `pod bench`: pip install flash-attn --no-build-isolation",
+    "lm-eval": "benchmarks in `pod eval`: pip install 'pod-kv[eval]'",
+    "wandb": "train.tracker=wandb: pip install 'pod-kv[wandb]'",
+}
+TOOLS = {
+    "c++": "DeepSpeed compiles its CPU parts with it: install a C++ compiler",
+    "nvcc": "torch.compile does without; DeepSpeed's optimizer on the host needs it on GPU machines",
+    "bwrap": "the sandbox of HumanEval: install bubblewrap",
+}
+_WIDTH = 15
+
+
+def start() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.parse_args()
+    wrong = [*packages(), *parts()]
+    for line in (*options(), *places()):
+        print(line)
+    print("\n" + "\n".join(wrong or ["everything that is needed is here"]))
+    sys.exit(1 if wrong else 0)
+
+
+def line(mark: str, name: str, text: object) -> str:
+    """`ok   torch          2.13.0`"""
+    return f"{mark:4} {name:{_WIDTH}} {text}".rstrip()
+
+
+def packages() -> list[str]:
+    """Print the packages that pod-kv requires; returns what is wrong with them."""
+    print(line("", "pod-kv", f"{pod.__version__}, Python {platform.python_version()}, {platform.platform()}"))
+    wrong = []
+    for needed in requirements():
+        found = installed(needed.name)
+        fits = found is not None and needed.specifier.contains(found, prereleases=True)
+        print(line("ok" if fits else "bad", needed.name, found or "missing"))
+        if not fits:
+            wrong.append(f"{needed.name}: pip install '{needed.name}{needed.specifier}'")
+    return wrong
+
+
+def requirements() -> list[Requirement]:
+    """What pod-kv needs without extras, from the metadata of its installation; nothing where it is not installed."""
+    try:
+        lines = importlib.metadata.requires("pod-kv") or []
+    except importlib.metadata.PackageNotFoundError:
+        print(line("note", "pod-kv", "is not installed: required versions are unknown"))
+        return []
+    all_of_them = (Requirement(text) for text in lines)
+    return [one for one in all_of_them if one.marker is None or one.marker.evaluate({"extra": ""})]
+
+
+def installed(name: str) -> str | None:
+    """The version of a package."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def parts() -> list[str]:
+    """Print the devices; returns what torch and DeepSpeed have not as it is used here."""
+    if not (installed("torch") and installed("deepspeed")):
+        return []
+    import torch
+
+    for number in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(number)
+        print(line("ok", f"GPU {number}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB"))
+    if not torch.cuda.is_available():
+        print(line("note", "GPU", f"none that torch {torch.__version__} sees; CPU, {os.cpu_count()} cores"))
+    from pod.training.deepspeed_bridge import check_parts
+
+    try:
+        check_parts()
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def options() -> list[str]:
+    """Packages and tools that some things need."""
+    lines = []
+    for name, use in OPTIONAL.items():
+        found = installed(name)
+        lines.append(line("ok", name, found) if found else line("-", name, f"missing; {use}"))
+    for name, use in TOOLS.items():
+        found = shutil.which(name)
+        lines.append(line("ok", name, found) if found else line("-", name, f"missing; {use}"))
+    return lines
+
+
+def places() -> list[str]:
+    """Where recipes and converted models lie, and the room there is."""
+    cache, here = cache_dir(), Path.cwd()
+    free = shutil.disk_usage(here).free / 2**30
+    return [
+        line("", "recipes", f"{RECIPES}: {len(list(RECIPES.rglob('*.yaml')))}, named as --config demo"),
+        line("", "converted models", f"{cache} (POD_CACHE)"),
+        line("", "this folder", f"{here}: {free:.0f} GiB free"),
+    ]
+
+
+if __name__ == "__main__":
+    start()

@@ -1,0 +1,43 @@
+"""Write the newest training checkpoint as a Hugging Face folder that loads with plain transformers.
+
+    pod export --config demo
+
+Reads <output_dir>/train, writes <output_dir>/export (safetensors, configuration, tokenizer, remote code, model card, licences); with
+--set export.adapter=true the LoRA adapters alone, in peft's format. Run again after an evaluation, the card has its results.
+"""
+
+from functools import partial
+from pathlib import Path
+
+from pod.recipe import Recipe, run
+
+
+def main(recipe: Recipe) -> None:
+    import pod
+    from pod.export import export, export_adapter
+    from pod.models import resolve_model
+    from pod.training.checkpoint.restore import check_plan, checkpoint_to_export
+    from pod.training.run.start_model import load_start_model
+
+    checkpoint = checkpoint_to_export(Path(recipe.output_dir) / "train", recipe.export.checkpoint)
+    if recipe.model.plan is not None:
+        check_plan(checkpoint, Path(recipe.model.plan))
+    path = recipe.export_dir
+    if recipe.export.adapter:
+        export_adapter(checkpoint, path, recipe.model.path, recipe.export.dtype)
+        print(f"exported the adapters of {checkpoint} to {path}", flush=True)
+        return
+    tokenizer = pod.load_tokenizer(resolve_model(recipe.model.path), gguf_file=recipe.model.gguf_file)
+    start_model = partial(load_start_model, recipe.model)
+    sizes = recipe.export.dtype, recipe.export.max_shard_size
+    export(checkpoint, path, tokenizer, *sizes, start_model, results=recipe.eval_dir)
+    print(f"exported {checkpoint} to {path}", flush=True)
+
+
+def start() -> None:
+    """The command line."""
+    run(main, sections=("model", "export"), description=__doc__)
+
+
+if __name__ == "__main__":
+    start()

@@ -1,0 +1,86 @@
+"""Train a model under a sharing plan: ZeRO-3, Ulysses sequence parallelism, exact resume.
+
+One process:  pod train --config demo
+Two on CPU:   DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 launch/train_pod.py --config demo
+GPUs:         deepspeed launch/train_pod.py --config llama3_8b_32k_pod; without a checkout, --module pod.commands.train for the file
+Machines:     deepspeed --hostfile hosts.txt launch/train_pod.py --config …, or launch/slurm/
+
+Reads <output_dir>/data and <output_dir>/plan/plan.json, writes <output_dir>/train. SIGTERM, SIGUSR1 and Ctrl-C save and exit with code 0;
+the same command continues the run. model.layout says what is trained: PoD, dense, CLA or window attention.
+"""
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+from pod.recipe import Recipe, run
+
+
+def main(recipe: Recipe) -> None:
+    from pod.training.run.start import train
+
+    train(
+        recipe.model,
+        recipe.train,
+        recipe.output_dir,
+        recipe.seed,
+        asdict(recipe),
+        passkeys=make_passkeys(recipe),
+    )
+
+
+def make_passkeys(recipe: Recipe) -> list[Any]:
+    """Passkeys for evaluation during training, tokenised."""
+    count = recipe.train.eval_passkeys
+    if not count:
+        return []
+    import pod
+    from pod.eval.suites.own.passkey import make_prompts
+    from pod.models import resolve_model
+    from pod.training.observe.validation import Passkey
+
+    tokenizer = pod.load_tokenizer(resolve_model(recipe.model.path), gguf_file=recipe.model.gguf_file)
+    depths = [0.5] if count == 1 else [index / (count - 1) for index in range(count)]
+    length = recipe.data.context_length - 16  # room for the answer
+    prompts = make_prompts(tokenizer, [length], depths, 1, recipe.seed)
+    return [Passkey.of(tokenizer, one.text, one.key, one.depth) for one in prompts]
+
+
+def estimate(recipe: Recipe) -> str:
+    from pod.training.predict.devices import get_device
+    from pod.training.predict.planner import this_machine
+    from pod.training.run.start import estimate
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_arguments(parser)
+    options = parser.parse_known_args()[0]
+    device = get_device(options.device) if options.device else None
+    machine = this_machine(options.ranks, options.ranks_per_node, device)
+    saving = recipe.explore.target_saving
+    return estimate(recipe.model, recipe.train, recipe.data, recipe.output_dir, machine, saving)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--max-hours 11.5` for `--set train.max_hours=11.5`, what a job script knows; other machines for `--dry-run`."""
+    hours = "short for --set train.max_hours=HOURS"
+    parser.add_argument("--max-hours", dest="train.max_hours", metavar="HOURS", help=hours)
+    add = parser.add_argument_group("with --dry-run: machines that need not be at hand").add_argument
+    add("--ranks", type=int, metavar="N", help="all ranks; default the launcher's")
+    add("--ranks-per-node", type=int, metavar="M", help="of one machine; default up to 8")
+    device = "h100, a100, … and figures of your own: h100,memory_gib=64,network_gbps=12.5"
+    add("--device", metavar="NAME", help=device)
+
+
+def start() -> None:
+    """The command line."""
+    run(
+        main,
+        sections=("model", "train"),
+        description=__doc__,
+        estimate=estimate,
+        extra_arguments=add_arguments,
+    )
+
+
+if __name__ == "__main__":
+    start()

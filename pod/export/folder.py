@@ -1,0 +1,142 @@
+"""From a model or a training checkpoint to a Hugging Face folder that loads with plain transformers, or to an adapter for `peft`.
+
+The folder of a model holds safetensors, configuration, generation configuration, tokenizer, the sharing plan, a model card, licences
+and the decoder's own source files as remote code. That of an adapter holds what `peft` reads, the plan and the configuration.
+"""
+
+import filecmp
+import shutil
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from pod.export.card import Origin, card
+from pod.export.licences import add_licences
+from pod.files import atomic_dir, read_json, write_json
+from pod.modeling.loading import load_model
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.sharing import SharingPlan
+from pod.training.checkpoint.identity import TrainState, read_state
+from pod.training.checkpoint.restore import restore_model, trained_weights
+from pod.training.run.lora import CONFIG_NAME, lora_config
+
+
+def export(
+    source: Path | nn.Module,
+    path: Path,
+    tokenizer: Any = None,
+    dtype: str = "auto",
+    max_shard_size: str = "5GB",
+    start_model: Any = None,
+    origin: Origin | None = None,
+    results: Path | None = None,
+) -> None:
+    """Write a trained model as a Hugging Face folder at `path`, in one atomic step.
+
+    Args:
+        source: a training checkpoint, or a model in memory, which stays as it is: ours, or a dense one that `load_model` takes.
+        tokenizer: saved beside the weights; None leaves it out.
+        dtype: "auto" is the model's own, or the one that was trained in.
+        start_model: see `restore_model`.
+        origin: of the weights, for the model card; None = what a checkpoint knows.
+        results: folder of an evaluation's result files. Those of the export that stood at `path`, had it the same weights, and of
+            the dense model come into the card.
+
+    Raises:
+        ValueError: a checkpoint that is unreadable or does not fit; a model that `load_model` refuses.
+        OSError: disk full; nothing half-written is kept.
+    """
+    path = Path(path)
+    if isinstance(source, nn.Module):
+        model = load_model(source, dtype=dtype)  # type: ignore[arg-type]
+        plan = model.config.sharing_plan
+    else:
+        state, plan = read_state(source), SharingPlan.load(Path(source) / "plan.json")
+        model = restore_model(source, state, start_model).to(dtype=_dtype(state, dtype))  # type: ignore[call-arg]
+        origin = origin or origin_of(state)
+    model.config.attention_backend = "auto"
+    origin = origin or Origin()
+    with atomic_dir(path) as folder:
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        plan.save(folder / "plan.json")
+        licence = add_licences(folder, origin.base)
+        measured = [] if results is None else results_of(results, path, folder, model.config.own_method)
+        text = card(path.resolve().name, model.config, origin, licence, measured)
+        (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def origin_of(state: TrainState) -> Origin:
+    """What a checkpoint knows of it."""
+    data, model = state.config.get("data") or {}, state.config.get("model") or {}
+    length = data.get("context_length")
+    return Origin(
+        base=model.get("path"),
+        sources=tuple(data.get("sources") or ()),
+        context_length=length,
+        num_tokens=length and state.cursor.get("position", 0) * length,
+    )
+
+
+def results_of(results: Path, before: Path, now: Path, method: str) -> list[dict[str, Any]]:
+    """Result files in the folder `results`: of the dense model, and of the export `before` where its weights are those of `now`."""
+    own, dense = results / f"{method}.json", results / "full.json"
+    weights = sorted(file.name for file in now.glob("*.safetensors"))
+    if not own.is_file() or not before.is_dir():
+        return []
+    if filecmp.cmpfiles(before, now, weights, shallow=False)[0] != weights:
+        return []
+    content = read_json(own)
+    exported = datetime.fromtimestamp(int((before / "config.json").stat().st_mtime), UTC)
+    is_of_it = Path((content["model"] or {}).get("path", "")).resolve() == before.resolve()
+    if not is_of_it or datetime.fromisoformat(content["environment"]["date"]) < exported:
+        return []
+    return [read_json(dense), content] if dense != own and dense.is_file() else [content]
+
+
+def export_adapter(checkpoint: Path, path: Path, base: str, dtype: str = "auto") -> None:
+    """Write the LoRA adapters of `checkpoint` as a folder that `peft` loads onto the start model; errors as in `export`.
+
+    adapter_config.json names no base model: transformers would load that one without its plan and put the adapter on it.
+
+    Args:
+        base: the start model as the recipe names it, for the README.
+    """
+    state = read_state(checkpoint)
+    if state.lora is None:
+        raise ValueError(
+            f"checkpoint {checkpoint} was trained with train.method=full and has no adapters: set export.adapter=false"
+        )
+    weights = {
+        name.replace(".default.", "."): weight.to(_dtype(state, dtype)).contiguous()
+        for name, weight in trained_weights(checkpoint).items()
+    }
+    config = PodConfig.from_pretrained(checkpoint)
+    with atomic_dir(path) as folder:
+        lora_config({**state.lora, "lora_dropout": 0.0}).save_pretrained(str(folder))
+        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        write_json(folder / CONFIG_NAME, config.to_dict())
+        shutil.copyfile(checkpoint / "plan.json", folder / "plan.json")
+        (folder / "README.md").write_text(_ADAPTER_README.format(base=base), encoding="utf-8")
+
+
+def _dtype(state: TrainState, asked: str) -> torch.dtype:
+    return getattr(torch, state.identity["dtype"] if asked == "auto" else asked)
+
+
+_ADAPTER_README = """# LoRA adapter for {base} under a sharing plan
+
+```python
+from pod.training.run.lora import load_adapter
+
+model = load_adapter("this folder", "{base}")  # base model, plan, windows, RoPE and adapter
+model = model.merge_and_unload()  # optional: a plain model
+```
+It was trained with the plan of `plan.json` and the windows and RoPE of `pod_config.json` and fits no other model: with
+`peft` alone, `PeftModel.from_pretrained(model, "this folder")` needs a model that was loaded with them.
+"""
