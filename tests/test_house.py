@@ -71,7 +71,7 @@ def run_time_nodes(tree: ast.AST):
 
 
 def part_of(name: list[str]) -> str:
-    """`pod.data.pack` → data, `pod.modeling.shipped.cache` → shipped; `pod` or `pod.SharingPlan`, which stands in pod/__init__.py → __init__."""
+    """`pod.data.rows.pack` → data, `pod.modeling.shipped.cache` → shipped; `pod` or `pod.SharingPlan`, which stands in pod/__init__.py → __init__."""
     if name[1:3] == ["modeling", "shipped"]:
         return "shipped"
     if len(name) > 1 and ((ROOT / "pod" / name[1]).is_dir() or (ROOT / "pod" / f"{name[1]}.py").is_file()):
@@ -113,7 +113,7 @@ def test_arrow_check_sees_every_kind_of_import(tmp_path, monkeypatch):
         (tmp_path / "pod" / name).mkdir(parents=True)
     file = tmp_path / "pod" / "kernels" / "x.py"
     file.write_text(
-        "import pod.data.pack\nfrom pod import eval\nfrom typing import TYPE_CHECKING\n"
+        "import pod.data.rows.pack\nfrom pod import eval\nfrom typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n    from pod.training import loss\ndef f():\n    from ..modeling import loading\n"
     )
     assert imported_parts(file) == {"data", "eval", "modeling"}

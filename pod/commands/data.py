@@ -1,27 +1,30 @@
 """Turn documents into packed training rows: tokenise, draw the same number of tokens from every length interval, pack whole
-documents into rows of the context's size. Writes shards, manifest.json and lengths.png into <output_dir>/data."""
+documents into rows of the context's size, and hold out as much text as explore, train and eval ask for. Writes shards, held-out text,
+manifest.json and lengths.png into <output_dir>/data; that folder is all that the other commands read."""
+
+from dataclasses import replace
 
 from pod.recipe import Recipe, run
 
 
 def estimate(recipe: Recipe) -> str:
     """Intervals, tokens and disk."""
-    from pod.data.prepare import estimate as estimate_data
+    from pod.data.run.prepare import estimate as estimate_data
 
     return estimate_data(recipe.data)
 
 
 def main(recipe: Recipe) -> None:
     """Prepare the data of the recipe for the tokenizer of its model."""
-    from pod.data.job import Job
-    from pod.data.prepare import PICTURE_NAME, prepare_job, summary
+    from pod.data.run.prepare import PICTURE_NAME, prepare, summary
     from pod.modeling.loading import load_tokenizer
     from pod.models import resolve_model
 
     tokenizer = recipe.data.tokenizer or load_tokenizer(
         resolve_model(recipe.model.path), gguf_file=recipe.model.gguf_file
     )
-    data = prepare_job(Job(recipe.data, tokenizer, recipe.data_dir, recipe.seed))
+    args = replace(recipe.data, held_out_tokens=recipe.held_out_tokens)
+    data = prepare(args, tokenizer, recipe.data_dir, seed=recipe.seed)
     print(summary(data.manifest))
     print(f"rows: {data.path}  picture: {data.path / PICTURE_NAME}")
     print(f"look into it: pod-data inspect {data.path} --rows 3")

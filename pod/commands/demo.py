@@ -1,4 +1,4 @@
-"""The whole chain on one machine: model → explore → prepare → train on 2 ranks → export → reload → evaluate → summary.
+"""The whole chain on one machine: model → prepare → explore → train on 2 ranks → export → reload → evaluate → summary.
 
 Each step is a command of `pod`, in a process of its own, and keeps by itself what it finds done; an interrupted
 training continues from its checkpoint. Without --config it runs configs/demo.yaml (SmolLM2-135M), with DEMO_TINY=1
@@ -49,9 +49,9 @@ def steps_of(recipe: Recipe, config: Path, ranks: int = RANKS) -> list[Step]:
     train = [*deepspeed, "--module", "pod.commands.train", "--config", str(config)]
     reload = [sys.executable, "-m", "pod.commands.check_export", str(export), tokens, str(check)]
     steps = [
+        Step("prepare", "texts → tokens → length-balanced, packed rows", pod("data")),
         Step("explore", "costs of roles → plan", pod("explore")),
         Step("heads", "retrieval heads, for razor", pod("explore", "--heads")),
-        Step("prepare", "texts → tokens → length-balanced, packed rows", pod("data")),
         Step("train", f"adaptation to the plan, {ranks} ranks", train),
         Step("export", "Hugging Face checkpoint with its own modeling code", pod("export")),
         Step("reload", "the export in plain transformers, against the trained model", reload),

@@ -1,22 +1,24 @@
 """What the model reads: documents → tokens → equal tokens per length interval → packed rows → loader."""
 
 from pod.data.args import DataArgs
-from pod.data.held_out import long_sequences
-from pod.data.loader import PackedDataset, RowCursor
-from pod.data.prepare import prepare
-from pod.data.shards import write_packed_rows
-from pod.data.sources import Document, load_documents
-from pod.data.tokenizers import load_tokenizer, tokenizer_sha256
+from pod.data.read.sources import Document, load_documents
+from pod.data.rows.held_out import held_out_documents, long_sequences, source_documents
+from pod.data.rows.loader import PackedDataset, RowCursor
+from pod.data.rows.shards import write_packed_rows
+from pod.data.run.prepare import prepare
+from pod.data.tokens.tokenizers import load_tokenizer, tokenizer_sha256
 
 __all__ = [
     "DataArgs",
     "Document",
     "PackedDataset",
     "RowCursor",
+    "held_out_documents",
     "load_documents",
     "load_tokenizer",
     "long_sequences",
     "prepare",
+    "source_documents",
     "tokenizer_sha256",
     "write_packed_rows",
 ]

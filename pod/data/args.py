@@ -3,9 +3,9 @@
 from dataclasses import field
 from typing import Literal
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
-from pod.schema import AtLeast2, BelowOne, section
+from pod.schema import AtLeast2, section
 
 ESSAYS = "package:long_context_eval/data/synthetic/json/PaulGrahamEssays.json#essays"
 
@@ -16,7 +16,7 @@ class DataArgs:
 
     sources: list[str] = field(default_factory=lambda: ["stdlib:", ESSAYS])
     """Where the documents are: files, folders or globs (jsonl, json, parquet, arrow, and texts: txt, md, code …; also .gz .zst .bz2
-    .xz), MosaicML shards (a folder with index.json), `list:<file>` (paths or globs, one per line),
+    .xz), MosaicML shards (a folder with index.json),
     `hub:<id>[:<config>][@<split>]`, `stdlib:[<folder>]` (the running Python's standard library), `package:<import name>/<file>`
     (a file of an installed package). `#essays` or `#chapters=<characters>` at the end splits each text."""
     weights: list[float] = field(default_factory=list)
@@ -40,11 +40,8 @@ class DataArgs:
     max_record_bytes: PositiveInt = 16 * 2**20
     """Longest record (line, text file) in bytes of UTF-8; longer ones are unreadable. Tokenising needs about a hundred times
     this in memory for each worker."""
-    max_documents: PositiveInt | None = None
-    """Documents to read from each source, in its own order; null = all. Hub data sets can be larger than the disk: set it
-    there, training and held-out text both come from what is read."""
     deduplicate: bool = True
-    """Keep only the first of documents with identical text."""
+    """Keep only one of documents with identical text; with `weights` that of the first source."""
     min_tokens: PositiveInt = 2
     """Pieces with fewer tokens are left out; a single token has no next one to predict."""
     document_filter: str | None = None
@@ -52,8 +49,9 @@ class DataArgs:
 
     context_length: AtLeast2 = 2048
     """Tokens per row, and the longest document."""
-    target_tokens: int | None = None
-    """Training tokens to draw, divided equally over the length intervals. None = all that `exhausted` allows."""
+    target_tokens: PositiveInt | None = None
+    """Training tokens to draw, divided equally over the length intervals; preparing needs it. Reading stops when every interval
+    has its share, so a large corpus is not read to its end."""
     shortest_interval: AtLeast2 = 1024
     """Tokens at which the first length interval starts; the next ones start at 2x, 4x, … up to the context."""
     intervals: list[int] = field(default_factory=list)
@@ -73,17 +71,12 @@ class DataArgs:
     """`best_fit`: whole documents packed by best-fit decreasing; `one_per_row`: one document per row, padded."""
     packing_window: AtLeast2 = 4096
     """Documents that best-fit packing sees at a time. Larger = less padding, rows less random."""
-    held_out_fraction: BelowOne = 0.05
-    """Share of the documents (chosen by a hash of their opening words, independent of the seed) that never enters training
-    rows and serves similarity search and perplexity. A large corpus needs little: 0.0005 of 10B tokens are 5M."""
+    held_out_tokens: NonNegativeInt | None = None
+    """Tokens of whole documents that never enter training rows and serve similarity search, training's and eval's perplexity; null =
+    as many as explore, train and eval ask for. At most a fifth of the documents are held out."""
 
     workers: PositiveInt | None = None
     """Processes that read, tokenise and write; null = one per core. The result does not depend on it."""
-    work_dir: str | None = None
-    """Folder for what must be kept while preparing, 2 or 4 bytes per token of all sources; null = `data.work` beside the
-    result. Recipes with one work_dir, the same sources and tokenizer share the tokens."""
-    keep_tokens: bool = False
-    """Keep the tokens of all sources after success, so that another context, target or seed need not tokenise again."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -99,8 +92,6 @@ class DataArgs:
             raise ValueError(
                 f"target_tokens {self.target_tokens} is less than one row of {self.context_length} tokens"
             )
-        if self.target_tokens is None and self.exhausted == "repeat":
-            raise ValueError("exhausted='repeat' never ends without target_tokens: set target_tokens")
         self._check_lists()
         if self.token_bounds_field is not None and self.token_field is None:
             raise ValueError(

@@ -1,7 +1,5 @@
 """`pod-data`: check prepared data (`verify`) and look into it (`inspect`)."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import os
@@ -12,11 +10,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from pod.data.overview import overview
-from pod.data.verify import DamagedData, open_manifest, open_rows, total_bytes, verify
+from pod.data.rows.overview import overview
+from pod.data.rows.verify import DamagedData, open_manifest, open_rows, total_bytes, verify
 
 WHOLE, DAMAGED, WRONG_USE = 0, 1, 2
-DESCRIPTION = """Prepared data, the folder that launch/prepare_data.py writes: is it whole (verify), what is in it (inspect)?
+DESCRIPTION = """Prepared data, the folder that `pod data` writes: is it whole (verify), what is in it (inspect)?
 Exit code: 0 all is well, 1 the data is damaged (one line each), 2 wrong use."""
 
 
@@ -113,7 +111,7 @@ def _tokenizer(manifest: dict[str, Any], wanted: str | None) -> tuple[Any, str |
 
     Raises `ValueError` when the `wanted` one cannot be loaded or is another than the data's.
     """
-    from pod.data.tokenizers import load_tokenizer, tokenizer_sha256
+    from pod.data.tokens.tokenizers import load_tokenizer, tokenizer_sha256
 
     source = wanted or manifest.get("tokenizer_source")
     why = "the manifest names no tokenizer"

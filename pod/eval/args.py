@@ -76,7 +76,7 @@ class EvalArgs:
     """folder of the adapted PoD export; default is where export_hf.py writes, <output_dir>/export"""
 
     text: list[str] | None = None
-    """files or folders to measure perplexity on; default: the held-out part of data.sources"""
+    """files or folders to measure perplexity on; default: the text that the prepared data holds out of training"""
 
     text_length: PositiveInt = 2048
     """length of each perplexity sequence (tokens)"""

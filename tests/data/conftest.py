@@ -100,8 +100,8 @@ def packed_folder(tmp_path, tokenizer):
 
     `changes` replace keys of the manifest's details. Rows of 64 tokens of the word tokenizer; row 0 holds one whole document.
     """
-    from pod.data.shards import write_packed_rows
-    from pod.data.tokenizers import tokenizer_sha256
+    from pod.data.rows.shards import write_packed_rows
+    from pod.data.tokens.tokenizers import tokenizer_sha256
 
     def make(name="data", **changes):
         lengths = [[64], [40, 24], [20, 20, 20], [10] * 6, [63], [2] * 32, [30, 30], [50, 13]]
@@ -153,13 +153,19 @@ def packed_details(lengths, held_out):
         "tokenizer_source": None,
         "request": {"seed": 3, "settings": {"packing": "best_fit"}},
         "read": {
+            "units": 3,
+            "units_of_all": 4,
+            "documents": 140,
             "special_documents": 2,
-            "duplicates": 5,
-            "other_split": 6,
-            "capped": 7,
             "sources": packed_sources(tokens),
         },
-        "policies": {"cut_documents": 8, "skipped_long": 9, "skipped_long_tokens": 900, "dropped_short": 0},
+        "policies": {
+            "duplicates": 5,
+            "cut_pieces": 8,
+            "skipped_long": 9,
+            "skipped_long_tokens": 900,
+            "dropped_short": 0,
+        },
         "intervals": intervals,
         "balance": {
             "equal_share_tokens": share,
@@ -194,13 +200,13 @@ def packed_sources(tokens_after):
         "records_skipped": 2,
         "skipped_files": ["a.jsonl line 3 is not JSON"],
     }
-    one = {"source": "texts", "files": 2, "characters": 5000, "filtered": 4, "train_tokens": 900}
+    one = {"source": "texts", "files": 2, "characters": 5000, "filtered": 4, "tokens": 900}
     two = {
         "source": "more/*.txt",
         "files": 1,
         "characters": 700,
         "filtered": 1,
-        "train_tokens": 300,
+        "tokens": 300,
     }
     return [
         {**both, **one, "origins": {"wiki": 60, "web": 10}, "tokens_after": tokens_after[0]},
@@ -217,16 +223,18 @@ def hard_texts():
 @pytest.fixture
 def small_steps(monkeypatch):
     """Many units and shards in a small corpus; forked workers inherit it."""
-    from pod.data import job, units
+    from pod.data.read import units
+    from pod.data.run import writing
 
     monkeypatch.setattr(units, "GROUP_BYTES", 4_000)
-    monkeypatch.setattr(job, "DEFAULT_SHARD_BYTES", 2_000)
+    monkeypatch.setattr(units, "SMALLEST_GROUP_BYTES", 4_000)
+    monkeypatch.setattr(writing, "DEFAULT_SHARD_BYTES", 2_000)
 
 
 @pytest.fixture
 def no_pictures(monkeypatch):
     """They take longer than everything else in a small corpus."""
-    from pod.data import publish
+    from pod.data.run import publish
 
     monkeypatch.setattr(publish, "draw_lengths", lambda *_: None)
 
@@ -234,7 +242,7 @@ def no_pictures(monkeypatch):
 @pytest.fixture(autouse=True)
 def hub_revision(monkeypatch):
     """hub_revision[0] is the commit of every data set of the hub, which no test asks."""
-    from pod.data import hub
+    from pod.data.read import hub
 
     commit = ["0123abc"]
     monkeypatch.setattr(hub, "revision_of", lambda name: None if Path(name).is_dir() else commit[0])

@@ -2,8 +2,14 @@
 
 from pathlib import Path
 
-from pod.data.documents import SourceReport
-from pod.data.units import plan_units, read_unit
+import numpy as np
+
+from pod.data.balance.draw import draw
+from pod.data.balance.kept import Kept
+from pod.data.balance.lots import splitmix64
+from pod.data.read.documents import SourceReport
+from pod.data.read.units import plan_units, read_unit
+from pod.data.tokens.store import PIECE
 
 
 def content(folder):
@@ -31,3 +37,30 @@ def five_characters(document):
 def none(document):
     """One that keeps nothing."""
     return False
+
+
+def documents_of(lengths, sources=None, digests=None, places=None):
+    """Documents as reading hands them to the draw; each is found again by its `unit`."""
+    documents = np.zeros(len(lengths), PIECE)
+    numbers = np.arange(len(lengths), dtype=np.uint64)
+    documents["length"] = lengths
+    documents["source"] = 0 if sources is None else sources
+    documents["lot"] = splitmix64(numbers) if digests is None else digests
+    documents["place"] = 2**64 - 1 if places is None else places
+    documents["unit"] = numbers
+    return documents
+
+
+def kept_of(documents, args, seed=0, held_out_tokens=0, at_once=10**9):
+    """What is kept when `at_once` documents are added between two settlements; keeps nothing that a fresh one would not."""
+    kept = Kept(args, seed, held_out_tokens)
+    for start in range(0, max(1, len(documents)), at_once):
+        kept.add(kept.cut(documents[start : start + at_once]))
+        kept.settle()
+    return kept
+
+
+def drawn_of(lengths, args, seed=0, sources=None):
+    """(numbers of the drawn documents in the order of training, the draw) of whole documents without held-out text."""
+    drawn = draw(kept_of(documents_of(lengths, sources), args, seed), args, seed)
+    return drawn.pieces["unit"].astype(np.int64), drawn

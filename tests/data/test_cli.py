@@ -12,7 +12,7 @@ import pytest
 
 from pod.data import DataArgs, PackedDataset, prepare
 from pod.data.cli import main
-from pod.data.manifest import manifest_checksum
+from pod.data.rows.manifest import manifest_checksum
 
 SHARD_FILES = [f"shard-00001.{name}.npy" for name in ("tokens", "lengths", "starts")]
 LISTED = [*SHARD_FILES, "held_out.tokens.bin", "held_out.lengths.npy"]
@@ -311,7 +311,11 @@ def prepared(corpus, tokenizer, tmp_path):
     """Really prepared data of a folder and a file."""
     folder, other = corpus([30, 50, 70, 20, 60, 90] * 4), corpus([33, 44, 55] * 3, "other") / "00001.txt"
     args = DataArgs(
-        sources=[str(folder), str(other)], context_length=64, shortest_interval=32, held_out_fraction=0.1
+        sources=[str(folder), str(other)],
+        context_length=64,
+        shortest_interval=32,
+        held_out_tokens=200,
+        target_tokens=10**5,
     )
     prepare(args, tokenizer, tmp_path / "data")
     return tmp_path / "data"

@@ -1,32 +1,20 @@
-"""The draw in two scans equals an oracle that sorts everything; weights; independence of chunks and bins."""
+"""What is kept while reading gives the same draw as an oracle that reads everything first; weights; bytes that stay."""
 
 import hashlib
 import math
 
 import numpy as np
 import pytest
+from data_helpers import documents_of, drawn_of, kept_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pod.data import draw as module
 from pod.data.args import DataArgs
-from pod.data.balance import bounds_of
-from pod.data.documents import PIECE, splitmix64
-from pod.data.draw import draw
+from pod.data.balance.draw import draw
+from pod.data.balance.intervals import bounds_of
+from pod.data.balance.lots import splitmix64
 
 MASK = 2**64 - 1
-
-
-class FakeSelection:
-    def __init__(self, lengths, sources=None, keys=None):
-        self.records = np.zeros(len(lengths), PIECE)
-        self.records["length"] = lengths
-        self.records["source"] = 0 if sources is None else sources
-        self.records["key"] = splitmix64(np.arange(len(lengths), dtype=np.uint64)) if keys is None else keys
-        self.num_pieces = len(lengths)
-
-    def pieces(self, start, stop):
-        return self.records[start:stop].copy()
 
 
 def arguments(num_sources=1, **changes):
@@ -60,58 +48,124 @@ def largest_sum(lengths, room):
 
 
 def best_part(ordered, wanted):
-    """(number, length) pairs of a draw of `wanted` tokens out of `ordered` ones."""
+    """The pieces of a draw of `wanted` tokens out of `ordered` ones."""
     count = total = 0
-    while count < len(ordered) and total + ordered[count][1] <= wanted:
-        total += ordered[count][1]
+    while count < len(ordered) and total + ordered[count]["length"] <= wanted:
+        total += ordered[count]["length"]
         count += 1
     if count == len(ordered) or wanted - total <= 0.001 * wanted:
         return ordered[:count]
     first = max(0, count - 32)
     around = ordered[first : count + 32]
-    members = largest_sum(
-        [length for _, length in around], wanted - sum(length for _, length in ordered[:first])
-    )
-    return ordered[:first] + [around[member] for member in members]
+    room = wanted - sum(one["length"] for one in ordered[:first])
+    return ordered[:first] + [
+        around[member] for member in largest_sum([one["length"] for one in around], room)
+    ]
 
 
-def oracle(selection, args, seed, reports, shares):
-    """Numbers in the order of training, given the quotas."""
-    bounds = bounds_of(args)
-    first = 1 if args.short_documents == "drop" else 0
-    pieces = [(number, *piece) for number, piece in enumerate(selection.records.tolist())]
+def naive_split(documents, args, held_out_tokens):
+    """(numbers of held-out documents by place, numbers of the others): the first places, until there are enough tokens."""
+    tokens, seen, limit = 0, set(), int(0.2 * 2**64) if held_out_tokens else 0
+    by_place = sorted((int(one["place"]), number) for number, one in enumerate(documents))
+    for place, number in by_place:
+        if place >= limit:
+            break
+        if documents[number]["lot"] not in seen:
+            tokens += min(int(documents[number]["length"]), args.context_length)
+        seen.add(documents[number]["lot"])
+        if tokens >= held_out_tokens:
+            limit = place + 1
+    held = [number for place, number in by_place if place < limit]
+    return held, [number for number in range(len(documents)) if number not in set(held)]
+
+
+def naive_pieces(documents, numbers, args, seed):
+    """The pieces of these documents that may train, as dicts, in reading order."""
+    bounds, context = bounds_of(args)[args.short_documents == "drop" :], args.context_length
+    pieces = []
+    for number in numbers:
+        one = documents[number]
+        if args.long_documents == "skip" and one["length"] > context:
+            continue
+        for cut, start in enumerate(range(0, int(one["length"]), context)):
+            length = min(int(one["length"]) - start, context)
+            if length < max(args.min_tokens, bounds[0]):
+                continue
+            lot = mix(mix(int(one["lot"]) ^ mix(cut)) ^ seeded(seed, 1))
+            interval = max(at for at in range(len(bounds) - 1) if bounds[at] <= length or at == 0)
+            pieces.append(
+                {"number": number, "start": start, "length": length, "lot": lot, "source": int(one["source"])}
+                | {"interval": interval, "group": int(one["source"]) if args.weights else 0}
+            )
+    return pieces
+
+
+def without_copies(pieces, args):
+    """Only the first of equal lots; with weights that of the first source."""
+    if not args.deduplicate:
+        return pieces
+    found = {}
+    for one in sorted(pieces, key=lambda one: one["group"]):
+        found.setdefault(one["lot"], one)
+    return [one for one in pieces if found[one["lot"]] is one]
+
+
+def oracle(documents, args, seed, held_out_tokens, drawn):
+    """(number, start) of the drawn pieces in the order of training, given the quotas, which are checked."""
+    _, train = naive_split(documents, args, held_out_tokens)
+    pieces = without_copies(naive_pieces(documents, train, args, seed), args)
+    check_quotas(pieces, args, drawn)
     result = []
-    for at, report in enumerate(reports):
-        low, high = bounds[first + at], bounds[first + at + 1]
-        last = at == len(reports) - 1
-        inside = [one for one in pieces if low <= one[3] < high or (last and one[3] == high)]
-        supply = sum(one[3] for one in inside)
-        assert supply == report.tokens_before and len(inside) == report.documents_before
+    for at, report in enumerate(drawn.intervals):
+        inside = [one for one in pieces if one["interval"] == at]
+        supply = sum(one["length"] for one in inside)
         whole = report.quota // supply if args.exhausted == "repeat" and supply else 0
+        groups = {number: [] for number in range(len(args.sources) if args.weights else 1)}
+        for one in inside:
+            groups[one["group"]].append(one)
+        totals = {number: sum(one["length"] for one in members) for number, members in groups.items()}
+        quotas = {0: report.quota - whole * supply}
         if args.weights:
-            groups = {
-                source: [one for one in inside if one[2] == source] for source in range(len(args.weights))
-            }
-            quotas = {
-                share.source: share.quota - whole * share.tokens_before
-                for share in shares
-                if share.interval == report.name
-            }
-        else:
-            groups, quotas = {0: inside}, {0: report.quota - whole * supply}
-        totals = {source: sum(one[3] for one in groups[source]) for source in groups}
+            shares = [share for share in drawn.shares if share.interval == report.name]
+            quotas = {share.source: share.quota - whole * totals[share.source] for share in shares}
         freedom = lambda source: (min(quotas[source], totals[source] - quotas[source]), source)  # noqa: E731, B023
         carry = 0
         for source in sorted(groups, key=freedom):
-            ordered = sorted(groups[source], key=lambda one: (mix(one[5] ^ seeded(seed, 1)), one[0]))
-            chosen = best_part([(one[0], one[3]) for one in ordered], quotas[source] + carry)
-            carry += quotas[source] - sum(length for _, length in chosen)
-            result += [(turn, at, source, one) for turn in range(whole) for one in groups[source]]
-            numbers = {number for number, _ in chosen}
-            result += [(whole, at, source, one) for one in groups[source] if one[0] in numbers]
-    lot = lambda item: mix(item[3][5] ^ seeded(seed, 2 + item[0]))  # noqa: E731
-    tie = lambda item: (item[1], item[2] if args.weights else 0, item[0], item[3][0])  # noqa: E731
-    return [item[3][0] for item in sorted(result, key=lambda item: (lot(item), tie(item)))]
+            ordered = sorted(groups[source], key=lambda one: one["lot"])
+            chosen = best_part(ordered, quotas[source] + carry)
+            carry += quotas[source] - sum(one["length"] for one in chosen)
+            result += [(turn, at, source, one) for turn in range(whole) for one in ordered]
+            result += [(whole, at, source, one) for one in ordered if any(one is other for other in chosen)]
+    lot = lambda item: mix(item[3]["lot"] ^ seeded(seed, 2 + item[0]))  # noqa: E731
+    result.sort(key=lambda item: (lot(item), item[1], item[2], item[0]))
+    return [(item[3]["number"], item[3]["start"]) for item in result]
+
+
+def check_quotas(pieces, args, drawn):
+    """Quotas are as the policies want them, from the true supply."""
+    reports = drawn.intervals
+    supply = [sum(one["length"] for one in pieces if one["interval"] == at) for at in range(len(reports))]
+    share = args.target_tokens // len(reports)
+    quotas = [report.quota for report in reports]
+    assert [report.ran_dry for report in reports] == [tokens < share for tokens in supply]
+    if args.exhausted == "repeat":
+        assert quotas == [share] * len(reports)
+    elif args.exhausted == "stop":
+        assert quotas == [min(share, *supply)] * len(reports)
+    else:
+        assert sum(quotas) == min(share * len(reports), sum(supply))
+        level = max(quotas)
+        assert all(quota in (tokens, level, level - 1) for quota, tokens in zip(quotas, supply, strict=True))
+    for at, report in enumerate(reports):
+        own = [one for one in drawn.shares if one.interval == report.name]
+        assert sum(one.tokens_after for one in own) == report.tokens_after <= report.quota
+        assert sum(one.documents_after for one in own) == report.documents_after
+        if args.weights:
+            assert sum(one.quota for one in own) == report.quota
+            assert math.isclose(sum(one.weight for one in own), 1)
+        if len(pieces) < 300:  # nothing is dropped
+            continue
+        assert report.tokens_before == 0 or 0.3 < report.tokens_before / max(1, supply[at]) < 3
 
 
 @st.composite
@@ -122,80 +176,124 @@ def corpora(draw_):
     lengths = {
         "log-normal": np.exp(rng.normal(4.6, 1.2, number)).astype(int),
         "few sizes": rng.choice([10, 70, 200, 512], number),
-        "long": rng.integers(256, 513, number),
+        "long": rng.integers(256, 1300, number),
         "even": rng.integers(1, 513, number) // 2 * 2,
-    }[draw_(st.sampled_from(["log-normal", "few sizes", "long", "even"]))].clip(1, 512)
+    }[draw_(st.sampled_from(["log-normal", "few sizes", "long", "even"]))].clip(1, 5000)
     sources = rng.choice(num_sources, number, p=(np.arange(num_sources) + 1) / sum(range(num_sources + 1)))
-    keys = rng.integers(0, 2**64, number, dtype=np.uint64)
-    if draw_(st.booleans()):  # identical documents, kept
-        keys[::3] = keys[:1]
-    exhausted = draw_(st.sampled_from(["stop", "repeat", "redistribute"]))
-    target = draw_(st.sampled_from([512, 3000, 20_000, 100_000]))
+    digests, places = rng.integers(0, 2**64, (2, number), dtype=np.uint64)
+    if copies := draw_(st.booleans()):
+        some = rng.integers(0, number, number // 3) if number else np.empty(0, int)
+        for field in (lengths, digests, places):
+            field[some] = field[::-1][some]
+    # Copies between sources that are drawn apart are another rule, see below.
+    weighted = draw_(st.booleans()) and not copies
     args = arguments(
         num_sources,
-        exhausted=exhausted,
-        target_tokens=None if exhausted != "repeat" and draw_(st.booleans()) else target,
+        exhausted=draw_(st.sampled_from(["stop", "repeat", "redistribute"])),
+        target_tokens=draw_(st.sampled_from([512, 3000, 20_000, 100_000])),
         short_documents=draw_(st.sampled_from(["keep", "drop"])),
-        weights=rng.choice([1.0, 0.1, 3.0, 0.25], num_sources).tolist() if draw_(st.booleans()) else [],
+        long_documents=draw_(st.sampled_from(["cut", "skip"])),
+        weights=rng.choice([1.0, 0.1, 3.0, 0.25], num_sources).tolist() if weighted else [],
         intervals=draw_(st.sampled_from([[], [], [50, 300]])),
     )
-    kept = lengths >= (bounds_of(args)[1] if args.short_documents == "drop" else 1)
-    return FakeSelection(lengths[kept], sources[kept], keys[kept]), args
+    return documents_of(lengths, sources, digests, places), args
 
 
-@settings(max_examples=150, deadline=None)
-@given(corpora(), st.integers(-5, 2**63), st.sampled_from([1, 7, 10**6]), st.sampled_from([1, 40, 2**20]))
-def test_same_as_sorting_everything(corpus, seed, chunk, bins):
-    selection, args = corpus
-    if chunk == 1 and selection.num_pieces > 100:
-        chunk = 33
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_MOST_BINS", bins)
-        try:
-            drawn = draw(selection, args, seed, chunk_pieces=chunk)
-        except ValueError as error:
-            assert any(reason in str(error) for reason in ("no document", "the draw is empty"))
-            return
-    expected = oracle(selection, args, seed % 2**64, drawn.intervals, drawn.shares)
-    assert drawn.numbers.tolist() == expected
-    assert drawn.lengths.tolist() == selection.records["length"][drawn.numbers].tolist()
-    check_reports(selection, args, drawn)
+@settings(max_examples=200, deadline=None)
+@given(corpora(), st.integers(-5, 2**63), st.sampled_from([0, 100, 3000]), st.sampled_from([7, 50, 10**6]))
+def test_same_as_reading_everything_first(corpus, seed, held_out_tokens, at_once):
+    documents, args = corpus
+    kept = kept_of(documents, args, seed, held_out_tokens, at_once)
+    held = [int(pieces["unit"][0]) for pieces in kept.held_out()]
+    expected, _ = naive_split(documents, args, held_out_tokens)
+    first = {int(documents["lot"][number]): number for number in reversed(expected)}
+    assert sorted(held) == sorted(first.values())
+    assert documents["place"][held].tolist() == sorted(documents["place"][held].tolist())
+    try:
+        drawn = draw(kept, args, seed)
+    except ValueError as error:
+        assert any(reason in str(error) for reason in ("no document", "the draw is empty"))
+        return
+    expected = oracle(documents, args, seed % 2**64, held_out_tokens, drawn)
+    assert list(zip(drawn.pieces["unit"].tolist(), drawn.pieces["start"].tolist(), strict=True)) == expected
 
 
-def check_reports(selection, args, drawn):
-    """The reports say what is in `drawn`, and quotas are as the policies want them."""
-    bounds, records = bounds_of(args)[args.short_documents == "drop" :], selection.records[drawn.numbers]
-    for number, report in enumerate(drawn.intervals):
-        low, high = bounds[number], bounds[number + 1] + (number == len(drawn.intervals) - 1)
-        inside = records[(records["length"] >= low) & (records["length"] < high)]
-        assert (len(inside), inside["length"].sum()) == (report.documents_after, report.tokens_after)
-        shares = [share for share in drawn.shares if share.interval == report.name]
-        for share in shares:
-            own = inside[inside["source"] == share.source]
-            assert (len(own), own["length"].sum()) == (share.documents_after, share.tokens_after)
-        for name in ("documents_before", "tokens_before", "documents_after", "tokens_after"):
-            assert sum(getattr(share, name) for share in shares) == getattr(report, name)
-        assert report.tokens_after <= report.quota
-        if args.weights:
-            assert sum(share.quota for share in shares) == report.quota
-            assert math.isclose(sum(share.weight for share in shares), 1)
-    quotas = [report.quota for report in drawn.intervals]
-    if args.exhausted != "redistribute":
-        assert len(set(quotas)) == 1
-    else:
-        level = max(quotas)
-        assert all(report.quota in (report.tokens_before, level, level - 1) for report in drawn.intervals)
+@pytest.mark.parametrize("weights", [[], [1, 3]])
+@pytest.mark.parametrize("exhausted", ["redistribute", "stop", "repeat"])
+def test_nothing_beyond_the_target_and_a_reserve_is_kept_and_nothing_needed_is_dropped(weights, exhausted):
+    """Whatever the steps, the same pieces, limits and counts: the state is a function of the set alone."""
+    rng = np.random.default_rng(0)
+    lengths = np.exp(rng.normal(4.6, 1.2, 20_000)).astype(int).clip(1, 3000)
+    documents = documents_of(
+        lengths, rng.integers(0, 2, 20_000), None, rng.integers(0, 2**64, 20_000, dtype=np.uint64)
+    )
+    args = arguments(2, weights=weights, exhausted=exhausted, target_tokens=40_000)
+    expected = kept_of(documents, args, 3, 2_000)
+    assert expected.is_full and expected.held_out_full
+    # A reserve of 33 pieces and one more for each group, and the samples that tell how much was left out.
+    train = expected.pieces[expected.group < expected.groups.count]
+    assert 40_000 < train["length"].sum() < 40_000 + 35 * 2 * sum(expected.groups.bounds[1:])
+    for at_once in (90, 777):
+        found = kept_of(documents, args, 3, 2_000, at_once)
+        assert found.pieces.tolist() == expected.pieces.tolist()
+        assert found.limits.lots.tolist() == expected.limits.lots.tolist()
+        assert found.limits.place == expected.limits.place
+        for one, other in zip(found.counted(2), expected.counted(2), strict=True):
+            assert np.array_equal(one, other)
+
+
+def test_what_may_be_needed_is_told_before_tokenising():
+    """A document that no length up to its bytes would keep is not needed; one that is kept always is."""
+    rng = np.random.default_rng(0)
+    lengths = np.exp(rng.normal(4.6, 1.2, 20_000)).astype(int).clip(1, 3000)
+    places = rng.integers(0, 2**64, 20_000, dtype=np.uint64)
+    documents = documents_of(lengths, None, None, places)
+    args = arguments(target_tokens=40_000)
+    kept = kept_of(documents, args, 3, 2_000)
+    needed = kept.may_need(documents["lot"], places, lengths * 3, 0)
+    assert 0.01 < needed.mean() < 0.3
+    again = kept_of(documents[needed], args, 3, 2_000)
+    alike = ~np.isin(kept.group, [kept.groups.short])
+    assert kept.pieces[alike].tolist() == again.pieces[~np.isin(again.group, [again.groups.short])].tolist()
+
+
+def test_copies_in_sources_with_weights_are_drawn_once():
+    """The first source keeps a text that both hold."""
+    lengths, digests = np.full(400, 100), np.tile(splitmix64(np.arange(200, dtype=np.uint64)), 2)
+    documents = documents_of(lengths, np.repeat([1, 0], 200), digests)
+    args = arguments(2, weights=[1, 1], target_tokens=20_000, intervals=[64])
+    drawn = draw(kept_of(documents, args, at_once=50), args, 0)
+    assert len(set(drawn.pieces["lot"].tolist())) == len(drawn.pieces) > 90
+    assert set(drawn.pieces["source"].tolist()) == {0}
+
+
+def test_counts_of_what_was_dropped_are_near_the_truth():
+    rng = np.random.default_rng(1)
+    lengths = rng.choice([30, 100, 300, 700], 40_000, p=[0.4, 0.3, 0.2, 0.1])
+    digests = splitmix64(np.arange(40_000, dtype=np.uint64))
+    digests[::4] = digests[1::4]
+    lengths[::4] = lengths[1::4]
+    args = arguments(target_tokens=50_000, short_documents="drop", long_documents="skip")
+    kept = kept_of(documents_of(lengths, None, digests), args, at_once=900)
+    counted, groups = kept.counted(1), kept.groups
+    own = np.delete(lengths, np.s_[::4])
+    assert len(kept.pieces) < 6_000
+    for group, length in ((groups.short, 30), (groups.long, 700)):
+        assert counted.documents[group, 0] == pytest.approx((own == length).sum(), rel=0.15)
+    assert counted.tokens[groups.count - 1, 0] == pytest.approx(own[own == 300].sum(), rel=0.3)
+    assert counted.copies == pytest.approx(10_000, rel=0.2)
 
 
 def corpus_of_two(number=4000, seed=0):
     rng = np.random.default_rng(seed)
-    return FakeSelection(np.exp(rng.normal(4.6, 1, number)).astype(int).clip(2, 512), np.arange(number) % 2)
+    return np.exp(rng.normal(4.6, 1, number)).astype(int).clip(2, 512), np.arange(number) % 2
 
 
 @pytest.mark.parametrize("weights", [[1, 1], [1, 3], [0.05, 0.95]])
 @pytest.mark.parametrize("target", [20_000, 100_000])
 def test_weights_are_met_in_every_interval(weights, target):
-    drawn = draw(corpus_of_two(), arguments(2, weights=weights, target_tokens=target), 0)
+    lengths, sources = corpus_of_two()
+    _, drawn = drawn_of(lengths, arguments(2, weights=weights, target_tokens=target), 0, sources)
     for report in drawn.intervals:
         assert 0.999 * target / 4 <= report.tokens_after <= target / 4
     for share in drawn.shares:
@@ -212,9 +310,9 @@ def test_dry_source_leaves_its_share_to_the_others():
     lengths = np.concatenate(
         [rng.integers(128, 256, 20), rng.integers(128, 256, 400), rng.integers(128, 256, 400)]
     )
-    selection = FakeSelection(lengths, np.repeat([0, 1, 2], [20, 400, 400]))
+    sources = np.repeat([0, 1, 2], [20, 400, 400])
     args = arguments(3, weights=[2, 1, 1], target_tokens=60_000, intervals=[128, 256], short_documents="drop")
-    drawn = draw(selection, args, 0)
+    _, drawn = drawn_of(lengths, args, 0, sources)
     few, half, other = drawn.shares[:3]
     assert few.ran_dry and not half.ran_dry and few.tokens_after == few.tokens_before < 0.2 * 30_000
     assert few.tokens_after + half.tokens_after + other.tokens_after >= 0.999 * drawn.intervals[0].quota
@@ -224,9 +322,9 @@ def test_dry_source_leaves_its_share_to_the_others():
 def test_what_one_source_misses_comes_from_the_other():
     """A share one token below the shortest document leaves 499 tokens, fifty documents, to the other source."""
     lengths = np.concatenate([np.full(80, 500), np.full(10_000, 10)])
-    selection = FakeSelection(lengths, np.repeat([0, 1], [80, 10_000]))
+    sources = np.repeat([0, 1], [80, 10_000])
     args = arguments(2, weights=[499, 49_501], target_tokens=50_000, shortest_interval=512)
-    drawn = draw(selection, args, 0)
+    _, drawn = drawn_of(lengths, args, 0, sources)
     assert [share.quota for share in drawn.shares[:2]] == [499, 49_501]
     assert [share.tokens_after for share in drawn.shares[:2]] == [0, 50_000]
 
@@ -238,7 +336,7 @@ def test_few_long_documents_still_meet_half_a_percent(seed):
     lengths = np.concatenate(
         [rng.integers(16384, 32769, 40), rng.integers(8192, 16384, 60), rng.integers(1, 8192, 300)]
     )
-    selection = FakeSelection(lengths, rng.integers(0, 2, len(lengths)))
+    sources = rng.integers(0, 2, len(lengths))
     for weights in ([], [1, 2]):
         args = DataArgs(
             sources=["a", "b"],
@@ -247,7 +345,7 @@ def test_few_long_documents_still_meet_half_a_percent(seed):
             target_tokens=900_000,
             weights=weights,
         )
-        for report in draw(selection, args, seed).intervals:
+        for report in drawn_of(lengths, args, seed, sources)[1].intervals:
             assert 0.995 * 300_000 <= report.tokens_after <= 300_000
 
 
@@ -255,7 +353,7 @@ def test_bytes_stay_the_same_for_ever():
     """Data prepared by an older version must stay reproducible."""
     numbers = np.arange(5000, dtype=np.uint64)
     lengths = 1 + splitmix64(numbers + np.uint64(7)) % np.uint64(512)
-    selection = FakeSelection(lengths, (numbers % 3).astype(int))
+    sources = (numbers % 3).astype(int)
     args = arguments(3, weights=[0.2, 0.3, 0.5], target_tokens=400_000)
-    drawn = draw(selection, args, 5)
-    assert hashlib.sha256(drawn.numbers.astype("<i8").tobytes()).hexdigest()[:16] == "e4b53f74e622fece"
+    numbers, _ = drawn_of(lengths, args, 5, sources)
+    assert hashlib.sha256(numbers.astype("<i8").tobytes()).hexdigest()[:16] == "e4d35c98f4daea0d"

@@ -1,6 +1,5 @@
 """What preparation may replace and remove: nothing that others put there, nothing that another run works with."""
 
-import multiprocessing
 import random
 import sys
 from dataclasses import replace
@@ -8,9 +7,11 @@ from dataclasses import replace
 import pytest
 from data_helpers import content
 
-from pod.data import DataArgs, PackedDataset, prepare, publish, units
-from pod.data.folders import Busy, check_replaceable, has_other_users, locked, user_lock
-from pod.data.job import Job
+from pod.data import DataArgs, PackedDataset, prepare
+from pod.data.read import units
+from pod.data.run import publish
+from pod.data.run.folders import Busy, check_replaceable, locked
+from pod.data.run.job import Job
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +23,9 @@ def quick(monkeypatch):
 @pytest.fixture
 def args(corpus):
     sources = [str(corpus(random.Random(0).choices(range(2, 300), k=50)))]
-    return DataArgs(sources=sources, context_length=128, shortest_interval=32, workers=1)
+    return DataArgs(
+        sources=sources, context_length=128, shortest_interval=32, workers=1, target_tokens=10_000
+    )
 
 
 def test_a_folder_with_other_files_is_never_replaced(args, tokenizer, tmp_path):
@@ -79,18 +82,8 @@ def test_a_link_to_another_disk_stays_a_link(args, tokenizer, tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir() if file.name != "texts") == ["data", "large"]
 
 
-def test_only_staging_folders_are_removed(args, tokenizer, tmp_path):
-    for name in ("data.rows-backup", "data.rows-0123456789ab", "data2.rows-0123456789ab"):
-        (tmp_path / name).mkdir()
-    prepare(args, tokenizer, tmp_path / "data")
-    assert sorted(file.name for file in tmp_path.glob("*rows*")) == [
-        "data.rows-backup",
-        "data2.rows-0123456789ab",
-    ]
-
-
 def test_other_settings_for_the_same_output_wait(args, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["pod.data.prepare"], "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(sys.modules["pod.data.run.prepare"], "LOCK_SECONDS", 0.1)
     job = Job(args, tokenizer, tmp_path / "data")
     with locked(job.lock_file, 0, "first"), pytest.raises(ValueError, match="another process is preparing"):
         prepare(replace(args, context_length=64), tokenizer, tmp_path / "data")
@@ -99,26 +92,6 @@ def test_other_settings_for_the_same_output_wait(args, tokenizer, tmp_path, monk
     with locked(job.lock_file, 0, "first"):
         prepare(args, tokenizer, tmp_path / "data")  # up to date: nothing to do, and nothing is cleaned
         assert (tmp_path / "data.work").is_dir()
-
-
-def test_tokens_that_another_run_works_with_stay(args, tokenizer, tmp_path):
-    args = replace(args, work_dir=str(tmp_path / "work"))
-    one, two = (Job(args, tokenizer, tmp_path / name) for name in ("one", "two"))
-    assert one.tokens_dir == two.tokens_dir and one.rows_dir != two.rows_dir
-    with locked(user_lock(two.tokens_dir, two.output_dir), 0, "busy"):
-        prepare(args, tokenizer, tmp_path / "one")
-        assert has_other_users(one.tokens_dir, one.output_dir)
-        assert not two.missing_units()
-    prepare(args, tokenizer, tmp_path / "two")
-    assert content(tmp_path / "one") == content(tmp_path / "two")
-    assert not (tmp_path / "work").exists()
-
-
-def test_marks_of_killed_runs_do_not_count(tmp_path):
-    tokens = tmp_path / "tokens-0123"
-    user_lock(tokens, tmp_path / "killed").touch()
-    assert not has_other_users(tokens, tmp_path / "data")
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_lock_is_free_afterwards(tmp_path):
@@ -130,29 +103,7 @@ def test_a_lock_is_free_afterwards(tmp_path):
         pass
 
 
-def three_at_once(args, tokenizer, folder):
-    """Three runs that share a work folder, each with the bytes of a run alone."""
-    prepare(args, tokenizer, folder / "expected")
-    args = replace(args, work_dir=str(folder / "work"))
-    start = multiprocessing.get_context("fork").Process
-    runs = [start(target=prepare, args=(args, tokenizer, folder / name)) for name in "abc"]
-    for run in runs:
-        run.start()
-    for run in runs:
-        run.join(60)
-    assert [run.exitcode for run in runs] == [0, 0, 0]
-    for name in "abc":
-        assert content(folder / name) == content(folder / "expected")
-
-
-def test_runs_that_share_a_work_folder_at_the_same_time(args, tokenizer, tmp_path):
-    three_at_once(args, tokenizer, tmp_path)
-    assert not (tmp_path / "work").exists()
-
-
 def test_folders_that_cannot_be_written(args, tokenizer, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"data.work_dir = .*file: .*file is not a folder; set another"):
-        prepare(replace(args, work_dir=str(tmp_path / "file")), tokenizer, tmp_path / "data")
     with pytest.raises(ValueError, match=r"output_dir = .*file: .*file is not a folder; set another"):
         prepare(args, tokenizer, tmp_path / "file/data")

@@ -1,4 +1,4 @@
-"""The steps of preparation: the same bytes however they are split, nothing done twice, nothing taken from the wrong work."""
+"""Reading, drawing and writing: the same bytes however they are split, nothing done twice, nothing taken from the wrong work."""
 
 import json
 import os
@@ -6,13 +6,13 @@ import random
 import sys
 from multiprocessing.reduction import ForkingPickler
 
-import numpy as np
 import pytest
 from data_helpers import content
 
-from pod.data import DataArgs, PackedDataset, job, prepare
-from pod.data.job import Job
-from pod.data.prepare import prepare_job
+from pod.data import DataArgs, PackedDataset, held_out_documents, prepare
+from pod.data.run import reading
+from pod.data.run.folders import locked
+from pod.data.run.job import Job
 
 CONTEXT = 128
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -25,26 +25,44 @@ def texts(corpus):
 
 
 def settings(*sources, **changes):
-    options = {"context_length": CONTEXT, "shortest_interval": 32, "workers": 1} | changes
-    return DataArgs(sources=[str(source) for source in sources], **options)
+    options = {"context_length": CONTEXT, "shortest_interval": 32, "workers": 1, "target_tokens": 10**5}
+    return DataArgs(sources=[str(source) for source in sources], **{**options, **changes})
 
 
-def tokenised(monkeypatch):
+def units_read(monkeypatch):
     """Names of the units that are really read from now on."""
-    read, seen = job.read_unit, []
+    read, seen = reading.read_unit, []
 
     def watched(unit, args, report):
         seen.append(unit.name)
         yield from read(unit, args, report)
 
-    monkeypatch.setattr(job, "read_unit", watched)
+    monkeypatch.setattr(reading, "read_unit", watched)
     return seen
 
 
-def test_any_number_of_workers_gives_the_same_bytes(texts, tokenizer, tmp_path, small_steps):
+def stop_before(monkeypatch, name):
+    """Preparing ends with an error before it calls `name`; returns what takes that back."""
+    module = sys.modules["pod.data.run.prepare"]
+    original = getattr(module, name)
+
+    def fail(*_):
+        raise RuntimeError("stopped")
+
+    monkeypatch.setattr(module, name, fail)
+    return lambda: monkeypatch.setattr(module, name, original)
+
+
+def trained(data):
+    """The ids of all documents of the rows."""
+    return [document.tolist() for row in range(len(data)) for document in data.documents(row)]
+
+
+@pytest.mark.parametrize("target", [2_000, 10**5])
+def test_any_number_of_workers_gives_the_same_bytes(texts, tokenizer, tmp_path, small_steps, target):
     expected = None
-    for workers in (1, 2, 3):
-        args = settings(texts, workers=workers, target_tokens=2_000)
+    for workers in (1, 2, 4):
+        args = settings(texts, workers=workers, target_tokens=target, held_out_tokens=200)
         prepare(args, tokenizer, tmp_path / f"out-{workers}/data")
         found = content(tmp_path / f"out-{workers}/data")
         expected = expected or found
@@ -52,113 +70,125 @@ def test_any_number_of_workers_gives_the_same_bytes(texts, tokenizer, tmp_path, 
         assert [path.name for path in (tmp_path / f"out-{workers}").iterdir()] == ["data"]
 
 
-def test_steps_in_any_order_and_twice(texts, tokenizer, tmp_path, small_steps):
-    prepare(settings(texts), tokenizer, tmp_path / "whole")
-    one = Job(settings(texts), tokenizer, tmp_path / "steps")
-    numbers = one.missing_units()
-    assert len(numbers) > 3
-    for number in [*reversed(numbers), *numbers]:
-        one.tokenise(number)
-    one.plan()
-    shards = list(range(one.num_shards()))
-    assert len(shards) > 3
-    for number in [*reversed(shards), *shards]:
-        one.write_shard(number)
-    one.publish()
-    assert content(tmp_path / "steps") == content(tmp_path / "whole")
+def test_nothing_is_done_twice(texts, tokenizer, tmp_path, small_steps, monkeypatch):
+    prepare(settings(texts), tokenizer, tmp_path / "whole/data")
+    go_on = stop_before(monkeypatch, "publish")
+    with pytest.raises(RuntimeError, match="stopped"):
+        prepare(settings(texts), tokenizer, tmp_path / "out/data")
+    go_on()
+    seen = units_read(monkeypatch)
+    written = (tmp_path / "out/data.work/rows/shard-00001.tokens.npy").stat().st_mtime_ns
+    monkeypatch.setattr(os, "replace", spied := Spy(os.replace))
+    prepare(settings(texts), tokenizer, tmp_path / "out/data")
+    assert not seen and not [call for call in spied.calls if "shard-00001.tokens" in str(call)]
+    assert (tmp_path / "out/data/shard-00001.tokens.npy").stat().st_mtime_ns == written
+    assert content(tmp_path / "out/data") == content(tmp_path / "whole/data")
 
 
-def test_steps_refuse_to_run_too_early(texts, tokenizer, tmp_path, small_steps):
-    one = Job(settings(texts), tokenizer, tmp_path / "data")
-    with pytest.raises(ValueError, match=r"\d+ of \d+ units are not tokenised yet \(first: .*00000.txt"):
-        one.plan()
-    for number in one.missing_units():
-        one.tokenise(number)
-    one.plan()
-    one.write_shard(0)
-    with pytest.raises(ValueError, match=r"shard 1 of \d+ is not written yet"):
-        one.publish()
-    assert not one.output_dir.exists()
+class Spy:
+    def __init__(self, function):
+        self.function, self.calls = function, []
+
+    def __call__(self, *arguments):
+        self.calls.append(arguments)
+        return self.function(*arguments)
 
 
 def test_interrupted_reading_goes_on(texts, tokenizer, tmp_path, small_steps, monkeypatch):
-    prepare(settings(texts), tokenizer, tmp_path / "whole")
+    """Also when a broken file is to be skipped from then on: finished units stay."""
     (texts / "00020.txt").write_bytes(b"\xff\xfe broken \xff")
-    seen = tokenised(monkeypatch)
+    seen = units_read(monkeypatch)
     with pytest.raises(ValueError, match=r"00020.txt"):
         prepare(settings(texts), tokenizer, tmp_path / "out/data")
     before = len(seen)
     assert before > 2 and not (tmp_path / "out/data").exists()
     seen.clear()
-    (texts / "00020.txt").write_text("w1 w2 w3")
-    prepare(settings(texts), tokenizer, tmp_path / "out/data")
-    everything = len(Job(settings(texts), tokenizer, tmp_path / "x").units())
-    assert len(seen) == everything - (before - 1), "finished units are read again"
-
-
-def test_kept_tokens_serve_another_context_and_seed(texts, tokenizer, tmp_path, monkeypatch):
-    shared = {"work_dir": str(tmp_path / "work"), "keep_tokens": True}
-    prepare(settings(texts, **shared), tokenizer, tmp_path / "a")
-    seen = tokenised(monkeypatch)
-    prepare(
-        settings(texts, context_length=64, shortest_interval=16, **shared), tokenizer, tmp_path / "b", seed=3
+    data = prepare(settings(texts, unreadable="skip"), tokenizer, tmp_path / "out/data")
+    assert len(seen) == len(Job(settings(texts), tokenizer, "x").units()) - (before - 1), (
+        "units are read again"
     )
-    assert not seen
-    prepare(settings(texts, context_length=64, shortest_interval=16), tokenizer, tmp_path / "c", seed=3)
-    assert seen
-    assert {k: v for k, v in content(tmp_path / "b").items() if k != "manifest.json"} == {
-        k: v for k, v in content(tmp_path / "c").items() if k != "manifest.json"
-    }
-    assert [path.name[:7] for path in (tmp_path / "work").iterdir()] == ["tokens-"]
-    seen.clear()
-    prepare(settings(texts, boundary_tokens="eos", **shared), tokenizer, tmp_path / "d")
-    assert seen, "other boundary tokens are other tokens"
+    assert data.manifest["read"]["sources"][0]["skipped"] == 1
+    prepare(settings(texts, unreadable="skip"), tokenizer, tmp_path / "fresh")
+    assert content(tmp_path / "out/data") == content(tmp_path / "fresh")
+    with pytest.raises(ValueError, match=r"00020.txt"):
+        prepare(settings(texts), tokenizer, tmp_path / "out/data")
 
 
-@pytest.mark.parametrize("change", ["text", "added", "removed"])
-def test_changed_sources_are_read_again(texts, tokenizer, tmp_path, change):
-    args = settings(texts, work_dir=str(tmp_path / "work"), keep_tokens=True)
-    prepare(args, tokenizer, tmp_path / "data")
+def test_what_was_skipped_is_an_error_again(texts, tokenizer, tmp_path, small_steps, monkeypatch):
+    (texts / "00020.txt").write_bytes(b"\xff\xfe broken \xff")
+    stop_before(monkeypatch, "draw")
+    with pytest.raises(RuntimeError, match="stopped"):
+        prepare(settings(texts, unreadable="skip"), tokenizer, tmp_path / "data")
+    with pytest.raises(ValueError, match=r"00020.txt"):
+        prepare(settings(texts), tokenizer, tmp_path / "data")
+
+
+@pytest.mark.parametrize("change", ["text", "added", "removed", "setting"])
+def test_work_for_other_sources_or_settings_is_not_used(texts, tokenizer, tmp_path, monkeypatch, change):
+    go_on = stop_before(monkeypatch, "draw")
+    with pytest.raises(RuntimeError, match="stopped"):
+        prepare(settings(texts), tokenizer, tmp_path / "data")
+    go_on()
+    args = settings(texts)
     if change == "text":
         (texts / "00003.txt").write_text("w4 w5 w6 w7")
     elif change == "added":
         (texts / "zz.txt").write_text("w4 w5 w6 w7")
-    else:
+    elif change == "removed":
         (texts / "00003.txt").unlink()
+    else:
+        args.boundary_tokens = "eos"
     prepare(args, tokenizer, tmp_path / "data")
-    prepare(settings(texts), tokenizer, tmp_path / "fresh")
+    prepare(args, tokenizer, tmp_path / "fresh")
     assert content(tmp_path / "data") == content(tmp_path / "fresh")
 
 
 def test_source_changed_while_it_is_read(texts, tokenizer, tmp_path):
     one = Job(settings(texts), tokenizer, tmp_path / "data")
-    one.units()
+    one.open_work()
     (texts / "00003.txt").write_text("other text")
     with pytest.raises(ValueError, match="00003.txt was changed while the data was prepared"):
-        for number in one.missing_units():
-            one.tokenise(number)
+        reading.read_sources(one)
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_document_limit_over_units(texts, tokenizer, tmp_path, small_steps, workers):
-    limited = settings(texts, max_documents=7, held_out_fraction=0.0, workers=workers)
-    data = prepare(limited, tokenizer, tmp_path / f"limited-{workers}")
-    assert data.manifest["read"]["train_documents"] == 7
-    first = sorted(texts.iterdir())[:7]
-    sizes = [len(file.read_text().split()) for file in first]
-    assert data.manifest["read"]["train_tokens"] == sum(sizes)
-    assert data.manifest["read"]["sources"][0]["files"] < 20
+def test_reading_stops_when_every_interval_and_the_held_out_text_are_full(
+    corpus, tokenizer, tmp_path, small_steps, monkeypatch
+):
+    """The rest of the files is never opened; the rows are those of the files that were."""
+    folder = corpus(random.Random(0).choices(range(2, 300), k=1000))
+    seen = units_read(monkeypatch)
+    data = prepare(settings(folder, target_tokens=3_000, held_out_tokens=300), tokenizer, tmp_path / "data")
+    told = data.manifest["read"]
+    assert len(seen) == told["units"] < told["units_of_all"] / 2
+    assert all(interval["quota"] == 1_000 for interval in data.manifest["intervals"])
+    assert data.manifest["held_out"]["tokens"] >= 300
+    files = [name.rsplit("/", 1)[-1][:9] for name in seen]
+    seen.clear()
+    more = prepare(
+        settings(folder, target_tokens=3_000, held_out_tokens=20_000), tokenizer, tmp_path / "more"
+    )
+    assert len(seen) == more.manifest["read"]["units_of_all"], "the held-out text was not full"
+    assert [name.rsplit("/", 1)[-1][:9] for name in seen[: len(files)]] == files
 
 
-def test_document_limit_does_not_depend_on_what_is_there(texts, tokenizer, tmp_path, small_steps):
-    """Parts beyond the limit, which faster workers may leave, change nothing, not even the counts."""
-    args = settings(texts, max_documents=7)
-    prepare(args, tokenizer, tmp_path / "plain")
-    one = Job(args, tokenizer, tmp_path / "more")
-    for number in reversed(range(len(one.units()))):
-        one.tokenise(number)
-    prepare_job(one)
-    assert content(tmp_path / "plain") == content(tmp_path / "more")
+def test_a_dry_interval_lets_the_corpus_be_read_to_its_end_but_not_tokenised(
+    corpus, tokenizer, tmp_path, small_steps
+):
+    """Short documents cannot reach the interval that is not full."""
+    folder = corpus([20] * 400 + [1000] * 5)
+    job = Job(
+        settings(folder, target_tokens=1_024, context_length=1024, intervals=[512]),
+        tokenizer,
+        tmp_path / "data",
+    )
+    job.open_work()
+    encoded = []
+    job.warm_up()
+    encode = job.encoder._encode
+    job.encoder._encode = lambda texts: encoded.extend(texts) or encode(texts)
+    read = reading.read_sources(job)
+    assert read.num_units == len(job.units()) and read.reports[0].documents == 405
+    assert 50 < len(encoded) < 300 and sum(len(text.split()) == 1000 for text in encoded) == 5
 
 
 def test_weights_and_origins_reach_the_manifest(corpus, tokenizer, tmp_path):
@@ -170,9 +200,7 @@ def test_weights_and_origins_reach_the_manifest(corpus, tokenizer, tmp_path):
             for n in range(40)
         )
     )
-    args = settings(
-        one, two, weights=[1, 3], target_tokens=1200, held_out_fraction=0.0, short_documents="drop"
-    )
+    args = settings(one, two, weights=[1, 3], target_tokens=1200, short_documents="drop")
     manifest = prepare(args, tokenizer, tmp_path / "data").manifest
     drawn = [source["tokens_after"] for source in manifest["read"]["sources"]]
     assert abs(drawn[1] - 3 * drawn[0]) <= 2 * 60 and sum(drawn) == manifest["num_tokens"]
@@ -188,31 +216,55 @@ def test_token_ids_outside_the_vocabulary_are_refused(tokenizer, tmp_path):
 def test_given_tokens_are_taken_as_they_are(tokenizer, tmp_path):
     rows = [[5 + n, *range(10, 10 + 40 + n)] for n in range(6)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
-    args = settings(
-        tmp_path / "a.jsonl", token_field="input_ids", boundary_tokens="bos+eos", held_out_fraction=0.0
-    )
+    args = settings(tmp_path / "a.jsonl", token_field="input_ids", boundary_tokens="bos+eos")
     data = prepare(args, tokenizer, tmp_path / "data")
     found = [document.tolist() for row in range(len(data)) for document in data.documents(row)]
     assert sorted(found) == sorted(rows)
 
 
-def test_damaged_parts_are_not_used(texts, tokenizer, tmp_path, small_steps):
-    one = Job(settings(texts), tokenizer, tmp_path / "data")
-    for number in one.missing_units():
-        one.tokenise(number)
-    tokens = one.part_dir(1) / "tokens.bin"
-    tokens.write_bytes(tokens.read_bytes()[:-2])
-    again = Job(settings(texts), tokenizer, tmp_path / "data")
-    assert again.missing_units() == [1]
-    prepare_job(again)
+def test_damaged_unit_files_are_not_used(texts, tokenizer, tmp_path, small_steps, monkeypatch):
+    go_on = stop_before(monkeypatch, "draw")
+    with pytest.raises(RuntimeError, match="stopped"):
+        prepare(settings(texts), tokenizer, tmp_path / "out/data")
+    go_on()
+    short, wrong, *_ = sorted((tmp_path / "out/data.work").glob("unit-*.bin"))
+    short.write_bytes(short.read_bytes()[:-2])
+    flipped = bytearray(wrong.read_bytes())
+    flipped[0] ^= 1
+    wrong.write_bytes(flipped)
+    seen = units_read(monkeypatch)
+    prepare(settings(texts), tokenizer, tmp_path / "out/data")
+    assert len(seen) == 2
     prepare(settings(texts), tokenizer, tmp_path / "fresh")
-    assert content(tmp_path / "data") == content(tmp_path / "fresh")
+    assert content(tmp_path / "out/data") == content(tmp_path / "fresh")
+
+
+def test_the_work_folder_stays_small(corpus, tokenizer, tmp_path, small_steps, monkeypatch):
+    """Of 120,000 tokens 3,000 are drawn; one interval never fills, so all of them are read."""
+    folder = corpus(random.Random(0).choices(range(128, 640, 128), k=400))  # no rests
+    stop_before(monkeypatch, "draw")
+    args = settings(folder, target_tokens=3_000, workers=2)
+    with pytest.raises(RuntimeError, match="stopped"):
+        prepare(args, tokenizer, tmp_path / "data")
+    sizes = [file.stat().st_size for file in (tmp_path / "data.work").glob("unit-*.bin")]
+    assert len(sizes) == len(Job(args, tokenizer, "x").units())
+    read = reading.read_sources(Job(args, tokenizer, tmp_path / "data"))
+    live = reading.own_tokens(read.kept.pieces).sum()
+    assert sum(read.sizes.values()) <= 2 * live < 40_000
+    assert all(
+        size < 2 * tokens for size, tokens in ((read.sizes[n], len_of(read, n)) for n in read.sizes) if size
+    )
+
+
+def len_of(read, number):
+    """Tokens of unit `number` that are needed, and one."""
+    own = read.kept.pieces[read.kept.pieces["unit"] == number]
+    return reading.own_tokens(own).sum() + 1
 
 
 def test_second_run_at_the_same_time_is_refused(texts, tokenizer, tmp_path, monkeypatch):
-    module = sys.modules["pod.data.prepare"]
-    monkeypatch.setattr(module, "LOCK_SECONDS", 0.1)
-    with module._alone(Job(settings(texts), tokenizer, tmp_path / "data")):
+    monkeypatch.setattr(sys.modules["pod.data.run.prepare"], "LOCK_SECONDS", 0.1)
+    with locked(Job(settings(texts), tokenizer, tmp_path / "data").lock_file, 0, "first"):
         with pytest.raises(ValueError, match="another process is preparing .*data: wait for it"):
             prepare(settings(texts), tokenizer, tmp_path / "data")
     prepare(settings(texts), tokenizer, tmp_path / "data")
@@ -232,33 +284,24 @@ def test_worker_that_is_killed_is_named(texts, tokenizer, tmp_path, small_steps,
         os.kill(os.getpid(), 9)
         yield
 
-    monkeypatch.setattr(job, "read_unit", dies)
+    monkeypatch.setattr(reading, "read_unit", dies)
     with pytest.raises(ValueError, match="a worker process was killed, probably for lack of memory") as info:
         prepare(settings(texts, workers=2), tokenizer, tmp_path / "data")
     assert "\n" not in str(info.value)
 
 
-def test_held_out_documents_lie_beside_the_rows(texts, tokenizer, tmp_path):
-    data = prepare(settings(texts, held_out_fraction=0.3), tokenizer, tmp_path / "data")
-    told = data.manifest["held_out"]
-    lengths = np.load(data.path / "held_out.lengths.npy")
-    tokens = np.fromfile(data.path / "held_out.tokens.bin", dtype=told["token_dtype"])
-    assert told["documents"] == len(lengths) > 5 and told["tokens"] == len(tokens) == lengths.sum()
-    ids = {tuple(tokenizer(file.read_text())["input_ids"]) for file in texts.iterdir()}
-    held = {tuple(part.tolist()) for part in np.split(tokens, np.cumsum(lengths)[:-1])}
-    assert held < ids
-    trained = {tuple(document.tolist()) for row in range(len(data)) for document in data.documents(row)}
-    assert not {document[:100] for document in held} & {document[:100] for document in trained}
-    assert len(PackedDataset(data.path, verify=True)) == len(data)
+def test_without_a_target_the_setting_is_asked_for(texts, tokenizer, tmp_path):
+    with pytest.raises(
+        ValueError, match="data.target_tokens is not set: say how many tokens to draw"
+    ) as info:
+        prepare(settings(texts, target_tokens=None), tokenizer, tmp_path / "data")
+    assert "\n" not in str(info.value)
 
 
-def test_a_limit_that_units_meet_exactly_leaves_the_next_one_unread(tmp_path, tokenizer, monkeypatch):
-    """Two files of one document each are read for max_documents = 2, the third is not opened."""
-    for name in "abc":
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"{name} " * 40}) + "\n")
-    sources = [str(tmp_path / "*.jsonl")]
-    monkeypatch.setattr("pod.data.units.GROUP_BYTES", 1)
-    seen = tokenised(monkeypatch)
-    args = settings(*sources, max_documents=2, held_out_fraction=0.0)
-    prepare(args, tokenizer, tmp_path / "out")
-    assert [name.rsplit("/", 1)[-1][0] for name in seen] == ["a", "b"]
+def test_the_id_is_that_of_the_content(texts, tokenizer, tmp_path):
+    one = prepare(settings(texts), tokenizer, tmp_path / "one").manifest["id"]
+    assert one == prepare(settings(texts), tokenizer, tmp_path / "two").manifest["id"] and len(one) == 16
+    assert one != prepare(settings(texts), tokenizer, tmp_path / "three", seed=1).manifest["id"]
+    held = prepare(settings(texts, held_out_tokens=100), tokenizer, tmp_path / "four")
+    assert held.manifest["id"] != one and held_out_documents(held.path)
+    assert len(PackedDataset(held.path, verify=True)) == len(held)

@@ -6,7 +6,8 @@ from multiprocessing.reduction import ForkingPickler
 import numpy as np
 import pytest
 
-from pod.data import PackedDataset, RowCursor, loader, write_packed_rows
+from pod.data import PackedDataset, RowCursor, write_packed_rows
+from pod.data.rows import loader
 
 CONTEXT = 16
 
@@ -117,7 +118,7 @@ def test_data_for_something_else_is_refused(folder):
 
 
 def test_damaged_folders_are_named(folder, tmp_path):
-    with pytest.raises(ValueError, match="holds no manifest.json: run launch/prepare_data.py"):
+    with pytest.raises(ValueError, match="holds no manifest.json: run `pod data`"):
         PackedDataset(tmp_path / "nothing")
     shard = folder / "shard-00001.tokens.npy"
     original = shard.read_bytes()
@@ -139,7 +140,7 @@ def test_damaged_folders_are_named(folder, tmp_path):
     "changes, message",
     [
         ({"format": "other"}, "not a manifest of packed rows"),
-        ({"schema_version": 1}, "schema version 1, this program reads 2: prepare the data again"),
+        ({"schema_version": 1}, "schema version 1, this program reads 3: prepare the data again"),
         ({"context_length": None}, "lacks 'context_length'"),
         ({"context_length": 8}, "holds uint16 .3, 16., expected uint16 .3, 8."),
         ({"vocab_size": 2**16 + 1}, "holds uint16 .3, 16., expected uint32 .3, 16."),

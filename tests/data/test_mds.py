@@ -7,7 +7,6 @@ import random
 import shutil
 import struct
 import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +15,10 @@ import xxhash
 import zstandard
 
 from pod.data.args import DataArgs
-from pod.data.documents import SourceReport
-from pod.data.mds import ARRAY_TYPES, mds_shards, read_index, read_shard
-from pod.data.records import Fields
-from pod.data.sources import load_documents
-from pod.data.units import plan_units, read_unit
+from pod.data.read.documents import SourceReport
+from pod.data.read.mds import ARRAY_TYPES, mds_shards, read_index, read_shard
+from pod.data.read.records import Fields
+from pod.data.read.units import plan_units, read_unit
 
 WRITTEN = Path(__file__).parent / "fixtures" / "mds"
 """Written by MDSWriter of mosaicml-streaming 0.13.0."""
@@ -242,7 +240,6 @@ def test_shards_are_units_in_order(tmp_path, compression, hashes):
     documents, report = read_all(tmp_path)
     assert [one.text for one in documents] == [*TEXTS, "four", "five", "six"]
     assert (report.files, report.empty, report.skipped) == (4, 1, 0)
-    assert [one.text for one in load_documents(replace(args, max_documents=4))] == [*TEXTS, "four"]
 
 
 def test_decompressed_shards_go_first(tmp_path):
@@ -276,8 +273,6 @@ def test_nested_folders_are_read_once(tmp_path):
     documents, report = read_all(tmp_path, **PRO_LONG)
     assert [int(one.tokens[0]) for one in documents] == expected and (report.files, report.skipped) == (4, 0)
     assert [one.origin for one in documents] == ["arxiv-64"] * 4 + ["book-64"] * 4
-    (tmp_path / "list.txt").write_text("arxiv-64\nbook-64/\n")
-    assert len(read_all(f"list:{tmp_path}/list.txt", **PRO_LONG)[0]) == 8
 
 
 def test_files_beside_shards_are_named_not_read(tmp_path):
@@ -292,8 +287,6 @@ def test_files_beside_shards_are_named_not_read(tmp_path):
         "shard.00009.mds stands beside" in report.skipped_files[1],
     ] == [True, True]
     assert texts_of(tmp_path, include=["*.mds", "*.md"], unreadable="skip") == ["not a document", "b", "a"]
-    (tmp_path / "list").write_text("en\nde\n")
-    assert read_all(f"list:{tmp_path}/list")[1].skipped == 1
     before = plan_units(DataArgs(sources=[str(tmp_path)]))[0].fingerprint()
     (tmp_path / "NEWS").write_text("")
     assert plan_units(DataArgs(sources=[str(tmp_path)]))[0].fingerprint() != before

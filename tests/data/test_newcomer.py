@@ -10,11 +10,12 @@ from pathlib import Path
 import datasets
 import pytest
 import zstandard
-from data_helpers import read_all, texts_of
+from data_helpers import documents_of, kept_of, read_all, texts_of
 
 from pod.data import DataArgs, prepare
-from pod.data.prepare import estimate, summary
-from pod.data.units import plan_units
+from pod.data.read.units import plan_units
+from pod.data.run.prepare import estimate, summary
+from pod.data.run.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -97,7 +98,7 @@ def test_file_names_that_are_no_utf8(tmp_path, tokenizer, make_text):
     name = os.fsencode(tmp_path) + b"/caf\xe9.jsonl"
     with open(name, "wb") as stream:
         stream.write(lines(make_text(50, 1)) + b"{\n")
-    sizes = {"context_length": 64, "shortest_interval": 32, "held_out_fraction": 0}
+    sizes = {"context_length": 64, "shortest_interval": 32, "target_tokens": 10**5}
     args = DataArgs(sources=[os.fsdecode(name)], unreadable="skip", workers=1, **sizes)
     data = prepare(args, tokenizer, tmp_path / "out")
     summary(data.manifest).encode()  # as a terminal does
@@ -123,56 +124,27 @@ def test_the_command_line_loads_no_library_for_help():
 
 def test_a_finished_preparation_says_so(tmp_path, tokenizer, corpus, capsys):
     args = DataArgs(sources=[str(corpus([30, 50, 70] * 5))], context_length=64, shortest_interval=32)
+    args.target_tokens = 10**5
     prepare(args, tokenizer, tmp_path / "data")
     assert "up to date" not in capsys.readouterr().out
     prepare(args, tokenizer, tmp_path / "data")
     assert f"{tmp_path / 'data'} is up to date" in capsys.readouterr().out
 
 
-def test_tokenising_shows_percent_and_time_left(tmp_path, tokenizer, corpus, capsys, small_steps):
-    folder = corpus([300] * 40)
-    args = DataArgs(sources=[str(folder)], context_length=64, shortest_interval=32, workers=1)
-    prepare(args, tokenizer, tmp_path / "data")
-    bar = next(
-        line for line in capsys.readouterr().err.replace("\r", "\n").splitlines()[::-1] if "tokenise" in line
-    )
-    assert "tokenise: 100%" in bar and "<00:00" in bar
-
-
-def test_everything_drawn_is_no_drought(tmp_path, tokenizer, corpus):
-    args = DataArgs(sources=[str(corpus([30, 50, 70, 20] * 5))], context_length=64, shortest_interval=32)
-    notes = prepare(args, tokenizer, tmp_path / "data").manifest["balance"]["notes"]
-    assert len(notes) == 1 and "data.target_tokens is not set" in notes[0]
-
-
-def test_skipping_keeps_the_finished_work(tmp_path, tokenizer, corpus, monkeypatch, small_steps):
-    from pod.data import job
-
-    folder = corpus([100] * 60)
-    (folder / "99999.txt").write_bytes(b"\xff\xfe\xff")
-    args = DataArgs(sources=[str(folder)], context_length=64, shortest_interval=32, workers=1)
-    with pytest.raises(ValueError, match="99999.txt"):
-        prepare(args, tokenizer, tmp_path / "data")
-    read, tokenised = job.read_unit, []
-    monkeypatch.setattr(job, "read_unit", lambda unit, *rest: tokenised.append(unit) or read(unit, *rest))
-    args.unreadable = "skip"
-    prepare(args, tokenizer, tmp_path / "data")
-    assert len(tokenised) == 1, "the unit with the bad file, no other"
-
-
-def test_what_was_skipped_is_an_error_again_when_asked(tmp_path, tokenizer, corpus):
-    folder = corpus([100] * 10)
-    (folder / "99999.txt").write_bytes(b"\xff\xfe\xff")
-    args = DataArgs(
-        sources=[str(folder)], context_length=64, shortest_interval=32, unreadable="skip", keep_tokens=True
-    )
-    prepare(args, tokenizer, tmp_path / "data")
-    args.unreadable = "error"
-    with pytest.raises(ValueError, match="99999.txt"):
-        prepare(args, tokenizer, tmp_path / "data")
+def test_reading_shows_the_interval_that_fills_last_and_the_time_left():
+    """By the bytes read or by that interval, whichever ends it first."""
+    args = DataArgs(sources=["a"], context_length=512, shortest_interval=128, target_tokens=30_000)
+    progress = Progress(10**6)
+    progress.read(250_000)
+    assert progress.line(60) == "read 250kB of 1MB, 3 min left"
+    progress.show(kept_of(documents_of([100] * 500 + [200] * 500 + [300] * 20), args))
+    assert progress.line(120) == "read 250kB of 1MB, interval 256–512: 60 %, 1.3 min left"
+    progress.show(kept_of(documents_of([100] * 500 + [200] * 500 + [300] * 500), args))
+    assert progress.line(120) == "read 250kB of 1MB, interval 1–128: 100 %"
+    progress.close()
 
 
 def test_dry_run_speaks_of_minutes_and_seconds(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"x" * 4_000_000)
-    text = estimate(DataArgs(sources=[str(tmp_path)], workers=1))
-    assert "takes about 1 s on 1 core" in text and " h on" not in text
+    text = estimate(DataArgs(sources=[str(tmp_path)], workers=1, target_tokens=10**5))
+    assert "takes at most about 1 s on 1 core" in text and " h on" not in text

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pod.data.pack import best_fit_rows, one_per_row
+from pod.data.rows.pack import best_fit_rows, one_per_row
 
 
 def pack_best_fit(lengths, context_length, window):

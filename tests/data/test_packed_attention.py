@@ -28,7 +28,7 @@ def rows(request, tmp_path_factory, byte_tokenizer):
         sources=[str(folder / "paragraphs.jsonl")],
         context_length=CONTEXT,
         shortest_interval=16,
-        held_out_fraction=0,
+        target_tokens=10**6,
         packing=request.param,
         workers=1,
     )

@@ -4,7 +4,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from pod.data.pictures import AFTER, BEFORE, DRY, draw_lengths, short_number
+from pod.data.rows.pictures import AFTER, BEFORE, DRY, draw_lengths, short_number
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import os
 import pytest
 
 from pod.data.args import DataArgs
-from pod.data.documents import SourceReport
-from pod.data.places import files_of
-from pod.data.units import plan_units, read_unit
+from pod.data.read.documents import SourceReport
+from pod.data.read.places import files_of
+from pod.data.read.units import plan_units, read_unit
 
 
 def names(folder):
@@ -71,10 +71,8 @@ def test_a_closed_folder_is_an_error(closed):
         plan_units(DataArgs(sources=[str(closed)]))
 
 
-@pytest.mark.parametrize("through_list", [False, True])
-def test_a_closed_folder_is_skipped_and_named(closed, through_list):
-    (closed.parent / "list.txt").write_text("texts\n")
-    spec = f"list:{closed.parent / 'list.txt'}" if through_list else str(closed)
+def test_a_closed_folder_is_skipped_and_named(closed):
+    spec = str(closed)
     args = DataArgs(sources=[spec], unreadable="skip")
     report = SourceReport(spec)
     texts = [document.text for unit in plan_units(args) for document in read_unit(unit, args, report)]

@@ -6,8 +6,9 @@ from concurrent.futures import wait
 import numpy as np
 import pytest
 
-from pod.data import PackedDataset, RowCursor, prefetch, write_packed_rows
-from pod.data.prefetch import Prefetcher
+from pod.data import PackedDataset, RowCursor, write_packed_rows
+from pod.data.rows import prefetch
+from pod.data.rows.prefetch import Prefetcher
 
 SECONDS = 30  # how long a test waits before it fails
 

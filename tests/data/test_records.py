@@ -11,8 +11,8 @@ import pytest
 from data_helpers import read_all, texts_of
 
 from pod.data.args import DataArgs
-from pod.data.documents import SourceReport
-from pod.data.sources import load_documents
+from pod.data.read.documents import SourceReport
+from pod.data.read.sources import load_documents
 
 
 def test_dolma_layout(tmp_path):

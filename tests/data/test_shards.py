@@ -4,14 +4,14 @@ import errno
 import json
 import os
 import signal
-import socket
 
 import numpy as np
 import pytest
 from data_helpers import content
 
-from pod.data import PackedDataset, shards
-from pod.data.shards import rows_per_shard, write_manifest, write_shard
+from pod.data import PackedDataset
+from pod.data.rows import shards
+from pod.data.rows.shards import rows_per_shard, write_manifest, write_shard
 
 SIZES = {"context_length": 8, "vocab_size": 70_000, "pad_token_id": 5}
 ROWS = [
@@ -61,10 +61,8 @@ def test_manifest_counts_and_keeps_details(tmp_path):
         "bytes": 3,
         "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
     }
-    (tmp_path / ".shard-00001.tokens.npy.tmp-elsewhere-1-0123abcd").write_bytes(b"left by a kill")
     details = {"held_out": {"files": [more]}, "by_length": {2: (1, 2)}}
     manifest = write_manifest(tmp_path, entries, **SIZES, tokenizer_sha256="ab", details=details)
-    assert not list(tmp_path.glob(".*"))
     data = PackedDataset(tmp_path, verify=True)
     assert data.manifest == manifest and list(manifest)[-1] == "manifest_sha256"
     assert (manifest["num_rows"], manifest["num_documents"], manifest["num_tokens"]) == (4, 6, 19)
@@ -116,24 +114,6 @@ def test_full_disk_keeps_the_older_shard(tmp_path, monkeypatch):
     with pytest.raises(OSError) as info:
         write_shard(tmp_path, 0, ROWS[:1], **SIZES)
     assert info.value.errno == errno.ENOSPC and content(tmp_path) == before
-
-
-@pytest.mark.parametrize("answer, kept", [(None, True), (PermissionError, True), (ProcessLookupError, False)])
-def test_only_files_of_dead_writers_are_removed(tmp_path, monkeypatch, answer, kept):
-    """Another process may write the same shard at the same time: a task that a cluster started twice."""
-
-    def kill(process, number):
-        assert (process, number) == (4711, 0)
-        if answer is not None:
-            raise answer
-
-    monkeypatch.setattr(shards.os, "kill", kill)
-    other = tmp_path / f".shard-00000.tokens.npy.tmp-{socket.gethostname()}-4711-0123abcd"
-    foreign = tmp_path / ".shard-00000.tokens.npy.tmp-elsewhere-4711-0123abcd"
-    for file in (other, foreign):
-        file.write_bytes(b"half")
-    write_shard(tmp_path, 0, ROWS, **SIZES)
-    assert other.exists() == kept and foreign.exists()
 
 
 def test_killed_at_any_moment_and_called_again_gives_the_same_bytes(tmp_path):

@@ -2,7 +2,6 @@
 
 import bz2
 import gzip
-import itertools
 import json
 import lzma
 import sys
@@ -15,9 +14,9 @@ import pytest
 import zstandard
 
 from pod.data import load_documents
-from pod.data.books import split_chapters, split_essays
-from pod.data.documents import SourceReport
-from pod.data.places import hub_spec
+from pod.data.read.books import split_chapters, split_essays
+from pod.data.read.documents import SourceReport
+from pod.data.read.places import hub_spec
 
 TEXTS = ["first document", "zweites Dokument, 中文 😀", "third\nwith two lines"]
 LINES = "".join(
@@ -159,7 +158,8 @@ def test_damaged_files_are_named_or_counted(tmp_path, name):
 def test_sources_of_bad_records_only_are_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": 1}\n{bad\n')
     with pytest.raises(
-        ValueError, match="holds no text: 1 files read, 0 empty documents, 2 unreadable .*line 1 has no"
+        ValueError,
+        match="holds no text: 1 files read, 0 empty documents, 0 filtered out, 2 unreadable .*line 1 has no",
     ):
         texts_of(tmp_path, unreadable="skip")
 
@@ -200,13 +200,6 @@ def test_broken_files_of_the_standard_library_are_always_skipped(tmp_path, monke
     assert reports[0].skipped == 1 and "bad.py" in reports[0].skipped_files[0]
 
 
-def test_documents_per_source_can_be_limited(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(LINES)
-    (tmp_path / "b.txt").write_text(" ")
-    assert texts_of(tmp_path, tmp_path / "a.jsonl", max_documents=2) == TEXTS[:2] * 2
-    assert texts_of(tmp_path / "a.jsonl", max_documents=3) == texts_of(tmp_path, max_documents=9) == TEXTS
-
-
 def test_hub_data_sets_that_break_off_are_named(monkeypatch):
     def breaking():
         yield {"text": "one"}
@@ -217,12 +210,6 @@ def test_hub_data_sets_that_break_off_are_named(monkeypatch):
         ValueError, match="'some/set' split 'train' cannot be read at record 1 .connection reset"
     ):
         texts_of("hub:some/set")
-
-
-def test_endless_hub_data_sets_end_at_the_limit(monkeypatch):
-    endless = ({"text": f"text {number}"} for number in itertools.count())
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: endless)
-    assert texts_of("hub:some/set", max_documents=4) == [f"text {number}" for number in range(4)]
 
 
 def test_package_files_without_import(tmp_path, monkeypatch):
@@ -242,7 +229,7 @@ def test_package_files_without_import(tmp_path, monkeypatch):
 def test_hub_specs():
     assert hub_spec("hub:imdb") == ("imdb", None, "train")
     assert hub_spec("hub:a/b:en@test[:5%]") == ("a/b", "en", "test[:5%]")
-    for local in ("a/b", "a/c.txt", "./x", "/a/b", "*/b", "list:a", "s3://a/b"):
+    for local in ("a/b", "a/c.txt", "./x", "/a/b", "*/b", "s3://a/b"):
         assert hub_spec(local) is None, local
 
 

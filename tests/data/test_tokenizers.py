@@ -1,5 +1,6 @@
 """Encoding, identities, boundary tokens, special tokens inside texts, and what load_tokenizer makes of a path."""
 
+import copy
 import hashlib
 import json
 import re
@@ -10,8 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from pod.data.documents import Document
-from pod.data.tokenizers import (
+from pod.data.read.documents import Document
+from pod.data.tokens.tokenizers import (
     BoundaryTokens,
     Encoder,
     identity,
@@ -119,14 +120,15 @@ def test_special_tokens_spelled_in_a_text(chat_tokenizer, byte_tokenizer):
     assert encoded == plain(chat_tokenizer, texts)
     end = chat_tokenizer.eos_token_id
     assert encoded[0] == [*plain(chat_tokenizer, ["a"])[0], end, *plain(chat_tokenizer, ["b"])[0]]
-    assert encoder.special_documents == 3
+    assert sum(encoder.holds_special) == 3
     encoder(texts[:2])
-    assert encoder.special_documents == 4
+    assert encoder.holds_special == [True, False]
     # transformers' own switch turns it off, in whatever state the backend was left.
     chat_tokenizer.split_special_tokens = True
     encoder = Encoder(chat_tokenizer)
     assert ids(encoder(texts)) == plain(chat_tokenizer, texts)
-    assert ids(encoder(texts[:3])) == plain(byte_tokenizer, texts[:3]) and encoder.special_documents == 0
+    assert ids(encoder(texts[:3])) == plain(byte_tokenizer, texts[:3])
+    assert not any(encoder.holds_special)
     chat_tokenizer(["a"], split_special_tokens=False)
     assert ids(encoder(texts[:3])) == plain(byte_tokenizer, texts[:3])
     chat_tokenizer.split_special_tokens = False
@@ -136,7 +138,20 @@ def test_special_tokens_spelled_in_a_text(chat_tokenizer, byte_tokenizer):
 def test_unknown_words_are_not_counted_as_special_tokens(tokenizer):
     encoder = Encoder(tokenizer)
     assert ids(encoder(["nobody knows w1", "w1 <unk>", "w1 <eos>"])) == [[0, 0, 4], [4, 0], [4, 2]]
-    assert encoder.special_documents == 2
+    assert encoder.holds_special == [False, True, True]
+
+
+def test_no_text_has_more_tokens_than_are_foretold(byte_tokenizer, tokenizer, hard_texts):
+    """Also where a tokenizer rewrites what it reads."""
+    from tokenizers import normalizers
+
+    growing = copy.deepcopy(byte_tokenizer)
+    growing.backend_tokenizer.normalizer = normalizers.NFKD()
+    for one in (byte_tokenizer, tokenizer, growing):
+        encoder, texts = Encoder(one), [*hard_texts, "\ufdfa" * 50]
+        for text, found in zip(texts, encoder(texts), strict=True):
+            assert len(found) <= encoder.most_tokens(len(text.encode()))
+    assert len(Encoder(growing)(["\ufdfa"])[0]) > Encoder(byte_tokenizer).most_tokens(3)
 
 
 def split_place(text):
@@ -148,21 +163,22 @@ def split_place(text):
 def test_identity_of_a_document(make_text, hard_texts):
     texts = [*hard_texts, *(make_text(length, seed=length) for length in (1, 47, 48, 49, 500)), "\ud800 a"]
     for text in texts:
-        place, digest = identity(Document(text, "s", "n"))
+        place, digest, num_bytes = identity(Document(text, "s", "n"))
         assert place == split_place(text) < 2**64
-        expected = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:16]
-        assert np.array(digest, dtype="<u8").tobytes() == expected
+        expected = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8]
+        assert digest.to_bytes(8, "little") == expected
+        assert num_bytes == len(text.encode("utf-8", "surrogatepass"))
     assert len({identity(Document(text, "s", "n"))[1] for text in texts}) == len(texts)
-    place, digest = identity(Document(texts[-2], "other", "name", origin="elsewhere"))
+    place, digest, num_bytes = identity(Document(texts[-2], "other", "name", origin="elsewhere"))
     copy = identity(Document("\n * " + texts[-2].upper().replace(" ", ", ") + " end", "s", "n"))
     assert copy[0] == place and copy[1] != digest
 
 
 def test_identity_of_a_document_of_tokens():
     tokens = np.arange(200, dtype=np.uint32) + 70_000
-    place, digest = identity(Document("", "s", "n", tokens))
+    place, digest, num_bytes = identity(Document("", "s", "n", tokens))
     raw = b"".join(int(token).to_bytes(4, "little") for token in tokens)
-    assert np.array(digest, dtype="<u8").tobytes() == hashlib.sha256(raw).digest()[:16]
+    assert digest.to_bytes(8, "little") == hashlib.sha256(raw).digest()[:8] and num_bytes == 0
     assert place == int(hashlib.sha256(raw[:256]).hexdigest()[:16], 16)
     other = tokens.copy()
     other[64] += 1
@@ -171,7 +187,7 @@ def test_identity_of_a_document_of_tokens():
     other[63] += 1
     assert identity(Document("", "s", "n", other))[0] != place
     strided = np.repeat(tokens, 2)[::2]
-    assert identity(Document("", "s", "n", strided)) == (place, digest)
+    assert identity(Document("", "s", "n", strided)) == (place, digest, 0)
     # 4,000 documents divide evenly over places.
     places = [identity(Document(f"text number {n}", "s", "n"))[0] for n in range(4000)]
     assert 300 < sum(place < 2**64 // 10 for place in places) < 500

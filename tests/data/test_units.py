@@ -16,13 +16,13 @@ import pyarrow.parquet
 import pytest
 from data_helpers import read_all, texts_of
 
-from pod.data import readers
-from pod.data import units as units_module
 from pod.data.args import DataArgs
-from pod.data.documents import SourceReport
-from pod.data.places import Files, FoundFile
-from pod.data.sources import load_documents
-from pod.data.units import plan_units, read_unit
+from pod.data.read import readers
+from pod.data.read import units as units_module
+from pod.data.read.documents import SourceReport
+from pod.data.read.places import Files, FoundFile
+from pod.data.read.sources import load_documents
+from pod.data.read.units import plan_units, read_unit
 
 
 def lines(*texts, **more):
@@ -71,7 +71,7 @@ def test_the_cut_depends_on_the_files_alone(mixture, monkeypatch):
     cut_small(monkeypatch)
     planned = plan_units(mixture)
     assert len(planned) > 12
-    others = replace(mixture, workers=7, text_field="body", max_record_bytes=99, max_documents=5)
+    others = replace(mixture, workers=7, text_field="body", max_record_bytes=99)
     again = plan_units(others)
     assert planned == again and [u.fingerprint() for u in planned] == [u.fingerprint() for u in again]
     first = [unit.fingerprint() for unit in planned if unit.source == 0]
@@ -103,13 +103,22 @@ def test_small_sources_give_many_units_too(tmp_path):
                 "_state",
                 lambda path, n=num_files: (mebi * (n if path == "big.jsonl" else 1), 0),
             )
-            runs = list(units_module._groups(files, True))
-            ranges = list(units_module._groups(lines_file, True))
+            runs = list(units_module._groups(files, None, True))
+            ranges = list(units_module._groups(lines_file, None, True))
         largest = max(sum(one.text_bytes for one in run) for run in runs)
         assert largest == min(32, max(1, num_files // 64)) * mebi
         assert ranges[0][0].stop == min(64 * mebi, max(mebi, num_files * mebi // 64))
         assert ranges[-1][0].stop == num_files * mebi
         assert sum(len(run) for run in runs) == num_files
+
+
+def test_units_are_small_against_the_target(tmp_path, monkeypatch):
+    """A quarter of a byte for each token that is asked for."""
+    monkeypatch.setattr(units_module, "SMALLEST_RANGE_BYTES", 10)
+    (tmp_path / "a.jsonl").write_bytes(lines(*["some text"] * 10_000))
+    for target, size in ((2048, 512), (8192, 2048), (None, (tmp_path / "a.jsonl").stat().st_size // 64)):
+        planned = plan_units(DataArgs(sources=[str(tmp_path)], target_tokens=target))
+        assert planned[0].files[0].stop == size
 
 
 def test_files_change_the_fingerprint(tmp_path):
@@ -423,51 +432,6 @@ def test_pipes_and_devices_are_not_opened(tmp_path):
     assert [one.text for one in documents] == ["b"] and report.skipped == 1
     with pytest.raises(ValueError, match="a.txt is missing or no regular file"):
         texts_of(DataArgs(sources=[str(tmp_path)]))
-
-
-def test_limits_of_documents_hold_over_units(mixture, monkeypatch):
-    cut_small(monkeypatch)
-    args = replace(mixture, max_documents=40)
-    reports: list[SourceReport] = []
-    assert [one.text for one in load_documents(args, reports)][:40] == texts_of(mixture)[:40]
-    assert [report.documents for report in reports] == [40, 1, 7]
-
-
-# Lists
-
-
-def test_lists_name_paths_and_globs_relative_to_themselves(tmp_path):
-    for name in ("data/b.txt", "data/a.txt", "data/c.md", "other.jsonl", "folder/1.txt", "folder/2.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(lines("j1", "j2") if name.endswith("jsonl") else name.encode())
-    listing = f"# the corpus\n\nother.jsonl\n  data/*.txt  \n{tmp_path}/data/c.md\nfolder\n"
-    (tmp_path / "list.txt").write_text(listing)
-    expected = ["j1", "j2", "data/a.txt", "data/b.txt", "data/c.md", "folder/1.txt", "folder/2.py"]
-    args = DataArgs(sources=[f"list:{tmp_path}/list.txt"])
-    assert texts_of(args) == expected
-    assert {one.source for one in load_documents(args)} == set(args.sources)
-    (tmp_path / "list.gz").write_bytes(gzip.compress(listing.encode()))
-    packed = DataArgs(sources=[f"list:{tmp_path}/list.gz"], include=["*.txt"])
-    assert texts_of(packed) == expected[:-1], "include holds inside folders"
-
-
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("a.txt\nmissing.txt\n", "list.txt line 2: source .*missing.txt' does not exist"),
-        ("\n*.rs\n", "list.txt line 2: no file matches"),
-        ("# only this\n", "names no file: write one path or glob per line"),
-        ("hub:allenai/dolma\n", "line 1: 'hub:allenai/dolma' is no path or glob"),
-    ],
-)
-def test_wrong_lists_are_refused(tmp_path, content, message):
-    (tmp_path / "a.txt").write_text("a")
-    (tmp_path / "list.txt").write_text(content)
-    with pytest.raises(ValueError, match=message) as info:
-        plan_units(DataArgs(sources=[f"list:{tmp_path}/list.txt"]))
-    assert "\n" not in str(info.value)
-    with pytest.raises(ValueError, match="gone.txt' cannot be read .*correct data.sources"):
-        plan_units(DataArgs(sources=[f"list:{tmp_path}/gone.txt"]))
 
 
 # Hub data sets

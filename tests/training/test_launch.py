@@ -37,7 +37,7 @@ def config(tmp_path_factory, environment) -> Path:
     """A recipe on the tiny random model with rows of 64 tokens and a plan that shares half of the pairs."""
     import pod
     from pod.data import write_packed_rows
-    from pod.data.tokenizers import tokenizer_sha256
+    from pod.data.tokens.tokenizers import tokenizer_sha256
     from pod.models import byte_tokenizer
 
     folder = tmp_path_factory.mktemp("run")
@@ -139,7 +139,7 @@ def test_sigterm_to_a_rank_saves_and_every_process_exits_with_0_then_export(conf
     [
         ("train.sequence_parallel_size=2", "1 ranks cannot form groups of sequence_parallel_size 2"),
         ("model.plan=nowhere.json", "nowhere.json"),
-        ("output_dir=nothing_here", "run launch/prepare_data.py first"),
+        ("output_dir=nothing_here", "run `pod data` first"),
         ("train.max_step=3", "max_steps"),
         ("train.eval_every_steps=2", "train.eval_every_steps needs held-out text, and this data has none"),
     ],

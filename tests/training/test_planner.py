@@ -63,7 +63,7 @@ def test_the_same_recipe_trains_the_same_on_any_ranks(fits):
 
 
 def test_the_same_rows_in_the_same_order_on_1_to_32_ranks():
-    from pod.data.order import RowCursor
+    from pod.data.rows.order import RowCursor
 
     def steps(ranks: int, size: int | None) -> list[list[int]]:
         fit = small(ranks, rows=32, sequence_parallel_size=size)

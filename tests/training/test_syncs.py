@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pod.data.order import RowCursor
+from pod.data.rows.order import RowCursor
 from pod.training.args import TrainArgs
 from pod.training.run.batches import StepBatches
 

@@ -48,7 +48,7 @@ def test_little_held_out_text_makes_one_row_with_padding(tmp_path):
 @pytest.mark.parametrize("lengths", [None, []])
 def test_data_without_held_out_text_is_refused(tmp_path, lengths):
     args = TrainArgs(eval_every_steps=5)
-    with pytest.raises(ValueError, match="data.held_out_fraction above 0"):
+    with pytest.raises(ValueError, match="data.held_out_tokens empty or above 0"):
         make_observers(args, Prepared(tmp_path, lengths))
 
 

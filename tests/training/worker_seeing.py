@@ -28,7 +28,7 @@ PROMPTS = ((3, 1, 4), (1, 5, 9, 2, 6, 5, 3, 5, 8), tuple(range(20)))
 
 def add_held_out(folder: Path, seed: int = 5) -> Path:
     """Held-out documents beside packed rows, as preparation leaves them."""
-    from pod.data.publish import HELD_OUT_LENGTHS, HELD_OUT_TOKENS
+    from pod.data.rows.held_out import HELD_OUT_LENGTHS, HELD_OUT_TOKENS
 
     generator = np.random.default_rng(seed)
     generator.integers(0, tiny.VOCAB // 4, sum(LENGTHS)).astype("<u2").tofile(folder / HELD_OUT_TOKENS)

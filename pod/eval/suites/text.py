@@ -1,10 +1,9 @@
 """Tasks that read texts: `eval.text`, or what training never sees, or sources of their own."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
-from pod.data import long_sequences
+from pod.data import held_out_documents, long_sequences, source_documents
 from pod.eval.answer.store import Shelf, in_batches, key_of
 from pod.eval.suites.base import Task, prompt_hash
 
@@ -23,21 +22,16 @@ class TextTask(Task):
 
         super().__init__(run, options)
         recipe, text = run.recipe, getattr(options, "text", None) or self.args.text
-        # without a text the model reads its own tokens of what was held out
-        held_out = replace(recipe.data, tokenizer=None), "held_out"
-        source, split = held_out if text is None else (text, "all")
+        count = getattr(options, "sequences", self.args.text_sequences)
+        length = getattr(options, "length", self.args.text_length)
         try:
-            found = long_sequences(
-                source,
-                run.tokenizer,
-                getattr(options, "sequences", self.args.text_sequences),
-                getattr(options, "length", self.args.text_length),
-                seed=recipe.seed,
-                split=split,
-                prepared=recipe.data_dir,
-            )
+            if text is None:
+                documents = held_out_documents(recipe.data_dir, run.tokenizer)
+            else:
+                documents = source_documents(text, run.tokenizer)
+            found = long_sequences(documents, count, length, recipe.seed)
         except ValueError as error:
-            where = "data.sources" if text is None else "eval.text"
+            where = "held out of training" if text is None else "eval.text"
             raise ValueError(f"text for perplexity ({where}): {error}") from None
         self.text = torch.from_numpy(found)
 

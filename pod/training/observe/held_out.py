@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pod.data.loader import shifted_labels
-from pod.data.publish import HELD_OUT_LENGTHS, HELD_OUT_TOKENS
+from pod.data.rows.held_out import map_held_out
+from pod.data.rows.loader import shifted_labels
 
 Rows = dict[str, Tensor]
 """`input_ids`, `labels` (shifted), `doc_ids` (-1 = padding), each int64 [rows, length]."""
@@ -36,15 +36,13 @@ def held_out_rows(dataset: Any, count: int) -> Rows:
 
 def _documents(dataset: Any) -> list[np.ndarray]:
     """The held-out documents, mapped from their file."""
-    held_out = dataset.manifest.get("held_out") or {}
-    if not held_out.get("documents"):
+    documents = map_held_out(dataset.path, dataset.manifest)
+    if not documents:
         raise ValueError(
-            "train.eval_every_steps needs held-out text, and this data has none: set "
-            "data.held_out_fraction above 0 and prepare the data again, or set them to 0"
+            "train.eval_every_steps needs held-out text, and this data has none: prepare the data again with "
+            "data.held_out_tokens empty or above 0, or set train.eval_every_steps to 0"
         )
-    lengths = np.load(dataset.path / HELD_OUT_LENGTHS, allow_pickle=False)
-    tokens = np.memmap(dataset.path / HELD_OUT_TOKENS, dtype=held_out["token_dtype"], mode="r")
-    return np.split(tokens, np.cumsum(lengths)[:-1])
+    return documents
 
 
 def _packed(documents: Sequence[np.ndarray], length: int, count: int) -> Iterator[list[np.ndarray]]:

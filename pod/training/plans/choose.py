@@ -160,7 +160,7 @@ def _losses(exploration: Exploration, plan: SharingPlan) -> dict[str, Any]:
     """Of the dense model and of the plan, on text and on repeated tokens, and on how many sequences."""
     dense = replace(SharingPlan.dense(plan.num_layers, plan.num_key_value_heads), head_order=plan.head_order)
     model = exploration.load_model(dense)
-    text = exploration.read(quiet)[0][: exploration.explore.loss_sequences]
+    text = exploration.read()[: exploration.explore.loss_sequences]
     texts = {"text": text, "repeated": repeated_sequences(exploration, model.config)}
     losses = {
         name: {kind: plan_loss(model, one, sequences) for kind, sequences in texts.items() if sequences}

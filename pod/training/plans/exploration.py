@@ -1,11 +1,10 @@
 """From a recipe's settings to what is measured: on which text, with which model, for which saving."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pod.data import DataArgs, long_sequences
-from pod.data.job import OF_READING, OF_SPLIT
+from pod.data import held_out_documents, long_sequences, source_documents
+from pod.data.rows.manifest import MANIFEST_NAME, read_manifest
 from pod.modeling.loading import load_model, load_tokenizer
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
@@ -29,7 +28,6 @@ from pod.training.run.longer_context import extend
 MATCHING_SEQUENCES = 2
 """Sequences of text, beside all repeated ones, on which query heads are matched."""
 POSITIONS = ("rope", "max_position_embeddings")
-DATA_SETTINGS = (*OF_READING, "boundary_tokens", *(name for name in OF_SPLIT if name != "sources"))
 
 
 def windows_of(recipe: Any) -> dict[str, int]:
@@ -45,7 +43,7 @@ class Exploration:
         folder: shared by all ranks; receives the measurements. settings: everything that a similarity depends on, as JSON.
         model_folder: folder or hub id of the dense model.
         windows: ``num_sink_tokens`` and ``num_recent_tokens`` that the plan is for.
-        prepared: folder of prepared data, or None; of the same sources, its held-out text saves reading them all again.
+        prepared: folder of prepared data, whose held-out text is measured where explore.sources names no other.
     """
 
     folder: Path
@@ -53,13 +51,12 @@ class Exploration:
     model_folder: str
     windows: dict[str, int]
     explore: ExploreArgs
-    data: DataArgs
-    prepared: Path | None = None
+    prepared: Path
 
     @classmethod
     def of(cls, recipe: Any) -> "Exploration":
         """As a `Recipe` says."""
-        model, explore, data = recipe.model, recipe.explore, recipe.data
+        model, explore = recipe.model, recipe.explore
         settings = {name: value for name in POSITIONS if (value := getattr(model, name))}
         settings |= {
             name: getattr(explore, name) for name in ("num_sequences", "sequence_length", "num_queries")
@@ -68,13 +65,11 @@ class Exploration:
             "model": model.path,
             "gguf_file": model.gguf_file,
             "dtype": model.dtype,
-            "sources": list(explore.sources or data.sources),
-            "split": "all" if explore.sources else "held_out",
-            "data": {name: getattr(data, name) for name in DATA_SETTINGS},
+            "text": list(explore.sources) or _data_id(recipe.data_dir),
             "seed": recipe.seed,
         }
         folder = resolve_model(model.path)
-        return cls(recipe.plan_dir, settings, folder, windows_of(recipe), explore, data, recipe.data_dir)
+        return cls(recipe.plan_dir, settings, folder, windows_of(recipe), explore, recipe.data_dir)
 
     def load_model(self, plan: SharingPlan | None = None) -> PodForCausalLM:
         """The model on this rank's device, dense unless there is a plan, with the windows; refuses what `check_model` refuses."""
@@ -95,31 +90,26 @@ class Exploration:
         """The model's tokenizer: it reads its own tokens, whatever data.tokenizer says."""
         return load_tokenizer(self.model_folder, gguf_file=self.settings["gguf_file"])
 
-    def read(self, say: Callable[[str], None]) -> tuple[Sequence[Tensor], str]:
-        """N token sequences ``[n]``, and which part of the sources they come from: all of explore.sources, else what data.sources
-        holds out of training, or, where that is too little, their training text: a plan only describes the model."""
-        explore = self.explore
-        # Weights belong to data.sources.
-        sources = {"sources": explore.sources, "weights": []} if explore.sources else {}
-        take = partial(
-            long_sequences,
-            replace(self.data, tokenizer=None, **sources),
-            self.load_tokenizer(),
-            explore.num_sequences,
-            explore.sequence_length,
-            seed=self.settings["seed"],
-            prepared=self.prepared,
-        )
-        split = "all" if explore.sources else "held_out"
+    def read(self) -> list[Tensor]:
+        """N token sequences ``[n]`` of explore.sources, or else of the held-out text of the prepared data; ValueError without either."""
+        explore, tokenizer = self.explore, self.load_tokenizer()
+        if explore.sources:
+            documents = source_documents(explore.sources, tokenizer)
+        else:
+            documents = held_out_documents(self.prepared, tokenizer)
         try:
-            tokens = take(split=split)
+            found = long_sequences(
+                documents, explore.num_sequences, explore.sequence_length, self.settings["seed"]
+            )
         except ValueError as error:
-            if explore.sources:
-                raise
-            split = "train"
-            tokens = take(split=split)
-            say(f"explore: measured on training text, held-out text does not suffice ({error})")
-        return list(torch.from_numpy(tokens)), split
+            where = "explore.sources" if explore.sources else f"the held-out text in {self.prepared}"
+            raise ValueError(f"{where}: {error}") from None
+        return list(torch.from_numpy(found))
+
+
+def _data_id(folder: Path) -> str | None:
+    """What stands for the prepared data in `folder`; None when there is none yet."""
+    return read_manifest(folder)["id"] if (folder / MANIFEST_NAME).is_file() else None
 
 
 def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> None:

@@ -53,7 +53,7 @@ class ExploreArgs:
     of the chosen plan is measured; 0 = it is not."""
 
     sources: list[str] = field(default_factory=list)
-    """Where the long texts come from, as in data.sources; empty = what data.sources holds out of training, where that suffices."""
+    """Where the long texts come from, as in data.sources; empty = the text that the prepared data holds out of training."""
 
     num_sequences: PositiveInt = 64
     """Sequences N to average over (paper: 1000)."""

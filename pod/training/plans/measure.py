@@ -148,7 +148,7 @@ def _find(exploration: Exploration, name: str, measure: Any, wanted: dict[str, A
     if found is not None:
         return found
     model = exploration.load_model()
-    sequences, split = exploration.read(say)
+    sequences = exploration.read()
     provenance = wanted | {
         "num_key_value_heads": model.config.num_key_value_heads,
         "tokens_sha256": sequence_fingerprint(sequences),
@@ -162,7 +162,7 @@ def _find(exploration: Exploration, name: str, measure: Any, wanted: dict[str, A
                 lambda input_ids: measure_one(input_ids.to(model.device)), shape, texts, partial / part, bar
             )
 
-    found = Measured(measure(exploration, model, sequences, mean), provenance | {"split_used": split})
+    found = Measured(measure(exploration, model, sequences, mean), provenance)
     if is_first_rank():
         keep_old(path)
         found.save(path)

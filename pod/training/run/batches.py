@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from pod.data.order import RowCursor
-from pod.data.prefetch import Prefetcher
+from pod.data.rows.order import RowCursor
+from pod.data.rows.prefetch import Prefetcher
 from pod.training.args import TrainArgs
 from pod.training.run.loss import IGNORED_LABEL
 

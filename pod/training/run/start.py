@@ -7,8 +7,8 @@ from typing import Any
 
 from pod.data import PackedDataset
 from pod.data.args import DataArgs
-from pod.data.loader import read_manifest
-from pod.data.tokenizers import tokenizer_sha256
+from pod.data.rows.loader import read_manifest
+from pod.data.tokens.tokenizers import tokenizer_sha256
 from pod.models import ModelArgs, resolve_model
 from pod.training.args import TrainRecipe
 from pod.training.observe.trackers import check_tracker

@@ -273,12 +273,12 @@ def test_measured_losses_are_those_of_a_model_with_the_plan(overrides, tmp_path)
         resolve_model("package:tiny"),
         WINDOWS,
         recipe.explore,
-        recipe.data,
+        tmp_path / "no data",
     )
     for name, given in (("dense", None), ("plan", plan)):
         model = pod.load_model(resolve_model("package:tiny"), plan=given, dtype=torch.float64, **WINDOWS)
         kinds = {
-            "text": exploration.read(print)[0][:2],
+            "text": exploration.read()[:2],
             "repeated": measure_module.repeated_sequences(exploration, model.config),
         }
         for kind, sequences in kinds.items():
@@ -302,10 +302,10 @@ def test_the_measured_loss_of_a_packed_plan_is_that_of_decoding_through_its_cach
     model = pod.load_model(resolve_model("package:tiny"), plan=plan, dtype=torch.float64, **WINDOWS)
     settings = {"gguf_file": None, "seed": 0}
     exploration = Exploration(
-        tmp_path, settings, resolve_model("package:tiny"), WINDOWS, recipe.explore, recipe.data
+        tmp_path, settings, resolve_model("package:tiny"), WINDOWS, recipe.explore, tmp_path / "no data"
     )
     kinds = {
-        "text": exploration.read(print)[0][:2],
+        "text": exploration.read()[:2],
         "repeated": measure_module.repeated_sequences(exploration, model.config),
     }
     for kind, sequences in kinds.items():
@@ -354,7 +354,7 @@ def test_retrieval_sequences_repeat_ordinary_tokens(overrides):
     recipe = load_recipe(None, [*overrides, "explore.sequence_length=50"])
     settings = {"gguf_file": None, "seed": 5}
     exploration = Exploration(
-        Path("unused"), settings, resolve_model("package:tiny"), {}, recipe.explore, recipe.data
+        Path("unused"), settings, resolve_model("package:tiny"), {}, recipe.explore, Path("unused")
     )
     config = PodConfig(vocab_size=300, max_position_embeddings=64)
     first, second = measure_module.repeated_sequences(exploration, config)

@@ -1,11 +1,12 @@
 """`pod explore` by similarity, from text to plan on a random four-layer model; what is measured again and what is not."""
 
-import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from pod.commands import explore
+from pod.data import DataArgs
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.recipe import load_recipe, run
 from pod.training.plans import exploration as explore_module
@@ -60,12 +61,12 @@ def test_similarity_is_that_of_stock_attention(overrides, tmp_path):
     explore.main(recipe)
     folder = resolve_model("package:tiny")
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
-    sequences, split = explore_module.Exploration.of(recipe).read(print)
+    sequences = explore_module.Exploration.of(recipe).read()
     expected = []
     for sequence in sequences:
         rows = stock(sequence[None], output_attentions=True).attentions
         expected.append(jensen_shannon_similarity(torch.stack([row[0, :, -5:] for row in rows]).detach()))
-    assert len(expected) == 3 and split == "all"
+    assert len(expected) == 3
     # stock softmax computes in fp32 even for fp64 models
     assert (saved(tmp_path)[1].tensors["similarity"] - torch.stack(expected).mean(0)).abs().max() < 1e-5
 
@@ -159,12 +160,27 @@ def test_shorthands_and_dry_run(overrides, capsys):
     assert "3 x 48 = 144 tokens" in printed
 
 
-def test_small_sources_give_training_text_and_say_so(overrides, tmp_path, capsys):
-    source = next(item for item in overrides if item.startswith("explore.sources")).split("=")[1]
-    kept = [item for item in overrides if not item.startswith("explore.sources")]
-    explore.main(load_recipe(None, [*kept, f"data.sources={source}", "data.held_out_fraction=0.001"]))
-    assert "measured on training text" in capsys.readouterr().out
-    assert (
-        json.loads((tmp_path / "run" / "plan" / "plan.json").read_text())["provenance"]["split_used"]
-        == "train"
+def test_without_sources_of_its_own_it_reads_the_held_out_text_of_prepared_data(overrides, tmp_path, capsys):
+    """And nothing else: the sources may be gone. Other data is measured again."""
+    from pod.data import held_out_documents, prepare
+
+    file = Path(
+        next(item for item in overrides if item.startswith("explore.sources")).split("=")[1].strip("[]")
     )
+    kept = [item for item in overrides if not item.startswith("explore.sources")]
+    recipe = load_recipe(None, [*kept, "data.sources=[gone.txt]"])
+    with pytest.raises(ValueError, match="holds no manifest.json: run .* first") as error:
+        explore.main(recipe)
+    assert "\n" not in str(error.value)
+    exploration = explore_module.Exploration.of(recipe)
+    args = DataArgs(
+        sources=[f"{file}#chapters=100"], context_length=64, shortest_interval=16, target_tokens=10**5
+    )
+    for args.held_out_tokens in (200, 300):
+        prepare(args, exploration.load_tokenizer(), recipe.data_dir)
+        explore.main(recipe)
+        said = capsys.readouterr().out
+        assert ("differs in text" in said) == (args.held_out_tokens == 300)
+    held = {token for one in held_out_documents(recipe.data_dir) for token in one.tolist()}
+    read = explore_module.Exploration.of(recipe).read()
+    assert len(read) == 3 and {token for one in read for token in one.tolist()} <= held

@@ -1,0 +1,1 @@
+"""The same number of tokens from every length interval."""

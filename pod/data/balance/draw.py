@@ -1,0 +1,157 @@
+"""Draws the training pieces: of each group those with the smallest lots, until its quota is met."""
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from pod.data.args import DataArgs
+from pod.data.balance.intervals import IntervalReport, ShareReport, choose, set_quotas, share_out
+from pod.data.balance.kept import Counted, Kept
+from pod.data.balance.lots import ORDER, hash_of_seed, splitmix64
+
+
+@dataclass
+class Drawn:
+    """The drawn pieces, and how the draw went."""
+
+    pieces: np.ndarray
+    """PIECE [n] in the order of training; repeated ones come several times."""
+    intervals: list[IntervalReport]
+    shares: list[ShareReport]
+    """By interval, then source."""
+    counted: Counted
+    """What all that was read holds."""
+
+
+def draw(kept: Kept, args: DataArgs, seed: int) -> Drawn:
+    """Draw by `target_tokens`, `exhausted` and `weights` from settled pieces; the order is a second lot over all of them.
+
+    Deterministic in `seed`. Raises `ValueError` when nothing can be drawn.
+    """
+    pieces, group = kept.training()
+    counted = kept.counted(len(args.sources))
+    lengths = pieces["length"].astype(np.int64)
+    count = kept.groups.count
+    supply = np.bincount(group, weights=lengths, minlength=count).astype(np.int64)
+    supply = supply.reshape(kept.groups.intervals, -1)
+    intervals, shares = _reports(kept, counted, args)
+    set_quotas(intervals, supply.sum(axis=1), args)
+    starts = np.searchsorted(group, np.arange(count + 1))
+    drawn: list[tuple[int, np.ndarray]] = []
+    for number, report in enumerate(intervals):
+        groups = _groups(report, shares[number], supply[number], args)
+        carry = 0
+        for one in sorted(groups, key=_Group.freedom):
+            start, stop = starts[number * len(groups) + one.source :][:2].tolist()
+            passes = one.draw(lengths[start:stop], carry)
+            carry += one.quota - int(lengths[start + passes[-1]].sum())
+            drawn += [(nth, start + at) for nth, at in enumerate(passes)]
+    _count(drawn, pieces, group, intervals, shares, kept)
+    found = _shuffled(drawn, pieces, seed)
+    if not len(found):
+        raise ValueError(
+            "the draw is empty: every document is longer than its interval's share; raise data.target_tokens"
+        )
+    return Drawn(found, intervals, [share for row in shares for share in row], counted)
+
+
+@dataclass
+class _Group:
+    """The pieces among which lots decide: those of one interval, with weights of one source in it."""
+
+    source: int
+    high: int
+    """Upper bound of the interval in tokens."""
+    tokens: int
+    whole: int
+    """Times that all pieces are drawn, before `quota` tokens are drawn once more."""
+    quota: int
+
+    def freedom(self) -> tuple[int, int]:
+        """Sorts to the end those that can best make up for what the others miss: with much to choose and to leave."""
+        return min(self.quota, self.tokens - self.quota), self.source
+
+    def draw(self, lengths: np.ndarray, carry: int) -> list[np.ndarray]:
+        """Positions of the drawn pieces among the group's, pass after pass; `carry` tokens more than the quota are wanted."""
+        everything = np.arange(len(lengths))
+        wanted = self.quota + carry
+        last = everything if wanted >= self.tokens else choose(lengths, wanted, self.high)
+        return [*[everything] * self.whole, last]
+
+
+def _groups(
+    report: IntervalReport, shares: list[ShareReport], supply: np.ndarray, args: DataArgs
+) -> list[_Group]:
+    """The groups of an interval with their quotas; fills in those of its shares."""
+    total = int(supply.sum())
+    whole, rest = 0, report.quota
+    if args.exhausted == "repeat" and total:
+        whole, rest = divmod(report.quota, total)
+    quotas = [rest]
+    if args.weights:
+        quotas = share_out(rest, supply.tolist(), args.weights)
+        for share, tokens, quota in zip(shares, supply.tolist(), quotas, strict=True):
+            share.quota = whole * tokens + quota
+            share.ran_dry = tokens < int((share.weight or 0) * report.quota)
+    return [
+        _Group(source, report.high, tokens, whole, quota)
+        for source, (tokens, quota) in enumerate(zip(supply.tolist(), quotas, strict=True))
+    ]
+
+
+def _reports(
+    kept: Kept, counted: Counted, args: DataArgs
+) -> tuple[list[IntervalReport], list[list[ShareReport]]]:
+    """The intervals and, in each, the sources, with what all that was read holds of them."""
+    bounds, total = kept.groups.bounds, sum(args.weights)
+    shape = kept.groups.intervals, kept.groups.sources, len(args.sources)
+    documents, tokens = (
+        np.rint(values[: kept.groups.count].reshape(shape).sum(axis=1)).astype(np.int64).tolist()
+        for values in (counted.documents, counted.tokens)
+    )
+    weights = [weight / total for weight in args.weights] or [None] * len(args.sources)
+    intervals, shares = [], []
+    for number, (low, high) in enumerate(itertools.pairwise(bounds)):
+        report = IntervalReport(low, high, sum(documents[number]), sum(tokens[number]))
+        intervals.append(report)
+        shares.append(
+            [
+                ShareReport(report.name, source, weight, documents[number][source], tokens[number][source])
+                for source, weight in enumerate(weights)
+            ]
+        )
+    return intervals, shares
+
+
+def _count(
+    drawn: list[tuple[int, np.ndarray]],
+    pieces: np.ndarray,
+    group: np.ndarray,
+    intervals: list[IntervalReport],
+    shares: list[list[ShareReport]],
+    kept: Kept,
+) -> None:
+    """Add what was drawn to the reports."""
+    size = len(shares[0])
+    for _, positions in drawn:
+        at = (group[positions] // kept.groups.sources) * size + pieces["source"][positions]
+        lengths = pieces["length"][positions]
+        documents = np.bincount(at, minlength=len(shares) * size).tolist()
+        tokens = np.bincount(at, weights=lengths, minlength=len(shares) * size).tolist()
+        for share, some, held in zip((one for row in shares for one in row), documents, tokens, strict=True):
+            share.documents_after += some
+            share.tokens_after += int(held)
+    for report, row in zip(intervals, shares, strict=True):
+        report.documents_after = sum(share.documents_after for share in row)
+        report.tokens_after = sum(share.tokens_after for share in row)
+        report.passes = report.tokens_after / report.tokens_before if report.tokens_before else 0.0
+
+
+def _shuffled(drawn: list[tuple[int, np.ndarray]], pieces: np.ndarray, seed: int) -> np.ndarray:
+    """All drawn pieces, ordered by a second lot."""
+    found = pieces[np.concatenate([positions for _, positions in drawn])]
+    lots = [
+        splitmix64(pieces["lot"][positions] ^ hash_of_seed(seed, ORDER + nth)) for nth, positions in drawn
+    ]
+    return found[np.argsort(np.concatenate(lots), kind="stable")]

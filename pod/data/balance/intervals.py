@@ -1,0 +1,272 @@
+"""Equal tokens per length interval (the training recipe of METHODS.md §1): intervals, quotas, and pieces that meet a quota."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from pod.data.args import DataArgs
+
+TOLERANCE = 0.001
+"""Share of a quota below which no better choice of the last pieces is looked for."""
+NOTED_DEVIATION = 0.005
+"""Share of an interval's quota that may be missing without a note."""
+_RESERVE = 32
+_SUBSET_BYTES = 32 * 2**20
+
+
+@dataclass
+class IntervalReport:
+    """One length interval [low, high) (the last one [low, high]) before and after the draw."""
+
+    low: int
+    """Shortest document in tokens."""
+    high: int
+    """First length of the next interval; in the last interval the longest document."""
+    documents_before: int = 0
+    tokens_before: int = 0
+    documents_after: int = 0
+    """Documents drawn; repeated ones count each time."""
+    tokens_after: int = 0
+    quota: int = 0
+    """Tokens asked for."""
+    ran_dry: bool = False
+    """The interval holds fewer tokens than an equal share of the target."""
+    passes: float = 0.0
+    """Tokens drawn / tokens there are; above 1 = documents repeated."""
+
+    @property
+    def name(self) -> str:
+        """`1K–2K`"""
+        return interval_name(self.low, self.high)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the manifest."""
+        return {"name": self.name, **asdict(self)}
+
+
+@dataclass
+class ShareReport:
+    """One source in one interval."""
+
+    interval: str
+    source: int
+    """Index in `sources`."""
+    weight: float | None
+    """Share of the interval's tokens asked for, all sources together 1; None without weights."""
+    documents_before: int = 0
+    tokens_before: int = 0
+    documents_after: int = 0
+    tokens_after: int = 0
+    quota: int = 0
+    """Tokens asked for after dry sources left theirs to the others; 0 without weights."""
+    ran_dry: bool = False
+    """The source holds fewer tokens of the interval than its weight asks for."""
+
+
+def bounds_of(args: DataArgs) -> list[int]:
+    """Lower bounds of the intervals and the context, by `intervals` or `shortest_interval`."""
+    if args.intervals:
+        return [1, *args.intervals, args.context_length]
+    return interval_bounds(args.shortest_interval, args.context_length)
+
+
+def interval_bounds(shortest: int, context_length: int) -> list[int]:
+    """Lower bounds of the intervals and the context: [1, shortest, 2·shortest, …, context_length]."""
+    bounds, bound = [1], shortest
+    while bound < context_length:
+        bounds.append(bound)
+        bound *= 2
+    if len(bounds) == 1 and shortest > 1:
+        bounds.append(shortest)
+    return [*bounds, context_length]
+
+
+def interval_of(lengths: np.ndarray, bounds: list[int]) -> np.ndarray:
+    """Interval number of each length; int64. A length equal to the context belongs to the last interval."""
+    return np.clip(np.searchsorted(bounds, lengths, side="right") - 1, 0, len(bounds) - 2)
+
+
+def kept_quotas(supply: np.ndarray, args: DataArgs) -> list[int]:
+    """Tokens of each group that a draw may still ask for, when `supply` [intervals, groups in each] tokens are known so far.
+
+    Of a group that has more, the amount never rises when supply is added: what lies beyond it can be forgotten.
+    """
+    held = supply.sum(axis=1)
+    level = share = share_of(args, len(supply))
+    if args.exhausted == "redistribute":
+        level = int(fill_equally(held, share * len(supply)).max())
+    weights = args.weights or [1.0]
+    return [
+        math.ceil(most)
+        for row, wanted in zip(supply.tolist(), np.minimum(held, level).tolist(), strict=True)
+        for most in _shares(wanted, row, weights)
+    ]
+
+
+def share_of(args: DataArgs, num_intervals: int) -> int:
+    """Tokens that each interval gets when none runs dry."""
+    assert args.target_tokens is not None, "without a target nothing is prepared"
+    return args.target_tokens // num_intervals
+
+
+def set_quotas(reports: list[IntervalReport], supply: np.ndarray, args: DataArgs) -> None:
+    """Fill in `quota` and `ran_dry` of all intervals, of which `supply` [intervals] tokens are kept.
+
+    Raises `ValueError` when nothing, or not what is asked, can be drawn.
+    """
+    if not supply.sum():
+        raise ValueError(
+            "no document is left to draw from: set data.long_documents to cut or data.short_documents to keep, lower "
+            "data.shortest_interval, data.min_tokens or data.held_out_tokens, or add sources"
+        )
+    share = share_of(args, len(reports))
+    empty = [report.name for report, tokens in zip(reports, supply, strict=True) if not tokens]
+    if empty and args.exhausted != "redistribute":
+        raise ValueError(
+            f"no document has {', '.join(empty)} tokens and data.exhausted={args.exhausted!r} needs all intervals: "
+            "use 'redistribute', a larger data.shortest_interval or sources with such documents"
+        )
+    if args.exhausted == "repeat":
+        quotas = np.full(len(reports), share)
+    elif args.exhausted == "stop":
+        quotas = np.full(len(reports), min(share, int(supply.min())))
+    else:
+        quotas = fill_equally(supply, share * len(reports))
+    for report, tokens, quota in zip(reports, supply.tolist(), quotas.tolist(), strict=True):
+        report.ran_dry, report.quota = tokens < share, quota
+
+
+def fill_equally(supply: np.ndarray, total: int) -> np.ndarray:
+    """Quotas that sum to min(total, supply): an equal level for all, capped by what each interval has."""
+    quotas = np.zeros_like(supply)
+    left = min(total, int(supply.sum()))
+    while left > 0:
+        unfilled = np.flatnonzero(quotas < supply)
+        step = max(1, left // len(unfilled))
+        for number in unfilled:
+            added = min(step, int(supply[number] - quotas[number]), left)
+            quotas[number] += added
+            left -= added
+    return quotas
+
+
+def share_out(quota: int, supply: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Whole tokens for each source: `quota` in the ratio of `weights`; what a source lacks goes to the others in their ratio.
+
+    The sum is min(quota, sum of supply). Exact arithmetic; single tokens that do not divide go to the first ones with room.
+    """
+    given = [math.floor(share) for share in _shares(quota, supply, weights)]
+    # Fewer single tokens than sources with room are left.
+    left = min(quota, sum(supply)) - sum(given)
+    room = [number for number, most in enumerate(supply) if given[number] < most]
+    for number in room[:left]:
+        given[number] += 1
+    return given
+
+
+def _shares(quota: int, supply: Sequence[int], weights: Sequence[float]) -> list[Fraction]:
+    """Exact shares of `quota`: the weight of each source times a common level, at most its supply."""
+    # 0.1 is a tenth, not the double nearest to it
+    exact = [Fraction(repr(float(weight))) for weight in weights]
+    given = [Fraction(0)] * len(supply)
+    left = Fraction(min(quota, sum(supply)))
+    active = [number for number in range(len(supply)) if supply[number]]
+    while active and left:
+        total = sum(exact[number] for number in active)
+        dry = [number for number in active if left * exact[number] >= supply[number] * total]
+        for number in dry or active:
+            given[number] = Fraction(supply[number]) if dry else left * exact[number] / total
+        if not dry:
+            break
+        left -= sum(supply[number] for number in dry)
+        active = [number for number in active if number not in dry]
+    return given
+
+
+def choose(lengths: np.ndarray, quota: int, longest: int) -> np.ndarray:
+    """Positions (ascending, int64) of pieces with nearly, never more than, `quota` tokens together.
+
+    `lengths` in the order of the draw; `longest` is the upper bound of the interval. The head that fits is taken. When more
+    than 0.1 % of the quota is missing, the `reserve(longest)` pieces before and behind the head's end are chosen anew: the
+    largest sum that fits, leaving out from the last piece to the first whatever it can do without.
+    """
+    totals = np.cumsum(lengths, dtype=np.int64)
+    count = int(np.searchsorted(totals, quota, side="right"))
+    have = int(totals[count - 1]) if count else 0
+    if count == len(lengths) or quota - have <= TOLERANCE * quota:
+        return np.arange(count)
+    first = max(0, count - reserve(longest))
+    around = lengths[first : count + reserve(longest)].tolist()
+    room = quota - (int(totals[first - 1]) if first else 0)
+    chosen = np.array(_fullest(around, room), dtype=np.int64)
+    return np.concatenate([np.arange(first), first + chosen])
+
+
+def reserve(longest: int) -> int:
+    """How many pieces before and behind the end of a draw may be exchanged; few when they are so long that sums need memory."""
+    return max(4, min(_RESERVE, math.isqrt(2 * _SUBSET_BYTES // longest)))
+
+
+def _fullest(lengths: list[int], room: int) -> list[int]:
+    """Positions whose lengths have the largest sum ≤ `room`; positions at the end are left out where there is a choice."""
+    mask = (1 << (room + 1)) - 1
+    reachable = [1]  # bit s of entry i: some of the first i lengths sum to s
+    for length in lengths:
+        reachable.append((reachable[-1] | reachable[-1] << length) & mask)
+    total = reachable[-1].bit_length() - 1
+    chosen = []
+    for position in range(len(lengths) - 1, -1, -1):
+        if not reachable[position] >> total & 1:
+            chosen.append(position)
+            total -= lengths[position]
+    return chosen[::-1]
+
+
+def balance_report(
+    args: DataArgs, intervals: list[IntervalReport], shares: list[ShareReport]
+) -> dict[str, Any]:
+    """How equal the intervals came out, and a note for each interval or source that ran dry or misses its quota."""
+    after = [interval.tokens_after for interval in intervals]
+    share = max(1, share_of(args, len(intervals)))
+    notes = []
+    for interval in intervals:
+        if not interval.ran_dry:
+            continue
+        what = {
+            "stop": "all intervals end with as much",
+            "repeat": f"its documents are used {interval.passes:.1f} times",
+            "redistribute": "the missing tokens come from the other intervals",
+        }[args.exhausted]
+        notes.append(
+            f"interval {interval.name} ran dry: {interval.tokens_before:,} tokens for an equal share of "
+            f"{max(share, interval.quota):,}; {what}"
+        )
+    for interval in intervals:
+        missing = 1 - interval.tokens_after / interval.quota if interval.quota else 0
+        if missing > NOTED_DEVIATION:
+            notes.append(
+                f"interval {interval.name} has {interval.tokens_after:,} tokens, {100 * missing:.1f} % less than its quota of "
+                f"{interval.quota:,}: its whole documents do not come closer"
+            )
+    quotas = {interval.name: interval.quota for interval in intervals}
+    for one in shares:
+        if one.ran_dry:
+            notes.append(
+                f"interval {one.interval}: source {args.sources[one.source]!r} ran dry: {one.tokens_before:,} tokens for a "
+                f"share of {round((one.weight or 0) * quotas[one.interval]):,}; the missing tokens come from the other sources"
+            )
+    deviation = max(abs(tokens - share) for tokens in after) / share
+    return {"equal_share_tokens": share, "largest_deviation": deviation, "notes": notes}
+
+
+def interval_name(low: int, high: int) -> str:
+    """`1K–2K`"""
+    return f"{_short(low)}–{_short(high)}"
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens // 1024}K" if tokens >= 1024 and tokens % 1024 == 0 else str(tokens)

@@ -1,0 +1,245 @@
+"""What the draw may need of all that was read so far: of each group the pieces with the smallest lots.
+
+A group is a length interval, with weights one source in it. While documents are added, the shares of the groups in
+`target_tokens` are known better and better and lots get rarer: the limits below which a piece is kept only ever fall.
+So what is kept depends on the set of documents alone, not on when they came or what was dropped before, and never
+holds more than the target and a reserve.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from pod.data.args import DataArgs
+from pod.data.balance.intervals import bounds_of, interval_name, interval_of, kept_quotas, reserve
+from pod.data.balance.lots import lots_of
+from pod.data.tokens.store import PIECE
+
+ALL = np.uint64(2**64 - 1)
+HELD_OUT_SHARE = 0.2
+"""Share of the documents that can be held out at most, so that a small corpus keeps text to train on."""
+SAMPLE = 1024
+"""Pieces that are kept of those too short or too long to train, to tell how many there are."""
+COPIES = 256
+"""Equal pieces that are counted."""
+
+
+class Groups:
+    """The groups among which lots decide, numbered by interval, then source; behind them what is no part of the draw.
+
+    Attributes: bounds: starts of the intervals and the context. least: tokens of the shortest piece. short, long: numbers of the
+    pieces below `least` and of the documents that `long_documents="skip"` leaves out. held: first number of the held-out text.
+    """
+
+    def __init__(self, args: DataArgs):
+        self.bounds = bounds_of(args)[args.short_documents == "drop" :]
+        self.least = max(args.min_tokens, self.bounds[0])
+        self.sources = len(args.sources) if args.weights else 1
+        self.intervals = len(self.bounds) - 1
+        self.count = self.intervals * self.sources
+        self.short, self.long, self.held = range(self.count, self.count + 3)
+        self.total = self.held + self.sources
+        self.skips_long = args.long_documents == "skip"
+
+    def of(self, pieces: np.ndarray, place: int) -> np.ndarray:
+        """Group of each piece, int64 [n], when documents below `place` are held out."""
+        source = pieces["source"].astype(np.int64) if self.sources > 1 else np.zeros(len(pieces), np.int64)
+        group = interval_of(pieces["length"], self.bounds) * self.sources + source
+        group[pieces["length"] < self.least] = self.short
+        if self.skips_long:
+            group[pieces["document"] > self.bounds[-1]] = self.long
+        held = pieces["place"] < place
+        group[held] = self.held + source[held]
+        return group
+
+    def name(self, interval: int) -> str:
+        """`1K–2K`"""
+        return interval_name(*self.bounds[interval : interval + 2])
+
+    def split(self, group: int) -> tuple[int, int]:
+        """(interval, source) of a group."""
+        return divmod(group, self.sources)
+
+
+@dataclass
+class Limits:
+    """Largest lot that is kept of each group, uint64 [all groups], and the place below which documents are held out."""
+
+    lots: np.ndarray
+    place: int
+
+    def copy(self) -> Limits:
+        """For another process."""
+        return Limits(self.lots.copy(), self.place)
+
+
+class Counted(NamedTuple):
+    """How many pieces and tokens all that was read holds: exact where nothing was dropped, else by the share that is kept."""
+
+    documents: np.ndarray
+    """float64 [all groups, sources]; pieces, of those left out for their length whole documents"""
+    tokens: np.ndarray
+    copies: int
+
+
+class Kept:
+    """The pieces that a draw of all that was added may need, and those held out. `limits`: of more than is added here."""
+
+    def __init__(self, args: DataArgs, seed: int, held_out_tokens: int, limits: Limits | None = None):
+        self.args, self.seed, self.held_out_tokens = args, seed, held_out_tokens
+        self.groups = Groups(args)
+        most = int(HELD_OUT_SHARE * 2**64) if held_out_tokens else 0
+        self.limits = limits.copy() if limits else Limits(np.full(self.groups.total, ALL), most)
+        self.pieces = np.empty(0, PIECE)
+        """Sorted by group, lot and order of adding, as `settle` left them."""
+        self.group = np.empty(0, np.int64)
+        """Of each of the pieces."""
+        self.num_added = 0
+        """Tokens added since `settle`."""
+        self.held_out_full = not held_out_tokens
+        self._added: list[np.ndarray] = []
+
+    def cut(self, documents: np.ndarray) -> np.ndarray:
+        """PIECE records of documents (PIECE records too, with digests in place of lots) of any length: pieces and a rest."""
+        context = self.args.context_length
+        number, cut = _cuts(documents["length"], context)
+        pieces = documents[number]
+        pieces["lot"] = lots_of(pieces["lot"], cut, self.seed)
+        pieces["start"] += cut.astype(np.uint64) * np.uint64(context)
+        pieces["document"] = pieces["length"]
+        pieces["length"] = np.minimum(pieces["length"] - cut * context, context)
+        pieces["first"] = cut == 0
+        return pieces
+
+    def may_need(self, digests: np.ndarray, places: np.ndarray, most: np.ndarray, source: int) -> np.ndarray:
+        """Whether any piece of documents of at most `most` tokens can be kept, bool [n]; all arrays [n]."""
+        context = self.args.context_length
+        reach = self._reach(source)
+        if reach[0] == ALL:
+            return np.ones(len(most), bool)
+        number, cut = _cuts(most, context)
+        lots = lots_of(digests[number], cut, self.seed)
+        longest = np.minimum(most[number] - cut * context, context)
+        wanted = places < np.uint64(self.limits.place)
+        found = lots <= reach[interval_of(longest, self.groups.bounds)]
+        wanted[number[found]] = True
+        if self.args.long_documents != "cut":
+            # One that is too long must be seen to be refused or counted.
+            wanted |= most > context
+        return wanted
+
+    def _reach(self, source: int) -> np.ndarray:
+        """Largest lot that is kept of a piece of at most each interval's length, uint64 [intervals]."""
+        groups = self.groups
+        lots = self.limits.lots[: groups.count].reshape(groups.intervals, groups.sources)
+        return np.maximum.accumulate(lots[:, source if groups.sources > 1 else 0])
+
+    def add(self, pieces: np.ndarray) -> None:
+        """Add pieces from `cut`; those above the limits are dropped."""
+        group = self.groups.of(pieces, self.limits.place)
+        pieces = pieces[pieces["lot"] <= self.limits.lots[group]]
+        self.num_added += int(pieces["length"].sum(dtype=np.int64))
+        self._added.append(pieces)
+
+    def settle(self) -> None:
+        """Find the limits anew and drop what lies above."""
+        groups, limits = self.groups, self.limits
+        pieces = np.concatenate([self.pieces, *self._added])
+        self._added, self.num_added = [], 0
+        self._hold_out(pieces)
+        group = groups.of(pieces, limits.place)
+        order = np.lexsort((pieces["lot"], group))  # stable: of equal pieces the first one stays first
+        pieces, group = pieces[order], group[order]
+        pieces["copy"], rank = self._copies(pieces["lot"], group)
+        own = np.flatnonzero(~pieces["copy"])
+        lots, lengths = pieces["lot"][own], pieces["length"][own].astype(np.int64)
+        supply = np.bincount(group[own], weights=lengths, minlength=groups.count)[: groups.count]
+        quotas = kept_quotas(supply.astype(np.int64).reshape(groups.intervals, -1), self.args)
+        starts = np.searchsorted(group[own], np.arange(groups.held + 1)).tolist()
+        for number, (start, stop) in enumerate(itertools.pairwise(starts)):
+            last = start + self._needed(number, lengths[start:stop], quotas)
+            if last < stop:
+                limits.lots[number] = min(limits.lots[number], lots[last - 1])
+        # Of what is too short, those are known that the first interval would keep: all documents reach that one.
+        limits.lots[groups.short] = limits.lots[[groups.short, *range(groups.sources)]].min()
+        kept = (pieces["lot"] <= limits.lots[group]) & (rank < COPIES)
+        self.pieces, self.group = pieces[kept], group[kept]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every group and the held-out text have all that is asked for, and more to choose from."""
+        return self.held_out_full and bool((self.limits.lots[: self.groups.count] < ALL).all())
+
+    def training(self) -> tuple[np.ndarray, np.ndarray]:
+        """The settled pieces that may be drawn and their groups, both [n]: without copies, also between sources with weights."""
+        own = np.flatnonzero((self.group < self.groups.count) & ~self.pieces["copy"])
+        if self.args.deduplicate and self.groups.sources > 1:
+            own = own[np.sort(np.unique(self.pieces["lot"][own], return_index=True)[1])]
+        return self.pieces[own], self.group[own]
+
+    def held_out(self) -> list[np.ndarray]:
+        """The pieces of each held-out document, in the order of their places."""
+        held = self.pieces[(self.group >= self.groups.held) & ~self.pieces["copy"]]
+        if self.args.deduplicate:
+            held = held[np.unique(held["lot"], return_index=True)[1]]  # also between sources with weights
+        held = held[np.lexsort((held["start"], held["unit"]))]
+        documents = np.split(held, np.flatnonzero(held["first"])[1:]) if len(held) else []
+        return sorted(documents, key=lambda pieces: (int(pieces["place"][0]), int(pieces["lot"][0])))
+
+    def counted(self, num_sources: int) -> Counted:
+        """Pieces and tokens of all that was added, held-out text in its own group."""
+        limits = self.limits.lots
+        share = np.where(limits < ALL, limits / 2.0**64, 1.0)[self.group]
+        sampled = (limits[self.group] == ALL) | (self.pieces["lot"] < limits[self.group])
+        copy = self.pieces["copy"]
+        at = self.group * num_sources + self.pieces["source"]
+        size = len(limits) * num_sources
+
+        def count(values: np.ndarray) -> np.ndarray:
+            found = np.bincount(at, weights=np.where(sampled & ~copy, values / share, 0), minlength=size)
+            return found.reshape(-1, num_sources)
+
+        copies = int((1 / share)[sampled & copy].sum())
+        documents = np.where(self.group == self.groups.long, self.pieces["first"], True)
+        return Counted(count(documents), count(self.pieces["length"]), copies)
+
+    def _copies(self, lots: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of the sorted pieces equal the one before (bool [n]), and how many equal ones stand before each (int64 [n])."""
+        copy = np.zeros(len(lots), bool)
+        if self.args.deduplicate:
+            copy[1:] = (lots[1:] == lots[:-1]) & (group[1:] == group[:-1])
+        at = np.arange(len(lots))
+        return copy, at - np.maximum.accumulate(np.where(copy, 0, at))
+
+    def _hold_out(self, pieces: np.ndarray) -> None:
+        """Lower the held-out limit to the documents that are needed; each counts with the context's length at most."""
+        own = pieces[pieces["first"] & (pieces["place"] < self.limits.place)]
+        own = own[np.unique(own["lot"], return_index=True)[1]]
+        own = own[np.argsort(own["place"], kind="stable")]
+        total = np.cumsum(own["length"], dtype=np.int64)
+        last = int(np.searchsorted(total, self.held_out_tokens))
+        if last < len(own):
+            # All documents of one place stand on one side.
+            self.limits.place, self.held_out_full = int(own["place"][last]) + 1, True
+
+    def _needed(self, number: int, lengths: np.ndarray, quotas: list[int]) -> int:
+        """How many of a group's pieces, in the order of their lots, are kept."""
+        if number >= self.groups.count:
+            return SAMPLE
+        high = self.groups.bounds[self.groups.split(number)[0] + 1]
+        # The groups before it leave less than one piece to a group: else the last of them that is not dry had taken it.
+        most = quotas[number] + high
+        return (
+            int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), most, side="right")) + 1 + reserve(high)
+        )
+
+
+def _cuts(lengths: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
+    """(number of the document, number of the piece in it) of each piece, int64 [pieces], of documents of `lengths` [n] tokens."""
+    counts = np.maximum(1, -(-lengths.astype(np.int64) // context))
+    number = np.repeat(np.arange(len(lengths)), counts)
+    return number, np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,0 +1,111 @@
+"""What reading gives: documents, and a report of what was read and left out."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+LISTED_SKIPS = 20
+LISTED_ORIGINS = 200
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text with where it came from: `name` is a file, `file:record` or `hub id:record`.
+
+    A document that is tokenised already has its ids in `tokens`, uint32 [n], and no text.
+    """
+
+    text: str
+    source: str
+    name: str
+    tokens: np.ndarray | None = None
+    origin: str = ""
+    """The record's own `source` field (Dolma, mixtures made by others), empty when there is none."""
+
+
+@dataclass
+class SourceReport:
+    """What one source (or a part of it) gave, for the manifest."""
+
+    source: str
+    """The spec as the user wrote it."""
+    files: int = 0
+    """Files opened (hub data sets: 1)."""
+    documents: int = 0
+    """Documents with text."""
+    characters: int = 0
+    """Their characters."""
+    empty: int = 0
+    """Documents without any text, left out."""
+    skipped: int = 0
+    """Files left out or left early because they cannot be read."""
+    records_skipped: int = 0
+    """Records left out because they are damaged, too long or without the wanted field."""
+    skipped_files: list[str] = field(default_factory=list)
+    """The first of both with the reason."""
+    filtered: int = 0
+    """Documents that `document_filter` left out."""
+    origins: dict[str, int] = field(default_factory=dict)
+    """Documents by the `source` field of their records."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the manifest."""
+        return asdict(self)
+
+    @property
+    def skips(self) -> int:
+        """Unreadable files and records."""
+        return self.skipped + self.records_skipped
+
+    def check_any(self) -> None:
+        """A source without any document is a mistake of its name or of the filter: `ValueError`."""
+        if self.documents:
+            return
+        detail = f" ({self.skipped_files[0]})" if self.skipped_files else ""
+        raise ValueError(
+            f"source {self.source!r} holds no text: {self.files} files read, {self.empty} empty documents, {self.filtered} "
+            f"filtered out, {self.skips} unreadable{detail}; remove it from data.sources or correct it"
+        )
+
+    def skip(self, reason: str) -> None:
+        """Count an unreadable file."""
+        self.skipped += 1
+        self._name(reason)
+
+    def skip_record(self, reason: str) -> None:
+        """Count an unreadable record of a file that is read on."""
+        self.records_skipped += 1
+        self._name(reason)
+
+    def count_origin(self, origin: str) -> None:
+        """Count a document of `origin`; after 200 different ones the others are counted as `(others)`."""
+        if not origin:
+            return
+        if origin not in self.origins and len(self.origins) >= LISTED_ORIGINS:
+            origin = "(others)"
+        self.origins[origin] = self.origins.get(origin, 0) + 1
+
+    def add_document(self, document: Document) -> None:
+        """Count a document that was read."""
+        self.documents += 1
+        self.characters += len(document.text)
+        self.count_origin(document.origin)
+
+    def add(self, other: SourceReport) -> None:
+        """Add the counts of another part of the same source."""
+        for name, count in asdict(other).items():
+            if isinstance(count, int):
+                setattr(self, name, getattr(self, name) + count)
+        self.skipped_files = (self.skipped_files + other.skipped_files)[:LISTED_SKIPS]
+        for origin, count in other.origins.items():
+            known = origin in self.origins or len(self.origins) < LISTED_ORIGINS
+            name = origin if known else "(others)"
+            self.origins[name] = self.origins.get(name, 0) + count
+
+    def _name(self, reason: str) -> None:
+        if len(self.skipped_files) < LISTED_SKIPS:
+            # A file name need not be UTF-8; what is printed must.
+            self.skipped_files.append(reason.encode("utf-8", "backslashreplace").decode())

@@ -1,0 +1,87 @@
+"""Hub data sets, streamed through `datasets`, whole or one shard of them at a time."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pod.data.read.records import Bad, BadRecord, Fields, Record, UnreadableFile, one_line
+
+
+class HubShard(NamedTuple):
+    """A run of a data set's records, in the order of its stream."""
+
+    name: str
+    config: str | None
+    split: str
+    revision: str | None = None
+    """Commit of the data set, the same for all that is read; None for a folder of this machine."""
+    index: int = 0
+    count: int = 1
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        config = f" config {self.config!r}" if self.config else ""
+        part = f" shard {self.index}" if self.count > 1 else ""
+        return f"hub data set {self.name!r}{config} split {self.split!r}{part}"
+
+
+def hub_shards(name: str, config: str | None, split: str) -> list[HubShard]:
+    """The shards that the stream of a data set consists of, as it stands now. Raises `ValueError` when there is none."""
+    whole = HubShard(name, config, split)
+    with _named(whole, [0]):
+        whole = whole._replace(revision=revision_of(name))
+        count = int(getattr(_load(whole), "num_shards", 1) or 1)
+    return [whole._replace(index=index, count=count) for index in range(count)]
+
+
+def read_hub(shard: HubShard, fields: Fields, bad: Bad) -> Iterator[Record]:
+    """Records of a shard. A connection that breaks off is a `ValueError`, whatever the policy for unreadable files."""
+    number = [0]
+    with _named(shard, number):
+        stream = _load(shard)
+        if shard.count > 1:
+            stream = stream.shard(num_shards=shard.count, index=shard.index, contiguous=True)
+        columns = getattr(stream, "column_names", None)
+        if columns and fields.content in columns:
+            stream = stream.select_columns([name for name in fields.names if name in columns])
+        for values in stream:
+            where = f"{shard.where} record {number[0]}"
+            number[0] += 1
+            try:
+                record = fields.record(number[0] - 1, values, where)
+                if len(record.text) * 4 > fields.max_bytes:
+                    fields.check_length(len(record.text.encode("utf-8", "surrogatepass")), where)
+            except BadRecord as error:
+                bad(str(error))
+                continue
+            yield record
+
+
+def revision_of(name: str) -> str | None:
+    """The commit that data set `name` of the hub stands at."""
+    from huggingface_hub import HfApi
+
+    return None if Path(name).is_dir() else HfApi().dataset_info(name).sha
+
+
+def _load(shard: HubShard) -> Any:
+    import datasets
+
+    return datasets.load_dataset(
+        shard.name, shard.config, split=shard.split, revision=shard.revision, streaming=True
+    )
+
+
+@contextmanager
+def _named(shard: HubShard, number: list[int]) -> Iterator[None]:
+    try:
+        yield
+    except (UnreadableFile, BadRecord):
+        raise
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{shard.where} cannot be read at record {number[0]} ({one_line(error)}): check the id, config and split, the "
+            "network, or use a local copy"
+        ) from error

@@ -1,0 +1,281 @@
+"""MosaicML data sets: a folder with `index.json` and `.mds` shards, plain or compressed, read without their library.
+
+A shard, all numbers little-endian uint32: number of samples n; n + 1 offsets where samples start and the last one ends; a
+JSON header; the samples. A sample: the sizes of its columns that have no fixed size, then the columns' bytes.
+Source: the MDS format of github.com/mosaicml/streaming (version 2).
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from pod.data.read.readers import BUFFER_BYTES, damage_named, open_zstd
+from pod.data.read.records import Bad, BadRecord, Fields, Record, UnreadableFile, one_line, too_long
+
+COMPRESSIONS: dict[str, Callable[[Path], Any]] = {"zstd": open_zstd, "gz": gzip.open, "bz2": bz2.open}
+ARRAY_TYPES = {
+    8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 18: "<f2", 32: "<u4", 33: "<i4", 34: "<f4", 64: "<u8", 65: "<i8", 66: "<f8",
+}  # fmt: skip
+"""First byte of an array whose type is not fixed → its type."""
+NUMBERS = {
+    **{f"{sign}int{bits}": f"<{sign or 'i'}{bits // 8}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"<f{bits // 8}" for bits in (16, 32, 64)},
+    "int": "<i8",
+}
+
+
+class MdsColumn(NamedTuple):
+    """A column of a shard; `size` in bytes when it is fixed."""
+
+    name: str
+    encoding: str
+    size: int | None
+
+
+class MdsShard(NamedTuple):
+    """A shard as its index describes it."""
+
+    path: str
+    """The file to read: the decompressed one if it exists."""
+    names: tuple[str, ...]
+    """All files that are this shard."""
+    columns: tuple[MdsColumn, ...]
+    samples: int
+    raw_bytes: int
+    file_bytes: int
+    compression: str | None
+    hashes: tuple[tuple[str, str], ...]
+    """(algorithm, hex digest) of the file to read."""
+
+
+def read_index(path: Path) -> dict[str, Any] | None:
+    """The content of an MDS `index.json`; None for a file that is something else."""
+    try:
+        index = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(index, dict) or not isinstance(index.get("shards"), list) or "version" not in index:
+        return None
+    return index
+
+
+def mds_shards(folder: Path, index: dict[str, Any]) -> list[MdsShard]:
+    """The shards that `index` of `folder` names. Raises `ValueError` for another version or format than MDS 2."""
+    where = folder / "index.json"
+    if index["version"] != 2:
+        raise ValueError(f"{where} has version {index['version']!r}, expected 2")
+    try:
+        return [_shard(folder, entry, where) for entry in index["shards"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{where} is not a complete MDS index ({type(error).__name__}: {error})") from error
+
+
+def _shard(folder: Path, entry: dict[str, Any], where: Path) -> MdsShard:
+    if entry["format"] != "mds":
+        raise ValueError(f"{where} names a shard of format {entry['format']!r}, expected 'mds'")
+    files = [one for one in (entry["raw_data"], entry.get("zip_data")) if one]
+    paths = [os.path.join(folder, one["basename"]) for one in files]
+    for path in paths:
+        if os.path.relpath(path, folder).startswith(".."):
+            raise ValueError(f"{where} names a shard outside its folder: {path}")
+    # What is there counts; when nothing is, the file that was published is named as missing.
+    chosen = next((number for number, path in enumerate(paths) if os.path.isfile(path)), len(paths) - 1)
+    compression = (entry["compression"] or "").partition(":")[0] if chosen else None
+    columns = zip(entry["column_names"], entry["column_encodings"], entry["column_sizes"], strict=True)
+    return MdsShard(
+        path=paths[chosen],
+        names=tuple(paths),
+        columns=tuple(MdsColumn(*column) for column in columns),
+        samples=int(entry["samples"]),
+        raw_bytes=int(files[0]["bytes"]),
+        file_bytes=int(files[chosen]["bytes"]),
+        compression=compression,
+        hashes=tuple(sorted((files[chosen].get("hashes") or {}).items())),
+    )
+
+
+def read_shard(shard: MdsShard, fields: Fields, bad: Bad) -> Iterator[Record]:
+    """Records of a shard in its order, one sample in memory at a time; only the wanted columns are decoded.
+
+    Raises `UnreadableFile` when size or hash differ from the index, or the content does not add up.
+    """
+    path = Path(shard.path)
+    decoders = _decoders(shard, fields)
+    with damage_named(path):
+        _check_file(shard)
+        with _open(shard) as stream:
+            sizes = _sample_sizes(stream, shard)
+            for number, size in enumerate(sizes):
+                where = f"{path} sample {number}"
+                try:
+                    values = _read_sample(stream, int(size), shard, decoders, fields, where)
+                    record = fields.record(number, values, where)
+                except BadRecord as error:
+                    bad(str(error))
+                    continue
+                yield record
+
+
+def _open(shard: MdsShard) -> IO[bytes]:
+    if shard.compression is None:
+        return open(shard.path, "rb", buffering=BUFFER_BYTES)
+    if shard.compression not in COMPRESSIONS:
+        raise UnreadableFile(
+            f"{shard.path} is compressed with {shard.compression!r}, readable are {', '.join(COMPRESSIONS)} and none"
+        )
+    return COMPRESSIONS[shard.compression](Path(shard.path))
+
+
+def _check_file(shard: MdsShard) -> None:
+    size = os.stat(shard.path).st_size
+    if size != shard.file_bytes:
+        raise UnreadableFile(f"{shard.path} has {size:,} bytes, its index.json says {shard.file_bytes:,}")
+    for algorithm, expected in shard.hashes:
+        found = _file_hash(shard.path, algorithm)
+        if found != expected:
+            raise UnreadableFile(f"{shard.path} has {algorithm} {found}, its index.json says {expected}")
+
+
+def _file_hash(path: str, algorithm: str) -> str:
+    if algorithm in hashlib.algorithms_available and not algorithm.startswith("shake"):
+        digest: Any = hashlib.new(algorithm, usedforsecurity=False)
+    else:
+        import xxhash
+
+        if algorithm not in xxhash.algorithms_available:
+            raise UnreadableFile(f"{path} has a hash of unknown kind {algorithm!r} in its index.json")
+        digest = getattr(xxhash, algorithm)()
+    with open(path, "rb", buffering=0) as stream:
+        while chunk := stream.read(BUFFER_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sample_sizes(stream: IO[bytes], shard: MdsShard) -> np.ndarray:
+    """int64 [samples], after which the stream stands at the first sample."""
+    samples = int(np.frombuffer(_exactly(stream, 4, shard), "<u4")[0])
+    if samples != shard.samples:
+        raise UnreadableFile(f"{shard.path} holds {samples} samples, its index.json says {shard.samples}")
+    offsets = np.frombuffer(_exactly(stream, 4 * (samples + 1), shard), "<u4").astype(np.int64)
+    header = int(offsets[0]) - 4 * (samples + 2)
+    sizes = np.diff(offsets)
+    if header < 0 or np.any(sizes < 0) or int(offsets[-1]) != shard.raw_bytes:
+        raise UnreadableFile(
+            f"{shard.path} is damaged: its offsets do not add up to {shard.raw_bytes:,} bytes"
+        )
+    _skip(stream, header, shard)
+    return sizes
+
+
+def _read_sample(
+    stream: IO[bytes], size: int, shard: MdsShard, decoders: dict[str, Decoder], fields: Fields, where: str
+) -> dict[str, Any]:
+    """The wanted columns of the next sample; what is above the limit is passed over without being held."""
+    fixed = [column.size for column in shard.columns]
+    num_variable = sum(not one for one in fixed)
+    variable = iter(np.frombuffer(_exactly(stream, 4 * num_variable, shard), "<u4").tolist())
+    lengths = [one or next(variable) for one in fixed]
+    if sum(lengths) + 4 * num_variable != size:
+        raise UnreadableFile(f"{where} is damaged: its columns do not add up to its {size:,} bytes")
+    # Ids can be stored as int64 and are kept as uint32.
+    limit = fields.max_bytes * (2 if fields.tokens else 1) + 64
+    values, too_large, wrong = {}, None, None
+    for column, length in zip(shard.columns, lengths, strict=True):
+        if column.name not in decoders:
+            _skip(stream, length, shard)
+            values[column.name] = None
+        elif length > limit:
+            _skip(stream, length, shard)
+            too_large = too_large or too_long(f"{where}: field {column.name!r}", length, fields.max_bytes)
+        else:
+            data = _exactly(stream, length, shard)
+            try:
+                values[column.name] = decoders[column.name](data)
+            except (ValueError, IndexError, KeyError, RecursionError) as error:
+                wrong = (
+                    wrong or f"{where}: field {column.name!r} is not {column.encoding} ({one_line(error)})"
+                )
+    if too_large or wrong:
+        raise BadRecord(too_large or wrong or "")
+    if isinstance(text := values.get(fields.content), str):
+        fields.check_length(len(text.encode("utf-8", "surrogatepass")), where)
+    return values
+
+
+def _exactly(stream: IO[bytes], size: int, shard: MdsShard) -> bytes:
+    data = stream.read(size)
+    if len(data) != size:
+        raise UnreadableFile(f"{shard.path} ends before its last sample")
+    return data
+
+
+def _skip(stream: IO[bytes], size: int, shard: MdsShard) -> None:
+    while size > 0:
+        size -= len(_exactly(stream, min(size, BUFFER_BYTES), shard))
+
+
+Decoder = Callable[[bytes], Any]
+
+
+def _decoders(shard: MdsShard, fields: Fields) -> dict[str, Decoder]:
+    """Decoder of each wanted column. Columns nobody asks for are passed over, so theirs may be of any kind."""
+    wanted = set(fields.names)
+    return {one.name: _decoder(one, shard) for one in shard.columns if one.name in wanted}
+
+
+def _decoder(column: MdsColumn, shard: MdsShard) -> Decoder:
+    kind, _, details = column.encoding.partition(":")
+    if kind == "ndarray":
+        return _array_decoder(details, column, shard)
+    if kind in NUMBERS:
+        return lambda data: np.frombuffer(data, NUMBERS[kind])[0].item()
+    simple: dict[str, Decoder] = {
+        "str": lambda data: data.decode(),
+        "bytes": lambda data: data,
+        "json": lambda data: json.loads(data.decode()),
+        "str_int": lambda data: int(data.decode()),
+        "str_float": lambda data: float(data.decode()),
+    }
+    if kind not in simple:
+        reason = "which runs whatever a file says" if kind == "pkl" else "which holds no text or token ids"
+        raise UnreadableFile(
+            f"{shard.path}: field {column.name!r} is encoded as {column.encoding!r}, {reason}; readable are "
+            f"ndarray, numbers, {', '.join(simple)}"
+        )
+    return simple[kind]
+
+
+def _array_decoder(details: str, column: MdsColumn, shard: MdsShard) -> Decoder:
+    """Arrays: [type: 1 byte unless fixed] [shape, unless fixed: (axes × 4 + log2 of bytes per number), numbers] [values]."""
+    name, _, axes = details.partition(":")
+    try:
+        fixed_type = np.dtype(name).newbyteorder("<") if name else None
+        fixed_shape = tuple(int(one) for one in axes.split(",")) if axes else None
+        if fixed_type is not None and fixed_type.kind not in "iuf":
+            raise ValueError(name)
+    except (TypeError, ValueError) as error:
+        raise UnreadableFile(
+            f"{shard.path}: field {column.name!r} has encoding {column.encoding!r}, which is no array type"
+        ) from error
+
+    def decode(data: bytes) -> np.ndarray:
+        at = 0
+        dtype, shape = fixed_type, fixed_shape
+        if dtype is None:
+            dtype, at = np.dtype(ARRAY_TYPES[data[0]]), 1
+        if shape is None:
+            num_axes, width = data[at] >> 2, 1 << (data[at] & 3)
+            shape = tuple(np.frombuffer(data, f"<u{width}", num_axes, at + 1).tolist())
+            at += 1 + num_axes * width
+        return np.frombuffer(data, dtype, offset=at).reshape(shape)
+
+    return decode

@@ -1,0 +1,203 @@
+"""Source specs → files in a fixed order: files, folders, globs, MosaicML folders, the standard library, packages."""
+
+import glob
+import importlib.util
+import os
+import re
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+from pod.data.read.mds import MdsShard, mds_shards, read_index
+from pod.data.read.readers import is_known, kind_of
+
+_NOTES = re.compile(
+    r"(readme|licen[cs]e|copying|notice|citation|changelog|dataset_?card)[\w-]*(\.(md|txt|rst|cff))?"
+)
+STDLIB_OUTSIDE = {"site-packages", "dist-packages"}
+MDS_INDEX = "index.json"
+
+
+class FoundFile(NamedTuple):
+    """A file of a source; `shard` says how it is read when it belongs to a MosaicML data set."""
+
+    path: str
+    shard: MdsShard | None = None
+
+
+@dataclass
+class Files:
+    """The files of a source in reading order."""
+
+    found: list[FoundFile] = field(default_factory=list)
+    tolerate: bool = False
+    """Skip unreadable ones whatever the policy (deliberately broken files of the standard library)."""
+    left_out: list[str] = field(default_factory=list)
+    """Files that stand beside MosaicML shards and are not read, each with the reason."""
+    unreadable: list[str] = field(default_factory=list)
+    """Folders whose files cannot be listed, each with the reason."""
+
+
+def files_of(place: str, include: tuple[str, ...] = ()) -> Files:
+    """The files of a local source. Raises `ValueError` in one line when there are none."""
+    if place.startswith("stdlib:"):
+        return _stdlib_files(place.removeprefix("stdlib:"))
+    path = _package_path(place) if place.startswith("package:") else Path(place).expanduser()
+    if path.is_file():
+        if not include and not is_known(path):
+            raise ValueError(
+                f"{_unknown(path)}; make it one of these, or name it in data.include to read it as one text"
+            )
+        return Files(_file_or_shards(str(path)))
+    if path.is_dir():
+        return _folder_files(path, include)
+    if glob.has_magic(place):
+        names = sorted(name for name in glob.glob(str(path), recursive=True) if os.path.isfile(name))
+        if names:
+            return _found(names, include)
+        raise ValueError(f"no file matches {place!r}: correct data.sources")
+    raise ValueError(
+        f"source {place!r} does not exist here: expected a file, folder or glob of this machine (copy or mount what lies "
+        "elsewhere), hub:<id> for a data set of the Hugging Face hub, stdlib: or package:<name>/<file>"
+    )
+
+
+def hub_spec(place: str) -> tuple[str, str | None, str] | None:
+    """(id, config, split) of `hub:<id>[:<config>][@<split>]`, None for anything local."""
+    if not place.startswith("hub:"):
+        return None
+    rest, _, split = place.removeprefix("hub:").partition("@")
+    name, _, config = rest.partition(":")
+    return name, config or None, split or "train"
+
+
+def _folder_files(folder: Path, include: tuple[str, ...]) -> Files:
+    files = Files()
+    folders = list(_walk(folder, files.unreadable))
+    indexed = {
+        parent: _shards(Path(parent), index)
+        for parent, names in folders
+        if MDS_INDEX in names and (index := read_index(Path(parent, MDS_INDEX))) is not None
+    }
+    of_shards = {os.path.join(parent, MDS_INDEX) for parent in indexed}
+    of_shards.update(
+        name for shards in indexed.values() for one in shards if one.shard for name in one.shard.names
+    )
+    seen = set()
+    for parent, names in folders:
+        for shard in indexed.get(parent, []):
+            # The index of a merged data set names the shards of the folders below, which have an index each too.
+            if shard.path not in seen and _matches(shard.path, include):
+                files.found.append(shard)
+            seen.add(shard.path)
+        others = [os.path.join(parent, name) for name in names]
+        own = _found([path for path in others if path not in of_shards], include, bool(indexed))
+        files.found += own.found
+        files.left_out += own.left_out
+        files.unreadable += own.unreadable
+    if not files.found:
+        wanted = f" matching {', '.join(include)}" if include else ""
+        why = f" that can be read ({files.unreadable[0]})" if files.unreadable else ""
+        raise ValueError(f"folder {folder} holds no file{wanted}{why}: correct data.sources or data.include")
+    return files
+
+
+def _found(paths: list[str], include: tuple[str, ...], beside_shards: bool = False) -> Files:
+    """Which of the files of a folder or glob are read: those of a known kind, and no notes about the records beside them."""
+    if include:
+        return Files([one for path in paths if _matches(path, include) for one in _file_or_shards(path)])
+    files = Files()
+    folders = {os.path.dirname(path) for path in paths if is_known(path) and kind_of(path) != "text"}
+    for path in paths:
+        folder, name = os.path.split(path)
+        if beside_shards or (folder in folders and _NOTES.fullmatch(name.lower())):
+            what = "MDS shards" if beside_shards else "records"
+            files.left_out.append(f"{path} stands beside {what} and is not read; data.include can ask for it")
+        elif is_known(path):
+            files.found += _file_or_shards(path)
+        else:
+            files.unreadable.append(_unknown(path))
+    return files
+
+
+def _file_or_shards(path: str) -> list[FoundFile]:
+    """The file, or the shards that it names when it is the index of a MosaicML data set."""
+    index = read_index(Path(path)) if os.path.basename(path) == MDS_INDEX else None
+    return [FoundFile(path)] if index is None else _shards(Path(path).parent, index)
+
+
+def _unknown(path: str | Path) -> str:
+    return f"{path} is of no kind that is read (jsonl, json, parquet, arrow, texts by their suffixes)"
+
+
+def _matches(path: str, include: tuple[str, ...]) -> bool:
+    return not include or any(fnmatch(os.path.basename(path), one) for one in include)
+
+
+def _shards(folder: Path, index: dict) -> list[FoundFile]:
+    return [FoundFile(shard.path, shard) for shard in mds_shards(folder, index)]
+
+
+def _walk(
+    folder: str | Path,
+    unreadable: list[str],
+    outside: frozenset[str] = frozenset({"__pycache__"}),
+    above: frozenset[str] = frozenset(),
+) -> Iterator[tuple[str, list[str]]]:
+    """(folder, its file names) in a fixed order, without hidden ones and the folders named in `outside`.
+
+    Links to folders are followed, but not to one of those `above`, their real paths. What cannot be listed is named in
+    `unreadable`.
+    """
+    real = os.path.realpath(folder)
+    if real in above:
+        return
+    try:
+        with os.scandir(folder) as entries:
+            found = sorted((one.name, one.is_dir()) for one in entries if not one.name.startswith("."))
+    except OSError as error:
+        unreadable.append(f"folder {folder} cannot be listed ({error.strerror})")
+        return
+    yield str(folder), [name for name, is_folder in found if not is_folder]
+    for name, is_folder in found:
+        if is_folder and name not in outside:
+            yield from _walk(os.path.join(folder, name), unreadable, outside, above | {real})
+
+
+def _stdlib_files(inside: str) -> Files:
+    folder = Path(sysconfig.get_paths()["stdlib"], inside)
+    outside = frozenset({"__pycache__", *STDLIB_OUTSIDE})
+    unreadable: list[str] = []
+    found = [
+        FoundFile(os.path.join(parent, name))
+        for parent, names in _walk(folder, unreadable, outside)
+        for name in names
+        if name.endswith(".py")
+    ]
+    if not found:
+        raise ValueError(
+            f"{folder} holds no .py files: this Python carries no such part of the standard library"
+        )
+    return Files(found, tolerate=True, unreadable=unreadable)
+
+
+def _package_path(place: str) -> Path:
+    """The file of `package:<import name>/<relative file>`, found without importing the package."""
+    name, _, relative = place.removeprefix("package:").partition("/")
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    folders = list(spec.submodule_search_locations or []) if spec is not None else []
+    if not folders:
+        raise ValueError(
+            f"source {place!r}: no installed package {name!r}; pip install what provides it or drop the source"
+        )
+    for folder in folders:
+        path = Path(folder, relative)
+        if path.exists():
+            return path
+    raise ValueError(f"source {place!r}: package {name!r} in {folders[0]} has no file {relative!r}")

@@ -1,0 +1,37 @@
+"""Documents from files, folders, lists, MosaicML and hub data sets, the standard library and installed packages.
+
+`load_documents` turns source specs (see `DataArgs.sources`) into a stream of `Document`; nothing is held in memory but
+the record at hand. What cannot be read is an error that names the file, or is counted, by the policy of the caller.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+from pod.data.args import DataArgs
+from pod.data.read.documents import Document, SourceReport
+from pod.data.read.units import plan_units, read_unit
+
+__all__ = ["Document", "SourceReport", "load_documents"]
+
+
+def load_documents(
+    sources: Iterable[str] | DataArgs, reports: list[SourceReport] | None = None, **settings: Any
+) -> Iterator[Document]:
+    """Stream the documents of `sources`, in a fixed order (files sorted by name).
+
+    `sources` are specs, with `settings` of the recipe's `data` section, or that section itself. `reports`, when given, receives
+    one `SourceReport` per source, complete once the source is read. Raises `ValueError` in one line for a source that does not
+    exist or holds no text and, with `unreadable="error"`, for any unreadable file.
+    """
+    args = sources if isinstance(sources, DataArgs) else DataArgs(sources=list(sources), **settings)
+    units = plan_units(args)
+    for number, source in enumerate(args.sources):
+        report = SourceReport(source)
+        if reports is not None:
+            reports.append(report)
+        own = (read_unit(unit, args, report) for unit in units if unit.source == number)
+        for document in chain.from_iterable(own):
+            report.add_document(document)
+            yield document
+        report.check_any()

@@ -1,0 +1,281 @@
+"""Sources cut into units: the work that one process reads at a time. The cut depends on nothing but the files and the target.
+
+A unit is a run of small files, one large file, a range of a large jsonl file, a MosaicML shard or a shard of a hub data set.
+Reading all units one after the other gives the documents in the order of the sources and of their files' names.
+"""
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from pod.data.args import DataArgs
+from pod.data.read.books import Splitter, split_fragment
+from pod.data.read.documents import Document, SourceReport
+from pod.data.read.hub import HubShard, hub_shards, read_hub
+from pod.data.read.mds import MdsShard, read_shard
+from pod.data.read.places import Files, files_of, hub_spec
+from pod.data.read.readers import is_compressed, kind_of, read_records
+from pod.data.read.records import Bad, Fields, Record, SourceChanged, UnreadableFile, uncovered
+
+UNITS_PER_SOURCE = 64
+"""Units that a source has at least if the smallest sizes allow, so that many processes have work."""
+SMALLEST_GROUP_BYTES, GROUP_BYTES = 2**20, 32 * 2**20
+"""Text in a run of small files."""
+SMALLEST_RANGE_BYTES, RANGE_BYTES = 2**20, 64 * 2**20
+"""Bytes in a range of a large jsonl file."""
+BYTES_PER_TARGET_TOKEN = 0.25
+"""Units are not larger, so that reading can stop soon after the target is reached."""
+COMPRESSION = 4
+"""Text is about this much larger than its compressed file."""
+READING_VERSION = 2
+"""Raised when the same file would give other documents than before."""
+
+
+class FilePart(NamedTuple):
+    """A file as it was when the unit was planned, or the bytes [start, stop) of it."""
+
+    path: str
+    size: int
+    """Bytes; -1 = missing or no regular file."""
+    mtime_ns: int
+    start: int = 0
+    stop: int | None = None
+    shard: MdsShard | None = None
+
+    @property
+    def text_bytes(self) -> int:
+        """About how many bytes of text it holds."""
+        if self.stop is not None:
+            return self.stop - self.start
+        if self.shard is not None:
+            return self.shard.raw_bytes
+        packed = is_compressed(self.path) or kind_of(self.path) == "parquet"
+        return max(self.size, 0) * (COMPRESSION if packed else 1)
+
+    def check_unchanged(self) -> None:
+        """Raise `SourceChanged` when the file has been changed since."""
+        if _state(self.path) != (self.size, self.mtime_ns):
+            raise SourceChanged(f"{self.path} was changed while the data was prepared: start again")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one process reads at a time; can be pickled."""
+
+    source: int
+    """Its place in `args.sources`."""
+    spec: str
+    """The source as the user wrote it."""
+    files: tuple[FilePart, ...] = ()
+    hub: HubShard | None = None
+    tolerate: bool = False
+    """Skip unreadable files whatever the policy."""
+    left_out: tuple[str, ...] = ()
+    """Files of the source that are not read at all, each with the reason; named by its first unit."""
+    split: str = ""
+    """The fragment of the source: how its texts are split."""
+
+    @property
+    def name(self) -> str:
+        """One line for messages."""
+        if self.hub is not None:
+            return self.hub.where
+        first = self.files[0]
+        if first.stop is not None:
+            return f"{first.path} bytes {first.start:,} to {first.stop:,}"
+        return (
+            first.path if len(self.files) == 1 else f"{first.path} and {len(self.files) - 1} files after it"
+        )
+
+    @property
+    def text_bytes(self) -> int:
+        """About how many bytes of text it holds; 0 for hub data sets, of which that is not known."""
+        return sum(one.text_bytes for one in self.files)
+
+    def fingerprint(self) -> str:
+        """64 hex digits of what is read: paths, sizes, times of change, ranges, hub shard and fragment; not of the settings."""
+        files = [
+            [
+                os.path.abspath(one.path),
+                one.size,
+                one.mtime_ns,
+                one.start,
+                one.stop,
+                one.shard and one.shard[2:],
+            ]
+            for one in self.files
+        ]
+        content = [READING_VERSION, files, self.hub, self.tolerate, self.left_out, self.split]
+        return hashlib.sha256(json.dumps(content).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def plan_units(args: DataArgs) -> list[Unit]:
+    """The units of all sources, in reading order. Raises `ValueError` in one line for a source that does not exist."""
+    units = []
+    for source, spec in enumerate(args.sources):
+        place, _ = split_fragment(spec)
+        hub = hub_spec(place)
+        split = spec[len(place) + 1 :]
+        if hub is not None:
+            units += [Unit(source, spec, hub=shard, split=split) for shard in hub_shards(*hub)]
+            continue
+        files = files_of(place, tuple(args.include))
+        if files.unreadable and args.unreadable == "error" and not files.tolerate:
+            raise ValueError(
+                f"{files.unreadable[0]} ({len(files.unreadable)} such): correct it, name what to read in data.include, or set "
+                "data.unreadable=skip"
+            )
+        for number, group in enumerate(_groups(files, args.target_tokens, may_cut=not split)):
+            left_out = () if number else (*files.left_out, *files.unreadable)
+            units.append(Unit(source, spec, group, None, files.tolerate, left_out, split))
+    return units
+
+
+def read_unit(unit: Unit, args: DataArgs, report: SourceReport) -> Iterator[Document]:
+    """The documents of a unit, in order, without empty ones; what is left out goes into `report`, and the files read.
+
+    Raises `ValueError` in one line, with `unreadable="error"` for all that cannot be read, and always for a file that has
+    changed since the unit was planned.
+    """
+    for reason in unit.left_out:
+        report.skip(reason)
+    fields = Fields.from_args(args)
+    place, splitter = split_fragment(unit.spec)
+    if unit.hub is not None:
+        report.files += unit.hub.index == 0
+        prefix = f"{place}:" + (f"{unit.hub.index}:" if unit.hub.count > 1 else "")
+        bad = _policy(unit, args, report)
+        yield from _judged(
+            unit, args, report, None, _documents(read_hub(unit.hub, fields, bad), unit, prefix, bad, splitter)
+        )
+    for part in unit.files:
+        report.files += part.start == 0
+        bad = _policy(unit, args, report)
+        yield from _judged(unit, args, report, part, _file_documents(part, unit, fields, bad, splitter))
+
+
+def _policy(unit: Unit, args: DataArgs, report: SourceReport) -> Bad:
+    """What happens to a bad record."""
+
+    def stop(reason: str) -> None:
+        raise UnreadableFile(reason)
+
+    return report.skip_record if _is_lenient(unit, args) else stop
+
+
+def _is_lenient(unit: Unit, args: DataArgs) -> bool:
+    return args.unreadable == "skip" or unit.tolerate
+
+
+def _judged(
+    unit: Unit, args: DataArgs, report: SourceReport, part: FilePart | None, documents: Iterator[Document]
+) -> Iterator[Document]:
+    """`documents` of one file without empty ones; a damaged file ends them or raises, a changed one always raises."""
+    bad_before, is_empty = (
+        report.records_skipped,
+        part is not None and part.stop is None and part.shard is None,
+    )
+    try:
+        if part is not None:
+            part.check_unchanged()
+            if part.size < 0:
+                raise UnreadableFile(f"{part.path} is missing or no regular file")
+        for document in documents:
+            is_empty = False
+            if document.text.strip() if document.tokens is None else len(document.tokens):
+                yield document
+            else:
+                report.empty += 1
+    except UnreadableFile as error:
+        if part is not None:
+            part.check_unchanged()  # then this is why
+        if not _is_lenient(unit, args):
+            raise ValueError(f"{error}; repair or remove it, or set data.unreadable=skip") from error
+        report.skip(str(error))
+        return
+    if part is not None:
+        part.check_unchanged()
+    report.empty += is_empty and report.records_skipped == bad_before  # a file without any record
+
+
+def _file_documents(
+    part: FilePart, unit: Unit, fields: Fields, bad: Bad, splitter: Splitter | None
+) -> Iterator[Document]:
+    path = Path(part.path)
+    if part.shard is not None:
+        records = read_shard(part.shard, fields, bad)
+    else:
+        records = read_records(path, fields, bad, part.start, part.stop)
+    prefix = f"{path}:byte " if part.stop is not None else f"{path}:"
+    yield from _documents(records, unit, prefix, bad, splitter)
+
+
+def _documents(
+    records: Iterable[Record], unit: Unit, prefix: str, bad: Bad, splitter: Splitter | None
+) -> Iterator[Document]:
+    """The documents of records: one each, or those that the bounds of token ids or the source's fragment say."""
+    for record in records:
+        name = prefix.removesuffix(":") if record.place is None else f"{prefix}{record.place}"
+        if record.tokens is None:
+            pieces = splitter(record.text) if splitter else [record.text]
+            for number, piece in enumerate(pieces):
+                yield Document(
+                    piece, unit.spec, f"{name}:{number}" if splitter else name, None, record.origin
+                )
+            continue
+        if record.bounds is None:
+            yield Document("", unit.spec, name, record.tokens, record.origin)
+            continue
+        for number, (start, stop) in enumerate(record.bounds.tolist()):
+            # A copy: a document that waits in a batch must not keep the whole sample in memory.
+            tokens = record.tokens[start:stop].copy()
+            yield Document("", unit.spec, f"{name}:{number}", tokens, record.origin)
+        if left := uncovered(record):
+            bad(f"{name} holds {left} token ids that lie in no document of its bounds")
+
+
+def _groups(files: Files, target_tokens: int | None, may_cut: bool) -> Iterator[tuple[FilePart, ...]]:
+    """The files of a source as runs of consecutive small ones; ranges, shards and large files alone."""
+    whole = [FilePart(one.path, *_state(one.path), shard=one.shard) for one in files.found]
+    share = sum(one.text_bytes for one in whole) // UNITS_PER_SOURCE
+    if target_tokens is not None:
+        share = min(share, int(BYTES_PER_TARGET_TOKEN * target_tokens))
+    limit = min(GROUP_BYTES, max(SMALLEST_GROUP_BYTES, share))
+    range_bytes = min(RANGE_BYTES, max(SMALLEST_RANGE_BYTES, share))
+    group: list[FilePart] = []
+    group_bytes = 0
+    for part in whole:
+        ranges = _ranges(part, range_bytes) if may_cut else []
+        alone = bool(ranges) or part.shard is not None
+        if group and (alone or group_bytes + part.text_bytes > limit):
+            yield tuple(group)
+            group, group_bytes = [], 0
+        if alone:
+            yield from ((one,) for one in ranges or [part])
+            continue
+        group.append(part)
+        group_bytes += part.text_bytes
+    if group:
+        yield tuple(group)
+
+
+def _ranges(part: FilePart, range_bytes: int) -> list[FilePart]:
+    """A large plain jsonl file in ranges; empty for all else."""
+    if part.size <= range_bytes or kind_of(part.path) != "lines" or is_compressed(part.path):
+        return []
+    starts = range(0, part.size, range_bytes)
+    return [part._replace(start=start, stop=min(start + range_bytes, part.size)) for start in starts]
+
+
+def _state(path: str) -> tuple[int, int]:
+    """Size [bytes] and time of change [ns]; (-1, 0) for what is missing or no regular file (unreadable when its turn comes)."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return -1, 0
+    return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else (-1, 0)

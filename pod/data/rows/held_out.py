@@ -1,0 +1,113 @@
+"""Text that training never sees, beside the prepared rows; and long sequences of it, for similarity search and perplexity."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pod.data.read.records import one_line
+from pod.data.read.sources import load_documents
+from pod.data.rows.manifest import REPAIR, check_file, read_manifest, token_dtype
+from pod.data.tokens.tokenizers import BoundaryTokens, Encoder, tokenizer_sha256
+from pod.files import sha256_file
+
+HELD_OUT_TOKENS, HELD_OUT_LENGTHS = "held_out.tokens.bin", "held_out.lengths.npy"
+
+
+def write_held_out(folder: Path, documents: Iterable[np.ndarray], vocab_size: int) -> dict[str, Any]:
+    """Write the held-out documents, ids [n] each, beside the rows; their manifest entry: counts and checksums."""
+    dtype, lengths = token_dtype(vocab_size), []
+    with open(folder / HELD_OUT_TOKENS, "wb") as stream:
+        for tokens in documents:
+            stream.write(tokens.astype(dtype, copy=False).tobytes())
+            lengths.append(len(tokens))
+    with open(folder / HELD_OUT_LENGTHS, "wb") as stream:
+        np.lib.format.write_array(stream, np.array(lengths, dtype="<i8"), allow_pickle=False)
+    return {
+        "documents": len(lengths),
+        "tokens": sum(lengths),
+        "token_dtype": dtype.name,
+        "files": [
+            {"file": name, "bytes": (folder / name).stat().st_size, "sha256": sha256_file(folder / name)}
+            for name in (HELD_OUT_TOKENS, HELD_OUT_LENGTHS)
+        ],
+    }
+
+
+def held_out_documents(path: str | Path, tokenizer: Any = None) -> list[np.ndarray]:
+    """The held-out documents of prepared data, ids [n] each, mapped from their file, in the order of their places.
+
+    Raises `ValueError` in one line for a folder without prepared data, for damaged files, and for data of another `tokenizer`.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    if tokenizer is not None and tokenizer_sha256(tokenizer) != manifest["tokenizer_sha256"]:
+        raise ValueError(f"{folder} was prepared with another tokenizer than the model's: {REPAIR}")
+    return map_held_out(folder, manifest)
+
+
+def map_held_out(folder: Path, manifest: dict[str, Any]) -> list[np.ndarray]:
+    """`held_out_documents` of a folder whose manifest is read."""
+    held_out = manifest.get("held_out") or {}
+    if not held_out.get("documents"):
+        return []
+    for entry in held_out.get("files", []):
+        check_file(folder, entry, verify=False)
+    try:
+        lengths = np.load(folder / HELD_OUT_LENGTHS, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(
+            f"{folder / HELD_OUT_LENGTHS} is not a readable .npy array ({one_line(error)}): {REPAIR}"
+        ) from None
+    tokens = np.memmap(folder / HELD_OUT_TOKENS, dtype=held_out["token_dtype"], mode="r")
+    if len(tokens) != lengths.sum():
+        raise ValueError(
+            f"{folder / HELD_OUT_TOKENS} holds {len(tokens):,} tokens, {HELD_OUT_LENGTHS} says {lengths.sum():,}: {REPAIR}"
+        )
+    return np.split(tokens, np.cumsum(lengths)[:-1])
+
+
+def source_documents(sources: Sequence[str], tokenizer: Any) -> list[np.ndarray]:
+    """The documents of text sources (as in `data.sources`), tokenised as the tokenizer does by itself: ids [n] each."""
+    boundary, encoder = BoundaryTokens.from_policy("tokenizer", tokenizer), Encoder(tokenizer)
+    texts = dict.fromkeys(document.text for document in load_documents(sources))
+    before, after = (np.array(ids, dtype=np.uint32) for ids in (boundary.before, boundary.after))
+    return [np.concatenate([before, tokens, after]) for tokens in encoder(list(texts))]
+
+
+def long_sequences(
+    documents: Sequence[np.ndarray], num_sequences: int, sequence_length: int, seed: int = 0
+) -> np.ndarray:
+    """`num_sequences` disjoint sequences of `sequence_length` tokens, int64 [num_sequences, sequence_length].
+
+    Documents of at least that length come first, one sequence from the start of each, then their further pieces; what is still
+    missing is made of the rest, concatenated and cut. All in random order, deterministic in `seed`. Raises `ValueError` when there
+    is too little text.
+    """
+    rng = np.random.default_rng(np.random.SeedSequence([seed, sequence_length]))
+    documents = [documents[index] for index in rng.permutation(len(documents))]
+    n = sequence_length
+    starts = sorted(
+        (start, index) for index, tokens in enumerate(documents) for start in range(0, len(tokens) - n + 1, n)
+    )
+    sequences = [documents[index][start : start + n] for start, index in starts[:num_sequences]]
+    if missing := num_sequences - len(sequences):
+        rest = np.concatenate(list(_head((one[len(one) // n * n :] for one in documents), missing * n)))
+        sequences.extend(rest[: len(rest) // n * n].reshape(-1, n))
+    if len(sequences) < num_sequences:
+        raise ValueError(
+            f"{num_sequences} sequences of {n} tokens asked for, {len(sequences)} available ({len(documents)} documents, "
+            f"{sum(map(len, documents))} tokens): ask for fewer or shorter ones, or prepare more text"
+        )
+    return np.stack(sequences).astype(np.int64)
+
+
+def _head(documents: Iterable[np.ndarray], num_tokens: int) -> Iterator[np.ndarray]:
+    """`documents` up to `num_tokens` tokens."""
+    yield np.empty(0, np.uint32)
+    for tokens in documents:
+        if num_tokens <= 0:
+            return
+        yield tokens[:num_tokens]
+        num_tokens -= len(tokens)

@@ -1,0 +1,184 @@
+"""Packed rows in training: memory-mapped shards, labels, documents (the format is described in `pod.data.rows.manifest`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from pod.data.rows.manifest import (
+    REPAIR,
+    SHARD_ARRAYS,
+    check_file,
+    check_manifest_bytes,
+    listed_files,
+    open_array,
+    read_manifest,
+)
+from pod.data.rows.order import RowCursor, epoch_order
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORED_LABEL = -100
+OPEN_SHARDS = 64
+"""Shards that stay mapped at a time. Each holds three file descriptors, and a process often may have 1,024."""
+
+
+class _Shard(NamedTuple):
+    tokens: np.ndarray
+    lengths: np.ndarray
+    starts: np.ndarray
+
+
+def shifted_labels(tokens: np.ndarray, docs: np.ndarray) -> np.ndarray:
+    """Next-token labels of packed rows.
+
+    tokens, docs [..., context] → int64 [..., context]: `tokens[t + 1]` where token t + 1 belongs to the same document
+    as token t, else -100 (last token of a document, padding, end of the row).
+    """
+    labels = np.full(tokens.shape, IGNORED_LABEL, dtype=np.int64)
+    same = (docs[..., 1:] == docs[..., :-1]) & (docs[..., :-1] >= 0)
+    np.copyto(labels[..., :-1], tokens[..., 1:], where=same, casting="safe")
+    return labels
+
+
+class PackedDataset:
+    """Read-only, memory-mapped packed rows; a map-style data set that `torch.utils.data.DataLoader` accepts.
+
+    `path` is a folder written by `pod.data.run.prepare`. `context_length`, `tokenizer_sha256` and `vocab_size` state what
+    the caller needs and are refused when the data was prepared for something else (`vocab_size`: the model's, which
+    must cover every token id). Sizes of all files are always checked; `verify=True` also reads every byte, the
+    manifest's included, and compares checksums.
+
+    Raises `ValueError` in one line for a missing or foreign manifest, a missing, truncated or changed file, and data
+    prepared for another context or tokenizer.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        context_length: int | None = None,
+        tokenizer_sha256: str | None = None,
+        vocab_size: int | None = None,
+        verify: bool = False,
+    ):
+        self.path = Path(path)
+        self.manifest = read_manifest(self.path)
+        self.context_length: int = self.manifest["context_length"]
+        self._check_request(context_length, tokenizer_sha256, vocab_size)
+        for entry in listed_files(self.manifest):
+            check_file(self.path, entry, verify)
+        if verify:
+            check_manifest_bytes(self.path, self.manifest)
+        shards = self.manifest["shards"]
+        for number in range(len(shards)):
+            self._open(number)
+        self._starts = np.cumsum([0] + [shard["rows"] for shard in shards])
+        for name in ("rows", "documents"):
+            held, expected = sum(shard[name] for shard in shards), self.manifest[f"num_{name}"]
+            if held != expected:
+                raise ValueError(
+                    f"{self.path}: the shards hold {held} {name}, the manifest says {expected}: {REPAIR}"
+                )
+        self._shard = lru_cache(OPEN_SHARDS)(self._open)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Row `index`: `input_ids`, `doc_ids`, `labels`, each int64 [context]; labels are already shifted."""
+        return {name: value[0] for name, value in self.rows([index]).items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker of a DataLoader opens the files itself; pickled maps would carry their content.
+        return {name: value for name, value in self.__dict__.items() if name != "_shard"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._shard = lru_cache(OPEN_SHARDS)(self._open)
+
+    def rows(self, indices: Sequence[int] | np.ndarray) -> dict[str, torch.Tensor]:
+        """Rows `indices` as one batch: `input_ids`, `doc_ids`, `labels`, each int64 [len(indices), context].
+
+        `doc_ids` number the documents of a row from 0; -1 is padding. The position of a token, for RoPE and for the
+        windows of attention, is counted from the start of its document; the model derives it from `doc_ids`.
+
+        Raises `IndexError` for a row that does not exist, `ValueError` for one that is damaged.
+        """
+        import torch  # takes a second, and preparing needs none
+
+        tokens = np.empty((len(indices), self.context_length), dtype=np.int64)
+        docs = np.full(tokens.shape, -1, dtype=np.int64)
+        for at, index in enumerate(indices):
+            lengths, row = self.row(int(index))
+            tokens[at] = row
+            docs[at, : lengths.sum()] = np.repeat(np.arange(len(lengths)), lengths)
+        return {
+            "input_ids": torch.from_numpy(tokens),
+            "doc_ids": torch.from_numpy(docs),
+            "labels": torch.from_numpy(shifted_labels(tokens, docs)),
+        }
+
+    def documents(self, index: int) -> list[np.ndarray]:
+        """The token ids of each document of row `index`, in order, without padding; uint16 or uint32 [tokens]."""
+        lengths, row = self.row(index)
+        return np.split(np.asarray(row[: lengths.sum()]), np.cumsum(lengths)[:-1])
+
+    def order(self, seed: int, epoch: int) -> np.ndarray:
+        """Order in which epoch `epoch` reads the rows: a permutation of `range(len(self))`, int64."""
+        return epoch_order(len(self), seed, epoch)
+
+    def cursor(self, seed: int = 0, position: int = 0) -> RowCursor:
+        """A `RowCursor` over these rows; `position` = rows consumed so far (all data-parallel ranks together)."""
+        return RowCursor(len(self), seed=seed, position=position)
+
+    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Lengths of the documents of a row, int32 [documents], and its tokens, [context]; `ValueError` for a damaged one."""
+        number, at = self._locate(index)
+        tokens, lengths, starts = self._shard(number)
+        first, stop = int(starts[at]), int(starts[at + 1])
+        own, row = lengths[max(first, 0) : max(stop, 0)], tokens[at]
+        # One comparison a row, so that a damaged file stops here and not as an index error inside a GPU kernel.
+        fits = 0 <= first < stop <= len(lengths) and own.min() >= 1 and own.sum() <= self.context_length
+        if not fits or row.max() >= self.manifest["vocab_size"]:
+            shard = self.manifest["shards"][number]
+            raise ValueError(
+                f"row {at} of {self.path / shard['tokens']['file']} is damaged (its documents do not fit the row, or a "
+                f"token id the vocabulary): {REPAIR}"
+            )
+        return own, row
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)} in {self.path}")
+        index %= len(self)
+        shard = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return shard, index - int(self._starts[shard])
+
+    def _open(self, number: int) -> _Shard:
+        shard = self.manifest["shards"][number]
+        return _Shard(*(open_array(self.path, self.manifest, shard, name) for name in SHARD_ARRAYS))
+
+    def _check_request(
+        self, context_length: int | None, tokenizer_sha256: str | None, vocab_size: int | None
+    ) -> None:
+        if context_length is not None and context_length != self.context_length:
+            raise ValueError(
+                f"{self.path} was prepared for a context of {self.context_length} tokens, {context_length} asked for: "
+                f"set data.context_length to {self.context_length} or {REPAIR}"
+            )
+        if tokenizer_sha256 is not None and tokenizer_sha256 != self.manifest["tokenizer_sha256"]:
+            raise ValueError(
+                f"{self.path} was prepared with another tokenizer (sha256 {self.manifest['tokenizer_sha256'][:12]}, "
+                f"the model's is {tokenizer_sha256[:12]}): use that tokenizer's model or {REPAIR}"
+            )
+        if vocab_size is not None and vocab_size < self.manifest["vocab_size"]:
+            raise ValueError(
+                f"{self.path} holds token ids up to {self.manifest['vocab_size'] - 1}, the model's vocabulary has "
+                f"{vocab_size}: use the model whose tokenizer made the data or {REPAIR}"
+            )

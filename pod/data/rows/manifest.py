@@ -1,0 +1,148 @@
+"""The folder of packed rows: its format, its manifest, and the checks of its files.
+
+A data folder holds `manifest.json` and, per shard, three plain `.npy` arrays (little-endian):
+
+* `shard-00000.tokens.npy` uint16 (vocabularies up to 65,536) or uint32 [rows, context]: a row's documents one after
+  another from position 0, then padding
+* `shard-00000.lengths.npy` int32 [documents]: tokens of each document, row after row
+* `shard-00000.starts.npy` int64 [rows + 1]: row r holds the documents `starts[r]` to `starts[r + 1] - 1`
+
+Everything that attention and RoPE need follows from the lengths: the document of each token, and its position in it.
+The manifest names every file with its size and SHA-256, has an `id` made of these, and ends with a checksum of its own content.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pod.files import read_json, sha256_file
+
+FORMAT = "pod-packed-rows"
+SCHEMA_VERSION = 3
+MANIFEST_NAME = "manifest.json"
+MANIFEST_CHECKSUM = "manifest_sha256"
+SHARD_ARRAYS = ("tokens", "lengths", "starts")
+REPAIR = "prepare the data again with `pod data`"
+_REQUIRED = {
+    "context_length": int,
+    "num_rows": int,
+    "num_documents": int,
+    "num_tokens": int,
+    "vocab_size": int,
+    "pad_token_id": int,
+    "tokenizer_sha256": str,
+    "id": str,
+    "shards": list,
+}
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Type of the token ids on disk: two bytes when the vocabulary fits into them, else four."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def read_manifest(path: str | Path) -> dict[str, Any]:
+    """The checked manifest of data folder `path`; `ValueError` when it is missing, foreign or of another schema version."""
+    path = Path(path)
+    file = path / MANIFEST_NAME
+    if not file.is_file():
+        raise ValueError(f"{path} holds no {MANIFEST_NAME}: run `pod data` first or set another output_dir")
+    manifest = read_json(file)
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError(f"{file} is not a manifest of packed rows (no format {FORMAT!r}): {REPAIR}")
+    if manifest.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(
+            f"{file} has schema version {manifest.get('schema_version')}, this program reads {SCHEMA_VERSION}: {REPAIR}"
+        )
+    for name, kind in _REQUIRED.items():
+        if not isinstance(manifest.get(name), kind):
+            raise ValueError(f"{file} lacks {name!r} ({kind.__name__}): {REPAIR}")
+    if not manifest["shards"] or not all(map(_is_complete, manifest["shards"])):
+        raise ValueError(f"{file} has an incomplete shard entry: {REPAIR}")
+    return manifest
+
+
+def pieces(manifest: dict[str, Any]) -> str:
+    """What the rows hold: documents, or pieces where long ones were cut."""
+    return "pieces" if (manifest.get("policies") or {}).get("cut_pieces") else "documents"
+
+
+def data_id(manifest: dict[str, Any]) -> str:
+    """16 hex digits that stand for the content of all files: the same for the same rows and held-out text, wherever they lie."""
+    files = sorted((entry["file"], entry["sha256"]) for entry in listed_files(manifest))
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
+
+
+def manifest_checksum(manifest: dict[str, Any]) -> str:
+    """SHA-256 of a manifest's content, its own checksum left out."""
+    content = {name: value for name, value in manifest.items() if name != MANIFEST_CHECKSUM}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def check_manifest_bytes(folder: Path, manifest: dict[str, Any]) -> None:
+    """Raise `ValueError` when the manifest is not, byte for byte, what was written."""
+    file = folder / MANIFEST_NAME
+    as_written = json.dumps(manifest, indent=2) + "\n"
+    if (
+        manifest.get(MANIFEST_CHECKSUM) != manifest_checksum(manifest)
+        or file.read_bytes() != as_written.encode()
+    ):
+        raise ValueError(f"{file} does not match its checksum (changed or damaged): {REPAIR}")
+
+
+def listed_files(content: Any) -> Iterator[dict[str, Any]]:
+    """Every `{"file", "bytes", "sha256"}` inside a manifest, in its order: the shards and whatever else was prepared."""
+    if isinstance(content, dict) and content.keys() >= {"file", "bytes", "sha256"}:
+        yield content
+    elif isinstance(content, dict | list):
+        for value in content.values() if isinstance(content, dict) else content:
+            yield from listed_files(value)
+
+
+def check_file(folder: Path, entry: dict[str, Any], verify: bool) -> Path:
+    """The file of a manifest entry, with the recorded size and, with `verify`, the recorded checksum; else `ValueError`."""
+    file = folder / entry["file"]
+    if file.parent != folder:
+        raise ValueError(f"{folder / MANIFEST_NAME}: file {entry['file']!r} lies outside the folder")
+    if not file.is_file():
+        raise ValueError(f"{file} is missing: {REPAIR}")
+    size = file.stat().st_size
+    if size != entry["bytes"]:
+        raise ValueError(f"{file} has {size} bytes, the manifest says {entry['bytes']}: {REPAIR}")
+    if verify and sha256_file(file) != entry["sha256"]:
+        raise ValueError(f"{file} does not match its checksum (changed or damaged): {REPAIR}")
+    return file
+
+
+def open_array(folder: Path, manifest: dict[str, Any], shard: dict[str, Any], name: str) -> np.ndarray:
+    """Array `name` of a shard, memory-mapped and read-only; `ValueError` when it is not what the manifest describes."""
+    file = folder / shard[name]["file"]
+    try:
+        array = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"{file} is not a readable .npy array ({error}): {REPAIR}") from error
+    shapes = {
+        "tokens": (shard["rows"], manifest["context_length"]),
+        "lengths": (shard["documents"],),
+        "starts": (shard["rows"] + 1,),
+    }
+    dtypes = {
+        "tokens": token_dtype(manifest["vocab_size"]),
+        "lengths": np.dtype("<i4"),
+        "starts": np.dtype("<i8"),
+    }
+    if array.shape != shapes[name] or array.dtype != dtypes[name]:
+        raise ValueError(
+            f"{file} holds {array.dtype} {list(array.shape)}, expected {dtypes[name]} {list(shapes[name])}: {REPAIR}"
+        )
+    return array
+
+
+def _is_complete(shard: Any) -> bool:
+    if not isinstance(shard, dict) or not {"rows", "documents", *SHARD_ARRAYS} <= shard.keys():
+        return False
+    return all(len(list(listed_files(shard[name]))) == 1 for name in SHARD_ARRAYS)

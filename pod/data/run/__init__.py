@@ -1,0 +1,1 @@
+"""A preparation from its settings to the published folder."""

@@ -1,0 +1,53 @@
+"""What a preparation may replace and remove: not what somebody else put there, not what another run works with."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+LOCK_SECONDS = 5.0
+"""How long to wait for another run on the same data; the workers of a killed one need less than a second to end."""
+_OF_PREPARED_DATA = re.compile(
+    r"manifest\.json|shard-\d+\.\w+\.npy|held_out\.(tokens\.bin|lengths\.npy)|(lengths|packing|sources)\.png"
+    r"|\..+\.tmp-.+|\.DS_Store"
+)
+
+
+class Busy(ValueError):
+    """Another process works on the same data."""
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise `ValueError` when `folder`, which the result replaces as a whole, is a file or holds anything but prepared data."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} is a file where the prepared data should go: move it or set another output_dir"
+        )
+    strangers = sorted(file.name for file in folder.iterdir() if not _OF_PREPARED_DATA.fullmatch(file.name))
+    if strangers:
+        raise ValueError(
+            f"{folder} holds {strangers[0]!r}, which is no prepared data and would be lost with the folder "
+            f"({len(strangers)} such files): move them or set another output_dir"
+        )
+
+
+@contextlib.contextmanager
+def locked(file: Path, seconds: float, message: str) -> Iterator[None]:
+    """Hold the lock `file`, which exists only meanwhile. Raises `Busy(message)` when it is not free within `seconds`."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=seconds)
+    except Timeout:
+        raise Busy(message) from None
+    try:
+        yield
+    finally:
+        # Before the release: afterwards it could be the lock of the next run.
+        with contextlib.suppress(OSError):
+            file.unlink()
+        lock.release()

@@ -1,0 +1,216 @@
+"""What one preparation is: settings, tokenizer, units in the order of reading, and where its work lies.
+
+    <output_dir>.work/work.json       what the work is for; of anything else it is removed
+    <output_dir>.work/unit-*.bin      kept tokens, one file per finished unit (`pod.data.tokens.store`)
+    <output_dir>.work/shard-*.json    entries of finished shards
+    <output_dir>.work/rows/           the shards, renamed to <output_dir> at the end
+
+Every file appears in one step and is used again when it is there, so a run can be killed at any moment and called again.
+"""
+
+import hashlib
+import inspect
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pod.data.args import DataArgs
+from pod.data.balance.lots import unit_order
+from pod.data.read.gates import imported_filter
+from pod.data.read.units import Unit, plan_units
+from pod.data.rows.loader import PackedDataset
+from pod.data.rows.manifest import token_dtype
+from pod.data.tokens.store import UnitFile
+from pod.data.tokens.tokenizers import (
+    BoundaryTokens,
+    Encoder,
+    load_tokenizer,
+    tokenizer_sha256,
+    vocabulary_size,
+)
+from pod.files import read_json, write_json
+
+NOT_DECIDING = {"workers", "held_out_tokens"}
+"""Settings that say how the data is made, not what it is, and one that is compared by itself."""
+
+
+class Job:
+    """One preparation of `args` into `output_dir`.
+
+    Args:
+        tokenizer: a tokenizer, or its folder, file or hub id (then the job can be pickled). `args.tokenizer` wins.
+        seed: of the order of reading, the draw and the order of rows.
+    """
+
+    def __init__(self, args: DataArgs, tokenizer: Any, output_dir: str | Path, seed: int = 0):
+        if args.target_tokens is None:
+            raise ValueError(
+                "data.target_tokens is not set: say how many tokens to draw for training (of a small corpus, more than it "
+                "holds draws everything)"
+            )
+        self.args, self.seed, self.output_dir = args, seed, Path(output_dir)
+        if self.output_dir.is_symlink():  # to a larger disk, say: the link stays
+            self.output_dir = self.output_dir.resolve()
+        self._source_of_tokenizer = args.tokenizer or tokenizer
+        self._cache: dict[str, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_cache": {}}
+
+    # What is asked for
+
+    @property
+    def tokenizer(self) -> Any:
+        """Loaded once per process."""
+        return self._once("tokenizer", lambda: load_tokenizer(self._source_of_tokenizer))
+
+    @property
+    def boundary(self) -> BoundaryTokens:
+        """Ids before and after each document."""
+        return self._once(
+            "boundary", lambda: BoundaryTokens.from_policy(self.args.boundary_tokens, self.tokenizer)
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        return self._once("vocab_size", lambda: vocabulary_size(self.tokenizer))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the token ids on disk."""
+        return token_dtype(self.vocab_size)
+
+    @property
+    def pad_token_id(self) -> int:
+        """Id for positions without a token: the tokenizer's padding, else its end of text, else 0."""
+        for name in ("pad_token_id", "eos_token_id"):
+            if getattr(self.tokenizer, name, None) is not None:
+                return int(getattr(self.tokenizer, name))
+        return 0
+
+    @property
+    def tokenizer_source(self) -> str | None:
+        """Folder, file or hub id of the tokenizer; None when it came as an object."""
+        source = self._source_of_tokenizer
+        if not isinstance(source, (str, Path)):
+            source = getattr(source, "name_or_path", None)
+        return str(source) if source else None
+
+    @property
+    def encoder(self) -> Encoder:
+        """Texts → ids."""
+        return self._once("encoder", lambda: Encoder(self.tokenizer))
+
+    @property
+    def held_out_tokens(self) -> int:
+        """Tokens to hold out of training."""
+        return self.args.held_out_tokens or 0
+
+    def warm_up(self) -> None:
+        """Make here what forked workers would else make once each."""
+        _ = self.units(), self.request, self.boundary, self.vocab_size, self.encoder
+
+    def units(self) -> list[Unit]:
+        """The units of all sources."""
+        return self._once("units", lambda: plan_units(self.args))
+
+    def order(self) -> list[int]:
+        """Numbers of the units in the order of reading."""
+        sources = np.array([unit.source for unit in self.units()])
+        return unit_order(sources, self.seed).tolist()
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """All that decides the bytes of the result but the sources' content and `held_out_tokens`."""
+        return self._once("request", self._request)
+
+    def is_current(self) -> bool:
+        """Whether `output_dir` holds complete data of this request, with as much held-out text or more. No source is looked at."""
+        try:
+            manifest = PackedDataset(self.output_dir).manifest
+        except ValueError:
+            return False
+        held_out = (manifest.get("held_out") or {}).get("asked", 0)
+        return manifest.get("request") == self.request and held_out >= self.held_out_tokens
+
+    # Where the work lies
+
+    @property
+    def work_dir(self) -> Path:
+        """Folder of everything that is removed in the end."""
+        return self.output_dir.parent / f"{self.output_dir.name}.work"
+
+    @property
+    def staging_dir(self) -> Path:
+        """Folder of the shards until they are complete."""
+        return self.work_dir / "rows"
+
+    @property
+    def lock_file(self) -> Path:
+        """Held by the run that works on this output."""
+        return self.output_dir.parent / f"{self.output_dir.name}.lock"
+
+    def unit_file(self, number: int) -> UnitFile:
+        """The file of unit `number`."""
+        name = self._once(
+            f"unit {number}", lambda: f"unit-{number}-{self.units()[number].fingerprint()[:16]}.bin"
+        )
+        return UnitFile(self.work_dir / name, self.dtype)
+
+    def entry_file(self, number: int) -> Path:
+        """The manifest's entry of shard `number`, once it is written."""
+        return self.work_dir / f"shard-{number:05d}.json"
+
+    def open_work(self) -> None:
+        """Make the work folder; what another request or other sources left there is removed.
+
+        The policy for what cannot be read is no part of that: finished units stay when it is relaxed.
+        """
+        request = json.loads(json.dumps(self.request))
+        request["settings"].pop("unreadable")
+        units = hashlib.sha256("".join(unit.fingerprint() for unit in self.units()).encode()).hexdigest()
+        wanted = {"request": request, "held_out_tokens": self.held_out_tokens, "units_sha256": units}
+        file = self.work_dir / "work.json"
+        if file.is_file() and read_json(file) == wanted:
+            return
+        self.clean()
+        self.work_dir.mkdir(parents=True)
+        write_json(file, wanted)
+
+    def clean(self) -> None:
+        """Remove the work."""
+        shutil.rmtree(self.work_dir, ignore_errors=True)
+
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        if name not in self._cache:
+            self._cache[name] = make()
+        return self._cache[name]
+
+    def _request(self) -> dict[str, Any]:
+        settings = {name: value for name, value in asdict(self.args).items() if name not in NOT_DECIDING}
+        settings["boundary_tokens"] = [list(self.boundary.before), list(self.boundary.after)]
+        return {
+            "settings": settings,
+            "seed": self.seed,
+            "tokenizer_sha256": tokenizer_sha256(self.tokenizer),
+            "split_special_tokens": bool(getattr(self.tokenizer, "split_special_tokens", False)),
+            "document_filter_sha256": _source_sha256(self.args.document_filter),
+        }
+
+
+def _source_sha256(name: str | None) -> str | None:
+    """Identity of a user's filter: its source text, else its name."""
+    if name is None:
+        return None
+    function = imported_filter(name)
+    try:
+        text = inspect.getsource(function)
+    except (OSError, TypeError):
+        text = repr(getattr(function, "__qualname__", function))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,133 @@
+"""Data preparation in one call: read → tokenise → keep or drop → pack → publish, on the processes of this machine."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pod.data.args import DataArgs
+from pod.data.balance.draw import draw
+from pod.data.balance.intervals import IntervalReport, bounds_of
+from pod.data.read.records import one_line
+from pod.data.read.units import plan_units
+from pod.data.rows.loader import PackedDataset
+from pod.data.rows.manifest import pieces
+from pod.data.rows.overview import left_out
+from pod.data.rows.pictures import PICTURE_NAME, short_number
+from pod.data.run.folders import LOCK_SECONDS, Busy, check_replaceable, locked
+from pod.data.run.job import Job
+from pod.data.run.progress import duration
+from pod.data.run.publish import publish
+from pod.data.run.reading import read_sources
+from pod.data.run.workers import cores
+from pod.data.run.writing import pack, write_rows
+from pod.files import check_can_write
+
+__all__ = ["PICTURE_NAME", "estimate", "prepare", "summary"]
+
+LISTED = 5
+"""Unreadable files and records that the summary names."""
+# Measured by benchmarks/data_pipeline.py with SmolLM2's tokenizer on Python source.
+BYTES_PER_TOKEN = 3.6
+TOKENS_PER_SECOND = 800_000
+"""Of one core."""
+PARENT_GIGABYTES, WORKER_GIGABYTES = 0.3, 0.2
+RECORD_FACTOR = 125
+"""Bytes of memory per byte of a long record while it is tokenised."""
+
+
+def prepare(args: DataArgs, tokenizer: Any, output_dir: str | Path, *, seed: int = 0) -> PackedDataset:
+    """Prepare the training rows and the held-out text of `args` in folder `output_dir` and open them.
+
+    `tokenizer` is a tokenizer, its folder, file or hub id. The same settings, sources and seed give the same bytes, whatever
+    the number of workers and however often the work was interrupted. Data of the same settings, seed and tokenizer is kept as it
+    is; no source is looked at then. The folder appears in one step; what an error, a full disk or a kill interrupted stays in
+    `<output_dir>.work`, from where the same call goes on.
+
+    Raises `ValueError` in one line for settings, sources and tokenizers that cannot work, `OSError` when the disk is full.
+    """
+    job = Job(args, tokenizer, output_dir, seed)
+    if job.is_current():
+        with suppress(Busy, OSError), locked(job.lock_file, 0, "busy"):  # another run may work beside it
+            job.clean()
+        print(
+            f"{job.output_dir} is up to date: the same settings, seed and tokenizer; to read its sources again, remove it"
+        )
+        return PackedDataset(job.output_dir)
+    check_replaceable(job.output_dir)
+    check_can_write(job.output_dir.parent, "output_dir")
+    message = f"another process is preparing {job.output_dir}: wait for it, or stop it and run the same command again"
+    with locked(job.lock_file, LOCK_SECONDS, message):
+        try:
+            job.open_work()
+            job.warm_up()
+            reading = read_sources(job)
+            drawn = draw(reading.kept, args, seed)
+            packed = pack(drawn, args)
+            publish(job, reading, drawn, write_rows(job, packed))
+            job.clean()
+        except BaseException:
+            if not any(job.work_dir.glob("unit-*")):  # an error before the first unit
+                job.clean()
+            raise
+    return PackedDataset(job.output_dir)
+
+
+def summary(manifest: dict[str, Any]) -> str:
+    """The manifest in a few lines: totals, intervals, and what the policies left out."""
+    lines = [
+        f"{manifest['num_tokens']:,} tokens of {manifest['num_documents']:,} {pieces(manifest)} in {manifest['num_rows']:,} rows of "
+        f"{manifest['context_length']} (padding {100 * manifest['padding_share']:.2f} %)"
+    ]
+    for interval in manifest["intervals"]:
+        lines.append(
+            f"  {interval['name']:>9} tokens: {short_number(interval['tokens_before']):>6} → "
+            f"{short_number(interval['tokens_after']):>6} ({interval['documents_after']:,} {pieces(manifest)})"
+        )
+    lines.extend(manifest["balance"]["notes"])
+    missing = [f"{count:,} {reason}" for reason, count in left_out(manifest)]
+    if missing:
+        lines.append("left out: " + ", ".join(missing))
+    named = [name for source in manifest["read"]["sources"] for name in source["skipped_files"]]
+    lines.extend(f"  unreadable: {name}" for name in named[:LISTED])
+    return "\n".join(lines)
+
+
+def estimate(args: DataArgs) -> str:
+    """What preparing costs, for `--dry-run`: intervals, share of each, and time, disk and memory at measured rates."""
+    bounds = bounds_of(args)
+    first = 1 if args.short_documents == "drop" else 0
+    names = [
+        IntervalReport(low, high).name for low, high in zip(bounds[first:], bounds[first + 1 :], strict=False)
+    ]
+    lines = [f"length intervals [tokens]: {', '.join(names)}"]
+    if args.target_tokens is None:
+        return "\n".join([*lines, "data.target_tokens is not set: say how many tokens to draw"])
+    size = 2 * args.target_tokens
+    lines.append(
+        f"target: {args.target_tokens:,} tokens, {args.target_tokens // len(names):,} per interval; rows need {_gigabytes(size)}, "
+        f"the work folder up to {_gigabytes(3 * size)} (vocabularies above 65,536: twice as much)"
+    )
+    return "\n".join([*lines, *_cost(args)])
+
+
+def _cost(args: DataArgs) -> list[str]:
+    """Time, disk and memory; the sources are looked at but not read."""
+    try:
+        size = sum(unit.text_bytes or 0 for unit in plan_units(args))
+    except (ValueError, OSError) as error:
+        return [f"sources: cannot be looked at here ({one_line(error)})"]
+    if not size:
+        return ["sources: of unknown size (hub data sets)"]
+    tokens, workers = size / BYTES_PER_TOKEN, args.workers or cores()
+    time = duration(tokens / (TOKENS_PER_SECOND * workers))
+    memory = PARENT_GIGABYTES + WORKER_GIGABYTES * workers
+    return [
+        f"sources: about {_gigabytes(size)} of text or {short_number(tokens)} tokens; reading takes at most about {time} on "
+        f"{workers} core{'s' * (workers > 1)}, less where the target is met before the end",
+        f"memory: about {memory:.1f} GB, and {RECORD_FACTOR * args.max_record_bytes / 1e9:.1f} GB more for each worker that meets "
+        f"a record of {args.max_record_bytes / 1e6:.0f} MB",
+    ]
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.3g} GB"

@@ -1,0 +1,65 @@
+"""How far reading is: by the bytes of the sources, or by the interval that fills last, whichever ends it first."""
+
+import time
+
+import numpy as np
+from tqdm import tqdm
+
+from pod.data.balance.intervals import share_of, share_out
+from pod.data.balance.kept import Kept
+from pod.data.rows.pictures import short_number
+
+
+class Progress:
+    """One line on the terminal. `total`: bytes of text of all sources, 0 = not known."""
+
+    def __init__(self, total: int):
+        self.total, self.done = total, 0
+        self.began = time.monotonic()
+        self.slowest: tuple[str, float] | None = None
+        """Name and filled share of the interval that is filled least."""
+        self._bar = tqdm(bar_format="{desc}", mininterval=1)
+
+    def read(self, num_bytes: int) -> None:
+        """Count bytes of text that were read."""
+        self.done += num_bytes
+        self._bar.set_description_str(self.line(time.monotonic() - self.began), refresh=False)
+        self._bar.update()
+
+    def show(self, kept: Kept) -> None:
+        """Tell of the interval that is filled least by settled pieces."""
+        self.slowest = slowest_interval(kept)
+        self.read(0)
+
+    def line(self, seconds: float) -> str:
+        """`read 1.2 GB of 4 GB, interval 16K–32K: 63 %, 4 min left`, `seconds` after the beginning."""
+        line = f"read {short_number(self.done)}B" + (f" of {short_number(self.total)}B" if self.total else "")
+        share = self.done / self.total if self.total else 0.0
+        if self.slowest is not None:
+            line += f", interval {self.slowest[0]}: {100 * self.slowest[1]:.0f} %"
+            share = max(share, self.slowest[1])
+        return line + (f", {duration(seconds * (1 / share - 1))} left" if 0 < share < 1 else "")
+
+    def close(self) -> None:
+        """End the line."""
+        self._bar.close()
+
+
+def slowest_interval(kept: Kept) -> tuple[str, float]:
+    """Name and filled share of the interval (with weights: its source) that has least of what is asked for."""
+    groups, args = kept.groups, kept.args
+    own = kept.group < groups.count
+    tokens = np.bincount(kept.group[own], weights=kept.pieces["length"][own], minlength=groups.count)
+    quota = share_of(args, groups.intervals)
+    wanted = share_out(quota, [quota] * groups.sources, args.weights or [1.0]) * groups.intervals
+    filled = np.minimum(1.0, tokens / np.maximum(1, wanted))
+    number = int(np.argmin(filled))
+    return groups.name(groups.split(number)[0]), float(filled[number])
+
+
+def duration(seconds: float) -> str:
+    """`4 min`"""
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.2g} {unit}"
+    return f"{max(1, round(seconds))} s"

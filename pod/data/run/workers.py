@@ -1,0 +1,146 @@
+"""Runs tasks in processes of this machine, in order. The processes end with their parent, even a killed one."""
+
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
+from typing import Any
+
+Count = Callable[[int], object]
+"""Told of the progress, in the caller's unit."""
+Task = Callable[..., Any]
+"""task(count, *arguments) → a small result."""
+
+AHEAD = 2
+"""Tasks per worker that are given out at a time."""
+POLL_SECONDS = 0.3
+TRIM_SECONDS = 10.0
+"""How often a worker gives freed memory back at most; more often, getting it again costs a tenth of the speed."""
+_worker: tuple[Task, Any] | None = None
+_trimmed_at = 0.0
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_order(
+    task: Task, calls: Iterable[tuple[Any, ...]], workers: int, count: Count = lambda amount: None
+) -> Generator[Any, None, None]:
+    """The results of `task(count, *arguments)` for all `calls`, in their order; one worker = this process.
+
+    At most `AHEAD` tasks per worker are given out before they are asked for: `calls` is read as late as that. The first error ends
+    everything and is raised. Who stops early closes the generator, and the processes end.
+    """
+    with _one_thread_each():
+        if workers == 1:
+            for arguments in calls:
+                yield task(count, *arguments)
+        else:
+            yield from _in_processes(task, iter(calls), workers, count)
+
+
+def _in_processes(task: Task, calls: Iterator[tuple[Any, ...]], workers: int, count: Count) -> Iterator[Any]:
+    # Forked processes share the loaded tokenizer and start in milliseconds; elsewhere the task must be picklable.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
+    counter = context.Value("q", 0)
+    others = set(multiprocessing.active_children())
+    _give_back_memory()  # workers start with all that this process holds
+    executor = ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_start_worker, initargs=(task, counter, os.getpid())
+    )
+    try:
+        gc.freeze()  # a collection in a worker would touch, hence copy, every object of this process
+        given: deque[Future] = deque(
+            executor.submit(_run_task, *arguments) for arguments in islice(calls, AHEAD * workers)
+        )
+        gc.unfreeze()
+        counted = 0
+        while given:
+            while not given[0].done():
+                wait(given, POLL_SECONDS, FIRST_COMPLETED)
+                _raise_first(given)
+                count(counter.value - counted)
+                counted = counter.value
+            yield given.popleft().result()
+            given.extend(executor.submit(_run_task, *arguments) for arguments in islice(calls, 1))
+        count(counter.value - counted)
+    except BrokenProcessPool as error:
+        raise ValueError(
+            "a worker process was killed, probably for lack of memory: lower data.workers or data.max_record_bytes; the "
+            "same command goes on where it stopped"
+        ) from error
+    finally:
+        if given:  # what is finished is on disk; a task at work could take an hour to its end
+            for process in set(multiprocessing.active_children()) - others:
+                process.kill()
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _raise_first(given: Iterable[Future]) -> None:
+    """Raise the error of a task that failed while others before it are at work."""
+    for future in given:
+        if future.done() and (error := future.exception()) is not None:
+            raise error
+
+
+def _start_worker(task: Task, counter: Any, parent: int) -> None:
+    global _worker
+    _worker = (task, counter)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
+    """A killed parent cannot tell its workers; they would wait for work for ever."""
+    while os.getppid() == parent:
+        time.sleep(POLL_SECONDS)
+    os._exit(1)
+
+
+def _run_task(*arguments: Any) -> Any:
+    assert _worker is not None, "the worker was not started"
+    task, counter = _worker
+
+    def count(amount: int) -> None:
+        with counter.get_lock():
+            counter.value += amount
+
+    try:
+        return task(count, *arguments)
+    finally:
+        if time.monotonic() - _trimmed_at > TRIM_SECONDS:
+            _give_back_memory()
+
+
+def _give_back_memory() -> None:
+    """Return what was freed to the system: otherwise holes between long-lived blocks add up over the corpus (glibc)."""
+    global _trimmed_at
+    _trimmed_at = time.monotonic()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+@contextlib.contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Tokenizers' own threads are off: the processes are the parallelism."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("TOKENIZERS_PARALLELISM", None)
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before

@@ -1,0 +1,101 @@
+"""pack → shards: which piece goes into which row, and the rows on disk."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+from tqdm import tqdm
+
+from pod.data.args import DataArgs
+from pod.data.balance.draw import Drawn
+from pod.data.rows.pack import best_fit_rows, one_per_row
+from pod.data.rows.shards import DEFAULT_SHARD_BYTES, Row, rows_per_shard, write_shard
+from pod.data.run.job import Job
+from pod.data.run.workers import Count, cores, in_order
+from pod.files import explain_disk_full, read_json, write_json
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rows of pieces: row r holds `pieces[starts[r] : starts[r + 1]]` (PIECE)."""
+
+    pieces: np.ndarray
+    starts: np.ndarray
+
+    @property
+    def num_rows(self) -> int:
+        """Rows."""
+        return len(self.starts) - 1
+
+
+def pack(drawn: Drawn, args: DataArgs) -> Packed:
+    """The drawn pieces in rows, as `args.packing` says."""
+    lengths = drawn.pieces["length"]
+    if args.packing == "best_fit":
+        order, starts = best_fit_rows(lengths, args.context_length, args.packing_window)
+    else:
+        order, starts = one_per_row(lengths, args.context_length)
+    return Packed(drawn.pieces[order], starts)
+
+
+def write_rows(job: Job, packed: Packed) -> list[dict]:
+    """Write all shards that are not written yet; returns their manifest entries."""
+    job.staging_dir.mkdir(parents=True, exist_ok=True)
+    task = _Task(job, packed)
+    calls = ((number,) for number in range(-(-packed.num_rows // task.rows_per_shard)))
+    with (
+        tqdm(total=packed.num_rows, unit=" rows", desc="write", mininterval=1) as bar,
+        closing(in_order(task, calls, job.args.workers or cores(), bar.update)) as done,
+    ):
+        return list(done)
+
+
+class _Task:
+    """Writes one shard; can be pickled."""
+
+    def __init__(self, job: Job, packed: Packed):
+        self.job, self.packed = job, packed
+        self.rows_per_shard = rows_per_shard(job.args.context_length, job.vocab_size, DEFAULT_SHARD_BYTES)
+
+    def __call__(self, count: Count, number: int) -> dict:
+        job, file = self.job, self.job.entry_file(number)
+        if is_written(job, number):
+            return read_json(file)
+        with explain_disk_full(job.output_dir, written=job.staging_dir):
+            entry = write_shard(
+                job.staging_dir,
+                number,
+                self.rows(number, count),
+                context_length=job.args.context_length,
+                vocab_size=job.vocab_size,
+                pad_token_id=job.pad_token_id,
+            )
+        write_json(file, entry)
+        return entry
+
+    def rows(self, number: int, count: Count) -> Iterator[Row]:
+        """The rows of a shard."""
+        first = number * self.rows_per_shard
+        for row in range(first, min(first + self.rows_per_shard, self.packed.num_rows)):
+            pieces = self.packed.pieces[self.packed.starts[row] : self.packed.starts[row + 1]]
+            yield [tokens_of(self.job, piece) for piece in pieces]
+            count(1)
+
+
+def tokens_of(job: Job, piece: np.void) -> np.ndarray:
+    """The ids of a PIECE, uint32 [n]."""
+    start = int(piece["start"])
+    return job.unit_file(int(piece["unit"])).take(start, start + int(piece["length"]))
+
+
+def is_written(job: Job, number: int) -> bool:
+    """Whether shard `number` is complete on disk."""
+    if not job.entry_file(number).is_file():
+        return False
+    entries = [entry for entry in read_json(job.entry_file(number)).values() if isinstance(entry, dict)]
+    places = [job.staging_dir / entry["file"] for entry in entries]
+    return all(
+        place.is_file() and place.stat().st_size == entry["bytes"]
+        for place, entry in zip(places, entries, strict=True)
+    )

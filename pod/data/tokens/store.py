@@ -1,0 +1,169 @@
+"""Kept tokens on disk: one file per finished unit of reading, with its pieces, their tokens, and what was read.
+
+A file appears in one step, so one that is there is whole. It is rewritten when most of its tokens are not needed any more.
+"""
+
+import json
+import os
+import struct
+import tempfile
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from pod.data.read.documents import SourceReport
+from pod.files import explain_disk_full
+
+PIECE = np.dtype(
+    [
+        ("lot", "<u8"),
+        ("place", "<u8"),
+        ("start", "<u8"),
+        ("length", "<u4"),
+        ("document", "<u4"),
+        ("unit", "<u4"),
+        ("source", "<u2"),
+        ("first", "?"),
+        ("special", "?"),
+        ("copy", "?"),
+    ]
+)
+"""A document, or one of the pieces of the context's length into which a longer one is cut.
+
+lot: decides its luck in the draw. place: of its document in the held-out split (fraction × 2**64). start, length: its tokens in
+the file of its unit. document: tokens of the whole document. unit, source: numbers in reading order. first: piece of its document.
+special: the text spells a special token. copy: an equal piece came before, and its own tokens are not kept.
+"""
+_TAIL = struct.Struct("<QQI8s")
+_MARK = b"podunit1"
+Take = Callable[[int, int], np.ndarray]
+"""Tokens [start, stop) of what is being copied."""
+
+
+def own_tokens(pieces: np.ndarray) -> np.ndarray:
+    """Tokens that each piece needs on disk, int64 [n]: none for copies."""
+    return np.where(pieces["copy"], 0, pieces["length"].astype(np.int64))
+
+
+def file_order(pieces: np.ndarray) -> np.ndarray:
+    """Pieces of one unit as its file lists them: by where their tokens lie, copies behind."""
+    return pieces[np.lexsort((pieces["start"], pieces["copy"]))]
+
+
+class Spool:
+    """Tokens of a unit while it is read, in a file without a name, which goes with its process."""
+
+    def __init__(self, folder: Path, dtype: np.dtype):
+        self.folder, self.dtype = folder, dtype
+        self.size = 0
+        self._open()
+
+    def append(self, documents: Sequence[np.ndarray]) -> np.ndarray:
+        """Add documents [n] each; where each starts, int64 [documents]."""
+        lengths = np.array([len(one) for one in documents], dtype=np.int64)
+        starts = self.size + np.cumsum(lengths) - lengths
+        for tokens in documents:
+            self._write(tokens)
+        return starts
+
+    def take(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop)."""
+        self._stream.flush()
+        size = self.dtype.itemsize
+        found = os.pread(self._stream.fileno(), (stop - start) * size, start * size)
+        return np.frombuffer(found, self.dtype)
+
+    def keep(self, pieces: np.ndarray) -> None:
+        """Forget all tokens but those of `pieces`, whose starts are moved."""
+        old = Spool.__new__(Spool)
+        old.__dict__.update(self.__dict__)
+        self.size = 0
+        self._open()
+        _copy(pieces, old.take, self._write)
+        old.close()
+
+    def close(self) -> None:
+        """Give the disk back."""
+        self._stream.close()
+
+    def _write(self, tokens: np.ndarray) -> bytes:
+        self.size += len(tokens)
+        return _write(self._stream, tokens, self.dtype)
+
+    def _open(self) -> None:
+        self._stream = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 - closed by `close`
+
+
+class UnitFile(NamedTuple):
+    """The file of a finished unit."""
+
+    path: Path
+    dtype: np.dtype
+
+    def write(self, pieces: np.ndarray, take: Take, report: SourceReport) -> None:
+        """Write or replace the file: `pieces` in `file_order`, whose starts are moved, and their tokens. Atomic."""
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        told = json.dumps(report.as_dict()).encode()
+        with explain_disk_full(self.path), open(temporary, "wb") as stream:
+            checksum = _copy(pieces, take, lambda tokens: _write(stream, tokens, self.dtype))
+            index = pieces.tobytes() + told
+            stream.write(index + _TAIL.pack(len(pieces), len(told), zlib.crc32(index, checksum), _MARK))
+        os.replace(temporary, self.path)
+
+    def read(self, verify: bool = False) -> tuple[np.ndarray, int, SourceReport] | None:
+        """PIECE records, tokens in the file, and what was read; None when there is no whole file. `verify`: read every byte, as
+        a machine that went off may have left it."""
+        try:
+            with open(self.path, "rb") as stream:
+                size = stream.seek(0, os.SEEK_END)
+                stream.seek(max(0, size - _TAIL.size))
+                count, told, checksum, mark = _TAIL.unpack(stream.read())
+                index = size - _TAIL.size - told - count * PIECE.itemsize
+                if (
+                    mark != _MARK
+                    or index < 0
+                    or (verify and _checksum(stream, size - _TAIL.size) != checksum)
+                ):
+                    return None
+                stream.seek(index)
+                pieces = np.frombuffer(stream.read(count * PIECE.itemsize), PIECE).copy()
+                report = SourceReport(**json.loads(stream.read(told)))
+        except (FileNotFoundError, struct.error, ValueError):
+            return None
+        return pieces, index // self.dtype.itemsize, report
+
+    def take(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop), uint32."""
+        size = self.dtype.itemsize
+        found = np.fromfile(self.path, self.dtype, count=stop - start, offset=start * size)
+        return found.astype(np.uint32, copy=False)
+
+
+def _write(stream: BinaryIO, tokens: np.ndarray, dtype: np.dtype) -> bytes:
+    data = tokens.astype(dtype, copy=False).tobytes()
+    stream.write(data)
+    return data
+
+
+def _checksum(stream: BinaryIO, size: int) -> int:
+    """CRC-32 of the first `size` bytes."""
+    stream.seek(0)
+    checksum = 0
+    while size > 0 and (data := stream.read(min(size, 1 << 20))):
+        checksum, size = zlib.crc32(data, checksum), size - len(data)
+    return checksum
+
+
+def _copy(pieces: np.ndarray, take: Take, write: Callable[[np.ndarray], bytes]) -> int:
+    """Hand the tokens of `pieces` that are no copies to `write`, one after the other, and set their starts to where they lie then;
+    CRC-32 of what was written."""
+    size = checksum = 0
+    for number in np.flatnonzero(~pieces["copy"]).tolist():
+        start, length = int(pieces["start"][number]), int(pieces["length"][number])
+        checksum = zlib.crc32(write(take(start, start + length)), checksum)
+        pieces["start"][number] = size
+        size += length
+    return checksum

@@ -1,0 +1,247 @@
+"""Tokenizers: loading, identity, boundary tokens, encoding; and what tells documents apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pod.data.read.documents import Document
+from pod.data.read.records import one_line
+
+SLACK_TOKENS = 16
+"""That a tokenizer may add to any text, as SentencePiece's first space."""
+OPENING_WORDS = 48
+OPENING_TOKENS = 64
+PROBE = "Zwölf 12,345 naïve café — def f(x):\n\treturn x**2  # 中文 😀 I'll we'VE\r\n\n   end"
+_ADVICE = "give its folder, its hub id or its tokenizer.json"
+_WORD = re.compile(r"[^\W_]+")
+
+
+def load_tokenizer(tokenizer: Any, gguf_file: str | None = None) -> Any:
+    """`tokenizer` itself if it is one already, else the one of a folder, hub id or file.
+
+    Folders and hub ids are transformers' business (`AutoTokenizer`, which never runs code of theirs here), also a GGUF file
+    (named itself, or as `gguf_file` in a folder or hub id) and a `tokenizer.json`, with the `tokenizer_config.json` beside it
+    if there is one. Training loads them in the same way.
+
+    Raises `ValueError` in one line when there is no tokenizer or it is damaged.
+    """
+    if not isinstance(tokenizer, str | os.PathLike):
+        return tokenizer
+    path = Path(tokenizer)
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return _from_transformers(path.parent, path.name)
+        if path.name == "tokenizer.json" and (path.parent / "tokenizer_config.json").is_file():
+            return _from_transformers(path.parent, None)
+        return _from_json(path)
+    if path.suffix in (".model", ".json", ".gguf") and not path.exists():
+        raise ValueError(f"no tokenizer in {str(tokenizer)!r} (no such file): {_ADVICE}")
+    return _from_transformers(tokenizer, gguf_file)
+
+
+def _from_transformers(source: str | os.PathLike[str], gguf_file: str | None) -> Any:
+    from transformers import AutoTokenizer
+
+    options = {"gguf_file": gguf_file} if gguf_file else {}
+    try:
+        # Said outright, transformers does not stop to ask whether it may run a checkpoint's code.
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+    except Exception as error:  # damaged files end in bare Exception, KeyError, TypeError, ImportError …
+        raise ValueError(f"no tokenizer in {str(source)!r} ({one_line(error)}): {_ADVICE}") from error
+
+
+def _from_json(path: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        return PreTrainedTokenizerFast(tokenizer_file=str(path))
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise ValueError(f"{str(path)!r} is no tokenizer.json ({one_line(error)}): {_ADVICE}") from error
+
+
+def tokenizer_sha256(tokenizer: Any) -> str:
+    """Identity of a tokenizer as 64 hex digits: its vocabulary and what it makes of a fixed probe text.
+
+    A function of behaviour, not of files, so that a tokenizer keeps its identity when it is saved and loaded again.
+    """
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    probe = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
+    return hashlib.sha256(json.dumps([vocabulary, list(probe)], ensure_ascii=True).encode()).hexdigest()
+
+
+def vocabulary_size(tokenizer: Any) -> int:
+    """One more than the largest token id."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+@dataclass(frozen=True)
+class BoundaryTokens:
+    """Token ids put before and after each document."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    @classmethod
+    def from_policy(cls, policy: str, tokenizer: Any) -> BoundaryTokens:
+        """The ids for `DataArgs.boundary_tokens`; `ValueError` when the tokenizer lacks the token asked for."""
+        if policy == "tokenizer":
+            plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+            full = list(tokenizer("a", add_special_tokens=True)["input_ids"])
+            starts = [start for start in range(len(full)) if full[start : start + len(plain)] == plain]
+            if not starts:
+                raise ValueError(
+                    f"boundary_tokens='tokenizer', but the tokenizer makes {full} of 'a' with special tokens and {plain} "
+                    "without: name them (bos, eos, bos+eos) or use 'none'"
+                )
+            return cls(tuple(full[: starts[0]]), tuple(full[starts[0] + len(plain) :]))
+        for name in ("bos", "eos"):
+            if name in policy and getattr(tokenizer, f"{name}_token_id", None) is None:
+                raise ValueError(
+                    f"boundary_tokens={policy!r} but the tokenizer has no {name} token: use 'tokenizer' or 'none'"
+                )
+        before = (tokenizer.bos_token_id,) if "bos" in policy else ()
+        after = (tokenizer.eos_token_id,) if "eos" in policy else ()
+        return cls(before, after)
+
+
+class Encoder:
+    """Texts → token ids, the same as `tokenizer(text, add_special_tokens=False)`, whatever the tokenizer's state says.
+
+    Fast tokenizers are called without the offsets that nobody here reads, half as fast again. Truncation and padding that a
+    `tokenizer.json` or an earlier call left behind do not apply.
+
+    The name of a special token inside a text (`</s>` in a web page) is what the tokenizer makes of it. transformers' tokenizers
+    make it the special token, as nearly all training pipelines have it, and wanted where a corpus is written with a chat
+    template. On text that nobody vouches for, such a page ends the document for the model in its middle: save the tokenizer
+    with `split_special_tokens = True` (it is honoured here), or leave the documents out with `document_filter`.
+    `holds_special` tells for which texts of the last call it happened.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.holds_special: list[bool] = []
+        self._fast = _is_plainly_fast(tokenizer)
+        plain = self._fast and tokenizer.backend_tokenizer.normalizer is None
+        self._growth = 1 if plain else 12
+        self._is_special, self._unknown = _special_tokens(tokenizer)
+
+    def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Ids of each text, uint32 [n] each, without special tokens around them, in the order given.
+
+        A pair of surrogates becomes its character, a lone one U+FFFD: UTF-8 has neither.
+        """
+        self.holds_special = [False] * len(texts)
+        if not texts:
+            return []
+        try:
+            encoded = self._encode(list(texts))
+        except (TypeError, UnicodeError):
+            # What else may be wrong with the texts stays an error.
+            if not all(isinstance(text, str) for text in texts):
+                raise
+            encoded = self._encode([without_surrogates(text) for text in texts])
+        arrays = [np.array(ids, dtype=np.uint32) for ids in encoded]
+        if len(self._is_special):
+            self.holds_special = list(map(self._holds_special, texts, arrays))
+        return arrays
+
+    def most_tokens(self, num_bytes: int) -> int:
+        """More tokens than a text of so many bytes of UTF-8 has: a token is a byte at least, unless the tokenizer rewrites the text
+        (Unicode's compatibility forms grow 11 times at most)."""
+        return num_bytes * self._growth + SLACK_TOKENS
+
+    def _holds_special(self, text: str, ids: np.ndarray) -> bool:
+        # The unknown token stands for unknown words too; it counts where the text spells it.
+        unknown = self._unknown is not None and self._unknown[0] in text and self._unknown[1] in ids
+        return bool(unknown or self._is_special[ids].any())
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        if not self._fast:
+            return self.tokenizer(
+                texts,
+                add_special_tokens=False,
+                return_attention_mask=False,
+                verbose=False,  # silences "longer than the model's maximum", which packing takes care of
+            )["input_ids"]
+        # Looked up each time: any call of the tokenizer in between may have set another state.
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = self.tokenizer.split_special_tokens
+        return [item.ids for item in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def _is_plainly_fast(tokenizer: Any) -> bool:
+    """Whether calling the tokenizer does nothing but call its `tokenizers.Tokenizer`."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    return (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and kind.__call__ is PreTrainedTokenizerBase.__call__
+        and kind._encode_plus is PreTrainedTokenizerFast._encode_plus
+        and kind.set_truncation_and_padding is PreTrainedTokenizerFast.set_truncation_and_padding
+        and not hasattr(tokenizer, "_switch_to_input_mode")
+    )
+
+
+def _special_tokens(tokenizer: Any) -> tuple[np.ndarray, tuple[str, int] | None]:
+    """bool [vocabulary], true for the special tokens that a text can become, and the one for unknown words apart."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {number: token.content for number, token in added.items() if token.special}
+    if not special:
+        return np.zeros(0, dtype=bool), None
+    table = np.zeros(max(vocabulary_size(tokenizer), max(special) + 1), dtype=bool)
+    table[list(special)] = True
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if unknown is None or unknown not in special:
+        return table, None
+    table[unknown] = False
+    return table, (special[unknown], unknown)
+
+
+def without_surrogates(text: str) -> str:
+    """`text` as UTF-8 can hold it: pairs of surrogates joined to their character, lone ones as U+FFFD."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+class Identity(NamedTuple):
+    """What decides about a document and its copies."""
+
+    place: int
+    """In the held-out split, [0, 2**64): a hash of the opening, the first 48 words, case, marks and spacing ignored, so that copies
+    that differ in layout or at the end stand at the same place; of the first 64 tokens of a document that came as tokens."""
+    digest: int
+    """The first 8 bytes of the SHA-256 of the whole text (UTF-8) or of its tokens (uint32, little-endian)."""
+    num_bytes: int
+    """Of the text in UTF-8; 0 for tokens."""
+
+
+def identity(document: Document) -> Identity:
+    """Place and digest of a document."""
+    if document.tokens is None:
+        opening = opening_bytes(document.text)
+        whole = document.text.encode("utf-8", "surrogatepass")
+        num_bytes = len(whole)
+    else:
+        tokens = np.ascontiguousarray(document.tokens, dtype="<u4")
+        opening, whole, num_bytes = tokens[:OPENING_TOKENS].tobytes(), tokens.tobytes(), 0
+    digest = hashlib.sha256(whole).digest()
+    place = int.from_bytes(hashlib.sha256(opening).digest()[:8], "big")
+    return Identity(place, int.from_bytes(digest[:8], "little"), num_bytes)
+
+
+def opening_bytes(text: str) -> bytes:
+    """The first 48 words of a text in lower case, letters and digits only, one space between them, as UTF-8."""
+    words = _WORD.finditer(text[: OPENING_WORDS * 40].lower())
+    return " ".join(word.group() for word in islice(words, OPENING_WORDS)).encode("utf-8", "surrogatepass")

@@ -1,0 +1,125 @@
+"""Reading stops when every interval is full: what was read is a fair sample, and the draw is that of all that was read."""
+
+import json
+
+import numpy as np
+import pytest
+from data_helpers import documents_of
+
+from pod.data import DataArgs, prepare
+from pod.data.balance.draw import draw
+from pod.data.balance.intervals import interval_of
+from pod.data.balance.kept import Kept
+from pod.data.balance.lots import unit_order
+from pod.data.run.reading import LEAST_UNITS, settle_after
+
+SEEDS = 200
+BOUNDS = [1, 64, 128, 256, 512]
+SOURCES = {"web": (400, 30, 4.2, 0.9), "books": (120, 10, 5.6, 0.7), "code": (200, 20, 4.9, 1.0)}
+"""Units, documents in each, mean and deviation of the logarithm of their lengths."""
+
+
+def corpus():
+    """(documents of each unit, source of each unit); units of a source differ."""
+    rng = np.random.default_rng(0)
+    units, sources = [], []
+    for source, (count, size, mean, deviation) in enumerate(SOURCES.values()):
+        for _ in range(count):
+            number = max(3, int(size * np.exp(rng.normal(0, 0.4))))
+            lengths = np.exp(rng.normal(mean + rng.normal(0, 0.25), deviation, number))
+            units.append(lengths.astype(int).clip(2, 512))
+            sources.append(source)
+    sizes = [len(unit) for unit in units]
+    documents = documents_of(np.concatenate(units), np.repeat(sources, sizes))
+    return np.split(documents, np.cumsum(sizes)[:-1]), np.array(sources)
+
+
+def shares_of(pieces):
+    """Share of each source in the tokens of each interval, and the tokens of each interval."""
+    tokens = np.zeros((4, 3))
+    np.add.at(tokens, (interval_of(pieces["length"], BOUNDS), pieces["source"]), pieces["length"])
+    return tokens / tokens.sum(axis=1, keepdims=True), tokens.sum(axis=1)
+
+
+def read_until_full(units, order, args, seed):
+    """(what is kept, number of units read), as preparation reads."""
+    kept, due = Kept(args, seed, 0), 1
+    for position, number in enumerate(order, start=1):
+        kept.add(kept.cut(units[number]))
+        if position == due:
+            kept.settle()
+            due = settle_after(position)
+            if kept.is_full and position >= LEAST_UNITS:
+                return kept, position
+    raise AssertionError("some interval never fills")
+
+
+def test_early_stopping_is_unbiased_over_two_hundred_seeds():
+    units, sources = corpus()
+    args = DataArgs(sources=list(SOURCES), context_length=512, shortest_interval=64, target_tokens=40_000)
+    truth, _ = shares_of(np.concatenate(units))
+    shares, read = [], []
+    for seed in range(SEEDS):
+        kept, position = read_until_full(units, unit_order(sources, seed).tolist(), args, seed)
+        share, tokens = shares_of(draw(kept, args, seed).pieces)
+        assert (tokens > 0.998 * 10_000).all() and (tokens <= 10_000).all()
+        shares.append(share)
+        read.append(position)
+    assert LEAST_UNITS <= np.mean(read) < 0.1 * len(units)
+    bias = np.mean(shares, axis=0) - truth
+    assert np.abs(bias).max() < 0.012, bias.round(4)
+    # It could be told: one seed alone is that far off, and reading in the order of the files is no sample at all.
+    assert np.std(shares, axis=0).max() > 0.04
+    kept, _ = read_until_full(units, range(len(units)), args, 0)
+    assert np.abs(shares_of(draw(kept, args, 0).pieces)[0] - truth).max() > 0.1
+
+
+def test_the_draw_is_that_of_all_that_was_read():
+    """Equal to adding the same units at once, in any order, without settling in between."""
+    units, sources = corpus()
+    args = DataArgs(sources=list(SOURCES), context_length=512, shortest_interval=64, target_tokens=20_000)
+    for seed in range(3):
+        order = unit_order(sources, seed).tolist()
+        kept, position = read_until_full(units, order, args, seed)
+        whole = Kept(args, seed, 0)
+        for number in sorted(order[:position]):
+            whole.add(whole.cut(units[number]))
+        whole.settle()
+        expected, found = draw(whole, args, seed), draw(kept, args, seed)
+        assert found.pieces["unit"].tolist() == expected.pieces["unit"].tolist()
+        assert found.intervals == expected.intervals
+
+
+def test_units_of_every_source_are_spread_evenly_and_in_another_order_for_every_seed():
+    sources = np.repeat([0, 1, 2], [400, 40, 4])
+    orders = [unit_order(sources, seed) for seed in range(2)]
+    for order in orders:
+        assert sorted(order) == list(range(444))
+        for position in range(111, 444, 111):
+            counts = np.bincount(sources[order[:position]], minlength=3)
+            assert np.abs(counts - np.array([400, 40, 4]) * position / 444).max() <= 2
+    assert (orders[0] == orders[1]).mean() < 0.1
+
+
+@pytest.mark.usefixtures("no_pictures", "small_steps")
+def test_sources_keep_their_shares_when_files_are_read(tmp_path, tokenizer, make_text):
+    """End to end: two sources of 3 to 1, of which a part is read."""
+    for name, count in (("a", 150), ("b", 50)):
+        (tmp_path / name).mkdir()
+        for number in range(count):
+            records = [{"text": make_text(20 + 40 * (k % 2), seed=k + 10 * number)} for k in range(10)]
+            (tmp_path / name / f"{number:03d}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    shares = []
+    for seed in range(6):
+        args = DataArgs(
+            sources=[str(tmp_path / "a"), str(tmp_path / "b")],
+            context_length=64,
+            shortest_interval=32,
+            target_tokens=4_000,
+            deduplicate=False,
+            workers=1,
+        )
+        told = prepare(args, tokenizer, tmp_path / f"out-{seed}", seed=seed).manifest["read"]
+        assert told["units"] < 0.6 * told["units_of_all"]
+        shares.append(told["sources"][0]["tokens_after"] / 4_000)
+    assert np.mean(shares) == pytest.approx(0.75, abs=0.04)
