@@ -29,12 +29,12 @@ test: $(STAMP)  ## run the test suite
 
 demo: $(STAMP)  ## the whole chain on SmolLM2-135M: explore, prepare, train on 2 ranks, export, evaluate, report
 	@echo "== demo"
-	@$(RUN) launch/demo.py
+	@$(RUN) -m pod demo
 
 data: $(STAMP)  ## the standard library and the essays as packed rows, checked, with pictures: runs/data_stdlib_essays/data
-	@$(RUN) launch/prepare_data.py --config configs/data_stdlib_essays.yaml
-	@$(BIN)/pod-data verify runs/data_stdlib_essays/data
-	@$(BIN)/pod-data inspect runs/data_stdlib_essays/data --rows 2
+	@$(RUN) -m pod data --config data_stdlib_essays
+	@$(RUN) -m pod data verify runs/data_stdlib_essays/data
+	@$(RUN) -m pod data inspect runs/data_stdlib_essays/data --rows 2
 
 check-export: $(STAMP)  ## load the demo's export in a second venv that holds only torch and transformers
 	@test -f runs/demo/export_check.safetensors || { echo "error: no export yet; run: make demo" >&2; exit 2; }

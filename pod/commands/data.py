@@ -1,7 +1,10 @@
 """Turn documents into packed training rows: tokenise, draw the same number of tokens from every length interval, pack whole
 documents into rows of the context's size, and hold out as much text as explore, train and eval ask for. Writes shards, held-out text,
-manifest.json and lengths.png into <output_dir>/data; that folder is all that the other commands read."""
+manifest.json and lengths.png into <output_dir>/data; that folder is all that the other commands read.
 
+`pod data verify FOLDER` says whether such a folder is whole, `pod data inspect FOLDER --rows 3` what is in it."""
+
+import sys
 from dataclasses import replace
 
 from pod.recipe import Recipe, run
@@ -27,11 +30,15 @@ def main(recipe: Recipe) -> None:
     data = prepare(args, tokenizer, recipe.data_dir, seed=recipe.seed)
     print(summary(data.manifest))
     print(f"rows: {data.path}  picture: {data.path / PICTURE_NAME}")
-    print(f"look into it: pod-data inspect {data.path} --rows 3")
+    print(f"look into it: pod data inspect {data.path} --rows 3")
 
 
 def start() -> None:
     """The command line."""
+    if sys.argv[1:2] in (["verify"], ["inspect"]):
+        from pod.commands.look import main as look
+
+        sys.exit(look(sys.argv[1:]))
     run(main, sections=("model", "data"), description=__doc__, estimate=estimate)
 
 

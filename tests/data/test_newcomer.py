@@ -105,19 +105,8 @@ def test_file_names_that_are_no_utf8(tmp_path, tokenizer, make_text):
     assert r"caf\udce9.jsonl line 2" in data.manifest["read"]["sources"][0]["skipped_files"][0]
 
 
-def test_the_command_line_runs_as_a_file():
-    """Its folder comes first on the path then, and must not hide the standard library's modules."""
-    done = subprocess.run(
-        [sys.executable, ROOT / "pod/data/cli.py", "--help"],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0 and "COMMAND" in done.stdout, done.stderr
-
-
 def test_the_command_line_loads_no_library_for_help():
-    program = "import sys, pod.data.cli; print([n for n in ('torch', 'transformers', 'datasets', 'matplotlib') if n in sys.modules])"
+    program = "import sys, pod.commands.look; print([n for n in ('torch', 'transformers', 'datasets', 'matplotlib') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "[]", done.stderr
 

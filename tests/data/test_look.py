@@ -1,17 +1,16 @@
-"""`pod-data`: whole data passes; every damage is one line and exit code 1; wrong use is one line and exit code 2."""
+"""`pod data verify`, `pod data inspect`: whole data passes; every damage is one line and exit code 1; wrong use is one line and exit code 2."""
 
 import hashlib
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pod.commands.look import main
 from pod.data import DataArgs, PackedDataset, prepare
-from pod.data.cli import main
 from pod.data.rows.manifest import manifest_checksum
 
 SHARD_FILES = [f"shard-00001.{name}.npy" for name in ("tokens", "lengths", "starts")]
@@ -272,7 +271,7 @@ def test_version_one_is_wrong_use(packed_folder, run):
         (["inspect", "x", "--rows", "-1"], "'-1' is not a number of rows"),
         (["inspect", "x", "--rows", "all"], "'all' is not a number of rows"),
         (["check", "x"], "invalid choice: 'check'"),
-        ([], "the following arguments are required: COMMAND"),
+        ([], "the following arguments are required: verify|inspect"),
     ],
 )
 def test_wrong_arguments(run, arguments, message):
@@ -332,8 +331,8 @@ def test_prepared_data_is_whole(prepared, run, tokenizer, capsys):
 
 
 def test_the_installed_command_in_a_closed_pipe_without_utf8(packed_folder):
-    """`pod-data inspect … | head` on a terminal of another encoding: no traceback, no error code."""
-    command = [Path(sys.executable).parent / "pod-data", "inspect", packed_folder()]
+    """`pod data inspect … | head` on a terminal of another encoding: no traceback, no error code."""
+    command = [sys.executable, "-m", "pod", "data", "inspect", packed_folder()]
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""}
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -1,4 +1,4 @@
-"""`pod-data`: check prepared data (`verify`) and look into it (`inspect`)."""
+"""`pod data verify` and `pod data inspect`: check prepared data, and look into it."""
 
 import argparse
 import io
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a closed pipe can still be told from an error
         return code
     except BrokenPipeError:
-        # `pod-data inspect … | head`: the reader has seen enough; keep the interpreter from flushing into the closed pipe.
+        # `pod data inspect … | head`: the reader has seen enough; keep the interpreter from flushing into the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return WHOLE
     except DamagedData as error:
@@ -47,12 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="pod-data",
+        prog="pod data",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="verify|inspect", required=True)
     check = commands.add_parser("verify", help="read every byte and compare it with the manifest")
     look = commands.add_parser("inspect", help="print what the data holds")
     for command, run in ((check, _verify), (look, _inspect)):
@@ -126,7 +126,3 @@ def _tokenizer(manifest: dict[str, Any], wanted: str | None) -> tuple[Any, str |
     if wanted is not None:
         raise ValueError(f"--tokenizer {wanted}: {why}")
     return None, f"rows are shown as token ids ({why}): give --tokenizer"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
