@@ -121,10 +121,21 @@ def random_models(
     return dense, pod.load_model(dense, plan=pod.SharingPlan(lead=tuple(map(tuple, lead))))
 
 
-_NOT_LLAMA = (
-    "attention_qkv_bias attention_out_bias mlp_bias qk_norm norm_placement norm_offset embedding_multiplier "
-    "residual_multiplier attention_multiplier logits_scaling num_experts no_rope_layers layer_windows"
-).split()
+_NOT_LLAMA = [
+    "attention_qkv_bias",
+    "attention_out_bias",
+    "mlp_bias",
+    "qk_norm",
+    "norm_placement",
+    "norm_offset",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
+    "logits_scaling",
+    "num_experts",
+    "no_rope_layers",
+    "layer_windows",
+]
 """Fields of other families."""
 
 

@@ -51,9 +51,9 @@ def naive_order(stock, order):
             for name, weight in stock.state_dict().items():
                 if not name.startswith(f"model.layers.{layer}.self_attn."):
                     continue
-                if "q_proj" in name or "q_norm" in name and of_all:
+                if "q_proj" in name or ("q_norm" in name and of_all):
                     state[name][to] = weight[of]
-                elif "k_proj" in name or "v_proj" in name or "k_norm" in name and of_all:
+                elif "k_proj" in name or "v_proj" in name or ("k_norm" in name and of_all):
                     state[name][kv_to] = weight[kv_of]
                 elif "o_proj.weight" in name:
                     state[name][:, to] = weight[:, of]
