@@ -30,10 +30,11 @@ class Family(NamedTuple):
 
 
 def _windows(source: Any) -> list[int | None] | None:
-    """``PodConfig.layer_windows``: those of the layers that slide, which are all where no types are told."""
+    """``PodConfig.layer_windows``: those of the layers that slide, which are all where no types are told; None where no window is
+    shorter than the model's context."""
     window = source.sliding_window
     types = getattr(source, "layer_types", None) or ["sliding_attention"] * source.num_hidden_layers
-    if window is None or "sliding_attention" not in types:
+    if window is None or window >= source.max_position_embeddings or "sliding_attention" not in types:
         return None
     return [window if kind == "sliding_attention" else None for kind in types]
 
@@ -44,9 +45,10 @@ def _dense_layers(source: Any) -> list[int]:
     return [layer for layer in range(source.num_hidden_layers) if layer in given or (layer + 1) % step]
 
 
-_BIAS = dict.fromkeys(("attention_qkv_bias", "attention_out_bias"), attrgetter("attention_bias"))
-_SLIDES = {"layer_windows": _windows}
-_GEMMA = {
+_Reads = dict[str, Callable[[Any], Any]]
+_BIAS: _Reads = {name: attrgetter("attention_bias") for name in ("attention_qkv_bias", "attention_out_bias")}
+_SLIDES: _Reads = {"layer_windows": _windows}
+_GEMMA: _Reads = {
     "attention_multiplier": lambda source: source.query_pre_attn_scalar**-0.5,
     "embedding_multiplier": lambda source: source.hidden_size**0.5,
     "hidden_act": attrgetter("hidden_activation"),

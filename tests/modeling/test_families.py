@@ -169,6 +169,14 @@ def test_unsupported_checkpoints_are_refused(tools):
     stock.config.rope_parameters["partial_rotary_factor"] = 0.5
     with pytest.raises(ValueError, match="partial_rotary_factor = 0.5 of this phi3 checkpoint"):
         pod.load_model(stock)
+    stock = tools.make_stock("mixtral")
+    stock.config.router_jitter_noise = 0.1
+    with pytest.raises(ValueError, match="router_jitter_noise = 0.1 of this mixtral checkpoint"):
+        pod.load_model(stock)
+    stock = tools.make_stock("qwen2-sliding")
+    stock.config.layer_types[0] = "chunked_attention"
+    with pytest.raises(ValueError, match="layer_types = {'chunked_attention'} of this qwen2 checkpoint"):
+        pod.load_model(stock)
     stock = tools.make_stock("llama")
     stock.config.model_type = "gpt_neox"
     with pytest.raises(ValueError, match="'gpt_neox' is not supported"):
@@ -177,6 +185,14 @@ def test_unsupported_checkpoints_are_refused(tools):
     stock.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     with pytest.raises(ValueError, match="'dynamic' is not supported"):
         pod.load_model(stock)
+
+
+def test_a_window_that_the_context_fits_into_is_none(tools):
+    stock = tools.make_stock("phi3-sliding")
+    stock.config.sliding_window = 512
+    assert pod.load_model(stock).config.own_method == "full"
+    stock.config.sliding_window = 511
+    assert pod.load_model(stock).config.layer_windows == [511] * 5
 
 
 def test_missing_and_unexpected_weights_are_named(tools):

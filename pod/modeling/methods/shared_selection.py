@@ -148,7 +148,7 @@ class SharedSelectionLayer(PodCacheLayer):
     """
 
     evicts = True
-    ranks: ClassVar[Callable[[PodConfig, Request], Ranking]] = EndAttention
+    ranks: ClassVar[Callable[[PodConfig, int, Request], Ranking]] = EndAttention
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
         self.budget, self.params = request.budget or sys.maxsize, request.params

@@ -13,8 +13,12 @@ class PodExperts(nn.Module):
     def __init__(self, config: PodConfig):
         super().__init__()
         experts, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
-        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, hidden))
-        self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
+        self.gate_up_proj = nn.Parameter(
+            torch.empty(experts, 2 * inner, hidden).normal_(std=config.initializer_range)
+        )
+        self.down_proj = nn.Parameter(
+            torch.empty(experts, hidden, inner).normal_(std=config.initializer_range)
+        )
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
