@@ -100,8 +100,13 @@ def test_plans_of_new_families(tools, family):
     assert (wide(ids, attention_mask=mask).logits - expected)[mask.bool()].abs().max() <= limit
     model = tools.make_pod(family)
     expected = model(ids, attention_mask=mask).logits
-    for spec, chunks in (("pod", [33, 9, *[1] * 18]), ("pod", [1, 58, 1])):
-        cache, parts, stop = pod.make_cache(model, spec), [], 0
+    everything = {"budget": 200, "window": 4, "kernel": 3}  # rows go in groups, and nothing is dropped
+    for spec, options, chunks in (
+        ("pod", {}, [33, 9, *[1] * 18]),
+        ("pod", {}, [1, 58, 1]),
+        ("pod+snapkv", everything, [33, 9, *[1] * 18]),
+    ):
+        cache, parts, stop = pod.make_cache(model, spec, **options), [], 0
         for chunk in chunks:
             start, stop = stop, stop + chunk
             part = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
