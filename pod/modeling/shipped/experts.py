@@ -22,13 +22,13 @@ class PodExperts(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """``[n, hidden]``, and of each token its experts ``[n, k]`` and their weights, to ``[n, hidden]``."""
+        """``[n, hidden]``, and of each token its experts ``[n, k]`` and their weights in at least fp32, to ``[n, hidden]``."""
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(self.down_proj)).tolist()
         rows = x[order // chosen.shape[1]].split(counts)
         # the first one also without tokens, so that every pass has gradients for the parameters
         out = torch.cat([self._one(i, part) for i, part in enumerate(rows) if len(part) or not i])
-        return (out[order.argsort()].unflatten(0, chosen.shape) * weights[..., None]).sum(1)
+        return (out[order.argsort()].unflatten(0, chosen.shape) * weights[..., None]).sum(1).to(x.dtype)
 
     def _one(self, expert: int, x: Tensor) -> Tensor:
         gate, up = nn.functional.linear(x, self.gate_up_proj[expert]).chunk(2, dim=-1)

@@ -32,7 +32,8 @@ def record_attention_inputs(model: PodForCausalLM, input_ids: Tensor) -> Iterato
     n = input_ids.shape[1]
     if config.layer_windows is not None:
         raise ValueError(
-            "layers of this model see windows of their own (layer_windows), which are not measured"
+            "layers of this model see windows of their own (layer_windows), which are not measured: write the plan.json by hand, "
+            "null for the heads of those layers"
         )
     if config.own_method != "full":
         raise ValueError("attention is measured on the dense model: load it without a plan, layout = 'pod'")
