@@ -29,6 +29,7 @@ Order = Sequence[Sequence[int]]
 _PLACES = {"cache_dir", "device_map", "gguf_file", "local_files_only", "revision", "token"}
 """Where a checkpoint is and where to, as ``from_pretrained`` of transformers takes it."""
 
+
 def convert_config(source: Any, **changes: Any) -> PodConfig:
     """Our configuration from that of a model of one of the ``FAMILIES``; ``changes``: fields to set. Errors as in ``fields_of``."""
     own = vars(source)
