@@ -65,7 +65,7 @@ def filled(model: pod.PodForCausalLM, spec: str, batch: int, length: int, **opti
     heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
     with without_attention(model):
         for piece in cache.pieces(step):
-            piece.rope, piece.backend = _Unrotated(), "zeros"
+            piece.ropes, piece.backend = [_Unrotated()] * config.num_hidden_layers, "zeros"
             for layer in piece.layers:
                 q, k, v = (torch.randn(batch, h, length, config.head_dim, dtype=dtype) for h in heads)
                 layer.attend(q, k, v, piece)

@@ -121,11 +121,29 @@ def random_models(
     return dense, pod.load_model(dense, plan=pod.SharingPlan(lead=tuple(map(tuple, lead))))
 
 
+_NOT_LLAMA = [
+    "attention_qkv_bias",
+    "attention_out_bias",
+    "mlp_bias",
+    "qk_norm",
+    "norm_placement",
+    "norm_offset",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
+    "logits_scaling",
+    "num_experts",
+    "no_rope_layers",
+    "layer_windows",
+]
+"""Fields of other families."""
+
+
 def stock_model(dense: Any) -> Any:
     """transformers' own Llama with the weights of a dense model of this family; None for other families."""
     config = dense.config
-    biased = config.attention_qkv_bias or config.attention_out_bias or config.mlp_bias
-    if biased or config.qk_norm:
+    plain = pod.PodConfig()
+    if any(getattr(config, name) != getattr(plain, name) for name in _NOT_LLAMA):
         return None
     names = (
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "

@@ -8,7 +8,7 @@ nothing moved again, captures anew.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -42,12 +42,12 @@ class StaticStep:
         layers: one ``StaticLayer`` per decoder layer.
         past: ``[B]`` int64 tokens per row before the step.
         lengths: ``[B]`` int64 tokens per row, the new one included.
-        tables: cos and sin ``[B, d / 2]`` at ``past``; set for each step.
+        tables: for each layer cos and sin ``[B, d / 2]`` at ``past``; set for each step.
     """
 
     layers: list["StaticLayer"]
     past: Tensor
-    tables: tuple[Tensor, ...] = ()
+    tables: Sequence[tuple[Tensor, ...]] = ()
 
     def __post_init__(self):
         self.lengths = self.past + 1
@@ -118,7 +118,8 @@ class StaticLayer:
         held = {name: self.stores[name].target if name in self.stores else None for name in _STORED}
         sinks = self.layer.num_sink_tokens
         target = NewToken(past=step.past, **held, num_sink_tokens=sinks, near=self._near())
-        q = self.operations.rotate_and_store(q, k, v, step.tables, norms, self.roles, target)
+        tables = step.tables[self.layer.layer_idx]
+        q = self.operations.rotate_and_store(q, k, v, tables, norms, self.roles, target)
         return decode.pod_decode(**self._call(q, step.lengths), backend=self.backend)
 
     def settle(self, length: int) -> None:
@@ -130,6 +131,16 @@ class StaticLayer:
 # -- whole layers -------------------------------------------------------------------------------------------------
 
 _SILU = type(ACT2FN["silu"])
+_PLAIN = {
+    "num_experts": 0,
+    "norm_placement": "before",
+    "qk_norm_across_heads": False,
+    "norm_offset": 0.0,
+    "logits_scaling": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": None,
+}
+"""What fused layers take for granted."""
 
 
 def obstacle(model: Any, hidden_states: Tensor) -> str | None:
@@ -141,6 +152,8 @@ def obstacle(model: Any, hidden_states: Tensor) -> str | None:
         return "autocast chooses dtypes"
     if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
         return "forward hooks on all modules"
+    if different := [name for name, value in _PLAIN.items() if getattr(model.config, name) != value]:
+        return f"{different[0]} of the model"
     reasons = (_changed(*one, hidden_states.dtype) for one in _passed_over(model))
     return next((reason for reason in reasons if reason is not None), None)
 
@@ -275,7 +288,8 @@ class _Bound:
 
     def run_layers(self, model: Any, hidden_states: Tensor) -> Tensor:
         context = model.context(hidden_states, self.step.past[:, None])
-        self.step.tables = tuple(table[:, 0, 0, -1].clone() for table in context.rope.own_tables)
+        kinds = {one: tuple(x[:, 0, 0, -1].clone() for x in one.own_tables) for one in set(context.ropes)}
+        self.step.tables = [kinds[rope] for rope in context.ropes]
         self.unfused = obstacle(model, hidden_states)
         if self.unfused is None:
             return run_layers(model, hidden_states, self.step)

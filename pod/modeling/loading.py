@@ -1,4 +1,4 @@
-"""Loading: any Llama, Mistral, Qwen2 or Qwen3 checkpoint, or a PoD export, into the one decoder; with heads in another order."""
+"""Loading: a checkpoint of one of the families, or a PoD export, into the one decoder; with heads in another order."""
 
 import copy
 import os
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from pod.families import fields_of, read_weight, stored_names
 from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM, PodModel
@@ -19,46 +20,21 @@ AutoConfig.register(PodConfig.model_type, PodConfig)
 AutoModel.register(PodConfig, PodModel)
 AutoModelForCausalLM.register(PodConfig, PodForCausalLM)
 
-_PROJECTION = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:([qkv])_proj\.(?:weight|bias)|o_proj\.weight)")
+_PROJECTION = re.compile(
+    r"model\.layers\.(\d+)\.self_attn\.(?:([qkv])_(?:proj\.(?:weight|bias)|norm\.weight)|o_proj\.weight)"
+)
 Order = Sequence[Sequence[int]]
 """``[L][Hq]``: which query head of the original weights stands at each place, as ``SharingPlan.head_order``."""
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _PLACES = {"cache_dir", "device_map", "gguf_file", "local_files_only", "revision", "token"}
 """Where a checkpoint is and where to, as ``from_pretrained`` of transformers takes it."""
 
 
 def convert_config(source: Any, **changes: Any) -> PodConfig:
-    """Our configuration from a transformers one.
-
-    Args:
-        source: configuration of a Llama, Mistral, Qwen2 or Qwen3 model.
-        changes: fields of ``PodConfig`` to set (plan, windows, backend).
-
-    Raises:
-        ValueError: another family, sliding-window layers, an unsupported RoPE type.
-    """
-    family = source.model_type
-    if family not in _FAMILIES:
-        known = f"{', '.join(_FAMILIES)}; exports of this project load from their folder"
-        raise ValueError(f"model_type = {family!r} is not supported; supported are {known}")
-    layer_types = set(getattr(source, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"} or (family == "mistral" and source.sliding_window):
-        raise ValueError(
-            f"this {family} checkpoint uses sliding-window attention, which the PoD decoder does not have: "
-            "choose one with full attention in every layer (sliding_window = null)"
-        )
+    """Our configuration from that of a model of one of the ``FAMILIES``; ``changes``: fields to set. Errors as in ``fields_of``."""
     own = vars(source)
-    if float(source.rope_parameters.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ValueError("partial rotary embeddings are not supported")
-    # Qwen2's biases are part of its architecture and in no field.
-    bias = family == "qwen2" or own.get("attention_bias", False)
-    fields: dict[str, Any] = {
-        name: own[name] for name in PodConfig.__annotations__.keys() & own.keys() - {"use_cache"}
-    }
-    fields |= {"attention_qkv_bias": bias, "attention_out_bias": bias and family != "qwen2"}
-    fields["qk_norm"] = family == "qwen3"
-    return PodConfig(**(fields | changes))
+    same = {name: own[name] for name in PodConfig.__annotations__.keys() & own.keys() - {"use_cache"}}
+    return PodConfig(**(same | fields_of(source) | changes))
 
 
 def plan_fields(plan: SharingPlan | None) -> dict[str, Any]:
@@ -104,9 +80,15 @@ def check_fit(shapes: Mapping[str, Sequence[int]], config: PodConfig, model: Pod
     """Raise ValueError when weights of these names and shapes do not make the model."""
     expected = model.state_dict()
     pairs = [(name, one) for name in expected for one in sources_of(name, shapes, config)]
-    used = {one for _, one in pairs}
-    others = {one for name, one in pairs if one in shapes and tuple(shapes[one]) != expected[name].shape}
+    used = {stored for _, one in pairs for stored in stored_names(one, shapes, config)}
     missing, unexpected = used - shapes.keys(), shapes.keys() - used
+    empty = {one: torch.empty(shape, device="meta") for one, shape in shapes.items()}
+    others = {
+        one
+        for name, one in pairs
+        if not missing.intersection(stored_names(one, shapes, config))
+        and read_weight(one, empty.__getitem__, shapes, config).shape != expected[name].shape
+    }
     found = {"missing": missing, "unexpected": unexpected, "of another shape": others}
     if any(found.values()):
         raise ValueError(
@@ -138,7 +120,8 @@ def made_weight(
 
     The checkpoint has the names ``have``, gives a weight by ``read(name)``, and its heads stand in the order ``now``.
     """
-    weights = [reordered(one, read(one), config, now) for one in sources_of(name, have, config)]
+    sources = sources_of(name, have, config)
+    weights = [reordered(one, read_weight(one, read, have, config), config, now) for one in sources]
     if len(weights) == 1:
         return weights[0]
     wide = torch.stack(weights).to(compute_dtype(weights[0].dtype))
@@ -257,19 +240,19 @@ def reordered(name: str, weight: Tensor, config: PodConfig, now: Order | None) -
     where nothing moves.
 
     Query heads are rows of ``q_proj`` and columns of ``o_proj``, KV heads rows of ``k_proj`` and ``v_proj``; biases of q, k
-    and v are rows too, norms of heads are shared by all. None = the original order.
+    and v are rows too, and norms across heads; norms of heads are shared by all. None = the original order.
     """
     found = _PROJECTION.fullmatch(name)
     if found is None or (now is None and config.head_order is None):
+        return weight
+    if name.endswith("norm.weight") and not config.qk_norm_across_heads:
         return weight
     original, layer = list(range(config.num_attention_heads)), int(found[1])
     old, new = (original if order is None else list(order[layer]) for order in (now, config.head_order))
     if old == new:
         return weight
-    place = {head: at for at, head in enumerate(old)}
-    index = torch.tensor([place[head] for head in new])
+    place, dim = {head: at for at, head in enumerate(old)}, 1 if found[2] is None else 0
+    index = torch.tensor([place[head] for head in new], device=weight.device)
     if found[2] in ("k", "v"):
         index = index[:: config.num_key_value_groups] // config.num_key_value_groups
-    dim = 1 if found[2] is None else 0
-    heads = weight.unflatten(dim, (-1, config.head_dim))
-    return heads.index_select(dim, index.to(weight.device)).flatten(dim, dim + 1)
+    return weight.unflatten(dim, (-1, config.head_dim)).index_select(dim, index).flatten(dim, dim + 1)

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pod.modeling.shipped.experts import PodExperts
+
 TESTED = "0.19.8"
 """The DeepSpeed that all tests of this project ran with."""
 
@@ -26,6 +28,7 @@ _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _PARTS = {
     "deepspeed.ops:__compatible_ops__": "",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp:get_sequence_parallel_group": "",
+    "deepspeed.utils:set_z3_leaf_modules": "leaf_module_classes raise_if_not_found",
     "deepspeed.runtime.zero:Init": "module config_dict_or_path dtype",
     "deepspeed.runtime.engine:ZERO_OPTIMIZATION": "",
     f"{_ENGINE}._do_optimizer_sanity_check": "basic_optimizer",
@@ -109,7 +112,10 @@ def start_engine(
     """The engine that trains `module` on all ranks; ValueError for one without the parts that are used here."""
     import deepspeed
     from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
+    from deepspeed.utils import set_z3_leaf_modules
 
+    # ranks need unlike numbers of experts: calls inside would come in another order on each, and gathers wait for each other
+    set_z3_leaf_modules(module, [PodExperts], raise_if_not_found=False)
     # DeepSpeed takes its BF16_Optimizer for bfloat16 with float32 accumulation in stage 1. That keeps the float32 gradients of
     # all weights on every rank and needs a model-parallel group, which there is none of with sequence parallelism.
     DeepSpeedEngine._do_optimizer_sanity_check = lambda self, basic_optimizer: ZERO_OPTIMIZATION

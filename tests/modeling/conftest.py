@@ -27,7 +27,53 @@ FAMILIES = {
     "qwen2-yarn": ("Qwen2", {"rope_parameters": YARN}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 8.0,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "phi3": ("Phi3", {}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1, 0, 1], "rope_parameters": YARN}),
+    "olmo2": ("Olmo2", {}),
     "qwen3-g3": ("Qwen3", {"head_dim": 8, "num_key_value_heads": 2, "rope_parameters": LLAMA3}),
+}
+SLIDING = ["full_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+FAMILIES |= {
+    "mistral-sliding": ("Mistral", {"sliding_window": 9}),
+    "phi3-sliding": ("Phi3", {"sliding_window": 12}),
+    "qwen2-sliding": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "layer_types": SLIDING}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "mlp_only_layers": [1],
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": True,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "sliding_window": 9,
+            "layer_types": SLIDING,
+            "query_pre_attn_scalar": 24,
+            "rope_parameters": {
+                "full_attention": LINEAR | {"rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+    ),
 }
 LEAD = [[0, None], [0, 1], [None, 1], [0, 1], [4, None]]
 SIZES = {
@@ -45,22 +91,34 @@ SIZES = {
 }
 
 
+WITH_NORMS = ("granite", "phi3", "smollm3", "olmo2", "gemma3")
+"""Families whose norms differ from one channel to the next here; in tests that are older they are ones."""
+
+
 def make_stock(family="llama", dtype=torch.float64, **changes):
     """A random stock model with weights large enough that attention is far from uniform."""
     name, extra = FAMILIES[family]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**(SIZES | extra | changes))
+    kind = "TextConfig" if name == "Gemma3" else "Config"
+    config = getattr(transformers, f"{name}{kind}")(**(SIZES | extra | changes))
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).eval()
+    model.set_experts_implementation("eager")  # the other ones are not for fp64
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.2)
+            elif family in WITH_NORMS and "norm" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
     return model
 
 
 def lead_for(stock):
-    heads = stock.config.num_key_value_heads
-    return [[row[head % 2] for head in range(heads)] for row in LEAD]
+    heads, slides = stock.config.num_key_value_heads, getattr(stock.config, "sliding_window", None)
+    kinds = getattr(stock.config, "layer_types", None) or ["sliding_attention"] * len(LEAD)
+    return [
+        [None if slides and kind == "sliding_attention" else row[head % 2] for head in range(heads)]
+        for row, kind in zip(LEAD, kinds, strict=True)
+    ]
 
 
 def make_pod(
@@ -99,9 +157,9 @@ def turn(x, position_ids, frequencies):
 @torch.no_grad()
 def naive_logits(model, ids, attend):
     """Logits of one sequence ``[n]``; ``attend(layer, q, k, v, turn)`` gets un-rotated ``[heads, n, d]`` in fp64."""
-    frequencies = model.model.context(
-        torch.zeros(1, 1, dtype=torch.float64), torch.zeros(1, 1)
-    ).rope.frequencies
+    frequencies = (
+        model.model.context(torch.zeros(1, 1, dtype=torch.float64), torch.zeros(1, 1)).ropes[0].frequencies
+    )
     hidden = model.model.embed_tokens(ids)
     for index, layer in enumerate(model.model.layers):
         q, k, v = layer.self_attn._project(layer.input_layernorm(hidden)[None])

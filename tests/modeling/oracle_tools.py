@@ -68,7 +68,9 @@ class NaiveDecoder:
         self.num_heads = config.num_key_value_heads
         self.groups = config.num_attention_heads // config.num_key_value_heads
         self.head_dim = config.head_dim
-        frequencies, self.rope_factor = inverse_frequencies(config, torch.device("cpu"))
+        frequencies, self.rope_factor = inverse_frequencies(
+            config, torch.device("cpu"), config.rope_parameters
+        )
         self.frequencies = frequencies.double()
         self.entries: list[list[list[Entry]]] = [
             [[] for _ in range(self.num_heads)] for _ in range(self.num_layers)

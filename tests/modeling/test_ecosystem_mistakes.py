@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import DynamicCache, GPT2Config, MistralConfig
+from transformers import DynamicCache, Gemma3TextConfig, GPT2Config
 
 import pod
 
@@ -107,7 +107,7 @@ def test_what_cannot_be_loaded_is_known_before_weights_are_read(tmp_path, monkey
         )
     monkeypatch.undo()
     monkeypatch.setattr("pod.modeling.loading.AutoModelForCausalLM.from_pretrained", never)
-    for config in (GPT2Config(), MistralConfig(sliding_window=9)):
+    for config in (GPT2Config(), Gemma3TextConfig(final_logit_softcapping=30.0)):
         config.save_pretrained(tmp_path / "other")
         assert config.model_type in complaint(pod.load_model, tmp_path / "other")
 

@@ -8,7 +8,16 @@ import pod
 from pod.modeling.loading import from_dense, reordered
 from pod.modeling.retrieval_heads import RetrievalHeads
 
-FAMILIES = ["llama", "llama-tied-biased-llama3", "mistral", "qwen2-tied", "qwen3"]
+FAMILIES = [
+    "llama",
+    "llama-tied-biased-llama3",
+    "mistral",
+    "qwen2-tied",
+    "qwen3",
+    "granite",
+    "olmo2",
+    "mixtral",
+]
 GROUPS = {1: (6, 6), 3: (9, 3), 4: (8, 2), 8: (16, 2)}
 
 
@@ -33,6 +42,7 @@ def naive_order(stock, order):
         stock.model.layers[0].self_attn.head_dim,
         config.num_attention_heads // config.num_key_value_heads,
     )
+    of_all = config.model_type == "olmo2"  # norms are of all heads, which stand one after the other
     state = {name: weight.clone() for name, weight in stock.state_dict().items()}
     for layer, row in enumerate(order):
         for place, head in enumerate(row):
@@ -41,9 +51,9 @@ def naive_order(stock, order):
             for name, weight in stock.state_dict().items():
                 if not name.startswith(f"model.layers.{layer}.self_attn."):
                     continue
-                if "q_proj" in name:
+                if "q_proj" in name or ("q_norm" in name and of_all):
                     state[name][to] = weight[of]
-                elif "k_proj" in name or "v_proj" in name:
+                elif "k_proj" in name or "v_proj" in name or ("k_norm" in name and of_all):
                     state[name][kv_to] = weight[kv_of]
                 elif "o_proj.weight" in name:
                     state[name][:, to] = weight[:, of]

@@ -45,7 +45,9 @@ def test_a_cache_that_nobody_named_is_the_planned_one(tools):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "granite", "smollm3", "olmo2", "phi3", "gemma3", "mixtral"]
+)
 def test_an_export_alone_holds_the_bits_of_its_plan(tools, tmp_path, family):
     """Left padding too; tokens and bytes are those of the package."""
 

@@ -38,6 +38,19 @@ SHARED = [[layer - layer % 4] * 8 for layer in range(32)]
 PAPER = {"sequence_parallel_size": 4, "gradient_accumulation_steps": 64, "max_steps": 1192}
 
 
+def test_experts_count_as_weights_and_as_what_a_token_sees():
+    sizes = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    config = pod.PodConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, tie_word_embeddings=True, **sizes
+    )  # fmt: skip
+    real = sum(weight.numel() for weight in pod.PodForCausalLM(config).parameters())
+    shapes = Shapes.from_config(config)
+    routers = 3 * 5 * 32
+    assert shapes.parameters == real - routers
+    assert shapes.multiplied_weights(DENSE[:3]) == 3 * (4 * 32 * 32 + 2 * 3 * 32 * 24) + 50 * 32
+    assert shapes.lora_parameters(TrainArgs(method="lora", lora_rank=2)) == 3 * 2 * 4 * 64
+
+
 def job(args, lead=SHARED, shapes=LLAMA3_8B, context=32_768, ranks=8, local=None) -> Job:
     return Job(shapes, lead, args, context, World(ranks, local or ranks))
 

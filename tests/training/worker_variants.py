@@ -1,4 +1,4 @@
-"""Every layout and RoPE from one trainer: one rank and two that share rows, then export. `worker_variants.py OUT`."""
+"""Every layout, RoPE and kind of decoder from one trainer: one rank and two that share rows, then export. `worker_variants.py OUT`."""
 
 import sys
 from pathlib import Path
@@ -18,39 +18,73 @@ VARIANTS = {
     "pod": {"layout": "pod", "num_sink_tokens": 2, "num_recent_tokens": 5, **THETA},
     "cla": {"layout": "cla", **THETA},
     "window": {"layout": "window", "num_sink_tokens": 0, "num_recent_tokens": 6, **THETA},
+    "gemma3": {"layout": "pod", "num_sink_tokens": 2, "num_recent_tokens": 5, **THETA},
+    "granite": {"layout": "dense", **THETA},
+    "olmo2": {"layout": "pod", "num_sink_tokens": 2, "num_recent_tokens": 5, **THETA},
+    "phi3": {"layout": "dense", **THETA},
+    "qwen3_moe": {"layout": "dense", **THETA},
+}
+SLIDES = (False, False, True, False)
+FAMILIES = {
+    "gemma3_text": {
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in SLIDES],
+        "query_pre_attn_scalar": 12,
+    },
+    "granite": {"residual_multiplier": 0.5, "attention_multiplier": 0.5, "logits_scaling": 0.5},
+    "llama": {},
+    "olmo2": {},
+    "phi3": {},
+    "qwen3_moe": {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
 }
 LORA = {"method": "lora", "lora_rank": 2}
 PROMPT = torch.arange(40).reshape(1, 40) % tiny.VOCAB
 
 
 def write_start_model(folder: Path) -> None:
-    """A stock Llama of random weights, and the plan of tiny.py beside it."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """Stock models of random weights, and beside each the plan of tiny.py, but for layers that slide."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from pod.modeling.shipped.sharing import SharingPlan
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        **tiny.STOCK_SIZES,
-        max_position_embeddings=START_CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=tiny.VOCAB - 1,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    SharingPlan(lead=tiny.plan_rows()).save(folder / "plan.json")  # type: ignore[arg-type]
+    for family, changes in FAMILIES.items():
+        torch.manual_seed(0)
+        sizes = tiny.STOCK_SIZES | {"head_dim": 8, "hidden_size": 48} | changes
+        config = AutoConfig.for_model(
+            family,
+            **sizes,
+            max_position_embeddings=START_CONTEXT,
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=tiny.VOCAB - 1,
+            pad_token_id=tiny.VOCAB - 1,  # not 0, which the prompt has
+        )
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / family)
+        windows = SLIDES if family == "gemma3_text" else (False,) * len(SLIDES)
+        rows = [[None] * 3 if slides else row for slides, row in zip(windows, tiny.plan_rows(), strict=True)]
+        SharingPlan(lead=rows).save(folder / family / "plan.json")  # type: ignore[arg-type]
+
+
+def start_folder(out: Path, name: str) -> Path:
+    """Of the family that a variant is of."""
+    return out / "start" / next((family for family in FAMILIES if family.startswith(name)), "llama")
 
 
 def model_args(out: Path, name: str):
     from pod.models import ModelArgs
 
-    return ModelArgs(path=str(out / "start"), **VARIANTS[name])
+    return ModelArgs(path=str(start_folder(out, name)), **VARIANTS[name])
 
 
 def start_model(out: Path, name: str):
     from pod.training.run.start_model import load_start_model
 
-    plan = out / "start" / "plan.json" if name == "pod" else None
+    plan = start_folder(out, name) / "plan.json" if VARIANTS[name]["layout"] == "pod" else None
     return load_start_model(model_args(out, name), plan)
 
 

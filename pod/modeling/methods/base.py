@@ -258,7 +258,10 @@ def _check_model(
         reason = refusal(registry["pod"], *(chosen[axis] for axis in chosen if axis != "layout"))
         parts = ["pod", *(part for part in spec.split("+") if part.strip() != "full")]
         hint = f", or name the layout, as in {'+'.join(parts)!r}" if reason is None else f" ({reason})"
-        raise ValueError(f"{spec} needs a model without a sharing plan: load the dense checkpoint{hint}")
+        whose = "a sharing plan: load the dense checkpoint"
+        if config.layer_windows is not None:
+            whose = "windows of its own: name nothing"
+        raise ValueError(f"{spec} needs a model without {whose}{hint}")
     if config.layout == named == "pod" and config.sharing_plan.is_dense:
         what = "the model shares nothing, so that 'pod' holds what 'full' holds"
         warnings.warn(f"{what}: load it with pod.load_model(…, plan=…)", stacklevel=4)

@@ -30,7 +30,8 @@ class ExpectedAttention(Ranking):
 
     before_rope = True
 
-    def __init__(self, config: PodConfig, request: Request):
+    def __init__(self, config: PodConfig, layer_idx: int, request: Request):
+        self.layer_idx = layer_idx
         self.num_sink_tokens = request.below_budget("num_sink_tokens")
         self.num_future_positions = request.params["num_future_positions"]
         self.epsilon = request.params["epsilon"]
@@ -58,7 +59,7 @@ class ExpectedAttention(Ranking):
         mean = (self.mean * self.scale).unflatten(1, (-1, groups))
         half = (self.spread * (self.scale**2 / 2 / self.count)).unflatten(1, (-1, groups))
         positions = step.max_length + torch.arange(self.num_future_positions, device=keys.device)[None]
-        cos, sin = (x.mean(2, keepdim=True) for x in step.rope.tables(positions))
+        cos, sin = (x.mean(2, keepdim=True) for x in step.ropes[self.layer_idx].tables(positions))
         keys = rotate(keys[:, :, first:].to(mean.dtype), (cos, -sin))  # in place of queries, by the transpose
         weights = torch.zeros_like(keys[..., 0])
         for g in range(groups):

@@ -61,7 +61,7 @@ class AccumulatingLayer(PodCacheLayer):
         return super().predicted_nbytes(self.held) + statistics
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        q, k = step.rope.pair(q, k)
+        q, k = step.ropes[self.layer_idx].pair(q, k)
         in_slots = replace(step, uniform_past=self.held)
         self.held += step.num_new
         self.weights: Tensor | None = None

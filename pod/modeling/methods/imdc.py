@@ -199,7 +199,7 @@ class MemoryLayer(CacheLayer):
         self.layer_idx, self.codec = layer_idx, request.codec
         self.adaptive, self.updates = params.get("function") == "adaptive", params.get("update", True)
         self.num_sink_tokens = params["num_sink_tokens"]
-        self.observer = lambda: EndAttention(config, request) if ranks else LastQueries(1)
+        self.observer = lambda: EndAttention(config, layer_idx, request) if ranks else LastQueries(1)
         self.ranks = ranks
         self.clear()
 
@@ -222,9 +222,9 @@ class MemoryLayer(CacheLayer):
         before = self.held
         self.tokens.append(Tokens(k, v), before)
         self.held += step.num_new
-        q = step.rope.turn(q, range(before, self.held))
+        q = step.ropes[self.layer_idx].turn(q, range(before, self.held))
         keys, values = self.tokens.read(self.held)
-        keys = step.rope.turn(keys, range(self.held))
+        keys = step.ropes[self.layer_idx].turn(keys, range(self.held))
         if step.is_decode:
             self.memory = self.held
         else:

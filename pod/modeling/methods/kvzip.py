@@ -38,7 +38,7 @@ class KVzipLayer(adakv.AdaLayer):
     """
 
     @staticmethod
-    def ranks(config: PodConfig, request: Request) -> LastQueries:
+    def ranks(config: PodConfig, layer_idx: int, request: Request) -> LastQueries:
         """Of the prompt itself nothing is observed."""
         request.below_budget("num_sink_tokens")
         return LastQueries(0)
@@ -51,7 +51,7 @@ class KVzipLayer(adakv.AdaLayer):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         if not self.waits:
             return super().attend(q, k, v, step)
-        q, k = step.rope.pair(q, k)
+        q, k = step.ropes[self.layer_idx].pair(q, k)
         pairs = [(bank.keys.read(bank.held), bank.values.read(bank.held)) for bank in self.banks]
         held = [torch.cat(tensors, dim=1) for tensors in zip(*pairs, strict=True)]
         start, size = len(self.heard) * self.params["chunk_size"], self.params["chunk_size"]

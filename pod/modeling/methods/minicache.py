@@ -79,7 +79,7 @@ class PairLayer(PodCacheLayer):
         return counts.get(name.rpartition("_")[2], length - merged)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        (q, k), past = step.rope.pair(q, k), step.uniform_past
+        (q, k), past = step.ropes[self.layer_idx].pair(q, k), step.uniform_past
         assert past is not None
         if not self.merged_tokens:
             return self.attend_rotated(q, k, v, step)

@@ -46,7 +46,7 @@ class QuestLayer(PodCacheLayer):
         return ceil(length / self.page_size) if name == "pages" else length
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        (q, k), past = step.rope.pair(q, k), step.uniform_past
+        (q, k), past = step.ropes[self.layer_idx].pair(q, k), step.uniform_past
         assert past is not None
         if self.is_dense:
             return self.attend_rotated(q, k, v, step)

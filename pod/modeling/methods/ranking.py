@@ -67,7 +67,7 @@ class EndAttention(LastQueries):
     """SnapKV's ranking: the last queries' tokens stay; those before them rank by the attention from these queries, summed over
     queries, averaged over the query heads of a group, pooled over neighbours."""
 
-    def __init__(self, config: PodConfig, request: Request):
+    def __init__(self, config: PodConfig, layer_idx: int, request: Request):
         self.kernel, self.pool = request.params["kernel"], request.params["pool"]
         if self.kernel % 2 == 0:
             raise ValueError(f"{request.spec}: kernel = {self.kernel} must be odd")

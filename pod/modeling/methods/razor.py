@@ -26,7 +26,7 @@ class RazorLayer(CacheLayer):
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
         super().__init__()
-        params = request.params
+        self.layer_idx, params = layer_idx, request.params
         self.num_sink_tokens, self.num_recent_tokens = params["num_sink_tokens"], params["num_recent_tokens"]
         self.compression, self.compensates = params["compression"], params["compensation"]
         self.roles = roles_of(params["heads"].lead, layer_idx)
@@ -50,7 +50,7 @@ class RazorLayer(CacheLayer):
     # -- attention -------------------------------------------------------------------------------------------
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        q, k = step.rope.pair(q, k)
+        q, k = step.ropes[self.layer_idx].pair(q, k)
         parts = []
         for heads, tokens in ((self.roles.leads, self.everything), (self.roles.windows, self.near)):
             if heads:

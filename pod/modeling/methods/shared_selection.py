@@ -143,17 +143,17 @@ class SharedSelectionLayer(PodCacheLayer):
     """One layer for rows that are alike. Leads rank; followers keep the slots that their leads keep.
 
     Attributes:
-        ranks: ``(config, request)`` to a new ranking; raises ``ValueError`` for a request that it cannot serve.
+        ranks: ``(config, layer_idx, request)`` to a new ranking; raises ``ValueError`` for a request that it cannot serve.
         budget: tokens of a KV head, mean over layers and heads; of methods that take none, all.
     """
 
     evicts = True
-    ranks: ClassVar[Callable[[PodConfig, Request], Ranking]] = EndAttention
+    ranks: ClassVar[Callable[[PodConfig, int, Request], Ranking]] = EndAttention
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
         self.budget, self.params = request.budget or sys.maxsize, request.params
         make_ranking = type(self).ranks
-        self.make_ranking = lambda: make_ranking(config, request)
+        self.make_ranking = lambda: make_ranking(config, layer_idx, request)
         self.make_ranking()  # which checks the request, where no head of the layer leads too
         self.shares = config.sharing_plan.num_followers > 0
         super().__init__(config, layer_idx, request.codec)
@@ -195,7 +195,7 @@ class SharedSelectionLayer(PodCacheLayer):
     # -- attention -------------------------------------------------------------------------------------------
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        plain, (q, k) = q, step.rope.pair(q, k)
+        plain, (q, k) = q, step.ropes[self.layer_idx].pair(q, k)
         is_single = step.num_new == 1 and not takes_gradients(q, k, v)
         outs = []
         for bank in self.banks if not step.is_decode else ():
@@ -342,8 +342,8 @@ class SharedSelectionLayer(PodCacheLayer):
 def free_own_keys(layers: list[SharedSelectionLayer], step: Step, label: None) -> None:
     """Free followers' keys of tokens that are distant for the next query. Which those are is read from the device once for all
     layers, when leads have chosen, and known on the host from then on."""
-    seen, n_r = step.max_length, layers[0].num_recent_tokens
     banks = [(layer, bank) for layer in layers for bank in layer.banks]
+    seen, n_r = step.max_length, next((layer.num_recent_tokens for layer, _ in banks), 1)
     unread = [bank for _, bank in banks if bank.chosen is None]
     if unread:
         latest = [bank.positions[:, :, -n_r:].amax(0) for bank in unread]

@@ -45,7 +45,8 @@ class SimLayer(SlidingLayer):
                 f"{request.spec}: prefill = 'streaming' compresses before a token is generated; choose detector='prefill' "
                 "with it"
             )
-        super().__init__(config, params["num_sink_tokens"], params["num_recent_tokens"], request.codec)
+        sizes = params["num_sink_tokens"], params["num_recent_tokens"]
+        super().__init__(config, layer_idx, *sizes, request.codec)
 
     def clear(self) -> None:
         super().clear()
@@ -60,7 +61,7 @@ class SimLayer(SlidingLayer):
         return {"lazy": float(self.is_lazy), "mass": self.mass}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        q, k = step.rope.pair(q, k)
+        q, k = step.ropes[self.layer_idx].pair(q, k)
         assert q.shape[0] == 1, "one row at a time: its layers are judged by what it attends to"
         new, can_change = Tokens(k, v), not (self.is_lazy or self.is_given)
         if step.is_decode:

@@ -244,8 +244,11 @@ class SlidingTokens:
 class SlidingLayer(CacheLayer):
     """A layer that holds ``tokens`` of rows that are alike, for all of its KV heads."""
 
-    def __init__(self, config: PodConfig, num_sink_tokens: int, num_recent_tokens: int, codec: Codec):
+    def __init__(
+        self, config: PodConfig, layer_idx: int, num_sink_tokens: int, num_recent_tokens: int, codec: Codec
+    ):
         super().__init__()
+        self.layer_idx = layer_idx
         self.num_sink_tokens, self.num_recent_tokens, self.codec = num_sink_tokens, num_recent_tokens, codec
         self.scale = config.head_dim**-0.5
         self.clear()
@@ -257,7 +260,7 @@ class SlidingLayer(CacheLayer):
         return self.tokens.stores()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        q, k = step.rope.pair(q, k)
+        q, k = step.ropes[self.layer_idx].pair(q, k)
         return self.tokens.attend(q, Tokens(k, v), step, self.scale)
 
     def settle(self, step: Step) -> None:
@@ -275,7 +278,7 @@ class LocalLayer(SlidingLayer):
     """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
-        super().__init__(config, 0, request.budget, request.codec)
+        super().__init__(config, layer_idx, 0, request.budget, request.codec)
 
     def settle(self, step: Step) -> None:
         if step.ends_prompt and not step.is_decode:

@@ -118,7 +118,7 @@ class WholeLayer(SharedSelectionLayer):
     evicts = False
 
     @staticmethod
-    def ranks(config: PodConfig, request: Request) -> LastQueries:
+    def ranks(config: PodConfig, layer_idx: int, request: Request) -> LastQueries:
         return LastQueries(0)
 
 

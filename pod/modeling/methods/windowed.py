@@ -69,8 +69,9 @@ class SinkLayer(PodCacheLayer):
     def _attend_one(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         self._append_near(k, v, step)
         keys, values = (store.read(step.max_length) for store in self.stores().values())
-        q = step.rope.turn(q, range(self.limit, self.limit + 1))
-        keys = step.rope.turn_at(keys, (SinkLayer._attend_one, *step.rows), lambda: self._places(step))
+        rope, name = step.ropes[self.layer_idx], (SinkLayer._attend_one, *step.rows)
+        q = rope.turn(q, range(self.limit, self.limit + 1))
+        keys = rope.turn_at(keys, name, lambda: self._places(step))
         held = None if step.uniform_past is not None else step.lengths
         return attend_slots(q, keys, values, self.scale, held)[0]
 
@@ -111,22 +112,23 @@ class SinkLayer(PodCacheLayer):
         if far.all:
             held = (store.read(step.max_length) for store in self.stores().values())
             sinks = [x[:, :, : self.num_sink_tokens] for x in held]
-            sinks[0] = step.rope.turn(sinks[0], self.far_places)
-            q = step.rope.turn(q, range(self.limit, self.limit + 1))
+            rope = step.ropes[self.layer_idx]
+            sinks[0] = rope.turn(sinks[0], self.far_places)
+            q = rope.turn(q, range(self.limit, self.limit + 1))
             parts.append(attend(q, Tokens(*sinks), None, EVERYTHING, far, backend=backend))
         return merge(parts)[0]
 
     def _own_tokens(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> tuple[Tokens, Tensor]:
         """Tokens before and in the chunk, and queries: rotated at positions that are counted from the ring's start."""
-        name = SinkLayer._own_tokens, *step.rows
+        rope, name = step.ropes[self.layer_idx], (SinkLayer._own_tokens, *step.rows)
         start = (step.past - self.limit).clamp(min=0)[:, None]
-        q, k = (step.rope.turn_at(x, name, lambda: _once(step.positions - start, step)) for x in (q, k))
+        q, k = (rope.turn_at(x, name, lambda: _once(step.positions - start, step)) for x in (q, k))
         if step.is_fresh:
             return Tokens(k, v), q
         keys, values = Recent(self.near_keys, k, step.rows), Recent(self.near_values, v, step.rows)
         if keys.held is not None:
             places = self._positions(step.past, max(keys.past)) - start
-            keys.held = step.rope.turn_at(keys.held, ("held", *name), lambda: _once(places, step))
+            keys.held = rope.turn_at(keys.held, ("held", *name), lambda: _once(places, step))
         return Tokens(keys, values), q
 
     def _segments(self, step: Step) -> tuple[Segments, Segments, Segments]:

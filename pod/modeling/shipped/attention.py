@@ -6,14 +6,14 @@ position, never as module state or keyword, which keeps it exact under activatio
 Under cross-layer attention it starts with the lead's keys and values of all heads, and holds nothing else.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from .attend import CAUSAL, Lead, Linear, Segments, Tokens, Visibility, attend, rms_norm
+from .attend import CAUSAL, Lead, Linear, Segments, Tokens, Visibility, attend, compute_dtype, rms_norm
 from .config import PodConfig
 from .rope import Rope
 from .sharing import Lead as PlanLead
@@ -27,13 +27,20 @@ class RMSNorm(nn.Module):
 
     norm: Callable[[Tensor, Tensor, float], Tensor] = staticmethod(rms_norm)
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, eps: float, offset: float = 0.0):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.eps, self.offset = eps, offset
+        self.weight = nn.Parameter(torch.full((size,), 1.0 - offset))
+
+    @classmethod
+    def of(cls, config: PodConfig, size: int) -> "RMSNorm":
+        return cls(size, config.rms_norm_eps, config.norm_offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x, self.weight, self.eps)
+        if not self.offset:
+            return self.norm(x, self.weight, self.eps)
+        wide = compute_dtype(x.dtype)  # a sum of small weights and 1 has to be
+        return self.norm(x.to(wide), self.weight.to(wide) + self.offset, self.eps).to(x.dtype)
 
 
 class SequenceParallel(Protocol):
@@ -51,7 +58,7 @@ class ForwardContext:
     """What all layers of one forward pass share.
 
     Attributes:
-        rope: rotation at the positions of this pass.
+        ropes: each layer's rotation at the positions of this pass; layers of a kind share one.
         lead: plan of the KV heads computed here, ``[L][H]``.
         backend: implementation of attention, see ``attend``.
         segments: documents of the rows, None = every row is one.
@@ -60,7 +67,7 @@ class ForwardContext:
         everything: whether what every layer gets is part of the result.
     """
 
-    rope: Rope
+    ropes: Sequence[Rope]
     lead: PlanLead
     backend: str = "auto"
     segments: Segments | None = None
@@ -83,8 +90,7 @@ class PodAttention(nn.Module):
         self.layout = config.layout
         self.source_layer = config.sharing_plan.lead[layer_idx][0] if config.layout == "cla" else layer_idx
         self.head_dim = config.head_dim
-        self.num_sink_tokens = config.num_sink_tokens
-        self.num_recent_tokens = config.num_recent_tokens
+        self.windows = config.windows_of(layer_idx)
         query_size = config.num_attention_heads * config.head_dim
         key_value_size = config.num_key_value_heads * config.head_dim
         self.q_proj = Linear(config.hidden_size, query_size, bias=config.attention_qkv_bias)
@@ -95,9 +101,14 @@ class PodAttention(nn.Module):
         self.o_proj = Linear(query_size, config.hidden_size, bias=config.attention_out_bias)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            across = config.qk_norm_across_heads
+            self.q_norm = RMSNorm.of(config, query_size if across else config.head_dim)
             if self.k_proj is not None:
-                self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+                self.k_norm = RMSNorm.of(config, key_value_size if across else config.head_dim)
+        self.norm_across_heads = config.qk_norm_across_heads
+        # attention divides by sqrt(head_dim) wherever it runs
+        multiplier = config.attention_multiplier
+        self.query_factor = 1.0 if multiplier is None else multiplier * config.head_dim**0.5
 
     def forward(self, hidden_states: Tensor, context: ForwardContext, carry: Carry) -> tuple[Tensor, Carry]:
         """``[B, n, hidden]`` and the carry to the same."""
@@ -117,27 +128,32 @@ class PodAttention(nn.Module):
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``[B, Hq, n, d]`` and twice ``[B, H, n, d]``, with H = 0 in a layer that reads another one's."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q = self.q_proj(hidden_states).view(shape)
-        if self.q_norm is not None:
-            q = self.q_norm(q)
+        q = self._normed(self.q_norm, self.q_proj(hidden_states), shape)
+        if self.query_factor != 1.0:
+            q = q * self.query_factor
         if self.k_proj is None or self.v_proj is None:
             nothing = q.new_empty(q.shape[0], 0, *q.shape[1::2])
             return q.transpose(1, 2), nothing, nothing
-        k = self.k_proj(hidden_states).view(shape)
+        k = self._normed(self.k_norm, self.k_proj(hidden_states), shape)
         v = self.v_proj(hidden_states).view(shape)
-        if self.k_norm is not None:
-            k = self.k_norm(k)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
+    def _normed(self, norm: RMSNorm | None, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """``[B, n, h·d]`` to ``[B, n, h, d]``."""
+        if norm is None:
+            return x.view(shape)
+        return norm(x).view(shape) if self.norm_across_heads else norm(x.view(shape))
+
     def _attend_without_cache(self, q, k, v, context: ForwardContext, carry: Carry) -> tuple[Tensor, Carry]:
-        q, k = context.rope(q), context.rope(k)
+        rope = context.ropes[self.layer_idx]
+        q, k = rope(q), rope(k)
         if self.layout == "cla":
             return self._attend_across(q, k, v, context, carry)
         lead, roles = None, roles_of(context.lead, self.layer_idx)
         if roles.followers:
             carried = [carry[2 * head : 2 * head + 2] for head in roles.followers]
             lead = Lead(*(torch.cat(x, dim=1) for x in zip(*carried, strict=True)))  # type: ignore[arg-type]
-        see = Visibility(self.num_sink_tokens, self.num_recent_tokens)
+        see = Visibility(*self.windows)
         out, _ = attend(q, Tokens(k, v), lead, see, context.segments, backend=context.backend, roles=roles)
         return out, next_carry(q, k, context.lead, self.layer_idx, carry)
 

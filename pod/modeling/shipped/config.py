@@ -1,4 +1,4 @@
-"""Configuration of the PoD decoder: one explicit field for everything in which Llama, Mistral, Qwen2 and Qwen3 differ."""
+"""Configuration of the PoD decoder: one explicit field for everything in which the families of ``pod.families`` differ."""
 
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -9,6 +9,13 @@ from .sharing import Lead, SharingPlan
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LAYOUTS = ("pod", "cla", "window")
+NORMS = {
+    "before": ("input", None, "post_attention", None),
+    "behind": (None, "post_attention", None, "post_feedforward"),
+    "both": ("input", "post_attention", "pre_feedforward", "post_feedforward"),
+}
+"""By ``norm_placement`` the norms before and behind attention, and before and behind the feed-forward layer: what stock models call
+them, without ``_layernorm``."""
 
 
 class PodConfig(PreTrainedConfig):
@@ -19,7 +26,15 @@ class PodConfig(PreTrainedConfig):
         rope_parameters: ``{"rope_type": "default" | "linear" | "llama3" | "yarn", "rope_theta": …, …}`` as in
             transformers 5.
         attention_qkv_bias, attention_out_bias, mlp_bias: which projections carry a bias (Qwen2: q, k, v).
-        qk_norm: RMSNorm on each head's queries and keys (Qwen3).
+        qk_norm: RMSNorm on each head's queries and keys (Qwen3); with ``qk_norm_across_heads`` on those of all heads (OLMo 2).
+        norm_placement: where a layer has norms, see ``NORMS``.
+        norm_offset: added to the weights of norms (Gemma: 1).
+        embedding_multiplier, residual_multiplier, attention_multiplier, logits_scaling: Granite's: factors on embeddings, on
+            what attention and feed-forward add, and on attention's logits (None = ``1/sqrt(head_dim)``), and the divisor of
+            the output's.
+        no_rope_layers: ``[num_hidden_layers]``, 0 = the layer does not rotate (SmolLM3's name for it); None = all do.
+        num_experts: of layers that are a mixture of experts of ``moe_intermediate_size``, 0 = no layer is; ``num_experts_per_tok``
+            of them see a token, whose weights sum to 1 with ``norm_topk_prob``. Layers ``mlp_only_layers`` have none.
         layout: who stores keys and values. ``pod``: the paper's, dense without a plan. ``cla``: layers of a block share
             the keys *and* values of its lead and have no projections for them (Brandon et al., 2024). ``window``:
             every layer sees and keeps ``num_recent_tokens`` tokens only (Beltagy et al., 2020).
@@ -30,6 +45,9 @@ class PodConfig(PreTrainedConfig):
             ``SharingPlan``; None = the original one. Set by ``load_model`` when a plan asks for it; nothing is permuted here.
         num_sink_tokens, num_recent_tokens: ``n_s`` and ``n_r`` of the paper; the window counts the current token.
             None = 16 and 4080; 0 and 4096 for ``window``, which has no sinks. ``cla`` has no window.
+        layer_windows: ``[num_hidden_layers]``: tokens that the layer was trained to see, the current one included (Mistral's and
+            Gemma 3's sliding windows), None = all; the plan says None for the heads of a layer that has one. None = no layer.
+        window_rope_parameters: other, plain RoPE of the layers that have such a window (Gemma 3); None = ``rope_parameters``.
         attention_backend: ``auto`` or the name of a registered backend.
 
     Raises:
@@ -58,6 +76,21 @@ class PodConfig(PreTrainedConfig):
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_across_heads: bool = False
+    norm_placement: str = "before"
+    norm_offset: float = 0.0
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    logits_scaling: float = 1.0
+    num_experts: int = 0
+    num_experts_per_tok: int = 1
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    mlp_only_layers: list[int] | None = None
+    no_rope_layers: list[int] | None = None
+    layer_windows: list[int | None] | None = None
+    window_rope_parameters: dict | None = None
     lead: list[list[int | None]] | None = None
     kv_bits: list[int] | None = None
     head_order: list[list[int]] | None = None
@@ -109,6 +142,8 @@ class PodConfig(PreTrainedConfig):
             raise ValueError(
                 f"rope_type = {rope_type!r} is not supported; choose one of {', '.join(ROPE_TYPES)}"
             )
+        if self.norm_placement not in NORMS:
+            raise ValueError(f"norm_placement = {self.norm_placement!r} must be one of {', '.join(NORMS)}")
         n_s, n_r = self.num_sink_tokens, self.num_recent_tokens
         if n_s < 0 or n_r < 1:
             raise ValueError(f"need num_sink_tokens >= 0 and num_recent_tokens >= 1, got {n_s} and {n_r}")
@@ -120,6 +155,7 @@ class PodConfig(PreTrainedConfig):
             )
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout = {self.layout!r} is not supported; choose one of {', '.join(LAYOUTS)}")
+        self._check_windows()
         if self.layout == "cla" and not self.sharing_plan.is_layerwise:
             raise ValueError(
                 "layout = 'cla' shares whole layers, and this plan gives the heads of a layer different leads: use "
@@ -136,13 +172,58 @@ class PodConfig(PreTrainedConfig):
         if self.layout == "window" and n_s:
             raise ValueError(f"layout = 'window' has no sinks, got num_sink_tokens = {n_s}: set 0")
 
+    def _check_windows(self) -> None:
+        """Of layers that were trained with windows."""
+        for name in ("layer_windows", "no_rope_layers"):
+            each = getattr(self, name)
+            if each is not None and len(each) != self.num_hidden_layers:
+                raise ValueError(f"{name} has {len(each)} entries for {self.num_hidden_layers} layers")
+        if self.layer_windows is not None and self.layout != "pod":
+            raise ValueError(
+                f"layout = {self.layout!r} is not possible here: layers of this model have windows of their own (layer_windows)"
+            )
+        for layer, row in enumerate(self.sharing_plan.lead):
+            window = self.window_of(layer)
+            if window is not None and set(row) != {None}:
+                raise ValueError(
+                    f"layer {layer} was trained to see its last {window} tokens only, so that a plan must say null for "
+                    f"all of its heads, and says {list(row)}"
+                )
+        rope = (self.window_rope_parameters or {}).get("rope_type", "default")
+        if rope != "default":
+            raise ValueError(
+                f"rope_type = {rope!r} of layers with windows is not supported: it must be 'default'"
+            )
+
+    def rope_of(self, layer_idx: int) -> dict[str, Any] | None:
+        """The RoPE parameters of a layer; None where nothing is rotated."""
+        if self.no_rope_layers is not None and not self.no_rope_layers[layer_idx]:
+            return None
+        own = self.window_rope_parameters if self.window_of(layer_idx) is not None else None
+        return own or self.rope_parameters
+
+    def has_experts(self, layer_idx: int) -> bool:
+        """Whether a layer's feed-forward part is a mixture of experts."""
+        return self.num_experts > 0 and layer_idx not in (self.mlp_only_layers or ())
+
+    def window_of(self, layer_idx: int) -> int | None:
+        """The window that the layer was trained with, in tokens; None without one."""
+        return None if self.layer_windows is None else self.layer_windows[layer_idx]
+
+    def windows_of(self, layer_idx: int) -> tuple[int, int]:
+        """First and last tokens that heads of the layer see which keep their windows: its own, else those of the plan."""
+        own = self.window_of(layer_idx)
+        return (self.num_sink_tokens, self.num_recent_tokens) if own is None else (0, own)
+
     @property
     def sharing_plan(self) -> SharingPlan:
         """The plan of this model; when ``lead`` is None, that in which every head leads, or keeps its window."""
         lead = None if self.lead is None else tuple(map(tuple, self.lead))
         bits = None if self.kv_bits is None else tuple(self.kv_bits)
         order = None if self.head_order is None else tuple(map(tuple, self.head_order))
-        return _plan(lead, bits, order, self.layout, self.num_hidden_layers, self.num_key_value_heads)
+        heads, windows = self.num_key_value_heads, self.layer_windows or [None] * self.num_hidden_layers
+        are_windows = tuple(self.layout == "window" or window is not None for window in windows)
+        return _plan(lead, bits, order, are_windows, heads)
 
     @property
     def own_method(self) -> str:
@@ -160,11 +241,10 @@ def _plan(
     lead: Lead | None,
     bits: tuple[int, ...] | None,
     order: tuple[tuple[int, ...], ...] | None,
-    layout: str,
-    layers: int,
+    are_windows: tuple[bool, ...],
     heads: int,
 ) -> SharingPlan:
-    """The plan, checked once."""
+    """The plan, checked once; without leads that in which every layer that is no window leads."""
     if lead is None:
-        lead = (SharingPlan.windows if layout == "window" else SharingPlan.dense)(layers, heads).lead
+        lead = tuple((None if window else layer,) * heads for layer, window in enumerate(are_windows))
     return SharingPlan(lead=lead, bits=bits, head_order=order)

@@ -47,8 +47,7 @@ class PodCacheLayer(CacheLayer):
         self.layer_idx = layer_idx
         self.lead = config.sharing_plan.lead
         self.roles = roles_of(self.lead, layer_idx)
-        self.num_sink_tokens = config.num_sink_tokens
-        self.num_recent_tokens = config.num_recent_tokens
+        self.num_sink_tokens, self.num_recent_tokens = config.windows_of(layer_idx)
         self.scale = config.head_dim**-0.5
         self.groups = config.num_key_value_groups
         self.clear()
@@ -82,7 +81,7 @@ class PodCacheLayer(CacheLayer):
     # -- attention -------------------------------------------------------------------------------------------
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        q, k = step.rope.pair(q, k)
+        q, k = step.ropes[self.layer_idx].pair(q, k)
         out = self.attend_rotated(q, k, v, step)
         if self.capacity:
             self.settle(step)
@@ -228,7 +227,7 @@ class ClaCacheLayer(PodCacheLayer):
         """See ``CacheLayer.attend``; a follower gets ``k`` and ``v`` of no heads."""
         if self.source_layer == self.layer_idx:
             return super().attend(q, k, v, step)
-        return step.layers[self.source_layer].attend_again(step.rope(q), step)
+        return step.layers[self.source_layer].attend_again(step.ropes[self.layer_idx](q), step)
 
     def attend_again(self, q: Tensor, step: Step) -> Tensor:
         """Rotated queries ``[B, Hq, m, d]`` of a follower on what this lead stored in the same pass."""

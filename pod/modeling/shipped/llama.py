@@ -1,4 +1,4 @@
-"""One decoder for Llama, Mistral, Qwen2 and Qwen3 weights, dense or with shared distant keys (PoD)."""
+"""One decoder for the families of ``pod.families``, dense or with shared distant keys (PoD)."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -16,13 +16,14 @@ from transformers.utils.generic import can_return_tuple
 from .attend import IMPLEMENTATIONS, Linear, Segments, check_backend, compute_dtype
 from .attention import Carry, ForwardContext, PodAttention, RMSNorm, SequenceParallel
 from .cache import PodCache
-from .config import PodConfig
+from .config import NORMS, PodConfig
 from .decode import DECODERS
+from .experts import PodExperts
 from .flash import FLASH
 from .generation import PodGenerationMixin, check_cache, own_cache
 from .grouped import ATTEND_GROUPED, DECODE_GROUPED
 from .reference import ATTEND_REFERENCE, DECODE_REFERENCE
-from .rope import Rope, inverse_frequencies, rotate
+from .rope import Frequencies, Rope, frequencies_of, rotate
 from .step import (
     check_positions,
     compaction_of,
@@ -52,8 +53,8 @@ IMPLEMENTATIONS |= {"grouped": ATTEND_GROUPED, "flash": FLASH, "reference": ATTE
 DECODERS |= {"grouped": DECODE_GROUPED, "reference": DECODE_REFERENCE}
 
 
-class PodMLP(nn.Module):
-    """Gated feed-forward layer.
+class Tiled(nn.Module):
+    """A layer that computes each token alone, by ``whole``.
 
     Attributes:
         train_tiles: parts of the tokens that are computed one after the other, and recomputed in backward when gradients
@@ -64,13 +65,6 @@ class PodMLP(nn.Module):
 
     train_tiles: int | None = None
 
-    def __init__(self, config: PodConfig):
-        super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.act_fn = ACT2FN[config.hidden_act]
-
     def forward(self, x: Tensor) -> Tensor:
         """``[B, n, hidden]`` to the same; long inputs in tiles, which hold ``[tile, intermediate_size]`` thrice."""
         with_gradients = torch.is_grad_enabled()
@@ -79,15 +73,61 @@ class PodMLP(nn.Module):
         else:
             parts = [x] if with_gradients else x.split(_MLP_TILE, dim=1)
         if len(parts) == 1:
-            return self._gated(x)
-        run = partial(checkpoint, self._gated, use_reentrant=False) if with_gradients else self._gated
+            return self.whole(x)
+        run = partial(checkpoint, self.whole, use_reentrant=False) if with_gradients else self.whole
         return torch.cat([run(part) for part in parts], dim=1)
 
-    def _gated(self, x: Tensor) -> Tensor:
+    def whole(self, x: Tensor) -> Tensor:
+        """``[B, n, hidden]`` to the same in one go."""
+        raise NotImplementedError
+
+
+class PodMLP(Tiled):
+    """Gated feed-forward layer."""
+
+    def __init__(self, config: PodConfig):
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def whole(self, x: Tensor) -> Tensor:
         return self.down_proj(self.gate(self.gate_proj(x), self.up_proj(x)))
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.act_fn(gate) * up
+
+
+class PodMoE(Tiled):
+    """A router takes ``num_experts_per_tok`` of the experts for each token."""
+
+    def __init__(self, config: PodConfig):
+        super().__init__()
+        self.count, self.normalizes = config.num_experts_per_tok, config.norm_topk_prob
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = PodExperts(config)
+
+    def whole(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        shares, chosen = self.gate(tokens).to(compute_dtype(x.dtype)).softmax(-1).topk(self.count)
+        if self.normalizes:
+            shares = shares / shares.sum(-1, keepdim=True)
+        return self.experts(tokens, chosen, shares).view(x.shape)
+
+
+class PodEmbedding(nn.Embedding):
+    """``multiplier`` times the rows, in their dtype."""
+
+    def __init__(self, config: PodConfig):
+        super().__init__(config.vocab_size, config.hidden_size)
+        self.multiplier = config.embedding_multiplier
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        rows = super().forward(input_ids)
+        if self.multiplier == 1.0:
+            return rows
+        return rows * torch.tensor(self.multiplier, dtype=rows.dtype).item()  # rounded as in training
 
 
 class PodDecoderLayer(nn.Module):
@@ -96,16 +136,27 @@ class PodDecoderLayer(nn.Module):
     def __init__(self, config: PodConfig, layer_idx: int):
         super().__init__()
         self.self_attn = PodAttention(config, layer_idx)
-        self.mlp = PodMLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = PodMoE(config) if config.has_experts(layer_idx) else PodMLP(config)
+        self.residual_multiplier = config.residual_multiplier
+        self.norms = NORMS[config.norm_placement]
+        for name in filter(None, self.norms):
+            self.register_module(f"{name}_layernorm", RMSNorm.of(config, config.hidden_size))
 
     def forward(self, hidden_states: Tensor, context: ForwardContext, *carry: Tensor | None) -> tuple:
         """``[B, n, hidden]`` and the carry to ``(hidden_states, *carry)``."""
-        attended, carry = self.self_attn(self.input_layernorm(hidden_states), context, carry)
-        hidden_states = hidden_states + attended
-        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-        return hidden_states, *carry
+        attended, carry = self.self_attn(self.attention_input(hidden_states), context, carry)
+        multiplier = self.residual_multiplier
+        hidden_states = torch.add(hidden_states, self._normed(1, attended), alpha=multiplier)
+        fed = self._normed(3, self.mlp(self._normed(2, hidden_states)))
+        return torch.add(hidden_states, fed, alpha=multiplier), *carry
+
+    def attention_input(self, hidden_states: Tensor) -> Tensor:
+        """What attention projects."""
+        return self._normed(0, hidden_states)
+
+    def _normed(self, place: int, x: Tensor) -> Tensor:
+        name = self.norms[place]
+        return x if name is None else getattr(self, f"{name}_layernorm")(x)
 
 
 class PodPreTrainedModel(PreTrainedModel):
@@ -136,15 +187,15 @@ class PodModel(PodPreTrainedModel):
 
     def __init__(self, config: PodConfig):
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = PodEmbedding(config)
         self.layers = nn.ModuleList(PodDecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm.of(config, config.hidden_size)
         check_backend(config.attention_backend)
         self.lead = config.sharing_plan.lead
         self.sequence_parallel: SequenceParallel | None = None
         self.gradient_checkpointing = False
         self.rotate = rotate
-        self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}
+        self._frequencies: dict[torch.device, Frequencies] = {}
         self.post_init()
 
     @can_return_tuple
@@ -162,7 +213,7 @@ class PodModel(PodPreTrainedModel):
         output_attentions: bool | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states after the final norm.
+        """Hidden states after the final norm, divided by ``logits_scaling``: the head's weight makes them logits, whoever multiplies.
 
         Args:
             input_ids: ``[B, n]``, or ``inputs_embeds`` ``[B, n, hidden]``.
@@ -259,8 +310,8 @@ class PodModel(PodPreTrainedModel):
             columns = None if piece.starts is None else piece_columns(piece.starts, piece.num_new)
             part = hidden_states if columns is None else take_columns(hidden_states, columns)
             context = self.context(part, piece.positions)
-            context.step, piece.rope, piece.backend = piece, context.rope, context.backend
-            context.everything, step.rope = everything, context.rope
+            context.step, piece.ropes, piece.backend = piece, context.ropes, context.backend
+            context.everything, step.ropes = everything, context.ropes
             part = self.run_layers(part, context)
             cache.end_piece(piece)
             if columns is None:
@@ -278,10 +329,11 @@ class PodModel(PodPreTrainedModel):
         device = hidden_states.device
         if device not in self._frequencies:
             with torch.inference_mode(False):  # a later pass may train
-                self._frequencies[device] = inverse_frequencies(self.config, device)
-        parallel = self.sequence_parallel
+                self._frequencies[device] = frequencies_of(self.config, device)
+        parallel, (different, kind_of_layer) = self.sequence_parallel, self._frequencies[device]
+        kinds = [Rope(*one, position_ids, hidden_states.dtype, self.rotate) for one in different]
         return ForwardContext(
-            rope=Rope(*self._frequencies[device], position_ids, hidden_states.dtype, self.rotate),
+            ropes=[kinds[kind] for kind in kind_of_layer],
             lead=self.lead if parallel is None else parallel.lead,
             backend=_STOCK_BACKENDS.get(self.config._attn_implementation or "")
             or self.config.attention_backend,
@@ -302,6 +354,8 @@ class PodModel(PodPreTrainedModel):
                 hidden_states, *rest = layer(hidden_states, context, *carry)
             carry = tuple(rest)
         hidden_states = self.norm(hidden_states)
+        if self.config.logits_scaling != 1.0:
+            hidden_states = hidden_states / self.config.logits_scaling
         return torch.cat((*before, hidden_states), dim=-1) if before else hidden_states
 
     def _checkpoint(

@@ -85,7 +85,7 @@ class Packing:
         groups, dim = self._group(x.to(compute).clamp(-_HALF_MAX, _HALF_MAX))
         zero = _half_below(groups.amin(dim, keepdim=True))
         levels = 2**self.bits - 1
-        scale = _half_above((groups.amax(dim, keepdim=True) - zero.to(compute)) / levels)
+        scale = -_half_below((zero.to(compute) - groups.amax(dim, keepdim=True)) / levels)  # not below
         step = scale.to(compute)
         codes = (groups - zero.to(compute)) / torch.where(step == 0, 1, step)
         codes = codes.round_().clamp_(0, levels).to(torch.uint8).view(x.shape)
@@ -111,11 +111,6 @@ def _half_below(x: Tensor) -> Tensor:
     bits = half.view(torch.int16)  # by bits: nextafter does not know fp16 on every device
     below = torch.where(half > 0, bits - 1, torch.where(half < 0, bits + 1, _MINUS_TINY)).view(torch.float16)
     return torch.where(half > x, below, half)
-
-
-def _half_above(x: Tensor) -> Tensor:
-    """The smallest fp16 number that is not below ``x``."""
-    return -_half_below(-x)
 
 
 def tiles(like: "Tensor | Packed", start: int, stop: int, multiple: int = 1) -> Iterator[tuple[int, int]]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .attend import Call, Implementation, Segment, Source, Span, compute_dtype, span, take_rows
+from .attend import Call, Implementation, Segment, Span, compute_dtype, span, take_rows
 from .decode import DecodeCall
 from .packed import Packed, Stored
 
@@ -17,7 +17,8 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     lse = torch.full(call.q.shape[:3], float("-inf"), dtype=compute, device=call.q.device)
     sources = *call.tokens, None if call.lead is None else call.lead.keys
     for segment in call.segments.all:
-        tokens = [None if x is None else _repeated(call, x, segment).to(compute) for x in sources]
+        own = [None if x is None else span(take_rows(x, segment.rows), *segment.keys) for x in sources]
+        tokens = [None if x is None else x.repeat_interleave(call.groups, dim=1).to(compute) for x in own]
         num_tokens = segment.keys[1] - segment.keys[0]
         num_rows = (segment.rows[1] - segment.rows[0]) * call.q.shape[1]
         block = max(1, _BLOCK_ELEMENTS // (num_rows * max(1, num_tokens)))
@@ -27,11 +28,6 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
             found, lse[place] = _rows(call, tokens, segment, rows)
             out[place] = found.to(out.dtype)
     return out, lse
-
-
-def _repeated(call: Call, x: Source, segment: Segment) -> Tensor:
-    """Tokens of a segment for every query head."""
-    return span(take_rows(x, segment.rows), *segment.keys).repeat_interleave(call.groups, dim=1)
 
 
 def _rows(call: Call, tokens: list, segment: Segment, rows: Span) -> tuple[Tensor, Tensor]:

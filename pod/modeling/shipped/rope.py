@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,16 +14,32 @@ from .config import PodConfig
 _TILE_ELEMENTS = 1 << 20
 
 
-def inverse_frequencies(config: PodConfig, device: torch.device) -> tuple[Tensor, float]:
+def inverse_frequencies(
+    config: PodConfig, device: torch.device, parameters: dict[str, Any] | None
+) -> tuple[Tensor, float]:
     """Inverse frequencies ``[head_dim / 2]`` in fp32 and the factor on cos and sin (YaRN; 1.0 otherwise).
 
-    The same arithmetic as the stock models, so that a checkpoint sees the angles it was trained with.
+    The same arithmetic as the stock models, so that a checkpoint sees the angles it was trained with. Without parameters all
+    angles are 0, which leaves every number as it is.
     """
-    rope_type = config.rope_parameters.get("rope_type", "default")
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+    if parameters is None:
+        return torch.zeros_like(exponents), 1.0
+    rope_type = parameters.get("rope_type", "default")
     if rope_type != "default":
         return ROPE_INIT_FUNCTIONS[rope_type](config, device)
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-    return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
+    return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+
+
+Frequencies = tuple[list[tuple[Tensor, float]], list[int]]
+"""``inverse_frequencies`` of every kind of layer, and the kind of each layer."""
+
+
+def frequencies_of(config: PodConfig, device: torch.device) -> Frequencies:
+    """Of a model whose configuration does not change any more."""
+    each = [config.rope_of(layer) for layer in range(config.num_hidden_layers)]
+    kinds = [one for layer, one in enumerate(each) if one not in each[:layer]]
+    return [inverse_frequencies(config, device, one) for one in kinds], [kinds.index(one) for one in each]
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:

@@ -301,7 +301,7 @@ class GroupedCache(PodCache):
             for group in list(self.groups):
                 if group.prompt_done:
                     part = self._next_pass(group, 0, step)
-                    part.ends_prompt, part.rope = True, step.rope
+                    part.ends_prompt, part.ropes = True, step.ropes
                     for layer in group.layers:
                         layer.settle(part)
                     self._end_pass(group, part)
@@ -370,8 +370,9 @@ class _GroupedLayer(CacheLayer):
 
     def _attend_group(self, number: int, rows: Tensor | None, step: Step, qkv: list[Tensor]) -> Tensor:
         part, layer = step.groups[number][0], self.cache.groups[number].layers[self.layer_idx]
-        if part.rope is None:
-            part.rope, part.backend = step.rope.for_rows(rows, part.num_new), step.backend
+        if part.ropes is None:
+            made = {rope: rope.for_rows(rows, part.num_new) for rope in set(step.ropes)}
+            part.ropes, part.backend = [made[rope] for rope in step.ropes], step.backend
         q, k, v = qkv
         out = layer.attend(q, k, v, part)
         layer.settle(part)

@@ -67,7 +67,7 @@ class Step:
         starts: ``[B]`` column of the pass at which each row's first token of this piece stands; None = the whole pass.
         schedule, chunk_index, is_last_chunk: the method's chunks of this prompt, the one being fed, and whether it
             is the prompt's last; None, 0, True for methods that do not chunk.
-        rope, backend: set by the model.
+        ropes, backend: set by the model.
         lead: what lead layers leave for their followers.
         groups: the passes of groups of rows, with the rows ``[b]`` of each.
         sizes: tokens that every layer keeps, where the first layer that asks decides for all.
@@ -86,7 +86,7 @@ class Step:
     schedule: Any = None
     chunk_index: int = 0
     is_last_chunk: bool = True
-    rope: Any = None
+    ropes: Any = None
     backend: str = "auto"
     lead: LeadState = field(default_factory=LeadState)
     groups: list[tuple["Step", Tensor]] = field(default_factory=list)

@@ -30,6 +30,11 @@ def record_attention_inputs(model: PodForCausalLM, input_ids: Tensor) -> Iterato
     """
     config: PodConfig = model.config
     n = input_ids.shape[1]
+    if config.layer_windows is not None:
+        raise ValueError(
+            "layers of this model see windows of their own (layer_windows), which are not measured: write the plan.json by hand, "
+            "null for the heads of those layers"
+        )
     if config.own_method != "full":
         raise ValueError("attention is measured on the dense model: load it without a plan, layout = 'pod'")
     if input_ids.shape[0] != 1:
@@ -40,9 +45,9 @@ def record_attention_inputs(model: PodForCausalLM, input_ids: Tensor) -> Iterato
     carry = (None,) * (2 * config.num_key_value_heads)
     layer: PodDecoderLayer
     for layer in decoder.layers:  # type: ignore[assignment]
-        normed = layer.input_layernorm(hidden_states)
-        q, k, v = layer.self_attn._project(normed)
-        yield AttentionInputs(hidden_states[0], context.rope(q)[0], context.rope(k)[0], v[0])
+        q, k, v = layer.self_attn._project(layer.attention_input(hidden_states))
+        rope = context.ropes[layer.self_attn.layer_idx]
+        yield AttentionInputs(hidden_states[0], rope(q)[0], rope(k)[0], v[0])
         hidden_states, *carry = layer(hidden_states, context, *carry)
 
 

@@ -12,6 +12,9 @@ Lead = Sequence[Sequence[int | None]]
 """lead[layer][kv_head], see SharingPlan."""
 
 
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
 @dataclass(frozen=True)
 class Shapes:
     """The sizes of a model; `from_config` reads them from a PodConfig.
@@ -20,6 +23,8 @@ class Shapes:
         layout: pod (dense without a plan), cla or window.
         windows: sink and recent tokens.
         silent_layers: layers without projections for keys and values (cla).
+        intermediate: width that a token passes behind attention; of a mixture of experts that of those that see it.
+        idle: width of the experts that do not.
     """
 
     hidden: int
@@ -33,17 +38,21 @@ class Shapes:
     layout: str = "pod"
     windows: tuple[int, int] = (16, 4080)
     silent_layers: int = 0
+    idle: int = 0
 
     @classmethod
     def from_config(cls, config: Any) -> "Shapes":
         layout = getattr(config, "layout", "pod")
+        names = "num_experts", "num_experts_per_tok", "moe_intermediate_size"
+        experts, used, inner = (getattr(config, name, 0) for name in names)
         return cls(
             hidden=config.hidden_size,
             layers=config.num_hidden_layers,
             query_heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            intermediate=config.intermediate_size,
+            intermediate=used * inner if experts else config.intermediate_size,
+            idle=(experts - used) * inner if experts else 0,
             vocab=config.vocab_size,
             tied=bool(config.tie_word_embeddings),
             layout=layout,
@@ -72,8 +81,8 @@ class Shapes:
 
     @property
     def layer_parameters(self) -> int:
-        """With its norms; biases left out."""
-        return self.linear_parameters + 2 * self.hidden
+        """With its norms, and experts that a token does not see; biases and routers left out."""
+        return self.linear_parameters + 3 * self.hidden * self.idle + 2 * self.hidden
 
     @property
     def key_value_parameters(self) -> int:
@@ -99,7 +108,7 @@ class Shapes:
 
     def lora_parameters(self, args: TrainArgs) -> int:
         """Trainable weights of the adapters."""
-        sizes = self.linear_sizes
+        sizes = {name: size for name, size in self.linear_sizes.items() if not (self.idle and name in _MLP)}
         layers = dict.fromkeys(sizes, self.layers)
         layers |= dict.fromkeys(("k_proj", "v_proj"), self.layers - self.silent_layers)
         each = [layers[name] * sum(sizes[name]) for name in args.lora_target_modules if name in sizes]

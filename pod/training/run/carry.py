@@ -41,13 +41,13 @@ def device_copy(host: Tensor, device: torch.device) -> Tensor:
 def lead_carry(layer: Any, hidden_states: Tensor, context: ForwardContext) -> Carry:
     """What a lead layer hands on, from its input: the same operations as in its forward, hence the same bits."""
     attention = layer.self_attn
-    q, k, v = attention._project(layer.input_layernorm(hidden_states))
+    q, k, v = attention._project(layer.attention_input(hidden_states))
     if context.sequence_parallel is not None:
         q, k, v = context.sequence_parallel.to_heads(attention.layer_idx, q, k, v)
-    nothing = (None,) * (2 * len(context.lead[0]))
+    nothing, rope = (None,) * (2 * len(context.lead[0])), context.ropes[attention.layer_idx]
     if attention.layout == "cla":
-        return (context.rope(k), v, *nothing[2:])
-    return next_carry(context.rope(q), context.rope(k), context.lead, attention.layer_idx, nothing)
+        return (rope(k), v, *nothing[2:])
+    return next_carry(rope(q), rope(k), context.lead, attention.layer_idx, nothing)
 
 
 def leads_that_end(lead: Sequence[Sequence[int | None]], layer_idx: int) -> list[int]:

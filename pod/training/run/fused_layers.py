@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 from pod.modeling.shipped.attend import rms_norm
 from pod.modeling.shipped.attention import RMSNorm
@@ -17,7 +18,7 @@ from pod.modeling.shipped.rope import rotate_whole
 
 def fuse_layers(model: Any) -> None:
     """Let a PodForCausalLM compute with compiled functions from now on; they are compiled when they are first used."""
-    activation = model.model.layers[0].mlp.act_fn
+    activation = ACT2FN[model.config.hidden_act]
 
     def gated(gate: Tensor, up: Tensor) -> Tensor:
         return activation(gate) * up

@@ -46,7 +46,7 @@ def turn(x, frequencies):
 @torch.no_grad()
 def naive_attention(model, ids):
     """n x n attention ``[L, Hq, n, n]`` of a dense model on ``[n]`` ids, fp64."""
-    frequencies = model.model.context(torch.zeros(1, 1), torch.zeros(1, 1)).rope.frequencies
+    frequencies = model.model.context(torch.zeros(1, 1), torch.zeros(1, 1)).ropes[0].frequencies
     hidden, maps = model.model.embed_tokens(ids), []
     for layer in model.model.layers:
         q, k, v = (x[0] for x in layer.self_attn._project(layer.input_layernorm(hidden)[None]))

@@ -1,0 +1,164 @@
+"""The families that load: a row each of how their configuration's fields are ours, and where their weights stand.
+
+What a family's modeling file fixes without a field is in ``fixed``, what it calls otherwise in ``reads``; fields of the same name and
+meaning are taken over as they are. The decoder knows fields of ``PodConfig`` only, no families; this file only what others wrote.
+"""
+
+from collections.abc import Callable, Container, Mapping
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_LAYERS = "model.layers."
+
+
+class Family(NamedTuple):
+    """How a configuration of transformers becomes ours.
+
+    Attributes:
+        fixed: fields of ``PodConfig`` that all models of the family share.
+        reads: fields of ``PodConfig`` as functions of the family's configuration.
+        required: fields of the family's, each with what it must be, as the decoder has nothing else.
+    """
+
+    fixed: Mapping[str, Any] = MappingProxyType({})
+    reads: Mapping[str, Callable[[Any], Any]] = MappingProxyType({})
+    required: Mapping[str, Any] = MappingProxyType({})
+
+
+def _windows(source: Any) -> list[int | None] | None:
+    """``PodConfig.layer_windows``: those of the layers that slide, which are all where no types are told; None where no window is
+    shorter than the model's context."""
+    window = source.sliding_window
+    types = getattr(source, "layer_types", None) or ["sliding_attention"] * source.num_hidden_layers
+    if window is None or window >= source.max_position_embeddings or "sliding_attention" not in types:
+        return None
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def _dense_layers(source: Any) -> list[int]:
+    """``PodConfig.mlp_only_layers`` of Qwen3-MoE."""
+    step, given = source.decoder_sparse_step, source.mlp_only_layers
+    return [layer for layer in range(source.num_hidden_layers) if layer in given or (layer + 1) % step]
+
+
+_Reads = dict[str, Callable[[Any], Any]]
+_BIAS: _Reads = {name: attrgetter("attention_bias") for name in ("attention_qkv_bias", "attention_out_bias")}
+_SLIDES: _Reads = {"layer_windows": _windows}
+_GEMMA: _Reads = {
+    "attention_multiplier": lambda source: source.query_pre_attn_scalar**-0.5,
+    "embedding_multiplier": lambda source: source.hidden_size**0.5,
+    "hidden_act": attrgetter("hidden_activation"),
+    "rope_parameters": lambda source: source.rope_parameters["full_attention"],
+    "window_rope_parameters": lambda source: source.rope_parameters["sliding_attention"],
+}
+_NOT_GEMMA2 = {
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "use_bidirectional_attention": False,
+}
+
+FAMILIES: dict[str, Family] = {
+    "gemma3_text": Family(
+        {"norm_placement": "both", "norm_offset": 1.0, "qk_norm": True}, _BIAS | _SLIDES | _GEMMA, _NOT_GEMMA2
+    ),
+    "granite": Family(reads=_BIAS),
+    "llama": Family(reads=_BIAS),
+    "mistral": Family(reads=_SLIDES),
+    "mixtral": Family(
+        {"norm_topk_prob": True},
+        {
+            "num_experts": attrgetter("num_local_experts"),
+            "moe_intermediate_size": attrgetter("intermediate_size"),
+            **_SLIDES,
+        },
+        {"router_jitter_noise": 0.0, "output_router_logits": False},
+    ),
+    "olmo2": Family({"norm_placement": "behind", "qk_norm": True, "qk_norm_across_heads": True}, _BIAS),
+    "phi3": Family(reads=_SLIDES, required={"resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "qwen2": Family({"attention_qkv_bias": True}, _SLIDES),
+    "qwen3": Family({"qk_norm": True}, _BIAS | _SLIDES),
+    "qwen3_moe": Family(
+        {"qk_norm": True},
+        {"num_experts": attrgetter("num_experts"), "mlp_only_layers": _dense_layers, **_BIAS, **_SLIDES},
+        {"output_router_logits": False},
+    ),
+    "smollm3": Family(reads=_BIAS | _SLIDES),
+}
+"""By ``model_type``."""
+
+
+def fields_of(source: Any) -> dict[str, Any]:
+    """The fields of ``PodConfig`` that a configuration of transformers calls otherwise, or its family fixes.
+
+    Raises:
+        ValueError: another family, or a field with a value that the decoder does not have.
+    """
+    name = source.model_type
+    if name not in FAMILIES:
+        known = f"{', '.join(FAMILIES)}; exports of this project load from their folder"
+        raise ValueError(f"model_type = {name!r} is not supported; supported are {known}")
+    family, own = FAMILIES[name], vars(source)
+    rotated = source.rope_parameters.get("partial_rotary_factor", 1.0)
+    others = set(own.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    given = own | {"partial_rotary_factor": rotated, "layer_types": others}
+    for field, value in {"partial_rotary_factor": 1.0, "layer_types": set(), **family.required}.items():
+        if (found := given.get(field) or value) != value:
+            allowed = value if field != "layer_types" else "full_attention or sliding_attention"
+            raise ValueError(
+                f"{field} = {found!r} of this {name} checkpoint is not supported: it must be {allowed!r}"
+            )
+    return {**family.fixed, **{field: read(source) for field, read in family.reads.items()}}
+
+
+_QKV, _GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
+_STORED: dict[str, list[tuple[str, ...]]] = {
+    "self_attn.q_proj.weight": [(_QKV,)],
+    "self_attn.k_proj.weight": [(_QKV,)],
+    "self_attn.v_proj.weight": [(_QKV,)],
+    "mlp.gate_proj.weight": [(_GATE_UP,)],
+    "mlp.up_proj.weight": [(_GATE_UP,)],
+    "mlp.gate.weight": [("block_sparse_moe.gate.weight",)],
+    "mlp.experts.gate_up_proj": [
+        ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
+        ("block_sparse_moe.experts.{}.w1.weight", "block_sparse_moe.experts.{}.w3.weight"),
+    ],
+    "mlp.experts.down_proj": [
+        ("mlp.experts.{}.down_proj.weight",),
+        ("block_sparse_moe.experts.{}.w2.weight",),
+    ],
+}
+"""Where a weight of a decoder layer stands in checkpoints that have it by no such name: Phi-3's fused ones, files of Qwen3-MoE and Mixtral."""
+
+
+def stored_names(name: str, have: Container[str], config: Any) -> list[str]:
+    """The weights of a checkpoint with the names ``have`` of which the decoder's weight ``name`` is made: one, or one per expert
+    and part."""
+    head, layer, own = name[: len(_LAYERS)], *name[len(_LAYERS) :].partition(".")[::2]
+    for theirs in _STORED.get(own, ()) if head == _LAYERS and name not in have else ():
+        experts = range(config.num_experts if "{}" in theirs[0] else 1)
+        names = [f"{head}{layer}.{one.format(i)}" for i in experts for one in theirs]
+        if names[0] in have:
+            return names
+    return [name]
+
+
+def read_weight(name: str, read: Callable[[str], Tensor], have: Container[str], config: Any) -> Tensor:
+    """The decoder's weight ``name`` from a checkpoint that has the names ``have`` and gives a weight by ``read(name)``: that weight
+    itself, a view of rows of a fused one, or experts put together."""
+    stored = stored_names(name, have, config)
+    weights = [read(one) for one in stored]
+    if stored[0].endswith((_QKV, _GATE_UP)):
+        q, kv = (
+            heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)
+        )
+        inner = config.intermediate_size
+        rows = {"q": (0, q), "k": (q, q + kv), "v": (q + kv, None), "gate": (0, inner), "up": (inner, None)}
+        return weights[0][slice(*rows[name.rsplit(".", 2)[1].removesuffix("_proj")])]
+    if len(stored) == 1:
+        return weights[0]
+    each = len(stored) // config.num_experts
+    return torch.stack([torch.cat(weights[i : i + each]) for i in range(0, len(weights), each)])
