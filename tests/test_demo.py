@@ -34,7 +34,7 @@ def test_steps_run_in_their_order_until_one_fails(chain):
     assert [chain(), chain("b"), chain()] == [list("abc"), list("ab"), list("abc")]
 
 
-def test_a_training_is_kept_for_the_same_recipe_and_removed_for_another(chain, tmp_path):
+def test_a_training_is_kept_for_the_same_recipe_and_put_away_for_another(chain, tmp_path):
     checkpoint = tmp_path / "train" / "latest"
 
     def is_kept(*settings: str) -> bool:
@@ -47,6 +47,9 @@ def test_a_training_is_kept_for_the_same_recipe_and_removed_for_another(chain, t
     assert is_kept() and is_kept("eval.limit=3"), "what is evaluated changes no weight"
     for change in ("train.learning_rate=1e-3", "seed=3", "explore.threshold=0.4"):
         assert not is_kept(change) and is_kept(change)
+    assert [(tmp_path / f"train-{number}" / "latest").is_file() for number in range(1, 6)] == [True] * 4 + [
+        False
+    ]
 
 
 def test_a_command_gets_threads_of_its_own_without_a_gpu(monkeypatch, capfd):

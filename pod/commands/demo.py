@@ -5,10 +5,10 @@ training continues from its checkpoint. Without --config it runs configs/demo.ya
 configs/demo_tiny.yaml (a random model, seconds instead of minutes).
 """
 
+import itertools
 import json
 import os
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -66,7 +66,7 @@ def main(recipe: Recipe) -> None:
 
     gpus, folder, seconds = torch.cuda.device_count(), Path(recipe.output_dir), dict[str, float]()
     atomic_write_text(folder / "recipe.yaml", to_yaml(recipe))
-    forget_other_training(recipe)
+    put_away_other_training(recipe)
     steps = steps_of(recipe, folder / "recipe.yaml", 1 if gpus == 1 else RANKS)
     for number, step in enumerate(steps, start=1):
         shown = [os.path.relpath(part) if os.path.isabs(part) else part for part in step.command]
@@ -82,13 +82,17 @@ def main(recipe: Recipe) -> None:
     print(f"\n{summary(recipe)}  ({sum(seconds.values()):.0f} s)")
 
 
-def forget_other_training(recipe: Recipe) -> None:
-    """Remove a training by another recipe, which this one would go on with; the other steps see by themselves what has changed."""
+def put_away_other_training(recipe: Recipe) -> None:
+    """Rename a training by another recipe, which this one would go on with; the other steps see by themselves what has changed."""
     made_from = Path(recipe.output_dir) / "trained_by.yaml"
     wanted = to_yaml(recipe, {"seed", "model", "explore", "data", "train"})
-    if not made_from.is_file() or made_from.read_text(encoding="utf-8") != wanted:
-        shutil.rmtree(recipe.train_dir, ignore_errors=True)
-        atomic_write_text(made_from, wanted)
+    if made_from.is_file() and made_from.read_text(encoding="utf-8") == wanted:
+        return
+    if recipe.train_dir.exists():
+        names = (recipe.train_dir.with_name(f"train-{number}") for number in itertools.count(1))
+        kept = recipe.train_dir.rename(next(name for name in names if not name.exists()))
+        print(f"{recipe.train_dir} is of another recipe or unknown; it is kept as {kept}")
+    atomic_write_text(made_from, wanted)
 
 
 def run_command(command: list[str], has_gpu: bool) -> int:
