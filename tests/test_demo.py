@@ -1,12 +1,17 @@
 """pod demo: the commands of the chain in their order; what an older recipe trained is not taken for this one's."""
 
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from pod.commands import demo
 from pod.recipe import Recipe, load_recipe
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -59,6 +64,30 @@ def test_a_command_gets_threads_of_its_own_without_a_gpu(monkeypatch, capfd):
         assert demo.run_command([sys.executable, "-c", code, *more], has_gpu=False) == 0
         assert capfd.readouterr().out.split() == [expected, str(demo.BIN)]
     assert demo.run_command([sys.executable, "-c", "raise SystemExit(3)"], has_gpu=False) == 3
+
+
+def test_a_stopped_demo_stops_its_step(tmp_path):
+    """SIGTERM goes to the demo alone; what it waits for is to save and end as well."""
+    step = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    code = f"""
+import sys
+from pod.commands import demo
+demo.steps_of = lambda *_: [demo.Step("a", "a", [sys.executable, "-c", {step!r}])]
+sys.argv = ["pod demo", "--config", "demo_tiny", "--set", "output_dir={tmp_path}"]
+demo.start()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as started:
+        wait_for(lambda: (tmp_path / "pid").is_file() and (tmp_path / "pid").read_text())
+        started.terminate()
+    pid = int((tmp_path / "pid").read_text())
+    assert started.returncode == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def wait_for(condition) -> None:
+    while not condition():
+        time.sleep(0.05)
 
 
 def test_training_runs_through_the_real_launcher_with_two_ranks(tmp_path):

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -136,6 +137,7 @@ def start() -> None:
         name = "demo_tiny.yaml" if os.environ.get("DEMO_TINY") == "1" else "demo.yaml"
         arguments = ["--config", name, *arguments]
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # both use what is installed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the step at work would go on alone
     sections = "model", "explore", "data", "train", "export", "eval"
     run(main, sections=sections, description=__doc__, estimate=estimate, argv=arguments)
 
