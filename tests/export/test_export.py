@@ -130,6 +130,27 @@ def test_savings_are_the_bytes_that_a_cache_holds(tmp_path, changes):
     assert 1 - saved_share(model.config, n) == pytest.approx(held, abs=0.03)
 
 
+@pytest.mark.parametrize("n", [30, 3000])
+@pytest.mark.parametrize("windows", [(4, 36), (4, 400)], ids=str)
+def test_layers_that_were_trained_with_windows_save_nothing(tmp_path, n, windows):
+    """The card compares with what the model holds without a plan, where these layers hold their windows too."""
+    sizes = {"layer_windows": [None, 50, None, 200], "head_dim": 32, "num_attention_heads": 2}
+    sizes |= dict(zip(("num_sink_tokens", "num_recent_tokens"), windows, strict=True))
+    held = []
+    for lead in (None, [[0, 0], [None, None], [0, None], [None, None]]):
+        model = make_model(**sizes, lead=lead).to(torch.bfloat16)
+        cache = pod.make_cache(model)
+        with torch.no_grad():
+            model(torch.arange(n)[None] % 97, past_key_values=cache)
+        held.append(cache.nbytes)
+        export(model, tmp_path / "export")
+        text = read_card(tmp_path / "export")[1]
+        assert "2 of 4 layers were trained to see their last" in text
+        assert ("nothing is shared" in text) == (lead is None) == ("| saved |" not in text)
+        assert saved_share(model.config, n) == pytest.approx(1 - held[-1] / held[0], abs=0.03)
+    assert "Of 8 (layer, KV head) pairs 2 lead" in text and "; 1 see and hold the 4 first" in text
+
+
 def test_a_dense_model_says_that_nothing_is_shared(tmp_path):
     export(make_model(lead=None), tmp_path / "dense")
     fields, text = read_card(tmp_path / "dense")

@@ -151,6 +151,18 @@ def test_generate_gives_hidden_states(tools):
         assert (found - expected).abs().max() <= TOLERANCE
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"use_cache": False}], ids=str)
+def test_generate_takes_embeddings_as_stock_models_do(tools, options):
+    stock, model, ids = tools.make_stock(), tools.make_pod(), tools.random_ids(2, 20)
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    given = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "eos_token_id": None, **options}
+    for one in (stock, model):
+        found = one.generate(inputs_embeds=one.get_input_embeddings()(ids), **given)
+        assert torch.equal(found, one.generate(ids, **given)[:, 20:])
+
+
 def test_attentions_are_refused_only_when_they_are_asked_for(tools):
     model, ids = tools.make_pod(), tools.random_ids(1, 9)
     for no in (None, False):
@@ -286,6 +298,16 @@ def test_gradients_do_not_depend_on_how_trainer_cuts_its_batch(tools, tmp_path):
     start = list(tools.make_pod().parameters())
     assert max((a - b).abs().max() for a, b in zip(*found, strict=True)) <= 1e-9
     assert max((a - b).abs().max() for a, b in zip(found[0], start, strict=True)) > 1e-4
+
+
+def test_what_generate_hands_on_is_no_unknown_argument(tools, caplog):
+    from transformers.utils import logging
+
+    logging.get_logger("pod").propagate = True
+    options = {"stop_strings": ["x"], "tokenizer": pod.load_tokenizer("package:tiny"), "max_new_tokens": 3}
+    with caplog.at_level("WARNING"):
+        tools.make_pod().generate(tools.random_ids(1, 9), **options)
+    assert "does not know" not in caplog.text
 
 
 def test_unknown_arguments_are_taken_and_named(tools, caplog):

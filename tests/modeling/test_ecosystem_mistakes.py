@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import DynamicCache, Gemma3TextConfig, GPT2Config
 
@@ -100,16 +101,56 @@ def test_what_cannot_be_loaded_is_known_before_weights_are_read(tmp_path, monkey
     Path("runs").mkdir()
     for hub in ("AutoConfig", "AutoModelForCausalLM"):
         monkeypatch.setattr(f"pod.modeling.loading.{hub}.from_pretrained", never)
-    for missing in (str(tmp_path / "nowhere"), "./nowhere", "runs/export", "~/no/such/folder"):
-        assert (
-            complaint(pod.load_model, missing)
-            == f"cannot load a model from {missing}: there is no such folder"
-        )
+    for missing in (str(tmp_path / "nowhere"), "./nowhere", "runs/export", "other/demo/export", "~/no/such"):
+        for load in (pod.load_model, pod.load_tokenizer):
+            said = complaint(load, missing)
+            assert said == f"cannot load a model from {missing}: there is no such folder"
     monkeypatch.undo()
     monkeypatch.setattr("pod.modeling.loading.AutoModelForCausalLM.from_pretrained", never)
     for config in (GPT2Config(), Gemma3TextConfig(final_logit_softcapping=30.0)):
         config.save_pretrained(tmp_path / "other")
         assert config.model_type in complaint(pod.load_model, tmp_path / "other")
+
+
+def test_weights_that_are_not_in_the_files_are_never_drawn(tools, tmp_path):
+    """Transformers loads what fits, and says the rest in a table."""
+    stock = tools.make_stock(dtype=torch.float32)
+    stock.save_pretrained(tmp_path)
+    file, ids = tmp_path / "model.safetensors", tools.random_ids(1, 9)
+    weights, name = load_file(file), "model.layers.1.self_attn.k_proj.weight"
+    for change, says in (
+        ({name: None}, rf"missing \['{name}'\]"),
+        (
+            {"model.layers.0.self_attn.o_proj.bias": torch.ones(48)},
+            r"unexpected \['model.layers.0.*o_proj.bias",
+        ),
+        ({name: weights[name][:-1].clone()}, rf"mismatched .*{name}.*15, 48"),
+    ):
+        changed = {one: weight for one, weight in (weights | change).items() if weight is not None}
+        save_file(changed, file, metadata={"format": "pt"})
+        assert re.search(f"checkpoint does not fit: {says}", complaint(pod.load_model, tmp_path))
+    angles = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # of old files; no weight
+    save_file(weights | angles, file, metadata={"format": "pt"})
+    assert (pod.load_model(tmp_path)(ids).logits - stock(ids).logits).abs().max() <= 1e-4
+    tools.make_pod().model.save_pretrained(tmp_path / "without_head")
+    assert "missing ['lm_head.weight']" in complaint(pod.load_model, tmp_path / "without_head")
+
+
+def test_names_of_types_devices_and_packages(tools, tmp_path):
+    model = tools.make_pod(dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    for source in (model, tmp_path):
+        for dtype in ("bfloat16", "torch.bfloat16", torch.bfloat16):
+            assert pod.load_model(source, dtype=dtype).dtype == torch.bfloat16
+        assert pod.load_model(source, dtype="auto").dtype == torch.float32
+        for dtype in ("bf16", "sum"):
+            assert f"dtype = '{dtype}' is no type of torch" in complaint(pod.load_model, source, dtype=dtype)
+    if not torch.cuda.is_available():  # the first GPU is not the CPU
+        with pytest.raises((RuntimeError, AssertionError)):
+            pod.load_model(tmp_path, device=0)
+    assert pod.load_model("package:tiny").config.vocab_size == len(pod.load_tokenizer("package:tiny"))
+    said = complaint(pod.load_model, tmp_path, attn_implementation="sdpa")
+    assert said.startswith("load_model does not take attn_implementation: beside its own arguments it takes")
 
 
 AUTO = """

@@ -37,14 +37,8 @@ from .step import (
 
 logger = logging.get_logger(__name__)
 _MLP_TILE = 4096  # tokens
-_SAID_TWICE = {
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "seq_idx",
-    "cache_position",
-    "num_items_in_batch",
-}
+_SAID_TWICE = {"cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "num_items_in_batch"}
+_SAID_TWICE |= {"cache_position", "tokenizer", "assistant_tokenizer"}
 """Arguments of trainers and of `generate()` that say nothing beyond those of `forward`."""
 _STOCK_BACKENDS = {"eager": "reference", "flash_attention_2": "flash", "sdpa": None}
 """What an `attn_implementation` of stock models is here; None: as the configuration says."""
@@ -383,10 +377,13 @@ class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, feeds_all=False, **kwargs):
+    def prepare_inputs_for_generation(
+        self, input_ids, next_sequence_length=None, inputs_embeds=None, **kwargs
+    ):
         """As in transformers, whose assisted decoding would feed again what the cache holds (``feeds_all``)."""
-        if feeds_all and next_sequence_length is None:
+        if kwargs.pop("feeds_all", False) and next_sequence_length is None:
             next_sequence_length = input_ids.shape[1] - kwargs["past_key_values"].get_seq_length()
+        kwargs["inputs_embeds"] = inputs_embeds
         return super().prepare_inputs_for_generation(input_ids, next_sequence_length, **kwargs)  # type: ignore[misc]
 
     @can_return_tuple
