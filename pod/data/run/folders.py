@@ -13,21 +13,22 @@ _OF_PREPARED_DATA = re.compile(
     r"manifest\.json|shard-\d+\.\w+\.npy|held_out\.(tokens\.bin|lengths\.npy)|(lengths|packing|sources)\.png"
     r"|\..+\.tmp-.+|\.DS_Store"
 )
+OF_WORK = re.compile(r"work\.json|unit-.+|shard-\d+\.json|rows|\..+")
 
 
 class Busy(ValueError):
     """Another process works on the same data."""
 
 
-def check_replaceable(folder: Path) -> None:
-    """Raise `ValueError` when `folder`, which the result replaces as a whole, is a file or holds anything but prepared data."""
+def check_replaceable(folder: Path, own: re.Pattern = _OF_PREPARED_DATA) -> None:
+    """Raise `ValueError` when `folder`, which is replaced or removed as a whole, is a file or holds anything but files of `own` names."""
     if not folder.exists():
         return
     if not folder.is_dir():
         raise ValueError(
             f"{folder} is a file where the prepared data should go: move it or set another output_dir"
         )
-    strangers = sorted(file.name for file in folder.iterdir() if not _OF_PREPARED_DATA.fullmatch(file.name))
+    strangers = sorted(file.name for file in folder.iterdir() if not own.fullmatch(file.name))
     if strangers:
         raise ValueError(
             f"{folder} holds {strangers[0]!r}, which is no prepared data and would be lost with the folder "

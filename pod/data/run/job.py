@@ -35,6 +35,7 @@ from pod.data.tokens.tokenizers import (
 )
 from pod.files import read_json, write_json
 
+WORK_NAME = "work.json"
 NOT_DECIDING = {"workers", "held_out_tokens"}
 """Settings that say how the data is made, not what it is, and one that is compared by itself."""
 
@@ -172,20 +173,38 @@ class Job:
 
         The policy for what cannot be read is no part of that: finished units stay when it is relaxed.
         """
-        request = json.loads(json.dumps(self.request))
-        request["settings"].pop("unreadable")
         units = hashlib.sha256("".join(unit.fingerprint() for unit in self.units()).encode()).hexdigest()
-        wanted = {"request": request, "held_out_tokens": self.held_out_tokens, "units_sha256": units}
-        file = self.work_dir / "work.json"
-        if file.is_file() and read_json(file) == wanted:
+        wanted = {"request": self._of_work, "held_out_tokens": self.held_out_tokens, "units_sha256": units}
+        if self._found_work() == wanted:
+            for rest in self.work_dir.glob(".unit-*"):  # of a killed run
+                rest.unlink()
             return
+        if any(self.work_dir.glob("unit-*")):
+            print(
+                f"{self.work_dir}: unfinished work of other settings, seed, tokenizer or sources is removed"
+            )
         self.clean()
         self.work_dir.mkdir(parents=True)
-        write_json(file, wanted)
+        write_json(self.work_dir / WORK_NAME, wanted)
+
+    def has_work(self) -> bool:
+        """Whether the work folder is that of this request, with whatever held-out text and sources, or what a kill left of one."""
+        found = self._found_work()
+        return not found or found["request"] == self._of_work
 
     def clean(self) -> None:
         """Remove the work."""
         shutil.rmtree(self.work_dir, ignore_errors=True)
+
+    @property
+    def _of_work(self) -> dict[str, Any]:
+        request = json.loads(json.dumps(self.request))
+        request["settings"].pop("unreadable")
+        return request
+
+    def _found_work(self) -> dict[str, Any]:
+        file = self.work_dir / WORK_NAME
+        return read_json(file) if file.is_file() else {}
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self._cache:

@@ -13,14 +13,14 @@ from pod.data.rows.loader import PackedDataset
 from pod.data.rows.manifest import pieces
 from pod.data.rows.overview import left_out
 from pod.data.rows.pictures import PICTURE_NAME, short_number
-from pod.data.run.folders import LOCK_SECONDS, Busy, check_replaceable, locked
+from pod.data.run.folders import LOCK_SECONDS, OF_WORK, check_replaceable, locked
 from pod.data.run.job import Job
 from pod.data.run.progress import duration
 from pod.data.run.publish import publish
 from pod.data.run.reading import read_sources
 from pod.data.run.workers import cores
 from pod.data.run.writing import pack, write_rows
-from pod.files import check_can_write
+from pod.files import check_can_write, explain_disk_full
 
 __all__ = ["PICTURE_NAME", "estimate", "prepare", "summary"]
 
@@ -47,29 +47,40 @@ def prepare(args: DataArgs, tokenizer: Any, output_dir: str | Path, *, seed: int
     """
     job = Job(args, tokenizer, output_dir, seed)
     if job.is_current():
-        with suppress(Busy, OSError), locked(job.lock_file, 0, "busy"):  # another run may work beside it
-            job.clean()
+        with (
+            suppress(ValueError, OSError),
+            locked(job.lock_file, 0, "busy"),
+        ):  # another run may work beside it
+            check_replaceable(job.work_dir, OF_WORK)
+            if job.has_work():
+                job.clean()
         print(
             f"{job.output_dir} is up to date: the same settings, seed and tokenizer; to read its sources again, remove it"
         )
         return PackedDataset(job.output_dir)
     check_replaceable(job.output_dir)
+    check_replaceable(job.work_dir, OF_WORK)
     check_can_write(job.output_dir.parent, "output_dir")
     message = f"another process is preparing {job.output_dir}: wait for it, or stop it and run the same command again"
     with locked(job.lock_file, LOCK_SECONDS, message):
-        try:
+        if not job.is_current():  # the run that held the lock may have had the same request
+            _make(job)
+    return PackedDataset(job.output_dir)
+
+
+def _make(job: Job) -> None:
+    try:
+        with explain_disk_full(job.output_dir, written=job.work_dir):
             job.open_work()
             job.warm_up()
             reading = read_sources(job)
-            drawn = draw(reading.kept, args, seed)
-            packed = pack(drawn, args)
-            publish(job, reading, drawn, write_rows(job, packed))
+            drawn = draw(reading.kept, job.args, job.seed)
+            publish(job, reading, drawn, write_rows(job, pack(drawn, job.args)))
+    except BaseException:
+        if not any(job.work_dir.glob("unit-*")):  # an error before the first unit
             job.clean()
-        except BaseException:
-            if not any(job.work_dir.glob("unit-*")):  # an error before the first unit
-                job.clean()
-            raise
-    return PackedDataset(job.output_dir)
+        raise
+    job.clean()
 
 
 def summary(manifest: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from pod.data.rows.pack import best_fit_rows, one_per_row
 from pod.data.rows.shards import DEFAULT_SHARD_BYTES, Row, rows_per_shard, write_shard
 from pod.data.run.job import Job
 from pod.data.run.workers import Count, cores, in_order
-from pod.files import explain_disk_full, read_json, write_json
+from pod.files import read_json, write_json
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,14 @@ class _Task:
         job, file = self.job, self.job.entry_file(number)
         if is_written(job, number):
             return read_json(file)
-        with explain_disk_full(job.output_dir, written=job.staging_dir):
-            entry = write_shard(
-                job.staging_dir,
-                number,
-                self.rows(number, count),
-                context_length=job.args.context_length,
-                vocab_size=job.vocab_size,
-                pad_token_id=job.pad_token_id,
-            )
+        entry = write_shard(
+            job.staging_dir,
+            number,
+            self.rows(number, count),
+            context_length=job.args.context_length,
+            vocab_size=job.vocab_size,
+            pad_token_id=job.pad_token_id,
+        )
         write_json(file, entry)
         return entry
 
