@@ -62,7 +62,7 @@ def _read(job: Job, reading: Reading, drawn: Drawn) -> dict[str, Any]:
     ]
     return {
         "units": reading.num_units,
-        "units_of_all": len(job.units()),
+        "units_of_all": len(job.units),
         "documents": sum(report.documents for report in reading.reports),
         "tokens": round(float(drawn.counted.tokens.sum())),
         "special_documents": int(drawn.pieces["special"].sum()),

@@ -47,7 +47,7 @@ def read_sources(job: Job) -> Reading:
     order = job.order()
     kept = Kept(job.args, job.seed, job.held_out_tokens)
     reading = Reading(kept, [SourceReport(spec) for spec in job.args.sources])
-    progress = Progress(sum(unit.text_bytes for unit in job.units()))
+    progress = Progress(sum(unit.text_bytes for unit in job.units))
     calls = ((number, kept.limits.copy()) for number in order)
     with closing(progress), closing(in_order(_Task(job), calls, _workers(job), progress.read)) as units:
         next_settle = 1
@@ -62,7 +62,7 @@ def read_sources(job: Job) -> Reading:
             if kept.is_full and position >= LEAST_UNITS:
                 break
     complete = set(range(len(job.args.sources))) - {
-        job.units()[number].source for number in order[reading.num_units :]
+        job.units[number].source for number in order[reading.num_units :]
     }
     for source in complete:
         reading.reports[source].check_any()
@@ -79,7 +79,7 @@ def read_one(job: Job, number: int, limits: Limits, count: Count) -> None:
 
     `count` is told of its bytes of text. Raises `ValueError` for what cannot be read, as the settings say.
     """
-    unit, file = job.units()[number], job.unit_file(number)
+    unit, file = job.units[number], job.unit_file(number)
     found = file.read(verify=True)
     if found is not None and not (found[2].skips and job.args.unreadable == "error" and not unit.tolerate):
         count(unit.text_bytes)
@@ -201,7 +201,7 @@ def _take_in(job: Job, reading: Reading, number: int) -> None:
     found = job.unit_file(number).read()
     assert found is not None, f"the file of unit {number} went while the data was prepared"
     pieces, size, report = found
-    unit = job.units()[number]
+    unit = job.units[number]
     pieces["unit"], pieces["source"] = number, unit.source
     reading.kept.add(pieces)
     reading.sizes[number] = size
@@ -212,7 +212,7 @@ def _take_in(job: Job, reading: Reading, number: int) -> None:
 def _compact(job: Job, reading: Reading) -> None:
     """Write the files anew of which more tokens are dead than alive."""
     kept = reading.kept
-    needed = np.bincount(kept.pieces["unit"], weights=own_tokens(kept.pieces), minlength=len(job.units()))
+    needed = np.bincount(kept.pieces["unit"], weights=own_tokens(kept.pieces), minlength=len(job.units))
     wasted = [number for number, size in reading.sizes.items() if size > 2 * needed[number]]
     if not wasted:
         return
