@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 ORIGIN_FIELDS = ("source", "domain")
 """Fields that say where a record comes from: Dolma's `source`, ProLong's `domain`."""
-LARGEST_ID = 2**32 - 1
 
 
 class UnreadableFile(ValueError):
@@ -22,10 +21,6 @@ class UnreadableFile(ValueError):
 
 class BadRecord(ValueError):
     """A record that is damaged, too long or without the wanted field; the message names its file and place in one line."""
-
-
-class SourceChanged(ValueError):
-    """A file or hub data set is no longer what it was when the units were planned."""
 
 
 class Record(NamedTuple):
@@ -124,7 +119,7 @@ def token_ids(values: Any, where: str) -> np.ndarray:
     ids = _whole_numbers(values, where, "token ids")
     if ids.ndim != 1:
         raise BadRecord(f"{where} has {ids.ndim} dimensions, expected a list of token ids")
-    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) > LARGEST_ID):
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= 2**32):
         raise BadRecord(
             f"{where} holds {ids.min() if int(ids.min()) < 0 else ids.max()}, which is no token id"
         )

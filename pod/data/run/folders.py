@@ -16,10 +16,6 @@ _OF_PREPARED_DATA = re.compile(
 OF_WORK = re.compile(r"work\.json|unit-.+|shard-\d+\.json|rows|\..+")
 
 
-class Busy(ValueError):
-    """Another process works on the same data."""
-
-
 def check_replaceable(folder: Path, own: re.Pattern = _OF_PREPARED_DATA) -> None:
     """Raise `ValueError` when `folder`, which is replaced or removed as a whole, is a file or holds anything but files of `own` names."""
     if not folder.exists():
@@ -38,13 +34,13 @@ def check_replaceable(folder: Path, own: re.Pattern = _OF_PREPARED_DATA) -> None
 
 @contextlib.contextmanager
 def locked(file: Path, seconds: float, message: str) -> Iterator[None]:
-    """Hold the lock `file`, which exists only meanwhile. Raises `Busy(message)` when it is not free within `seconds`."""
+    """Hold the lock `file`, which exists only meanwhile. Raises `ValueError(message)` when it is not free within `seconds`."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(file)
     try:
         lock.acquire(timeout=seconds)
     except Timeout:
-        raise Busy(message) from None
+        raise ValueError(message) from None
     try:
         yield
     finally:

@@ -25,6 +25,7 @@ from pod.data.read.gates import imported_filter
 from pod.data.read.units import Unit, plan_units
 from pod.data.rows.loader import PackedDataset
 from pod.data.rows.manifest import token_dtype
+from pod.data.run.workers import cores
 from pod.data.tokens.store import UnitFile
 from pod.data.tokens.tokenizers import (
     BoundaryTokens,
@@ -110,6 +111,11 @@ class Job:
     def held_out_tokens(self) -> int:
         """Tokens to hold out of training."""
         return self.args.held_out_tokens or 0
+
+    @property
+    def workers(self) -> int:
+        """Processes that read and write."""
+        return self.args.workers or cores()
 
     def warm_up(self) -> None:
         """Make here what forked workers would else make once each."""

@@ -1,18 +1,17 @@
 """Data preparation in one call: read → tokenise → keep or drop → pack → publish, on the processes of this machine."""
 
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from pod.data.args import DataArgs
 from pod.data.balance.draw import draw
-from pod.data.balance.intervals import IntervalReport, bounds_of
+from pod.data.balance.intervals import bounds_of, interval_name
 from pod.data.read.records import one_line
 from pod.data.read.units import plan_units
 from pod.data.rows.loader import PackedDataset
-from pod.data.rows.manifest import pieces
-from pod.data.rows.overview import left_out
-from pod.data.rows.pictures import PICTURE_NAME, short_number
+from pod.data.rows.pictures import short_number
 from pod.data.run.folders import LOCK_SECONDS, OF_WORK, check_replaceable, locked
 from pod.data.run.job import Job
 from pod.data.run.progress import duration
@@ -22,10 +21,6 @@ from pod.data.run.workers import cores
 from pod.data.run.writing import pack, write_rows
 from pod.files import check_can_write, explain_disk_full
 
-__all__ = ["PICTURE_NAME", "estimate", "prepare", "summary"]
-
-LISTED = 5
-"""Unreadable files and records that the summary names."""
 # Measured by benchmarks/data_pipeline.py with SmolLM2's tokenizer on Python source.
 BYTES_PER_TOKEN = 3.6
 TOKENS_PER_SECOND = 800_000
@@ -83,33 +78,10 @@ def _make(job: Job) -> None:
     job.clean()
 
 
-def summary(manifest: dict[str, Any]) -> str:
-    """The manifest in a few lines: totals, intervals, and what the policies left out."""
-    lines = [
-        f"{manifest['num_tokens']:,} tokens of {manifest['num_documents']:,} {pieces(manifest)} in {manifest['num_rows']:,} rows of "
-        f"{manifest['context_length']} (padding {100 * manifest['padding_share']:.2f} %)"
-    ]
-    for interval in manifest["intervals"]:
-        lines.append(
-            f"  {interval['name']:>9} tokens: {short_number(interval['tokens_before']):>6} → "
-            f"{short_number(interval['tokens_after']):>6} ({interval['documents_after']:,} {pieces(manifest)})"
-        )
-    lines.extend(manifest["balance"]["notes"])
-    missing = [f"{count:,} {reason}" for reason, count in left_out(manifest)]
-    if missing:
-        lines.append("left out: " + ", ".join(missing))
-    named = [name for source in manifest["read"]["sources"] for name in source["skipped_files"]]
-    lines.extend(f"  unreadable: {name}" for name in named[:LISTED])
-    return "\n".join(lines)
-
-
 def estimate(args: DataArgs) -> str:
     """What preparing costs, for `--dry-run`: intervals, share of each, and time, disk and memory at measured rates."""
-    bounds = bounds_of(args)
-    first = 1 if args.short_documents == "drop" else 0
-    names = [
-        IntervalReport(low, high).name for low, high in zip(bounds[first:], bounds[first + 1 :], strict=False)
-    ]
+    bounds = bounds_of(args)[args.short_documents == "drop" :]
+    names = [interval_name(*pair) for pair in pairwise(bounds)]
     lines = [f"length intervals [tokens]: {', '.join(names)}"]
     if args.target_tokens is None:
         return "\n".join([*lines, "data.target_tokens is not set: say how many tokens to draw"])

@@ -89,7 +89,6 @@ def _in_processes(task: Task, calls: Iterator[tuple[Any, ...]], workers: int, co
 def _start_worker(task: Task, counter: Any, parent: int) -> None:
     global _worker
     _worker = (task, counter)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
 
 
