@@ -175,7 +175,7 @@ def test_estimate_names_intervals_and_disk():
     assert (
         "1–1K, 1K–2K, 2K–4K, 4K–8K" in text
         and "1,000,000 per interval" in text
-        and "rows need 0.008 GB" in text
+        and "rows need 8MB" in text
         and "reading takes at most about" in text
     )
 

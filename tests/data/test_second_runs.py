@@ -137,6 +137,17 @@ def test_a_folder_that_only_has_the_name_of_the_work_is_kept(args, tokenizer, tm
     assert (tmp_path / "data.work/thesis.tex").read_text() == "mine"
 
 
+def test_an_output_inside_a_source_is_refused(args, tokenizer, tmp_path):
+    """Its files would be read by the next run."""
+    source = args.sources[0]
+    with pytest.raises(
+        ValueError, match=r"output_dir .*data lies inside the source .*set another one, or data.include"
+    ):
+        prepare(args, tokenizer, f"{source}/run/data")
+    assert not os.path.exists(f"{source}/run")
+    prepare(replace(args, include=["*.txt"]), tokenizer, f"{source}/run/data")
+
+
 def test_work_of_other_settings_is_removed_and_that_is_said(args, tokenizer, tmp_path, monkeypatch, capsys):
     stopped(monkeypatch, args, tokenizer, tmp_path / "data")
     prepare(args, tokenizer, tmp_path / "data", seed=1)

@@ -178,8 +178,5 @@ def _package_path(place: str) -> Path:
         raise ValueError(
             f"source {place!r}: no installed package {name!r}; pip install what provides it or drop the source"
         )
-    for folder in folders:
-        path = Path(folder, relative)
-        if path.exists():
-            return path
-    raise ValueError(f"source {place!r}: package {name!r} in {folders[0]} has no file {relative!r}")
+    paths = [Path(folder, relative) for folder in folders]
+    return next((path for path in paths if path.exists()), paths[0])

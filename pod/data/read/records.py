@@ -139,13 +139,6 @@ def document_bounds(values: Any, length: int, where: str) -> np.ndarray:
     return bounds
 
 
-def uncovered(record: Record) -> int:
-    """Tokens of a record that lie in none of its documents."""
-    if record.tokens is None or record.bounds is None:
-        return 0
-    return len(record.tokens) - int(np.sum(record.bounds[:, 1] - record.bounds[:, 0]))
-
-
 def _whole_numbers(values: Any, where: str, expected: str) -> np.ndarray:
     try:
         array = np.asarray(values)

@@ -2,10 +2,12 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+
+from pod.data.read.books import split_fragment
 
 LOCK_SECONDS = 5.0
 """How long to wait for another run on the same data; the workers of a killed one need less than a second to end."""
@@ -30,6 +32,16 @@ def check_replaceable(folder: Path, own: re.Pattern = _OF_PREPARED_DATA) -> None
             f"{folder} holds {strangers[0]!r}, which is no prepared data and would be lost with the folder "
             f"({len(strangers)} such files): move them or set another output_dir"
         )
+
+
+def check_outside(output_dir: Path, sources: Iterable[str]) -> None:
+    """Raise `ValueError` when `output_dir` lies in a folder that is read: its files would be documents of the next preparation."""
+    for source in sources:
+        place, _ = split_fragment(source)
+        if output_dir.resolve().is_relative_to(Path(place).expanduser().resolve()):
+            raise ValueError(
+                f"output_dir {output_dir} lies inside the source {source}: set another one, or data.include"
+            )
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from pod.data.read.records import one_line
 from pod.data.read.units import plan_units
 from pod.data.rows.loader import PackedDataset
 from pod.data.rows.pictures import short_number
-from pod.data.run.folders import LOCK_SECONDS, OF_WORK, check_replaceable, locked
+from pod.data.run.folders import LOCK_SECONDS, OF_WORK, check_outside, check_replaceable, locked
 from pod.data.run.job import Job
 from pod.data.run.progress import duration
 from pod.data.run.publish import publish
@@ -42,10 +42,8 @@ def prepare(args: DataArgs, tokenizer: Any, output_dir: str | Path, *, seed: int
     """
     job = Job(args, tokenizer, output_dir, seed)
     if job.is_current():
-        with (
-            suppress(ValueError, OSError),
-            locked(job.lock_file, 0, "busy"),
-        ):  # another run may work beside it
+        # another run may work beside it
+        with suppress(ValueError, OSError), locked(job.lock_file, 0, "busy"):
             check_replaceable(job.work_dir, OF_WORK)
             if job.has_work():
                 job.clean()
@@ -55,6 +53,7 @@ def prepare(args: DataArgs, tokenizer: Any, output_dir: str | Path, *, seed: int
         return PackedDataset(job.output_dir)
     check_replaceable(job.output_dir)
     check_replaceable(job.work_dir, OF_WORK)
+    check_outside(job.output_dir, [] if args.include else args.sources)
     check_can_write(job.output_dir.parent, "output_dir")
     message = f"another process is preparing {job.output_dir}: wait for it, or stop it and run the same command again"
     with locked(job.lock_file, LOCK_SECONDS, message):
@@ -87,8 +86,8 @@ def estimate(args: DataArgs) -> str:
         return "\n".join([*lines, "data.target_tokens is not set: say how many tokens to draw"])
     size = 2 * args.target_tokens
     lines.append(
-        f"target: {args.target_tokens:,} tokens, {args.target_tokens // len(names):,} per interval; rows need {_gigabytes(size)}, "
-        f"the work folder up to {_gigabytes(3 * size)} (vocabularies above 65,536: twice as much)"
+        f"target: {args.target_tokens:,} tokens, {args.target_tokens // len(names):,} per interval; rows need {short_number(size)}B, "
+        f"the work folder up to {short_number(3 * size)}B (vocabularies above 65,536: twice as much)"
     )
     return "\n".join([*lines, *_cost(args)])
 
@@ -105,12 +104,8 @@ def _cost(args: DataArgs) -> list[str]:
     time = duration(tokens / (TOKENS_PER_SECOND * workers))
     memory = PARENT_GIGABYTES + WORKER_GIGABYTES * workers
     return [
-        f"sources: about {_gigabytes(size)} of text or {short_number(tokens)} tokens; reading takes at most about {time} on "
+        f"sources: about {short_number(size)}B of text or {short_number(tokens)} tokens; reading takes at most about {time} on "
         f"{workers} core{'s' * (workers > 1)}, less where the target is met before the end",
         f"memory: about {memory:.1f} GB, and {RECORD_FACTOR * args.max_record_bytes / 1e9:.1f} GB more for each worker that meets "
         f"a record of {args.max_record_bytes / 1e6:.0f} MB",
     ]
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:.3g} GB"
