@@ -256,7 +256,7 @@ def run_reading(folder: str) -> dict:
     """Seconds of reading `folder` once, on as many processes as preparation has."""
     args = settings(folder, TARGET)
     began = time.perf_counter()
-    units = Job(args, "unused", "unused").units()
+    units = Job(args, "unused", "unused").units
     characters = sum(in_order(count_characters, [(unit, args) for unit in units], cores()))
     return {"seconds": time.perf_counter() - began, "characters": characters}
 

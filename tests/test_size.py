@@ -1,4 +1,5 @@
-"""How large the decoder, its kernels and its engine are; that no file of these, of eval, bench and training imports itself on a way round."""
+"""How large the decoder, its kernels, its engine and the data's preparation are; that no file of these, of eval, bench and training
+imports itself on a way round."""
 
 import ast
 import statistics
@@ -10,6 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("modeling", "kernels", "engine")
 FILES = sorted(file for part in PARTS for file in (ROOT / "pod" / part).rglob("*.py"))
 MOST_LINES, MEDIAN, NINTH_DECILE = 11_700, 8, 25
+DATA_FILES = sorted((ROOT / "pod" / "data").rglob("*.py"))
+MOST_DATA_LINES = 5_000
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -86,9 +89,17 @@ def test_the_decoder_fits_into_so_many_lines():
     assert sum(counts.values()) <= MOST_LINES, counts
 
 
+def test_the_preparation_of_data_fits_into_so_many_lines():
+    counts = {
+        str(file.relative_to(ROOT)): file.read_text(encoding="utf-8").count("\n") for file in DATA_FILES
+    }
+    assert sum(counts.values()) <= MOST_DATA_LINES, counts
+
+
+@pytest.mark.parametrize("files", [FILES, DATA_FILES], ids=["decoder", "data"])
 @pytest.mark.parametrize(("share", "most"), [(0.5, MEDIAN), (0.9, NINTH_DECILE)], ids=["median", "p90"])
-def test_functions_are_short(share, most):
-    lengths = [length for file in FILES for length in function_lengths(file.read_text(encoding="utf-8"))]
+def test_functions_are_short(share, most, files):
+    lengths = [length for file in files for length in function_lengths(file.read_text(encoding="utf-8"))]
     assert statistics.quantiles(lengths, n=100, method="inclusive")[round(100 * share) - 1] <= most
 
 
@@ -98,7 +109,7 @@ def test_no_import_goes_round():
 
 def part_of(module: str) -> bool:
     return module.startswith(
-        tuple(f"pod.{part}" for part in (*PARTS, "eval", "bench", "measure", "training"))
+        tuple(f"pod.{part}" for part in (*PARTS, "data", "eval", "bench", "measure", "training"))
     )
 
 

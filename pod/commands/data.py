@@ -19,7 +19,9 @@ def estimate(recipe: Recipe) -> str:
 
 def main(recipe: Recipe) -> None:
     """Prepare the data of the recipe for the tokenizer of its model."""
-    from pod.data.run.prepare import PICTURE_NAME, prepare, summary
+    from pod.data.rows.overview import overview
+    from pod.data.rows.pictures import PICTURE_NAME
+    from pod.data.run.prepare import prepare
     from pod.modeling.loading import load_tokenizer
     from pod.models import resolve_model
 
@@ -28,7 +30,7 @@ def main(recipe: Recipe) -> None:
     )
     args = replace(recipe.data, held_out_tokens=recipe.held_out_tokens)
     data = prepare(args, tokenizer, recipe.data_dir, seed=recipe.seed)
-    print(summary(data.manifest))
+    print(overview(data))
     print(f"rows: {data.path}  picture: {data.path / PICTURE_NAME}")
     print(f"look into it: pod data inspect {data.path} --rows 3")
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from pod.data.rows.loader import PackedDataset
 from pod.data.rows.overview import overview
-from pod.data.rows.verify import DamagedData, open_manifest, open_rows, total_bytes, verify
+from pod.data.rows.verify import DamagedData, open_manifest, total_bytes, verify
 
 WHOLE, DAMAGED, WRONG_USE = 0, 1, 2
 DESCRIPTION = """Prepared data, the folder that `pod data` writes: is it whole (verify), what is in it (inspect)?
@@ -95,10 +96,9 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     manifest = open_manifest(arguments.folder)
-    data = open_rows(arguments.folder)
     tokenizer, note = _tokenizer(manifest, arguments.tokenizer) if arguments.rows else (None, None)
     try:
-        print(overview(data, arguments.rows, tokenizer))
+        print(overview(PackedDataset(arguments.folder), arguments.rows, tokenizer))
     except ValueError as error:
         raise DamagedData(" ".join(str(error).split())) from None
     if note:

@@ -1,7 +1,8 @@
 """What the model reads: documents → tokens → equal tokens per length interval → packed rows → loader."""
 
 from pod.data.args import DataArgs
-from pod.data.read.sources import Document, load_documents
+from pod.data.read.documents import Document
+from pod.data.read.sources import load_documents
 from pod.data.rows.held_out import held_out_documents, long_sequences, source_documents
 from pod.data.rows.loader import PackedDataset, RowCursor
 from pod.data.rows.shards import write_packed_rows

@@ -11,7 +11,6 @@ from pod.data.balance.intervals import (
     balance_report,
     bounds_of,
     choose,
-    interval_bounds,
     interval_of,
     share_out,
 )
@@ -46,13 +45,14 @@ def run(lengths, target, exhausted="stop", seed=0, **options):
     ],
 )
 def test_bounds_are_powers_of_two_up_to_the_context(shortest, context, bounds):
-    assert interval_bounds(shortest, context) == bounds
+    args = DataArgs(shortest_interval=shortest, context_length=context)
+    assert bounds_of(args) == bounds
 
 
 def test_lengths_at_the_bounds():
     lengths = np.array([1, 63, 64, 127, 128, 511, 512])
     assert interval_of(lengths, BOUNDS).tolist() == [0, 0, 1, 1, 2, 3, 3]
-    assert interval_of(np.array([2047, 2048]), interval_bounds(2048, 2048)).tolist() == [0, 1]
+    assert interval_of(np.array([2047, 2048]), [1, 2048, 2048]).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("target", [8000, 30_000, 80_000])

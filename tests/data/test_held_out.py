@@ -157,7 +157,7 @@ def test_split_is_a_property_of_the_opening(make_text):
 def test_boundary_policies(corpus, tokenizer, make_text, policy, before, after):
     args = DataArgs(sources=[str(corpus([5, 7]))], boundary_tokens=policy, target_tokens=4096)
     job = Job(args, tokenizer, "unused")
-    found = encode(job, list(documents_of(job, job.units()[0], SourceReport(""))))
+    found = encode(job, list(documents_of(job, job.units[0], SourceReport(""))))
     words = [
         tokenizer.convert_tokens_to_ids(make_text(size, seed).split()) for seed, size in enumerate((5, 7))
     ]

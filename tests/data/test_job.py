@@ -104,9 +104,7 @@ def test_interrupted_reading_goes_on(texts, tokenizer, tmp_path, small_steps, mo
     assert before > 2 and not (tmp_path / "out/data").exists()
     seen.clear()
     data = prepare(settings(texts, unreadable="skip"), tokenizer, tmp_path / "out/data")
-    assert len(seen) == len(Job(settings(texts), tokenizer, "x").units()) - (before - 1), (
-        "units are read again"
-    )
+    assert len(seen) == len(Job(settings(texts), tokenizer, "x").units) - (before - 1), "units are read again"
     assert data.manifest["read"]["sources"][0]["skipped"] == 1
     prepare(settings(texts, unreadable="skip"), tokenizer, tmp_path / "fresh")
     assert content(tmp_path / "out/data") == content(tmp_path / "fresh")
@@ -187,7 +185,7 @@ def test_a_dry_interval_lets_the_corpus_be_read_to_its_end_but_not_tokenised(
     encode = job.encoder._encode
     job.encoder._encode = lambda texts: encoded.extend(texts) or encode(texts)
     read = reading.read_sources(job)
-    assert read.num_units == len(job.units()) and read.reports[0].documents == 405
+    assert read.num_units == len(job.units) and read.reports[0].documents == 405
     assert 50 < len(encoded) < 300 and sum(len(text.split()) == 1000 for text in encoded) == 5
 
 
@@ -247,7 +245,7 @@ def test_the_work_folder_stays_small(corpus, tokenizer, tmp_path, small_steps, m
     with pytest.raises(RuntimeError, match="stopped"):
         prepare(args, tokenizer, tmp_path / "data")
     sizes = [file.stat().st_size for file in (tmp_path / "data.work").glob("unit-*.bin")]
-    assert len(sizes) == len(Job(args, tokenizer, "x").units())
+    assert len(sizes) == len(Job(args, tokenizer, "x").units)
     read = reading.read_sources(Job(args, tokenizer, tmp_path / "data"))
     live = reading.own_tokens(read.kept.pieces).sum()
     assert sum(read.sizes.values()) <= 2 * live < 40_000

@@ -14,7 +14,8 @@ from data_helpers import documents_of, kept_of, read_all, texts_of
 
 from pod.data import DataArgs, prepare
 from pod.data.read.units import plan_units
-from pod.data.run.prepare import estimate, summary
+from pod.data.rows.overview import overview
+from pod.data.run.prepare import estimate
 from pod.data.run.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +102,7 @@ def test_file_names_that_are_no_utf8(tmp_path, tokenizer, make_text):
     sizes = {"context_length": 64, "shortest_interval": 32, "target_tokens": 10**5}
     args = DataArgs(sources=[os.fsdecode(name)], unreadable="skip", workers=1, **sizes)
     data = prepare(args, tokenizer, tmp_path / "out")
-    summary(data.manifest).encode()  # as a terminal does
+    overview(data).encode()  # as a terminal does
     assert r"caf\udce9.jsonl line 2" in data.manifest["read"]["sources"][0]["skipped_files"][0]
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from pod.data import PackedDataset, RowCursor, write_packed_rows
 from pod.data.rows import prefetch
+from pod.data.rows.order import epoch_order
 from pod.data.rows.prefetch import Prefetcher
 
 SECONDS = 30  # how long a test waits before it fails
@@ -184,5 +185,5 @@ def test_a_damaged_row_stops_the_caller_in_one_line(tmp_path):
     with pytest.raises(ValueError, match="row 3 of .* is damaged") as info:
         for _ in range(6):
             batches.next()
-    assert "\n" not in str(info.value) and data.order(1, 0)[cursor.position] == 3
+    assert "\n" not in str(info.value) and epoch_order(len(data), 1, 0)[cursor.position] == 3
     batches.close()

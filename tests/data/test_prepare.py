@@ -14,7 +14,8 @@ from data_helpers import content
 
 from pod.data import DataArgs, PackedDataset, prepare, tokenizer_sha256
 from pod.data.rows import shards
-from pod.data.run.prepare import estimate, summary
+from pod.data.rows.overview import overview
+from pod.data.run.prepare import estimate
 
 CONTEXT = 128
 SCRIPT = Path(__file__).parents[2] / "launch" / "prepare_data.py"
@@ -100,7 +101,7 @@ def test_dry_interval_is_reported(corpus, tokenizer, tmp_path):
     assert notes[1] == (
         "interval 32–64 ran dry: 400 tokens for an equal share of 1,000; the missing tokens come from the other intervals"
     )
-    assert len(notes) == 2 and notes[1] in summary(data.manifest)
+    assert len(notes) == 2 and notes[1] in overview(data)
 
 
 def test_same_seed_same_bytes(corpus, tokenizer, tmp_path):
@@ -174,7 +175,7 @@ def test_estimate_names_intervals_and_disk():
     assert (
         "1–1K, 1K–2K, 2K–4K, 4K–8K" in text
         and "1,000,000 per interval" in text
-        and "rows need 0.008 GB" in text
+        and "rows need 8MB" in text
         and "reading takes at most about" in text
     )
 
@@ -208,7 +209,7 @@ def test_launcher(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "picture:" in done.stdout
     manifest = json.loads((tmp_path / "run/data/manifest.json").read_text())
-    rows = re.search(r"in ([\d,]+) rows of 512", done.stdout)
+    rows = re.search(r"rows +([\d,]+) of 512 tokens", done.stdout)
     assert rows is not None and int(rows[1].replace(",", "")) == manifest["num_rows"]
 
 

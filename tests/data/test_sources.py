@@ -185,7 +185,7 @@ def test_standard_library_parts():
         "tool.py",
     ]
     assert reports[0].characters == sum(len(document.text) for document in documents)
-    with pytest.raises(ValueError, match="holds no .py files"):
+    with pytest.raises(ValueError, match="holds no file matching"):
         texts_of("stdlib:no_such_part")
 
 
@@ -220,7 +220,7 @@ def test_package_files_without_import(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     assert texts_of("package:carrier_pkg/texts/a.txt") == texts_of("package:carrier_pkg/texts") == ["carried"]
     assert "carrier_pkg" not in sys.modules
-    with pytest.raises(ValueError, match="package 'carrier_pkg' in .* has no file 'b.txt'"):
+    with pytest.raises(ValueError, match="source 'package:carrier_pkg/b.txt' does not exist here"):
         texts_of("package:carrier_pkg/b.txt")
     with pytest.raises(ValueError, match="no installed package 'no_such_pkg'; pip install"):
         texts_of("package:no_such_pkg/b.txt")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pod.data import PackedDataset, write_packed_rows
+from pod.data.rows.order import epoch_order
 from pod.training.args import TrainArgs
 from pod.training.run.batches import StepBatches
 
@@ -35,7 +36,7 @@ def test_micro_batches_are_the_ranks_share_of_the_step(dataset, dp_rank, ahead):
         dataset, dp=(dp_rank, 3), ahead=ahead, micro_batch_size=2, gradient_accumulation_steps=2
     )
     assert batches.rows_per_step == 12
-    stream = [row for epoch in range(4) for row in dataset.order(4, epoch)]
+    stream = [row for epoch in range(4) for row in epoch_order(len(dataset), 4, epoch)]
     for step in range(3):
         start = 12 * step + 4 * dp_rank
         micro = batches.next()
@@ -48,7 +49,7 @@ def test_micro_batches_are_the_ranks_share_of_the_step(dataset, dp_rank, ahead):
 def test_a_rank_of_a_group_gets_its_tokens_and_all_documents(dataset):
     batches = make_batches(dataset, tokens=slice(3, 10))
     (batch,) = batches.next()
-    row = int(dataset.order(4, 0)[0])
+    row = int(epoch_order(len(dataset), 4, 0)[0])
     ids = [20 * row + token for token in (3, 4, 5, 6, 7, 8)]
     assert batch["input_ids"].tolist() == [[*ids, 0]]
     assert batch["labels"].tolist() == [[ids[1], -100, *ids[3:], -100, -100]]

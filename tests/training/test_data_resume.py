@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from pod.data import PackedDataset
+from pod.data.rows.order import epoch_order
 
 pytestmark = pytest.mark.multiprocess
 
@@ -63,7 +64,7 @@ def test_every_row_once_per_epoch_whatever_the_ranks(dataset, settings, phases):
     epochs = [stream[start : start + rows] for start in range(0, len(stream), rows)]
     assert len(epochs) == 4
     assert all(sorted(epoch) == list(range(rows)) for epoch in epochs)
-    expected = [dataset.order(settings["seed"], epoch).tolist() for epoch in range(4)]
+    expected = [epoch_order(len(dataset), settings["seed"], epoch).tolist() for epoch in range(4)]
     assert epochs == expected, "reading did not continue at the very next row"
     assert len({tuple(epoch) for epoch in epochs}) == 4
 

@@ -71,18 +71,8 @@ def bounds_of(args: DataArgs) -> list[int]:
     """Lower bounds of the intervals and the context, by `intervals` or `shortest_interval`."""
     if args.intervals:
         return [1, *args.intervals, args.context_length]
-    return interval_bounds(args.shortest_interval, args.context_length)
-
-
-def interval_bounds(shortest: int, context_length: int) -> list[int]:
-    """Lower bounds of the intervals and the context: [1, shortest, 2·shortest, …, context_length]."""
-    bounds, bound = [1], shortest
-    while bound < context_length:
-        bounds.append(bound)
-        bound *= 2
-    if len(bounds) == 1 and shortest > 1:
-        bounds.append(shortest)
-    return [*bounds, context_length]
+    doublings = max(1, math.ceil(math.log2(args.context_length / args.shortest_interval)))
+    return [1, *(args.shortest_interval << number for number in range(doublings)), args.context_length]
 
 
 def interval_of(lengths: np.ndarray, bounds: list[int]) -> np.ndarray:
@@ -232,19 +222,17 @@ def balance_report(
     """How equal the intervals came out, and a note for each interval or source that ran dry or misses its quota."""
     after = [interval.tokens_after for interval in intervals]
     share = max(1, share_of(args, len(intervals)))
-    notes = []
-    for interval in intervals:
-        if not interval.ran_dry:
-            continue
-        what = {
-            "stop": "all intervals end with as much",
-            "repeat": f"its documents are used {interval.passes:.1f} times",
-            "redistribute": "the missing tokens come from the other intervals",
-        }[args.exhausted]
-        notes.append(
-            f"interval {interval.name} ran dry: {interval.tokens_before:,} tokens for an equal share of "
-            f"{max(share, interval.quota):,}; {what}"
-        )
+    what = {
+        "stop": "all intervals end with as much",
+        "repeat": "its documents are used {:.1f} times",
+        "redistribute": "the missing tokens come from the other intervals",
+    }[args.exhausted]
+    notes = [
+        f"interval {interval.name} ran dry: {interval.tokens_before:,} tokens for an equal share of "
+        f"{max(share, interval.quota):,}; {what.format(interval.passes)}"
+        for interval in intervals
+        if interval.ran_dry
+    ]
     for interval in intervals:
         missing = 1 - interval.tokens_after / interval.quota if interval.quota else 0
         if missing > NOTED_DEVIATION:

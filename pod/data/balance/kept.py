@@ -9,13 +9,14 @@ holds more than the target and a reserve.
 from __future__ import annotations
 
 import itertools
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from pod.data.args import DataArgs
-from pod.data.balance.intervals import bounds_of, interval_name, interval_of, kept_quotas, reserve
+from pod.data.balance.intervals import bounds_of, interval_of, kept_quotas, reserve
 from pod.data.balance.lots import lots_of
 from pod.data.tokens.store import PIECE
 
@@ -56,13 +57,9 @@ class Groups:
         group[held] = self.held + source[held]
         return group
 
-    def name(self, interval: int) -> str:
-        """`1K–2K`"""
-        return interval_name(*self.bounds[interval : interval + 2])
-
-    def split(self, group: int) -> tuple[int, int]:
-        """(interval, source) of a group."""
-        return divmod(group, self.sources)
+    def ends(self, group: int) -> list[int]:
+        """Shortest and longest length of a group."""
+        return self.bounds[group // self.sources :][:2]
 
 
 @dataclass
@@ -71,10 +68,6 @@ class Limits:
 
     lots: np.ndarray
     place: int
-
-    def copy(self) -> Limits:
-        """For another process."""
-        return Limits(self.lots.copy(), self.place)
 
 
 class Counted(NamedTuple):
@@ -93,7 +86,7 @@ class Kept:
         self.args, self.seed, self.held_out_tokens = args, seed, held_out_tokens
         self.groups = Groups(args)
         most = int(HELD_OUT_SHARE * 2**64) if held_out_tokens else 0
-        self.limits = limits.copy() if limits else Limits(np.full(self.groups.total, ALL), most)
+        self.limits = deepcopy(limits) if limits else Limits(np.full(self.groups.total, ALL), most)
         self.pieces = np.empty(0, PIECE)
         """Sorted by group, lot and order of adding, as `settle` left them."""
         self.group = np.empty(0, np.int64)
@@ -230,7 +223,7 @@ class Kept:
         """How many of a group's pieces, in the order of their lots, are kept."""
         if number >= self.groups.count:
             return SAMPLE
-        high = self.groups.bounds[self.groups.split(number)[0] + 1]
+        high = self.groups.ends(number)[1]
         # The groups before it leave less than one piece to a group: else the last of them that is not dry had taken it.
         most = quotas[number] + high
         return (

@@ -80,19 +80,12 @@ class SourceReport:
         self.records_skipped += 1
         self._name(reason)
 
-    def count_origin(self, origin: str) -> None:
-        """Count a document of `origin`; after 200 different ones the others are counted as `(others)`."""
-        if not origin:
-            return
-        if origin not in self.origins and len(self.origins) >= LISTED_ORIGINS:
-            origin = "(others)"
-        self.origins[origin] = self.origins.get(origin, 0) + 1
-
     def add_document(self, document: Document) -> None:
         """Count a document that was read."""
         self.documents += 1
         self.characters += len(document.text)
-        self.count_origin(document.origin)
+        if document.origin:
+            self._count_origin(document.origin, 1)
 
     def add(self, other: SourceReport) -> None:
         """Add the counts of another part of the same source."""
@@ -101,9 +94,13 @@ class SourceReport:
                 setattr(self, name, getattr(self, name) + count)
         self.skipped_files = (self.skipped_files + other.skipped_files)[:LISTED_SKIPS]
         for origin, count in other.origins.items():
-            known = origin in self.origins or len(self.origins) < LISTED_ORIGINS
-            name = origin if known else "(others)"
-            self.origins[name] = self.origins.get(name, 0) + count
+            self._count_origin(origin, count)
+
+    def _count_origin(self, origin: str, count: int) -> None:
+        """After 200 different origins the others are counted as `(others)`."""
+        if origin not in self.origins and len(self.origins) >= LISTED_ORIGINS:
+            origin = "(others)"
+        self.origins[origin] = self.origins.get(origin, 0) + count
 
     def _name(self, reason: str) -> None:
         if len(self.skipped_files) < LISTED_SKIPS:

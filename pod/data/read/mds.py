@@ -7,9 +7,6 @@ Source: the MDS format of github.com/mosaicml/streaming (version 2).
 
 from __future__ import annotations
 
-import bz2
-import gzip
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -18,19 +15,13 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from pod.data.read.readers import BUFFER_BYTES, damage_named, open_zstd
+from pod.data.read.readers import BUFFER_BYTES, OPENERS, damage_named, open_bytes
 from pod.data.read.records import Bad, BadRecord, Fields, Record, UnreadableFile, one_line, too_long
 
-COMPRESSIONS: dict[str, Callable[[Path], Any]] = {"zstd": open_zstd, "gz": gzip.open, "bz2": bz2.open}
 ARRAY_TYPES = {
     8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 18: "<f2", 32: "<u4", 33: "<i4", 34: "<f4", 64: "<u8", 65: "<i8", 66: "<f8",
 }  # fmt: skip
 """First byte of an array whose type is not fixed → its type."""
-NUMBERS = {
-    **{f"{sign}int{bits}": f"<{sign or 'i'}{bits // 8}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
-    **{f"float{bits}": f"<f{bits // 8}" for bits in (16, 32, 64)},
-    "int": "<i8",
-}
 
 
 class MdsColumn(NamedTuple):
@@ -52,9 +43,6 @@ class MdsShard(NamedTuple):
     samples: int
     raw_bytes: int
     file_bytes: int
-    compression: str | None
-    hashes: tuple[tuple[str, str], ...]
-    """(algorithm, hex digest) of the file to read."""
 
 
 def read_index(path: Path) -> dict[str, Any] | None:
@@ -89,7 +77,6 @@ def _shard(folder: Path, entry: dict[str, Any], where: Path) -> MdsShard:
             raise ValueError(f"{where} names a shard outside its folder: {path}")
     # What is there counts; when nothing is, the file that was published is named as missing.
     chosen = next((number for number, path in enumerate(paths) if os.path.isfile(path)), len(paths) - 1)
-    compression = (entry["compression"] or "").partition(":")[0] if chosen else None
     columns = zip(entry["column_names"], entry["column_encodings"], entry["column_sizes"], strict=True)
     return MdsShard(
         path=paths[chosen],
@@ -98,21 +85,20 @@ def _shard(folder: Path, entry: dict[str, Any], where: Path) -> MdsShard:
         samples=int(entry["samples"]),
         raw_bytes=int(files[0]["bytes"]),
         file_bytes=int(files[chosen]["bytes"]),
-        compression=compression,
-        hashes=tuple(sorted((files[chosen].get("hashes") or {}).items())),
     )
 
 
 def read_shard(shard: MdsShard, fields: Fields, bad: Bad) -> Iterator[Record]:
     """Records of a shard in its order, one sample in memory at a time; only the wanted columns are decoded.
 
-    Raises `UnreadableFile` when size or hash differ from the index, or the content does not add up.
+    Raises `UnreadableFile` when its size differs from the index, or the content does not add up. Hashes that an index may hold
+    are not compared: reading would take twice as long.
     """
     path = Path(shard.path)
     decoders = _decoders(shard, fields)
     with damage_named(path):
         _check_file(shard)
-        with _open(shard) as stream:
+        with open_bytes(path) as stream:
             sizes = _sample_sizes(stream, shard)
             for number, size in enumerate(sizes):
                 where = f"{path} sample {number}"
@@ -125,39 +111,13 @@ def read_shard(shard: MdsShard, fields: Fields, bad: Bad) -> Iterator[Record]:
                 yield record
 
 
-def _open(shard: MdsShard) -> IO[bytes]:
-    if shard.compression is None:
-        return open(shard.path, "rb", buffering=BUFFER_BYTES)
-    if shard.compression not in COMPRESSIONS:
-        raise UnreadableFile(
-            f"{shard.path} is compressed with {shard.compression!r}, readable are {', '.join(COMPRESSIONS)} and none"
-        )
-    return COMPRESSIONS[shard.compression](Path(shard.path))
-
-
 def _check_file(shard: MdsShard) -> None:
+    suffix = os.path.splitext(shard.path)[1]
+    if suffix not in (".mds", *OPENERS):
+        raise UnreadableFile(f"{shard.path} is compressed as {suffix!r}, readable are {', '.join(OPENERS)}")
     size = os.stat(shard.path).st_size
     if size != shard.file_bytes:
         raise UnreadableFile(f"{shard.path} has {size:,} bytes, its index.json says {shard.file_bytes:,}")
-    for algorithm, expected in shard.hashes:
-        found = _file_hash(shard.path, algorithm)
-        if found != expected:
-            raise UnreadableFile(f"{shard.path} has {algorithm} {found}, its index.json says {expected}")
-
-
-def _file_hash(path: str, algorithm: str) -> str:
-    if algorithm in hashlib.algorithms_available and not algorithm.startswith("shake"):
-        digest: Any = hashlib.new(algorithm, usedforsecurity=False)
-    else:
-        import xxhash
-
-        if algorithm not in xxhash.algorithms_available:
-            raise UnreadableFile(f"{path} has a hash of unknown kind {algorithm!r} in its index.json")
-        digest = getattr(xxhash, algorithm)()
-    with open(path, "rb", buffering=0) as stream:
-        while chunk := stream.read(BUFFER_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _sample_sizes(stream: IO[bytes], shard: MdsShard) -> np.ndarray:
@@ -188,24 +148,21 @@ def _read_sample(
         raise UnreadableFile(f"{where} is damaged: its columns do not add up to its {size:,} bytes")
     # Ids can be stored as int64 and are kept as uint32.
     limit = fields.max_bytes * (2 if fields.tokens else 1) + 64
-    values, too_large, wrong = {}, None, None
+    values: dict[str, Any] = dict.fromkeys(column.name for column in shard.columns)
+    wrong = ""
     for column, length in zip(shard.columns, lengths, strict=True):
-        if column.name not in decoders:
+        if column.name not in decoders or length > limit:
             _skip(stream, length, shard)
-            values[column.name] = None
-        elif length > limit:
-            _skip(stream, length, shard)
-            too_large = too_large or too_long(f"{where}: field {column.name!r}", length, fields.max_bytes)
-        else:
-            data = _exactly(stream, length, shard)
-            try:
-                values[column.name] = decoders[column.name](data)
-            except (ValueError, IndexError, KeyError, RecursionError) as error:
-                wrong = (
-                    wrong or f"{where}: field {column.name!r} is not {column.encoding} ({one_line(error)})"
-                )
-    if too_large or wrong:
-        raise BadRecord(too_large or wrong or "")
+            if column.name in decoders:
+                wrong = too_long(f"{where}: field {column.name!r}", length, fields.max_bytes)
+            continue
+        data = _exactly(stream, length, shard)
+        try:
+            values[column.name] = decoders[column.name](data)
+        except (ValueError, IndexError, KeyError, RecursionError) as error:
+            wrong = f"{where}: field {column.name!r} is not {column.encoding} ({one_line(error)})"
+    if wrong:
+        raise BadRecord(wrong)
     if isinstance(text := values.get(fields.content), str):
         fields.check_length(len(text.encode("utf-8", "surrogatepass")), where)
     return values
@@ -227,31 +184,26 @@ Decoder = Callable[[bytes], Any]
 
 
 def _decoders(shard: MdsShard, fields: Fields) -> dict[str, Decoder]:
-    """Decoder of each wanted column. Columns nobody asks for are passed over, so theirs may be of any kind."""
-    wanted = set(fields.names)
-    return {one.name: _decoder(one, shard) for one in shard.columns if one.name in wanted}
+    """Decoder of each wanted column. What nobody asks for, and an origin that is no text, is passed over and may be of any kind."""
+    return {
+        one.name: _decoder(one, shard)
+        for one in shard.columns
+        if one.name in (fields.content, fields.bounds) or (one.name in fields.names and one.encoding == "str")
+    }
 
 
 def _decoder(column: MdsColumn, shard: MdsShard) -> Decoder:
     kind, _, details = column.encoding.partition(":")
     if kind == "ndarray":
         return _array_decoder(details, column, shard)
-    if kind in NUMBERS:
-        return lambda data: np.frombuffer(data, NUMBERS[kind])[0].item()
-    simple: dict[str, Decoder] = {
-        "str": lambda data: data.decode(),
-        "bytes": lambda data: data,
-        "json": lambda data: json.loads(data.decode()),
-        "str_int": lambda data: int(data.decode()),
-        "str_float": lambda data: float(data.decode()),
-    }
-    if kind not in simple:
-        reason = "which runs whatever a file says" if kind == "pkl" else "which holds no text or token ids"
-        raise UnreadableFile(
-            f"{shard.path}: field {column.name!r} is encoded as {column.encoding!r}, {reason}; readable are "
-            f"ndarray, numbers, {', '.join(simple)}"
-        )
-    return simple[kind]
+    if kind == "str":
+        return bytes.decode
+    if kind == "json":
+        return json.loads
+    raise UnreadableFile(
+        f"{shard.path}: field {column.name!r} is encoded as {column.encoding!r}, which holds no text or token ids; readable "
+        "are str, json and ndarray"
+    )
 
 
 def _array_decoder(details: str, column: MdsColumn, shard: MdsShard) -> Decoder:

@@ -6,7 +6,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +17,8 @@ from pod.data.read.readers import is_known, kind_of
 _NOTES = re.compile(
     r"(readme|licen[cs]e|copying|notice|citation|changelog|dataset_?card)[\w-]*(\.(md|txt|rst|cff))?"
 )
-STDLIB_OUTSIDE = {"site-packages", "dist-packages"}
+CACHES = frozenset({"__pycache__"})
+STDLIB_OUTSIDE = CACHES | {"site-packages", "dist-packages"}
 MDS_INDEX = "index.json"
 
 
@@ -44,7 +45,8 @@ class Files:
 def files_of(place: str, include: tuple[str, ...] = ()) -> Files:
     """The files of a local source. Raises `ValueError` in one line when there are none."""
     if place.startswith("stdlib:"):
-        return _stdlib_files(place.removeprefix("stdlib:"))
+        folder = Path(sysconfig.get_paths()["stdlib"], place.removeprefix("stdlib:"))
+        return replace(_folder_files(folder, ("*.py",), STDLIB_OUTSIDE), tolerate=True)
     path = _package_path(place) if place.startswith("package:") else Path(place).expanduser()
     if path.is_file():
         if not include and not is_known(path):
@@ -74,9 +76,9 @@ def hub_spec(place: str) -> tuple[str, str | None, str] | None:
     return name, config or None, split or "train"
 
 
-def _folder_files(folder: Path, include: tuple[str, ...]) -> Files:
+def _folder_files(folder: Path, include: tuple[str, ...], outside: frozenset[str] = CACHES) -> Files:
     files = Files()
-    folders = list(_walk(folder, files.unreadable))
+    folders = list(_walk(folder, files.unreadable, outside))
     indexed = {
         parent: _shards(Path(parent), index)
         for parent, names in folders
@@ -142,10 +144,7 @@ def _shards(folder: Path, index: dict) -> list[FoundFile]:
 
 
 def _walk(
-    folder: str | Path,
-    unreadable: list[str],
-    outside: frozenset[str] = frozenset({"__pycache__"}),
-    above: frozenset[str] = frozenset(),
+    folder: str | Path, unreadable: list[str], outside: frozenset[str], above: frozenset[str] = frozenset()
 ) -> Iterator[tuple[str, list[str]]]:
     """(folder, its file names) in a fixed order, without hidden ones and the folders named in `outside`.
 
@@ -167,23 +166,6 @@ def _walk(
             yield from _walk(os.path.join(folder, name), unreadable, outside, above | {real})
 
 
-def _stdlib_files(inside: str) -> Files:
-    folder = Path(sysconfig.get_paths()["stdlib"], inside)
-    outside = frozenset({"__pycache__", *STDLIB_OUTSIDE})
-    unreadable: list[str] = []
-    found = [
-        FoundFile(os.path.join(parent, name))
-        for parent, names in _walk(folder, unreadable, outside)
-        for name in names
-        if name.endswith(".py")
-    ]
-    if not found:
-        raise ValueError(
-            f"{folder} holds no .py files: this Python carries no such part of the standard library"
-        )
-    return Files(found, tolerate=True, unreadable=unreadable)
-
-
 def _package_path(place: str) -> Path:
     """The file of `package:<import name>/<relative file>`, found without importing the package."""
     name, _, relative = place.removeprefix("package:").partition("/")
@@ -196,8 +178,5 @@ def _package_path(place: str) -> Path:
         raise ValueError(
             f"source {place!r}: no installed package {name!r}; pip install what provides it or drop the source"
         )
-    for folder in folders:
-        path = Path(folder, relative)
-        if path.exists():
-            return path
-    raise ValueError(f"source {place!r}: package {name!r} in {folders[0]} has no file {relative!r}")
+    paths = [Path(folder, relative) for folder in folders]
+    return next((path for path in paths if path.exists()), paths[0])

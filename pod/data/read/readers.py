@@ -13,7 +13,7 @@ import lzma
 import os
 import tokenize
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -21,15 +21,16 @@ from typing import IO, Any
 from pod.data.read.records import Bad, BadRecord, Fields, Record, UnreadableFile, one_line, too_long
 from pod.data.read.tables import read_table
 
-COMPRESSED = {".gz", ".zst", ".bz2", ".xz"}
-JSON_LINES = {".jsonl", ".jsonlines", ".ndjson"}
-TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 _TEXTS = """txt text md markdown rst tex org adoc
 py pyi pyx c h cc cpp cxx hh hpp hxx cu cuh m java kt scala go rs swift cs js mjs jsx ts tsx rb php pl pm lua r hs ml clj ex erl
 f f90 sh bash zsh ps1 bat sql css scss proto cmake mk tcl vim el lisp asm s v sv vhd dart zig nim sol gradle
 yaml yml toml ini cfg"""
-TEXTS = {f".{name}" for name in _TEXTS.split()}
-"""Suffixes of files that are one text each; so are files without a suffix."""
+KINDS = {
+    **dict.fromkeys(["", *(f".{name}" for name in _TEXTS.split())], "text"),
+    **dict.fromkeys([".jsonl", ".jsonlines", ".ndjson"], "lines"),
+    **{f".{kind}": kind for kind in ("json", "parquet", "arrow", "mds")},
+}
+"""How files are read, by their suffix; a text is the whole file."""
 DAMAGE = (OSError, EOFError, UnicodeError, zlib.error, lzma.LZMAError)
 BUFFER_BYTES, ZSTD_BUFFER_BYTES = 2**20, 2**13
 JSON_BYTES = 256 * 2**20
@@ -37,28 +38,24 @@ JSON_BYTES = 256 * 2**20
 
 
 def kind_of(path: str | Path) -> str:
-    """`parquet`, `arrow`, `lines`, `json` or `text`, by the name alone; what is unknown but wanted is text."""
-    suffix = _suffix(path)
-    if suffix in JSON_LINES:
-        return "lines"
-    return TABLES.get(suffix) or ("json" if suffix == ".json" else "text")
+    """`parquet`, `arrow`, `lines`, `json`, `mds` or `text`, by the name alone; what is unknown but wanted is text."""
+    return KINDS.get(_suffix(path), "text")
 
 
 def is_known(path: str | Path) -> bool:
     """Whether a file's name says how it is read."""
-    suffix = _suffix(path)
-    return not suffix or suffix in TEXTS | JSON_LINES or suffix in TABLES or suffix in (".json", ".mds")
+    return _suffix(path) in KINDS
 
 
 def _suffix(path: str | Path) -> str:
     """The suffix in lower case, that of compression taken away."""
     root, suffix = os.path.splitext(str(path).lower())
-    return os.path.splitext(root)[1] if suffix in COMPRESSED else suffix
+    return os.path.splitext(root)[1] if suffix in OPENERS else suffix
 
 
 def is_compressed(path: str | Path) -> bool:
     """Whether a file is decompressed while it is read."""
-    return os.path.splitext(str(path).lower())[1] in COMPRESSED
+    return Path(path).suffix.lower() in OPENERS
 
 
 def read_records(
@@ -71,7 +68,7 @@ def read_records(
     itself is met; records before it have been given out by then.
     """
     kind = kind_of(path)
-    if ".mds" in path.suffixes[-2:]:
+    if kind == "mds":
         raise UnreadableFile(f"{path} is an MDS shard: name the folder with its index.json instead")
     if kind in ("parquet", "arrow"):
         yield from read_table(path, kind, fields, bad)
@@ -99,25 +96,27 @@ def damage_named(path: Path | str) -> Iterator[None]:
 
 def open_bytes(path: Path) -> Any:
     """Buffered binary stream of a file, decompressed by its suffix; a truncated file raises while it is read."""
-    suffix = path.suffix.lower()
-    if suffix == ".gz":
-        return gzip.open(path, "rb")
-    if suffix == ".bz2":
-        return bz2.open(path, "rb")
-    if suffix == ".xz":
-        return lzma.open(path, "rb")
-    if suffix == ".zst":
-        return open_zstd(path)
-    return open(path, "rb", buffering=BUFFER_BYTES)
+    opener = OPENERS.get(path.suffix.lower())
+    return opener(path) if opener else open(path, "rb", buffering=BUFFER_BYTES)
 
 
-def open_zstd(path: Path) -> IO[bytes]:
+def _open_zstd(path: Path) -> IO[bytes]:
     """Buffered stream of a zstd file of one or more frames."""
     import pyarrow
 
     # zstandard's own reader ends silently on a truncated file, this one raises, and what it has in its buffer then is lost.
     stream: Any = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
     return io.BufferedReader(stream, ZSTD_BUFFER_BYTES)
+
+
+OPENERS: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _open_zstd,
+    ".zstd": _open_zstd,
+}
+"""What decompresses a file, by its last suffix."""
 
 
 def _read_text(path: Path, fields: Fields, bad: Bad) -> Iterator[Record]:

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 ORIGIN_FIELDS = ("source", "domain")
 """Fields that say where a record comes from: Dolma's `source`, ProLong's `domain`."""
-LARGEST_ID = 2**32 - 1
 
 
 class UnreadableFile(ValueError):
@@ -22,10 +21,6 @@ class UnreadableFile(ValueError):
 
 class BadRecord(ValueError):
     """A record that is damaged, too long or without the wanted field; the message names its file and place in one line."""
-
-
-class SourceChanged(ValueError):
-    """A file or hub data set is no longer what it was when the units were planned."""
 
 
 class Record(NamedTuple):
@@ -124,7 +119,7 @@ def token_ids(values: Any, where: str) -> np.ndarray:
     ids = _whole_numbers(values, where, "token ids")
     if ids.ndim != 1:
         raise BadRecord(f"{where} has {ids.ndim} dimensions, expected a list of token ids")
-    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) > LARGEST_ID):
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= 2**32):
         raise BadRecord(
             f"{where} holds {ids.min() if int(ids.min()) < 0 else ids.max()}, which is no token id"
         )
@@ -142,13 +137,6 @@ def document_bounds(values: Any, length: int, where: str) -> np.ndarray:
     if edges[0] < 0 or edges[-1] > length or np.any(np.diff(edges) < 0):
         raise BadRecord(f"{where} must ascend from 0 to {length} without overlap")
     return bounds
-
-
-def uncovered(record: Record) -> int:
-    """Tokens of a record that lie in none of its documents."""
-    if record.tokens is None or record.bounds is None:
-        return 0
-    return len(record.tokens) - int(np.sum(record.bounds[:, 1] - record.bounds[:, 0]))
 
 
 def _whole_numbers(values: Any, where: str, expected: str) -> np.ndarray:

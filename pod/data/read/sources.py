@@ -12,8 +12,6 @@ from pod.data.args import DataArgs
 from pod.data.read.documents import Document, SourceReport
 from pod.data.read.units import plan_units, read_unit
 
-__all__ = ["Document", "SourceReport", "load_documents"]
-
 
 def load_documents(
     sources: Iterable[str] | DataArgs, reports: list[SourceReport] | None = None, **settings: Any

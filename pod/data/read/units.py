@@ -8,19 +8,21 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from pod.data.args import DataArgs
-from pod.data.read.books import Splitter, split_fragment
+from pod.data.read.books import split_fragment
 from pod.data.read.documents import Document, SourceReport
 from pod.data.read.hub import HubShard, hub_shards, read_hub
 from pod.data.read.mds import MdsShard, read_shard
 from pod.data.read.places import Files, files_of, hub_spec
 from pod.data.read.readers import is_compressed, kind_of, read_records
-from pod.data.read.records import Bad, Fields, Record, SourceChanged, UnreadableFile, uncovered
+from pod.data.read.records import Bad, Fields, Record, UnreadableFile
 
 UNITS_PER_SOURCE = 64
 """Units that a source has at least if the smallest sizes allow, so that many processes have work."""
@@ -58,9 +60,9 @@ class FilePart(NamedTuple):
         return max(self.size, 0) * (COMPRESSION if packed else 1)
 
     def check_unchanged(self) -> None:
-        """Raise `SourceChanged` when the file has been changed since."""
+        """Raise `ValueError` when the file has been changed since."""
         if _state(self.path) != (self.size, self.mtime_ns):
-            raise SourceChanged(f"{self.path} was changed while the data was prepared: start again")
+            raise ValueError(f"{self.path} was changed while the data was prepared: start again")
 
 
 @dataclass(frozen=True)
@@ -88,28 +90,21 @@ class Unit:
         first = self.files[0]
         if first.stop is not None:
             return f"{first.path} bytes {first.start:,} to {first.stop:,}"
-        return (
-            first.path if len(self.files) == 1 else f"{first.path} and {len(self.files) - 1} files after it"
-        )
+        others = len(self.files) - 1
+        return f"{first.path} and {others} files after it" if others else first.path
 
     @property
     def text_bytes(self) -> int:
         """About how many bytes of text it holds; 0 for hub data sets, of which that is not known."""
         return sum(one.text_bytes for one in self.files)
 
+    def is_lenient(self, args: DataArgs) -> bool:
+        """Whether what cannot be read is counted and left out."""
+        return args.unreadable == "skip" or self.tolerate
+
     def fingerprint(self) -> str:
         """64 hex digits of what is read: paths, sizes, times of change, ranges, hub shard and fragment; not of the settings."""
-        files = [
-            [
-                os.path.abspath(one.path),
-                one.size,
-                one.mtime_ns,
-                one.start,
-                one.stop,
-                one.shard and one.shard[2:],
-            ]
-            for one in self.files
-        ]
+        files = [[os.path.abspath(one.path), *one[1:5], one.shard and one.shard[2:]] for one in self.files]
         content = [READING_VERSION, files, self.hub, self.tolerate, self.left_out, self.split]
         return hashlib.sha256(json.dumps(content).encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -145,41 +140,22 @@ def read_unit(unit: Unit, args: DataArgs, report: SourceReport) -> Iterator[Docu
     for reason in unit.left_out:
         report.skip(reason)
     fields = Fields.from_args(args)
-    place, splitter = split_fragment(unit.spec)
-    if unit.hub is not None:
-        report.files += unit.hub.index == 0
-        prefix = f"{place}:" + (f"{unit.hub.index}:" if unit.hub.count > 1 else "")
-        bad = _policy(unit, args, report)
-        yield from _judged(
-            unit, args, report, None, _documents(read_hub(unit.hub, fields, bad), unit, prefix, bad, splitter)
-        )
-    for part in unit.files:
-        report.files += part.start == 0
-        bad = _policy(unit, args, report)
-        yield from _judged(unit, args, report, part, _file_documents(part, unit, fields, bad, splitter))
+    for part in unit.files or (None,):
+        bad = report.skip_record if unit.is_lenient(args) else _stop
+        report.files += not (part.start if part else unit.hub and unit.hub.index)  # it begins here
+        yield from _judged(unit, args, report, part, _documents(part, unit, fields, bad))
 
 
-def _policy(unit: Unit, args: DataArgs, report: SourceReport) -> Bad:
-    """What happens to a bad record."""
-
-    def stop(reason: str) -> None:
-        raise UnreadableFile(reason)
-
-    return report.skip_record if _is_lenient(unit, args) else stop
-
-
-def _is_lenient(unit: Unit, args: DataArgs) -> bool:
-    return args.unreadable == "skip" or unit.tolerate
+def _stop(reason: str) -> None:
+    raise UnreadableFile(reason)
 
 
 def _judged(
     unit: Unit, args: DataArgs, report: SourceReport, part: FilePart | None, documents: Iterator[Document]
 ) -> Iterator[Document]:
     """`documents` of one file without empty ones; a damaged file ends them or raises, a changed one always raises."""
-    bad_before, is_empty = (
-        report.records_skipped,
-        part is not None and part.stop is None and part.shard is None,
-    )
+    bad_before = report.records_skipped
+    is_empty = part is not None and part.stop is None and part.shard is None
     try:
         if part is not None:
             part.check_unchanged()
@@ -194,7 +170,7 @@ def _judged(
     except UnreadableFile as error:
         if part is not None:
             part.check_unchanged()  # then this is why
-        if not _is_lenient(unit, args):
+        if not unit.is_lenient(args):
             raise ValueError(f"{error}; repair or remove it, or set data.unreadable=skip") from error
         report.skip(str(error))
         return
@@ -203,30 +179,29 @@ def _judged(
     report.empty += is_empty and report.records_skipped == bad_before  # a file without any record
 
 
-def _file_documents(
-    part: FilePart, unit: Unit, fields: Fields, bad: Bad, splitter: Splitter | None
-) -> Iterator[Document]:
-    path = Path(part.path)
+def _records(part: FilePart | None, unit: Unit, fields: Fields, bad: Bad) -> tuple[str, Iterator[Record]]:
+    """What the names of a file's records begin with, and the records."""
+    if part is None:
+        assert unit.hub is not None, "a unit without files is of the hub"
+        prefix = split_fragment(unit.spec)[0] + ":"
+        return prefix + (f"{unit.hub.index}:" if unit.hub.count > 1 else ""), read_hub(unit.hub, fields, bad)
     if part.shard is not None:
-        records = read_shard(part.shard, fields, bad)
-    else:
-        records = read_records(path, fields, bad, part.start, part.stop)
-    prefix = f"{path}:byte " if part.stop is not None else f"{path}:"
-    yield from _documents(records, unit, prefix, bad, splitter)
+        return f"{part.path}:", read_shard(part.shard, fields, bad)
+    prefix = f"{part.path}:byte " if part.stop is not None else f"{part.path}:"
+    return prefix, read_records(Path(part.path), fields, bad, part.start, part.stop)
 
 
-def _documents(
-    records: Iterable[Record], unit: Unit, prefix: str, bad: Bad, splitter: Splitter | None
-) -> Iterator[Document]:
-    """The documents of records: one each, or those that the bounds of token ids or the source's fragment say."""
+def _documents(part: FilePart | None, unit: Unit, fields: Fields, bad: Bad) -> Iterator[Document]:
+    """The documents of a file's records: one each, or those that the bounds of token ids or the source's fragment say."""
+    prefix, records = _records(part, unit, fields, bad)
+    splitter = split_fragment(unit.spec)[1]
     for record in records:
         name = prefix.removesuffix(":") if record.place is None else f"{prefix}{record.place}"
         if record.tokens is None:
             pieces = splitter(record.text) if splitter else [record.text]
             for number, piece in enumerate(pieces):
-                yield Document(
-                    piece, unit.spec, f"{name}:{number}" if splitter else name, None, record.origin
-                )
+                own_name = f"{name}:{number}" if splitter else name
+                yield Document(piece, unit.spec, own_name, None, record.origin)
             continue
         if record.bounds is None:
             yield Document("", unit.spec, name, record.tokens, record.origin)
@@ -235,7 +210,7 @@ def _documents(
             # A copy: a document that waits in a batch must not keep the whole sample in memory.
             tokens = record.tokens[start:stop].copy()
             yield Document("", unit.spec, f"{name}:{number}", tokens, record.origin)
-        if left := uncovered(record):
+        if left := len(record.tokens) - int(np.diff(record.bounds).sum()):
             bad(f"{name} holds {left} token ids that lie in no document of its bounds")
 
 

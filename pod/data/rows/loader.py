@@ -18,7 +18,7 @@ from pod.data.rows.manifest import (
     open_array,
     read_manifest,
 )
-from pod.data.rows.order import RowCursor, epoch_order
+from pod.data.rows.order import RowCursor
 
 if TYPE_CHECKING:
     import torch
@@ -128,10 +128,6 @@ class PackedDataset:
         """The token ids of each document of row `index`, in order, without padding; uint16 or uint32 [tokens]."""
         lengths, row = self.row(index)
         return np.split(np.asarray(row[: lengths.sum()]), np.cumsum(lengths)[:-1])
-
-    def order(self, seed: int, epoch: int) -> np.ndarray:
-        """Order in which epoch `epoch` reads the rows: a permutation of `range(len(self))`, int64."""
-        return epoch_order(len(self), seed, epoch)
 
     def cursor(self, seed: int = 0, position: int = 0) -> RowCursor:
         """A `RowCursor` over these rows; `position` = rows consumed so far (all data-parallel ranks together)."""

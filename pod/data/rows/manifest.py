@@ -125,19 +125,14 @@ def open_array(folder: Path, manifest: dict[str, Any], shard: dict[str, Any], na
         array = np.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"{file} is not a readable .npy array ({error}): {REPAIR}") from error
-    shapes = {
-        "tokens": (shard["rows"], manifest["context_length"]),
-        "lengths": (shard["documents"],),
-        "starts": (shard["rows"] + 1,),
-    }
-    dtypes = {
-        "tokens": token_dtype(manifest["vocab_size"]),
-        "lengths": np.dtype("<i4"),
-        "starts": np.dtype("<i8"),
-    }
-    if array.shape != shapes[name] or array.dtype != dtypes[name]:
+    shape, dtype = {
+        "tokens": ((shard["rows"], manifest["context_length"]), token_dtype(manifest["vocab_size"])),
+        "lengths": ((shard["documents"],), np.dtype("<i4")),
+        "starts": ((shard["rows"] + 1,), np.dtype("<i8")),
+    }[name]
+    if array.shape != shape or array.dtype != dtype:
         raise ValueError(
-            f"{file} holds {array.dtype} {list(array.shape)}, expected {dtypes[name]} {list(shapes[name])}: {REPAIR}"
+            f"{file} holds {array.dtype} {list(array.shape)}, expected {dtype} {list(shape)}: {REPAIR}"
         )
     return array
 

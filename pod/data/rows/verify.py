@@ -17,8 +17,6 @@ from pod.data.rows.manifest import (
 )
 from pod.data.rows.pictures import PICTURE_NAME
 
-Advance = Callable[[int], object]
-
 
 class DamagedData(ValueError):
     """A data folder that this program wrote and that is not whole any more; the message names the file in one line."""
@@ -47,15 +45,9 @@ def open_manifest(folder: Path) -> dict[str, Any]:
         raise kind(" ".join(str(error).split())) from None
 
 
-def open_rows(folder: Path) -> PackedDataset:
-    """The rows of a data folder whose manifest was read; `DamagedData` when they are not what it says."""
-    try:
-        return PackedDataset(folder)
-    except ValueError as error:
-        raise DamagedData(" ".join(str(error).split())) from None
-
-
-def verify(folder: Path, manifest: dict[str, Any], advance: Advance = lambda count: None) -> Iterator[str]:
+def verify(
+    folder: Path, manifest: dict[str, Any], advance: Callable[[int], object] = lambda count: None
+) -> Iterator[str]:
     """One line for each damage of the data in `folder`; nothing when it is whole. `advance(bytes)` is called while reading."""
     faults = _fault(check_manifest_bytes, folder, manifest)
     if faults:  # what it says of the other files cannot be trusted
@@ -89,19 +81,17 @@ def _disagreements(folder: Path, manifest: dict[str, Any]) -> Iterator[str]:
     except ValueError as error:
         yield " ".join(str(error).split())
         return
-    told = {"num_tokens": manifest["num_tokens"], "num_documents": manifest["num_documents"]}
-    found = dict(zip(told, counted, strict=True))
-    intervals = manifest.get("intervals") or []
-    if intervals:
-        for name in ("tokens", "documents"):
-            told[f"intervals' {name}_after"] = sum(one[f"{name}_after"] for one in intervals)
-            found[f"intervals' {name}_after"] = found[f"num_{name}"]
-    if held_out:
-        told |= {f"held_out {name}": manifest["held_out"][name] for name in ("tokens", "documents")}
-        found |= {"held_out tokens": held_out[0], "held_out documents": held_out[1]}
-    for name, value in told.items():
-        if value != found[name]:
-            yield f"{folder / MANIFEST_NAME} says {name} {value:,}, the files hold {found[name]:,}: {REPAIR}"
+    claims = []
+    for number, name in enumerate(("tokens", "documents")):
+        claims.append((f"num_{name}", manifest[f"num_{name}"], counted[number]))
+        if intervals := manifest.get("intervals"):
+            told = sum(one[f"{name}_after"] for one in intervals)
+            claims.append((f"intervals' {name}_after", told, counted[number]))
+        if held_out:
+            claims.append((f"held_out {name}", manifest["held_out"][name], held_out[number]))
+    for name, told, found in claims:
+        if told != found:
+            yield f"{folder / MANIFEST_NAME} says {name} {told:,}, the files hold {found:,}: {REPAIR}"
 
 
 def _count_rows(data: PackedDataset) -> tuple[int, int]:

@@ -2,10 +2,12 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+
+from pod.data.read.books import split_fragment
 
 LOCK_SECONDS = 5.0
 """How long to wait for another run on the same data; the workers of a killed one need less than a second to end."""
@@ -13,21 +15,18 @@ _OF_PREPARED_DATA = re.compile(
     r"manifest\.json|shard-\d+\.\w+\.npy|held_out\.(tokens\.bin|lengths\.npy)|(lengths|packing|sources)\.png"
     r"|\..+\.tmp-.+|\.DS_Store"
 )
+OF_WORK = re.compile(r"work\.json|unit-.+|shard-\d+\.json|rows|\..+")
 
 
-class Busy(ValueError):
-    """Another process works on the same data."""
-
-
-def check_replaceable(folder: Path) -> None:
-    """Raise `ValueError` when `folder`, which the result replaces as a whole, is a file or holds anything but prepared data."""
+def check_replaceable(folder: Path, own: re.Pattern = _OF_PREPARED_DATA) -> None:
+    """Raise `ValueError` when `folder`, which is replaced or removed as a whole, is a file or holds anything but files of `own` names."""
     if not folder.exists():
         return
     if not folder.is_dir():
         raise ValueError(
             f"{folder} is a file where the prepared data should go: move it or set another output_dir"
         )
-    strangers = sorted(file.name for file in folder.iterdir() if not _OF_PREPARED_DATA.fullmatch(file.name))
+    strangers = sorted(file.name for file in folder.iterdir() if not own.fullmatch(file.name))
     if strangers:
         raise ValueError(
             f"{folder} holds {strangers[0]!r}, which is no prepared data and would be lost with the folder "
@@ -35,15 +34,25 @@ def check_replaceable(folder: Path) -> None:
         )
 
 
+def check_outside(output_dir: Path, sources: Iterable[str]) -> None:
+    """Raise `ValueError` when `output_dir` lies in a folder that is read: its files would be documents of the next preparation."""
+    for source in sources:
+        place, _ = split_fragment(source)
+        if output_dir.resolve().is_relative_to(Path(place).expanduser().resolve()):
+            raise ValueError(
+                f"output_dir {output_dir} lies inside the source {source}: set another one, or data.include"
+            )
+
+
 @contextlib.contextmanager
 def locked(file: Path, seconds: float, message: str) -> Iterator[None]:
-    """Hold the lock `file`, which exists only meanwhile. Raises `Busy(message)` when it is not free within `seconds`."""
+    """Hold the lock `file`, which exists only meanwhile. Raises `ValueError(message)` when it is not free within `seconds`."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(file)
     try:
         lock.acquire(timeout=seconds)
     except Timeout:
-        raise Busy(message) from None
+        raise ValueError(message) from None
     try:
         yield
     finally:

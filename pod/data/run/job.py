@@ -12,8 +12,8 @@ import hashlib
 import inspect
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from pod.data.read.gates import imported_filter
 from pod.data.read.units import Unit, plan_units
 from pod.data.rows.loader import PackedDataset
 from pod.data.rows.manifest import token_dtype
+from pod.data.run.workers import cores
 from pod.data.tokens.store import UnitFile
 from pod.data.tokens.tokenizers import (
     BoundaryTokens,
@@ -35,6 +36,7 @@ from pod.data.tokens.tokenizers import (
 )
 from pod.files import read_json, write_json
 
+WORK_NAME = "work.json"
 NOT_DECIDING = {"workers", "held_out_tokens"}
 """Settings that say how the data is made, not what it is, and one that is compared by itself."""
 
@@ -57,29 +59,27 @@ class Job:
         if self.output_dir.is_symlink():  # to a larger disk, say: the link stays
             self.output_dir = self.output_dir.resolve()
         self._source_of_tokenizer = args.tokenizer or tokenizer
-        self._cache: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cache": {}}
+        asked = ("args", "seed", "output_dir", "_source_of_tokenizer")
+        return {name: self.__dict__[name] for name in asked}  # what follows from it is made once per process
 
     # What is asked for
 
-    @property
+    @cached_property
     def tokenizer(self) -> Any:
         """Loaded once per process."""
-        return self._once("tokenizer", lambda: load_tokenizer(self._source_of_tokenizer))
+        return load_tokenizer(self._source_of_tokenizer)
 
-    @property
+    @cached_property
     def boundary(self) -> BoundaryTokens:
         """Ids before and after each document."""
-        return self._once(
-            "boundary", lambda: BoundaryTokens.from_policy(self.args.boundary_tokens, self.tokenizer)
-        )
+        return BoundaryTokens.from_policy(self.args.boundary_tokens, self.tokenizer)
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """One more than the largest token id."""
-        return self._once("vocab_size", lambda: vocabulary_size(self.tokenizer))
+        return vocabulary_size(self.tokenizer)
 
     @property
     def dtype(self) -> np.dtype:
@@ -102,33 +102,47 @@ class Job:
             source = getattr(source, "name_or_path", None)
         return str(source) if source else None
 
-    @property
+    @cached_property
     def encoder(self) -> Encoder:
         """Texts → ids."""
-        return self._once("encoder", lambda: Encoder(self.tokenizer))
+        return Encoder(self.tokenizer)
 
     @property
     def held_out_tokens(self) -> int:
         """Tokens to hold out of training."""
         return self.args.held_out_tokens or 0
 
+    @property
+    def workers(self) -> int:
+        """Processes that read and write."""
+        return self.args.workers or cores()
+
     def warm_up(self) -> None:
         """Make here what forked workers would else make once each."""
-        _ = self.units(), self.request, self.boundary, self.vocab_size, self.encoder
+        _ = self.units, self.request, self.boundary, self.vocab_size, self.encoder
 
+    @cached_property
     def units(self) -> list[Unit]:
         """The units of all sources."""
-        return self._once("units", lambda: plan_units(self.args))
+        return plan_units(self.args)
 
     def order(self) -> list[int]:
         """Numbers of the units in the order of reading."""
-        sources = np.array([unit.source for unit in self.units()])
+        sources = np.array([unit.source for unit in self.units])
         return unit_order(sources, self.seed).tolist()
 
-    @property
+    @cached_property
     def request(self) -> dict[str, Any]:
         """All that decides the bytes of the result but the sources' content and `held_out_tokens`."""
-        return self._once("request", self._request)
+        settings = {name: value for name, value in asdict(self.args).items() if name not in NOT_DECIDING}
+        settings["boundary_tokens"] = [list(self.boundary.before), list(self.boundary.after)]
+        return {
+            "settings": settings,
+            "seed": self.seed,
+            "tokenizer_sha256": tokenizer_sha256(self.tokenizer),
+            "split_special_tokens": bool(getattr(self.tokenizer, "split_special_tokens", False)),
+            "document_filter_sha256": _source_sha256(self.args.document_filter),
+        }
 
     def is_current(self) -> bool:
         """Whether `output_dir` holds complete data of this request, with as much held-out text or more. No source is looked at."""
@@ -158,10 +172,7 @@ class Job:
 
     def unit_file(self, number: int) -> UnitFile:
         """The file of unit `number`."""
-        name = self._once(
-            f"unit {number}", lambda: f"unit-{number}-{self.units()[number].fingerprint()[:16]}.bin"
-        )
-        return UnitFile(self.work_dir / name, self.dtype)
+        return UnitFile(self.work_dir / f"unit-{number}-{self._fingerprints[number][:16]}.bin", self.dtype)
 
     def entry_file(self, number: int) -> Path:
         """The manifest's entry of shard `number`, once it is written."""
@@ -172,36 +183,42 @@ class Job:
 
         The policy for what cannot be read is no part of that: finished units stay when it is relaxed.
         """
-        request = json.loads(json.dumps(self.request))
-        request["settings"].pop("unreadable")
-        units = hashlib.sha256("".join(unit.fingerprint() for unit in self.units()).encode()).hexdigest()
-        wanted = {"request": request, "held_out_tokens": self.held_out_tokens, "units_sha256": units}
-        file = self.work_dir / "work.json"
-        if file.is_file() and read_json(file) == wanted:
+        units = hashlib.sha256("".join(self._fingerprints).encode()).hexdigest()
+        wanted = {"request": self._of_work, "held_out_tokens": self.held_out_tokens, "units_sha256": units}
+        if self._found_work() == wanted:
+            for rest in self.work_dir.glob(".unit-*"):  # of a killed run
+                rest.unlink()
             return
+        if any(self.work_dir.glob("unit-*")):
+            print(
+                f"{self.work_dir}: unfinished work of other settings, seed, tokenizer or sources is removed"
+            )
         self.clean()
         self.work_dir.mkdir(parents=True)
-        write_json(file, wanted)
+        write_json(self.work_dir / WORK_NAME, wanted)
+
+    def has_work(self) -> bool:
+        """Whether the work folder is that of this request, with whatever held-out text and sources, or what a kill left of one."""
+        found = self._found_work()
+        return not found or found["request"] == self._of_work
 
     def clean(self) -> None:
         """Remove the work."""
         shutil.rmtree(self.work_dir, ignore_errors=True)
 
-    def _once(self, name: str, make: Callable[[], Any]) -> Any:
-        if name not in self._cache:
-            self._cache[name] = make()
-        return self._cache[name]
+    @cached_property
+    def _fingerprints(self) -> list[str]:
+        return [unit.fingerprint() for unit in self.units]
 
-    def _request(self) -> dict[str, Any]:
-        settings = {name: value for name, value in asdict(self.args).items() if name not in NOT_DECIDING}
-        settings["boundary_tokens"] = [list(self.boundary.before), list(self.boundary.after)]
-        return {
-            "settings": settings,
-            "seed": self.seed,
-            "tokenizer_sha256": tokenizer_sha256(self.tokenizer),
-            "split_special_tokens": bool(getattr(self.tokenizer, "split_special_tokens", False)),
-            "document_filter_sha256": _source_sha256(self.args.document_filter),
-        }
+    @property
+    def _of_work(self) -> dict[str, Any]:
+        request = json.loads(json.dumps(self.request))
+        request["settings"].pop("unreadable")
+        return request
+
+    def _found_work(self) -> dict[str, Any]:
+        file = self.work_dir / WORK_NAME
+        return read_json(file) if file.is_file() else {}
 
 
 def _source_sha256(name: str | None) -> str | None:

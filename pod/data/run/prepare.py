@@ -1,31 +1,26 @@
 """Data preparation in one call: read → tokenise → keep or drop → pack → publish, on the processes of this machine."""
 
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from pod.data.args import DataArgs
 from pod.data.balance.draw import draw
-from pod.data.balance.intervals import IntervalReport, bounds_of
+from pod.data.balance.intervals import bounds_of, interval_name
 from pod.data.read.records import one_line
 from pod.data.read.units import plan_units
 from pod.data.rows.loader import PackedDataset
-from pod.data.rows.manifest import pieces
-from pod.data.rows.overview import left_out
-from pod.data.rows.pictures import PICTURE_NAME, short_number
-from pod.data.run.folders import LOCK_SECONDS, Busy, check_replaceable, locked
+from pod.data.rows.pictures import short_number
+from pod.data.run.folders import LOCK_SECONDS, OF_WORK, check_outside, check_replaceable, locked
 from pod.data.run.job import Job
 from pod.data.run.progress import duration
 from pod.data.run.publish import publish
 from pod.data.run.reading import read_sources
 from pod.data.run.workers import cores
 from pod.data.run.writing import pack, write_rows
-from pod.files import check_can_write
+from pod.files import check_can_write, explain_disk_full
 
-__all__ = ["PICTURE_NAME", "estimate", "prepare", "summary"]
-
-LISTED = 5
-"""Unreadable files and records that the summary names."""
 # Measured by benchmarks/data_pipeline.py with SmolLM2's tokenizer on Python source.
 BYTES_PER_TOKEN = 3.6
 TOKENS_PER_SECOND = 800_000
@@ -47,65 +42,52 @@ def prepare(args: DataArgs, tokenizer: Any, output_dir: str | Path, *, seed: int
     """
     job = Job(args, tokenizer, output_dir, seed)
     if job.is_current():
-        with suppress(Busy, OSError), locked(job.lock_file, 0, "busy"):  # another run may work beside it
-            job.clean()
+        # another run may work beside it
+        with suppress(ValueError, OSError), locked(job.lock_file, 0, "busy"):
+            check_replaceable(job.work_dir, OF_WORK)
+            if job.has_work():
+                job.clean()
         print(
             f"{job.output_dir} is up to date: the same settings, seed and tokenizer; to read its sources again, remove it"
         )
         return PackedDataset(job.output_dir)
     check_replaceable(job.output_dir)
+    check_replaceable(job.work_dir, OF_WORK)
+    check_outside(job.output_dir, [] if args.include else args.sources)
     check_can_write(job.output_dir.parent, "output_dir")
     message = f"another process is preparing {job.output_dir}: wait for it, or stop it and run the same command again"
     with locked(job.lock_file, LOCK_SECONDS, message):
-        try:
-            job.open_work()
-            job.warm_up()
-            reading = read_sources(job)
-            drawn = draw(reading.kept, args, seed)
-            packed = pack(drawn, args)
-            publish(job, reading, drawn, write_rows(job, packed))
-            job.clean()
-        except BaseException:
-            if not any(job.work_dir.glob("unit-*")):  # an error before the first unit
-                job.clean()
-            raise
+        if not job.is_current():  # the run that held the lock may have had the same request
+            _make(job)
     return PackedDataset(job.output_dir)
 
 
-def summary(manifest: dict[str, Any]) -> str:
-    """The manifest in a few lines: totals, intervals, and what the policies left out."""
-    lines = [
-        f"{manifest['num_tokens']:,} tokens of {manifest['num_documents']:,} {pieces(manifest)} in {manifest['num_rows']:,} rows of "
-        f"{manifest['context_length']} (padding {100 * manifest['padding_share']:.2f} %)"
-    ]
-    for interval in manifest["intervals"]:
-        lines.append(
-            f"  {interval['name']:>9} tokens: {short_number(interval['tokens_before']):>6} → "
-            f"{short_number(interval['tokens_after']):>6} ({interval['documents_after']:,} {pieces(manifest)})"
-        )
-    lines.extend(manifest["balance"]["notes"])
-    missing = [f"{count:,} {reason}" for reason, count in left_out(manifest)]
-    if missing:
-        lines.append("left out: " + ", ".join(missing))
-    named = [name for source in manifest["read"]["sources"] for name in source["skipped_files"]]
-    lines.extend(f"  unreadable: {name}" for name in named[:LISTED])
-    return "\n".join(lines)
+def _make(job: Job) -> None:
+    try:
+        with explain_disk_full(job.output_dir, written=job.work_dir):
+            job.open_work()
+            job.warm_up()
+            reading = read_sources(job)
+            drawn = draw(reading.kept, job.args, job.seed)
+            publish(job, reading, drawn, write_rows(job, pack(drawn, job.args)))
+    except BaseException:
+        if not any(job.work_dir.glob("unit-*")):  # an error before the first unit
+            job.clean()
+        raise
+    job.clean()
 
 
 def estimate(args: DataArgs) -> str:
     """What preparing costs, for `--dry-run`: intervals, share of each, and time, disk and memory at measured rates."""
-    bounds = bounds_of(args)
-    first = 1 if args.short_documents == "drop" else 0
-    names = [
-        IntervalReport(low, high).name for low, high in zip(bounds[first:], bounds[first + 1 :], strict=False)
-    ]
+    bounds = bounds_of(args)[args.short_documents == "drop" :]
+    names = [interval_name(*pair) for pair in pairwise(bounds)]
     lines = [f"length intervals [tokens]: {', '.join(names)}"]
     if args.target_tokens is None:
         return "\n".join([*lines, "data.target_tokens is not set: say how many tokens to draw"])
     size = 2 * args.target_tokens
     lines.append(
-        f"target: {args.target_tokens:,} tokens, {args.target_tokens // len(names):,} per interval; rows need {_gigabytes(size)}, "
-        f"the work folder up to {_gigabytes(3 * size)} (vocabularies above 65,536: twice as much)"
+        f"target: {args.target_tokens:,} tokens, {args.target_tokens // len(names):,} per interval; rows need {short_number(size)}B, "
+        f"the work folder up to {short_number(3 * size)}B (vocabularies above 65,536: twice as much)"
     )
     return "\n".join([*lines, *_cost(args)])
 
@@ -122,12 +104,8 @@ def _cost(args: DataArgs) -> list[str]:
     time = duration(tokens / (TOKENS_PER_SECOND * workers))
     memory = PARENT_GIGABYTES + WORKER_GIGABYTES * workers
     return [
-        f"sources: about {_gigabytes(size)} of text or {short_number(tokens)} tokens; reading takes at most about {time} on "
+        f"sources: about {short_number(size)}B of text or {short_number(tokens)} tokens; reading takes at most about {time} on "
         f"{workers} core{'s' * (workers > 1)}, less where the target is met before the end",
         f"memory: about {memory:.1f} GB, and {RECORD_FACTOR * args.max_record_bytes / 1e9:.1f} GB more for each worker that meets "
         f"a record of {args.max_record_bytes / 1e6:.0f} MB",
     ]
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:.3g} GB"

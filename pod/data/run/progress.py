@@ -5,7 +5,7 @@ import time
 import numpy as np
 from tqdm import tqdm
 
-from pod.data.balance.intervals import share_of, share_out
+from pod.data.balance.intervals import interval_name, share_of, share_out
 from pod.data.balance.kept import Kept
 from pod.data.rows.pictures import short_number
 
@@ -54,7 +54,7 @@ def slowest_interval(kept: Kept) -> tuple[str, float]:
     wanted = share_out(quota, [quota] * groups.sources, args.weights or [1.0]) * groups.intervals
     filled = np.minimum(1.0, tokens / np.maximum(1, wanted))
     number = int(np.argmin(filled))
-    return groups.name(groups.split(number)[0]), float(filled[number])
+    return interval_name(*groups.ends(number)), float(filled[number])
 
 
 def duration(seconds: float) -> str:

@@ -18,33 +18,32 @@ from pod.data.run.folders import check_replaceable
 from pod.data.run.job import Job
 from pod.data.run.reading import Reading
 from pod.data.run.writing import tokens_of
-from pod.files import explain_disk_full, move_into_place
+from pod.files import move_into_place
 
 
 def publish(job: Job, reading: Reading, drawn: Drawn, entries: list[dict[str, Any]]) -> None:
     """Complete the staging folder of `job` and rename it to its output folder; written again when interrupted, the same bytes."""
     folder = job.staging_dir
-    with explain_disk_full(job.output_dir, written=folder):
-        held_out = write_held_out(folder, _held_out(job, reading), job.vocab_size)
-        manifest = write_manifest(
-            folder,
-            entries,
-            context_length=job.args.context_length,
-            vocab_size=job.vocab_size,
-            tokenizer_sha256=job.request["tokenizer_sha256"],
-            pad_token_id=job.pad_token_id,
-            details={
-                "tokenizer_source": job.tokenizer_source,
-                "request": job.request,
-                "read": _read(job, reading, drawn),
-                "policies": _policies(reading, drawn),
-                "intervals": [interval.as_dict() for interval in drawn.intervals],
-                "balance": balance_report(job.args, drawn.intervals, drawn.shares),
-                "weights": [asdict(share) for share in drawn.shares],
-                "held_out": {"asked": job.held_out_tokens, **held_out},
-            },
-        )
-        draw_lengths(manifest, folder / PICTURE_NAME)
+    held_out = write_held_out(folder, _held_out(job, reading), job.vocab_size)
+    manifest = write_manifest(
+        folder,
+        entries,
+        context_length=job.args.context_length,
+        vocab_size=job.vocab_size,
+        tokenizer_sha256=job.request["tokenizer_sha256"],
+        pad_token_id=job.pad_token_id,
+        details={
+            "tokenizer_source": job.tokenizer_source,
+            "request": job.request,
+            "read": _read(job, reading, drawn),
+            "policies": _policies(reading, drawn),
+            "intervals": [interval.as_dict() for interval in drawn.intervals],
+            "balance": balance_report(job.args, drawn.intervals, drawn.shares),
+            "weights": [asdict(share) for share in drawn.shares],
+            "held_out": {"asked": job.held_out_tokens, **held_out},
+        },
+    )
+    draw_lengths(manifest, folder / PICTURE_NAME)
     _remove_strangers(folder, manifest)
     check_replaceable(job.output_dir)  # again: time has passed
     move_into_place(folder, job.output_dir)
@@ -63,7 +62,7 @@ def _read(job: Job, reading: Reading, drawn: Drawn) -> dict[str, Any]:
     ]
     return {
         "units": reading.num_units,
-        "units_of_all": len(job.units()),
+        "units_of_all": len(job.units),
         "documents": sum(report.documents for report in reading.reports),
         "tokens": round(float(drawn.counted.tokens.sum())),
         "special_documents": int(drawn.pieces["special"].sum()),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import closing
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +13,7 @@ from pod.data.read.gates import imported_filter, passes
 from pod.data.read.units import Unit, read_unit
 from pod.data.run.job import Job
 from pod.data.run.progress import Progress
-from pod.data.run.workers import Count, cores, in_order
+from pod.data.run.workers import Count, in_order
 from pod.data.tokens.store import PIECE, Spool, file_order, own_tokens
 from pod.data.tokens.tokenizers import identity
 
@@ -47,9 +48,9 @@ def read_sources(job: Job) -> Reading:
     order = job.order()
     kept = Kept(job.args, job.seed, job.held_out_tokens)
     reading = Reading(kept, [SourceReport(spec) for spec in job.args.sources])
-    progress = Progress(sum(unit.text_bytes for unit in job.units()))
-    calls = ((number, kept.limits.copy()) for number in order)
-    with closing(progress), closing(in_order(_Task(job), calls, _workers(job), progress.read)) as units:
+    progress = Progress(sum(unit.text_bytes for unit in job.units))
+    calls = ((number, deepcopy(kept.limits)) for number in order)
+    with closing(progress), closing(in_order(_Task(job), calls, job.workers, progress.read)) as units:
         next_settle = 1
         for position, number in enumerate(units, start=1):
             _take_in(job, reading, number)
@@ -61,10 +62,8 @@ def read_sources(job: Job) -> Reading:
             progress.show(kept)
             if kept.is_full and position >= LEAST_UNITS:
                 break
-    complete = set(range(len(job.args.sources))) - {
-        job.units()[number].source for number in order[reading.num_units :]
-    }
-    for source in complete:
+    unread = {job.units[number].source for number in order[reading.num_units :]}
+    for source in set(range(len(job.args.sources))) - unread:
         reading.reports[source].check_any()
     return reading
 
@@ -79,7 +78,7 @@ def read_one(job: Job, number: int, limits: Limits, count: Count) -> None:
 
     `count` is told of its bytes of text. Raises `ValueError` for what cannot be read, as the settings say.
     """
-    unit, file = job.units()[number], job.unit_file(number)
+    unit, file = job.units[number], job.unit_file(number)
     found = file.read(verify=True)
     if found is not None and not (found[2].skips and job.args.unreadable == "error" and not unit.tolerate):
         count(unit.text_bytes)
@@ -167,14 +166,7 @@ def _tokenised(job: Job, unit: Unit, batch: list[Document], kept: Kept, spool: S
     found["place"] = [one.place for one in identities]
     found["source"] = unit.source
     around = len(job.boundary.before) + len(job.boundary.after)
-    most = np.array(
-        [
-            len(document.tokens)
-            if document.tokens is not None
-            else job.encoder.most_tokens(one.num_bytes) + around
-            for document, one in zip(batch, identities, strict=True)
-        ]
-    )
+    most = np.array([job.encoder.most_tokens(one.size) + around for one in identities])
     chosen = np.flatnonzero(kept.may_need(found["lot"], found["place"], most, unit.source))
     batch = [batch[number] for number in chosen.tolist()]
     tokens, found = encode(job, batch), found[chosen]
@@ -201,7 +193,7 @@ def _take_in(job: Job, reading: Reading, number: int) -> None:
     found = job.unit_file(number).read()
     assert found is not None, f"the file of unit {number} went while the data was prepared"
     pieces, size, report = found
-    unit = job.units()[number]
+    unit = job.units[number]
     pieces["unit"], pieces["source"] = number, unit.source
     reading.kept.add(pieces)
     reading.sizes[number] = size
@@ -212,7 +204,7 @@ def _take_in(job: Job, reading: Reading, number: int) -> None:
 def _compact(job: Job, reading: Reading) -> None:
     """Write the files anew of which more tokens are dead than alive."""
     kept = reading.kept
-    needed = np.bincount(kept.pieces["unit"], weights=own_tokens(kept.pieces), minlength=len(job.units()))
+    needed = np.bincount(kept.pieces["unit"], weights=own_tokens(kept.pieces), minlength=len(job.units))
     wasted = [number for number, size in reading.sizes.items() if size > 2 * needed[number]]
     if not wasted:
         return
@@ -226,7 +218,3 @@ def _compact(job: Job, reading: Reading) -> None:
         file.write(left, file.take, found[2])
         kept.pieces["start"][own] = left["start"]
         reading.sizes[number] = int(needed[number])
-
-
-def _workers(job: Job) -> int:
-    return job.args.workers or cores()

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from typing import Any
@@ -39,8 +39,8 @@ def in_order(
 ) -> Generator[Any, None, None]:
     """The results of `task(count, *arguments)` for all `calls`, in their order; one worker = this process.
 
-    At most `AHEAD` tasks per worker are given out before they are asked for: `calls` is read as late as that. The first error ends
-    everything and is raised. Who stops early closes the generator, and the processes end.
+    At most `AHEAD` tasks per worker are given out before they are asked for: `calls` is read as late as that. A task's error is raised
+    in its place: with any number of workers the same one. Who stops early closes the generator, and the processes end.
     """
     with _one_thread_each():
         if workers == 1:
@@ -68,8 +68,7 @@ def _in_processes(task: Task, calls: Iterator[tuple[Any, ...]], workers: int, co
         counted = 0
         while given:
             while not given[0].done():
-                wait(given, POLL_SECONDS, FIRST_COMPLETED)
-                _raise_first(given)
+                wait([given[0]], POLL_SECONDS)
                 count(counter.value - counted)
                 counted = counter.value
             yield given.popleft().result()
@@ -87,17 +86,9 @@ def _in_processes(task: Task, calls: Iterator[tuple[Any, ...]], workers: int, co
         executor.shutdown(wait=True, cancel_futures=True)
 
 
-def _raise_first(given: Iterable[Future]) -> None:
-    """Raise the error of a task that failed while others before it are at work."""
-    for future in given:
-        if future.done() and (error := future.exception()) is not None:
-            raise error
-
-
 def _start_worker(task: Task, counter: Any, parent: int) -> None:
     global _worker
     _worker = (task, counter)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
 
 

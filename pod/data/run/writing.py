@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
@@ -12,8 +13,8 @@ from pod.data.balance.draw import Drawn
 from pod.data.rows.pack import best_fit_rows, one_per_row
 from pod.data.rows.shards import DEFAULT_SHARD_BYTES, Row, rows_per_shard, write_shard
 from pod.data.run.job import Job
-from pod.data.run.workers import Count, cores, in_order
-from pod.files import explain_disk_full, read_json, write_json
+from pod.data.run.workers import Count, in_order
+from pod.files import read_json, write_json
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def write_rows(job: Job, packed: Packed) -> list[dict]:
     calls = ((number,) for number in range(-(-packed.num_rows // task.rows_per_shard)))
     with (
         tqdm(total=packed.num_rows, unit=" rows", desc="write", mininterval=1) as bar,
-        closing(in_order(task, calls, job.args.workers or cores(), bar.update)) as done,
+        closing(in_order(task, calls, job.workers, bar.update)) as done,
     ):
         return list(done)
 
@@ -60,17 +61,16 @@ class _Task:
 
     def __call__(self, count: Count, number: int) -> dict:
         job, file = self.job, self.job.entry_file(number)
-        if is_written(job, number):
-            return read_json(file)
-        with explain_disk_full(job.output_dir, written=job.staging_dir):
-            entry = write_shard(
-                job.staging_dir,
-                number,
-                self.rows(number, count),
-                context_length=job.args.context_length,
-                vocab_size=job.vocab_size,
-                pad_token_id=job.pad_token_id,
-            )
+        if file.is_file() and _is_whole(job.staging_dir, entry := read_json(file)):
+            return entry
+        entry = write_shard(
+            job.staging_dir,
+            number,
+            self.rows(number, count),
+            context_length=job.args.context_length,
+            vocab_size=job.vocab_size,
+            pad_token_id=job.pad_token_id,
+        )
         write_json(file, entry)
         return entry
 
@@ -89,13 +89,7 @@ def tokens_of(job: Job, piece: np.void) -> np.ndarray:
     return job.unit_file(int(piece["unit"])).take(start, start + int(piece["length"]))
 
 
-def is_written(job: Job, number: int) -> bool:
-    """Whether shard `number` is complete on disk."""
-    if not job.entry_file(number).is_file():
-        return False
-    entries = [entry for entry in read_json(job.entry_file(number)).values() if isinstance(entry, dict)]
-    places = [job.staging_dir / entry["file"] for entry in entries]
-    return all(
-        place.is_file() and place.stat().st_size == entry["bytes"]
-        for place, entry in zip(places, entries, strict=True)
-    )
+def _is_whole(folder: Path, entry: dict) -> bool:
+    """Whether the files of a shard are there with all their bytes."""
+    places = [(folder / one["file"], one["bytes"]) for one in entry.values() if isinstance(one, dict)]
+    return all(place.is_file() and place.stat().st_size == size for place, size in places)

@@ -15,7 +15,6 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from pod.data.read.documents import SourceReport
-from pod.files import explain_disk_full
 
 PIECE = np.dtype(
     [
@@ -107,11 +106,14 @@ class UnitFile(NamedTuple):
         """Write or replace the file: `pieces` in `file_order`, whose starts are moved, and their tokens. Atomic."""
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         told = json.dumps(report.as_dict()).encode()
-        with explain_disk_full(self.path), open(temporary, "wb") as stream:
-            checksum = _copy(pieces, take, lambda tokens: _write(stream, tokens, self.dtype))
-            index = pieces.tobytes() + told
-            stream.write(index + _TAIL.pack(len(pieces), len(told), zlib.crc32(index, checksum), _MARK))
-        os.replace(temporary, self.path)
+        try:
+            with open(temporary, "wb") as stream:
+                checksum = _copy(pieces, take, lambda tokens: _write(stream, tokens, self.dtype))
+                index = pieces.tobytes() + told
+                stream.write(index + _TAIL.pack(len(pieces), len(told), zlib.crc32(index, checksum), _MARK))
+            os.replace(temporary, self.path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def read(self, verify: bool = False) -> tuple[np.ndarray, int, SourceReport] | None:
         """PIECE records, tokens in the file, and what was read; None when there is no whole file. `verify`: read every byte, as

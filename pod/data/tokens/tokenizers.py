@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -40,33 +40,33 @@ def load_tokenizer(tokenizer: Any, gguf_file: str | None = None) -> Any:
     path = Path(tokenizer)
     if path.is_file():
         if path.suffix == ".gguf":
-            return _from_transformers(path.parent, path.name)
+            return _loaded(path.parent, _from_transformers, gguf_file=path.name)
         if path.name == "tokenizer.json" and (path.parent / "tokenizer_config.json").is_file():
-            return _from_transformers(path.parent, None)
-        return _from_json(path)
+            return _loaded(path.parent, _from_transformers)
+        return _loaded(path, _from_json)
     if path.suffix in (".model", ".json", ".gguf") and not path.exists():
         raise ValueError(f"no tokenizer in {str(tokenizer)!r} (no such file): {_ADVICE}")
-    return _from_transformers(tokenizer, gguf_file)
+    return _loaded(tokenizer, _from_transformers, **({"gguf_file": gguf_file} if gguf_file else {}))
 
 
-def _from_transformers(source: str | os.PathLike[str], gguf_file: str | None) -> Any:
-    from transformers import AutoTokenizer
-
-    options = {"gguf_file": gguf_file} if gguf_file else {}
+def _loaded(source: str | os.PathLike[str], load: Callable[..., Any], **options: str) -> Any:
     try:
-        # Said outright, transformers does not stop to ask whether it may run a checkpoint's code.
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+        return load(source, **options)
     except Exception as error:  # damaged files end in bare Exception, KeyError, TypeError, ImportError …
         raise ValueError(f"no tokenizer in {str(source)!r} ({one_line(error)}): {_ADVICE}") from error
+
+
+def _from_transformers(source: str | os.PathLike[str], **options: str) -> Any:
+    from transformers import AutoTokenizer
+
+    # Said outright, transformers does not stop to ask whether it may run a checkpoint's code.
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
 
 
 def _from_json(path: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
-    try:
-        return PreTrainedTokenizerFast(tokenizer_file=str(path))
-    except Exception as error:  # the tokenizers library raises bare Exception
-        raise ValueError(f"{str(path)!r} is no tokenizer.json ({one_line(error)}): {_ADVICE}") from error
+    return PreTrainedTokenizerFast(tokenizer_file=str(path))
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
@@ -223,8 +223,8 @@ class Identity(NamedTuple):
     that differ in layout or at the end stand at the same place; of the first 64 tokens of a document that came as tokens."""
     digest: int
     """The first 8 bytes of the SHA-256 of the whole text (UTF-8) or of its tokens (uint32, little-endian)."""
-    num_bytes: int
-    """Of the text in UTF-8; 0 for tokens."""
+    size: int
+    """Bytes of the text in UTF-8, or the number of tokens."""
 
 
 def identity(document: Document) -> Identity:
@@ -232,13 +232,13 @@ def identity(document: Document) -> Identity:
     if document.tokens is None:
         opening = opening_bytes(document.text)
         whole = document.text.encode("utf-8", "surrogatepass")
-        num_bytes = len(whole)
+        size = len(whole)
     else:
         tokens = np.ascontiguousarray(document.tokens, dtype="<u4")
-        opening, whole, num_bytes = tokens[:OPENING_TOKENS].tobytes(), tokens.tobytes(), 0
+        opening, whole, size = tokens[:OPENING_TOKENS].tobytes(), tokens.tobytes(), len(tokens)
     digest = hashlib.sha256(whole).digest()
     place = int.from_bytes(hashlib.sha256(opening).digest()[:8], "big")
-    return Identity(place, int.from_bytes(digest[:8], "little"), num_bytes)
+    return Identity(place, int.from_bytes(digest[:8], "little"), size)
 
 
 def opening_bytes(text: str) -> bytes:

@@ -1,0 +1,218 @@
+"""What a later, a second or an unlucky run does to work that is there: nothing is lost that somebody still needs."""
+
+import errno
+import os
+import random
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from data_helpers import content
+
+from pod.data import DataArgs, prepare
+from pod.data.run import reading
+from pod.data.run.job import Job
+from pod.data.run.workers import in_order
+from pod.data.tokens import store
+
+pytestmark = pytest.mark.usefixtures("no_pictures", "small_steps")
+
+
+@pytest.fixture
+def args(corpus):
+    source = corpus(random.Random(0).choices(range(2, 300), k=1000))
+    return DataArgs(
+        sources=[str(source)], context_length=128, shortest_interval=32, target_tokens=3_000, workers=1
+    )
+
+
+def stopped(monkeypatch, *arguments, **options):
+    """A preparation that ends with an error behind its reading."""
+
+    def stop(*_):
+        raise RuntimeError("stopped")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="stopped"):
+        patch.setattr(sys.modules["pod.data.run.prepare"], "draw", stop)
+        prepare(*arguments, **options)
+
+
+def fail_if_read(*_):
+    raise AssertionError("a unit is read")
+
+
+def no_space(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.multiprocess
+def test_a_broken_file_that_is_not_needed_is_no_error_for_any_number_of_workers(
+    args, tokenizer, tmp_path, monkeypatch
+):
+    """Workers read ahead; what they meet behind the end of reading must not show."""
+    read_units = prepare(args, tokenizer, tmp_path / "one").manifest["read"]["units"]
+    broken = Job(args, tokenizer, "x").order()[read_units:]
+    names = {Job(args, tokenizer, "x").units[number].name for number in broken}
+    read = reading.read_unit
+
+    def breaks(unit, *rest):
+        if unit.name in names:
+            raise ValueError(f"{unit.name} is broken")
+        time.sleep(0.05)  # the broken one is met first
+        return read(unit, *rest)
+
+    monkeypatch.setattr(reading, "read_unit", breaks)
+    for workers in (1, 3):
+        prepare(replace(args, workers=workers), tokenizer, tmp_path / f"out-{workers}")
+        assert content(tmp_path / f"out-{workers}") == content(tmp_path / "one")
+
+
+@pytest.mark.multiprocess
+def test_waiting_for_a_slow_task_costs_nothing():
+    """Others are done long before: their being done must not wake the caller again and again."""
+    asked = []
+    slow_first = in_order(lambda count, seconds: time.sleep(seconds), [(1.0,), (0,), (0,)], 2, asked.append)
+    assert len(list(slow_first)) == 3 and len(asked) < 20
+
+
+def test_who_waited_for_another_run_takes_its_result(args, tokenizer, tmp_path, monkeypatch):
+    module = sys.modules["pod.data.run.prepare"]
+    check = module.check_can_write
+
+    def another_run_is_faster(*arguments):
+        monkeypatch.setattr(module, "check_can_write", check)
+        prepare(args, tokenizer, tmp_path / "data")
+        monkeypatch.setattr(reading, "read_unit", fail_if_read)
+        return check(*arguments)
+
+    monkeypatch.setattr(module, "check_can_write", another_run_is_faster)
+    assert len(prepare(args, tokenizer, tmp_path / "data"))
+
+
+def test_data_that_is_up_to_date_leaves_other_unfinished_work_alone(args, tokenizer, tmp_path, monkeypatch):
+    prepare(args, tokenizer, tmp_path / "data")
+    stopped(monkeypatch, args, tokenizer, tmp_path / "data", seed=1)
+    work = content_of_work(tmp_path)
+    prepare(args, tokenizer, tmp_path / "data")
+    assert work and content_of_work(tmp_path) == work
+    with monkeypatch.context() as patch:
+        patch.setattr(reading, "read_unit", fail_if_read)
+        prepare(args, tokenizer, tmp_path / "data", seed=1)
+    assert not (tmp_path / "data.work").exists()
+
+
+def content_of_work(folder):
+    return {file.name: file.read_bytes() for file in (folder / "data.work").glob("*") if file.is_file()}
+
+
+def test_own_work_of_finished_data_goes(args, tokenizer, tmp_path, monkeypatch):
+    """A run was killed between its last two steps."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "clean", lambda job: None)
+        prepare(args, tokenizer, tmp_path / "data")
+    assert (tmp_path / "data.work").is_dir()
+    prepare(args, tokenizer, tmp_path / "data")
+    assert not (tmp_path / "data.work").exists()
+
+
+def test_what_a_kill_left_of_removing_the_work_goes(args, tokenizer, tmp_path):
+    prepare(args, tokenizer, tmp_path / "data")
+    (tmp_path / "data.work/rows").mkdir(parents=True)
+    prepare(args, tokenizer, tmp_path / "data")
+    assert not (tmp_path / "data.work").exists()
+    (tmp_path / "data.work").mkdir()
+    (tmp_path / "data.work/thesis.tex").write_text("mine")
+    prepare(args, tokenizer, tmp_path / "data")
+    assert (tmp_path / "data.work/thesis.tex").read_text() == "mine"
+
+
+def test_a_folder_that_only_has_the_name_of_the_work_is_kept(args, tokenizer, tmp_path):
+    (tmp_path / "data.work").mkdir()
+    (tmp_path / "data.work/thesis.tex").write_text("mine")
+    with pytest.raises(
+        ValueError, match=r"data.work holds 'thesis.tex'.*move them or set another output_dir"
+    ):
+        prepare(args, tokenizer, tmp_path / "data")
+    assert (tmp_path / "data.work/thesis.tex").read_text() == "mine"
+
+
+def test_an_output_inside_a_source_is_refused(args, tokenizer, tmp_path):
+    """Its files would be read by the next run."""
+    source = args.sources[0]
+    with pytest.raises(
+        ValueError, match=r"output_dir .*data lies inside the source .*set another one, or data.include"
+    ):
+        prepare(args, tokenizer, f"{source}/run/data")
+    assert not os.path.exists(f"{source}/run")
+    prepare(replace(args, include=["*.txt"]), tokenizer, f"{source}/run/data")
+
+
+def test_work_of_other_settings_is_removed_and_that_is_said(args, tokenizer, tmp_path, monkeypatch, capsys):
+    stopped(monkeypatch, args, tokenizer, tmp_path / "data")
+    prepare(args, tokenizer, tmp_path / "data", seed=1)
+    assert (
+        "unfinished work of other settings, seed, tokenizer or sources is removed" in capsys.readouterr().out
+    )
+    prepare(args, tokenizer, tmp_path / "fresh", seed=1)
+    assert content(tmp_path / "data") == content(tmp_path / "fresh")
+    assert "is removed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("where", ["spool", "unit file"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_while_reading_is_told_and_leaves_no_rest(
+    args, tokenizer, tmp_path, monkeypatch, where, workers
+):
+    args = replace(args, workers=workers)
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(OSError, match=r"disk full while writing .*: free at least \d+ MB"),
+    ):
+        if where == "spool":
+            patch.setattr(store.Spool, "append", no_space)
+        else:
+            patch.setattr(store, "_copy", no_space)
+        prepare(args, tokenizer, tmp_path / "out/data")
+    assert not list(tmp_path.glob("out/data.work/.*"))
+    prepare(args, tokenizer, tmp_path / "out/data")
+    prepare(args, tokenizer, tmp_path / "fresh")
+    assert content(tmp_path / "out/data") == content(tmp_path / "fresh")
+
+
+def test_what_a_killed_run_left_half_written_goes(args, tokenizer, tmp_path, monkeypatch):
+    stopped(monkeypatch, args, tokenizer, tmp_path / "data")
+    half = tmp_path / "data.work/.unit-3-0123456789abcdef.bin.12345"
+    half.write_bytes(b"half")
+    stopped(monkeypatch, args, tokenizer, tmp_path / "data")
+    assert not half.exists()
+
+
+@pytest.mark.parametrize("policy", ["cut", "skip"])
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("target", [128, 10**9])
+@pytest.mark.parametrize("held_out", [0, 10**9])
+@pytest.mark.parametrize("deduplicate", [True, False])
+def test_extremes_agree(corpus, tokenizer, tmp_path, policy, workers, target, held_out, deduplicate):
+    """One row or more than there is, no held-out text or all of it, copies, long documents: whole data, tokens counted once."""
+    folder = corpus([1, 5, 20, 20, 40, 64, 127, 128, 129, 300, 1000] * 5)
+    for number in range(9):
+        (folder / f"copy-{number}.txt").write_text((folder / "00009.txt").read_text())
+    args = DataArgs(
+        sources=[str(folder)],
+        context_length=128,
+        shortest_interval=32,
+        target_tokens=target,
+        long_documents=policy,
+        deduplicate=deduplicate,
+        held_out_tokens=held_out,
+        workers=workers,
+    )
+    manifest = prepare(args, tokenizer, tmp_path / "data").manifest
+    told, held = manifest["read"], manifest["held_out"]
+    assert manifest["num_tokens"] <= target
+    assert bool(held["documents"]) == bool(held_out) and held["documents"] <= 0.5 * told["documents"]
+    if target == 10**9:
+        lengths = [1, 5, 20, 20, 40, 64, 127, 128, 129, 300, 1000]
+        total = 5 * sum(lengths) + (0 if deduplicate else 9 * 300)
+        assert told["tokens"] == total
