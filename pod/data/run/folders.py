@@ -29,7 +29,7 @@ def check_replaceable(folder: Path, own: re.Pattern = _OF_PREPARED_DATA) -> None
     strangers = sorted(file.name for file in folder.iterdir() if not own.fullmatch(file.name))
     if strangers:
         raise ValueError(
-            f"{folder} holds {strangers[0]!r}, which is no prepared data and would be lost with the folder "
+            f"{folder} holds {strangers[0]!r}, which is none of its own files and would be lost with it "
             f"({len(strangers)} such files): move them or set another output_dir"
         )
 
