@@ -36,6 +36,16 @@ def test_pod_alone_lists_its_commands_and_an_unknown_one_is_refused(monkeypatch,
     assert error.startswith("error: pod trian: no such command; there are explore, data, train")
 
 
+def test_a_list_may_be_read_in_part():
+    """`pod eval --list-methods | head`"""
+    command = [sys.executable, "-m", "pod", "eval", "--list-methods"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = subprocess.Popen(command, cwd=ROOT, **pipes)
+    assert running.stdout is not None
+    running.stdout.close()  # before anything is written
+    assert "Traceback" not in running.communicate()[1] and running.returncode == 0
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_explains_itself_under_its_name(name, monkeypatch, capsys):
     assert importlib.import_module(f"pod.commands.{COMMANDS[name][0]}").start

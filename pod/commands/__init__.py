@@ -1,6 +1,7 @@
 """The command `pod` and its parts. Each takes one YAML recipe; the scripts in launch/ are the same for a checkout."""
 
 import importlib
+import os
 import sys
 
 COMMANDS = {
@@ -31,4 +32,7 @@ def main() -> None:
         sys.exit(2)
     else:
         sys.argv[:2] = [f"pod {name}"]
-        importlib.import_module(f"pod.commands.{COMMANDS[name][0]}").start()
+        try:
+            importlib.import_module(f"pod.commands.{COMMANDS[name][0]}").start()
+        except BrokenPipeError:  # as of `pod eval --list-methods | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,6 +2,10 @@
 
 import importlib.util
 import json
+import os
+import re
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -149,6 +153,20 @@ def test_layers_that_were_trained_with_windows_save_nothing(tmp_path, n, windows
         assert ("nothing is shared" in text) == (lead is None) == ("| saved |" not in text)
         assert saved_share(model.config, n) == pytest.approx(1 - held[-1] / held[0], abs=0.03)
     assert "Of 8 (layer, KV head) pairs 2 lead" in text and "; 1 see and hold the 4 first" in text
+
+
+def test_the_code_of_a_card_runs_and_asks_nothing(tmp_path):
+    """Where the package is not: with an empty answer to any question."""
+    export(make_model(vocab_size=258), tmp_path / "export", tokenizer=pod.load_tokenizer("package:tiny"))
+    code = re.search(r"```python\n(.*?)```", read_card(tmp_path / "export")[1], re.DOTALL)
+    assert code is not None
+    code = code[1].replace("path or hub id of this model", str(tmp_path / "export"))
+    without = f"import sys\nsys.modules['pod'] = None\n{code}"
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    command = [sys.executable, "-c", without]
+    done = subprocess.run(command, input="", capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Once upon a time") and "custom code" not in done.stdout + done.stderr
 
 
 def test_a_dense_model_says_that_nothing_is_shared(tmp_path):

@@ -172,6 +172,18 @@ def test_attentions_are_refused_only_when_they_are_asked_for(tools):
 
 
 @torch.no_grad()
+def test_the_balancing_loss_of_routers_is_refused_only_when_it_is_asked_for(tools):
+    """A loss without it would look like one that has it."""
+    model, ids = tools.make_pod("qwen3-moe"), tools.random_ids(1, 9)
+    expected = model(ids, labels=ids, output_router_logits=False).loss
+    assert torch.equal(expected, model(ids, labels=ids).loss)
+    for config, asked in ((False, True), (True, None)):
+        model.config.output_router_logits = config
+        with pytest.raises(ValueError, match="output_router_logits=True: experts have no balancing loss"):
+            model(ids, labels=ids, **({} if asked is None else {"output_router_logits": asked}))
+
+
+@torch.no_grad()
 def test_tuples(tools):
     stock, model, ids = tools.make_stock(), tools.make_pod(plan=False), tools.random_ids(2, 9)
     options = {"labels": ids, "output_hidden_states": True, "return_dict": False}

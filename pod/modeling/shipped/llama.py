@@ -223,7 +223,7 @@ class PodModel(PodPreTrainedModel):
 
         Raises:
             ValueError: masks that are not 2-D, a cache that does not continue, documents together with a cache, attentions
-                that are asked for.
+                or routers' logits that are asked for.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
@@ -231,6 +231,8 @@ class PodModel(PodPreTrainedModel):
             raise ValueError(
                 "output_attentions=True: no attention weights are formed here; the dense model of transformers has them"
             )
+        if others.pop("output_router_logits", getattr(self.config, "output_router_logits", False)):
+            raise ValueError("output_router_logits=True: experts have no balancing loss here: leave it out")
         if unknown := sorted(others.keys() - _SAID_TWICE):
             logger.warning_once(f"PodModel ignores arguments that it does not know: {', '.join(unknown)}")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
