@@ -26,6 +26,7 @@ SOURCES = sorted(
 ARROWS = {
     "__init__": {"shipped", "kernels", "modeling", "engine"},
     "files": set(),
+    "remote": set(),
     "families": set(),
     "schema": set(),
     "models": set(),
@@ -33,7 +34,7 @@ ARROWS = {
     "kernels": {"shipped"},
     "engine": {"shipped", "kernels"},
     "modeling": {"shipped", "kernels", "engine", "families", "models"},
-    "data": set(),
+    "data": {"remote"},
     "training": {"shipped", "modeling", "kernels", "data"},
     "export": {"shipped", "modeling", "training", "models", "__init__"},
     "measure": {"shipped"},

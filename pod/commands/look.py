@@ -11,8 +11,9 @@ from typing import Any
 from tqdm import tqdm
 
 from pod.data.rows.loader import PackedDataset
+from pod.data.rows.manifest import listed_files
 from pod.data.rows.overview import overview
-from pod.data.rows.verify import DamagedData, open_manifest, total_bytes, verify
+from pod.data.rows.verify import DamagedData, open_manifest, verify
 
 WHOLE, DAMAGED, WRONG_USE = 0, 1, 2
 DESCRIPTION = """Prepared data, the folder that `pod data` writes: is it whole (verify), what is in it (inspect)?
@@ -79,7 +80,12 @@ def _verify(arguments: argparse.Namespace) -> int:
     manifest = open_manifest(folder)
     damages = 0
     with tqdm(
-        total=total_bytes(manifest), unit="B", unit_scale=True, desc="verify", mininterval=0.5, disable=None
+        total=sum(entry["bytes"] for entry in listed_files(manifest)),
+        unit="B",
+        unit_scale=True,
+        desc="verify",
+        mininterval=0.5,
+        disable=None,
     ) as progress:
         for line in verify(folder, manifest, progress.update):
             damages += 1

@@ -16,7 +16,7 @@ class DataArgs:
 
     sources: list[str] = field(default_factory=lambda: ["stdlib:", ESSAYS])
     """Where the documents are: files, folders or globs (jsonl, json, parquet, arrow, and texts: txt, md, code …; also .gz .zst .bz2
-    .xz), MosaicML shards (a folder with index.json),
+    .xz) of this machine or by URL (s3://, gs://, https://), MosaicML shards (a folder with index.json),
     `hub:<id>[:<config>][@<split>]`, `stdlib:[<folder>]` (the running Python's standard library), `package:<import name>/<file>`
     (a file of an installed package). `#essays` or `#chapters=<characters>` at the end splits each text."""
     weights: list[float] = field(default_factory=list)

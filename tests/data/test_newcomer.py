@@ -85,13 +85,10 @@ def test_a_truncated_zst_gives_all_that_is_there(tmp_path):
         texts_of(DataArgs(sources=[str(tmp_path)]))
 
 
-@pytest.mark.parametrize(
-    "place", ["my_texts/corpus", "s3://bucket/data.jsonl", "https://example.org/a.jsonl"]
-)
-def test_a_mistyped_place_answers_at_once(monkeypatch, place):
+def test_a_mistyped_place_answers_at_once(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
-    with pytest.raises(ValueError, match=f"source '{place}' does not exist here.*hub:") as info:
-        plan_units(DataArgs(sources=[place]))
+    with pytest.raises(ValueError, match="source 'my_texts/corpus' does not exist here.*hub:") as info:
+        plan_units(DataArgs(sources=["my_texts/corpus"]))
     assert "\n" not in str(info.value)
 
 

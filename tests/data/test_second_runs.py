@@ -53,12 +53,12 @@ def test_a_broken_file_that_is_not_needed_is_no_error_for_any_number_of_workers(
     """Workers read ahead; what they meet behind the end of reading must not show."""
     read_units = prepare(args, tokenizer, tmp_path / "one").manifest["read"]["units"]
     broken = Job(args, tokenizer, "x").order()[read_units:]
-    names = {Job(args, tokenizer, "x").units[number].name for number in broken}
+    paths = {Job(args, tokenizer, "x").units[number].files for number in broken}
     read = reading.read_unit
 
     def breaks(unit, *rest):
-        if unit.name in names:
-            raise ValueError(f"{unit.name} is broken")
+        if unit.files in paths:
+            raise ValueError(f"{unit.files[0].path} is broken")
         time.sleep(0.05)  # the broken one is met first
         return read(unit, *rest)
 

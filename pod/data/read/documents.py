@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -50,10 +49,6 @@ class SourceReport:
     """Documents that `document_filter` left out."""
     origins: dict[str, int] = field(default_factory=dict)
     """Documents by the `source` field of their records."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """For the manifest."""
-        return asdict(self)
 
     @property
     def skips(self) -> int:

@@ -1,4 +1,4 @@
-"""Source specs → files in a fixed order: files, folders, globs, MosaicML folders, the standard library, packages."""
+"""Source specs → files in a fixed order: files, folders, globs, URLs, MosaicML folders, the standard library, packages."""
 
 import glob
 import importlib.util
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pod.data.read.mds import MdsShard, mds_shards, read_index
 from pod.data.read.readers import is_known, kind_of
+from pod.remote import is_remote, remote_files
 
 _NOTES = re.compile(
     r"(readme|licen[cs]e|copying|notice|citation|changelog|dataset_?card)[\w-]*(\.(md|txt|rst|cff))?"
@@ -43,10 +44,12 @@ class Files:
 
 
 def files_of(place: str, include: tuple[str, ...] = ()) -> Files:
-    """The files of a local source. Raises `ValueError` in one line when there are none."""
+    """The files of a source that is not of the hub. Raises `ValueError` in one line when there are none."""
     if place.startswith("stdlib:"):
         folder = Path(sysconfig.get_paths()["stdlib"], place.removeprefix("stdlib:"))
         return replace(_folder_files(folder, ("*.py",), STDLIB_OUTSIDE), tolerate=True)
+    if is_remote(place):
+        return _found(remote_files(place), include)
     path = _package_path(place) if place.startswith("package:") else Path(place).expanduser()
     if path.is_file():
         if not include and not is_known(path):
@@ -62,8 +65,8 @@ def files_of(place: str, include: tuple[str, ...] = ()) -> Files:
             return _found(names, include)
         raise ValueError(f"no file matches {place!r}: correct data.sources")
     raise ValueError(
-        f"source {place!r} does not exist here: expected a file, folder or glob of this machine (copy or mount what lies "
-        "elsewhere), hub:<id> for a data set of the Hugging Face hub, stdlib: or package:<name>/<file>"
+        f"source {place!r} does not exist here: expected a file, folder or glob of this machine, a URL (s3://, https://), "
+        "hub:<id> for a data set of the Hugging Face hub, stdlib: or package:<name>/<file>"
     )
 
 

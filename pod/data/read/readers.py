@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from pod.data.read.records import Bad, BadRecord, Fields, Record, UnreadableFile, one_line, too_long
 from pod.data.read.tables import read_table
+from pod.remote import local_copy
 
 _TEXTS = """txt text md markdown rst tex org adoc
 py pyi pyx c h cc cpp cxx hh hpp hxx cu cuh m java kt scala go rs swift cs js mjs jsx ts tsx rb php pl pm lua r hs ml clj ex erl
@@ -81,6 +82,19 @@ def read_records(
             yield from _read_json(path, fields, bad)
         else:
             yield from _read_text(path, fields, bad)
+
+
+def read_copy(url: str, fields: Fields, bad: Bad) -> Iterator[Record]:
+    """`read_records` of a file of another machine, which is copied here first; messages name its URL."""
+    with local_copy(url) as path:
+
+        def named(message: str) -> str:
+            return message.replace(str(path), url)
+
+        try:
+            yield from read_records(path, fields, lambda reason: bad(named(reason)))
+        except UnreadableFile as error:
+            raise UnreadableFile(named(str(error))) from error
 
 
 @contextmanager

@@ -21,8 +21,9 @@ from pod.data.read.documents import Document, SourceReport
 from pod.data.read.hub import HubShard, hub_shards, read_hub
 from pod.data.read.mds import MdsShard, read_shard
 from pod.data.read.places import Files, files_of, hub_spec
-from pod.data.read.readers import is_compressed, kind_of, read_records
+from pod.data.read.readers import is_compressed, kind_of, read_copy, read_records
 from pod.data.read.records import Bad, Fields, Record, UnreadableFile
+from pod.remote import is_remote, remote_state
 
 UNITS_PER_SOURCE = 64
 """Units that a source has at least if the smallest sizes allow, so that many processes have work."""
@@ -83,17 +84,6 @@ class Unit:
     """The fragment of the source: how its texts are split."""
 
     @property
-    def name(self) -> str:
-        """One line for messages."""
-        if self.hub is not None:
-            return self.hub.where
-        first = self.files[0]
-        if first.stop is not None:
-            return f"{first.path} bytes {first.start:,} to {first.stop:,}"
-        others = len(self.files) - 1
-        return f"{first.path} and {others} files after it" if others else first.path
-
-    @property
     def text_bytes(self) -> int:
         """About how many bytes of text it holds; 0 for hub data sets, of which that is not known."""
         return sum(one.text_bytes for one in self.files)
@@ -104,7 +94,9 @@ class Unit:
 
     def fingerprint(self) -> str:
         """64 hex digits of what is read: paths, sizes, times of change, ranges, hub shard and fragment; not of the settings."""
-        files = [[os.path.abspath(one.path), *one[1:5], one.shard and one.shard[2:]] for one in self.files]
+        paths = [one.path if is_remote(one.path) else os.path.abspath(one.path) for one in self.files]
+        parts = [[*one[1:5], one.shard and one.shard[2:]] for one in self.files]
+        files = [[path, *part] for path, part in zip(paths, parts, strict=True)]
         content = [READING_VERSION, files, self.hub, self.tolerate, self.left_out, self.split]
         return hashlib.sha256(json.dumps(content).encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -187,6 +179,8 @@ def _records(part: FilePart | None, unit: Unit, fields: Fields, bad: Bad) -> tup
         return prefix + (f"{unit.hub.index}:" if unit.hub.count > 1 else ""), read_hub(unit.hub, fields, bad)
     if part.shard is not None:
         return f"{part.path}:", read_shard(part.shard, fields, bad)
+    if is_remote(part.path):
+        return f"{part.path}:", read_copy(part.path, fields, bad)
     prefix = f"{part.path}:byte " if part.stop is not None else f"{part.path}:"
     return prefix, read_records(Path(part.path), fields, bad, part.start, part.stop)
 
@@ -241,7 +235,8 @@ def _groups(files: Files, target_tokens: int | None, may_cut: bool) -> Iterator[
 
 def _ranges(part: FilePart, range_bytes: int) -> list[FilePart]:
     """A large plain jsonl file in ranges; empty for all else."""
-    if part.size <= range_bytes or kind_of(part.path) != "lines" or is_compressed(part.path):
+    whole = is_compressed(part.path) or is_remote(part.path)
+    if part.size <= range_bytes or kind_of(part.path) != "lines" or whole:
         return []
     starts = range(0, part.size, range_bytes)
     return [part._replace(start=start, stop=min(start + range_bytes, part.size)) for start in starts]
@@ -249,6 +244,8 @@ def _ranges(part: FilePart, range_bytes: int) -> list[FilePart]:
 
 def _state(path: str) -> tuple[int, int]:
     """Size [bytes] and time of change [ns]; (-1, 0) for what is missing or no regular file (unreadable when its turn comes)."""
+    if is_remote(path):
+        return remote_state(path)
     try:
         found = os.stat(path)
     except OSError:

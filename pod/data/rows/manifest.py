@@ -27,17 +27,8 @@ MANIFEST_NAME = "manifest.json"
 MANIFEST_CHECKSUM = "manifest_sha256"
 SHARD_ARRAYS = ("tokens", "lengths", "starts")
 REPAIR = "prepare the data again with `pod data`"
-_REQUIRED = {
-    "context_length": int,
-    "num_rows": int,
-    "num_documents": int,
-    "num_tokens": int,
-    "vocab_size": int,
-    "pad_token_id": int,
-    "tokenizer_sha256": str,
-    "id": str,
-    "shards": list,
-}
+_NUMBERS = ("context_length", "num_rows", "num_documents", "num_tokens", "vocab_size", "pad_token_id")
+_REQUIRED = {**dict.fromkeys(_NUMBERS, int), "tokenizer_sha256": str, "id": str, "shards": list}
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -60,11 +60,6 @@ def verify(
     yield from damages or _disagreements(folder, manifest)
 
 
-def total_bytes(manifest: dict[str, Any]) -> int:
-    """Bytes of all files that the manifest names."""
-    return sum(entry["bytes"] for entry in listed_files(manifest))
-
-
 def _strangers(folder: Path, manifest: dict[str, Any]) -> Iterator[str]:
     known = {entry["file"] for entry in listed_files(manifest)} | {MANIFEST_NAME, PICTURE_NAME}
     for file in sorted(folder.iterdir()):

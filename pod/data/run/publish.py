@@ -58,7 +58,7 @@ def _held_out(job: Job, reading: Reading) -> Iterator[np.ndarray]:
 def _read(job: Job, reading: Reading, drawn: Drawn) -> dict[str, Any]:
     """What was read, and what each source gave to the rows."""
     sources = [
-        {**report.as_dict(), **_of_source(drawn, number)} for number, report in enumerate(reading.reports)
+        {**asdict(report), **_of_source(drawn, number)} for number, report in enumerate(reading.reports)
     ]
     return {
         "units": reading.num_units,

@@ -9,6 +9,7 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -105,7 +106,7 @@ class UnitFile(NamedTuple):
     def write(self, pieces: np.ndarray, take: Take, report: SourceReport) -> None:
         """Write or replace the file: `pieces` in `file_order`, whose starts are moved, and their tokens. Atomic."""
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        told = json.dumps(report.as_dict()).encode()
+        told = json.dumps(asdict(report)).encode()
         try:
             with open(temporary, "wb") as stream:
                 checksum = _copy(pieces, take, lambda tokens: _write(stream, tokens, self.dtype))

@@ -1,0 +1,80 @@
+"""Files of other machines by their URLs (s3://, gs://, https:// and all else that fsspec knows): found, watched, and copied here."""
+
+import hashlib
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from glob import has_magic
+from pathlib import Path
+from typing import Any
+
+_OF_THE_CONTENT = (
+    "ETag",
+    "etag",
+    "Content-MD5",
+    "md5Hash",
+    "Last-Modified",
+    "LastModified",
+    "mtime",
+    "updated",
+)
+"""What places tell of a file that changes with it."""
+
+
+def is_remote(place: str) -> bool:
+    """Whether `place` is a URL."""
+    return "://" in place
+
+
+def remote_files(url: str) -> list[str]:
+    """URLs of the file, of those that a pattern matches, or of all below a folder, whose URL ends in a slash; sorted, no hidden ones.
+
+    Raises ValueError in one line when there is none, or the place cannot be asked.
+    """
+    with _asked(url) as (system, path):
+        if url.endswith("/"):
+            found = system.find(path)
+        else:
+            found = system.glob(path) if has_magic(path) else [path] if system.isfile(path) else []
+        names = sorted(system.unstrip_protocol(name) for name in found)
+    shown = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
+    if not shown:
+        raise ValueError(
+            f"{url} names no file that can be seen from here; the URL of a folder ends in a slash"
+        )
+    return shown
+
+
+def remote_state(url: str) -> tuple[int, int]:
+    """Size in bytes, and a number that changes with the content as far as its place tells; (-1, 0) for a file that is missing."""
+    with _asked(url) as (system, path):
+        try:
+            told: dict[str, Any] = system.info(path)
+        except FileNotFoundError:
+            return -1, 0
+    version = repr([str(told.get(name)) for name in _OF_THE_CONTENT])
+    return told.get("size") or 0, int(hashlib.sha256(version.encode()).hexdigest()[:15], 16)
+
+
+@contextmanager
+def local_copy(url: str) -> Iterator[Path]:
+    """A copy of the file in the folder for temporary files, under its own name, while the block runs."""
+    with tempfile.TemporaryDirectory(prefix="pod-copy-") as folder:
+        copy = Path(folder, url.rpartition("/")[2])
+        with _asked(url) as (system, path):
+            system.get_file(path, str(copy))
+        yield copy
+
+
+@contextmanager
+def _asked(url: str) -> Iterator[tuple[Any, str]]:
+    """The file system of `url`, and its path there; all that goes wrong is a ValueError that names the URL."""
+    from fsspec.core import url_to_fs
+
+    try:
+        yield url_to_fs(url)
+    except Exception as error:  # each kind of place has errors of its own
+        said = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{url} cannot be read ({type(error).__name__}: {said}): check the address, the network and your keys"
+        ) from error
