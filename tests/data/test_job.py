@@ -30,11 +30,11 @@ def settings(*sources, **changes):
 
 
 def units_read(monkeypatch):
-    """Names of the units that are really read from now on."""
+    """First files of the units that are really read from now on."""
     read, seen = reading.read_unit, []
 
     def watched(unit, args, report):
-        seen.append(unit.name)
+        seen.append(unit.files[0].path)
         yield from read(unit, args, report)
 
     monkeypatch.setattr(reading, "read_unit", watched)

@@ -90,8 +90,7 @@ def test_cursor_resumes_on_other_rank_counts(folder):
                 cursor.load_state_dict(state)
         for _ in range(steps):
             for rank, cursor in enumerate(cursors):
-                seen.extend(cursor.peek(2 * ranks, rank, ranks))
-                cursor.position += 2 * ranks
+                seen.extend(cursor.take(2 * ranks, rank, ranks))
         state = cursors[-1].state_dict()
         assert all(cursor.position == state["position"] for cursor in cursors)
     assert state["position"] == 22 == len(seen)

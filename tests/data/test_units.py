@@ -451,7 +451,7 @@ def test_hub_shards_are_units_in_the_order_of_the_stream(monkeypatch):
     assert [(unit.source, unit.hub.index, unit.hub.count) for unit in planned] == [
         (s, i, 4) for s in (0, 1) for i in range(4)
     ]
-    assert planned[1].name == "hub data set 'some/set' split 'train' shard 1"
+    assert planned[1].hub.where == "hub data set 'some/set' split 'train' shard 1"
     assert len({unit.fingerprint() for unit in planned}) == 8
     documents, report = read_all(args)
     assert [one.text for one in documents] == [record["text"] for record in stream] * 2

@@ -72,7 +72,7 @@ def test_the_same_rows_in_the_same_order_on_1_to_32_ranks():
         for _ in range(3):
             dealt = [cursor.peek(fit.job.rows_per_step, rank, groups) for rank in range(groups)]
             seen.append(sorted(int(row) for rows in dealt for row in rows))
-            cursor.position += fit.job.rows_per_step
+            cursor.take(fit.job.rows_per_step)
         return seen
 
     expected = steps(1, None)

@@ -142,8 +142,7 @@ def many_steps(name, out, settings, data) -> None:
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
-        loss = mean_loss(plain, dataset.rows(cursor.peek(trainer.batches.rows_per_step)))
-        cursor.position += trainer.batches.rows_per_step
+        loss = mean_loss(plain, dataset.rows(cursor.take(trainer.batches.rows_per_step)))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), args.max_grad_norm)

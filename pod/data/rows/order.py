@@ -68,6 +68,12 @@ class RowCursor:
             dtype=np.int64,
         )
 
+    def take(self, count: int, data_parallel_rank: int = 0, data_parallel_size: int = 1) -> np.ndarray:
+        """`peek`, then advance by `count` rows (the whole step's, not this rank's share)."""
+        rows = self.peek(count, data_parallel_rank, data_parallel_size)
+        self.position += count
+        return rows
+
     def state_dict(self) -> dict[str, int]:
         """What a checkpoint stores."""
         return {"position": self.position, "seed": self.seed, "num_rows": self.num_rows}
