@@ -2,7 +2,8 @@
 
 The cost of a role is ``mean ‖W (o' - o)‖² / ‖x‖²`` over queries that have distant tokens: ``o`` what the pair's query heads put
 out, ``o'`` the same under the role while everything else stays dense, ``W`` their columns of the output projection, ``x`` the
-residual stream in front of the layer, which is what the next layers normalise. Measured on text and on random tokens that are
+residual stream in front of the layer, which is what the next layers normalise. Where a norm stands behind attention (OLMo 2) ``W`` is
+followed by that norm, its scale as for ``o``; a factor on what is added (Granite) belongs to ``W``. Measured on text and on random tokens that are
 repeated, where copying is all there is to do; both in the same units, so that their sum needs a weight and no scale.
 
 * ``window`` ``[L, H]``: softmax over proximal tokens alone.
@@ -156,8 +157,7 @@ def _layers(
     sample = Sample(*(x.to(input_ids.device) for x in sample))
     lower: list[_Rows] = []
     for layer, inputs in enumerate(record_attention_inputs(model, input_ids)):
-        projection: Any = model.model.layers[layer].self_attn
-        own = _Layer(inputs, sample, projection.o_proj.weight.detach())
+        own = _Layer(inputs, sample, model.model.layers[layer])
         yield layer, own, lower
         lower.append(own.rows)
 
@@ -170,7 +170,7 @@ class _Layer:
         near, out: ``[H, G, q, d]`` outputs from proximal tokens alone, and from all.
     """
 
-    def __init__(self, inputs: AttentionInputs, sample: Sample, weight: Tensor):
+    def __init__(self, inputs: AttentionInputs, sample: Sample, layer: Any):
         self.inputs, self.sample = inputs, sample
         logits = _logits(inputs, sample)  # [Hq, q, n]
         heads = inputs.k.shape[0]
@@ -186,10 +186,23 @@ class _Layer:
         distant = self.rows.probabilities.unflatten(0, (heads, -1)) @ self.v[:, None]
         self.out = gate * self.near + (1 - gate) * distant
         self.residual = inputs.hidden_states[sample.positions].to(logits.dtype).square().sum(-1)  # [q]
-        columns = weight.to(logits.dtype).unflatten(1, (heads, -1)).transpose(0, 1)  # [H, hidden, G·d]
+        weight = self._output_weight(layer)
+        columns = weight.unflatten(1, (heads, -1)).transpose(0, 1)  # [H, hidden, G·d]
         self.factor = torch.linalg.qr(columns, mode="r").R  # ‖R e‖ = ‖W e‖
         alone = columns.unflatten(2, (self.lse.shape[1], -1)).transpose(1, 2)  # [H, G, hidden, d]
         self.factor_of_query_heads = torch.linalg.qr(alone, mode="r").R
+
+    def _output_weight(self, layer: Any) -> Tensor:
+        """``[hidden, Hq·d]`` from outputs to what the residual stream gets; what a norm behind it divides by goes into ``residual``."""
+        projection, place = layer.self_attn.o_proj, layer.norms[1]
+        weight = projection.weight.to(self.out.dtype)
+        if place is not None:
+            norm = getattr(layer, f"{place}_layernorm")
+            out = self.out.permute(2, 0, 1, 3).flatten(1) @ weight.T  # [q, hidden]
+            bias = 0.0 if projection.bias is None else projection.bias.to(out.dtype)
+            self.residual = self.residual * ((out + bias).square().mean(-1) + norm.eps)
+            weight = weight * (norm.weight.to(out.dtype) + norm.offset)[:, None]
+        return weight * layer.residual_multiplier
 
     def errors(self, lead: _Rows) -> Tensor:
         """``[Hq of the lead, H, G, q, d]``: how the output of every query head changes when it takes these distant logits."""

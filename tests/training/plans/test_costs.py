@@ -21,12 +21,13 @@ SINKS, RECENT, TOKENS = 2, 5, 41
 HEADS = [(6, 2), (3, 3), (4, 1), (9, 3)]  # query heads, KV heads
 
 
-def make_model(query_heads, kv_heads, sinks=SINKS, recent=RECENT):
+def make_model(query_heads, kv_heads, sinks=SINKS, recent=RECENT, **changes):
     torch.manual_seed(1)
     config = pod.PodConfig(
         vocab_size=61, hidden_size=40, num_hidden_layers=4, num_attention_heads=query_heads,
         num_key_value_heads=kv_heads, head_dim=8, intermediate_size=48, max_position_embeddings=256,
         initializer_range=0.3, num_sink_tokens=sinks, num_recent_tokens=recent, attention_backend="reference",
+        **changes,
     )  # fmt: skip
     return pod.PodForCausalLM(config).double().eval()
 
@@ -79,7 +80,22 @@ class Naive:
 
     def cost(self, layer, errors):
         stream = self.inputs[layer].hidden_states[self.positions]
-        return (sum(errors).norm(dim=-1) / stream.norm(dim=-1)).square().mean()
+        return (self.added(layer, sum(errors)).norm(dim=-1) / stream.norm(dim=-1)).square().mean()
+
+    def added(self, layer, error):
+        """What the residual stream gets of a change of the attention output: through the norm behind it, whose scale stays."""
+        decoder, heads = self.model.model.layers[layer], range(self.model.config.num_attention_heads)
+        if self.model.config.norm_placement != "before":
+            weights = (self.logits(layer, head).softmax(-1) for head in heads)
+            outs = [
+                (w @ self.inputs[layer].v[head // self.groups])[self.positions]
+                for head, w in enumerate(weights)
+            ]
+            norm, out = decoder.post_attention_layernorm, decoder.self_attn.o_proj(torch.cat(outs, -1))
+            error = (
+                error * (norm.weight + norm.offset) / (out.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+            )
+        return error * decoder.residual_multiplier
 
     def following(self, lead, layer, of, query_head):
         logits = torch.where(self.distant, self.logits(lead, of), self.logits(layer, query_head))
@@ -122,6 +138,31 @@ def test_costs_equal_their_definitions(input_ids, heads, windows):
                 assert found["in_place"][lead, layer, head].item() == pytest.approx(expected.item(), rel=1e-9)
         for name in ("follow", "in_place"):
             assert all(not found[name][lead, layer].any() for layer in range(4) for lead in range(layer, 4))
+
+
+@torch.no_grad()
+def test_costs_are_of_what_the_residual_stream_gets(input_ids):
+    """Norms behind attention and factors on it, as OLMo 2, Gemma 3 and Granite have them."""
+    for changes in (
+        {"norm_placement": "behind", "qk_norm": True},
+        {"norm_placement": "both", "norm_offset": 1.0, "attention_out_bias": True},
+        {"residual_multiplier": 0.3, "attention_multiplier": 0.2},
+    ):
+        model = make_model(6, 2, **changes)
+        for name, weight in model.named_parameters():
+            if "layernorm" in name or "bias" in name:
+                torch.nn.init.uniform_(weight, 0.2, 2.0)
+        order, naive = (
+            any_order(model.config),
+            Naive(model, input_ids, sample_queries(TOKENS, 7, SINKS, RECENT).positions),
+        )
+        found = measure_costs(model, input_ids, 7, order)
+        for layer, head in itertools.product(range(4), range(2)):
+            assert found["window"][layer, head].item() == pytest.approx(
+                naive.window(layer, head).item(), rel=1e-9
+            )
+        expected = naive.follow(1, 3, 0, 1, order[1, 3, 0, 1])
+        assert found["follow"][1, 3, 0, 1].item() == pytest.approx(expected.item(), rel=1e-9)
 
 
 @torch.no_grad()
