@@ -50,6 +50,7 @@ def write_heads(exploration: Any, heads: Any) -> None:
 def write_plan(exploration: Any, choice: Any) -> None:
     """plan.json, pareto.json, summary.txt and the pictures."""
     from pod.training.plans import pictures, report
+    from pod.training.plans.choose import in_all_layers
 
     folder, plan, explore = exploration.folder, choice.plan, exploration.explore
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +67,7 @@ def write_plan(exploration: Any, choice: Any) -> None:
         pictures.save_picture(figure, folder / name)
     text = report.summary(plan, explore, exploration.windows)
     atomic_write_text(folder / "summary.txt", text + "\n")
-    plan.save(folder / "plan.json")
+    in_all_layers(plan).save(folder / "plan.json")
     print(text)
     print(f"written: {folder / 'plan.json'}, {', '.join(figures)}")
 

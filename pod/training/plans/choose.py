@@ -34,6 +34,7 @@ class Choice:
     """A plan, and what else there was to choose from.
 
     Attributes:
+        plan: of the measured layers; `in_all_layers` makes it one of the model.
         frontier: all allowed roles and bits, in the plan's order of heads; None for a greedy plan. units: those that the plan saves.
         without: ``follow``, ``window`` or ``4_bits`` → the same when it is forbidden, heads aligned for it alone.
         similarity: ``[L, L, Hq]``, measured for cost=similarity, else None.
@@ -151,6 +152,27 @@ def head_order(plan: SharingPlan, kv_order: Order, order: Tensor) -> Order:
     return tuple(rows)
 
 
+def in_all_layers(plan: SharingPlan) -> SharingPlan:
+    """A plan of the measured layers as one of the whole model, whose other layers keep the windows that they were trained with."""
+    layers, heads = plan.provenance.get("layers"), plan.num_key_value_heads
+    if layers is None:
+        return plan
+    count = plan.provenance["num_layers"]
+    lead: list[tuple[int | None, ...]] = [(None,) * heads] * count
+    bits = [16] * count
+    order = [tuple(range(len(plan.head_order[0] if plan.head_order else ())))] * count
+    for number, layer in enumerate(layers):
+        lead[layer] = tuple(None if one is None else layers[one] for one in plan.lead[number])
+        bits[layer] = plan.bits[number] if plan.bits else 16
+        order[layer] = plan.head_order[number] if plan.head_order else ()
+    return replace(
+        plan,
+        lead=tuple(lead),
+        bits=tuple(bits) if plan.bits else None,
+        head_order=tuple(order) if plan.head_order else None,
+    )
+
+
 def _settings(explore: ExploreArgs, frontier: Frontier | PackedFrontier, units: int) -> dict[str, Any]:
     names = "cost", "roles", "target_saving", "budget_length"
     return {name: getattr(explore, name) for name in names} | {"plan_cost": float(frontier.costs[units])}
@@ -158,8 +180,9 @@ def _settings(explore: ExploreArgs, frontier: Frontier | PackedFrontier, units: 
 
 def _losses(exploration: Exploration, plan: SharingPlan) -> dict[str, Any]:
     """Of the dense model and of the plan, on text and on repeated tokens, and on how many sequences."""
-    dense = replace(SharingPlan.dense(plan.num_layers, plan.num_key_value_heads), head_order=plan.head_order)
-    model = exploration.load_model(dense)
+    dense = SharingPlan.dense(plan.num_layers, plan.num_key_value_heads)
+    dense = in_all_layers(replace(dense, head_order=plan.head_order, provenance=plan.provenance))
+    model, plan = exploration.load_model(dense), in_all_layers(plan)
     text = exploration.read()[: exploration.explore.loss_sequences]
     texts = {"text": text, "repeated": repeated_sequences(exploration, model.config)}
     losses = {

@@ -12,6 +12,7 @@ repeated, where copying is all there is to do; both in the same units, so that t
 * ``in_place`` ``[L, L, H]``: following the KV head of the same index, query head by query head, with nothing re-ordered.
 * ``lead4``, ``follow4`` ``[L, H]``: 4 bits per number of a lead's keys and values, of a follower's values; the newest tokens stay native.
 
+L counts the layers that were trained to see everything; the others keep their windows under every plan.
 Beside the model this holds the distant attention rows of the sampled queries of all layers, ``4 · L · Hq · q · n`` bytes.
 """
 
@@ -26,7 +27,7 @@ from torch import Tensor
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.packed import Packing
 from pod.modeling.shipped.sharing import GROUP_SIZE, RESIDUAL
-from pod.training.plans.recording import AttentionInputs, record_attention_inputs
+from pod.training.plans.recording import AttentionInputs, planned_layers, record_attention_inputs
 from pod.training.plans.solve import Floats
 
 RETRIEVAL = "_retrieval"
@@ -93,7 +94,7 @@ def measure_costs(
     Raises: ValueError for a model with a plan, a sequence without enough distant tokens, and outputs that are not finite.
     """
     config = model.config
-    shapes = cost_shapes(config.num_hidden_layers, config.num_key_value_heads)
+    shapes = cost_shapes(len(planned_layers(config)), config.num_key_value_heads)
     costs = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     served_by = order.argsort(-1)  # [.., g]: the lead's query head that serves query head g of the follower
     heads, groups = config.num_key_value_heads, config.num_key_value_groups
@@ -120,7 +121,7 @@ def measure_query_head_errors(model: PodForCausalLM, input_ids: Tensor, num_quer
 
     Returns: ``[L, L, Hq, Hq]`` = [lead layer, layer, query head of the lead layer, of the layer], fp64 on the CPU, 0 to 1000.
     """
-    layers, query_heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    layers, query_heads = len(planned_layers(model.config)), model.config.num_attention_heads
     found = torch.zeros(layers, layers, query_heads, query_heads, dtype=torch.float64)
     for layer, own, lower in _layers(model, input_ids, num_queries):
         for lead, rows in enumerate(lower):
@@ -151,14 +152,15 @@ class _Rows(NamedTuple):
 def _layers(
     model: PodForCausalLM, input_ids: Tensor, num_queries: int
 ) -> Iterator[tuple[int, "_Layer", list[_Rows]]]:
-    """Every layer with the rows of all lower ones."""
+    """Every planned layer, numbered among these, with the rows of all lower ones."""
     config = model.config
     sample = sample_queries(input_ids.shape[1], num_queries, config.num_sink_tokens, config.num_recent_tokens)
     sample = Sample(*(x.to(input_ids.device) for x in sample))
     lower: list[_Rows] = []
-    for layer, inputs in enumerate(record_attention_inputs(model, input_ids)):
-        own = _Layer(inputs, sample, model.model.layers[layer])
-        yield layer, own, lower
+    inputs = record_attention_inputs(model, input_ids)
+    for number, (layer, own_inputs) in enumerate(zip(planned_layers(config), inputs, strict=True)):
+        own = _Layer(own_inputs, sample, model.model.layers[layer])
+        yield number, own, lower
         lower.append(own.rows)
 
 

@@ -22,6 +22,7 @@ from pod.models import resolve_model
 from pod.training.plans.bits import PackedCosts
 from pod.training.plans.costs import cost_shapes, sample_queries
 from pod.training.plans.explore_args import ExploreArgs
+from pod.training.plans.recording import planned_layers
 from pod.training.plans.solve import Floats, solve
 from pod.training.run.longer_context import extend
 
@@ -114,7 +115,8 @@ def _data_id(folder: Path) -> str | None:
 
 def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> None:
     """Refuse, before hours of measuring, a length the model cannot read, sequences that the windows cover whole, and a saving that its
-    layers cannot reach."""
+    layers cannot reach, or a model that has no layer to plan."""
+    planned = len(planned_layers(config))
     if explore.sequence_length > config.max_position_embeddings:
         raise ValueError(
             f"explore.sequence_length is {explore.sequence_length}, the model reads {config.max_position_embeddings} "
@@ -123,7 +125,7 @@ def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> N
     if explore.cost == "projected":
         sample_queries(explore.sequence_length, explore.num_queries, **windows)
     if explore.algorithm == "dp":
-        shapes = cost_shapes(config.num_hidden_layers, config.num_key_value_heads)
+        shapes = cost_shapes(planned, config.num_key_value_heads)
         free = {name: np.zeros(shape) for name, shape in shapes.items()}
         roles = allowed(explore, free["in_place"], free["window"])
         packed = packed_costs(explore, free, windows).solve(None) if 4 in explore.bits else None
@@ -165,7 +167,7 @@ def describe_cost(config: Any, explore: ExploreArgs) -> str:
         num_tokens = min(explore.head_tokens, config.max_position_embeddings // explore.head_repeats)
         n = explore.head_repeats * num_tokens
         return f"retrieval heads: one forward pass over {explore.head_repeats} x {num_tokens} = {n} tokens"
-    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    layers, heads = len(planned_layers(config)), config.num_attention_heads
     n, q, count = explore.sequence_length, explore.num_queries, explore.num_sequences
     what = f"{explore.cost}: one forward pass over {count} x {n} = {count * n} tokens"
     if explore.cost == "projected":

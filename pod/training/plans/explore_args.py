@@ -19,7 +19,8 @@ class ExploreArgs:
     """Greedy only: similarity from which two layers may share, 0 to 1 (paper: 0.5)."""
 
     target_saving: BelowOne = 0.35
-    """Dp only: share of the KV cache bytes to save at `budget_length` tokens, 0 to below 1; followers save half of theirs at most."""
+    """Dp only: share of the KV cache bytes to save at `budget_length` tokens, 0 to below 1; followers save half of theirs at most.
+    Layers that were trained with windows do not count."""
 
     budget_length: NonNegativeInt | None = None
     """Dp only: tokens at which `target_saving` is meant; 0 = in the limit of long sequences (paper), empty = `sequence_length`."""

@@ -33,7 +33,7 @@ from pod.training.plans.costs import (
 )
 from pod.training.plans.exploration import MATCHING_SEQUENCES, Exploration
 from pod.training.plans.heads import ordinary_tokens, search_heads
-from pod.training.plans.recording import record_attention_rows
+from pod.training.plans.recording import planned_layers, record_attention_rows
 from pod.training.plans.similarity import jensen_shannon_similarity
 
 SIMILARITY_NAME, COSTS_NAME, HEADS_NAME = (
@@ -55,7 +55,8 @@ class Measured:
     Attributes:
         tensors: means over sequences, fp64. A similarity: ``similarity`` ``[L, L, Hq]``. Costs: those of `cost_shapes`, the same with
             RETRIEVAL where it was measured, and ``order`` ``[L, L, H, H, G]``, see `match_query_heads`.
-        provenance: model, number of its KV heads, sources, windows, n, q, N, seed and fingerprints.
+        provenance: model, number of its KV heads, sources, windows, n, q, N, seed and fingerprints; where layers were trained with
+            windows also ``layers``, the L that are measured, and ``num_layers``, those of the model.
     """
 
     tensors: dict[str, Tensor]
@@ -118,6 +119,10 @@ def find_heads(exploration: Exploration, say: Say = print) -> RetrievalHeads:
 
 def _search(exploration: Exploration, wanted: dict[str, Any], say: Say) -> RetrievalHeads:
     model, asked, repeats = exploration.load(), wanted["head_tokens"], wanted["head_repeats"]
+    if model.config.layer_windows is not None:
+        raise ValueError(
+            "layers of this model were trained with windows, and razor, which needs these heads, does not take it"
+        )
     ids = ordinary_tokens(exploration.load_tokenizer(), model.config, asked, repeats, wanted["seed"])
     num_tokens = len(ids) // repeats
     if num_tokens < asked:
@@ -153,6 +158,8 @@ def _find(exploration: Exploration, name: str, measure: Any, wanted: dict[str, A
         "num_key_value_heads": model.config.num_key_value_heads,
         "tokens_sha256": sequence_fingerprint(sequences),
     }
+    if model.config.layer_windows is not None:
+        provenance |= {"layers": planned_layers(model.config), "num_layers": model.config.num_hidden_layers}
     digest = hashlib.sha256(json.dumps(provenance, sort_keys=True).encode()).hexdigest()
     partial = path.with_suffix(f".partial-{digest[:8]}")
 
@@ -214,7 +221,7 @@ def _measure_similarity(
         rows = record_attention_rows(model, input_ids, exploration.explore.num_queries)
         return jensen_shannon_similarity(torch.stack(list(rows)))
 
-    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    layers, heads = len(planned_layers(model.config)), model.config.num_attention_heads
     return {"similarity": mean("similarity", measure, (layers, layers, heads), sequences)}
 
 
@@ -223,7 +230,7 @@ def _measure_costs(
 ) -> dict[str, Tensor]:
     """Query heads matched on a few sequences, then the cost of every role on all of them."""
     queries, config = exploration.explore.num_queries, model.config
-    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    layers, heads = len(planned_layers(config)), config.num_attention_heads
     repeated = repeated_sequences(exploration, config)
     few = [*sequences[:MATCHING_SEQUENCES], *repeated]
     shape = layers, layers, heads, heads

@@ -150,7 +150,8 @@ def block_picture(plan: SharingPlan, subject: str) -> Figure:
             axes.plot(head, block[0], marker="o", color="black", markersize=4)
     axes.imshow(colours, origin="lower", aspect="auto")
     axes.set(xlabel="KV head", ylabel="layer", xticks=range(heads))
-    axes.set_yticks(range(0, layers, 1 if layers <= 40 else 5))
+    ticks, names = range(0, layers, 1 if layers <= 40 else 5), plan.provenance.get("layers") or range(layers)
+    axes.set_yticks(ticks, [str(names[tick]) for tick in ticks])
     for edge in np.arange(heads - 1) + 0.5:
         axes.axvline(edge, color="black", linewidth=0.8)
     axes.tick_params(length=0, labelsize=8)

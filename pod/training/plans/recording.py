@@ -22,20 +22,26 @@ class AttentionInputs(NamedTuple):
     v: Tensor
 
 
+def planned_layers(config: PodConfig) -> list[int]:
+    """The layers that plans are made for: those that were trained to see everything. ValueError for a model without any."""
+    found = [layer for layer in range(config.num_hidden_layers) if config.window_of(layer) is None]
+    if not found:
+        raise ValueError(
+            "every layer of this model was trained with a window, and keeps it: there is nothing to plan"
+        )
+    return found
+
+
 @torch.no_grad()
 def record_attention_inputs(model: PodForCausalLM, input_ids: Tensor) -> Iterator[AttentionInputs]:
-    """Yield the `AttentionInputs` of every layer of a dense model on one sequence ``[1, n]``.
+    """Yield the `AttentionInputs` of each of the `planned_layers` of a dense model on one sequence ``[1, n]``.
 
-    Raises: ValueError for a model with a sharing plan or a window, and for a batch.
+    Raises: ValueError for a model with a sharing plan or a window layout, and for a batch.
     """
     config: PodConfig = model.config
     n = input_ids.shape[1]
-    if config.layer_windows is not None:
-        raise ValueError(
-            "layers of this model see windows of their own (layer_windows), which are not measured: write the plan.json by hand, "
-            "null for the heads of those layers"
-        )
-    if config.own_method != "full":
+    planned, plan = set(planned_layers(config)), config.sharing_plan
+    if config.layout != "pod" or plan.packs or any(set(plan.lead[layer]) != {layer} for layer in planned):
         raise ValueError("attention is measured on the dense model: load it without a plan, layout = 'pod'")
     if input_ids.shape[0] != 1:
         raise ValueError(f"need input_ids [1, n], got {list(input_ids.shape)}")
@@ -44,16 +50,17 @@ def record_attention_inputs(model: PodForCausalLM, input_ids: Tensor) -> Iterato
     context: ForwardContext = decoder.context(hidden_states, torch.arange(n, device=input_ids.device)[None])
     carry = (None,) * (2 * config.num_key_value_heads)
     layer: PodDecoderLayer
-    for layer in decoder.layers:  # type: ignore[assignment]
-        q, k, v = layer.self_attn._project(layer.attention_input(hidden_states))
-        rope = context.ropes[layer.self_attn.layer_idx]
-        yield AttentionInputs(hidden_states[0], rope(q)[0], rope(k)[0], v[0])
+    for number, layer in enumerate(decoder.layers):  # type: ignore[assignment]
+        if number in planned:
+            q, k, v = layer.self_attn._project(layer.attention_input(hidden_states))
+            rope = context.ropes[number]
+            yield AttentionInputs(hidden_states[0], rope(q)[0], rope(k)[0], v[0])
         hidden_states, *carry = layer(hidden_states, context, *carry)
 
 
 @torch.no_grad()
 def record_attention_rows(model: PodForCausalLM, input_ids: Tensor, num_queries: int) -> Iterator[Tensor]:
-    """Yield, per layer of a dense model, the softmaxed attention of the last ``num_queries`` tokens of ``[1, n]`` (eq. 1 of the PoD
+    """Yield, per planned layer of a dense model, the softmaxed attention of the last ``num_queries`` tokens of ``[1, n]`` (eq. 1 of the PoD
     paper): ``[Hq, q, n]`` fp32 (fp64 for fp64 models), zero above the diagonal.
 
     Raises: ValueError unless 1 <= num_queries <= n.

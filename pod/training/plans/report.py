@@ -66,6 +66,7 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
     lines = [
         f"plan: {about_plan(plan, explore)}",
         describe_plan(plan),
+        *_beside(found),
         f"KV saving at {n:,} tokens with {sinks} sink and {recent} recent tokens: {plan.saving(n, sinks, recent):.1%}",
     ]
     if plan.head_order is not None:
@@ -86,6 +87,16 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
         change = f"perplexity x {math.exp(own - dense):.3f}"
         lines.append(f"measured loss on {what}: dense {dense:.4f}, plan {own:.4f} nats per token ({change})")
     return "\n".join(lines)
+
+
+def _beside(found: dict[str, Any]) -> list[str]:
+    if "layers" not in found:
+        return []
+    count = len(found["layers"])
+    return [
+        f"{count} of {found['num_layers']} layers take part, and savings are shares of their bytes; the others keep the windows that "
+        "they were trained with"
+    ]
 
 
 def describe_plan(plan: SharingPlan) -> str:

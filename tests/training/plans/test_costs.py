@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
+from plan_models import RECENT, SINKS, any_order, make_model
 
-import pod
 from pod.modeling.shipped.packed import Packing
 from pod.training.plans.costs import (
     cost_shapes,
@@ -17,19 +17,8 @@ from pod.training.plans.costs import (
 )
 from pod.training.plans.recording import record_attention_inputs
 
-SINKS, RECENT, TOKENS = 2, 5, 41
+TOKENS = 41
 HEADS = [(6, 2), (3, 3), (4, 1), (9, 3)]  # query heads, KV heads
-
-
-def make_model(query_heads, kv_heads, sinks=SINKS, recent=RECENT, **changes):
-    torch.manual_seed(1)
-    config = pod.PodConfig(
-        vocab_size=61, hidden_size=40, num_hidden_layers=4, num_attention_heads=query_heads,
-        num_key_value_heads=kv_heads, head_dim=8, intermediate_size=48, max_position_embeddings=256,
-        initializer_range=0.3, num_sink_tokens=sinks, num_recent_tokens=recent, attention_backend="reference",
-        **changes,
-    )  # fmt: skip
-    return pod.PodForCausalLM(config).double().eval()
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +29,6 @@ def model():
 @pytest.fixture(scope="module")
 def input_ids():
     return torch.randint(0, 61, (1, TOKENS), generator=torch.Generator().manual_seed(5))
-
-
-def any_order(config, seed=0):
-    """Random orders of the query heads of every pair, ``[L, L, H, H, G]``."""
-    layers, heads, groups = config.num_hidden_layers, config.num_key_value_heads, config.num_key_value_groups
-    generator = torch.Generator().manual_seed(seed)
-    count = layers * layers * heads * heads
-    rows = [torch.randperm(groups, generator=generator) for _ in range(count)]
-    return torch.stack(rows).view(layers, layers, heads, heads, groups)
 
 
 class Naive:
