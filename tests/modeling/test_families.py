@@ -135,8 +135,15 @@ def test_layers_with_windows_are_no_part_of_a_plan(tools):
         pod.load_model(stock, layout="window", num_recent_tokens=5)
     model = pod.load_model(stock)
     assert model.config.sharing_plan.lead == ((0, 0), (1, 1), (None, None), (3, 3), (None, None))
-    with pytest.raises(ValueError, match="full needs a model without windows of its own"):
-        pod.make_cache(model, "full")
+    ids, held = tools.random_ids(1, 40), {}
+    for spec in ("full", None):
+        cache = pod.make_cache(model) if spec is None else pod.make_cache(model, spec)
+        held[spec] = model(ids, past_key_values=cache, use_cache=True).logits, cache.nbytes
+    assert torch.equal(held["full"][0], held[None][0]) and held["full"][1] == held[None][1]
+    shared = pod.load_model(stock, plan=pod.SharingPlan([[0, 0], [0, 1], [None] * 2, [3, 3], [None] * 2]))
+    for refused in (model, "snapkv"), (shared, "full"):
+        with pytest.raises(ValueError, match=f"{refused[1]} needs a model without windows of its own"):
+            pod.make_cache(*refused, **({"budget": 9} if refused[1] == "snapkv" else {}))
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 5}], ids=str)

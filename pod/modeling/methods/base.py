@@ -178,7 +178,8 @@ def build_cache(
     """The cache of a spec; see ``make_cache``."""
     if not isinstance(spec, str):
         raise ValueError(f"spec = {spec!r} must be a string, such as 'snapkv' or 'pod+int4'")
-    chosen, inner = parse(registry, spec)
+    windows_alone = config.layer_windows is not None and config.lead is None  # 'full' holds them as they are
+    chosen, inner = parse(registry, "pod" if spec == "full" and windows_alone else spec)
     layout = chosen.get("layout") or registry["full"]
     selection, channels, codec = map(chosen.get, ("selection", "channels", "codec"))
     if (reason := refusal(layout, *chosen.values())) is not None:
