@@ -121,6 +121,17 @@ class DeviceLost(RuntimeError):
         self.contestant = contestant
 
 
+def is_lost(device: torch.device) -> bool:
+    """Whether the CUDA context is broken; frees what nobody holds where it is not."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
+        except RuntimeError:
+            return True
+    return False
+
+
 def start(main: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     """Run; when a contestant breaks the CUDA context, run again in a fresh process with that one recorded as failed."""
     try:
@@ -255,12 +266,8 @@ class Race:
         self.errors[name] = reason
         self.contestants.pop(name, None)
         print(f"  {name} failed: {reason}")
-        if self.device.type == "cuda":
-            try:
-                torch.cuda.synchronize(self.device)
-                torch.cuda.empty_cache()
-            except RuntimeError:
-                raise DeviceLost(f"{self.scope} {name}".strip(), reason) from None
+        if is_lost(self.device):
+            raise DeviceLost(f"{self.scope} {name}".strip(), reason)
 
 
 def ratios(own: list[float], peer: list[float]) -> dict[str, Any]:

@@ -1,11 +1,10 @@
 """Largest batch that fits on one GPU: PoD against the dense cache, both with everything preallocated, by trying.
 
     python benchmarks/max_batch.py            # LLaMA-3-8B shapes; writes benchmarks/results/gpu/max_batch.json
-    python benchmarks/max_batch.py --tiny     # toy sizes on CPU, a budget in bytes in place of a full GPU: tests the script
+    python benchmarks/max_batch.py --tiny     # toy sizes on CPU, a limit in bytes in place of a full GPU: tests the script
 
 A prompt of x tokens and 8,192 generated ones: the cache has room for all of them, and one step is decoded at the last length, on
-CUDA as a graph, as the decode engine does it. Weights are random and stay in place; everything else is freed between two tries.
-A batch fits when that runs without running out of memory; the largest one is found by bisection, both methods in one process.
+CUDA as a graph, as the decode engine does it. Weights are random and stay in place. `pod.measure.max_batch` searches.
 
 Batches are whole numbers: 41 and 57 rows are 1.39x where bytes allow 1.41x. So three ratios are given: of the whole batches; of the
 rows that would fit if rows could be cut, from the peak bytes of two batches of each method; and the theory 1 / (1 - saving(n)),
@@ -15,83 +14,66 @@ which knows the bytes of keys and values only, at n = x + 8192. The verdict is t
 import argparse
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from gpu_tools import DeviceLost, choose_device, finish, goal_row, header, parser, start
+from gpu_tools import DeviceLost, choose_device, finish, goal_row, header, is_lost, parser, start
 
-from pod.bench import decode_bytes, decode_speed
-from pod.bench.args import FULL, SHAPES, BenchMethod, parse_method
-from pod.bench.decode_bytes import spread_plan
-from pod.measure.max_batch import BatchTries, fractional, largest
-from pod.measure.memory import free_memory
+from pod.bench.args import FULL, contestant
+from pod.bench.decode_speed import Bench, free, make_cache, num_heads
+from pod.bench.run import load, subject
+from pod.eval.answer.methods import Method
+from pod.eval.results import one_line
+from pod.measure.max_batch import Tries, search
+from pod.recipe import load_recipe
 
-SHARE = 0.7
 GOAL = 0.97
-POD = parse_method("pod")
-_TINY_BUDGET = 10_000_000
+POD = contestant("pod")
+MOST_ROWS = 4096
+TINY = (
+    *("bench.shapes=tiny", "model.dtype=float32", "model.num_sink_tokens=4", "model.num_recent_tokens=60"),
+)
+_TINY_LIMIT = 10_000_000
 """Bytes of weights, caches and buffers that a tiny run may hold."""
 
 
-class Tries(BatchTries):
-    """What one row of the table measures: does a batch of a method fit at `tokens` per row, and with how many bytes.
+class RoomTries(Tries):
+    """Does a batch of a method fit at `tokens` per row: its room is allocated, then one token decoded."""
 
-    Attributes:
-        budget: bytes that may be held; None = until CUDA runs out of memory.
-    """
+    def __init__(self, bench: Bench, method: Method, tokens: int, limit: int | None):
+        new = lambda: make_cache(bench, method, tokens, tokens, "auto")[0]  # noqa: E731
+        super().__init__(bench.model_of(method), new, tokens, 1, limit)
 
-    def __init__(self, bench: decode_speed.Bench, method: BenchMethod, tokens: int, budget: int | None):
-        super().__init__()
-        self.bench, self.method, self.tokens, self.budget = bench, method, tokens, budget
-
-    def _free(self) -> None:
-        decode_speed.free(self.bench.device)
-
-    def _peak(self, batch: int) -> int:
-        """Peak bytes of a try. Raises: MemoryError beyond the budget, or what CUDA raises."""
-        device, cuda = self.bench.device, self.bench.device.type == "cuda"
-        if cuda:
-            torch.cuda.reset_peak_memory_stats(device)
-        model = self.bench.model_of(self.method)
-        cache, note = decode_speed.make_cache(model, self.method, self.tokens, self.bench.backend)
-        assert note is None, note
-        decode_speed.reserve(model, cache, batch, self.tokens - 1)
-        cache.engine.greedy(model, torch.zeros(batch, 1, dtype=torch.long, device=device), 1)
-        if cuda:
-            torch.cuda.synchronize(device)
-            return torch.cuda.max_memory_allocated(device)
-        held = self.bench.sizes.weights + cache.nbytes
-        if self.budget is not None and held > self.budget:
-            raise MemoryError(f"{held} bytes, the budget is {self.budget}")
-        return held
+    def _passes(self, cache: Any, token: torch.Tensor) -> Iterator[None]:
+        reserve(self.model, cache, len(token), self.prompt - 1)
+        cache.engine.greedy(self.model, token[:, :1].contiguous(), 1)
+        yield
 
 
-def measure(bench: decode_speed.Bench, tokens: int, limit: float, budget: int | None) -> dict[str, Any]:
-    """Largest batches of both methods at `tokens` per row. limit: bytes that weights, caches and buffers may take."""
-    found: dict[str, Any] = {"tokens": tokens, "methods": {}}
+@torch.no_grad()
+def reserve(model: Any, cache: Any, batch: int, length: int) -> None:
+    """Let a cache say that it holds `length` tokens per row: the room that it reserved is allocated, and no more."""
+    weight = model.lm_head.weight
+    step, _ = cache.begin_step(weight.new_empty(batch, length, 0), None, None)
+    for layer in cache.layers:
+        for name, store in layer.stores().items():
+            store.append(weight.new_zeros(batch, num_heads(layer, name), 1, model.config.head_dim), 0)
+    cache.end_step(step)
+
+
+def measure(bench: Bench, tokens: int, limit: int | None) -> dict[str, Any]:
+    """Largest batches of both methods at `tokens` per row."""
+    methods = {}
     for method in (FULL, POD):
-        tries = Tries(bench, method, tokens, budget)
-        held = decode_bytes.held_per_row(bench.sizes, method, tokens, bench.device.type == "cpu")
-        guess = int((limit - bench.sizes.weights) / held)
-        for part in (4, 2):  # two batches that surely fit tell the bytes per row, and so where to look
-            tries.fits(max(1, guess // part))
-        if len(tries.peaks) > 1:
-            guess = int(fractional(tries.peaks, limit))
-        batch = largest(tries.fits, guess)
-        if batch == 0:
+        tries = RoomTries(bench, method, tokens, limit)
+        methods[method.name] = search(tries, MOST_ROWS)
+        free(bench.device)
+        if not methods[method.name]["batch"]:
             raise ValueError(f"not one row of {tokens} tokens fits for {method.name}: {tries.failed}")
-        rows = fractional(tries.peaks, limit) if len(tries.peaks) > 1 else None
-        found["methods"][method.name] = {
-            "batch": batch,
-            "fractional_batch": rows,
-            "bytes_per_row_estimated": held,
-            "peak_bytes": tries.peaks,
-            "failed": tries.failed,
-        }
-    full, own = found["methods"]["full"], found["methods"]["pod"]
-    sizes, plan = bench.sizes, bench.planned.config.sharing_plan
-    found["theory"] = 1 / (1 - plan.saving(tokens, sizes.num_sink_tokens, sizes.num_recent_tokens))
-    found["whole_ratio"] = own["batch"] / full["batch"]
+    full, own = methods.values()
+    found = {"tokens": tokens, "methods": methods, "whole_ratio": own["batch"] / full["batch"]}
+    found["theory"] = 1 / (1 - bench.sizes.plan.saving(tokens, *bench.sizes.windows[0]))
     if own["fractional_batch"] and full["fractional_batch"]:
         found["ratio"] = own["fractional_batch"] / full["fractional_batch"]
     return found
@@ -100,7 +82,7 @@ def measure(bench: decode_speed.Bench, tokens: int, limit: float, budget: int | 
 def row_of(found: dict[str, Any], prompt: int, generated: int, tiny: bool) -> dict[str, Any]:
     """The summary row of one length."""
     name, goal = f"max batch, {prompt:,} + {generated:,} tokens", f">= {GOAL} of the byte theory"
-    if "error" in found or "ratio" not in found:
+    if "ratio" not in found:
         reason = found.get("error", "one row at most fits: no second point for the bytes per row")
         return goal_row(name, goal, None, "of the theory", None, reason)
     full, own = (found["methods"][key]["batch"] for key in ("full", "pod"))
@@ -112,53 +94,35 @@ def row_of(found: dict[str, Any], prompt: int, generated: int, tiny: bool) -> di
     return goal_row(name, goal, share, "of the theory", None if tiny else share >= GOAL, text)
 
 
-def make_bench(shape: dict[str, Any], windows: tuple[int, int], dtype: torch.dtype, device: torch.device):
-    """Random weights, without and with a plan in which 70 % of the pairs follow."""
-    lead = spread_plan(shape["num_hidden_layers"], shape["num_key_value_heads"], SHARE)
-    torch.manual_seed(0)
-    dense, planned = decode_speed.random_models(shape, lead, windows, 1 << 20, dtype, device)
-    return decode_speed.Bench(dense=dense, planned=planned)
+def tried(bench: Bench, tokens: int, limit: int | None) -> dict[str, Any]:
+    """As `measure`, or the error. Raises: DeviceLost."""
+    try:
+        return measure(bench, tokens, limit)
+    except Exception as error:  # noqa: BLE001 - drivers raise anything; the other lengths go on
+        found = {"tokens": tokens, "error": one_line(error)[:400]}
+    if is_lost(bench.device):
+        raise DeviceLost(f"{tokens} tokens", found["error"])
+    return found
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure every length and write the JSON."""
     device, began = choose_device(arguments.tiny), time.monotonic()
+    recipe = load_recipe("bench_llama3_8b", ["bench.stock=false", *(TINY if arguments.tiny else ())])
+    prompts, generated = ([32, 128], 128) if arguments.tiny else ([2048, 4096, 8192, 16384], 8192)
+    limit = _TINY_LIMIT if arguments.tiny else None
+    sizes, plan, _ = subject(recipe)
+    bench = load(recipe, sizes, device)
     result = header("max_batch", device, arguments.tiny)
-    if arguments.tiny:
-        shapes, windows, prompts, generated, dtype = "tiny", (4, 60), [32, 128], 128, torch.float32
-        budget: int | None = _TINY_BUDGET
-    else:
-        shapes, windows, prompts, generated = "llama3-8b", (16, 4080), [2048, 4096, 8192, 16384], 8192
-        dtype, budget = torch.bfloat16, None
-    bench = make_bench(SHAPES[shapes], windows, dtype, device)
-    if device.type == "cuda":  # weights are there already
-        limit = free_memory(device) + torch.cuda.memory_allocated(device)
-    else:
-        limit = float(budget or 0)
-    result["setting"] = {
-        "shapes": shapes,
-        "windows": list(windows),
-        "generated": generated,
-        "share_followers": bench.planned.config.sharing_plan.share_followers,
-        "weight_bytes": bench.sizes.weights,
-        "limit_bytes": limit,
-        "dtype": str(dtype).removeprefix("torch."),
-    }
-    result["lengths"], result["rows"] = [], []
+    result |= {"shapes": recipe.bench.shapes, "plan": plan, "generated": generated, "lengths": [], "rows": []}
     for prompt in prompts:
-        name, errors, found = f"{prompt} tokens", dict[str, str](), dict[str, Any]()
-        if name in arguments.failed:
-            errors[name] = arguments.failed[name]
+        tokens = prompt + generated
+        if f"{tokens} tokens" in arguments.failed:
+            found = {"tokens": tokens, "error": arguments.failed[f"{tokens} tokens"]}
         elif time.monotonic() - began > arguments.budget:
-            errors[name] = f"not measured: {arguments.budget:.0f} s had passed"
+            found = {"tokens": tokens, "error": f"not measured: {arguments.budget:.0f} s had passed"}
         else:
-            try:
-                with decode_speed.recorded(bench, name, errors):
-                    found = measure(bench, prompt + generated, limit, budget)
-            except decode_speed.DeviceBroken as error:
-                raise DeviceLost(name, error.reason) from None
-        decode_speed.free(device)
-        found = found or {"tokens": prompt + generated, "error": errors[name]}
+            found = tried(bench, tokens, limit)
         result["lengths"].append(found)
         result["rows"].append(row_of(found, prompt, generated, arguments.tiny))
     finish(result, arguments)

@@ -1,4 +1,4 @@
-"""Bytes that a decode step must read, and bytes that a cache holds, before anything is allocated. Standard library only.
+"""Bytes that a decode step must read, and bytes that a cache holds, before anything is allocated. No torch.
 
 **The model of a step** at ``n`` tokens per row, the new one included, with ``n_s`` sinks, ``n_r`` recent tokens, ``G`` query heads
 per KV head, ``D = max(0, n - n_s - n_r)`` distant tokens, ``w = min(n, n_s + n_r)`` and ``k``, ``v`` bytes per key and value:
@@ -10,18 +10,19 @@ per KV head, ``D = max(0, n - n_s - n_r)`` distant tokens, ``w = min(n, n_s + n_
     window                             w·k + w·v
 
 Keys of followers in a window, and windows, are native, also under a codec. Weights are read once per step, whatever the batch: all but the embedding,
-of which a step reads one row per token (with tied weights the head is the embedding, and is read). Not counted: activations,
-the new token's own key and value, partial results of split-KV. The *ceiling* of a method's speed over dense is the ratio of
-the two sums, weights included.
+of which a step reads one row per token (with tied weights the head is the embedding, and is read), and of a mixture of experts
+those that one token sees. Not counted: activations, the new token's own key and value, partial results of split-KV. The *ceiling*
+of a method's speed over dense is the ratio of the two sums, weights included.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pod.bench.args import BenchMethod
-from pod.modeling.shipped.sharing import GROUP_SIZE, RESIDUAL
+from pod.bench.args import FULL, STOCK
+from pod.eval.answer.methods import Method
+from pod.modeling.shipped.sharing import GROUP_SIZE, RESIDUAL, Roles, SharingPlan, roles_of
 
 _LOGIT = 4
 _CODEC_BITS = {"kivi": 2, "int4": 4, "int8": 8}
@@ -32,164 +33,148 @@ class Sizes:
     """What bytes depend on in a model.
 
     Attributes:
-        lead: ``[L][H]``, the sharing plan; leads follow themselves, None keeps its window.
+        plan: the sharing plan; dense: that of the model without it, in which layers trained with windows keep them.
+        windows: per layer, first and last tokens that a pair sees which keeps its window.
         groups: query heads per KV head.
         element: bytes per number of weights, keys and values.
-        weights: bytes of all parameters; read: those that a step reads.
-        head_dim, num_sink_tokens, num_recent_tokens: of the model.
+        weights: bytes of all parameters, norms and biases left out; read: those that a step reads.
     """
 
-    lead: tuple[tuple[int | None, ...], ...]
+    plan: SharingPlan
+    dense: SharingPlan
+    windows: tuple[tuple[int, int], ...]
     groups: int
     head_dim: int
     element: int
     weights: int
     read: int
-    num_sink_tokens: int
-    num_recent_tokens: int
 
     @classmethod
-    def of(
-        cls, config: Any, lead: Sequence[Sequence[int | None]], windows: tuple[int, int], element: int
-    ) -> "Sizes":
-        """Of anything with the fields of `PodConfig`; lead, windows (sink, recent tokens): the plan's."""
-        held, read = weight_bytes(config, element)
-        groups = config.num_attention_heads // config.num_key_value_heads
-        return cls(tuple(map(tuple, lead)), groups, config.head_dim, element, held, read, *windows)
+    def of(cls, config: Any, plan: SharingPlan, windows: tuple[int, int], element: int) -> "Sizes":
+        """Of anything with the sizes of a Llama among the fields of `PodConfig`; windows: the plan's sink and recent tokens."""
+        own = getattr(config, "layer_windows", None) or [None] * config.num_hidden_layers
+        heads, hidden, inner = config.num_key_value_heads, config.hidden_size, config.intermediate_size
+        linear = 2 * hidden * config.head_dim * (config.num_attention_heads + heads)
+        experts, used = (getattr(config, name, 0) for name in ("num_experts", "num_experts_per_tok"))
+        wide, seen = (
+            number * config.moe_intermediate_size if experts else inner for number in (experts, used)
+        )
+        table, layers = config.vocab_size * hidden, config.num_hidden_layers
+        held, read = (layers * (linear + 3 * hidden * width) + table for width in (wide, seen))
+        return cls(
+            plan=plan,
+            dense=spread_plan(own, heads, 0.0),
+            windows=tuple(windows if window is None else (0, window) for window in own),
+            groups=config.num_attention_heads // heads,
+            head_dim=config.head_dim,
+            element=element,
+            weights=(held + (0 if config.tie_word_embeddings else table)) * element,
+            read=read * element,
+        )
 
     @property
-    def pairs(self) -> int:
-        """(layer, KV head) pairs."""
-        return len(self.lead) * len(self.lead[0])
+    def native(self) -> int:
+        """Bytes of a key or value as the model computes it."""
+        return self.head_dim * self.element
 
-    @property
-    def followers(self) -> int:
-        """Pairs that follow another layer."""
-        return sum(lead not in (layer, None) for layer, row in enumerate(self.lead) for lead in row)
+    def layers(self, method: Method, tokens: int) -> Iterator[tuple[Roles, int, float]]:
+        """Of every layer under a method: roles, tokens of a window, and mean bytes of a key or value among `tokens` stored ones."""
+        plan = self.plan if uses_plan(method) else self.dense
+        for layer, window in enumerate(self.windows):
+            bits = codec_bits(method) or (plan.bits[layer] if plan.bits else 16)
+            yield roles_of(plan.lead, layer), sum(window), self.token_bytes(method, bits, tokens)
 
-    @property
-    def windows(self) -> int:
-        """Pairs that keep their window only."""
-        return sum(lead is None for row in self.lead for lead in row)
-
-    @property
-    def followed(self) -> int:
-        """Leads that a later layer follows."""
-        pairs = ((layer, h, lead) for layer, row in enumerate(self.lead) for h, lead in enumerate(row))
-        return len({(lead, h) for layer, h, lead in pairs if lead not in (layer, None)})
-
-    def counts(self, method: BenchMethod) -> tuple[int, int, int]:
-        """Pairs that lead, follow and keep their window under a method; all lead without the plan."""
-        followers, windows = (self.followers, self.windows) if method.uses_plan else (0, 0)
-        return self.pairs - followers - windows, followers, windows
-
-
-def weight_bytes(config: Any, element: int) -> tuple[int, int]:
-    """Bytes of all parameters of a decoder, and of those that a step reads; norms and biases left out.
-
-    config: anything with the fields of `PodConfig`.
-    """
-    hidden, head_dim = config.hidden_size, config.head_dim
-    attention = hidden * head_dim * 2 * (config.num_attention_heads + config.num_key_value_heads)
-    layer = attention + 3 * hidden * config.intermediate_size
-    table = config.vocab_size * hidden
-    read = config.num_hidden_layers * layer + table
-    held = read + (0 if config.tie_word_embeddings else table)
-    return held * element, read * element
+    def token_bytes(self, method: Method, bits: int, tokens: int) -> float:
+        """Mean bytes of one key or value among `tokens` stored ones of one head: packed ones, and the native residual."""
+        if bits == 16:
+            return self.native
+        group = method.options.get("group_size", GROUP_SIZE)
+        # `residual` to `residual + group_size - 1` tokens are native
+        tail = method.options.get("residual", RESIDUAL) + (group - 1) / 2
+        share = min(1.0, tail / tokens)
+        packed = self.head_dim * bits / 8 + 4 * max(1, self.head_dim / group)
+        return share * self.native + (1 - share) * packed
 
 
 def spread_plan(
-    num_layers: int, kv_heads: int, share_followers: float, share_windows: float = 0.0
-) -> list[list[int | None]]:
-    """A plan ``[L][H]`` in which these shares of the pairs follow and keep their window, rounded to whole pairs; a head with
+    own_windows: Sequence[int | None], kv_heads: int, share_followers: float, share_windows: float = 0.0
+) -> SharingPlan:
+    """A plan in which these shares of the pairs follow and keep their window, rounded to whole pairs; a head with
     pairs that keep more has a lead.
 
     Every KV head gets the same number of windows and of blocks (some one more), at layers of its own, so that layers mix roles
-    as plans of real models do. The same arguments give the same plan.
+    as plans of real models do. Layers that were trained with windows (of tokens; None = without) keep them and count as no pairs.
+    The same arguments give the same plan.
     """
-    pairs, draw = num_layers * kv_heads, random.Random(0)
+    free = [layer for layer, window in enumerate(own_windows) if window is None]
+    pairs, draw = len(free) * kv_heads, random.Random(0)
     windows = round(share_windows * pairs)
     leads = max(min(kv_heads, pairs - windows), pairs - windows - round(share_followers * pairs))
-    plan: list[list[int | None]] = [[None] * kv_heads for _ in range(num_layers)]
+    plan: list[list[int | None]] = [[None] * kv_heads for _ in own_windows]
     for head in range(kv_heads):
         blocks = leads // kv_heads + (head < leads % kv_heads)
         short = windows // kv_heads + (kv_heads - head <= windows % kv_heads)
-        held = sorted(draw.sample(range(num_layers), num_layers - short)) if short else range(num_layers)
+        held = sorted(draw.sample(free, len(free) - short)) if short else free
         cuts = {0, *draw.sample(range(1, len(held)), blocks - 1)} if held else set()
         lead = None
         for place, layer in enumerate(held):
             plan[layer][head] = lead = layer if place in cuts else lead
-    return plan
+    return SharingPlan(lead=tuple(map(tuple, plan)))
 
 
-def codec_of(method: BenchMethod) -> str | None:
-    """The codec in the method's spec."""
-    return next((part for part in method.parts if part in _CODEC_BITS), None)
+def uses_plan(method: Method) -> bool:
+    """Whether it runs on the model with the sharing plan."""
+    return method.model != "dense"
 
 
-def is_modelled(method: BenchMethod) -> bool:
+def codec_bits(method: Method) -> int | None:
+    """Bits per number of the codec in the method's spec."""
+    return next((_CODEC_BITS[part] for part in str(method.spec).split("+") if part in _CODEC_BITS), None)
+
+
+def is_modelled(method: Method) -> bool:
     """Whether the bytes that a step reads are known here: full and pod, with or without a codec."""
-    return all(part in ("full", "pod", *_CODEC_BITS) for part in method.parts)
+    return all(part in ("full", "pod", *_CODEC_BITS) for part in str(method.spec).split("+"))
 
 
-def token_bytes(sizes: Sizes, method: BenchMethod, length: int) -> float:
-    """Mean bytes of one key or value among `length` stored tokens of one head: packed ones, and the native residual."""
-    native, codec = sizes.head_dim * sizes.element, codec_of(method)
-    if codec is None:
-        return native
-    group = method.options.get("group_size", GROUP_SIZE)
-    # `residual` to `residual + group_size - 1` tokens are native
-    tail = method.options.get("residual", RESIDUAL) + (group - 1) / 2
-    groups = max(1, sizes.head_dim / group)
-    packed = sizes.head_dim * _CODEC_BITS[codec] / 8 + 4 * groups
-    share = min(1.0, tail / length)
-    return share * native + (1 - share) * packed
-
-
-def read_per_row(sizes: Sizes, method: BenchMethod, length: int) -> float:
+def read_per_row(sizes: Sizes, method: Method, length: int) -> float:
     """Bytes of keys, values and logits that a step moves for one row of `length` tokens."""
-    stored, native = token_bytes(sizes, method, length), sizes.head_dim * sizes.element
-    leads, followers, windows = sizes.counts(method)
-    if not method.uses_plan:
-        return leads * 2 * length * stored
-    window = min(length, sizes.num_sink_tokens + sizes.num_recent_tokens)
-    logits = _LOGIT * sizes.groups * (length - window)
-    skips = method.skip_share * followers
-    whole = window * native + length * stored + logits
-    followed = (followers - skips) * whole + skips * window * (native + stored)
-    return leads * 2 * length * stored + sizes.followed * logits + followed + windows * 2 * window * native
+    total, native = 0.0, sizes.native
+    for roles, window, stored in sizes.layers(method, length):
+        near = min(length, window)
+        logits = _LOGIT * sizes.groups * (length - near)
+        skips = method.options.get("skip_share", 0) * len(roles.followers)
+        total += len(roles.leads) * 2 * length * stored + len(roles.followed) * logits
+        total += (len(roles.followers) - skips) * (near * native + length * stored + logits)
+        total += skips * near * (native + stored) + len(roles.windows) * 2 * near * native
+    return total
 
 
-def read_per_step(sizes: Sizes, method: BenchMethod, length: int, batch: int) -> float:
+def read_per_step(sizes: Sizes, method: Method, length: int, batch: int) -> float:
     """Bytes that a step moves: weights, and the cache of every row."""
     return sizes.read + batch * read_per_row(sizes, method, length)
 
 
-def ceiling(sizes: Sizes, method: BenchMethod, full: BenchMethod, length: int, batch: int) -> float | None:
-    """Speed over the dense cache if bytes alone took time; None for methods whose bytes are not modelled."""
+def held_per_row(sizes: Sizes, method: Method, capacity: int, on_cpu: bool = False) -> float:
+    """Bytes of cache and decode buffers for one row with room for `capacity` tokens.
+
+    Of methods that are not modelled those of the dense cache, which is what they hold while they read a prompt; of the stock model
+    with the layer that its cache copies in order to append.
+    """
+    native, heads = sizes.native, sizes.plan.num_key_value_heads
     if not is_modelled(method):
-        return None
-    return read_per_step(sizes, full, length, batch) / read_per_step(sizes, method, length, batch)
+        pairs = sizes.plan.num_pairs + (2 * heads if method is STOCK else 0)
+        return pairs * 2 * capacity * native
+    tokens, any_lead = 0.0, False
+    for roles, window, stored in sizes.layers(method, capacity):
+        tokens += (2 * len(roles.leads) + len(roles.followers)) * capacity * stored
+        tokens += (len(roles.followers) + 2 * len(roles.windows)) * window * native
+        any_lead = any_lead or bool(roles.leads)
+    logits = heads * sizes.groups * capacity * max(_LOGIT, sizes.element) * (2 if on_cpu else 1)
+    return tokens + any_lead * logits
 
 
-def held_per_row(sizes: Sizes, method: BenchMethod, capacity: int, on_cpu: bool = False) -> float:
-    """Bytes of cache and decode buffers for one row with room for `capacity` tokens; for methods that are not modelled
-    those of the dense cache, which is what they hold while they read a prompt."""
-    if not is_modelled(method):
-        return sizes.pairs * 2 * capacity * sizes.head_dim * sizes.element
-    stored, native = token_bytes(sizes, method, capacity), sizes.head_dim * sizes.element
-    leads, followers, windows = sizes.counts(method)
-    tokens = (2 * leads + followers) * capacity * stored
-    tokens += (followers + 2 * windows) * (sizes.num_sink_tokens + sizes.num_recent_tokens) * native
-    logits = len(sizes.lead[0]) * sizes.groups * capacity * max(4, sizes.element) * (2 if on_cpu else 1)
-    return tokens + (logits if leads else 0)
-
-
-def room(length: int, duels: int, steps: int, repeats: int) -> int:
-    """Tokens that a cache of `length` tokens has at the end of its duels."""
-    return length + duels * (repeats + 1) * steps
-
-
-def stock_per_row(sizes: Sizes, length: int) -> float:
-    """Bytes of a transformers DynamicCache, and of the layer that it copies in order to append."""
-    return (sizes.pairs + 2 * len(sizes.lead[0])) * 2 * length * sizes.head_dim * sizes.element
+def needed(sizes: Sizes, method: Method, batch: int, capacity: int, on_cpu: bool) -> float:
+    """Bytes of the weights, and of a method's cache beside the dense one."""
+    caches = (held_per_row(sizes, one, capacity, on_cpu) for one in (FULL, method))
+    return sizes.weights + batch * sum(caches)

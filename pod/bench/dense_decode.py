@@ -16,7 +16,7 @@ from pod.modeling.shipped.decode import DECODERS, DecodeCall
 
 
 def _reason(call: DecodeCall) -> str | None:
-    if call.roles.followers or call.roles.followed:
+    if call.roles.followers or call.roles.followed or call.roles.windows:
         return "it serves dense caches only"
     if not isinstance(call.keys, torch.Tensor) or not isinstance(call.values, torch.Tensor):
         return "it does not read packed keys and values"
@@ -45,13 +45,10 @@ def flash_attn(call: DecodeCall) -> None:
     from flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports]
 
     assert isinstance(call.keys, torch.Tensor) and isinstance(call.values, torch.Tensor)
+    keys, values = call.keys.transpose(1, 2), call.values.transpose(1, 2)
+    lengths = call.lengths.to(torch.int32)
     out = flash_attn_with_kvcache(
-        call.q.unsqueeze(1),
-        call.keys.transpose(1, 2),
-        call.values.transpose(1, 2),
-        cache_seqlens=call.lengths.to(torch.int32),
-        softmax_scale=call.scale,
-        causal=True,
+        call.q.unsqueeze(1), keys, values, cache_seqlens=lengths, softmax_scale=call.scale, causal=True
     )
     call.out.copy_(out.squeeze(1))
 
@@ -74,12 +71,11 @@ PEERS = {
 @contextmanager
 def dense_peers() -> Iterator[None]:
     """Offer ``PEERS`` as decode backends by name; ``auto`` takes none of them."""
-    added = {name: entry for name, entry in PEERS.items() if name not in DECODERS}
-    DECODERS.update(added)
+    DECODERS.update(PEERS)
     try:
         yield
     finally:
-        for name in added:
+        for name in PEERS:
             del DECODERS[name]
 
 
@@ -89,4 +85,4 @@ def candidates(device: torch.device) -> list[str]:
     ``grouped`` asks the device for lengths, which no CUDA graph can record.
     """
     left_out = {"reference", "grouped"} if device.type == "cuda" else {"reference"}
-    return [name for name in (*DECODERS, *PEERS) if name not in left_out]
+    return [name for name in dict.fromkeys((*DECODERS, *PEERS)) if name not in left_out]

@@ -9,7 +9,7 @@ Batches are whole numbers, 41 and 57 rows are 1.39x where bytes allow 1.41x; so 
 
 import collections
 import gc
-from abc import ABC, abstractmethod
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,13 +21,25 @@ from pod.measure.memory import Meter, free_memory, next_token, now, weight_bytes
 _KEPT = 200  # characters of an error
 
 
-class BatchTries(ABC):
+class Tries:
     """What is known about the batches of one method: does one fit, and with how many bytes.
 
-    peaks: batch → peak bytes of tries that fitted; failed: batch → why it did not.
+    make_cache: a new cache; prompt, generated: tokens per row that are read and decoded; limit: bytes that weights, cache and activations
+    may take, None = until the GPU is full. peaks: batch → peak bytes of tries that fitted; failed: batch → why it did not.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        model: Any,
+        make_cache: Callable[[], Any],
+        prompt: int,
+        generated: int,
+        limit: int | None,
+        seed: int = 0,
+    ):
+        self.model, self.make_cache, self.limit = model, make_cache, limit
+        self.prompt, self.generated, self.seed = prompt, generated, seed
+        self.weights = weight_bytes(model)
         self.peaks: dict[int, int] = {}
         self.failed: dict[int, str] = {}
 
@@ -42,35 +54,6 @@ class BatchTries(ABC):
                 self.failed[batch] = " ".join(f"{type(error).__name__}: {error}".split())[:_KEPT]
             self._free()
         return batch in self.peaks
-
-    @abstractmethod
-    def _peak(self, batch: int) -> int:
-        """Peak bytes of a try. Raises: MemoryError beyond a limit, or what CUDA raises."""
-
-    @abstractmethod
-    def _free(self) -> None:
-        """Give a try's memory back."""
-
-
-class Tries(BatchTries):
-    """Tries that read a prompt and decode.
-
-    make_cache: a new cache; limit: bytes that weights, cache and activations may take, None = until the GPU is full.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        make_cache: Callable[[], Any],
-        prompt: int,
-        generated: int,
-        limit: int | None,
-        seed: int = 0,
-    ):
-        super().__init__()
-        self.model, self.make_cache, self.limit = model, make_cache, limit
-        self.prompt, self.generated, self.seed = prompt, generated, seed
-        self.weights = weight_bytes(model)
 
     def _passes(self, cache: Any, token: Tensor) -> Iterator[None]:
         """Rows are read into a new cache, then tokens decoded; the last new token is never fed."""
@@ -124,15 +107,13 @@ def search(tries: Tries, most: int) -> dict[str, Any]:
     Returns: {batch, fractional_batch, bytes_per_row, peak_bytes, failed, most_reached}; batch = 0 when not one row fits. `most_reached`: so
     many rows fit that no more were tried.
     """
-    guess = 1
+    limit, guess = memory_limit(tries), 1
     if most > 1 and all(tries.fits(batch) for batch in (1, 2)):
-        guess = most
-        limit = memory_limit(tries)
-        if limit is not None and bytes_per_row(tries.peaks):
-            guess = int(fractional(tries.peaks, limit))
-    batch = largest(tries.fits, min(max(1, guess), most), most)
-    two = len(tries.peaks) > 1
-    limit = memory_limit(tries)
+        guess = (
+            most if limit is None or not bytes_per_row(tries.peaks) else int(fractional(tries.peaks, limit))
+        )
+    batch = largest(tries.fits, guess, most)
+    two, limit = len(tries.peaks) > 1, memory_limit(tries)
     return {
         "batch": batch,
         "fractional_batch": fractional(tries.peaks, limit) if two and limit is not None else None,
@@ -166,26 +147,20 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def largest(fits: Callable[[int], bool], guess: int, most: int | None = None) -> int:
+def largest(fits: Callable[[int], bool], guess: int, most: int = sys.maxsize) -> int:
     """The largest batch (of at most `most`) that fits, 0 when not even one does: from a guess outwards, then by bisection."""
-    low, high, width = 0, None, 1
-    batch = max(1, guess)
-    while high is None or high - low > 1:
+    low, high, batch, width = 0, most + 1, guess, 1
+    while high - low > 1:
+        batch = min(max(batch, low + 1), high - 1)
         if fits(batch):
             low = batch
-            if most is not None and low >= most:
-                return most
         else:
             high = batch
-        if high is None:
-            batch, width = low + width, 2 * width
-            batch = batch if most is None else min(batch, most)
-        elif low == 0:
-            batch, width = max(1, high - width) if high > 1 else 0, 2 * width
-            if batch == 0:
-                return 0
+        if high > most:  # nothing was too large yet
+            batch = low + width
         else:
-            batch = (low + high) // 2
+            batch = high - width if low == 0 else (low + high) // 2
+        width *= 2
     return low
 
 

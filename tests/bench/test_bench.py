@@ -1,29 +1,29 @@
 """Decode speed: the byte model against counting, caches that are filled without a prompt, duels, largest batches."""
 
-import argparse
-import importlib
-import itertools
 import json
-import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 import pod
 from pod.bench import decode_speed, run
-from pod.bench.args import FULL, SHAPES, BenchArgs, parse_method
+from pod.bench.args import FULL, SHAPES, STOCK, BenchArgs, contestant
 from pod.bench.decode_bytes import (
     Sizes,
-    ceiling,
     held_per_row,
+    is_modelled,
+    needed,
     read_per_row,
+    read_per_step,
     spread_plan,
-    token_bytes,
-    weight_bytes,
+    uses_plan,
 )
-from pod.bench.decode_speed import Bench, fill, make_cache, sizes_of
+from pod.bench.decode_speed import entrant, fill, make_cache
 from pod.bench.dense_decode import PEERS, dense_peers
+from pod.measure.race import Contestant
 from pod.modeling.shipped.decode import DECODERS
 from pod.modeling.shipped.stores import TokenStore
 from pod.recipe import Recipe, field_docs, fields_of, load_recipe
@@ -31,24 +31,24 @@ from pod.recipe import Recipe, field_docs, fields_of, load_recipe
 WINDOWS = (2, 6)
 LEAD = [[0, 0], [0, 1], [0, 1], [3, 1]]
 ROLES = [[0, None], [None, 1], [0, None], [3, 1]]
-POD = parse_method("pod")
+POD = contestant("pod")
 CPU = torch.device("cpu")
 
 
-def make_models(lead):
+TINY = [
+    "bench.shapes=tiny",
+    "model.num_sink_tokens=2",
+    "model.num_recent_tokens=6",
+    "bench.repeats=1",
+    "bench.steps=2",
+]
+
+
+def make_bench(lead, *settings, bits=None):
     """Dense and planned model of one set of weights."""
-    torch.manual_seed(0)
-    return decode_speed.random_models(SHAPES["tiny"], lead, WINDOWS, 4096, torch.float32, CPU)
-
-
-@pytest.fixture(scope="module")
-def models():
-    return make_models(LEAD)
-
-
-@pytest.fixture(scope="module")
-def models_with_windows():
-    return make_models(ROLES)
+    recipe = load_recipe(None, [*TINY, *settings])
+    sizes = replace(run.subject(recipe)[0], plan=pod.SharingPlan(lead=lead, bits=bits))
+    return run.load(recipe, sizes, CPU)
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +58,8 @@ def no_collections(monkeypatch):
 
 
 @pytest.fixture
-def bench(models):
-    return Bench(dense=models[0], planned=models[1], steps=3, repeats=2)
+def bench():
+    return make_bench(LEAD, "bench.steps=3", "bench.repeats=2", "bench.full_backend=grouped")
 
 
 def stores_of(cache):
@@ -69,44 +69,27 @@ def stores_of(cache):
 # -- recipe ----------------------------------------------------------------------------------------------------------
 
 
-def test_methods_are_read_with_their_options():
-    method = parse_method("pod+int4  tau=0.7 group_size=16 skip_share=0.25")
-    assert (method.spec, method.options, method.skip_share) == (
-        "pod+int4",
-        {"tau": 0.7, "group_size": 16},
-        0.25,
-    )
-    assert method.name == "pod+int4 tau=0.7 group_size=16 skip_share=0.25"
-    assert (
-        method.uses_plan
-        and not parse_method("int4").uses_plan
-        and not parse_method("snapkv budget=9").uses_plan
-    )
-    assert [m.name for m in BenchArgs(methods=["full", "pod", "pod tau=0.7"]).contestants()] == [
-        "pod",
-        "pod tau=0.7",
-    ]
+def test_methods_are_those_of_evaluations():
+    method = contestant("pod+int4[tau=0.7,group_size=16,skip_share=0.25]")
+    assert (method.spec, method.options) == ("pod+int4", {"tau": 0.7, "group_size": 16, "skip_share": 0.25})
+    assert uses_plan(method) and not uses_plan(contestant("int4")) and not uses_plan(contestant("snapkv@9"))
+    found = BenchArgs(methods=["full", "pod", "pod[tau=0.7]"]).contestants
+    assert [method.name for method in found] == ["pod", "pod[tau=0.7]"]
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"methods": ["pot"]}, "unknown method 'pot'; did you mean 'pod'"),
-        ({"methods": ["pod tau"]}, "'tau' in 'pod tau' is not name=value"),
-        ({"methods": ["pod tau="]}, "is not name=value"),
+        ({"methods": ["pod[tau]"]}, "each parameter once with its value"),
         ({"methods": ["pod", "pod"]}, "expected different methods"),
         ({"methods": ["full"]}, "at least one besides full"),
-        ({"methods": ["pod-unadapted"]}, "write 'pod'"),
-        ({"methods": ["pod capacity=9"]}, "leave capacity out"),
-        ({"methods": ["pod tau=0.7 skip_share=2"]}, "skip_share = 2"),
-        ({"methods": [" "]}, "an empty name"),
+        ({"methods": ["pod-unadapted"]}, "weights and room are the benchmark's own"),
+        ({"methods": ["model:cla"]}, "weights and room are the benchmark's own"),
+        ({"methods": ["pod[capacity=9]"]}, "weights and room are the benchmark's own"),
+        ({"methods": ["pod[tau=0.7,skip_share=2]"]}, "skip_share = 2"),
+        ({"methods": [" "]}, "unknown method ' '"),
         ({"shapes": "llama3-7b"}, "did you mean 'llama3-8b'"),
-        ({"shape_changes": {"num_hidden_layers": 2}}, "shape_changes needs shapes"),
-        (
-            {"shapes": "tiny", "shape_changes": {"num_layers": 2}},
-            "unknown size in shape_changes 'num_layers'; did you mean 'num_hidden_layers'",
-        ),
-        ({"shapes": "tiny", "shape_changes": {"head_dim": 0}}, "shape_changes.head_dim is 0"),
         ({"lengths": [8, 8]}, "lengths is .8, 8., allowed are different"),
         ({"batch_sizes": [0]}, "batch_sizes.0. is 0: it should be greater than 0"),
         ({"steps": 0}, "steps is 0"),
@@ -129,19 +112,22 @@ def test_every_field_is_documented():
 
 
 @pytest.mark.parametrize(("layers", "heads"), [(32, 8), (4, 2), (1, 3), (5, 3), (2, 1)])
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 0.97])
-def test_made_up_plans_follow_in_the_share_asked_for(layers, heads, share):
-    plan = pod.SharingPlan(lead=spread_plan(layers, heads, share))
-    most = (layers - 1) / layers
-    assert plan.share_followers == pytest.approx(min(share, most), abs=0.5 / (layers * heads) + 1e-9)
-    blocks = [len(plan.blocks(head)) for head in range(heads)]
-    assert max(blocks) - min(blocks) <= 1
-
-
-@pytest.mark.parametrize(("layers", "heads"), [(32, 8), (4, 2), (1, 3), (5, 3), (2, 1)])
-@pytest.mark.parametrize("shares", [(0.0, 0.5), (0.3, 0.65), (0.1, 0.3), (0.0, 1.0), (0.5, 0.5)])
-def test_made_up_plans_have_the_windows_asked_for(layers, heads, shares):
-    pairs, plan = layers * heads, pod.SharingPlan(lead=spread_plan(layers, heads, *shares))
+@pytest.mark.parametrize(
+    "shares",
+    [
+        (0.0, 0.0),
+        (0.3, 0.0),
+        (0.7, 0.0),
+        (0.97, 0.0),
+        (0.0, 0.5),
+        (0.3, 0.65),
+        (0.1, 0.3),
+        (0.0, 1.0),
+        (0.5, 0.5),
+    ],
+)
+def test_made_up_plans_have_the_shares_asked_for(layers, heads, shares):
+    pairs, plan = layers * heads, spread_plan([None] * layers, heads, *shares)
     assert plan.num_windows == round(shares[1] * pairs)
     rows = zip(*plan.lead, strict=True)
     blocks, windows = zip(
@@ -152,16 +138,22 @@ def test_made_up_plans_have_the_windows_asked_for(layers, heads, shares):
     assert plan.num_leads == max(wanted, sum(count < layers for count in windows))
 
 
+def test_layers_trained_with_windows_keep_them():
+    plan = spread_plan([9, None, 9, None, None, None], 2, 0.5)
+    assert plan.lead[0] == plan.lead[2] == (None, None) and plan.num_windows == 4 == plan.num_followers
+
+
 def counted(lead, length, groups, head_dim, element, windows, method):
     """Bytes of a step for one row, by walking over every pair and token."""
-    skips = round(method.skip_share * sum(a not in (i, None) for i, row in enumerate(lead) for a in row))
+    share, shares = method.options.get("skip_share", 0), uses_plan(method)
+    skips = round(share * sum(a not in (i, None) for i, row in enumerate(lead) for a in row))
     total = 0
     for layer, row in enumerate(lead):
         for head, own in enumerate(row):
-            leads = not method.uses_plan or own == layer
+            leads = not shares or own == layer
             above = next((row[head] for row in lead[layer + 1 :] if row[head] is not None), None)
             has_users = own is not None and above == own
-            sees_window_only = method.uses_plan and own is None
+            sees_window_only = shares and own is None
             skip = not leads and not sees_window_only and skips > 0
             skips -= skip
             for token in range(length):
@@ -170,61 +162,87 @@ def counted(lead, length, groups, head_dim, element, windows, method):
                     continue
                 total += 0 if distant and skip else head_dim * element  # value
                 total += head_dim * element if leads or not distant else 0  # key
-                if distant and method.uses_plan and not skip and (not leads or has_users):
+                if distant and shares and not skip and (not leads or has_users):
                     total += 4 * groups  # logits
     return total
 
 
+def sizes_of(lead, groups=3, head_dim=16, weights=1000, read=900, bits=None):
+    plan = pod.SharingPlan(lead=lead, bits=bits)
+    dense = pod.SharingPlan.dense(plan.num_layers, plan.num_key_value_heads)
+    return Sizes(plan, dense, (WINDOWS,) * len(lead), groups, head_dim, 2, weights, read)
+
+
+def ceiling(sizes, method, length, batch):
+    full, own = (read_per_step(sizes, one, length, batch) for one in (FULL, method))
+    return full / own
+
+
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 100])
-@pytest.mark.parametrize("text", ["full", "pod", "pod tau=0.7 skip_share=0.5", "pod tau=0.7 skip_share=1"])
+@pytest.mark.parametrize("text", ["full", "pod", "pod[tau=0.7,skip_share=0.5]", "pod[tau=0.7,skip_share=1]"])
 @pytest.mark.parametrize("lead", [LEAD, ROLES])
 def test_bytes_of_a_step_are_those_counted(length, text, lead):
-    sizes = Sizes(tuple(map(tuple, lead)), 3, 16, 2, 1000, 900, *WINDOWS)
-    method = parse_method(text)
+    sizes, method = sizes_of(lead), contestant(text)
     expected = counted(lead, length, 3, 16, 2, WINDOWS, method)
     assert read_per_row(sizes, method, length) == pytest.approx(expected, rel=1e-12)
     full = counted(lead, length, 3, 16, 2, WINDOWS, FULL)
-    assert ceiling(sizes, method, FULL, length, 5) == pytest.approx((900 + 5 * full) / (900 + 5 * expected))
+    assert ceiling(sizes, method, length, 5) == pytest.approx((900 + 5 * full) / (900 + 5 * expected))
 
 
 def test_packed_tokens_cost_their_codes_and_their_groups():
-    sizes = Sizes(tuple(map(tuple, LEAD)), 2, 128, 2, 0, 0, *WINDOWS)
-    assert token_bytes(sizes, parse_method("int4"), 10**9) == pytest.approx(128 * 5 / 8, rel=1e-5)  # 5 bits
-    assert token_bytes(sizes, parse_method("int8 group_size=64"), 10**9) == pytest.approx(
-        128 * 8.5 / 8, rel=1e-5
+    sizes = sizes_of(LEAD, 2, 128)
+    for text, bits, tokens, size in (
+        ("int4", 4, 10**9, 128 * 5 / 8),
+        ("int8[group_size=64]", 8, 10**9, 128 * 8.5 / 8),
+        ("int4", 4, 100, 256),  # the newest tokens are native
+    ):
+        assert sizes.token_bytes(contestant(text), bits, tokens) == pytest.approx(size, rel=1e-5)
+    assert not is_modelled(contestant("snapkv@9")) and not is_modelled(STOCK)
+    whole, packed = (
+        read_per_row(sizes, POD, 10**6),
+        read_per_row(sizes_of(LEAD, 2, 128, bits=(16, 4, 4, 16)), POD, 10**6),
     )
-    assert token_bytes(sizes, parse_method("int4"), 100) == 256, "the newest tokens are native"
-    assert ceiling(sizes, parse_method("snapkv budget=9"), FULL, 100, 1) is None
+    saved = 2 + 2 + 1  # values of two heads in two layers, and the key of the head that leads there
+    assert whole - packed == pytest.approx(saved * 10**6 * (256 - 80), rel=1e-3), "a plan's own bits"
 
 
 def test_ceilings_at_llama3_8b_shapes_are_those_promised():
     """1.34x at batch 4, 1.20x at batch 1; largest batches 1.27, 1.30, 1.36, 1.41x for a window of 4,096."""
-    config = SimpleNamespace(tie_word_embeddings=False, **SHAPES["llama3-8b"])
-    held, read = weight_bytes(config, 2)
-    assert held / 2 == pytest.approx(8.03e9, rel=1e-3) and held - read == 2 * 128256 * 4096
-    lead = tuple(map(tuple, spread_plan(32, 8, 0.7)))
-    sizes = Sizes(lead, 4, 128, 2, held, read, 16, 4080)
-    assert ceiling(sizes, POD, FULL, 131072, 4) == pytest.approx(1.34, abs=0.005)
-    assert ceiling(sizes, POD, FULL, 131072, 1) == pytest.approx(1.20, abs=0.005)
+    config = SimpleNamespace(**SHAPES["llama3-8b"])
+    sizes = Sizes.of(config, spread_plan([None] * 32, 8, 0.7), (16, 4080), 2)
+    assert sizes.weights / 2 == pytest.approx(8.03e9, rel=1e-3)
+    assert sizes.weights - sizes.read == 2 * 128256 * 4096
+    assert ceiling(sizes, POD, 131072, 4) == pytest.approx(1.34, abs=0.005)
+    assert ceiling(sizes, POD, 131072, 1) == pytest.approx(1.20, abs=0.005)
     for prompt, ratio in ((2048, 1.27), (4096, 1.30), (8192, 1.36), (16384, 1.41)):
         n = prompt + 8192
         assert held_per_row(sizes, FULL, n) / held_per_row(sizes, POD, n) == pytest.approx(ratio, abs=0.006)
 
 
+def test_weights_of_experts_are_held_by_all_and_read_of_some():
+    """Mixtral-8x7B: 46.7 billion weights, 12.9 of them for a token."""
+    config = SimpleNamespace(
+        **{**SHAPES["llama3-8b"], "vocab_size": 32000},
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=14336,
+    )
+    sizes = Sizes.of(config, spread_plan([None] * 32, 8, 0.7), (16, 4080), 2)
+    assert sizes.weights / 2 == pytest.approx(46.7e9, rel=2e-3)
+    assert sizes.read / 2 == pytest.approx(12.9e9 - 32000 * 4096, rel=4e-3)
+
+
 @pytest.mark.parametrize("lead", [LEAD, ROLES])
 def test_bytes_held_are_those_of_a_real_cache(lead):
-    models = make_models(lead)
-    bench = Bench(dense=models[0], planned=models[1])
-    weights = sum(p.nbytes for p in models[1].parameters()) - sum(
-        p.nbytes for name, p in models[1].named_parameters() if "norm" in name
-    )
-    assert bench.sizes.weights == weights
-    assert bench.sizes.weights - bench.sizes.read == models[1].model.embed_tokens.weight.nbytes
-    for text in ("full", "pod"):
-        method = parse_method(text)
-        cache, _ = make_cache(bench.model_of(method), method, 512, "auto")
-        fill(bench.model_of(method), cache, 3, 100)
-        cache.engine.greedy(bench.model_of(method), torch.zeros(3, 1, dtype=torch.long), 1)
+    bench = make_bench(lead)
+    norms = sum(p.nbytes for name, p in bench.planned.named_parameters() if "norm" in name)
+    assert bench.sizes.weights == sum(p.nbytes for p in bench.planned.parameters()) - norms
+    assert bench.sizes.weights - bench.sizes.read == bench.planned.model.embed_tokens.weight.nbytes
+    for method in (FULL, POD):
+        model = bench.model_of(method)
+        cache, _ = make_cache(bench, method, 100, 512, "auto")
+        fill(model, cache, 3, 100)
+        cache.engine.greedy(model, torch.zeros(3, 1, dtype=torch.long), 1)
         parts = cache.nbytes_by_part()
         buffers = parts.pop("decode_buffers")
         parts.pop("bookkeeping")
@@ -233,17 +251,14 @@ def test_bytes_held_are_those_of_a_real_cache(lead):
         assert sum(parts.values()) == held - logits
         assert logits <= buffers < 1.1 * logits + 10_000
         assert held - 3 * held_per_row(bench.sizes, method, 512) == logits / 2
-    tied = SimpleNamespace(**{**vars(models[0].config), "tie_word_embeddings": True})
-    assert weight_bytes(tied, 4) == (bench.sizes.read, bench.sizes.read)
 
 
 # -- caches ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [1, 5, 8, 9, 70, 300])
-def test_filled_caches_have_random_numbers_in_every_used_slot(
-    models, models_with_windows, monkeypatch, length
-):
+@pytest.mark.parametrize(("lead", "method"), [(LEAD, FULL), (LEAD, POD), (ROLES, POD)])
+def test_filled_caches_have_random_numbers_in_every_used_slot(lead, method, monkeypatch, length):
     monkeypatch.setattr(decode_speed, "_CHUNK", 64 * 2 * 2 * 16)  # 64 tokens at a time
     written, append = {}, TokenStore.append
 
@@ -252,43 +267,39 @@ def test_filled_caches_have_random_numbers_in_every_used_slot(
         append(store, x, past)
 
     monkeypatch.setattr(TokenStore, "append", recorded)
-    for model, text in zip((*models, models_with_windows[1]), ("full", "pod", "pod"), strict=True):
-        written.clear()  # addresses are used again
-        cache, note = make_cache(model, parse_method(text), 400, "auto")
-        fill(model, cache, 2, length)
-        assert note is None and cache.get_seq_length() == length and cache.lengths.tolist() == [length] * 2
-        for store in stores_of(cache):
-            used = store.data[:, :, : store.used_slots(length)]
-            assert (used != 0).all() and not (store.data[:, :, store.used_slots(length) :] != 0).any()
-            sinks, recent = WINDOWS if store.has_window else (0, length)
-            assert written[id(store)] >= {*range(min(sinks, length)), *range(max(0, length - recent), length)}
-            assert len(written[id(store)]) < 300 or not store.has_window, (
-                "old tokens of a window are not made"
-            )
+    bench = make_bench(lead)
+    cache, note = make_cache(bench, method, length, 400, "auto")
+    fill(bench.model_of(method), cache, 2, length)
+    assert note is None and cache.get_seq_length() == length and cache.lengths.tolist() == [length] * 2
+    for store in stores_of(cache):
+        used = store.data[:, :, : store.used_slots(length)]
+        assert (used != 0).all() and not (store.data[:, :, store.used_slots(length) :] != 0).any()
+        sinks, recent = WINDOWS if store.has_window else (0, length)
+        assert written[id(store)] >= {*range(min(sinks, length)), *range(max(0, length - recent), length)}
+        assert len(written[id(store)]) < 300 or not store.has_window, "old tokens of a window are not made"
 
 
-@pytest.mark.parametrize("text", ["full", "pod", "pod tau=0.7 skip_share=0.5"])
+@pytest.mark.parametrize("text", ["full", "pod", "pod[tau=0.7,skip_share=0.5]"])
 @pytest.mark.parametrize("lead", [LEAD, ROLES])
 def test_the_engine_on_a_filled_cache_decodes_as_the_ordinary_pass(text, lead):
-    method, (dense, planned) = parse_method(text), make_models(lead)
-    bench = Bench(dense=dense, planned=planned)
+    method, bench = contestant(text), make_bench(lead)
     model, found = bench.model_of(method), []
     for capacity in (64, None):
-        options = {} if capacity is None else {"capacity": capacity}
-        cache = pod.make_cache(model, method.spec, **options, **method.options)
-        fill(model, cache, 2, 40, method.skip_share)
-        runner = decode_speed._warmed(decode_speed.Runner(text, model, cache, method=method), 2)
-        runner.decode(5)
-        assert runner.length == 40 + 2 + 5
+        tau = {"tau": 0.7} if "tau" in text else {}
+        cache = pod.make_cache(model, method.spec, **tau, **({"capacity": capacity} if capacity else {}))
+        fill(model, cache, 2, 40, method.options.get("skip_share", 0))
+        one = Contestant(text, model, cache, torch.zeros(2, 1, dtype=torch.long))
+        one.decode(7)
+        assert cache.get_seq_length() == 47
         with torch.no_grad():
             found.append(model(torch.tensor([[7], [8]]), past_key_values=cache).logits)
     assert (found[0] - found[1]).abs().max() < 1e-4 * found[1].abs().max()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_the_share_asked_for_passes_the_gate(models, share):
+def test_the_share_asked_for_passes_the_gate(bench, share):
     """A pair whose whole group passes reads no distant value: NaN there does not show."""
-    model = models[1]
+    model = bench.planned
     pairs = [(i, h) for i, row in enumerate(LEAD) for h, own in enumerate(row) if own != i]
     unread = 0
     for layer, head in pairs:
@@ -300,30 +311,27 @@ def test_the_share_asked_for_passes_the_gate(models, share):
     assert unread == share * len(pairs)
 
 
-@pytest.mark.parametrize("spec", ["pod+int4 group_size=16", "int8 group_size=16", "snapkv budget=40"])
-def test_what_the_engine_does_not_serve_runs_through_the_ordinary_cache_and_says_so(bench, spec):
-    method = parse_method(spec)
-    runner = decode_speed.start_runner(bench, method, 2, 200, 250, "auto")
-    has_engine = runner.cache.engine is not None
-    assert has_engine == (runner.note is None) and runner.length == 200
-    assert has_engine or runner.note.startswith("ordinary cache, no engine: ")
-    assert runner.decode(3) > 0 and runner.length == 203
+@pytest.mark.parametrize(
+    "text", ["pod+int4[group_size=16]", "int8[group_size=16]", "snapkv@40", "snapkv@20%"]
+)
+def test_what_the_engine_does_not_serve_runs_through_the_ordinary_cache_and_says_so(bench, text):
+    one, note = entrant(bench, contestant(text), 2, 200, 250, "auto")
+    has_engine = one.cache.engine is not None
+    assert has_engine == (note is None) and one.cache.get_seq_length() == 200
+    assert has_engine or note.startswith("ordinary cache, no engine: ")
+    assert one.decode(3) > 0 and one.cache.get_seq_length() == 203
     assert bench.dense.config.attention_backend == bench.planned.config.attention_backend == "auto"
-    if not spec.startswith("snapkv"):
-        full = decode_speed.start_runner(bench, FULL, 2, 200, 250, "auto")
-        assert runner.cache.nbytes < 0.8 * full.cache.nbytes
+    full, _ = entrant(bench, FULL, 2, 200, 250, "auto")
+    assert one.cache.nbytes < 0.8 * full.cache.nbytes
 
 
-def test_stock_model_is_the_dense_model(models):
+def test_all_models_share_their_weights(bench):
     ids = torch.randint(258, (2, 30), generator=torch.Generator().manual_seed(1))
-    stock = decode_speed.stock_model(models[0])
     with torch.no_grad():
-        ours, theirs = models[0](ids).logits, stock(ids).logits
+        ours, theirs = bench.dense(ids).logits, bench.stock(ids).logits
     assert (ours - theirs).abs().max() < 1e-5
-    assert stock.lm_head.weight.data_ptr() == models[0].lm_head.weight.data_ptr(), "the same weights, once"
-    assert models[1].lm_head.weight.data_ptr() == models[0].lm_head.weight.data_ptr()
-    config = pod.PodConfig(**(models[0].config.to_dict() | {"attention_qkv_bias": True}))
-    assert decode_speed.stock_model(SimpleNamespace(config=config)) is None
+    models = bench.dense, bench.planned, bench.stock
+    assert len({model.lm_head.weight.data_ptr() for model in models}) == 1
 
 
 # -- duels -----------------------------------------------------------------------------------------------------------
@@ -334,62 +342,59 @@ class Clock:
 
     def __init__(self, monkeypatch, seconds):
         self.turns, self.lengths, self.seconds = [], {}, seconds
-        real = decode_speed.Runner.decode
+        real = Contestant.decode
 
-        def decode(runner, steps):
-            real(runner, steps)
-            self.turns.append((runner.name, runner.backend, steps))
-            self.lengths.setdefault(runner.name, []).append(runner.length)
-            return self.seconds[runner.name, runner.backend]
+        def decode(one, steps):
+            real(one, steps)
+            backend = one.cache.engine.backend
+            self.turns.append((one.name, steps))
+            self.lengths.setdefault(one.name, []).append(one.cache.get_seq_length())
+            return self.seconds[one.name, backend]
 
-        monkeypatch.setattr(decode_speed.Runner, "decode", decode)
+        monkeypatch.setattr(Contestant, "decode", decode)
 
 
-def test_a_duel_is_fair_and_its_figures_follow_from_its_seconds(bench, monkeypatch):
-    clock = Clock(monkeypatch, {("full", "grouped"): 2.0, ("pod", "auto"): 0.5, ("pod tau=0.7", "auto"): 4.0})
-    bench.full_backend = "grouped"
-    methods = [POD, parse_method("pod tau=0.7")]
-    found = decode_speed.compare(bench, methods, 2, 50)
-    row = found["methods"]["pod"]
-    assert (
-        row["tokens_per_second"]["median"] == 3 * 2 / 0.5 and row["full_tokens_per_second"]["median"] == 3.0
+def test_a_duel_is_fair_and_its_figures_follow_from_its_seconds(monkeypatch):
+    clock = Clock(
+        monkeypatch, {("full", "grouped"): 2.0, ("pod", "auto"): 0.5, ("pod[tau=0.7]", "auto"): 4.0}
     )
+    settings = "bench.steps=3", "bench.repeats=2", "bench.full_backend=grouped", "bench.stock=false"
+    bench = make_bench(LEAD, *settings, "bench.methods=pod,pod[tau=0.7]")
+    found = decode_speed.compare(bench, bench.args.contestants, 2, 50)
+    row = found["methods"]["pod"]
+    assert row["tokens_per_second"]["median"] == 3 * 2 / 0.5 and row["full_tokens_per_second"]["median"] == 3
     assert row["speed_over_full"] == {"median": 4.0, "min": 4.0, "max": 4.0, "repeats": 2}
-    assert found["methods"]["pod tau=0.7"]["speed_over_full"]["median"] == 0.5
+    assert found["methods"]["pod[tau=0.7]"]["speed_over_full"]["median"] == 0.5
     assert row["length"] == 50
-    middle = (50 + 59) // 2
-    limit = ceiling(bench.sizes, POD, FULL, middle, 2)
-    assert row["byte_ceiling"] == limit and row["share_of_ceiling"] == 4.0 / limit
+    limit = ceiling(bench.sizes, POD, (50 + 59) // 2, 2)
+    assert row["byte_ceiling"] == limit and row["share_of_ceiling"] == pytest.approx(4.0 / limit)
     assert row["bytes_per_second"] == pytest.approx(row["bytes_per_step"] * 6)
     assert row["full_bytes_per_second"] == pytest.approx(row["full_bytes_per_step"] * 1.5)
-    names = [name for name, _, steps in clock.turns if steps == 3]
+    names = [name for name, steps in clock.turns if steps == 3]
     assert names[:6] == ["full", "pod", "pod", "full", "full", "pod"]
     # both stand at the same length in every round, and nothing had to grow
     assert clock.lengths["pod"][1:] == clock.lengths["full"][1:4]
-    assert clock.lengths["pod tau=0.7"][1:] == clock.lengths["full"][4:]
+    assert clock.lengths["pod[tau=0.7]"][1:] == clock.lengths["full"][4:]
     capacity = 50 + 2 * 3 * 3
     assert row["bytes_by_part"]["values"] == 2 * 8 * capacity * 16 * 4
     assert found["full"]["bytes_by_part"]["keys"] == 2 * 8 * capacity * 16 * 4
 
 
 def test_the_dense_cache_takes_its_fastest_backend(bench, monkeypatch):
-    clock = Clock(monkeypatch, {("full", "grouped"): 2.0, ("full", "sdpa"): 1.0, ("full", "slow"): 3.0})
+    clock = Clock(monkeypatch, {("full", "grouped"): 2.0, ("full", "sdpa"): 1.0})
 
     def broken(call):
         raise RuntimeError("no such\nkernel")
 
+    assert decode_speed.fastest_backend(bench, 1, 40) == ("grouped", {})
+    bench.args.full_backend = "fastest"
     with dense_peers():
         monkeypatch.setitem(DECODERS, "broken", DECODERS["grouped"]._replace(run=broken))
-        monkeypatch.setitem(DECODERS, "slow", DECODERS["grouped"])
-        bench.skip = {"full slow": "left out"}
         name, tried = decode_speed.fastest_backend(bench, 1, 40)
         assert name == "sdpa" and tried["sdpa"] == 1.0 / 8 and tried["grouped"] == 2.0 / 8
-        assert tried["broken"] == "RuntimeError: no such kernel" and tried["slow"] == "left out"
-        assert (
-            "cannot run" in tried["triton"]
-            and "cannot run" in tried["flash_attn"]
-            and "reference" not in tried
-        )
+        assert tried["broken"] == "RuntimeError: no such kernel"
+        assert "cannot run" in tried["triton"] and "cannot run" in tried["flash_attn"]
+        assert "reference" not in tried
         clock.seconds["full", "grouped"] = 0.5
         assert decode_speed.fastest_backend(bench, 1, 40)[0] == "grouped"
     assert not set(PEERS) & set(DECODERS)
@@ -399,43 +404,49 @@ def test_dense_peers_compute_dense_attention_and_nothing_else(bench):
     found = []
     with dense_peers():
         for backend in ("grouped", "sdpa"):
-            cache, _ = make_cache(bench.dense, FULL, 64, backend)
+            cache, _ = make_cache(bench, FULL, 30, 64, backend)
             fill(bench.dense, cache, 2, 30)
             with torch.no_grad():
                 found.append(bench.dense(torch.tensor([[4], [5]]), past_key_values=cache).logits)
         assert (found[0] - found[1]).abs().max() < 1e-5
-        cache, _ = make_cache(bench.planned, POD, 64, "sdpa")
-        fill(bench.planned, cache, 2, 30)
-        with (
-            torch.no_grad(),
-            pytest.raises(ValueError, match="'sdpa' cannot run: it serves dense caches only"),
-        ):
-            bench.planned(torch.tensor([[4], [5]]), past_key_values=cache)
+        for lead in (LEAD, ROLES):
+            other = make_bench(lead)
+            with pytest.raises(ValueError, match="'sdpa' cannot run: it serves dense caches only"):
+                entrant(other, POD, 2, 30, 64, "sdpa")
 
 
 def test_one_that_fails_does_not_stop_the_others(bench, monkeypatch):
-    bench.full_backend, bench.backend = "grouped", "auto"
-    bad, late = parse_method("pod tau=7"), parse_method("int8 group_size=16")
-    asked = iter([False, False, True])
-    bench.skip = {"pod tau=0.5": "skipped"}
-    methods = [bad, parse_method("pod tau=0.5"), POD, late]
-    found = decode_speed.compare(bench, methods, 1, 40, lambda: next(asked))["methods"]
-    assert "tau = 7" in found["pod tau=7"]["error"] and found["pod tau=0.5"] == {"error": "skipped"}
+    bad, late = contestant("pod[tau=7]"), contestant("pod[tau=0.9]")
+    real = Contestant.decode
+
+    def decode(one, steps):
+        if one.name == late.name and one.cache.get_seq_length() > 45:
+            raise torch.OutOfMemoryError("no room\nleft")
+        return real(one, steps)
+
+    monkeypatch.setattr(Contestant, "decode", decode)
+    result = decode_speed.compare(bench, [bad, late, POD], 1, 40)
+    found = result["methods"]
+    assert "tau = 7" in found["pod[tau=7]"]["error"]
+    assert found[late.name] == {"error": "OutOfMemoryError: no room left"}
     assert found["pod"]["engine"] and found["pod"]["note"] is None
-    assert "the time for this benchmark was up" in found[late.name]["error"]
-    text = run.table(decode_speed.compare(bench, [bad, POD], 1, 40))
-    assert "pod tau=7                failed: pod: tau = 7" in text
+    assert "pod[tau=7]                     failed: pod: tau = 7" in run.table(result)
+
+
+def test_nothing_goes_on_without_the_dense_cache(bench, monkeypatch):
+    real = Contestant.decode
+
+    def decode(one, steps):
+        if one.cache.get_seq_length() > 45:
+            raise RuntimeError("an illegal memory access")
+        return real(one, steps)
+
+    monkeypatch.setattr(Contestant, "decode", decode)
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        decode_speed.compare(bench, [POD, contestant("pod[tau=0.9]")], 1, 40)
 
 
 # -- launcher --------------------------------------------------------------------------------------------------------
-
-TINY = [
-    "bench.shapes=tiny",
-    "model.num_sink_tokens=2",
-    "model.num_recent_tokens=6",
-    "bench.repeats=1",
-    "bench.steps=2",
-]
 
 
 def recipe_of(tmp_path, *settings) -> Recipe:
@@ -444,27 +455,60 @@ def recipe_of(tmp_path, *settings) -> Recipe:
 
 def test_a_run_writes_and_prints_every_setting(tmp_path, capsys):
     recipe = recipe_of(
-        tmp_path, "bench.lengths=[40]", "bench.batch_sizes=[1,2]", "bench.methods=pod,pod tau=0.7"
+        tmp_path, "bench.lengths=[40]", "bench.batch_sizes=[1,2]", "bench.methods=pod,pod[tau=0.7]"
     )
     run.run_bench(recipe)
     written = json.loads((tmp_path / "bench" / "bench.json").read_text())
     assert [(s["batch"], s["length"]) for s in written["settings"]] == [(1, 40), (2, 40)]
     for setting in written["settings"]:
-        assert set(setting["methods"]) == {"pod", "pod tau=0.7", "transformers"}
+        assert set(setting["methods"]) == {"pod", "pod[tau=0.7]", "transformers"}
         assert all(row["speed_over_full"]["repeats"] == 1 for row in setting["methods"].values())
     assert written["share_followers"] == 0.75 and "follower" in written["byte_model"]
+    assert {"commit", "versions", "hardware"} <= set(written["environment"])
     output = capsys.readouterr().out
-    assert "batch 2, 40 tokens; full holds" in output and "pod tau=0.7" in output
+    assert "batch 2, 40 tokens; full holds" in output and "windows 2 + 6" in output
 
 
-def test_a_model_of_ones_own_with_a_plan(tmp_path):
-    pod.SharingPlan(lead=LEAD).save(tmp_path / "p.json")
-    settings = ["bench.shapes=null", "model.path=package:tiny", f"model.plan={tmp_path / 'p.json'}"]
-    settings += ["bench.lengths=[40]", "bench.methods=pod", "bench.full_backend=grouped"]
+OWN = ["bench.shapes=null", "bench.lengths=[300]", "bench.methods=pod", "bench.full_backend=grouped"]
+
+
+@pytest.mark.parametrize("bits", [None, (16, 4, 4, 16)])
+def test_a_model_of_ones_own_with_a_plan(tmp_path, bits):
+    """The plan's bits are measured too: a layer in 4 bits holds less."""
+    order = ((2, 3, 0, 1),) * 4
+    pod.SharingPlan(lead=LEAD, bits=bits, head_order=order).save(tmp_path / "p.json")
+    settings = [*OWN, "model.path=package:tiny", f"model.plan={tmp_path / 'p.json'}"]
     result = run.run_bench(recipe_of(tmp_path, *settings))
     assert result["plan"] == str(tmp_path / "p.json") and result["share_followers"] == 1 / 2
-    assert "error" not in result["settings"][0]["methods"]["pod"]
-    assert "error" not in result["settings"][0]["methods"]["transformers"]
+    rows = result["settings"][0]["methods"]
+    assert "error" not in rows["transformers"]
+    held, sizes = rows["pod"]["bytes_by_part"], run.subject(recipe_of(tmp_path, *settings))[0]
+    native = 300 * 16 * 4  # of a head's keys or values
+    assert sizes.plan.bits == bits
+    assert (held["values"] < 7.5 * native) == (bits is not None)
+
+
+@pytest.mark.parametrize("kind", ["export", "sliding", "qwen2"])
+def test_models_of_other_kinds(tmp_path, kind):
+    """An export under its own plan; layers trained with windows, which `full` keeps; biases, which the stock model has too."""
+    if kind == "export":
+        pod.load_model("package:tiny", plan=pod.SharingPlan(lead=LEAD)).save_pretrained(tmp_path / "m")
+    else:
+        sizes = SHAPES["tiny"] | {"max_position_embeddings": 1024}
+        config = {
+            "sliding": lambda: transformers.MistralConfig(**sizes, sliding_window=32),
+            "qwen2": lambda: transformers.Qwen2Config(**sizes),
+        }[kind]()
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
+    result = run.run_bench(recipe_of(tmp_path, *OWN, f"model.path={tmp_path / 'm'}"))
+    rows, full = result["settings"][0]["methods"], result["settings"][0]["full"]
+    assert "error" not in rows["pod"] and ("error" in rows["transformers"]) == (kind == "export")
+    assert (result["plan"] == "the model's own") == (kind == "export")
+    dense = 2 * 8 * 308 * 16 * 4  # keys and values of 8 pairs
+    stored = sum(
+        size for part, size in full["bytes_by_part"].items() if part not in ("decode_buffers", "bookkeeping")
+    )
+    assert stored == (2 * 8 * 32 * 16 * 4 if kind == "sliding" else dense)
 
 
 @pytest.mark.parametrize(
@@ -476,9 +520,10 @@ def test_a_model_of_ones_own_with_a_plan(tmp_path):
         ),
         (
             ["bench.batch_sizes=[100000000]"],
-            r"batch 100000000 at 8192 tokens needs [\d.]+ GB \(weights .*full .*pod ",
+            r"batch 100000000 at 8192 tokens: pod needs [\d.]+ GB beside full",
         ),
-        (["bench.methods=pod tua=0.7"], "no parameter 'tua'"),
+        (["bench.methods=pod[tua=0.7]"], "no parameter 'tua'"),
+        (["bench.methods=snapkv"], "budget"),
         (["bench.backend=tritn"], "bench.backend is 'tritn', allowed: auto"),
         (["bench.full_backend=sdp"], "bench.full_backend is 'sdp', allowed: fastest"),
         (["model.plan=nowhere.json"], "nowhere.json does not exist"),
@@ -493,11 +538,11 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(tmp_path, monkeyp
 
 def test_the_stock_model_is_left_out_where_it_does_not_fit(tmp_path, monkeypatch):
     recipe = recipe_of(tmp_path, "bench.lengths=[40,400]", "bench.methods=pod")
-    assert decode_speed.most_bytes({"weights": 1.0, "full": 2.0, "pod": 3.0, "int4": 4.0}) == 7.0
-    sizes = run._sizes(recipe)
-    needed = decode_speed.bytes_needed(sizes, recipe.bench.contestants(), 1, 400 + 8, True)
-    monkeypatch.setattr("pod.measure.memory.free_memory", lambda _: decode_speed.most_bytes(needed) + 1)
-    reasons = run._check_memory(recipe, CPU)
+    sizes = run.subject(recipe)[0]
+    full, own, other = (held_per_row(sizes, one, 408, True) for one in (FULL, POD, STOCK))
+    assert needed(sizes, POD, 1, 408, True) == sizes.weights + full + own and own < other
+    monkeypatch.setattr("pod.measure.memory.free_memory", lambda _: sizes.weights + full + own + 1)
+    reasons = run._check_memory(recipe.bench, sizes, CPU)
     assert list(reasons) == [(1, 400)] and "are free" in reasons[1, 400]
 
 
@@ -505,69 +550,3 @@ def test_dry_run_states_bytes_and_ceilings(root):
     text = run.estimate(load_recipe(root / "configs" / "bench_llama3_8b.yaml"))
     assert "Weights: 16.06 GB, of which a decode step reads 15.01 GB. 179 of 256" in text
     assert "62.364 read  1.343x" in text and "69.391 held" in text
-
-
-# -- benchmarks ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def script(root, monkeypatch):
-    """`script("max_batch")` imports a benchmark."""
-    monkeypatch.setattr(sys, "path", [str(root / "benchmarks"), *sys.path])
-    return importlib.import_module
-
-
-def test_tokens_per_second_tiny(script, tmp_path, monkeypatch):
-    module = script("tokens_per_second")
-    out = tmp_path / "x.json"
-    arguments = argparse.Namespace(tiny=True, out=out, failed={"batch 2: pod": "broke"}, budget=1000.0)
-    sizes = module.setting_of(True) | {"extras": ["pod tau=0.7"], "length": 70}
-    monkeypatch.setattr(module, "setting_of", lambda tiny: sizes)
-    assert module.main(arguments) == 0
-    found = json.loads(out.read_text())
-    assert {"environment", "rows", "parts"} <= set(found)
-    assert found["parts"]["batch 2"]["methods"]["pod"] == {"error": "broke"}
-    names = [row["name"] for row in found["rows"]]
-    assert len(names) == 3 and all(row["met"] is None for row in found["rows"])
-    assert found["rows"][0]["figure"] is None and found["rows"][1]["figure"] > 0
-    # a second start in the same place measures nothing again; `failed` says that it is the same run
-    monkeypatch.setattr(module, "measure", lambda *_: pytest.fail("measured again"))
-    assert module.main(arguments) == 0
-
-
-def test_max_batch_tiny(script, models, bench):
-    module = script("max_batch")
-    one = module.Tries(bench, POD, 64, None)
-    assert one.fits(1) and one.fits(2)
-    row = one.peaks[2] - one.peaks[1]
-    assert row == pytest.approx(held_per_row(bench.sizes, POD, 64, on_cpu=True), rel=0.2), (
-        "nothing had to grow"
-    )
-    budget = int(one.peaks[1] + 6.5 * row)
-    found = module.measure(bench, 64, budget, budget)
-    assert found["methods"]["pod"]["batch"] == 7 and found["methods"]["pod"][
-        "fractional_batch"
-    ] == pytest.approx(7.5, abs=0.01)
-    assert found["theory"] == pytest.approx(1 / (1 - 4 / 16 * (64 - 8) / 64))
-    assert (
-        found["ratio"] == pytest.approx(found["theory"], rel=0.1)
-        and found["whole_ratio"] == 7 / found["methods"]["full"]["batch"]
-    )
-    lower = module.Tries(bench, FULL, 64, budget)
-    assert [
-        lower.fits(b) for b in (found["methods"]["full"]["batch"], found["methods"]["full"]["batch"] + 1)
-    ] == [True, False]
-    row = module.row_of(found, 32, 32, False)
-    assert row["met"] is (found["ratio"] / found["theory"] >= 0.97)
-    with pytest.raises(ValueError, match="not one row of 64 tokens fits"):
-        module.measure(bench, 64, budget, bench.sizes.weights)
-
-
-def test_all_sizes_agree(models):
-    """The estimate of a recipe and the models that are measured speak of the same bytes."""
-    recipe = load_recipe(None, TINY)
-    lead = spread_plan(4, 2, 0.7)
-    torch.manual_seed(0)
-    planned = pod.load_model(models[0], plan=pod.SharingPlan(lead=lead))
-    assert run._sizes(recipe) == sizes_of(planned.config, 4)
-    assert list(itertools.chain(*lead)).count(0) >= 2
