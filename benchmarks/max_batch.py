@@ -21,7 +21,7 @@ import torch
 from gpu_tools import DeviceLost, choose_device, finish, goal_row, header, is_lost, parser, start
 
 from pod.bench.args import FULL, contestant
-from pod.bench.decode_speed import Bench, free, make_cache, num_heads
+from pod.bench.decode_speed import Bench, free, make_cache
 from pod.bench.run import load, subject
 from pod.eval.answer.methods import Method
 from pod.eval.results import one_line
@@ -42,7 +42,7 @@ class RoomTries(Tries):
     """Does a batch of a method fit at `tokens` per row: its room is allocated, then one token decoded."""
 
     def __init__(self, bench: Bench, method: Method, tokens: int, limit: int | None):
-        new = lambda: make_cache(bench, method, tokens, tokens, "auto")[0]  # noqa: E731
+        new = lambda: make_cache(bench, method, tokens, tokens)[0]  # noqa: E731
         super().__init__(bench.model_of(method), new, tokens, 1, limit)
 
     def _passes(self, cache: Any, token: torch.Tensor) -> Iterator[None]:
@@ -54,11 +54,8 @@ class RoomTries(Tries):
 @torch.no_grad()
 def reserve(model: Any, cache: Any, batch: int, length: int) -> None:
     """Let a cache say that it holds `length` tokens per row: the room that it reserved is allocated, and no more."""
-    weight = model.lm_head.weight
-    step, _ = cache.begin_step(weight.new_empty(batch, length, 0), None, None)
-    for layer in cache.layers:
-        for name, store in layer.stores().items():
-            store.append(weight.new_zeros(batch, num_heads(layer, name), 1, model.config.head_dim), 0)
+    model(input_ids=torch.zeros(batch, 1, dtype=torch.long, device=model.device), past_key_values=cache)
+    step, _ = cache.begin_step(model.lm_head.weight.new_empty(batch, length - 1, 0), None, None)
     cache.end_step(step)
 
 

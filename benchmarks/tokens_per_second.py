@@ -37,19 +37,18 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
     return load_recipe("bench_llama3_8b", [*changes, *(TINY if arguments.tiny else ())])
 
 
-def measure(bench: Bench, method: Method, batch: int, length: int) -> dict[str, Any]:
+def measure(bench: Bench, method: Method, batch: int, length: int, backend: str | None) -> dict[str, Any]:
     """One method's duel, with the dense cache's backend; or the error. Raises: DeviceLost."""
     size = needed(bench.sizes, method, batch, bench.args.room(length), bench.device.type == "cpu")
     free = free_memory(bench.device) + bench.sizes.weights
     if size > free:
         return {"error": f"needs {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are there"}
     try:
-        found = compare(bench, [method], batch, length)
+        found = compare(bench, [method], batch, length, backend)
     except Exception as error:  # noqa: BLE001 - compilers and drivers raise anything; the others go on
         found = {"error": one_line(error)[:400]}
     if "error" not in found:
         print(table(found))
-        bench.args.full_backend = found["full"]["backend"]  # found once
         found = {"full_backend": found["full"], **found["methods"][method.name]}
     if "error" in found and is_lost(bench.device):
         raise DeviceLost(method.name, found["error"])
@@ -86,6 +85,7 @@ def main(arguments: argparse.Namespace) -> int:
     sizes, result["plan"], _ = subject(recipe)
     bench = load(recipe, sizes, device)
     what = f"tokens/s, {recipe.bench.shapes}, {length:,} tokens, batch {batch}"
+    backend = None
     with dense_peers():
         for method in [*recipe.bench.contestants, STOCK]:
             if method.name in arguments.failed:
@@ -93,7 +93,10 @@ def main(arguments: argparse.Namespace) -> int:
             elif time.monotonic() - began > arguments.budget:
                 found = {"error": f"not measured: {arguments.budget:.0f} s had passed"}
             else:
-                found = measure(bench, method, batch, length)
+                found = measure(bench, method, batch, length, backend)
+                backend = (
+                    found["full_backend"]["backend"] if "full_backend" in found else backend
+                )  # found once
             result["methods"][method.name] = found
             result["rows"].append(row_of(what, method.name, found, arguments.tiny))
     finish(result, arguments)

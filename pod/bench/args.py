@@ -46,7 +46,7 @@ def contestant(name: str) -> Method:
 
 @section
 class BenchArgs:
-    """The `bench` section: decode speed of methods beside the dense cache. Lengths are in tokens, sizes in bytes."""
+    """The `bench` section: decode speed of methods beside the dense cache, which takes the fastest attention that runs."""
 
     shapes: str | None = None
     """random weights of this shape in place of model.path: llama3-8b, llama-1b, cpu (four layers with heads of 128) or
@@ -75,13 +75,6 @@ class BenchArgs:
 
     repeats: PositiveInt = 5
     """timed rounds per method; in each round the method and the dense cache take turns"""
-
-    backend: str = "auto"
-    """decode backend of the methods: auto, grouped, triton or reference; a named one that cannot run is an error"""
-
-    full_backend: str = "fastest"
-    """decode backend of the dense cache: fastest tries all that run and takes the fastest; or a backend by name, also sdpa
-    (PyTorch's flash attention) and flash_attn (that package), which serve dense caches only"""
 
     stock: bool = True
     """also run the stock transformers model with its own cache, where it fits into memory"""

@@ -64,7 +64,7 @@ class Bench:
 
 
 def make_cache(
-    bench: Bench, method: Method, length: int, capacity: int, backend: str
+    bench: Bench, method: Method, length: int, capacity: int, backend: str = "auto"
 ) -> tuple[Any, str | None]:
     """An empty cache for ``length`` tokens with the decode engine; the ordinary one when the engine refuses, and why.
 
@@ -85,7 +85,7 @@ def make_cache(
 
 @torch.no_grad()
 def fill(model: Any, cache: Any, batch: int, length: int, skip_share: float = 0.0) -> None:
-    """Let a cache hold ``length`` random tokens in each of ``batch`` rows.
+    """Let a cache hold ``length`` random tokens in each of ``batch`` rows, more than one.
 
     Args:
         skip_share: this share of the following pairs, spread over the layers, gets window keys so loud that proximal
@@ -96,39 +96,34 @@ def fill(model: Any, cache: Any, batch: int, length: int, skip_share: float = 0.
         with without_attention(model):
             model(input_ids=random_rows(model, batch, length), past_key_values=cache, logits_to_keep=1)
         return
+    model(
+        input_ids=random_rows(model, batch, 1), past_key_values=cache, logits_to_keep=1
+    )  # stores take their place
     weight = model.lm_head.weight
-    step, _ = cache.begin_step(weight.new_empty(batch, length, 0), None, None)
+    step, _ = cache.begin_step(weight.new_empty(batch, length - 1, 0), None, None)
     generator = torch.Generator(weight.device).manual_seed(length)
     seen = 0.0
     for layer in layers:
-        loud = weight.new_ones(max(1, len(layer.roles.followers)))
-        for index in range(len(layer.roles.followers)):
+        loud = weight.new_ones(len(layer.roles.followers), 1, 1)
+        for index in range(len(loud)):
             seen += skip_share
             if seen >= 1 - 1e-9:
                 seen, loud[index] = seen - 1, _LOUD
         for name, store in layer.stores().items():
-            shape = batch, num_heads(layer, name), length, model.config.head_dim
-            _append_random(store, shape, loud if name == "window_keys" else weight.new_ones(1), generator)
+            _append_random(store, length, loud if name == "window_keys" else 1.0, generator)
     cache.end_step(step)
 
 
-def num_heads(layer: PodCacheLayer, store: str) -> int:
-    """KV heads of a store of a layer, by its name."""
-    roles = layer.roles
-    heads = {"keys": roles.leads, "window_keys": roles.followers, "values": roles.held}
-    return len(heads.get(store, roles.windows))
-
-
-def _append_random(store: Any, shape: tuple[int, int, int, int], factor: Tensor, generator: Any) -> None:
-    """Random tokens ``[B, h, n, d]`` times a factor per head, a part at a time; of a window only those that stay."""
-    batch, heads, length, head_dim = shape
+def _append_random(store: Any, length: int, factor: Tensor | float, generator: torch.Generator) -> None:
+    """Random tokens behind the first, times a factor per head, a part at a time; of a window only those that stay."""
+    batch, heads, _, head_dim = store.target.shape
     size = max(1, _CHUNK // (batch * heads * head_dim) // 64) * 64
-    for first in range(0, length, size):
+    for first in range(1, length, size):
         rows = min(size, length - first)
-        if first and store.has_window and first + rows <= length - store.num_recent_tokens:
+        if first > 1 and store.has_window and first + rows <= length - store.num_recent_tokens:
             continue
-        x = factor.new_empty(batch, heads, rows, head_dim).normal_(generator=generator)
-        store.append(x * factor[:, None, None], first)
+        x = store.target.new_empty(batch, heads, rows, head_dim).normal_(generator=generator)
+        store.append(x * factor, first)
         store.settle(first + rows)
 
 
@@ -137,7 +132,7 @@ def _append_random(store: Any, shape: tuple[int, int, int, int], factor: Tensor,
 
 @torch.no_grad()
 def entrant(
-    bench: Bench, method: Method, batch: int, length: int, capacity: int, backend: str
+    bench: Bench, method: Method, batch: int, length: int, capacity: int, backend: str = "auto"
 ) -> tuple[Contestant, str | None]:
     """A contestant that holds ``length`` tokens, warmed up: what compiles has compiled, what is captured is. And what to know of it."""
     if method is STOCK:
@@ -165,8 +160,6 @@ def free(device: torch.device) -> None:
 
 def fastest_backend(bench: Bench, batch: int, length: int) -> tuple[str, dict[str, Any]]:
     """The decode backend in which the dense cache is fastest, and what was tried: seconds per step, or the error."""
-    if bench.args.full_backend != "fastest":
-        return bench.args.full_backend, {}
     tried: dict[str, Any] = {}
     for name in candidates(bench.device):
         try:
@@ -185,14 +178,21 @@ def fastest_backend(bench: Bench, batch: int, length: int) -> tuple[str, dict[st
 # -- one setting -----------------------------------------------------------------------------------------------------
 
 
-def compare(bench: Bench, methods: list[Method], batch: int, length: int) -> dict[str, Any]:
+def compare(
+    bench: Bench, methods: list[Method], batch: int, length: int, backend: str | None = None
+) -> dict[str, Any]:
     """Duels of methods with the dense cache at one batch size and length.
+
+    Args:
+        backend: decode backend of the dense cache; None = the fastest that runs.
 
     Returns:
         ``full``: the dense cache's backend, what was tried, its bytes by part; ``methods``: by name, figures or an error.
     """
     capacity = bench.args.room(length)
-    backend, tried = fastest_backend(bench, batch, length)
+    tried: dict[str, Any] = {}
+    if backend is None:
+        backend, tried = fastest_backend(bench, batch, length)
     full, _ = entrant(bench, FULL, batch, length, capacity, backend)
     held = full.cache.nbytes_by_part()
     found = {}
@@ -211,7 +211,7 @@ def compare(bench: Bench, methods: list[Method], batch: int, length: int) -> dic
 def duel(bench: Bench, full: Contestant, method: Method, batch: int, capacity: int) -> dict[str, Any]:
     """A method against the dense cache, both at the length that the latter has now; figures of the method."""
     length, args = full.cache.get_seq_length(), bench.args
-    one, note = entrant(bench, method, batch, length, capacity, args.backend)
+    one, note = entrant(bench, method, batch, length, capacity)
     race([full, one], args.steps, args.repeats)
     if one.failed is not None:
         raise one.failed

@@ -5,8 +5,8 @@ without slack would hold; what a library's kernel takes and gives back inside on
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import psutil
@@ -22,14 +22,14 @@ ALLOCATOR, STORAGES = "CUDA allocator", "live storages"
 class LiveBytes(TorchDispatchMode):
     """Bytes of all tensors that operations made and that live, each storage once, and their peak.
 
-    limit: bytes; MemoryError by the operation with which the peak exceeds it. Within functions wrapped by `host` nothing counts.
+    limit: bytes; MemoryError by the operation with which the peak exceeds it.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         super().__init__()
         self.live: dict[int, tuple[StorageWeakRef, int]] = {}
         self.now = self.peak = 0
-        self.limit, self.counting = limit, True
+        self.limit = limit
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -47,7 +47,7 @@ class LiveBytes(TorchDispatchMode):
         known = self.live.get(storage._cdata)
         if known is not None and not known[0].expired():
             return
-        size = storage.nbytes() if self.counting else 0
+        size = storage.nbytes()
         self.now += size - (known[1] if known else 0)
         self.live[storage._cdata] = StorageWeakRef(storage), size
 
@@ -64,18 +64,6 @@ class LiveBytes(TorchDispatchMode):
         """The peak counts from now on."""
         self._forget_dead()
         self.peak = self.now
-
-    def host(self, function: Callable) -> Callable:
-        """The function, with what it allocates counted as host memory."""
-
-        def uncounted(*arguments):
-            self.counting = False
-            try:
-                return function(*arguments)
-            finally:
-                self.counting = True
-
-        return uncounted
 
 
 class Meter:
@@ -123,35 +111,6 @@ class Meter:
         return peak
 
 
-class Split:
-    """The largest peak of several stretches, each with what the cache held when it ended."""
-
-    def __init__(self, meter: Meter, cache: Any):
-        self.meter, self.cache = meter, cache
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget the stretches so far."""
-        self.meter.restart()
-        self.peak, self.kv_by_part = 0, dict[str, int]()
-
-    def end_stretch(self, *_: Any) -> None:
-        """A stretch ends: a decoder layer or the whole pass (also a forward hook)."""
-        held, peak = self.cache.nbytes_by_part(), self.meter.restart()
-        if peak >= self.peak:
-            self.peak, self.kv_by_part = peak, held
-
-    def row(self, weights: int) -> dict[str, Any]:
-        """Bytes at the peak: of everything, of the cache, of the rest."""
-        kv = sum(self.kv_by_part.values())
-        return {
-            "peak": weights + self.peak,
-            "kv": kv,
-            "activations": max(0, self.peak - kv),
-            "kv_by_part": {part: int(size) for part, size in self.kv_by_part.items()},
-        }
-
-
 def weight_bytes(model: Any) -> int:
     """Bytes of parameters and buffers, tied ones once."""
     tensors = [*model.parameters(), *model.buffers()]
@@ -174,20 +133,30 @@ def measure(model: Any, make_cache: Callable[[], Any], prompt: Tensor, steps: in
     cache holds at the end of the decoder layer in which the peak lies; keys and values that a method lets go before that, as those of a
     prompt that it compresses, are activations.
     """
-    weights = weight_bytes(model)
+    weights, stretches = weight_bytes(model), list[tuple[int, dict[str, int]]]()
     result: dict[str, Any] = {"counted_by": ALLOCATOR if prompt.is_cuda else STORAGES, "weights": weights}
-    with Meter(model) as meter:
+
+    def end_stretch(*_: Any) -> None:
+        stretches.append((meter.restart(), cache.nbytes_by_part()))
+
+    def phase() -> dict[str, Any]:
+        peak, held = max(stretches, key=lambda one: one[0])
+        stretches.clear()
+        kv = sum(held.values())
+        parts = {part: int(size) for part, size in held.items()}
+        return {"peak": weights + peak, "kv": kv, "activations": max(0, peak - kv), "kv_by_part": parts}
+
+    with Meter(model) as meter, ExitStack() as hooks:
         cache = make_cache()
-        split = Split(meter, cache)
-        with _hooked(model, split.end_stretch):
-            token = next_token(model, cache, prompt)
-            split.end_stretch()
-            result["prefill"] = split.row(weights)
-            split.begin()
-            for _ in range(steps):
-                token = next_token(model, cache, token)
-                split.end_stretch()
-            result["decode"] = split.row(weights)
+        for layer in model.model.layers:
+            hooks.callback(layer.register_forward_hook(end_stretch).remove)
+        token = next_token(model, cache, prompt)
+        end_stretch()
+        result["prefill"] = phase()
+        for _ in range(steps):
+            token = next_token(model, cache, token)
+            end_stretch()
+        result["decode"] = phase()
     return result
 
 
@@ -202,13 +171,3 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-@contextmanager
-def _hooked(model: Any, end_stretch: Callable[..., None]) -> Iterator[None]:
-    hooks = [layer.register_forward_hook(end_stretch) for layer in model.model.layers]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

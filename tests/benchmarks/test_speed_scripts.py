@@ -53,10 +53,10 @@ def test_a_lost_device_names_the_method(script, monkeypatch):
 
     monkeypatch.setattr(module, "compare", broken)
     pod = recipe.bench.contestants[0]
-    assert module.measure(bench, pod, 1, 192) == {"error": "RuntimeError: an illegal memory access"}
+    assert module.measure(bench, pod, 1, 192, None) == {"error": "RuntimeError: an illegal memory access"}
     monkeypatch.setattr(module, "is_lost", lambda device: True)
     with pytest.raises(module.DeviceLost) as lost:
-        module.measure(bench, pod, 1, 192)
+        module.measure(bench, pod, 1, 192, None)
     assert lost.value.contestant == "pod"
 
 
