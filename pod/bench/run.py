@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from pod.bench import decode_bytes
 from pod.bench.args import FULL, SHAPES, STOCK, BenchArgs
 from pod.bench.decode_bytes import Sizes, held_per_row, is_modelled, needed, read_per_step, spread_plan
 from pod.files import write_json
@@ -18,9 +17,6 @@ if TYPE_CHECKING:
 
     from pod.bench.decode_speed import Bench
     from pod.recipe import Recipe
-
-BYTE_MODEL = (decode_bytes.__doc__ or "").split("\n\n", 1)[-1].strip()
-"""The model behind the ceilings, as text."""
 
 _ELEMENT = {"float32": 4, "bfloat16": 2, "float64": 8}
 _RANDOM_LONGEST = 1 << 20  # positions of random models, which read any length alike
@@ -153,11 +149,10 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
         "share_followers": sizes.plan.share_followers,
         "share_windows": sizes.plan.share_windows,
         "windows": list(windows),
-        "byte_model": BYTE_MODEL,
         "steps": args.steps,
         "settings": [],
     }
-    print(f"Plan: {source}; windows {windows[0]} + {windows[1]}.\n{BYTE_MODEL}")
+    print(f"Plan: {source}; windows {windows[0]} + {windows[1]}.")
     with dense_peers():
         for setting in settings(args):
             reason = no_room.get(setting) or (None if bench.stock else "an export of pod has no stock model")
