@@ -12,6 +12,7 @@ import pytest
 import zstandard
 from data_helpers import documents_of, kept_of, read_all, texts_of
 
+from pod.commands.data import start
 from pod.data import DataArgs, prepare
 from pod.data.read.units import plan_units
 from pod.data.rows.overview import overview
@@ -83,6 +84,37 @@ def test_a_truncated_zst_gives_all_that_is_there(tmp_path):
     assert len(documents) > 2000 - 128 * 1024 / 400 - 1
     with pytest.raises(ValueError, match="a.jsonl.zst cannot be read to its end"):
         texts_of(DataArgs(sources=[str(tmp_path)]))
+
+
+def test_many_bad_records_of_one_file_leave_room_for_the_others(tmp_path, tokenizer, make_text):
+    (tmp_path / "a.jsonl").write_bytes(b'{"content": "x"}\n' * 40)
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress(b"{\n" + lines(make_text(50, 1)))[:-4])
+    sizes = {"context_length": 64, "shortest_interval": 32, "target_tokens": 10**5}
+    (tmp_path / "c.csv").write_text("a,b")
+    args = DataArgs(sources=[f"{tmp_path}/?.*"], unreadable="skip", workers=1, **sizes)
+    told = prepare(args, tokenizer, tmp_path / "out").manifest["read"]["sources"][0]
+    assert (told["records_skipped"], told["skipped"]) == (41, 2)
+    assert {os.path.basename(one.split()[0]) for one in told["skipped_files"]} == {
+        "a.jsonl",
+        "b.json.gz",
+        "c.csv",
+    }
+
+
+def test_sources_can_be_named_without_a_recipe(tmp_path, monkeypatch, capsys):
+    (tmp_path / "it's.txt").write_bytes(b"x" * 4_000_000)
+    words = ["pod data", str(tmp_path), f"{tmp_path}/*", "--set", "data.target_tokens=100000", "--dry-run"]
+    monkeypatch.setattr(sys, "argv", words)
+    start()
+    assert "about 8MB of text" in capsys.readouterr().out
+
+
+def test_a_model_without_a_tokenizer_is_named(tmp_path, monkeypatch, capsys):
+    words = ["pod data", "--set", f"model.path={tmp_path}", "--set", "data.target_tokens=100000"]
+    monkeypatch.setattr(sys, "argv", [*words, "--set", f"output_dir={tmp_path}/run"])
+    with pytest.raises(SystemExit):
+        start()
+    assert f"no tokenizer in '{tmp_path}'" in capsys.readouterr().err
 
 
 def test_a_mistyped_place_answers_at_once(monkeypatch):
