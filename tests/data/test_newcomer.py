@@ -156,6 +156,9 @@ def test_reading_shows_the_interval_that_fills_last_and_the_time_left():
     progress = Progress(10**6)
     progress.read(250_000)
     assert progress.line(60) == "read 250kB of 1MB, 3 min left"
+    large = Progress(2 * 10**9)
+    assert large.line(1) == "read 0B of 2GB", "a billion of bytes is no BB"
+    large.close()
     progress.show(kept_of(documents_of([100] * 500 + [200] * 500 + [300] * 20), args))
     assert progress.line(120) == "read 250kB of 1MB, interval 256–512: 60 %, 1.3 min left"
     progress.show(kept_of(documents_of([100] * 500 + [200] * 500 + [300] * 500), args))
