@@ -4,9 +4,10 @@
     python benchmarks/data_pipeline.py --only speed     # everything drawn: throughput and rates, about 6 minutes
     python benchmarks/data_pipeline.py --only draw      # 5M tokens of 0.5 and 2 GB: time, memory and disk
 
-A draw from a large corpus is measured twice: of files of all lengths, where reading stops when every interval is full, and of short
-ones alone, which leave the longer of two intervals empty, so that all is read and little of it tokenised. One reading is the same files, read and taken apart
-without anything else, on as many processes.
+A draw from a large corpus is measured three times: of files of all lengths, where reading stops when every interval is full, plain
+and as .json.gz (as Dolma comes), and of short ones alone, which leave the longer of two intervals empty, so that all is read and
+little of it tokenised. One reading is the same files, decompressed and taken apart without anything else, on as many processes.
+CPU seconds are those of all processes: their ratio holds on a machine that others use too.
 
 The corpus is made on the spot: Python source of this installation and its standard library, every copy of a file with another
 first line and its lines turned round by another amount, so that no two documents are alike and lengths are those of real files.
@@ -15,6 +16,8 @@ files, already in memory: nothing is read, judged, written or even taken out as 
 """
 
 import argparse
+import functools
+import gzip
 import itertools
 import json
 import os
@@ -80,12 +83,14 @@ def copies(texts: list[str]):
             yield f"# copy {copy} of file {number}\n" + "".join(lines[turn:] + lines[:turn])
 
 
-def make_corpus(folder: Path, num_bytes: int, texts: list[str]) -> Path:
-    """JSON lines of `num_bytes` in files of 16 MiB."""
+def make_corpus(folder: Path, num_bytes: int, texts: list[str], packed: bool = False) -> Path:
+    """JSON lines of `num_bytes` in files of 16 MiB, compressed when `packed`."""
     folder.mkdir(parents=True)
     documents, written, number = copies(texts), 0, 0
     while written < num_bytes:
-        with open(folder / f"part-{number:04d}.jsonl", "w", encoding="utf-8") as stream:
+        file = folder / f"part-{number:04d}.jsonl{'.gz' * packed}"
+        opener = functools.partial(gzip.open, compresslevel=1) if packed else open
+        with opener(file, mode="wt", encoding="utf-8") as stream:
             while stream.tell() < FILE_BYTES and written + stream.tell() < num_bytes:
                 stream.write(json.dumps({"id": "x", "text": next(documents), "source": "code"}) + "\n")
             written += stream.tell()
@@ -234,18 +239,24 @@ class Peaks:
 def run_draw(folder: str, work: str, intervals: list[int]) -> dict:
     """Time, memory and disk of a small draw from `folder`."""
     output, tokenizer = Path(work) / "data", load_tokenizer(resolve_model(MODEL))
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), cpu_seconds()
     with Peaks(Path(work) / "data.work") as peaks:
         data = prepare(settings(folder, TARGET, HELD_OUT, intervals), tokenizer, output)
     read = data.manifest["read"]
     return {
         "seconds": time.perf_counter() - began,
+        "cpu_seconds": cpu_seconds() - cpu,
         "peak_bytes": peaks.memory,
         "work_bytes": peaks.disk,
         "work_over_target": peaks.disk / (2 * TARGET),
         "tokens": data.manifest["num_tokens"],
         "units_read": read["units"] / read["units_of_all"],
     }
+
+
+def cpu_seconds() -> float:
+    """Of this process and those that it has waited for."""
+    return sum(os.times()[:4])
 
 
 def count_characters(count, unit, args) -> int:
@@ -255,28 +266,35 @@ def count_characters(count, unit, args) -> int:
 def run_reading(folder: str) -> dict:
     """Seconds of reading `folder` once, on as many processes as preparation has."""
     args = settings(folder, TARGET)
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), cpu_seconds()
     units = Job(args, "unused", "unused").units
     characters = sum(in_order(count_characters, [(unit, args) for unit in units], cores()))
-    return {"seconds": time.perf_counter() - began, "characters": characters}
+    seconds = time.perf_counter() - began
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds() - cpu, "characters": characters}
 
 
 def measure_draw(scratch: Path, texts: list[str], sizes: list[int]) -> dict:
     """A small draw at each corpus size [MB], of all texts and of short ones alone."""
     short = [text for text in texts if len(text) < SHORT]
     found = {}
-    for kind, own, intervals in (("all_lengths", texts, []), ("short_texts", short, [LONG])):
+    kinds = (("all_lengths", texts, []), ("all_lengths_gz", texts, []), ("short_texts", short, [LONG]))
+    for kind, own, intervals in kinds:
         runs = []
         for megabytes in sizes:
-            folder = make_corpus(scratch / f"{kind}-{megabytes}", megabytes * 10**6, own)
+            folder = make_corpus(scratch / f"{kind}-{megabytes}", megabytes * 10**6, own, kind.endswith("gz"))
             reading = in_a_process(run_reading, str(folder))
             run = in_a_process(run_draw, str(folder), str(scratch / f"{kind}-{megabytes}-out"), intervals)
-            run |= {"corpus_bytes": size_of(folder), "one_reading_seconds": reading["seconds"]}
-            run["time_over_reading"] = run["seconds"] / reading["seconds"]
+            run |= {"corpus_bytes": size_of(folder), "text_bytes": megabytes * 10**6}
+            for name in ("seconds", "cpu_seconds"):
+                run |= {
+                    f"one_reading_{name}": reading[name],
+                    f"{name}_over_reading": run[name] / reading[name],
+                }
             runs.append(run)
             subprocess.run(["rm", "-rf", str(folder), str(scratch / f"{kind}-{megabytes}-out")], check=True)
             print(
-                f"{kind}, {megabytes} MB: {run['seconds']:.0f} s, {run['time_over_reading']:.2f} of one reading, peak "
+                f"{kind}, {megabytes} MB: {run['seconds']:.0f} s, {run['seconds_over_reading']:.2f} of one reading (CPU "
+                f"{run['cpu_seconds']:.0f} s, {run['cpu_seconds_over_reading']:.2f}), peak "
                 f"{run['peak_bytes'] / 1e6:.0f} MB, work {run['work_over_target']:.2f} of the target",
                 flush=True,
             )

@@ -4,6 +4,7 @@ manifest.json and lengths.png into <output_dir>/data; that folder is all that th
 
 `pod data verify FOLDER` says whether such a folder is whole, `pod data inspect FOLDER --rows 3` what is in it."""
 
+import argparse
 import sys
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ def main(recipe: Recipe) -> None:
     from pod.data.rows.overview import overview
     from pod.data.rows.pictures import PICTURE_NAME
     from pod.data.run.prepare import prepare
-    from pod.modeling.loading import load_tokenizer
+    from pod.data.tokens.tokenizers import load_tokenizer
     from pod.models import resolve_model
 
     tokenizer = recipe.data.tokenizer or load_tokenizer(
@@ -41,7 +42,11 @@ def start() -> None:
         from pod.commands.look import main as look
 
         sys.exit(look(sys.argv[1:]))
-    run(main, sections=("model", "data"), description=__doc__, estimate=estimate)
+    run(main, sections=("model", "data"), description=__doc__, estimate=estimate, extra_arguments=_sources)
+
+
+def _sources(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("data.sources", nargs="*", metavar="SOURCE", help="files or folders, as data.sources")
 
 
 if __name__ == "__main__":

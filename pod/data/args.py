@@ -58,9 +58,8 @@ class DataArgs:
     """Tokens at which the length intervals start, ascending, instead of powers of two; empty = by `shortest_interval`."""
     short_documents: Literal["keep", "drop"] = "keep"
     """Documents below `shortest_interval`: `keep` makes them one more interval, `drop` leaves them out."""
-    long_documents: Literal["cut", "skip", "error"] = "cut"
-    """Documents above the context: `cut` into pieces of the context's size (the rest stays a document of its own), `skip`
-    or `error`."""
+    long_documents: Literal["cut", "skip"] = "cut"
+    """Documents above the context: `cut` into pieces of the context's size (the rest stays a document of its own), or `skip`."""
     exhausted: Literal["stop", "repeat", "redistribute"] = "redistribute"
     """When an interval has fewer tokens than its share: `stop` gives every interval only as much as the scarcest one (stays
     equal), `repeat` uses its documents again, `redistribute` takes the missing tokens from the other intervals."""

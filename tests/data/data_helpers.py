@@ -9,6 +9,7 @@ from pod.data.balance.kept import Kept
 from pod.data.balance.lots import splitmix64
 from pod.data.read.documents import SourceReport
 from pod.data.read.units import plan_units, read_unit
+from pod.data.rows.verify import open_manifest, verify
 from pod.data.tokens.store import PIECE
 
 
@@ -21,7 +22,15 @@ def read_all(args):
     """(documents, report) of all units, one after the other."""
     report = SourceReport("all")
     documents = [document for unit in plan_units(args) for document in read_unit(unit, args, report)]
+    for document in documents:
+        report.add_document(document)
     return documents, report
+
+
+def check_whole(folder):
+    """Raise `ValueError` for data that is damaged."""
+    for line in verify(folder, open_manifest(folder)):
+        raise ValueError(line)
 
 
 def texts_of(args):

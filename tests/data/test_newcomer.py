@@ -12,6 +12,7 @@ import pytest
 import zstandard
 from data_helpers import documents_of, kept_of, read_all, texts_of
 
+from pod.commands.data import start
 from pod.data import DataArgs, prepare
 from pod.data.read.units import plan_units
 from pod.data.rows.overview import overview
@@ -85,6 +86,37 @@ def test_a_truncated_zst_gives_all_that_is_there(tmp_path):
         texts_of(DataArgs(sources=[str(tmp_path)]))
 
 
+def test_many_bad_records_of_one_file_leave_room_for_the_others(tmp_path, tokenizer, make_text):
+    (tmp_path / "a.jsonl").write_bytes(b'{"content": "x"}\n' * 40)
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress(b"{\n" + lines(make_text(50, 1)))[:-4])
+    sizes = {"context_length": 64, "shortest_interval": 32, "target_tokens": 10**5}
+    (tmp_path / "c.csv").write_text("a,b")
+    args = DataArgs(sources=[f"{tmp_path}/?.*"], unreadable="skip", workers=1, **sizes)
+    told = prepare(args, tokenizer, tmp_path / "out").manifest["read"]["sources"][0]
+    assert (told["records_skipped"], told["skipped"]) == (41, 2)
+    assert {os.path.basename(one.split()[0]) for one in told["skipped_files"]} == {
+        "a.jsonl",
+        "b.json.gz",
+        "c.csv",
+    }
+
+
+def test_sources_can_be_named_without_a_recipe(tmp_path, monkeypatch, capsys):
+    (tmp_path / "it's.txt").write_bytes(b"x" * 4_000_000)
+    words = ["pod data", str(tmp_path), f"{tmp_path}/*", "--set", "data.target_tokens=100000", "--dry-run"]
+    monkeypatch.setattr(sys, "argv", words)
+    start()
+    assert "about 8MB of text" in capsys.readouterr().out
+
+
+def test_a_model_without_a_tokenizer_is_named(tmp_path, monkeypatch, capsys):
+    words = ["pod data", "--set", f"model.path={tmp_path}", "--set", "data.target_tokens=100000"]
+    monkeypatch.setattr(sys, "argv", [*words, "--set", f"output_dir={tmp_path}/run"])
+    with pytest.raises(SystemExit):
+        start()
+    assert f"no tokenizer in '{tmp_path}'" in capsys.readouterr().err
+
+
 def test_a_mistyped_place_answers_at_once(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
     with pytest.raises(ValueError, match="source 'my_texts/corpus' does not exist here.*hub:") as info:
@@ -124,6 +156,9 @@ def test_reading_shows_the_interval_that_fills_last_and_the_time_left():
     progress = Progress(10**6)
     progress.read(250_000)
     assert progress.line(60) == "read 250kB of 1MB, 3 min left"
+    large = Progress(2 * 10**9)
+    assert large.line(1) == "read 0B of 2GB", "a billion of bytes is no BB"
+    large.close()
     progress.show(kept_of(documents_of([100] * 500 + [200] * 500 + [300] * 20), args))
     assert progress.line(120) == "read 250kB of 1MB, interval 256–512: 60 %, 1.3 min left"
     progress.show(kept_of(documents_of([100] * 500 + [200] * 500 + [300] * 500), args))

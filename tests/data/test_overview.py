@@ -32,7 +32,7 @@ def test_every_number_is_shown(packed_folder):
         "60                            from  wiki",
         "5  document_filter",
         "9  longer than the context",
-        "unreadable: a.jsonl line 3 is not JSON",
+        "not read: a.jsonl line 3 is not JSON",
         "Row 7: 2 documents, 63 tokens, 1 padding",
         "48  in 24 more documents",
     ):

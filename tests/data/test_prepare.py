@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_helpers import content
+from data_helpers import check_whole, content
 
-from pod.data import DataArgs, PackedDataset, prepare, tokenizer_sha256
+from pod.data import DataArgs, prepare, tokenizer_sha256
 from pod.data.rows import shards
 from pod.data.rows.overview import overview
 from pod.data.run.prepare import estimate
@@ -118,7 +118,7 @@ def test_padding_on_real_text(stdlib_sample):
     data = stdlib_sample
     assert data.manifest["padding_share"] < 0.02
     assert 0.995 * 200_000 <= data.manifest["num_tokens"] <= 200_000
-    assert len(PackedDataset(data.path, verify=True)) == len(data)
+    check_whole(data.path)
     assert (data.path / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -11,8 +11,6 @@ import pytest
 from data_helpers import read_all, texts_of
 
 from pod.data.args import DataArgs
-from pod.data.read.documents import SourceReport
-from pod.data.read.sources import load_documents
 
 
 def test_dolma_layout(tmp_path):
@@ -31,13 +29,12 @@ def test_dolma_layout(tmp_path):
         ]
         content = "".join(json.dumps(record) + "\n" for record in records).encode()
         (tmp_path / "v1" / f"part-{number:04d}.json.gz").write_bytes(gzip.compress(content))
-    reports: list[SourceReport] = []
-    documents = list(load_documents(DataArgs(sources=[str(tmp_path)]), reports))
+    documents, report = read_all(DataArgs(sources=[str(tmp_path)]))
     assert [(one.origin, one.text) for one in documents] == [
         (origin, f"{origin} text {i}") for origin in ("wiki", "cc") for i in range(3)
     ]
-    assert reports[0].origins == {"wiki": 3, "cc": 3} and reports[0].files == 2
-    words = load_documents(DataArgs(sources=[str(tmp_path)], text_field="source"))
+    assert report.origins == {"wiki": 3, "cc": 3} and report.files == 2
+    words, _ = read_all(DataArgs(sources=[str(tmp_path)], text_field="source"))
     assert {(one.text, one.origin) for one in words} == {("wiki", ""), ("cc", "")}, (
         "a text is not its own origin"
     )

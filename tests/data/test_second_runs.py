@@ -145,7 +145,10 @@ def test_an_output_inside_a_source_is_refused(args, tokenizer, tmp_path):
     ):
         prepare(args, tokenizer, f"{source}/run/data")
     assert not os.path.exists(f"{source}/run")
+    with pytest.raises(ValueError, match="lies inside the source"):
+        prepare(replace(args, sources=[f"{source}/**/*"]), tokenizer, f"{source}/run/data")
     prepare(replace(args, include=["*.txt"]), tokenizer, f"{source}/run/data")
+    prepare(replace(args, sources=[f"{source}/**/*.txt"]), tokenizer, f"{source}/other/data")
 
 
 def test_work_of_other_settings_is_removed_and_that_is_said(args, tokenizer, tmp_path, monkeypatch, capsys):

@@ -7,7 +7,7 @@ import signal
 
 import numpy as np
 import pytest
-from data_helpers import content
+from data_helpers import check_whole, content
 
 from pod.data import PackedDataset
 from pod.data.rows import shards
@@ -46,7 +46,8 @@ def test_two_bytes_a_token_while_the_vocabulary_fits(tmp_path, vocab_size, dtype
     last = [np.array([vocab_size - 1])]
     entry = write_shard(tmp_path, 0, [last], context_length=2, vocab_size=vocab_size)
     write_manifest(tmp_path, [entry], context_length=2, vocab_size=vocab_size, tokenizer_sha256="ab")
-    data = PackedDataset(tmp_path, verify=True)
+    check_whole(tmp_path)
+    data = PackedDataset(tmp_path)
     assert data.manifest["token_dtype"] == dtype == data.documents(0)[0].dtype.name
     assert data[0]["input_ids"].tolist() == [vocab_size - 1, 0]
     assert rows_per_shard(4, vocab_size, 64) == {"uint16": 8, "uint32": 4}[dtype]
@@ -63,14 +64,14 @@ def test_manifest_counts_and_keeps_details(tmp_path):
     }
     details = {"held_out": {"files": [more]}, "by_length": {2: (1, 2)}}
     manifest = write_manifest(tmp_path, entries, **SIZES, tokenizer_sha256="ab", details=details)
-    data = PackedDataset(tmp_path, verify=True)
+    data = PackedDataset(tmp_path)
     assert data.manifest == manifest and list(manifest)[-1] == "manifest_sha256"
     assert (manifest["num_rows"], manifest["num_documents"], manifest["num_tokens"]) == (4, 6, 19)
     assert manifest["padding_share"] == 1 - 19 / 32 and manifest["by_length"] == {"2": [1, 2]}
     (tmp_path / "more.bin").write_bytes(b"abd")
     assert len(PackedDataset(tmp_path)) == 4
     with pytest.raises(ValueError, match="more.bin does not match its checksum"):
-        PackedDataset(tmp_path, verify=True)
+        check_whole(tmp_path)
     (tmp_path / "more.bin").unlink()
     with pytest.raises(ValueError, match="more.bin is missing"):
         PackedDataset(tmp_path)

@@ -12,10 +12,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from data_helpers import read_all
 
-from pod.data import load_documents
+from pod.data import DataArgs, load_documents
 from pod.data.read.books import split_chapters, split_essays
-from pod.data.read.documents import SourceReport
 from pod.data.read.places import hub_spec
 
 TEXTS = ["first document", "zweites Dokument, 中文 😀", "third\nwith two lines"]
@@ -146,13 +146,12 @@ def test_damaged_files_are_named_or_counted(tmp_path, name):
     with pytest.raises(ValueError, match=message) as info:
         texts_of(tmp_path)
     assert "\n" not in str(info.value)
-    reports: list[SourceReport] = []
-    texts = texts_of(tmp_path, unreadable="skip", reports=reports)
-    assert texts == ([*TEXTS, "good"] if name == "broken.jsonl" else ["good"])
+    documents, report = read_all(DataArgs(sources=[str(tmp_path)], unreadable="skip"))
+    assert [one.text for one in documents] == ([*TEXTS, "good"] if name == "broken.jsonl" else ["good"])
     of_record = name in BAD_RECORDS
-    assert (reports[0].skipped, reports[0].records_skipped) == ((0, 1) if of_record else (1, 0))
-    assert name in reports[0].skipped_files[0]
-    assert reports[0].files == (1 if name == "picture.png" else 2) and reports[0].documents == len(texts)
+    assert (report.skipped, report.records_skipped) == ((0, 1) if of_record else (1, 0))
+    assert name in report.skipped_files[0]
+    assert report.files == (1 if name == "picture.png" else 2)
 
 
 def test_sources_of_bad_records_only_are_refused(tmp_path):
@@ -175,8 +174,7 @@ def test_empty_sources_are_refused(tmp_path, name):
 
 
 def test_standard_library_parts():
-    reports: list[SourceReport] = []
-    documents = list(load_documents(["stdlib:json"], reports=reports))
+    documents, report = read_all(DataArgs(sources=["stdlib:json"]))
     assert [document.name.rsplit("/", 1)[1] for document in documents] == [
         "__init__.py",
         "decoder.py",
@@ -184,7 +182,7 @@ def test_standard_library_parts():
         "scanner.py",
         "tool.py",
     ]
-    assert reports[0].characters == sum(len(document.text) for document in documents)
+    assert report.characters == sum(len(document.text) for document in documents)
     with pytest.raises(ValueError, match="holds no file matching"):
         texts_of("stdlib:no_such_part")
 
@@ -195,9 +193,9 @@ def test_broken_files_of_the_standard_library_are_always_skipped(tmp_path, monke
     with pytest.raises(ValueError, match="bad.py declares an encoding"):
         texts_of(tmp_path)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    reports: list[SourceReport] = []
-    assert texts_of("stdlib:", reports=reports) == ["x = 1"]
-    assert reports[0].skipped == 1 and "bad.py" in reports[0].skipped_files[0]
+    documents, report = read_all(DataArgs(sources=["stdlib:"]))
+    assert [one.text for one in documents] == ["x = 1"]
+    assert report.skipped == 1 and "bad.py" in report.skipped_files[0]
 
 
 def test_hub_data_sets_that_break_off_are_named(monkeypatch):

@@ -52,19 +52,18 @@ def mixture(tmp_path):
 
 
 def test_documents_are_the_units_one_after_the_other(mixture, monkeypatch):
-    whole = [document.text for document in load_documents(mixture)]
+    whole = texts_of(mixture)
     assert len(whole) == 7 + 90 + 2 + 2 + 1 + 7 and len(plan_units(mixture)) == 3
     cut_small(monkeypatch)
-    reports: list[SourceReport] = []
-    cut = list(load_documents(mixture, reports))
-    assert [document.text for document in cut] == whole == texts_of(mixture)
+    cut, report = read_all(mixture)
     loaded = list(load_documents(mixture.sources))
+    assert [document.text for document in loaded] == whole
     assert [document.name for document in loaded] == [document.name for document in cut]
     names = [document.name for document in cut if document.source == mixture.sources[0]]
     assert len(set(names)) == len(names) == 101
-    assert [report.files for report in reports] == [10, 1, 7], "a file in many ranges is one file"
-    assert [report.documents for report in reports] == [101, 1, 7] and reports[0].empty == 1
-    assert reports[0].origins == {"p": 1, "q": 1}
+    assert report.files == 10 + 1 + 7, "a file in many ranges is one file"
+    assert report.documents == 101 + 1 + 7 and report.empty == 1
+    assert report.origins == {"p": 1, "q": 1}
 
 
 def test_the_cut_depends_on_the_files_alone(mixture, monkeypatch):

@@ -120,8 +120,8 @@ class Kept:
         wanted = places < np.uint64(self.limits.place)
         found = lots <= reach[interval_of(longest, self.groups.bounds)]
         wanted[number[found]] = True
-        if self.args.long_documents != "cut":
-            # One that is too long must be seen to be refused or counted.
+        if self.groups.skips_long:
+            # One that is too long must be seen to be counted.
             wanted |= most > context
         return wanted
 

@@ -70,10 +70,11 @@ class SourceReport:
         self.skipped += 1
         self._name(reason)
 
-    def skip_record(self, reason: str) -> None:
+    def skip_record(self, reason: str, is_listed: bool) -> None:
         """Count an unreadable record of a file that is read on."""
         self.records_skipped += 1
-        self._name(reason)
+        if is_listed:
+            self._name(reason)
 
     def add_document(self, document: Document) -> None:
         """Count a document that was read."""

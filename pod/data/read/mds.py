@@ -163,8 +163,6 @@ def _read_sample(
             wrong = f"{where}: field {column.name!r} is not {column.encoding} ({one_line(error)})"
     if wrong:
         raise BadRecord(wrong)
-    if isinstance(text := values.get(fields.content), str):
-        fields.check_length(len(text.encode("utf-8", "surrogatepass")), where)
     return values
 
 

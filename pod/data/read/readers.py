@@ -254,8 +254,7 @@ def _read_json(path: Path, fields: Fields, bad: Bad) -> Iterator[Record]:
         where = f"{path} record {number}"
         try:
             is_text = isinstance(value, str) and fields.tokens is None
-            record = Record(number, value) if is_text else fields.record(number, value, where)
-            fields.check_length(len(record.text.encode("utf-8", "surrogatepass")), where)
+            record = fields.record(number, {fields.text: value} if is_text else value, where)
         except BadRecord as error:
             bad(str(error))
             continue

@@ -67,7 +67,10 @@ class Fields:
         """The record of a mapping of fields. Raises `BadRecord` when it cannot be used."""
         if self.tokens is not None:
             return self._token_record(place, values, where)
-        return Record(place, text_of(values, self.text, where), origin=self._origin(values))
+        text = text_of(values, self.text, where)
+        if 4 * len(text) > self.max_bytes:
+            self.check_length(len(text.encode("utf-8", "surrogatepass")), where)
+        return Record(place, text, origin=self._origin(values))
 
     def check_length(self, num_bytes: int, where: str) -> None:
         """Raise `BadRecord` for a record of more than `max_bytes`."""

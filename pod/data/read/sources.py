@@ -13,21 +13,16 @@ from pod.data.read.documents import Document, SourceReport
 from pod.data.read.units import plan_units, read_unit
 
 
-def load_documents(
-    sources: Iterable[str] | DataArgs, reports: list[SourceReport] | None = None, **settings: Any
-) -> Iterator[Document]:
-    """Stream the documents of `sources`, in a fixed order (files sorted by name).
+def load_documents(sources: Iterable[str], **settings: Any) -> Iterator[Document]:
+    """Stream the documents of `sources`, with `settings` of the recipe's `data` section, in a fixed order (files sorted by name).
 
-    `sources` are specs, with `settings` of the recipe's `data` section, or that section itself. `reports`, when given, receives
-    one `SourceReport` per source, complete once the source is read. Raises `ValueError` in one line for a source that does not
-    exist or holds no text and, with `unreadable="error"`, for any unreadable file.
+    Raises `ValueError` in one line for a source that does not exist or holds no text and, with `unreadable="error"`, for any
+    unreadable file.
     """
-    args = sources if isinstance(sources, DataArgs) else DataArgs(sources=list(sources), **settings)
+    args = DataArgs(sources=list(sources), **settings)
     units = plan_units(args)
     for number, source in enumerate(args.sources):
         report = SourceReport(source)
-        if reports is not None:
-            reports.append(report)
         own = (read_unit(unit, args, report) for unit in units if unit.source == number)
         for document in chain.from_iterable(own):
             report.add_document(document)

@@ -10,6 +10,7 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,8 @@ SMALLEST_RANGE_BYTES, RANGE_BYTES = 2**20, 64 * 2**20
 """Bytes in a range of a large jsonl file."""
 BYTES_PER_TARGET_TOKEN = 0.25
 """Units are not larger, so that reading can stop soon after the target is reached."""
+LISTED_RECORDS = 3
+"""Bad records of a file that are named: one without the wanted field must not hide the others."""
 COMPRESSION = 4
 """Text is about this much larger than its compressed file."""
 READING_VERSION = 2
@@ -133,13 +136,18 @@ def read_unit(unit: Unit, args: DataArgs, report: SourceReport) -> Iterator[Docu
         report.skip(reason)
     fields = Fields.from_args(args)
     for part in unit.files or (None,):
-        bad = report.skip_record if unit.is_lenient(args) else _stop
+        bad = _skipping(report) if unit.is_lenient(args) else _stop
         report.files += not (part.start if part else unit.hub and unit.hub.index)  # it begins here
         yield from _judged(unit, args, report, part, _documents(part, unit, fields, bad))
 
 
 def _stop(reason: str) -> None:
     raise UnreadableFile(reason)
+
+
+def _skipping(report: SourceReport) -> Bad:
+    numbers = count()
+    return lambda reason: report.skip_record(reason, next(numbers) < LISTED_RECORDS)
 
 
 def _judged(

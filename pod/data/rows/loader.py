@@ -13,7 +13,6 @@ from pod.data.rows.manifest import (
     REPAIR,
     SHARD_ARRAYS,
     check_file,
-    check_manifest_bytes,
     listed_files,
     open_array,
     read_manifest,
@@ -49,32 +48,27 @@ def shifted_labels(tokens: np.ndarray, docs: np.ndarray) -> np.ndarray:
 class PackedDataset:
     """Read-only, memory-mapped packed rows; a map-style data set that `torch.utils.data.DataLoader` accepts.
 
-    `path` is a folder written by `pod.data.run.prepare`. `context_length`, `tokenizer_sha256` and `vocab_size` state what
-    the caller needs and are refused when the data was prepared for something else (`vocab_size`: the model's, which
-    must cover every token id). Sizes of all files are always checked; `verify=True` also reads every byte, the
-    manifest's included, and compares checksums.
+    `path` is a folder written by `pod.data.run.prepare`. `tokenizer_sha256` and `vocab_size` state what the caller needs and are
+    refused when the data was prepared for something else (`vocab_size`: the model's, which must cover every token id). Sizes of
+    all files are checked; `pod.data.rows.verify` reads every byte.
 
-    Raises `ValueError` in one line for a missing or foreign manifest, a missing, truncated or changed file, and data
-    prepared for another context or tokenizer.
+    Raises `ValueError` in one line for a missing or foreign manifest, a missing or truncated file, and data prepared for another
+    tokenizer.
     """
 
     def __init__(
         self,
         path: str | Path,
         *,
-        context_length: int | None = None,
         tokenizer_sha256: str | None = None,
         vocab_size: int | None = None,
-        verify: bool = False,
     ):
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
         self.context_length: int = self.manifest["context_length"]
-        self._check_request(context_length, tokenizer_sha256, vocab_size)
+        self._check_request(tokenizer_sha256, vocab_size)
         for entry in listed_files(self.manifest):
-            check_file(self.path, entry, verify)
-        if verify:
-            check_manifest_bytes(self.path, self.manifest)
+            check_file(self.path, entry, verify=False)
         shards = self.manifest["shards"]
         for number in range(len(shards)):
             self._open(number)
@@ -160,14 +154,7 @@ class PackedDataset:
         shard = self.manifest["shards"][number]
         return _Shard(*(open_array(self.path, self.manifest, shard, name) for name in SHARD_ARRAYS))
 
-    def _check_request(
-        self, context_length: int | None, tokenizer_sha256: str | None, vocab_size: int | None
-    ) -> None:
-        if context_length is not None and context_length != self.context_length:
-            raise ValueError(
-                f"{self.path} was prepared for a context of {self.context_length} tokens, {context_length} asked for: "
-                f"set data.context_length to {self.context_length} or {REPAIR}"
-            )
+    def _check_request(self, tokenizer_sha256: str | None, vocab_size: int | None) -> None:
         if tokenizer_sha256 is not None and tokenizer_sha256 != self.manifest["tokenizer_sha256"]:
             raise ValueError(
                 f"{self.path} was prepared with another tokenizer (sha256 {self.manifest['tokenizer_sha256'][:12]}, "

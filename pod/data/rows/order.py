@@ -42,11 +42,6 @@ class RowCursor:
         if self.position < 0:
             raise ValueError(f"the row cursor must be >= 0, got {self.position}")
 
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next row."""
-        return self.position // self.num_rows
-
     def peek(self, count: int, data_parallel_rank: int = 0, data_parallel_size: int = 1) -> np.ndarray:
         """Row indices, int64 [count / data_parallel_size], that this data-parallel rank reads of the next `count` rows.
 

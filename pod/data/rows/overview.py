@@ -23,7 +23,7 @@ LEFT_OUT = (
 _OF_SOURCES = (
     ("empty", "empty"),
     ("records_skipped", "unreadable records"),
-    ("skipped", "unreadable files, or their rest"),
+    ("skipped", "files not read, or not to their end"),
     ("filtered", "document_filter"),
 )
 
@@ -107,7 +107,7 @@ def _left_out(manifest: dict[str, Any]) -> Iterator[str]:
         yield f"{'Left out':>12}"
     yield from (f"{count:>12,}  {reason}" for reason, count in rows)
     for source in (manifest.get("read") or {}).get("sources") or []:
-        yield from (f"  unreadable: {name}" for name in source.get("skipped_files") or [])
+        yield from (f"  not read: {name}" for name in source.get("skipped_files") or [])
 
 
 def _row(data: PackedDataset, number: int, tokenizer: Any) -> Iterator[str]:

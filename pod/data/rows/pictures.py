@@ -72,3 +72,8 @@ def short_number(value: float) -> str:
         if value >= 0.9995 * size:  # 999,999 is 1M, not 1e+03k
             return f"{value / size:.3g}{unit}"
     return f"{value:.3g}"
+
+
+def short_bytes(num_bytes: float) -> str:
+    """1234567 → `1.23MB`"""
+    return short_number(num_bytes).replace("B", "G") + "B"

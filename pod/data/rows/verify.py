@@ -1,15 +1,14 @@
-"""Is prepared data whole? Every byte against its checksum, then every row and count against the manifest."""
+"""Is prepared data whole? Every byte against its checksum, then the arrays against the manifest."""
 
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pod.data.rows.held_out import HELD_OUT_TOKENS, map_held_out
+from pod.data.rows.held_out import map_held_out
 from pod.data.rows.loader import PackedDataset
 from pod.data.rows.manifest import (
     MANIFEST_NAME,
-    REPAIR,
     check_file,
     check_manifest_bytes,
     listed_files,
@@ -57,7 +56,8 @@ def verify(
     for entry in listed_files(manifest):
         damages += _fault(check_file, folder, entry, True)
         advance(entry["bytes"])
-    yield from damages or _disagreements(folder, manifest)
+    # what no checksum finds, because a wrong program wrote it
+    yield from damages or _fault(PackedDataset, folder) + _fault(map_held_out, folder, manifest)
 
 
 def _strangers(folder: Path, manifest: dict[str, Any]) -> Iterator[str]:
@@ -65,52 +65,6 @@ def _strangers(folder: Path, manifest: dict[str, Any]) -> Iterator[str]:
     for file in sorted(folder.iterdir()):
         if file.name not in known:
             yield f"{file} does not belong to the data (the manifest does not name it): move it away"
-
-
-def _disagreements(folder: Path, manifest: dict[str, Any]) -> Iterator[str]:
-    """What no checksum finds, because a wrong program wrote it: rows that do not fit, counts that do not add up."""
-    try:
-        data = PackedDataset(folder)
-        counted = _count_rows(data)
-        held_out = _count_held_out(folder, manifest)
-    except ValueError as error:
-        yield " ".join(str(error).split())
-        return
-    claims = []
-    for number, name in enumerate(("tokens", "documents")):
-        claims.append((f"num_{name}", manifest[f"num_{name}"], counted[number]))
-        if intervals := manifest.get("intervals"):
-            told = sum(one[f"{name}_after"] for one in intervals)
-            claims.append((f"intervals' {name}_after", told, counted[number]))
-        if held_out:
-            claims.append((f"held_out {name}", manifest["held_out"][name], held_out[number]))
-    for name, told, found in claims:
-        if told != found:
-            yield f"{folder / MANIFEST_NAME} says {name} {told:,}, the files hold {found:,}: {REPAIR}"
-
-
-def _count_rows(data: PackedDataset) -> tuple[int, int]:
-    """Tokens and documents of all rows; `ValueError` for one that is not a row, or whose padding is not padding."""
-    tokens = documents = 0
-    for index in range(len(data)):
-        lengths, row = data.row(index)
-        used = int(lengths.sum())
-        if (row[used:] != data.manifest["pad_token_id"]).any():
-            raise ValueError(f"row {index} of {data.path} holds other ids than padding at its end: {REPAIR}")
-        tokens, documents = tokens + used, documents + len(lengths)
-    return tokens, documents
-
-
-def _count_held_out(folder: Path, manifest: dict[str, Any]) -> tuple[int, int] | None:
-    """Tokens and documents of the held-out text, None without any; `ValueError` for what is none."""
-    if not (manifest.get("held_out") or {}).get("files"):
-        return None
-    documents = map_held_out(folder, manifest)
-    if any(len(one) and int(one.max()) >= manifest["vocab_size"] for one in documents):
-        raise ValueError(
-            f"{folder / HELD_OUT_TOKENS} holds token ids above {manifest['vocab_size'] - 1:,}, the last of the vocabulary: {REPAIR}"
-        )
-    return sum(map(len, documents)), len(documents)
 
 
 def _fault(check: Callable[..., Any], *arguments: Any) -> list[str]:

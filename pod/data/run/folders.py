@@ -3,11 +3,13 @@
 import contextlib
 import re
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from pod.data.read.books import split_fragment
+from pod.data.rows.manifest import MANIFEST_NAME
 
 LOCK_SECONDS = 5.0
 """How long to wait for another run on the same data; the workers of a killed one need less than a second to end."""
@@ -37,8 +39,9 @@ def check_replaceable(folder: Path, own: re.Pattern = _OF_PREPARED_DATA) -> None
 def check_outside(output_dir: Path, sources: Iterable[str]) -> None:
     """Raise `ValueError` when `output_dir` lies in a folder that is read: its files would be documents of the next preparation."""
     for source in sources:
-        place, _ = split_fragment(source)
-        if output_dir.resolve().is_relative_to(Path(place).expanduser().resolve()):
+        place, folder = Path(split_fragment(source)[0]).expanduser().resolve(), output_dir.resolve()
+        is_matched = "**" in place.parts and fnmatch(str(folder / MANIFEST_NAME), str(place))
+        if is_matched or folder.is_relative_to(place):
             raise ValueError(
                 f"output_dir {output_dir} lies inside the source {source}: set another one, or data.include"
             )

@@ -11,7 +11,7 @@ from pod.data.balance.intervals import bounds_of, interval_name
 from pod.data.read.records import one_line
 from pod.data.read.units import plan_units
 from pod.data.rows.loader import PackedDataset
-from pod.data.rows.pictures import short_number
+from pod.data.rows.pictures import short_bytes, short_number
 from pod.data.run.folders import LOCK_SECONDS, OF_WORK, check_outside, check_replaceable, locked
 from pod.data.run.job import Job
 from pod.data.run.progress import duration
@@ -86,8 +86,8 @@ def estimate(args: DataArgs) -> str:
         return "\n".join([*lines, "data.target_tokens is not set: say how many tokens to draw"])
     size = 2 * args.target_tokens
     lines.append(
-        f"target: {args.target_tokens:,} tokens, {args.target_tokens // len(names):,} per interval; rows need {short_number(size)}B, "
-        f"the work folder up to {short_number(3 * size)}B (vocabularies above 65,536: twice as much)"
+        f"target: {args.target_tokens:,} tokens, {args.target_tokens // len(names):,} per interval; rows need {short_bytes(size)}, "
+        f"the work folder up to {short_bytes(3 * size)} (vocabularies above 65,536: twice as much)"
     )
     return "\n".join([*lines, *_cost(args)])
 
@@ -104,7 +104,7 @@ def _cost(args: DataArgs) -> list[str]:
     time = duration(tokens / (TOKENS_PER_SECOND * workers))
     memory = PARENT_GIGABYTES + WORKER_GIGABYTES * workers
     return [
-        f"sources: about {short_number(size)}B of text or {short_number(tokens)} tokens; reading takes at most about {time} on "
+        f"sources: about {short_bytes(size)} of text or {short_number(tokens)} tokens; reading takes at most about {time} on "
         f"{workers} core{'s' * (workers > 1)}, less where the target is met before the end",
         f"memory: about {memory:.1f} GB, and {RECORD_FACTOR * args.max_record_bytes / 1e9:.1f} GB more for each worker that meets "
         f"a record of {args.max_record_bytes / 1e6:.0f} MB",

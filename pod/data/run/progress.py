@@ -7,7 +7,7 @@ from tqdm import tqdm
 
 from pod.data.balance.intervals import interval_name, share_of, share_out
 from pod.data.balance.kept import Kept
-from pod.data.rows.pictures import short_number
+from pod.data.rows.pictures import short_bytes
 
 
 class Progress:
@@ -33,7 +33,7 @@ class Progress:
 
     def line(self, seconds: float) -> str:
         """`read 1.2 GB of 4 GB, interval 16K–32K: 63 %, 4 min left`, `seconds` after the beginning."""
-        line = f"read {short_number(self.done)}B" + (f" of {short_number(self.total)}B" if self.total else "")
+        line = f"read {short_bytes(self.done)}" + (f" of {short_bytes(self.total)}" if self.total else "")
         share = self.done / self.total if self.total else 0.0
         if self.slowest is not None:
             line += f", interval {self.slowest[0]}: {100 * self.slowest[1]:.0f} %"

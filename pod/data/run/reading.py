@@ -173,19 +173,8 @@ def _tokenised(job: Job, unit: Unit, batch: list[Document], kept: Kept, spool: S
     special = iter(job.encoder.holds_special)
     found["special"] = [document.tokens is None and next(special) for document in batch]
     found["length"] = [len(ids) for ids in tokens]
-    _check_lengths(job, found["length"], batch)
     found["start"] = spool.append(tokens)
     return found
-
-
-def _check_lengths(job: Job, lengths: np.ndarray, batch: list[Document]) -> None:
-    context = job.args.context_length
-    if job.args.long_documents == "error" and (lengths > context).any():
-        at = int(np.argmax(lengths > context))
-        raise ValueError(
-            f"{batch[at].name} has {lengths[at]} tokens, the context holds {context}: set data.long_documents to cut or "
-            "skip, or a longer data.context_length"
-        )
 
 
 def _take_in(job: Job, reading: Reading, number: int) -> None:

@@ -59,7 +59,7 @@ class Spool:
     def __init__(self, folder: Path, dtype: np.dtype):
         self.folder, self.dtype = folder, dtype
         self.size = 0
-        self._open()
+        self._stream = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by `close`
 
     def append(self, documents: Sequence[np.ndarray]) -> np.ndarray:
         """Add documents [n] each; where each starts, int64 [documents]."""
@@ -78,10 +78,8 @@ class Spool:
 
     def keep(self, pieces: np.ndarray) -> None:
         """Forget all tokens but those of `pieces`, whose starts are moved."""
-        old = Spool.__new__(Spool)
-        old.__dict__.update(self.__dict__)
-        self.size = 0
-        self._open()
+        old = Spool(self.folder, self.dtype)
+        old._stream, self._stream, self.size = self._stream, old._stream, 0
         _copy(pieces, old.take, self._write)
         old.close()
 
@@ -92,9 +90,6 @@ class Spool:
     def _write(self, tokens: np.ndarray) -> bytes:
         self.size += len(tokens)
         return _write(self._stream, tokens, self.dtype)
-
-    def _open(self) -> None:
-        self._stream = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 - closed by `close`
 
 
 class UnitFile(NamedTuple):

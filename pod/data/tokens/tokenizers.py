@@ -24,6 +24,8 @@ OPENING_TOKENS = 64
 PROBE = "Zwölf 12,345 naïve café — def f(x):\n\treturn x**2  # 中文 😀 I'll we'VE\r\n\n   end"
 _ADVICE = "give its folder, its hub id or its tokenizer.json"
 _WORD = re.compile(r"[^\W_]+")
+_ASCII_WORDS = bytes(number if chr(number).isalnum() and number < 128 else 32 for number in range(256))
+"""For `bytes.translate`: what is no letter or digit becomes a space."""
 
 
 def load_tokenizer(tokenizer: Any, gguf_file: str | None = None) -> Any:
@@ -243,5 +245,8 @@ def identity(document: Document) -> Identity:
 
 def opening_bytes(text: str) -> bytes:
     """The first 48 words of a text in lower case, letters and digits only, one space between them, as UTF-8."""
-    words = _WORD.finditer(text[: OPENING_WORDS * 40].lower())
+    head = text[: OPENING_WORDS * 40].lower()
+    if head.isascii():  # five times as fast
+        return b" ".join(head.encode().translate(_ASCII_WORDS).split(maxsplit=OPENING_WORDS)[:OPENING_WORDS])
+    words = _WORD.finditer(head)
     return " ".join(word.group() for word in islice(words, OPENING_WORDS)).encode("utf-8", "surrogatepass")
