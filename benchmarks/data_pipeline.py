@@ -7,7 +7,7 @@
 A draw from a large corpus is measured three times: of files of all lengths, where reading stops when every interval is full, plain
 and as .json.gz (as Dolma comes), and of short ones alone, which leave the longer of two intervals empty, so that all is read and
 little of it tokenised. One reading is the same files, decompressed and taken apart without anything else, on as many processes.
-CPU seconds are those of all processes: their ratio holds on a machine that others use too.
+CPU seconds are those of all processes.
 
 The corpus is made on the spot: Python source of this installation and its standard library, every copy of a file with another
 first line and its lines turned round by another amount, so that no two documents are alike and lengths are those of real files.

@@ -1,12 +1,15 @@
 """Settings of data preparation: the `data` section of a recipe."""
 
-from dataclasses import field
-from typing import Literal
+import json
+from dataclasses import asdict, field
+from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
 from pod.schema import AtLeast2, section
 
+NOT_DECIDING = {"workers", "held_out_tokens"}
+"""Settings that say how the data is made, not what it is, and one that is compared by itself."""
 ESSAYS = "package:long_context_eval/data/synthetic/json/PaulGrahamEssays.json#essays"
 
 
@@ -96,6 +99,18 @@ class DataArgs:
             raise ValueError(
                 "token_bounds_field cuts token ids, but token_field is not set: name the field of ids"
             )
+
+    def other_than(self, manifest: dict[str, Any], seed: int) -> list[str]:
+        """Dotted names of what the rows of a manifest were prepared with otherwise; empty where it does not say."""
+        request = manifest.get("request") or {}
+        before = {f"data.{name}": value for name, value in (request.get("settings") or {}).items()}
+        now = {f"data.{name}": value for name, value in json.loads(json.dumps(asdict(self))).items()}
+        # boundary tokens stand there as the tokenizer's ids
+        told = [
+            name for name in now if name in before and name not in ("data.boundary_tokens", "data.unreadable")
+        ]
+        changed = [name for name in told if now[name] != before[name]]
+        return changed + ["seed"] * (request.get("seed", seed) != seed)
 
     def _check_lists(self) -> None:
         if self.weights and len(self.weights) != len(self.sources):

@@ -46,6 +46,26 @@ def no_space(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def test_rows_that_a_training_goes_on_with_are_not_replaced(args, tokenizer, tmp_path):
+    """Nor is more held-out text a reason; what is there may be asked for again, and less of it too."""
+    train = tmp_path / "train"
+    prepare(replace(args, held_out_tokens=300), tokenizer, tmp_path / "data", used_by=train)
+    before = content(tmp_path / "data")
+    prepare(replace(args, held_out_tokens=200), tokenizer, tmp_path / "data", used_by=train)
+    for other in (replace(args, target_tokens=2_000), replace(args, held_out_tokens=400)):
+        with pytest.raises(ValueError, match=f"checkpoints in {train} go on with its rows only"):
+            prepare(other, tokenizer, tmp_path / "data", used_by=train)
+    assert content(tmp_path / "data") == before
+
+
+def test_settings_that_rows_were_prepared_with_otherwise_are_named(args, tokenizer, tmp_path):
+    manifest = prepare(args, tokenizer, tmp_path / "data", seed=3).manifest
+    assert replace(args, workers=2, held_out_tokens=5).other_than(manifest, 3) == []
+    other = replace(args, sources=["stdlib:"], deduplicate=False)
+    assert other.other_than(manifest, 4) == ["data.sources", "data.deduplicate", "seed"]
+    assert args.other_than({}, 4) == []
+
+
 @pytest.mark.multiprocess
 def test_a_broken_file_that_is_not_needed_is_no_error_for_any_number_of_workers(
     args, tokenizer, tmp_path, monkeypatch

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from pod.data.args import DataArgs
+from pod.data.args import NOT_DECIDING, DataArgs
 from pod.data.balance.lots import unit_order
 from pod.data.read.gates import imported_filter
 from pod.data.read.units import Unit, plan_units
@@ -37,8 +37,6 @@ from pod.data.tokens.tokenizers import (
 from pod.files import read_json, write_json
 
 WORK_NAME = "work.json"
-NOT_DECIDING = {"workers", "held_out_tokens"}
-"""Settings that say how the data is made, not what it is, and one that is compared by itself."""
 
 
 class Job:

@@ -30,13 +30,22 @@ RECORD_FACTOR = 125
 """Bytes of memory per byte of a long record while it is tokenised."""
 
 
-def prepare(args: DataArgs, tokenizer: Any, output_dir: str | Path, *, seed: int = 0) -> PackedDataset:
+def prepare(
+    args: DataArgs,
+    tokenizer: Any,
+    output_dir: str | Path,
+    *,
+    seed: int = 0,
+    used_by: str | Path | None = None,
+) -> PackedDataset:
     """Prepare the training rows and the held-out text of `args` in folder `output_dir` and open them.
 
     `tokenizer` is a tokenizer, its folder, file or hub id. The same settings, sources and seed give the same bytes, whatever
     the number of workers and however often the work was interrupted. Data of the same settings, seed and tokenizer is kept as it
     is; no source is looked at then. The folder appears in one step; what an error, a full disk or a kill interrupted stays in
     `<output_dir>.work`, from where the same call goes on.
+
+    `used_by` names checkpoints that can go on with the rows in `output_dir` only: other rows are not put in their place then.
 
     Raises `ValueError` in one line for settings, sources and tokenizers that cannot work, `OSError` when the disk is full.
     """
@@ -51,6 +60,11 @@ def prepare(args: DataArgs, tokenizer: Any, output_dir: str | Path, *, seed: int
             f"{job.output_dir} is up to date: the same settings, seed and tokenizer; to read its sources again, remove it"
         )
         return PackedDataset(job.output_dir)
+    if used_by is not None and job.output_dir.exists():
+        raise ValueError(
+            f"{job.output_dir} is of other settings, seed or tokenizer, and the checkpoints in {used_by} go on with its rows only: set another "
+            f"output_dir, or move {used_by} away"
+        )
     check_replaceable(job.output_dir)
     check_replaceable(job.work_dir, OF_WORK)
     check_outside(job.output_dir, [] if args.include else args.sources)
