@@ -55,6 +55,19 @@ def test_a_used_cache_for_another_prompt(tools):
     assert torch.equal(model.generate(ids, past_key_values=cache, **options), model.generate(ids, **options))
 
 
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}], ids=str)
+def test_generate_behind_padding_is_refused(tools, options):
+    """The first new token would be that of the padding in the last column."""
+    model, ids, mask = tools.make_pod(use_cache=True), tools.random_ids(2, 20), torch.ones(2, 20)
+    mask[0, 15:] = 0
+    said = complaint(model.generate, ids, attention_mask=mask.long(), max_new_tokens=3, **options)
+    assert "ends with padding" in said and "padding_side='left'" in said
+
+
+def test_tokens_without_rows_are_refused(tools):
+    assert "the tokens are [20], expected [rows, tokens]" in complaint(tools.make_pod(), torch.arange(20))
+
+
 OPTIONS = {"think": {"window": 4}, "razor": {"retrieval_heads": "sharing"}}
 
 

@@ -236,6 +236,8 @@ class PodModel(PodPreTrainedModel):
         if unknown := sorted(others.keys() - _SAID_TWICE):
             logger.warning_once(f"PodModel ignores arguments that it does not know: {', '.join(unknown)}")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if hidden_states.dim() != 3:
+            raise ValueError(f"the tokens are {list(hidden_states.shape[:-1])}, expected [rows, tokens]")
         if doc_ids is None and self.sequence_parallel is None:
             positions = position_ids if past_key_values is None else None
             doc_ids = packed_documents(hidden_states.shape[:2], positions, cu_seq_lens_q, attention_mask)
