@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -181,8 +182,7 @@ def load_model(
         source = resolve_model(source)
         target_config(_read_config(source, **places), **wishes)  # refused before weights are read
         places |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=kind or "auto", **places)
-        dense, about = loaded
+        dense, about = _read(AutoModelForCausalLM, source, dtype=kind or "auto", **places)
         # transformers would draw them at random, or drop them
         _refuse({what: about[f"{what}_keys"] for what in ("missing", "unexpected", "mismatched")})
         if len(set(getattr(dense, "hf_device_map", {"": 0}).values())) > 1:
@@ -224,13 +224,17 @@ def target_config(
 
 
 def _read_config(source: str, **places: Any) -> Any:
-    try:
-        config = AutoConfig.from_pretrained(source, **places)
-    except OSError as error:
-        raise ValueError(f"cannot load a model from {source}: {str(error).splitlines()[0]}") from error
+    config = _read(AutoConfig, source, **places)
     if quantized := getattr(config, "quantization_config", None):
         raise ValueError(f"{source} is quantized ({quantized}): load the checkpoint that it was made from")
     return config
+
+
+def _read(kind: Any, source: str, **options: Any) -> Any:
+    try:
+        return kind.from_pretrained(source, **options)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot load a model from {source}: {str(error).splitlines()[0]}") from error
 
 
 def load_tokenizer(source: str | os.PathLike, **places: Any):

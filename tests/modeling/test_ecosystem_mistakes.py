@@ -114,7 +114,14 @@ def test_what_cannot_be_loaded_is_known_before_weights_are_read(tmp_path, monkey
     Path("runs").mkdir()
     for hub in ("AutoConfig", "AutoModelForCausalLM"):
         monkeypatch.setattr(f"pod.modeling.loading.{hub}.from_pretrained", never)
-    for missing in (str(tmp_path / "nowhere"), "./nowhere", "runs/export", "other/demo/export", "~/no/such"):
+    for missing in (
+        str(tmp_path / "nowhere"),
+        "./nowhere",
+        "runs/export",
+        "other/demo/export",
+        "~/no/such",
+        "export",
+    ):
         for load in (pod.load_model, pod.load_tokenizer):
             said = complaint(load, missing)
             assert said == f"cannot load a model from {missing}: there is no such folder"
@@ -142,6 +149,11 @@ def test_weights_that_are_not_in_the_files_are_never_drawn(tools, tmp_path):
         changed = {one: weight for one, weight in (weights | change).items() if weight is not None}
         save_file(changed, file, metadata={"format": "pt"})
         assert re.search(f"checkpoint does not fit: {says}", complaint(pod.load_model, tmp_path))
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert f"cannot load a model from {tmp_path}: Error while" in complaint(pod.load_model, tmp_path)
+    file.unlink()
+    assert f"cannot load a model from {tmp_path}: Error no file" in complaint(pod.load_model, tmp_path)
     angles = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # of old files; no weight
     save_file(weights | angles, file, metadata={"format": "pt"})
     assert (pod.load_model(tmp_path)(ids).logits - stock(ids).logits).abs().max() <= 1e-4
