@@ -98,7 +98,6 @@ def measure(model: pod.PodForCausalLM, row: Row, length: int) -> dict[str, Any]:
         "largest_tensor": largest.numel,
         "seconds": seconds,
         "held_bytes": cache.nbytes,
-        "predicted_bytes": cache.predicted_nbytes(),
     }
 
 
@@ -124,7 +123,6 @@ def grow(model: pod.PodForCausalLM, row: Row, prompt_length: int, steps: int) ->
         "bytes_after_prompt": start,
         "largest_bytes": worst,
         "final_bytes": _payload(cache),
-        "predicted_bytes": cache.predicted_nbytes(),
     }
 
 

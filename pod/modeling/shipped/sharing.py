@@ -28,10 +28,6 @@ class Roles:
         followed: leads of this layer that a later layer follows.
         windows: sinks and recent tokens, keys and values, and nothing else.
         last: followers whose block ends here.
-        held: leads and followers, which hold the values of every token.
-
-    Raises:
-        ValueError: heads that are not ``0 … H-1`` in three rising lists, or ``followed`` heads that do not lead.
     """
 
     leads: tuple[int, ...]
@@ -39,23 +35,16 @@ class Roles:
     followed: tuple[int, ...] = ()
     windows: tuple[int, ...] = ()
     last: tuple[int, ...] = ()
-    held: tuple[int, ...] = field(init=False)
-    num_heads: int = field(init=False)
 
-    def __post_init__(self):
-        for name in ("leads", "followers", "followed", "windows", "last"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        heads = self.leads + self.followers + self.windows
-        rise = all(list(x) == sorted(x) for x in (self.leads, self.followers, self.followed, self.windows))
-        if not heads or sorted(heads) != list(range(len(heads))) or not rise:
-            raise ValueError(
-                f"leads, followers and windows must name the heads 0 … H-1 once, rising, and are {self.leads}, {self.followers} "
-                f"and {self.windows}"
-            )
-        if not set(self.followed) <= set(self.leads):
-            raise ValueError(f"heads {self.followed} are followed, but only {self.leads} lead")
-        object.__setattr__(self, "held", tuple(sorted(self.leads + self.followers)))
-        object.__setattr__(self, "num_heads", len(heads))
+    @cached_property
+    def held(self) -> tuple[int, ...]:
+        """Leads and followers, which hold the values of every token."""
+        return tuple(sorted(self.leads + self.followers))
+
+    @property
+    def num_heads(self) -> int:
+        """KV heads of the layer."""
+        return len(self.held) + len(self.windows)
 
 
 @lru_cache(maxsize=4096)
