@@ -127,7 +127,7 @@ class BenchArgs:
     """timed rounds per method; in each round the method and the dense cache take turns"""
 
     backend: str = "auto"
-    """decode backend of the methods: auto, grouped, triton or reference; a named one that cannot run is an error"""
+    """decode backend of the methods: auto, grouped or triton; a named one that cannot run is an error"""
 
     full_backend: str = "fastest"
     """decode backend of the dense cache: fastest tries all that run and takes the fastest; or a backend by name, also sdpa

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 import pytest
+import reference_decode  # noqa: F401  (registers itself)
 import torch
 
 import pod  # noqa: F401  (registers the kernels)

@@ -7,7 +7,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from pod import kernels
 from pod.kernels import statistics
 from pod.kernels.statistics import attention_column_sums, attention_rows
 
@@ -231,7 +230,3 @@ def test_shapes_that_do_not_fit_are_no_shapes_of_a_layer():
         for function in (attention_rows, attention_column_sums):
             with pytest.raises(AssertionError):
                 function(*bad)
-
-
-def test_the_package_offers_both():
-    assert kernels.attention_rows is attention_rows and kernels.attention_column_sums is attention_column_sums

@@ -57,8 +57,8 @@ def test_leads_start_from_the_mean_of_their_block(tools, family):
 
 def test_plans_of_whole_layers(tools):
     plan = pod.SharingPlan.cla(5, 2, factor=3)
-    assert plan.lead == ((0, 0), (0, 0), (0, 0), (3, 3), (3, 3)) and plan.is_layerwise
-    assert pod.SharingPlan.cla(3, 1, factor=1).is_dense and not pod.SharingPlan(tools.lead).is_layerwise
+    assert plan.lead == ((0, 0), (0, 0), (0, 0), (3, 3), (3, 3))
+    assert pod.SharingPlan.cla(3, 1, factor=1).is_dense
     with pytest.raises(ValueError, match="factor >= 1"):
         pod.SharingPlan.cla(4, 2, factor=0)
     with pytest.raises(ValueError, match=r"layout = 'cla' shares whole layers.*SharingPlan\.cla"):

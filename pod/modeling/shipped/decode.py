@@ -147,7 +147,7 @@ class DecodeCall(NamedTuple):
 
 
 DECODERS: dict[str, Implementation] = {}
-"""``grouped`` and ``reference`` of this folder, and what ``pod.kernels`` adds."""
+"""``grouped`` of this folder, and what ``pod.kernels`` adds."""
 DECODE_ORDER: dict[str, list[str]] = {"cuda": ["triton", "grouped"]}
 """What ``auto`` tries on a device type, fastest first; devices not named use ``grouped``."""
 

@@ -22,7 +22,7 @@ from .experts import PodExperts
 from .flash import FLASH
 from .generation import PodGenerationMixin, check_cache, own_cache
 from .grouped import ATTEND_GROUPED, DECODE_GROUPED
-from .reference import ATTEND_REFERENCE, DECODE_REFERENCE
+from .reference import ATTEND_REFERENCE
 from .rope import Frequencies, Rope, frequencies_of, rotate
 from .step import (
     check_positions,
@@ -44,7 +44,7 @@ _STOCK_BACKENDS = {"eager": "reference", "flash_attention_2": "flash", "sdpa": N
 """What an `attn_implementation` of stock models is here; None: as the configuration says."""
 
 IMPLEMENTATIONS |= {"grouped": ATTEND_GROUPED, "flash": FLASH, "reference": ATTEND_REFERENCE}
-DECODERS |= {"grouped": DECODE_GROUPED, "reference": DECODE_REFERENCE}
+DECODERS["grouped"] = DECODE_GROUPED
 
 
 class Tiled(nn.Module):

@@ -66,11 +66,6 @@ def is_followed(lead: Sequence[Sequence[int | None]], layer: int, head: int) -> 
     return above is not None and above <= layer
 
 
-def open_lead(lead: Sequence[Sequence[int | None]], layer: int, head: int) -> int | None:
-    """The lead that this KV head has had last, in this layer or below; None = only windows so far."""
-    return next((row[head] for row in lead[layer::-1] if row[head] is not None), None)
-
-
 @dataclass(frozen=True)
 class SharingPlan:
     """What every (layer, KV head) pair of a model does about distant tokens.
@@ -126,7 +121,7 @@ class SharingPlan:
         if other != lead:
             does = "keeps its window" if other is None else f"follows layer {other}"
             raise ValueError(f"{where}, but layer {lead} {does}: a lead must lead itself")
-        before = open_lead(self.lead, layer - 1, head) if layer else None
+        before = next((row[head] for row in reversed(self.lead[:layer]) if row[head] is not None), None)
         if lead not in (layer, before):
             raise ValueError(
                 f"{where}, but below it layer {before} leads: layers of a block must be consecutive, windows aside"
@@ -160,11 +155,6 @@ class SharingPlan:
         provenance = {"algorithm": "cla", "factor": factor}
         rows = tuple((layer - layer % factor,) * num_key_value_heads for layer in range(num_layers))
         return cls(lead=rows, provenance=provenance)
-
-    @property
-    def is_layerwise(self) -> bool:
-        """Whether all heads of a layer have the same lead."""
-        return all(len(set(row)) == 1 for row in self.lead)
 
     @property
     def num_layers(self) -> int:
@@ -229,10 +219,6 @@ class SharingPlan:
             raise ValueError(f"saving is defined for n >= 1 tokens, got n = {n}")
         near = min(n, num_sink_tokens + num_recent_tokens)
         return 1 - self._held(n) - near / n * (self.share_followers / 2 + self.share_windows)
-
-    def bytes_per_token(self, head_dim: int) -> float:
-        """Bytes that one more token costs in the limit, all layers together, where the model computes in 16 bits."""
-        return (1 - self.asymptotic_saving) * self.num_pairs * 2 * head_dim * 2
 
     def _held(self, n: float) -> float:
         """Share of dense 16-bit bytes that stores of every token hold, of ``n`` tokens."""
