@@ -92,7 +92,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def fields_of(source: Any) -> dict[str, Any]:
-    """The fields of ``PodConfig`` that a configuration of transformers calls otherwise, or its family fixes.
+    """The fields of ``PodConfig`` that a configuration of transformers' text models calls otherwise, or its family fixes.
 
     Raises:
         ValueError: another family, or a field with a value that the decoder does not have.
@@ -132,6 +132,8 @@ _STORED: dict[str, list[tuple[str, ...]]] = {
     ],
 }
 """Where a weight of a decoder layer stands in checkpoints that have it by no such name: Phi-3's fused ones, files of Qwen3-MoE and Mixtral."""
+OTHER_PARTS = "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."
+"""Of models that also see, in which the text part is ``language_model``: what is left out."""
 
 
 def stored_names(name: str, have: Container[str], config: Any) -> list[str]:
@@ -143,7 +145,8 @@ def stored_names(name: str, have: Container[str], config: Any) -> list[str]:
         names = [f"{head}{layer}.{one.format(i)}" for i in experts for one in theirs]
         if names[0] in have:
             return names
-    return [name]
+    inside = f"language_model.{name}", f"model.language_model.{name.removeprefix('model.')}"
+    return [next((one for one in inside if one in have and name not in have), name)]
 
 
 def read_weight(name: str, read: Callable[[str], Tensor], have: Container[str], config: Any) -> Tensor:

@@ -182,7 +182,9 @@ def cache_dir() -> Path:
 
 def _local_or_hub(path: str) -> str:
     expanded = os.path.expanduser(path)
-    is_path = expanded.startswith((".", os.sep)) or expanded.count("/") > 1
+    is_path = (
+        expanded.startswith((".", os.sep)) or expanded.count("/") != 1
+    )  # models of the hub here have an owner
     if (is_path or os.path.isdir(os.path.dirname(expanded))) and not os.path.isdir(expanded):
         raise ValueError(f"cannot load a model from {path}: there is no such folder")
     return expanded

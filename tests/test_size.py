@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("modeling", "kernels", "engine")
 FILES = sorted(file for part in PARTS for file in (ROOT / "pod" / part).rglob("*.py"))
-MOST_LINES, MEDIAN, NINTH_DECILE = 11_700, 8, 25
+MOST_LINES, MEDIAN, NINTH_DECILE = 11_500, 8, 25
 DATA_FILES = sorted((ROOT / "pod" / "data").rglob("*.py"))
 MOST_DATA_LINES = 5_000
 Function = ast.FunctionDef | ast.AsyncFunctionDef

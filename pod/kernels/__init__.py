@@ -6,11 +6,8 @@ Imports torch and (where installed) triton, and of this package only the operati
 import importlib
 from typing import Any
 
-from pod.kernels.statistics import attention_column_sums, attention_rows
 from pod.modeling.shipped.attend import Implementation
 from pod.modeling.shipped.decode import DECODERS, DecodeCall
-
-__all__ = ["attention_column_sums", "attention_rows"]
 
 
 def _triton() -> Any:

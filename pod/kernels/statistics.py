@@ -31,11 +31,7 @@ def attention_column_sums(q: Tensor, k: Tensor, scale: float | None = None, squa
 
     Returns:
         ``[B, Hq, n]``, with ``squares`` ``[2, B, Hq, n]``, in fp32 (fp64 for fp64 inputs); per query head, not averaged over G.
-
-    Raises:
-        ValueError: shapes that do not fit.
     """
-    _check(q, k)
     (batch, kv_heads, n, _), query_heads = k.shape, q.shape[1]
     shape = 1 + squares, batch * kv_heads, query_heads // kv_heads, n
     sums = torch.zeros(shape, dtype=compute_dtype(q.dtype), device=q.device)
@@ -51,12 +47,11 @@ def attention_column_sums(q: Tensor, k: Tensor, scale: float | None = None, squa
 def attention_rows(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
     """Softmax rows of the last queries, such as the observation window of SnapKV (Li et al., 2024, section 4.1).
 
-    Arguments and errors as of ``attention_column_sums``.
+    Arguments as of ``attention_column_sums``.
 
     Returns:
         ``[B, Hq, m, n]`` in fp32 (fp64 for fp64 inputs); every row sums to one, and is 0 after its own position.
     """
-    _check(q, k)
     (batch, kv_heads, n, _), (query_heads, m) = k.shape, q.shape[1:3]
     compute = compute_dtype(q.dtype)
     out = torch.zeros(batch * kv_heads, query_heads // kv_heads, m, n, dtype=compute, device=q.device)
@@ -71,6 +66,7 @@ def _blocks(q: Tensor, k: Tensor, scale: float | None) -> Iterator[tuple[slice, 
     ``S`` ends at the key of the block's last query. The next block overwrites the rows.
     """
     (batch, kv_heads, n, head_dim), m = k.shape, q.shape[2]
+    assert q.shape[::3] == k.shape[::3] and not q.shape[1] % kv_heads and m <= n, (q.shape, k.shape)
     pairs, groups = batch * kv_heads, q.shape[1] // kv_heads
     elements, most = (_CUDA_ELEMENTS, _CUDA_ROWS) if q.is_cuda else (_CPU_ELEMENTS, _CPU_ROWS)
     rows = max(1, min(m, most, max(-(-_LEAST_ROWS // groups), elements // max(1, groups * n))))
@@ -100,20 +96,3 @@ def _logits(q: Tensor, k: Tensor, buffer: Tensor) -> Tensor:
     hidden = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu_(1)
     out[..., width - rows :].masked_fill_(hidden, float("-inf"))
     return out
-
-
-def _check(q: Tensor, k: Tensor) -> None:
-    if q.dim() != 4 or k.dim() != 4 or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
-        raise ValueError(
-            f"q and k are {list(q.shape)} and {list(k.shape)}; give [B, Hq, m, d] and [B, H, n, d] with equal B and d"
-        )
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads do not divide evenly among {k.shape[1]} KV heads")
-    if q.shape[2] > k.shape[2]:
-        raise ValueError(
-            f"{q.shape[2]} queries are more than {k.shape[2]} keys; k must hold the queries' own positions too"
-        )
-    if q.dtype != k.dtype or q.device != k.device or not q.dtype.is_floating_point:
-        raise ValueError(
-            f"q is {q.dtype} on {q.device}, k is {k.dtype} on {k.device}; give both in one float dtype on one device"
-        )

@@ -7,10 +7,11 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from pod.families import fields_of, read_weight, stored_names
+from pod.families import OTHER_PARTS, fields_of, read_weight, stored_names
 from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM, PodModel
@@ -32,7 +33,9 @@ _PLACES = {"cache_dir", "device_map", "gguf_file", "local_files_only", "revision
 
 
 def convert_config(source: Any, **changes: Any) -> PodConfig:
-    """Our configuration from that of a model of one of the ``FAMILIES``; ``changes``: fields to set. Errors as in ``fields_of``."""
+    """Our configuration from that of a model of one of the ``FAMILIES``, or of one whose text part is; ``changes``: fields to set.
+    Errors as in ``fields_of``."""
+    source = source.get_text_config()
     own = vars(source)
     same = {name: own[name] for name in PodConfig.__annotations__.keys() & own.keys() - {"use_cache"}}
     return PodConfig(**(same | fields_of(source) | changes))
@@ -82,7 +85,8 @@ def check_fit(shapes: Mapping[str, Sequence[int]], config: PodConfig, model: Pod
     expected = model.state_dict()
     pairs = [(name, one) for name in expected for one in sources_of(name, shapes, config)]
     used = {stored for _, one in pairs for stored in stored_names(one, shapes, config)}
-    missing, unexpected = used - shapes.keys(), shapes.keys() - used
+    missing = used - shapes.keys()
+    unexpected = {one for one in shapes.keys() - used if not one.startswith(OTHER_PARTS)}
     empty = {one: torch.empty(shape, device="meta") for one, shape in shapes.items()}
     others = {
         one
@@ -111,7 +115,7 @@ def sources_of(name: str, have: Container[str], config: PodConfig) -> list[str]:
         return [name]
     block = next(block for block in config.sharing_plan.blocks(0) if int(found[1]) in block)
     names = [f"model.layers.{layer}.{found[2]}" for layer in block]
-    return [one for one in names if one in have] or [name]
+    return [one for one in names if stored_names(one, have, config)[0] in have] or [name]
 
 
 def made_weight(
@@ -178,8 +182,7 @@ def load_model(
         source = resolve_model(source)
         target_config(_read_config(source, **places), **wishes)  # refused before weights are read
         places |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=kind or "auto", **places)
-        dense, about = loaded
+        dense, about = _read(AutoModelForCausalLM, source, dtype=kind or "auto", **places)
         # transformers would draw them at random, or drop them
         _refuse({what: about[f"{what}_keys"] for what in ("missing", "unexpected", "mismatched")})
         if len(set(getattr(dense, "hf_device_map", {"": 0}).values())) > 1:
@@ -221,13 +224,17 @@ def target_config(
 
 
 def _read_config(source: str, **places: Any) -> Any:
-    try:
-        config = AutoConfig.from_pretrained(source, **places)
-    except OSError as error:
-        raise ValueError(f"cannot load a model from {source}: {str(error).splitlines()[0]}") from error
+    config = _read(AutoConfig, source, **places)
     if quantized := getattr(config, "quantization_config", None):
         raise ValueError(f"{source} is quantized ({quantized}): load the checkpoint that it was made from")
     return config
+
+
+def _read(kind: Any, source: str, **options: Any) -> Any:
+    try:
+        return kind.from_pretrained(source, **options)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot load a model from {source}: {str(error).splitlines()[0]}") from error
 
 
 def load_tokenizer(source: str | os.PathLike, **places: Any):

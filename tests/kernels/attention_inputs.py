@@ -56,7 +56,8 @@ def _pod(q, k, v, q_lead, k_lead, num_sink_tokens, num_recent_tokens, **options)
 
 def _mixed(q, k, v, q_lead, k_lead, followers, num_sink_tokens, num_recent_tokens, **options):
     lead = None if q_lead is None else Lead(q_lead, k_lead)
-    options["roles"] = Roles([head for head in range(k.shape[1]) if head not in followers], followers)
+    leads = tuple(head for head in range(k.shape[1]) if head not in followers)
+    options["roles"] = Roles(leads, tuple(followers))
     return with_lse(q, k, v, lead, (num_sink_tokens, num_recent_tokens), **options)[0]
 
 

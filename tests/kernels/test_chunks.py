@@ -100,7 +100,7 @@ def found_by(backend, rows, see, q, k, v, q_lead, k_lead, scale, causal=True, se
     lead, roles = None, None
     if followers is not None:
         lead, leads = Lead(q_lead, k_lead), [head for head in range(k.shape[1]) if head not in followers]
-        roles = Roles(leads, followers)
+        roles = Roles(tuple(leads), tuple(followers))
     return attend(q, Tokens(k, v), lead, Visibility(n_s, n_r, causal), segments, scale, backend, roles)
 
 

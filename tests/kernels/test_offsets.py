@@ -114,7 +114,7 @@ def storing() -> dict[str, bool]:
 
     generator = torch.Generator().manual_seed(0)
     q, k, v, cos, sin = (torch.randn(3, n, 16, generator=generator) for n in (12, 6, 6, 1, 1))
-    roles, past = Roles([0, 2, 4], [1, 3, 5]), torch.tensor([1, 39, 38])
+    roles, past = Roles((0, 2, 4), (1, 3, 5)), torch.tensor([1, 39, 38])
     answer = {}
     for dimension, name in enumerate(RUNS):
         found = []

@@ -105,7 +105,7 @@ def run_heads(case: Case, operations: step.Operations) -> dict[str, list[float]]
     written = (stores.get(name) for name in ("leads", "followers", "values"))
     token = step.NewToken(torch.tensor(case.past), *written, case.windows[0], near)
     norms = step.HeadNorms(*weights, 1e-5) if case.norms else None
-    roles = Roles(case.leads, followers, windows=case.near)
+    roles = Roles(tuple(case.leads), tuple(followers), windows=tuple(case.near))
     found = operations.rotate_and_store(q, k, v, (angles.cos(), angles.sin()), norms, roles, token)
 
     def expected(x, weight, row):

@@ -55,6 +55,19 @@ def test_a_used_cache_for_another_prompt(tools):
     assert torch.equal(model.generate(ids, past_key_values=cache, **options), model.generate(ids, **options))
 
 
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}], ids=str)
+def test_generate_behind_padding_is_refused(tools, options):
+    """The first new token would be that of the padding in the last column."""
+    model, ids, mask = tools.make_pod(use_cache=True), tools.random_ids(2, 20), torch.ones(2, 20)
+    mask[0, 15:] = 0
+    said = complaint(model.generate, ids, attention_mask=mask.long(), max_new_tokens=3, **options)
+    assert "ends with padding" in said and "padding_side='left'" in said
+
+
+def test_tokens_without_rows_are_refused(tools):
+    assert "the tokens are [20], expected [rows, tokens]" in complaint(tools.make_pod(), torch.arange(20))
+
+
 OPTIONS = {"think": {"window": 4}, "razor": {"retrieval_heads": "sharing"}}
 
 
@@ -101,7 +114,14 @@ def test_what_cannot_be_loaded_is_known_before_weights_are_read(tmp_path, monkey
     Path("runs").mkdir()
     for hub in ("AutoConfig", "AutoModelForCausalLM"):
         monkeypatch.setattr(f"pod.modeling.loading.{hub}.from_pretrained", never)
-    for missing in (str(tmp_path / "nowhere"), "./nowhere", "runs/export", "other/demo/export", "~/no/such"):
+    for missing in (
+        str(tmp_path / "nowhere"),
+        "./nowhere",
+        "runs/export",
+        "other/demo/export",
+        "~/no/such",
+        "export",
+    ):
         for load in (pod.load_model, pod.load_tokenizer):
             said = complaint(load, missing)
             assert said == f"cannot load a model from {missing}: there is no such folder"
@@ -129,6 +149,11 @@ def test_weights_that_are_not_in_the_files_are_never_drawn(tools, tmp_path):
         changed = {one: weight for one, weight in (weights | change).items() if weight is not None}
         save_file(changed, file, metadata={"format": "pt"})
         assert re.search(f"checkpoint does not fit: {says}", complaint(pod.load_model, tmp_path))
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert f"cannot load a model from {tmp_path}: Error while" in complaint(pod.load_model, tmp_path)
+    file.unlink()
+    assert f"cannot load a model from {tmp_path}: Error no file" in complaint(pod.load_model, tmp_path)
     angles = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # of old files; no weight
     save_file(weights | angles, file, metadata={"format": "pt"})
     assert (pod.load_model(tmp_path)(ids).logits - stock(ids).logits).abs().max() <= 1e-4

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 import pod
 from pod.families import read_weight
@@ -125,6 +126,23 @@ def test_files_of_new_families_are_read_weight_by_weight(tools, tmp_path, family
     read = weight_reader(str(tmp_path), model.config, torch.float32)
     for name, weight in pod.load_model(stock).named_parameters():
         assert torch.equal(read(name), weight) and torch.equal(model.get_parameter(name), weight), name
+
+
+@torch.no_grad()
+def test_of_a_model_that_also_sees_the_text_part_is_loaded(tools, tmp_path):
+    """Gemma 3 beyond 1B is stored so: from files, from memory, and weight by weight."""
+    config = tools.make_stock("gemma3").config
+    seeing = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    seeing |= {"image_size": 28, "patch_size": 14}
+    both = Gemma3Config(text_config=config.to_dict(), vision_config=seeing, mm_tokens_per_image=1)
+    stock, ids = Gemma3ForConditionalGeneration(both).eval(), tools.random_ids(1, 40)
+    stock.save_pretrained(tmp_path)
+    expected, model = stock(ids).logits, pod.load_model(tmp_path)
+    for one in (model, pod.load_model(stock)):
+        assert one.config.layer_windows == [None, None, 9, None, 9]
+        assert (one(ids).logits - expected).abs().max() <= 2e-6 * expected.abs().max()
+    read = weight_reader(str(tmp_path), model.config, torch.float32)
+    assert all(torch.equal(read(name), weight) for name, weight in model.named_parameters())
 
 
 def test_layers_with_windows_are_no_part_of_a_plan(tools):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from oracle_tools import TURNS, run_cache
 from oracles_imdc import Chunked
+from rule_bytes import rule_nbytes
 
 import pod
 from pod.modeling.methods import imdc
@@ -48,8 +49,8 @@ def test_memory_follows_the_schedule(tools, spec, function):
             chunk = plan.boundaries.index(done)
             memory = [min(slots, plan.memory[layer][chunk]) for layer, slots in enumerate(memory)]
         assert held(cache) == [memory]
-        assert cache.predicted_nbytes() == sum(memory) * SLOT // 5
-        assert 0 <= payload(cache) - cache.predicted_nbytes() <= SLOT  # a slot per layer to grow into
+        assert rule_nbytes(cache) == sum(memory) * SLOT // 5
+        assert 0 <= payload(cache) - rule_nbytes(cache) <= SLOT  # a slot per layer to grow into
     assert memory == [16] * 5 and payload(cache) == 16 * SLOT
 
 
@@ -60,7 +61,7 @@ def test_decoded_tokens_are_appended(tools):
     model(ids[:, :60], past_key_values=cache)
     for count in range(1, 21):
         model(ids[:, 59 + count : 60 + count], past_key_values=cache)
-        assert held(cache) == [[16 + count] * 5] and cache.predicted_nbytes() == 2 * (16 + count) * SLOT
+        assert held(cache) == [[16 + count] * 5] and rule_nbytes(cache) == 2 * (16 + count) * SLOT
     model(ids[:, 80:], past_key_values=cache)
     assert held(cache) == [[16] * 5]
 
@@ -150,7 +151,7 @@ def test_packed_memory(tools, spec):
     for cut in ((), (7,), (1,)):
         cache = pod.make_cache(model, spec, group_size=4, residual=4, **options)
         outputs.append(run_cache(model, cache, ids, TURNS, cut))
-        assert payload(cache) == pytest.approx(cache.predicted_nbytes(), rel=0.02)
+        assert payload(cache) == pytest.approx(rule_nbytes(cache), rel=0.02)
     assert max((out - outputs[0]).abs().max() for out in outputs) <= 1e-9
     native = pod.make_cache(model, spec.removesuffix("+int8"), **options)
     exact = run_cache(model, native, ids, TURNS)

@@ -7,6 +7,7 @@ import oracles_ranked as oracles
 import pytest
 import torch
 from oracle_tools import TURNS, length_of, run_cache
+from rule_bytes import layer_nbytes
 
 import pod
 
@@ -111,7 +112,7 @@ def held_tokens(model, cache) -> list[int]:
     (group,) = cache.groups
     per_token = 2 * model.config.num_key_value_heads * model.config.head_dim * 8
     return [
-        layer.held if hasattr(layer, "held") else layer.predicted_nbytes(group.seen) / per_token
+        layer.held if hasattr(layer, "held") else layer_nbytes(layer, group.seen) / per_token
         for layer in group.layers
     ]
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pod.modeling.shipped.sharing import Roles, SharingPlan, is_followed, open_lead, roles_of
+from pod.modeling.shipped.sharing import Roles, SharingPlan, is_followed, roles_of
 
 LEAD = [[0, 0], [0, 1], [0, 1], [3, 1]]
 ROLES = [[0, None, None], [0, 1, None], [None, 1, 2], [0, None, 3], [None, 1, 4]]
@@ -27,8 +27,6 @@ def test_windows_stand_between_the_layers_of_a_block():
     assert plan.asymptotic_saving == pytest.approx((6 + 4 / 2) / 15) and not plan.is_dense
     assert [plan.blocks(head) for head in range(3)] == [[[0, 1, 3]], [[1, 2, 4]], [[2], [3], [4]]]
     assert [is_followed(plan.lead, layer, 0) for layer in range(5)] == [True, True, True, False, False]
-    assert [open_lead(plan.lead, layer, 1) for layer in range(5)] == [None, 1, 1, 1, 1]
-    assert [open_lead(plan.lead, layer, 0) for layer in range(5)] == [0] * 5
     assert roles_of(plan.lead, 3) == Roles((2,), (0,), (), (1,), (0,))
     assert roles_of(plan.lead, 1) == Roles((1,), (0,), (1,), (2,)) and roles_of(plan.lead, 1).held == (0, 1)
     windows = SharingPlan.windows(3, 2)

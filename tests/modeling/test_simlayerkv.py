@@ -6,6 +6,7 @@ import oracles_ranked
 import pytest
 import torch
 from oracle_tools import run_cache
+from rule_bytes import rule_nbytes
 
 import pod
 from pod.modeling.methods.simlayerkv import lazy_mass
@@ -230,7 +231,7 @@ def test_bytes_are_those_of_the_rule_and_do_not_grow(tools, spec, detector):
     for widths in ([200], [1] * 60, [1] * 90):
         feed(model, cache, ids, *widths)
         sizes.append(measured(cache))
-        assert abs(sizes[-1] / cache.predicted_nbytes() - 1) < 0.01
+        assert abs(sizes[-1] / rule_nbytes(cache) - 1) < 0.01
     assert sizes[1] == sizes[2]
     assert sizes[0] > sizes[1] if detector == "decode" else sizes[0] == sizes[1]
     tokens = 64 * 128  # bytes of one head's keys in fp32
@@ -241,7 +242,7 @@ def test_bytes_are_those_of_the_rule_and_do_not_grow(tools, spec, detector):
     assert sizes[2] == 2 * 5 * 2 * 2 * tokens  # rows, layers, KV heads, key and value
     busy = make(model, spec, threshold=1.0, **options)
     feed(model, busy, ids, 200, *[1] * 10)
-    assert abs(measured(busy) / busy.predicted_nbytes() - 1) < 0.01 and measured(busy) > 1.5 * sizes[2]
+    assert abs(measured(busy) / rule_nbytes(busy) - 1) < 0.01 and measured(busy) > 1.5 * sizes[2]
 
 
 @torch.no_grad()
@@ -326,7 +327,7 @@ def test_tokens_are_packed_once_the_layer_is_judged(tools):
     for cache in (native, packed):
         feed(model, cache, ids, 150)
     assert measured(packed) == pytest.approx(measured(native), rel=0.01)
-    assert abs(measured(packed) / packed.predicted_nbytes() - 1) < 0.01
+    assert abs(measured(packed) / rule_nbytes(packed) - 1) < 0.01
     full = {}
     for cache in (native, packed):
         full[cache] = feed(model, cache, ids, 1)

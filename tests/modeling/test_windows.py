@@ -8,6 +8,7 @@ import torch
 from oracle_tools import TURNS, run_cache
 from oracles_ranked import LocalWindow
 from oracles_windows import LMInfinite, StreamingLLM, WindowAttention
+from rule_bytes import rule_nbytes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -134,7 +135,7 @@ def test_streamingllm_saves_seven_eighths_at_32k():
         model(part, past_key_values=cache, logits_to_keep=1)
     every_token = 2 * 32768 * 8 * 4  # keys and values, one head of 8 numbers of 4 bytes
     assert 1 - payload(cache) / every_token == 0.875
-    assert cache.predicted_nbytes() == payload(cache)
+    assert rule_nbytes(cache) == payload(cache)
 
 
 @pytest.mark.parametrize("family", ["qwen2-yarn", "llama-tied-biased-llama3"])
@@ -190,7 +191,7 @@ def test_decoding_never_grows(tools, spec):
     full = 2 * 5 * 2 * 12 * 8 * 8  # keys and values, layers, KV heads, slots, head_dim, bytes
     for t in range(30, 230):
         out = model(ids[:, t : t + 1], past_key_values=cache).logits
-        assert payload(cache) == full == cache.predicted_nbytes()
+        assert payload(cache) == full == rule_nbytes(cache)
     assert out.isfinite().all()
 
 
@@ -203,7 +204,7 @@ def test_local_window_holds_the_prompt_until_it_ends(tools):
     for end, held in [(20, 20), (49, 49), (50, 12), (51, 12)]:
         model(ids[:, cache.get_seq_length() : end], past_key_values=cache)
         assert payload(cache) == pytest.approx(held * slot, rel=0.06)  # one slot to grow into
-        assert cache.predicted_nbytes() == held * slot
+        assert rule_nbytes(cache) == held * slot
 
 
 @pytest.mark.parametrize("spec", WINDOWS)
@@ -236,7 +237,7 @@ def test_packed_windows(tools, spec):
     for cut in ((), (7,), (1,)):
         cache = pod.make_cache(model, f"{spec}+int8", **options)
         outputs.append(run_cache(model, cache, ids, TURNS, cut))
-        assert payload(cache) == pytest.approx(cache.predicted_nbytes(), rel=0.02)
+        assert payload(cache) == pytest.approx(rule_nbytes(cache), rel=0.02)
     assert max((out - outputs[0]).abs().max() for out in outputs) <= 1e-9
     native = pod.make_cache(model, spec, budget=24, **WINDOWS[spec])
     exact = run_cache(model, native, ids, TURNS, ())

@@ -56,10 +56,6 @@ class AccumulatingLayer(PodCacheLayer):
         super().select_rows(index)
         self.statistics = {name: x.index_select(0, index.to(x.device)) for name, x in self.statistics.items()}
 
-    def predicted_nbytes(self, length: int) -> int:
-        statistics = sum(x.numel() * x.element_size() for x in self.statistics.values())
-        return super().predicted_nbytes(self.held) + statistics
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         q, k = step.ropes[self.layer_idx].pair(q, k)
         in_slots = replace(step, uniform_past=self.held)

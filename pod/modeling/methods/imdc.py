@@ -213,9 +213,6 @@ class MemoryLayer(CacheLayer):
     def stores(self) -> dict[str, Any]:
         return self.tokens._asdict() | {"bookkeeping": self.queries}
 
-    def predicted_nbytes(self, length: int) -> int:
-        return self.tokens.predicted_nbytes(self.held)
-
     # -- attention -------------------------------------------------------------------------------------------
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:

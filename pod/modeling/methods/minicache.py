@@ -73,11 +73,6 @@ class PairLayer(PodCacheLayer):
         merged = {f"{part}_{name}": x for part in _PARTS for name, x in vars(self.merged[part]).items()}
         return super().stores() | merged
 
-    def held_in(self, name: str, length: int) -> int:
-        merged, apart = self.merged_tokens, self.num_apart
-        counts = {"directions": merged, "norms": merged, "apart": apart, "positions": apart}
-        return counts.get(name.rpartition("_")[2], length - merged)
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         (q, k), past = step.ropes[self.layer_idx].pair(q, k), step.uniform_past
         assert past is not None

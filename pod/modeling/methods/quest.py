@@ -42,9 +42,6 @@ class QuestLayer(PodCacheLayer):
     def stores(self) -> dict[str, TokenStore]:
         return super().stores() | {"pages": self.pages}
 
-    def held_in(self, name: str, length: int) -> int:
-        return ceil(length / self.page_size) if name == "pages" else length
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         (q, k), past = step.ropes[self.layer_idx].pair(q, k), step.uniform_past
         assert past is not None

@@ -43,10 +43,6 @@ class RazorLayer(CacheLayer):
         full = {f"full_{name}": store for name, store in self.everything.stores().items()}
         return full | self.near.stores() | {"compensation": self.compensation}
 
-    def predicted_nbytes(self, length: int) -> int:
-        extra = sum(x.numel() * x.element_size() for x in self.compensation.tensors())
-        return self.everything.predicted_nbytes() + self.near.predicted_nbytes() + extra
-
     # -- attention -------------------------------------------------------------------------------------------
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:

@@ -189,9 +189,6 @@ class SharedSelectionLayer(PodCacheLayer):
         rankings = {f"bookkeeping of {i}": bank.ranking for i, bank in enumerate(self.banks)}
         return {name: store for name, store, _ in self._held(0)} | rankings
 
-    def predicted_nbytes(self, length: int) -> int:
-        return sum(store.predicted_nbytes(count) for _, store, count in self._held(length))
-
     # -- attention -------------------------------------------------------------------------------------------
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:

@@ -61,9 +61,6 @@ class Pair(NamedTuple):
         for store in self:
             store.keep(index, length)
 
-    def predicted_nbytes(self, length: int) -> int:
-        return sum(store.predicted_nbytes(length) for store in self if not store.is_empty)
-
 
 class CompensationToken:
     """Mean of all tokens that left, with how many they were (RazorAttention, eq. 4). Sums run in at least fp32."""
@@ -114,7 +111,7 @@ class SlidingTokens:
     Attributes:
         num_recent: tokens of the ring, 0 before the first ``trim``.
         entered: tokens that the window has taken since it was made; the last ``num_recent`` of them are in the ring.
-        num_beside: tokens beside the window; the first ``settled_beside`` of them have come to rest.
+        num_beside: tokens beside the window.
     """
 
     def __init__(self, codec: Codec, num_sink_tokens: int, left: CompensationToken | None = None):
@@ -125,7 +122,7 @@ class SlidingTokens:
 
     def _open(self) -> None:
         self.beside = Pair.of(self.codec)
-        self.num_beside = self.settled_beside = 0
+        self.num_beside = 0
 
     @property
     def held(self) -> int:
@@ -177,7 +174,6 @@ class SlidingTokens:
             self.window.settle(self.entered)
         if self.num_beside:
             self.beside.settle(self.num_beside)
-        self.settled_beside = self.num_beside
 
     # -- attention -------------------------------------------------------------------------------------------
 
@@ -231,15 +227,6 @@ class SlidingTokens:
         window = {} if self.window is None else self.window._asdict()
         return {f"window_{name}": store for name, store in window.items()} | self.beside._asdict()
 
-    def predicted_nbytes(self) -> int:
-        window = 0 if self.window is None else self.window.predicted_nbytes(self.entered)
-        beside = self.beside.predicted_nbytes(self.settled_beside)
-        if self.num_beside > self.settled_beside:  # native until they settle
-            batch, heads, _, head_dim = self.beside.keys.shape
-            new = 2 * (self.num_beside - self.settled_beside) * batch * heads * head_dim
-            beside += new * self.beside.keys.dtype.itemsize
-        return window + beside
-
 
 class SlidingLayer(CacheLayer):
     """A layer that holds ``tokens`` of rows that are alike, for all of its KV heads."""
@@ -266,9 +253,6 @@ class SlidingLayer(CacheLayer):
     def settle(self, step: Step) -> None:
         if step.ends_prompt or step.is_decode:
             self.tokens.settle()
-
-    def predicted_nbytes(self, length: int) -> int:
-        return self.tokens.predicted_nbytes()
 
 
 class LocalLayer(SlidingLayer):

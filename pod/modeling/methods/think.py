@@ -72,10 +72,6 @@ class ThinKeys(TokenStore):
         channels = [] if self.channels is None else [self.channels]
         return [*super().tensors(), *self.thin.tensors(), *channels, *self.queries.tensors()]
 
-    def predicted_nbytes(self, length: int) -> int:
-        whole = super().predicted_nbytes(length - self.num_thin)
-        return whole + (self.thin.predicted_nbytes(self.num_thin) if self.num_thin else 0)
-
     def observe(self, q: Tensor, step: Step) -> None:
         self.queries.observe(q, step)
 

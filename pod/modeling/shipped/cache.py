@@ -356,11 +356,6 @@ class PodCache(Cache):
         """Bytes really held."""
         return sum(self.nbytes_by_part().values())
 
-    def predicted_nbytes(self) -> int:
-        """Bytes that the method's rule needs for the tokens seen, without bookkeeping and growth slack."""
-        lengths = self.lengths.tolist()
-        return sum(layer.predicted_nbytes(max(lengths[i] for i in rows)) for layer, rows in self._holders())
-
     # -- what transformers calls -----------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

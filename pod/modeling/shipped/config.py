@@ -156,7 +156,7 @@ class PodConfig(PreTrainedConfig):
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout = {self.layout!r} is not supported; choose one of {', '.join(LAYOUTS)}")
         self._check_windows()
-        if self.layout == "cla" and not self.sharing_plan.is_layerwise:
+        if self.layout == "cla" and any(len(set(row)) > 1 for row in self.sharing_plan.lead):
             raise ValueError(
                 "layout = 'cla' shares whole layers, and this plan gives the heads of a layer different leads: use "
                 "SharingPlan.cla(num_layers, num_key_value_heads, factor)"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .attend import Implementation, Tokens, choose, compute_dtype
-from .packed import Packed, Stored
+from .packed import Stored
 from .sharing import Roles
 
 _PROGRAMS_PER_PROCESSOR = 2  # as many as fit by registers, so that all run at once
@@ -147,7 +147,7 @@ class DecodeCall(NamedTuple):
 
 
 DECODERS: dict[str, Implementation] = {}
-"""``grouped`` and ``reference`` of this folder, and what ``pod.kernels`` adds."""
+"""``grouped`` of this folder, and what ``pod.kernels`` adds."""
 DECODE_ORDER: dict[str, list[str]] = {"cuda": ["triton", "grouped"]}
 """What ``auto`` tries on a device type, fastest first; devices not named use ``grouped``."""
 
@@ -182,54 +182,35 @@ def pod_decode(*arguments: Any, backend: str = "auto", **options: Any) -> Tensor
 
 
 def _check(call: DecodeCall) -> None:
-    q, lengths, roles = call.q, call.lengths, call.roles
-    if call.num_sink_tokens < 0 or call.num_recent_tokens < 1:
-        raise ValueError(
-            f"need n_s >= 0 and n_r >= 1, got {call.num_sink_tokens} and {call.num_recent_tokens}"
-        )
-    if q.dim() != 3 or q.shape[1] % roles.num_heads or not q.dtype.is_floating_point:
-        raise ValueError(
-            f"q is {list(q.shape)} {q.dtype}, expected floats [B, Hq, d] with Hq a multiple of {roles.num_heads} KV heads"
-        )
-    if any(isinstance(x, Packed) for x in (call.window_keys, *(call.near or ()))):
-        raise ValueError("a window is packed; only keys and values may be: give it in the model's dtype")
-    batch, _, head_dim = q.shape
-    if lengths.shape != (batch,) or lengths.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"lengths is {list(lengths.shape)} {lengths.dtype}, expected int32 or int64 [{batch}]"
-        )
-    held, room = len(roles.held), call.num_slots
+    """A kernel would read and write elsewhere."""
+    q, roles, rows, logits = call.q, call.roles, call.rows, call.buffers.logits
+    (batch, heads, head_dim), room, near = q.shape, call.num_slots, call.near or (None, None)
+    assert call.lengths.shape == (batch,) and heads % roles.num_heads == 0, (
+        "rows or heads of no length or role"
+    )
     _check_tensor("keys", call.keys, (batch, len(roles.leads), room, head_dim), q)
-    _check_tensor("values", call.values, (batch, held, room, head_dim), q)
-    _check_windows(call, batch, head_dim)
+    _check_tensor("values", call.values, (batch, len(roles.held), room, head_dim), q)
+    for name, x, of in (
+        ("window_keys", call.window_keys, roles.followers),
+        ("near.keys", near[0], roles.windows),
+        ("near.values", near[1], roles.windows),
+    ):
+        slots = call.num_sink_tokens + call.num_recent_tokens
+        if x is not None and rows is not None:  # one that is not full may have room for its tokens only
+            slots = min(slots, max(x.shape[2], *rows))
+        _check_tensor(name, x, (batch, len(of), slots, head_dim), q)
     if call.out is not None:
         _check_tensor("out", call.out, tuple(q.shape), q)
-    logits, made_for = call.buffers.logits, call.buffers.partial_out.shape[4]
-    needed = batch, roles.num_heads, q.shape[1] // roles.num_heads
-    columns = logits.shape[3] - SPARE_COLUMNS
-    room = min(room, max(call.rows)) if call.rows else room
-    if tuple(logits.shape[:3]) != needed or columns < room or made_for != head_dim:
+    room = min(room, max(rows)) if rows else room
+    sizes = batch, roles.num_heads, heads // roles.num_heads
+    made_for = tuple(logits.shape[:3]), logits.dtype, logits.device, call.buffers.partial_out.shape[4]
+    if (
+        made_for != (sizes, compute_dtype(q.dtype), q.device, head_dim)
+        or logits.shape[3] < room + SPARE_COLUMNS
+    ):
         raise ValueError(
-            f"buffers are for [B, H, G, C] = {[*logits.shape[:3], columns]} and head_dim {made_for}, needed are "
-            f"{[*needed, room]} and {head_dim}; make them with make_buffers"
+            f"buffers are for {made_for}, not for {list(q.shape)} and {room} slots: use make_buffers"
         )
-    if logits.dtype != compute_dtype(q.dtype) or logits.device != q.device:
-        raise ValueError(
-            f"buffers are {logits.dtype} on {logits.device}, q is {q.dtype} on {q.device}: use make_buffers"
-        )
-
-
-def _check_windows(call: DecodeCall, batch: int, head_dim: int) -> None:
-    near = call.near or (None, None)
-    named = (
-        ("window_keys", call.window_keys, call.roles.followers),
-        *((f"near.{name}", x, call.roles.windows) for name, x in zip(Tokens._fields, near, strict=True)),
-    )
-    for name, x, heads in named:
-        slots = call.num_sink_tokens + call.num_recent_tokens
-        if x is not None and call.rows is not None:  # one that is not full may have room for its tokens only
-            slots = min(slots, max(x.shape[2], *call.rows))
-        _check_tensor(name, x, (batch, len(heads), slots, head_dim), call.q)
 
 
 def _check_tensor(name: str, x: Stored | None, expected: tuple[int, ...], q: Tensor) -> None:

@@ -71,7 +71,11 @@ class PodGenerationMixin(GenerationMixin):
             raise ValueError(
                 f"cache_implementation={asked!r} is not supported: the model makes its own cache"
             )
-        cache = model_kwargs.get("past_key_values")
+        cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+        if mask is not None and not mask[:, -1].all():
+            raise ValueError(
+                "attention_mask ends with padding, behind which generate() would go on: tokenize with padding_side='left'"
+            )
         if cache is not None:
             check_cache(cache)
             cache._is_user_defined = True

@@ -22,7 +22,7 @@ from .experts import PodExperts
 from .flash import FLASH
 from .generation import PodGenerationMixin, check_cache, own_cache
 from .grouped import ATTEND_GROUPED, DECODE_GROUPED
-from .reference import ATTEND_REFERENCE, DECODE_REFERENCE
+from .reference import ATTEND_REFERENCE
 from .rope import Frequencies, Rope, frequencies_of, rotate
 from .step import (
     check_positions,
@@ -44,7 +44,7 @@ _STOCK_BACKENDS = {"eager": "reference", "flash_attention_2": "flash", "sdpa": N
 """What an `attn_implementation` of stock models is here; None: as the configuration says."""
 
 IMPLEMENTATIONS |= {"grouped": ATTEND_GROUPED, "flash": FLASH, "reference": ATTEND_REFERENCE}
-DECODERS |= {"grouped": DECODE_GROUPED, "reference": DECODE_REFERENCE}
+DECODERS["grouped"] = DECODE_GROUPED
 
 
 class Tiled(nn.Module):
@@ -236,6 +236,8 @@ class PodModel(PodPreTrainedModel):
         if unknown := sorted(others.keys() - _SAID_TWICE):
             logger.warning_once(f"PodModel ignores arguments that it does not know: {', '.join(unknown)}")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if hidden_states.dim() != 3:
+            raise ValueError(f"the tokens are {list(hidden_states.shape[:-1])}, expected [rows, tokens]")
         if doc_ids is None and self.sequence_parallel is None:
             positions = position_ids if past_key_values is None else None
             doc_ids = packed_documents(hidden_states.shape[:2], positions, cu_seq_lens_q, attention_mask)

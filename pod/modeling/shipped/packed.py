@@ -59,11 +59,6 @@ class Packing:
         """Codes in a byte."""
         return 8 // self.bits
 
-    def token_nbytes(self, head_dim: int) -> float:
-        """Bytes of one token of one head."""
-        group = self.group_size if self.per_channel else min(self.group_size, head_dim)
-        return head_dim * self.bits / 8 + 4 * head_dim / group
-
     def allocate(self, like: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
         """Zeros as ``pack`` would return for ``slots`` tokens, whole groups, of ``[b, h, …, d]``."""
         batch, heads, _, head_dim = like.shape

@@ -221,11 +221,6 @@ class _PackedStore(TokenStore):
     def tensors(self) -> list[Tensor]:
         return [*self.codes.tensors, *self.newest.tensors()]
 
-    def _nbytes(self, packed: int, native: int) -> int:
-        batch, heads, _, head_dim = self.shape
-        token = head_dim * self.dtype.itemsize
-        return int(batch * heads * (packed * self.packing.token_nbytes(head_dim) + native * token))
-
 
 class PackedTokens(_PackedStore):
     """Every token held, at slots 0, 1, …; see ``TokenStore`` for the methods.
@@ -367,14 +362,6 @@ class PackedTokens(_PackedStore):
             slots = self.newest.data.shape[2]
             assert slots >= stop - first, f"{slots} slots hold {stop - first} native tokens"
 
-    def predicted_nbytes(self, length: int) -> int:
-        """Bytes when ``length`` tokens have settled: ``P(length)`` of them packed (more where ``keep`` left more), room
-        for ``residual + group_size`` native."""
-        if self.is_static:
-            return sum(tensor.nbytes for tensor in self.tensors())
-        packed = max(self.num_packed(length), self.packed_stop)
-        return self._nbytes(packed, self.newest.room if packed else length)
-
 
 class QuantizedWindow(_PackedStore):
     """First tokens, then a ring of recent ones: sinks and the newest tokens native, the rest of the ring packed.
@@ -454,11 +441,6 @@ class QuantizedWindow(_PackedStore):
 
     def tensors(self) -> list[Tensor]:
         return super().tensors() + ([] if self.sinks is None else [self.sinks])
-
-    def predicted_nbytes(self, length: int) -> int:
-        packed = min(self.num_packed(length), self.ring)
-        sinks = min(length, self.num_sink_tokens)
-        return self._nbytes(packed, sinks + (self.newest.room if packed else length - sinks))
 
 
 def _put(target: Tensor, slots: Tensor, x: Tensor, mask: Tensor) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,11 +30,6 @@ class Schedule:
 
     boundaries: tuple[int, ...]
     memory: tuple[tuple[int, ...], ...] | None = None
-
-    @property
-    def chunk_sizes(self) -> list[int]:
-        """``c_i``, in tokens."""
-        return [end - start for start, end in pairwise((0, *self.boundaries))]
 
     def next_boundary(self, done: int) -> int:
         """Where the chunk ends that the token after ``done`` tokens belongs to."""

@@ -28,10 +28,6 @@ class Roles:
         followed: leads of this layer that a later layer follows.
         windows: sinks and recent tokens, keys and values, and nothing else.
         last: followers whose block ends here.
-        held: leads and followers, which hold the values of every token.
-
-    Raises:
-        ValueError: heads that are not ``0 … H-1`` in three rising lists, or ``followed`` heads that do not lead.
     """
 
     leads: tuple[int, ...]
@@ -39,23 +35,16 @@ class Roles:
     followed: tuple[int, ...] = ()
     windows: tuple[int, ...] = ()
     last: tuple[int, ...] = ()
-    held: tuple[int, ...] = field(init=False)
-    num_heads: int = field(init=False)
 
-    def __post_init__(self):
-        for name in ("leads", "followers", "followed", "windows", "last"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        heads = self.leads + self.followers + self.windows
-        rise = all(list(x) == sorted(x) for x in (self.leads, self.followers, self.followed, self.windows))
-        if not heads or sorted(heads) != list(range(len(heads))) or not rise:
-            raise ValueError(
-                f"leads, followers and windows must name the heads 0 … H-1 once, rising, and are {self.leads}, {self.followers} "
-                f"and {self.windows}"
-            )
-        if not set(self.followed) <= set(self.leads):
-            raise ValueError(f"heads {self.followed} are followed, but only {self.leads} lead")
-        object.__setattr__(self, "held", tuple(sorted(self.leads + self.followers)))
-        object.__setattr__(self, "num_heads", len(heads))
+    @cached_property
+    def held(self) -> tuple[int, ...]:
+        """Leads and followers, which hold the values of every token."""
+        return tuple(sorted(self.leads + self.followers))
+
+    @property
+    def num_heads(self) -> int:
+        """KV heads of the layer."""
+        return len(self.held) + len(self.windows)
 
 
 @lru_cache(maxsize=4096)
@@ -75,11 +64,6 @@ def is_followed(lead: Sequence[Sequence[int | None]], layer: int, head: int) -> 
     """Whether a later layer follows the lead that this KV head has had last, in this layer or below."""
     above = next((row[head] for row in lead[layer + 1 :] if row[head] is not None), None)
     return above is not None and above <= layer
-
-
-def open_lead(lead: Sequence[Sequence[int | None]], layer: int, head: int) -> int | None:
-    """The lead that this KV head has had last, in this layer or below; None = only windows so far."""
-    return next((row[head] for row in lead[layer::-1] if row[head] is not None), None)
 
 
 @dataclass(frozen=True)
@@ -137,7 +121,7 @@ class SharingPlan:
         if other != lead:
             does = "keeps its window" if other is None else f"follows layer {other}"
             raise ValueError(f"{where}, but layer {lead} {does}: a lead must lead itself")
-        before = open_lead(self.lead, layer - 1, head) if layer else None
+        before = next((row[head] for row in reversed(self.lead[:layer]) if row[head] is not None), None)
         if lead not in (layer, before):
             raise ValueError(
                 f"{where}, but below it layer {before} leads: layers of a block must be consecutive, windows aside"
@@ -171,11 +155,6 @@ class SharingPlan:
         provenance = {"algorithm": "cla", "factor": factor}
         rows = tuple((layer - layer % factor,) * num_key_value_heads for layer in range(num_layers))
         return cls(lead=rows, provenance=provenance)
-
-    @property
-    def is_layerwise(self) -> bool:
-        """Whether all heads of a layer have the same lead."""
-        return all(len(set(row)) == 1 for row in self.lead)
 
     @property
     def num_layers(self) -> int:
@@ -240,10 +219,6 @@ class SharingPlan:
             raise ValueError(f"saving is defined for n >= 1 tokens, got n = {n}")
         near = min(n, num_sink_tokens + num_recent_tokens)
         return 1 - self._held(n) - near / n * (self.share_followers / 2 + self.share_windows)
-
-    def bytes_per_token(self, head_dim: int) -> float:
-        """Bytes that one more token costs in the limit, all layers together, where the model computes in 16 bits."""
-        return (1 - self.asymptotic_saving) * self.num_pairs * 2 * head_dim * 2
 
     def _held(self, n: float) -> float:
         """Share of dense 16-bit bytes that stores of every token hold, of ``n`` tokens."""

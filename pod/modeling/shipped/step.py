@@ -224,16 +224,6 @@ class CacheLayer(CacheLayerMixin):
             else:
                 assert held <= {len(lengths)}, f"{where}: {name} holds {held} rows, the cache {len(lengths)}"
 
-    def predicted_nbytes(self, length: int) -> int:
-        """Bytes that the method's rule needs for rows of ``length`` tokens, without growth slack; where content decides what
-        stays, for the tokens held now."""
-        stores = {name: store for name, store in self.stores().items() if not store.is_empty}
-        return sum(store.predicted_nbytes(self.held_in(name, length)) for name, store in stores.items())
-
-    def held_in(self, name: str, length: int) -> int:
-        """What a store holds of rows of ``length`` tokens: all of them, or as many as the method says."""
-        return length
-
     def clear(self) -> None:
         """Forget everything."""
         raise NotImplementedError

@@ -206,11 +206,6 @@ class TokenStore:
     def crop(self, length: int) -> None:
         """Forget the tokens behind the first ``length`` of each row; here later ones are written over them."""
 
-    def predicted_nbytes(self, length: int) -> int:
-        """Bytes of the slots in use after ``length`` tokens, without growth slack."""
-        batch, heads, _, head_dim = self.shape
-        return batch * heads * self.used_slots(length) * head_dim * self.dtype.itemsize
-
     def select_rows(self, index: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch."""
         take_rows_of(self, index)
