@@ -14,7 +14,7 @@ from pod.eval import answer
 from pod.eval.answer.budget import Span, Subject
 from pod.eval.answer.methods import Method
 from pod.eval.answer.store import Shelf
-from pod.eval.judge.intervals import score_mean
+from pod.eval.judge.intervals import share
 from pod.eval.suites.base import curve, scored_payload
 from pod.eval.suites.text import Record, TextTask
 from pod.schema import section
@@ -135,7 +135,7 @@ class Consistency(TextTask):
         """PoD Table 7 as metrics and a curve."""
         rows = []
         for index, window in enumerate(self.options.windows):
-            found = score_mean([record["windows"][index] for record in records])
+            found = share([record["windows"][index] for record in records])
             rows.append({"window": window, "value": found.value, "ci95": found.interval})
         labels = {"x_label": "window (tokens)", "y_label": "share identical", "log_x": True}
         return {
