@@ -114,7 +114,7 @@ class Consistency(TextTask):
     def _compare(self, subject: Subject, rows: Any, span: Span, windows: list[int]) -> list[Record]:
         """A record per text of [B, n]: share of identical predictions, of the method and by window; bytes."""
         dense, last, texts = self.run.models.get("dense"), self.options.predictions, answer.texts
-        reference, held = texts.predict_by_forward(dense, rows, last), None
+        reference, held = texts.predict_by_forward(dense, rows, last), [None] * len(rows)
         if subject.method.name == "full":
             own = reference
         elif subject.method.one_shot:
@@ -122,14 +122,15 @@ class Consistency(TextTask):
         else:
             cache = subject.cache(span)
             own = texts.predict_by_decode(subject.model, cache, rows, last)
-            held = cache.nbytes // len(rows)
+            held = cache.nbytes_by_row()
         at_once = self.args.batch_size
         found = [
             own,
             *(texts.predict_by_window(dense, rows, last, window, at_once) for window in windows),
         ]
         shares = zip(*((one == reference).double().mean(dim=1).tolist() for one in found), strict=True)
-        return [{"score": score, "windows": by_window, "bytes": held} for score, *by_window in shares]
+        said = zip(held, shares, strict=True)
+        return [{"score": score, "windows": windows, "bytes": size} for size, (score, *windows) in said]
 
     def _windows(self, records: list[Record]) -> Record:
         """PoD Table 7 as metrics and a curve."""
