@@ -175,6 +175,12 @@ def test_paired_scores_without_a_gap_are_not_sure_of_it():
     assert found.interval == pytest.approx(intervals.tango(0, 0, 10))
 
 
+def test_changes_of_scores_stay_between_all_and_nothing():
+    assert intervals.paired_mean([0.0, 0.3], [1.0, 0.9]).low == -1.0
+    assert intervals.paired_mean([0.0, 0.3], [1.0, 9.0]).low < -10.0  # another scale
+    assert intervals.paired_mean([0.2], [0.9]).interval is None
+
+
 # -- several tasks, several comparisons ------------------------------------------------------------------------
 
 

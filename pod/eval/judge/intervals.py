@@ -165,7 +165,10 @@ def paired_mean(
     gaps = np.asarray(own, dtype=np.float64) - np.asarray(base, dtype=np.float64)
     if not gaps.any():
         return paired_share(own, own, clusters)
-    return mean(gaps.tolist(), None, clusters)
+    found = mean(gaps.tolist(), None, clusters)
+    if found.low is None or found.high is None or not 0 <= min(*own, *base) <= max(*own, *base) <= 1:
+        return found
+    return replace(found, low=max(-1.0, found.low), high=min(1.0, found.high))
 
 
 def weighted(parts: Iterable[tuple[float, Estimate]]) -> Estimate:
