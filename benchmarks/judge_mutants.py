@@ -30,6 +30,7 @@ MUTANTS = [  # file of pod/eval/judge, what stands there, what stands there inst
         "squares = float(np.square(sums).sum())",
     ),
     (INTERVALS, "rate * (1 - rate) / trials +", "rate / trials +"),
+    (INTERVALS, "low=max(-1.0, found.low)", "low=found.low"),
     (INTERVALS, "if min(scores) < 0 or max(scores) > 1:", "if False:"),
     (INTERVALS, "-_tango_high(lost, gained, trials)", "-_tango_high(gained, lost, trials)"),
     (INTERVALS, "2 * only_lost + middle * (1 - middle)", "2 * only_lost"),
