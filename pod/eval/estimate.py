@@ -1,6 +1,5 @@
 """How much an evaluation will feed to the models, before any is loaded."""
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from pod.eval.answer.methods import find_method
@@ -42,7 +41,6 @@ def _built(recipe: "Recipe", names: list[str]) -> tuple[list[Any], list[str]]:
     from pod.eval.runner import Evaluation
 
     try:
-        _check_there(recipe)
         run = Evaluation(recipe, log=lambda line: None)
     except (ValueError, OSError) as error:
         text = " ".join(str(error).split())
@@ -50,21 +48,6 @@ def _built(recipe: "Recipe", names: list[str]) -> tuple[list[Any], list[str]]:
     counted = [name for name in names if hasattr(run.tasks[name], "token_counts")]
     others = ", ".join(name for name in names if name not in counted)
     return [run.tasks[name] for name in counted], [f"Not counted: {others}"] if others else []
-
-
-def _check_there(recipe: "Recipe") -> None:
-    """ValueError for a model that is not there, found out before torch is loaded."""
-    from pod.eval.answer.models import Models
-
-    path = Models(recipe).dense_path
-    if os.path.isdir(path) or recipe.model.gguf_file:
-        return
-    from huggingface_hub import hf_hub_download
-
-    try:
-        hf_hub_download(path, "config.json")
-    except Exception as error:
-        raise ValueError(f"cannot load a model from {path}: {error}") from error
 
 
 def token_counts(args: EvalArgs, name: str) -> tuple[int, int]:

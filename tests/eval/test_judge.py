@@ -1,12 +1,18 @@
 """The judge against values by hand, published values, and simulations of what it promises."""
 
+import functools
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import optimize
+from scipy.stats import beta
 
 from pod.eval.judge import intervals, verdicts
+from pod.eval.suites.base import make_options
+from pod.eval.suites.own.niah import Niah
+from pod.recipe import load_recipe
 
 T1 = 12.706204736  # two-sided 95 % of Student's t with 1 degree of freedom
 T3 = 3.182446305  # two-sided 95 % of Student's t with 3 degrees of freedom
@@ -55,23 +61,37 @@ def test_questions_about_one_text_count_as_one_when_they_agree():
     values = [0.9, 0.9, 0.1, 0.1, 0.5, 0.5, 0.4, 0.4]
     assert intervals.mean(values, None, TEXTS) == intervals.mean(values[::2])
     scores = [1, 1, 0, 0, 1, 1, 0, 0]
-    together, fewer = intervals.share(scores, TEXTS), intervals.share(scores[::2])
-    assert together.high - together.low > fewer.high - fewer.low  # what a variance of four texts may be off
+    assert intervals.share(scores, TEXTS) == intervals.share(scores[::2])
     apart = intervals.share(scores)
-    assert apart.high - apart.low < fewer.high - fewer.low
+    assert apart.high - apart.low < intervals.share(scores, TEXTS).high - intervals.share(scores, TEXTS).low
 
 
 def test_what_clusters_are_worth_by_hand():
-    """Ten texts of four questions, all right or all wrong: the variance of the share is 40/1600 · 10/9, 4.44 times p(1 - p)/40."""
+    """Ten texts of four questions; a design effect of 1 counts as one text more."""
     texts = [text for text in range(10) for _ in range(4)]
-    few = (2.262157 / 1.959964) ** 2  # 9 degrees of freedom
-    alike = intervals.share([text % 2 for text in texts], texts)
-    worth = 40 / (40 / 9 * few)
-    assert alike.interval == pytest.approx(list(intervals.wilson(worth / 2, worth)), abs=1e-6)
+    alike = intervals.share(
+        [text % 2 for text in texts], texts
+    )  # all right or all wrong: a text is one trial
+    assert alike.interval == pytest.approx(list(intervals.wilson(5, 10)), abs=1e-6)
     mixed = intervals.share([0, 1] * 20, texts)  # every text half right: no text says more than its questions
-    assert mixed.interval == pytest.approx(list(intervals.wilson(20 / few, 40 / few)), abs=1e-6)
+    worth = 10 * 11 / (10 / 4 + 1)
+    assert mixed.interval == pytest.approx(list(intervals.wilson(worth / 2, worth)), abs=1e-6)
     samples = [{"id": str(i), "score": text % 2, "cluster": f"t{text}"} for i, text in enumerate(texts)]
     assert verdicts.estimate_of({"kind": "binary", "samples": samples}).interval == alike.interval
+
+
+def test_what_scores_are_worth_by_hand():
+    """Four scores of 0.25 and 0.75: a quarter of the variance of 0/1."""
+    found, worth = intervals.share([0.25, 0.75, 0.75, 0.25]), 4 * 5 / (4 / 4 + 1)
+    assert found.interval == pytest.approx(list(intervals.wilson(worth / 2, worth)))
+    assert found.interval == pytest.approx(
+        intervals.share([0.25, 0.75, 0.75, 0.25] * 2, [*"abcdabcd"]).interval
+    )
+
+
+def test_scores_on_another_scale_have_the_interval_of_a_mean():
+    assert intervals.share([31.0, 12.5, 80.0]) == intervals.mean([31.0, 12.5, 80.0])
+    assert intervals.share([-0.5, 0.5]) == intervals.mean([-0.5, 0.5])
 
 
 def test_one_text_is_one_trial_and_no_mean():
@@ -103,10 +123,10 @@ def test_wilson_refuses_impossible_counts():
 
 
 def test_scores_that_are_all_0_or_all_1_still_have_an_interval():
-    assert intervals.score_mean([0.0] * 10).interval == pytest.approx([0.0, 0.2775328], abs=1e-6)
-    assert intervals.score_mean([1.0] * 10).interval == pytest.approx([0.7224672, 1.0], abs=1e-6)
-    low, high = intervals.score_mean([0.0, 0.0, 0.0, 1.0]).interval
-    assert low == 0.0 and high <= 1.0
+    assert intervals.share([0.0] * 10).interval == pytest.approx([0.0, 0.2775328], abs=1e-6)
+    assert intervals.share([1.0] * 10).interval == pytest.approx([0.7224672, 1.0], abs=1e-6)
+    low, high = intervals.share([0.0, 0.0, 0.0, 0.6]).interval
+    assert 0.0 < low < 0.15 < high < 1.0
 
 
 def naive_tango(gained, lost, n):
@@ -153,6 +173,12 @@ def test_paired_scores_without_a_gap_are_not_sure_of_it():
     found = intervals.paired_mean([0.3] * 10, [0.3] * 10)
     assert found.value == 0 and found.p == 1.0
     assert found.interval == pytest.approx(intervals.tango(0, 0, 10))
+
+
+def test_changes_of_scores_stay_between_all_and_nothing():
+    assert intervals.paired_mean([0.0, 0.3], [1.0, 0.9]).low == -1.0
+    assert intervals.paired_mean([0.0, 0.3], [1.0, 9.0]).low < -10.0  # another scale
+    assert intervals.paired_mean([0.2], [0.9]).interval is None
 
 
 # -- several tasks, several comparisons ------------------------------------------------------------------------
@@ -222,13 +248,25 @@ def test_marks_hold_for_the_page():
 
 # -- promises ------------------------------------------------------------------------------------------------
 
+SIZES = [4, 6, 8, 10, 12, 16, 20, 30, 32, 40, 50]
+"""Of every recipe but those of papers, which have more."""
+CLUSTERS = [(4, 5), (10, 5), (20, 10), (30, 3), (60, 4)]  # texts, questions about each
+PAIRS = [(0.5, 0.5), (0.8, 0.6), (0.95, 0.5), (0.3, 0.7), (0.9, 0.9)]
 
-def coverage(rng, draw, estimate, truth, rounds=1500):
-    hits = 0
-    for _ in range(rounds):
-        found = estimate(*draw(rng))
-        hits += found.low - 1e-9 <= truth <= found.high + 1e-9
-    return hits / rounds
+
+def coverage(estimate, cases, rounds=400):
+    """The share of 95 % intervals that hold the truth, the mean over (draw, truth); draw: a generator of chance → arguments."""
+    rng, hits = np.random.default_rng(0), 0
+    for draw, truth in cases:
+        for _ in range(rounds):
+            found = estimate(*draw(rng))
+            hits += found.low - 1e-9 <= truth <= found.high + 1e-9
+    return hits / rounds / len(cases)
+
+
+def holds(found, few=False):
+    """few: so few 0/1 samples or texts that whatever covers rare cases covers the others too often."""
+    assert 0.93 <= found <= (0.995 if few else 0.97), found
 
 
 def answers(rng, number, *shares):
@@ -238,61 +276,117 @@ def answers(rng, number, *shares):
     return tuple(one.astype(float).tolist() for one in drawn)
 
 
-def questions(rng, texts, each, share, alike=0.3):
-    """0/1 answers to questions about texts of unlike difficulty, and their texts."""
+@functools.cache
+def difficulties(share, alike):
+    """Chances of texts with this mean, the hardest first."""
     spread = 1 / alike - 1
-    chances = rng.beta(share * spread, (1 - share) * spread, texts)
-    scores = (rng.random((texts, each)) < chances[:, None]).astype(float).ravel().tolist()
-    return scores, np.repeat(np.arange(texts), each).tolist()
+    return beta.ppf((np.arange(2000) + 0.5) / 2000, share * spread, (1 - share) * spread)
 
 
-@pytest.mark.parametrize("texts", [4, 8, 16, 64])
-def test_means_of_texts_cover(texts):
-    rng = np.random.default_rng(texts)
-    found = coverage(rng, lambda r: (r.normal(3.0, 0.5, texts).tolist(),), intervals.mean, 3.0)
-    skewed = coverage(rng, lambda r: (r.gamma(6, 0.5, texts).tolist(),), intervals.mean, 3.0)
-    assert 0.93 <= found <= 0.97 and 0.92 <= skewed <= 0.97
+def questions(rng, texts, each, shares, items=1, alike=0.3):
+    """Scores of methods with these shares on questions about texts of unlike difficulty, and the questions' texts; a score is how many of
+    some items are right (1: 0/1)."""
+    level, text = rng.integers(2000, size=texts), np.repeat(np.arange(texts), each)
+    chances = [difficulties(share, alike)[level[text]] for share in shares]
+    return (*((rng.binomial(items, one) / items).tolist() for one in chances), text.tolist())
 
 
-@pytest.mark.parametrize("number", [20, 50, 100, 500])
+def graded(rng, number):
+    """Scores as F1 gives them: many of 0, some of 1, others between; their mean is 0.34."""
+    kind = rng.random(number)
+    return np.where(kind < 0.3, 0.0, np.where(kind < 0.4, 1.0, rng.beta(2, 3, number))).tolist()
+
+
+@pytest.mark.parametrize(
+    "file", sorted(Path(__file__).parents[2].glob("configs/*.yaml")), ids=lambda file: file.stem
+)
+def test_sizes_of_recipes_are_simulated(file):
+    """Texts of perplexity, prompts of passkey and niah, samples of a task of lm-eval."""
+    args = load_recipe(file).eval
+    needles = make_options(Niah, args.task_options.get("niah", {}))
+    found = {
+        "perplexity": args.text_sequences,
+        "passkey": len(args.passkey_lengths) * len(args.passkey_depths) * args.passkey_samples,
+        "niah": len(needles.lengths) * len(needles.depths) * needles.samples,
+    }
+    asked = [found.get(task, args.limit) for task in args.tasks if task != "efficiency"]
+    smoke = {1, 2} if file.stem == "demo_tiny" else set[int]()
+    assert {number for number in asked if number is not None} <= {*SIZES} | smoke
+
+
+@pytest.mark.parametrize("texts", SIZES)
+def test_means_of_texts_and_changes_of_perplexity_cover(texts):
+    drawn = [lambda r: r.normal(3.0, 0.5, texts), lambda r: r.gamma(6, 0.5, texts)]
+    holds(coverage(intervals.mean, [(lambda r, d=d: (d(r).tolist(),), 3.0) for d in drawn], 1500))
+    base, counts = [50.0] * texts, [10] * texts
+
+    def changed(rng):
+        return (rng.gamma(6, 0.1, texts) + base).tolist(), base, counts
+
+    holds(coverage(verdicts.perplexity_change, [(changed, math.expm1(0.06))], 1500))
+
+
+@pytest.mark.parametrize("number", SIZES)
 def test_shares_cover_on_average_over_shares(number):
-    rng = np.random.default_rng(number)
     shares = np.linspace(0.05, 0.95, 10)
-    found = [coverage(rng, lambda r, s=s: answers(r, number, s), intervals.share, s, 400) for s in shares]
-    assert 0.93 <= np.mean(found) <= 0.97
+    holds(coverage(intervals.share, [(lambda r, s=s: answers(r, number, s), s) for s in shares]))
 
 
-@pytest.mark.parametrize("number", [20, 50, 100, 500])
-def test_paired_shares_cover(number):
-    rng = np.random.default_rng(number)
-    pairs = [(0.5, 0.5), (0.8, 0.6), (0.95, 0.5), (0.3, 0.7)]
-    found = [
-        coverage(rng, lambda r, p=p: answers(r, number, *p), intervals.paired_share, p[0] - p[1], 500)
-        for p in pairs
+@pytest.mark.parametrize("number", SIZES)
+def test_scores_cover(number):
+    """Of three and five items, as RULER's, and as F1 gives them."""
+    cases = [
+        (lambda r, s=s, i=i: (questions(r, number, 1, [s], i)[0],), s)
+        for s in (0.05, 0.1, 0.3, 0.5, 0.8, 0.95)
+        for i in (3, 5)
     ]
-    assert 0.93 <= np.mean(found) <= 0.97
+    holds(coverage(intervals.share, [*cases, (lambda r: (graded(r, number),), 0.34)]))
 
 
-@pytest.mark.parametrize(("texts", "each"), [(10, 5), (30, 3), (60, 4)])
-def test_shares_of_clustered_questions_cover(texts, each):
-    rng = np.random.default_rng(texts)
-    found = [
-        coverage(rng, lambda r, s=s: questions(r, texts, each, s), intervals.share, s, 600)
-        for s in (0.3, 0.6, 0.8)
+@pytest.mark.parametrize(("texts", "each"), CLUSTERS)
+@pytest.mark.parametrize("items", [1, 5])
+def test_shares_and_scores_of_clustered_questions_cover(texts, each, items):
+    cases = [
+        (lambda r, s=s, a=a: questions(r, texts, each, [s], items, a), s)
+        for s in (0.1, 0.3, 0.6, 0.8)
+        for a in (0.05, 0.3)
     ]
-    assert 0.93 <= np.mean(found) <= 0.975
+    holds(coverage(intervals.share, cases), few=texts < 10)
 
 
-@pytest.mark.parametrize("number", [10, 25, 50])
-def test_means_of_tasks_cover(number):
-    rng = np.random.default_rng(number)
-    shares = np.linspace(0.05, 0.95, 13)
+@pytest.mark.parametrize("number", SIZES)
+@pytest.mark.parametrize(("estimate", "items"), [(intervals.paired_share, 1), (intervals.paired_mean, 5)])
+def test_paired_shares_and_scores_cover(number, estimate, items):
+    cases = [(lambda r, p=p: questions(r, number, 1, p, items)[:2], p[0] - p[1]) for p in PAIRS]
+    holds(coverage(estimate, cases), few=number < (12 if items == 1 else 6))
 
-    def mean_of(*tasks):
-        return intervals.weighted((1 / 13, intervals.share(task)) for task in tasks)
 
-    draw = lambda r: tuple(answers(r, number, share)[0] for share in shares)  # noqa: E731
-    assert 0.93 <= coverage(rng, draw, mean_of, shares.mean(), 600) <= 0.97
+@pytest.mark.parametrize(("texts", "each"), CLUSTERS)
+@pytest.mark.parametrize(("estimate", "items"), [(intervals.paired_share, 1), (intervals.paired_mean, 5)])
+def test_paired_shares_and_scores_of_clustered_questions_cover(texts, each, estimate, items):
+    cases = [(lambda r, p=p: questions(r, texts, each, p, items), p[0] - p[1]) for p in PAIRS]
+    holds(coverage(estimate, cases), few=items == 1 and texts < 30)
+
+
+@pytest.mark.parametrize(("tasks", "number"), [(4, 12), (9, 10), (13, 20)])
+def test_means_of_tasks_and_of_their_changes_cover(tasks, number):
+    """Half of the tasks in 0/1, half in scores."""
+    items, shares = [1 if task % 2 else 5 for task in range(tasks)], np.linspace(0.1, 0.9, tasks)
+
+    def drawn(rng):
+        return [questions(rng, number, 1, [s, 0.8 * s], i) for s, i in zip(shares, items, strict=True)]
+
+    def mean_of(*found):
+        return intervals.weighted((1 / tasks, intervals.share(own)) for own, _, _ in found)
+
+    def change_of(*found):
+        of = (intervals.paired_mean, intervals.paired_share)
+        return intervals.weighted(
+            (1 / tasks, of[i == 1](a, b)) for (a, b, _), i in zip(found, items, strict=True)
+        )
+
+    holds(coverage(mean_of, [(drawn, shares.mean())], 1000))
+    holds(coverage(change_of, [(drawn, 0.2 * shares.mean())], 1000), few=number < 50)
 
 
 def test_false_marks_of_a_page_are_rare():

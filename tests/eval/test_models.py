@@ -111,3 +111,17 @@ def test_wrong_entries_are_one_line_before_any_model(place, text, message, monke
     with pytest.raises(ValueError, match=message) as caught:
         run_of(place, {"x": text})
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_the_hub_does_not_give_is_said_at_once(place, tmp_path, monkeypatch):
+    asked = []
+
+    def ask(url, **options):
+        asked.append(url)
+        raise OSError("no network")
+
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", ask)
+    with pytest.raises(ValueError, match="cannot load a model from nobody/nothing: no network"):
+        make_run(place, "perplexity", ["full"], {}, model__path="nobody/nothing")
+    assert len(asked) == 1 and asked[0].endswith("nobody/nothing/resolve/main/config.json")

@@ -134,7 +134,10 @@ class Spy(torch.nn.Linear):
 
 
 class Cache:
-    nbytes, layers, lengths = 10, (), torch.tensor([300, 340])
+    layers, lengths = (), torch.tensor([300, 340])
+
+    def nbytes_by_row(self):
+        return [4, 6]
 
 
 def test_the_question_is_put_when_the_text_is_compressed():
@@ -142,7 +145,7 @@ def test_the_question_is_put_when_the_text_is_compressed():
     model = Spy(tokenizer)
     prompts = passkey.make_prompts(tokenizer, [300, 340], [0.5], 1, seed=0)
     found = reading.answers(model, tokenizer, cache, prompts, new_tokens=6)
-    assert found == [{"answer": " 12345", "bytes": 5}] * 2
+    assert found == [{"answer": " 12345", "bytes": size} for size in (4, 6)]
     seen, question = model.seen, f"{passkey.QUESTION}\n{passkey.ANSWER}"
     assert seen["past_key_values"] is cache and seen["do_sample"] is False and seen["max_new_tokens"] == 6
     assert [tokenizer.decode(row) for row in seen["input_ids"]] == [question] * 2

@@ -212,13 +212,30 @@ def test_adapted_weights_are_held_against_dense_trained_on_the_same_tokens(tmp_p
         "pod": "model:dense_trained",
         "model:dense_trained": "full",
     }
-    assert "the same tokens" in report_notes.headline(comparison)
-    assert any(
-        line.startswith("pod: the change is against model:dense_trained")
-        for line in report_notes.overview_notes(comparison)
-    )
+    assert "against dense trained on the same tokens: " in report_notes.headline(comparison)
+    notes = "\n".join(report_notes.overview_notes(comparison))
+    assert "\npod: the change is against model:dense_trained" in notes
+    rows = report_tables.task_table(comparison, "niah").rows
+    assert ["to model:dense_trained" in row[2].small for row in rows] == [False, False, True, False]
     del files["trained"]
-    assert "the same tokens" not in report_notes.headline(merge([write(tmp_path / "b", **files)]))
+    assert "against full: " in report_notes.headline(merge([write(tmp_path / "b", **files)]))
+
+
+def test_a_task_that_dense_trained_lacks_is_held_against_full_and_says_so(tmp_path):
+    files = {m: result_file(m, {"niah": needles(m), "mmlu": choices(m)}) for m in ("full", "pod")}
+    files["trained"] = result_file("model:dense_trained", {"niah": needles("full")})
+    comparison = merge([write(tmp_path, **files)])
+    headline = report_notes.headline(comparison)
+    assert "to model:dense_trained)" in headline and "to full)" in headline and "against" not in headline
+    notes = "\n".join(report_notes.overview_notes(comparison))
+    assert "\npod, niah: the change is against model:dense_trained" in notes
+
+
+def test_the_headline_of_a_run_that_only_timed_methods(tmp_path):
+    timed = speed_parts(["full", "pod"], 3000)
+    files = {m: result_file(m, {"efficiency": timed[m]}) for m in timed}
+    said = report_notes.headline(merge([write(tmp_path, **files)]))
+    assert said.startswith("PoD, with ") and said.endswith("× the dense speed. 2 methods.")
 
 
 def test_answers_that_end_early_are_held_against_a_dense_cache_of_their_length(tmp_path):

@@ -29,7 +29,7 @@ def place(tmp_path_factory):
 
 def scored(model, text, chunk, spec, stream=STREAM, **options):
     sums, held = stream_nll(model, pod.make_cache(model, spec, **options), text, *stream, chunk)
-    return torch.stack(sums), held
+    return torch.stack(sums), [sum(of_rows) for of_rows in held]
 
 
 def test_ends_and_parts():
@@ -113,7 +113,7 @@ def test_a_text_is_scored_while_it_is_read(mode, pruner, update, chunk, dense_mo
         torch.testing.assert_close(torch.stack(sums)[:, row], wanted, rtol=0, atol=1e-9)
         assert oracle.peak < 32 < 63
     full, most = scored(dense_model, text[:2], 64, "full")
-    assert (torch.stack(sums) - full).abs().min() > 1e-3 and held[-1] < most[-1] / 2
+    assert (torch.stack(sums) - full).abs().min() > 1e-3 and sum(held[-1]) < most[-1] / 2
 
 
 def test_what_reads_on():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pod
 from pod.eval.answer.budget import bytes_per_token
 from pod.eval.answer.methods import Method, find_method
-from pod.eval.results import identity
+from pod.eval.results import identity, one_line
 from pod.models import resolve_model
 
 if TYPE_CHECKING:
@@ -28,6 +28,19 @@ def dense_config(path: str, gguf_file: str | None = None) -> Any:
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(path, **({"gguf_file": gguf_file} if gguf_file else {}))
+
+
+def _check_there(path: str) -> None:
+    """ValueError for a model that is neither a folder, nor kept from the hub, nor there: said at once, without the hub's retries."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    if Path(path).is_dir():
+        return
+    try:
+        if not isinstance(try_to_load_from_cache(path, "config.json"), str):
+            get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=10)
+    except Exception as error:
+        raise ValueError(f"cannot load a model from {path}: {one_line(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,9 @@ class Models:
         }
         self.sources |= {kind: self._own(kind, windows) for kind in self.kinds if kind not in self.sources}
         self._check_available()
-        self.dense_path = resolve_model(args.path)  # which may download or convert it
+        self.dense_path = resolve_model(args.path)  # which may convert it
+        if not args.gguf_file:
+            _check_there(self.dense_path)
         self.reference_kind = self._reference_kind()
         plans = {self.sources[kind].plan for kind in [*self.kinds, self.reference_kind or "dense"]}
         for plan in filter(None, plans):

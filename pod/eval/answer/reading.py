@@ -169,16 +169,14 @@ def in_parts(prompts: Sequence[Asked]) -> tuple[list[tuple[int, ...]] | None, li
 def answers(
     model: Any, tokenizer: Any, cache: Any, prompts: Sequence[Asked], new_tokens: int
 ) -> list[dict[str, Any]]:
-    """Greedy answers to a batch of prompts through `cache`, a new one, as records for a shelf: what was said, the bytes held per row at the
+    """Greedy answers to a batch of prompts through `cache`, a new one, as records for a shelf: what was said, the bytes held for it at the
     end, and what was `decided`."""
     gates.watch(cache)
     pad, (before, rows) = pad_id(tokenizer), in_parts(prompts)
     mask = None if before is None else read_prompts(model, cache, before, pad)
     new = tokens_behind(model, cache, mask, rows, new_tokens, pad)
-    held, more = cache.nbytes // len(prompts), decided(cache, new, pad)
-    return [
-        {"answer": text, "bytes": held, **one} for text, one in zip(_texts(tokenizer, new), more, strict=True)
-    ]
+    said = zip(_texts(tokenizer, new), cache.nbytes_by_row(), decided(cache, new, pad), strict=True)
+    return [{"answer": text, "bytes": size, **one} for text, size, one in said]
 
 
 def key_of_prompt(prompt: Asked, new_tokens: int, room: int | None) -> str:

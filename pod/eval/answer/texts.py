@@ -165,8 +165,8 @@ def stream_nll(
     ends: Sequence[int],
     chunk: int,
     reads_on: bool = False,
-) -> tuple[list[Tensor], list[int]]:
-    """Summed NLL (nats, fp64 [B]) of every interval from position `prompt` on between `ends`, and the cache's bytes at its end.
+) -> tuple[list[Tensor], list[list[int]]]:
+    """Summed NLL (nats, fp64 [B]) of every interval from position `prompt` on between `ends`, and the bytes held for each row at its end.
 
     Args:
         cache: a new one; the first `prompt - 1` tokens of `tokens` [B, n] are its prompt: one token of the context is held out, so
@@ -179,5 +179,5 @@ def stream_nll(
     sums, held = [], []
     for start, end in pairwise((prompt, *ends)):
         sums.append(nll_behind(model, cache, tokens, start, end, chunk).double().sum(dim=1))
-        held.append(cache.nbytes)
+        held.append(cache.nbytes_by_row())
     return sums, held

@@ -1,9 +1,9 @@
 """Means, shares and differences with 95 % intervals and p values, without resampling.
 
 Samples that ask about one text are no more independent than the tokens of a text are: they are a *cluster*, and clusters are what is
-counted. Means take Student's t over clusters, because percentile bootstraps of a few sequences cover 77 % where they say 95 %; shares of
-0/1 samples and their paired differences take score intervals, which have a width at 0 and at 1; weighted means of several tasks join the
-two (MOVER: Zou and Donner, 2008; degrees of freedom after Satterthwaite).
+counted. Means without bounds take Student's t over clusters, because percentile bootstraps of a few sequences cover 77 % where they say
+95 %; scores of 0 to 1 and paired differences of 0/1 samples take score intervals, which have a width at 0 and at 1; weighted means of
+several tasks join the two (MOVER: Zou and Donner, 2008; degrees of freedom after Satterthwaite).
 """
 
 import math
@@ -81,26 +81,28 @@ def mean(
 
 
 def share(scores: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Estimate:
-    """The share of 0/1 scores that are 1, with Wilson's interval (1927) for as many trials as clusters are worth.
-
-    That number is n over the design effect (Kish, 1965), less what a variance of few clusters may be off (Korn and Graubard, 1998);
-    the number of clusters where no variance can be seen. One cluster is one trial.
-    """
+    """The mean of scores of 0 to 1, or the share of 0/1 scores that are 1, with Wilson's interval (1927) for as many 0/1 trials as they are
+    worth. Scores on another scale have the mean's t interval."""
+    if min(scores) < 0 or max(scores) > 1:
+        return mean(scores, None, clusters)
     value = float(np.mean(scores))
     worth = _worth(np.asarray(scores, dtype=np.float64) - value, value * (1 - value), clusters)
     return Estimate(value, *wilson(value * worth, worth))
 
 
 def _worth(residuals: np.ndarray, variance: float, clusters: Sequence[Hashable] | None) -> float:
-    """How many independent samples of such a variance the samples are worth."""
-    trials = len(residuals)
+    """How many independent samples of such a variance the samples are worth: their clusters over the design effect (Kish, 1965).
+
+    That is drawn towards 1 as if one more cluster said so, because few clusters may look alike by chance (t intervals of scores that pile
+    up at 0 or 1 cover 93 % where they say 95 %). One cluster is one trial, and no cluster says more than its samples apart.
+    """
     sums, _ = by_cluster(residuals, None, clusters)
     number = len(sums)
-    if number in (1, trials) or variance <= 0:
+    if number == 1 or variance <= 0:
         return float(number)
-    seen = float(np.square(sums).sum()) / trials**2 * number / (number - 1)
-    effect = max(1.0, seen * trials / variance) * (critical(number - 1) / critical()) ** 2
-    return max(1.0, trials / effect)
+    squares = max(float(np.square(sums).sum()), float(np.square(residuals).sum()))
+    effect = number * squares / len(residuals) ** 2 / variance
+    return max(1.0, number * (number + 1) / (number * effect + 1))
 
 
 def wilson(successes: float, trials: float) -> tuple[float, float]:
@@ -110,17 +112,6 @@ def wilson(successes: float, trials: float) -> tuple[float, float]:
     centre = (rate + z2 / (2 * trials)) / (1 + z2 / trials)
     half = math.sqrt(z2 * (rate * (1 - rate) / trials + z2 / (4 * trials**2))) / (1 + z2 / trials)
     return max(0.0, centre - half), min(1.0, centre + half)
-
-
-def score_mean(scores: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Estimate:
-    """The mean of scores of 0 to 1: t, inside 0 to 1; where all are 0 or all are 1, the interval of a share."""
-    found = set(map(float, scores))
-    if found <= {0.0} or found <= {1.0}:
-        return share(scores, clusters)
-    estimate = mean(scores, None, clusters)
-    if estimate.low is None or estimate.high is None:
-        return estimate
-    return replace(estimate, low=max(0.0, estimate.low), high=min(1.0, estimate.high))
 
 
 def paired_share(
@@ -136,7 +127,7 @@ def paired_share(
     scale = worth / trials
     gained, lost = scale * float((gaps > 0).sum()), scale * float((gaps < 0).sum())
     low, high = tango(gained, lost, worth)
-    if worth == trials and clusters is None:
+    if clusters is None:
         p = mcnemar(round(gained), round(lost))
     else:
         p = _p_of(abs(gained - lost) / math.sqrt(gained + lost)) if gained + lost else 1.0
@@ -174,7 +165,10 @@ def paired_mean(
     gaps = np.asarray(own, dtype=np.float64) - np.asarray(base, dtype=np.float64)
     if not gaps.any():
         return paired_share(own, own, clusters)
-    return mean(gaps.tolist(), None, clusters)
+    found = mean(gaps.tolist(), None, clusters)
+    if found.low is None or found.high is None or not 0 <= min(*own, *base) <= max(*own, *base) <= 1:
+        return found
+    return replace(found, low=max(-1.0, found.low), high=min(1.0, found.high))
 
 
 def weighted(parts: Iterable[tuple[float, Estimate]]) -> Estimate:

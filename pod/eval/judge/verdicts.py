@@ -83,8 +83,9 @@ def estimate_of(payload: Payload) -> Estimate | None:
     if payload["kind"] == "nll":
         sums, counts = [s["score"] for s in samples], [s["tokens"] for s in samples]
         return intervals.mean(sums, counts).mapped(math.exp)
-    of = intervals.share if payload["kind"] == "binary" else intervals.score_mean
-    return _over_strata(payload, samples, lambda rows: of(_scores(rows), intervals.clusters_of(rows)))
+    return _over_strata(
+        payload, samples, lambda rows: intervals.share(_scores(rows), intervals.clusters_of(rows))
+    )
 
 
 def compare(own: Payload, base: Payload, label: str) -> Against | None:

@@ -26,33 +26,36 @@ def sentences(name: str, **facts: Any) -> list[str]:
 
 def headline(comparison: Comparison) -> str:
     """PoD's result if there is one, what it gains and loses over all tasks, and how much was measured."""
-    rows = {entry.method: entry for entry in reversed(comparison.entries) if entry.parts}
+    rows = {entry.method: entry for entry in reversed(comparison.entries) if entry.parts or entry.speed}
     shown = rows.get("pod") or rows.get("pod-unadapted")
     parts = [part for entry in comparison.entries for part in entry.parts.values()]
     counts = {key: sum(len(part[key]) for part in parts) for key in ("samples", "skipped")}
     held = shown and bytes_at(shown, common_length(comparison.entries))
     verdicts = _gains_and_losses(comparison, shown) if shown else {}
     facts = {"comparison": comparison, "shown": shown, "held": held, "verdicts": verdicts, **counts}
-    facts["trained"] = shown is not None and _is_against_trained(comparison, shown)
+    facts["tasks"] = sum(bool(comparison.measured(task)) for task in comparison.tasks)
+    facts["trained"] = shown and len(_against_trained(comparison, shown))
     return " ".join(sentences("headline", **facts))
 
 
 def _gains_and_losses(comparison: Comparison, shown: Entry) -> dict[str, list[str]]:
     """Every task or suite of the row by its verdict, losses first."""
     found: dict[str, list[str]] = {"worse": [], "better": [], "": [], "alone": []}
+    mixed = 0 < len(_against_trained(comparison, shown)) < len(shown.parts)
     for title, tasks in comparison.columns().items():
         payload, against = combined(shown, tasks), comparison.against(shown, tasks)
         if payload is not None and payload["value"] is not None:
-            change = "" if against is None else f" ({delta_text(against)})"
+            to = f" to {against.base}" if mixed and against is not None else ""
+            change = "" if against is None else f" ({delta_text(against)}{to})"
             text = f"{title} {value_text(payload, payload['value'])}{change}"
             found["alone" if against is None else against.mark].append(text)
     return {mark: lines for mark, lines in found.items() if lines}
 
 
-def _is_against_trained(comparison: Comparison, entry: Entry) -> bool:
-    """Whether a row is held against the dense model trained on the same tokens, in any of its tasks."""
-    bases = (comparison.base_of(entry, task) for task in entry.parts)
-    return any(base is not None and base.method == TRAINED for base in bases)
+def _against_trained(comparison: Comparison, entry: Entry) -> list[str]:
+    """The tasks in which a row is held against the dense model trained on the same tokens."""
+    bases = {task: comparison.base_of(entry, task) for task in entry.parts}
+    return [task for task, base in bases.items() if base is not None and base.method == TRAINED]
 
 
 def origin(comparison: Comparison) -> list[str]:
@@ -82,7 +85,7 @@ def overview_notes(comparison: Comparison) -> list[str]:
         unsaved=bool(savings) and max(savings) < 0.005,
         hidden=list(comparison.columns())[MOST_COLUMNS:],
         speeds=[f"{length:,}" for length in speeds],
-        trained=[e.label for e in comparison.entries if _is_against_trained(comparison, e)],
+        trained=[(e, tasks) for e in comparison.entries if (tasks := _against_trained(comparison, e))],
     )
 
 

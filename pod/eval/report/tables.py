@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from pod.eval.answer.methods import BASE
 from pod.eval.judge.verdicts import Against, Payload
 from pod.eval.report.merge import (
     Comparison,
@@ -83,8 +84,9 @@ def change_cell(against: Against | None) -> Cell:
     if against is None:
         return NONE
     text, interval = change_lines(against)
-    p = "" if against.adjusted is None else f"\n{p_text(against.adjusted)}"
-    return Cell(text, interval + p, against.delta, against.mark)
+    to = "" if against.base.partition(" ·")[0] == BASE else f"to {against.base}"
+    p = "" if against.adjusted is None else p_text(against.adjusted)
+    return Cell(text, "\n".join(filter(None, [to, interval, p])), against.delta, against.mark)
 
 
 def result_cell(comparison: Comparison, entry: Entry, tasks: Tasks, part: Part = None) -> Cell:

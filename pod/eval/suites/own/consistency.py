@@ -14,7 +14,7 @@ from pod.eval import answer
 from pod.eval.answer.budget import Span, Subject
 from pod.eval.answer.methods import Method
 from pod.eval.answer.store import Shelf
-from pod.eval.judge.intervals import score_mean
+from pod.eval.judge.intervals import share
 from pod.eval.suites.base import curve, scored_payload
 from pod.eval.suites.text import Record, TextTask
 from pod.schema import section
@@ -114,7 +114,7 @@ class Consistency(TextTask):
     def _compare(self, subject: Subject, rows: Any, span: Span, windows: list[int]) -> list[Record]:
         """A record per text of [B, n]: share of identical predictions, of the method and by window; bytes."""
         dense, last, texts = self.run.models.get("dense"), self.options.predictions, answer.texts
-        reference, held = texts.predict_by_forward(dense, rows, last), None
+        reference, held = texts.predict_by_forward(dense, rows, last), [None] * len(rows)
         if subject.method.name == "full":
             own = reference
         elif subject.method.one_shot:
@@ -122,20 +122,21 @@ class Consistency(TextTask):
         else:
             cache = subject.cache(span)
             own = texts.predict_by_decode(subject.model, cache, rows, last)
-            held = cache.nbytes // len(rows)
+            held = cache.nbytes_by_row()
         at_once = self.args.batch_size
         found = [
             own,
             *(texts.predict_by_window(dense, rows, last, window, at_once) for window in windows),
         ]
         shares = zip(*((one == reference).double().mean(dim=1).tolist() for one in found), strict=True)
-        return [{"score": score, "windows": by_window, "bytes": held} for score, *by_window in shares]
+        said = zip(held, shares, strict=True)
+        return [{"score": score, "windows": windows, "bytes": size} for size, (score, *windows) in said]
 
     def _windows(self, records: list[Record]) -> Record:
         """PoD Table 7 as metrics and a curve."""
         rows = []
         for index, window in enumerate(self.options.windows):
-            found = score_mean([record["windows"][index] for record in records])
+            found = share([record["windows"][index] for record in records])
             rows.append({"window": window, "value": found.value, "ci95": found.interval})
         labels = {"x_label": "window (tokens)", "y_label": "share identical", "log_x": True}
         return {

@@ -120,7 +120,7 @@ class MultiQuery(GridTask):
         return key_of("questions", item.prompt, item.questions, self.new_tokens, room)
 
     def ask(self, subject: Subject, cache: Any, batch: list[Document]) -> list[Record]:
-        """A record per text: answers, bytes per text after each."""
+        """A record per text: answers, bytes held for it after each."""
         reading, tokenizer, model = answer.reading, self.run.tokenizer, subject.model
         mask = reading.read_prompts(model, cache, [d.prompt for d in batch], reading.pad_id(tokenizer))
         said, held = [], []
@@ -128,8 +128,9 @@ class MultiQuery(GridTask):
             copy = reading.branch(cache)
             rows = [document.questions[number] for document in batch]
             said.append(reading.answer_behind(model, tokenizer, copy, mask, rows, self.new_tokens))
-            held.append(copy.nbytes // len(batch))
-        return [{"answers": list(texts), "bytes": held} for texts in zip(*said, strict=True)]
+            held.append(copy.nbytes_by_row())
+        of_rows = zip(zip(*said, strict=True), zip(*held, strict=True), strict=True)
+        return [{"answers": list(texts), "bytes": list(sizes)} for texts, sizes in of_rows]
 
     def samples(self, item: Document, record: Record) -> list[Record]:
         rows = zip(item.values, item.depths, record["answers"], record["bytes"], strict=True)

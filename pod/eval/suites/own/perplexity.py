@@ -44,7 +44,7 @@ class Perplexity(TextTask):
 
     def _score(self, subject: Subject, rows: Any) -> list[Record]:
         """A record per sequence of [B, n]: summed NLL (nats) and bytes of each bucket, and the mean over buckets of what was decided."""
-        model, held, decided = subject.model, [None] * len(self.buckets), [[] for _ in rows]
+        model, held, decided = subject.model, [[None] * len(rows)] * len(self.buckets), [[] for _ in rows]
         if subject.method.one_shot:
             scored = answer.texts.score_by_forward(model, rows, self.buckets)
         else:
@@ -52,13 +52,13 @@ class Perplexity(TextTask):
             for bucket, span in zip(self.buckets, self.spans(), strict=True):
                 cache = answer.gates.watch(subject.cache(span))
                 scored.append(answer.texts.score_by_decode(model, cache, rows, bucket))
-                held.append(cache.nbytes // len(rows))
+                held.append(cache.nbytes_by_row())
                 for row, one in zip(decided, answer.reading.decided(cache), strict=True):
                     row += one.values()
         sums = zip(*(nll.double().sum(dim=1).tolist() for nll in scored), strict=True)
         return [
-            {"sums": list(of_row), "held": held, **({"decisions": means(said)} if said else {})}
-            for of_row, said in zip(sums, decided, strict=True)
+            {"sums": list(of_row), "held": list(sizes), **({"decisions": means(said)} if said else {})}
+            for of_row, sizes, said in zip(sums, zip(*held, strict=True), decided, strict=True)
         ]
 
     def _payload(self, subject: Subject, records: list[Record]) -> Record:
