@@ -20,34 +20,38 @@ def estimate(recipe: "Recipe") -> str:
     """
     lines = ["Tokens per method (prompt tokens in parallel, decode steps one token per row at a time):"]
     others = [name for name in recipe.eval.tasks if name not in _BY_SETTINGS]
-    tasks, missing = _built(recipe, others)
+    run, counted, missing = _built(recipe, others)
     width = max(14, *map(len, recipe.eval.methods))
     for name in recipe.eval.methods:
         prompt, steps = token_counts(recipe.eval, name)
-        for task in tasks:
-            more = task.token_counts(task.run.method(name))
+        for task in counted:
+            more = run.tasks[task].token_counts(run.method(name))
             prompt, steps = prompt + more[0], steps + more[1]
         lines.append(f"  {name:<{width}} {prompt:>12,} prompt tokens {steps:>8,} decode steps")
     return "\n".join(lines + missing)
 
 
-def _built(recipe: "Recipe", names: list[str]) -> tuple[list[Any], list[str]]:
-    """The tasks of these names that can be counted, and a line for what is not counted."""
+def _built(recipe: "Recipe", names: list[str]) -> tuple[Any, list[str], list[str]]:
+    """The evaluation that has these tasks, those that can be counted, and a line for what is not counted."""
     if not names:
-        return [], []
+        return None, [], []
     from pod.eval.lm.index import check_known
 
     check_known(names)
-    from pod.eval.runner import Evaluation
+    from pod.eval.evaluation import Evaluation
 
     try:
         run = Evaluation(recipe, log=lambda line: None)
     except (ValueError, OSError) as error:
         text = " ".join(str(error).split())
-        return [], [f"Not counted: {', '.join(names)}. As things are, the evaluation would end with: {text}"]
+        return (
+            None,
+            [],
+            [f"Not counted: {', '.join(names)}. As things are, the evaluation would end with: {text}"],
+        )
     counted = [name for name in names if hasattr(run.tasks[name], "token_counts")]
     others = ", ".join(name for name in names if name not in counted)
-    return [run.tasks[name] for name in counted], [f"Not counted: {others}"] if others else []
+    return run, counted, [f"Not counted: {others}"] if others else []
 
 
 def token_counts(args: EvalArgs, name: str) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pod
-from pod.eval.runner import Evaluation
+from pod.eval.evaluation import Evaluation
 from pod.recipe import load_recipe
 
 PLAN = pod.SharingPlan(lead=[[0, 0], [0, 0], [0, 2], [3, 2]])

@@ -8,7 +8,7 @@ import pod
 from pod.eval.answer.methods import METHODS, find_method
 from pod.eval.args import EvalArgs
 from pod.eval.estimate import token_counts
-from pod.eval.runner import Evaluation
+from pod.eval.evaluation import Evaluation
 from pod.eval.suites.buckets import position_buckets
 from pod.recipe import load_recipe
 

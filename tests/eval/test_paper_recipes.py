@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import pod
-from pod.eval import runner
+from pod.eval import evaluation
 from pod.eval.args import EvalArgs
 from pod.eval.estimate import estimate
 from pod.eval.presets import PRESETS
@@ -74,12 +74,12 @@ def read(file, place):
 def test_every_recipe_can_be_estimated_and_its_caches_made(file, place, monkeypatch):
     built = []
 
-    class Kept(runner.Evaluation):
+    class Kept(evaluation.Evaluation):
         def __init__(self, *args, **more):
             super().__init__(*args, **more)
             built.append(self)
 
-    monkeypatch.setattr(runner, "Evaluation", Kept)
+    monkeypatch.setattr(evaluation, "Evaluation", Kept)
     recipe = read(file, place)
     assert "Not counted" not in estimate(recipe)
     run = built[0] if built else Kept(recipe, lambda line: None)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import pod
-from pod.eval import runner
+from pod.eval import evaluation, runner
 from pod.eval.answer import reading
+from pod.eval.answer.methods import find_method
 from pod.eval.estimate import estimate
 from pod.eval.lists import list_tasks
 from pod.eval.report.merge import merge
@@ -212,14 +213,14 @@ def test_steps_can_run_one_by_one(place, tmp_path, monkeypatch):
 def test_an_error_in_scoring_loses_no_other_method(place, tmp_path, monkeypatch):
     changes = {"eval.methods": ["full", "snapkv@60"], "eval.tasks": ["passkey"], "output_dir": str(tmp_path)}
     runner.evaluate(recipe_of(place, **changes), log=lambda line: None)
-    original = runner.Evaluation.measure
+    original = evaluation.Evaluation.measure
 
     def broken(self, method, task, is_open):
         if method.name == "full":
             raise KeyError("no such score")
         return original(self, method, task, is_open)
 
-    monkeypatch.setattr(runner.Evaluation, "measure", broken)
+    monkeypatch.setattr(evaluation.Evaluation, "measure", broken)
     with pytest.raises(
         RuntimeError, match=r"1 of 2 methods failed .full: passkey: KeyError: 'no such score'"
     ):
@@ -230,12 +231,12 @@ def test_an_error_in_scoring_loses_no_other_method(place, tmp_path, monkeypatch)
 
 def test_other_code_measures_again(finished, monkeypatch):
     recipe, _ = finished
-    run = runner.Evaluation(recipe)
-    before = run.shelf(runner.find_method("snapkv")).folder, row_of(run)
-    assert before == (run.shelf(runner.find_method("snapkv")).folder, row_of(run))
-    for place in (runner, speed_task):
+    run = evaluation.Evaluation(recipe)
+    before = run.shelf(find_method("snapkv")).folder, row_of(run)
+    assert before == (run.shelf(find_method("snapkv")).folder, row_of(run))
+    for place in (evaluation, speed_task):
         monkeypatch.setattr(place, "code_identity", lambda *more: f"edited {more}")
-    assert run.shelf(runner.find_method("snapkv")).folder != before[0] and row_of(run) != before[1]
+    assert run.shelf(find_method("snapkv")).folder != before[0] and row_of(run) != before[1]
 
 
 def test_changed_model_is_measured_again(place, tmp_path):

@@ -6,7 +6,7 @@ import own_runs
 import pytest
 
 import pod
-from pod.eval import runner
+from pod.eval import evaluation, runner
 from pod.eval.answer import reading
 from pod.eval.answer.methods import find_method, safe_name
 from pod.eval.args import EvalArgs
@@ -146,7 +146,7 @@ def test_what_methods_decided_is_in_results_and_report(place, tmp_path):
     parts = {name: results[name]["parts"]["passkey"] for name in methods}
     assert "decisions" not in parts[methods[3]]
     assert parts[fixed]["decisions"] == {"lazy": [0, 1, 0, 1], "mass": [None] * 4}
-    run = runner.Evaluation(recipe, log=lambda line: None)
+    run = evaluation.Evaluation(recipe, log=lambda line: None)
     model, task = run.models.get("dense"), run.tasks["passkey"]
     for name in methods[1:3]:
         alone = []

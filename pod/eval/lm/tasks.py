@@ -1,7 +1,7 @@
 """Tasks of lm-eval, those in `pod/eval/suites` included, as tasks of an evaluation."""
 
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt
 
@@ -13,9 +13,6 @@ from pod.eval.lm.payload import Leaf, group_payload, leaf_payload, primary_metri
 from pod.eval.suites import base, data
 from pod.eval.suites.base import Task
 from pod.schema import section
-
-if TYPE_CHECKING:
-    from pod.eval.runner import Evaluation
 
 _FEWSHOT_SEED = 1234  # lm-eval's own default: the same examples as its command line draws
 
@@ -37,7 +34,7 @@ class LmOptions:
     """values for tasks that make their own prompts, as {max_seq_lengths: [4096]} for lm-eval's ruler"""
 
 
-def make_lm_tasks(run: "Evaluation", names: list[str]) -> dict[str, Task]:
+def make_lm_tasks(run: base.Run, names: list[str]) -> dict[str, Task]:
     """A task per name; a group or tag of lm-eval is one task.
 
     Raises: ValueError for a name that neither this package nor lm-eval knows, with the nearest, and for whatever a task lacks.
@@ -59,7 +56,7 @@ class LmTask(Task):
     title = "a task of lm-eval"
     Options = LmOptions
 
-    def __init__(self, run: "Evaluation", options: LmOptions, loaded: lm_index.Loaded):
+    def __init__(self, run: base.Run, options: LmOptions, loaded: lm_index.Loaded):
         from pod.eval.lm.requests import Encoder
 
         super().__init__(run, options)

@@ -17,7 +17,7 @@ from pod.measure.machine import environment
 from pod.measure.race import spread
 
 if TYPE_CHECKING:
-    from pod.eval.runner import Evaluation
+    from pod.eval.evaluation import Evaluation
 
 _MEMORY_STEPS = 4  # decoded tokens whose peak memory is measured
 

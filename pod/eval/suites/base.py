@@ -20,6 +20,7 @@ import hashlib
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,12 +31,28 @@ from pod.eval.judge.verdicts import estimate_of
 from pod.schema import build, section
 
 if TYPE_CHECKING:
-    from pod.eval.runner import Evaluation
+    from pod.eval.answer.models import Models
+    from pod.eval.args import EvalArgs
+    from pod.recipe import Recipe
 
 
 @section
 class NoOptions:
     """For tasks that read everything from the `eval` section."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What tasks are made from: a recipe, the models that are compared, and the dense one's tokenizer."""
+
+    recipe: "Recipe"
+    models: "Models"
+    tokenizer: Any
+
+    @property
+    def args(self) -> "EvalArgs":
+        """The recipe's section `eval`."""
+        return self.recipe.eval
 
 
 class Task(ABC):
@@ -49,7 +66,7 @@ class Task(ABC):
     title: str
     Options: ClassVar[type] = NoOptions
 
-    def __init__(self, run: "Evaluation", options: Any):
+    def __init__(self, run: Run, options: Any):
         self.run, self.args, self.options = run, run.args, options
 
     @abstractmethod

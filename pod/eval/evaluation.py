@@ -1,0 +1,196 @@
+"""The state of one evaluation: recipe, models, tasks with their samples, byte budgets, and the answers of a method to a task."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from pod.eval.answer.budget import ByteBudgets, Subject, measure_bytes
+from pod.eval.answer.methods import Method, find_method, with_requests
+from pod.eval.answer.models import Models
+from pod.eval.answer.ranks import Ranks
+from pod.eval.answer.store import Shelf, Store, key_of
+from pod.eval.results import code_identity, one_line, with_files
+from pod.eval.speed.args import NAME as SPEED_RUN
+from pod.eval.speed.args import speed_options
+from pod.eval.suites import base, data
+
+if TYPE_CHECKING:
+    from pod.recipe import Recipe
+
+Log = Callable[[str], None]
+print_now: Log = functools.partial(print, flush=True)
+
+
+class Evaluation:
+    """The state of one run: recipe, models, tasks with their samples, byte budgets. Models are loaded when first needed.
+
+    Raises: ValueError, before any computation, for whatever is missing.
+    """
+
+    def __init__(self, recipe: "Recipe", log: Log = print_now, ranks: Ranks | None = None):
+        self.recipe, self.args = recipe, recipe.eval
+        self.ranks = ranks or Ranks()
+        self.log: Log = log if self.ranks.is_first else lambda line: None
+        self.models = Models(recipe)
+        self.tokenizer = self.models.tokenizer()
+        self.store = Store(recipe.eval_dir / "answers", self.ranks, self.args.reuse)
+        self._bytes = Store(recipe.eval_dir / "answers", self.ranks).shelf("bytes", {"code": code_identity()})
+        measure = None if self.models.reference_kind is None else self._pod_bytes
+        self.budgets = ByteBudgets(self.models.bytes_per_token(), measure)
+        self._may_answer = True
+        self.speed = speed_options(self.args)
+        with data.use(self.args.data_dir, self.tokenizer, self.args.unsafe_code):
+            self.tasks = make_tasks(base.Run(recipe, self.models, self.tokenizer))
+        self._check_lengths()
+        self._check_options()
+
+    def _check_lengths(self) -> None:
+        """ValueError for a task that no method can be fed, and for speeds that some method cannot be measured at."""
+        lengths = "its lengths (eval.text_length, eval.passkey_lengths …)"
+        asked = [(name, task.longest(), all, lengths) for name, task in self.tasks.items()]
+        if SPEED_RUN in self.args.tasks:
+            longest = max(self.args.longest_speed_run(), *self.speed.lengths(), 0)
+            asked.append((SPEED_RUN, longest, any, "eval.efficiency_lengths"))
+        for name, longest, refused, settings in asked:
+            found = [self.models.too_long(find_method(method), longest) for method in self.args.methods]
+            if refused(found):
+                raise ValueError(f"{name} would {next(filter(None, found))}: lower {settings}")
+
+    def _check_options(self) -> None:
+        """ValueError for an option that a method does not have or take."""
+        specs = {name: spec for name in self.args.method_options if (spec := find_method(name).spec)}
+        if specs:
+            import pod  # which loads torch
+            from pod.modeling.methods.base import all_parameters, parse
+
+            for name, spec in specs.items():
+                parts = parse(pod.methods(), spec)[0]
+                all_parameters(spec, list(parts.values()), self.args.method_options[name])
+
+    def refuses(self, method: Method, task: base.Task) -> str | None:
+        """Why a method is not measured by a task, in one line; None when it is."""
+        too_long = self.models.too_long(method, task.longest())
+        return task.refuses(method) or (too_long and f"it would {too_long}")
+
+    def _pod_bytes(self, lengths: list[int]) -> dict[int, dict[str, int]]:
+        """PoD's bytes by part at these and all lengths of the run."""
+        kind, layout = self.models.reference_kind, self.models.reference_layout()
+        assert kind is not None, "without a PoD model nothing asks"
+        lengths = sorted({*lengths, *self._lengths()})
+        with self._bytes.asked_by("bytes of PoD", self._may_answer) as shelf:
+            found = shelf.answers(
+                lengths,
+                key=lambda length: key_of("bytes", layout, length),
+                batches=lambda left: [left],
+                compute=lambda left: list(measure_bytes(self.models.get(kind), "pod", left).values()),
+            )
+        return dict(zip(lengths, found, strict=True))
+
+    def _lengths(self) -> set[int]:
+        """Every length at which bytes are compared."""
+        lengths = {span.length for task in self.tasks.values() for span in task.spans()}
+        if SPEED_RUN in self.args.tasks:
+            lengths |= {*self.args.efficiency_lengths, *self.speed.lengths()}
+        return lengths
+
+    def method(self, name: str) -> Method:
+        """A method of the recipe. With options of its own (the gate skip of PoD, say), or a plan that packs, one forward pass may
+        differ from its decode path; the dense weights under a plan are PoD whatever the recipe calls them."""
+        found = find_method(name)
+        exact = found.one_shot or (found.spec is None and self.models.sources[found.model].plan is not None)
+        differs = self.args.method_options.get(name) or (exact and self.models.packs(found.model))
+        return replace(found, one_shot=exact and not differs)
+
+    def subject(self, method: Method) -> Subject:
+        """A method with its model and its caches."""
+        return Subject(method, lambda: self.models.get(method.model), self.options(method), self.budgets)
+
+    def options(self, method: Method) -> dict[str, Any]:
+        """Parameters of a method's caches; razor finds the heads that were searched for this recipe, kvzip its requests."""
+        options = with_requests(method.spec, self.args.method_options.get(method.name, {}), self.tokenizer)
+        heads = self.recipe.plan_dir / "retrieval_heads.json"
+        if "razor" in (method.spec or "").split("+") and "heads" not in options and heads.is_file():
+            return options | {"heads": str(heads)}
+        return options
+
+    def check_caches(self, method: Method, task: base.Task) -> None:
+        """Make every cache that a task will use, so that a method that cannot run the model, a wrong option or a budget below the
+        method's minimum is an error before any measuring.
+
+        Raises: ValueError that names the method and the task.
+        """
+        chunks: dict[int | None, Any] = {}
+        subject = self.subject(method)
+        for span in task.spans():
+            try:
+                budget, prompt = subject.budget(span), task.prompt_of(method, span)
+                if budget not in chunks:
+                    chunks[budget] = getattr(subject.cache(span), "chunks", None)
+                # whether a method that compresses chunk by chunk has a chunk left to read everywhere in such a prompt
+                if chunks[budget] is not None and prompt > 0:
+                    chunks[budget].start_prompt(prompt, 0, [SimpleNamespace(held=0)])
+            except ValueError as error:
+                where = f" at {span.length} tokens, {span.fed} of them after the prompt"
+                at = where if method.takes_budget else ""
+                raise ValueError(f"{method.name} cannot do {task.name}{at}: {one_line(error)}") from error
+
+    def shelf(self, method: Method) -> Shelf:
+        """The answers of a method: of this model, these options and this code."""
+        identity = {
+            "spec": method.spec,
+            "one_shot": method.one_shot,
+            "options": with_files(self.options(method)),
+            "model": self.models.identity(method.model),
+            "code": code_identity(),
+        }
+        return self.store.shelf(method.name, identity)
+
+    def measure(self, method: Method, task: base.Task, is_open: bool) -> dict[str, Any]:
+        """The part of a result file that a method's answers to a task come to.
+
+        is_open: whether what is missing may be answered. Raises: Unanswered when it may not; whatever goes wrong in answering.
+        """
+        self._may_answer = is_open
+        try:
+            with self.shelf(method).asked_by(task.name, is_open) as shelf:
+                payload = task.measure(self.subject(method), shelf) | shelf.account()
+                skips = base.gate_metrics(payload.get("decisions", {}))
+                return payload | ({"metrics": (payload.get("metrics") or {}) | skips} if skips else {})
+        finally:
+            self._may_answer = True
+
+    def description(self, method: Method, is_open: bool) -> dict[str, Any]:
+        """The method's model, for its result file."""
+        with self.shelf(method).asked_by("model", is_open) as shelf:
+            found = shelf.answers(
+                [method.model],
+                key=lambda kind: key_of("model"),
+                batches=lambda left: [left],
+                compute=lambda left: [self.models.description(kind) for kind in left],
+            )
+        return self.models.place(method.model) | found[0]
+
+
+def make_tasks(run: base.Run) -> dict[str, base.Task]:
+    """The tasks of a recipe by name, in its order; those of this package first come from `suites/own`, the rest from lm-eval.
+
+    Raises: ValueError for an unknown task, naming the nearest, and for whatever a task lacks (data, a chat template …).
+    """
+    ours, tasks = base.names(), {}
+    if unasked := sorted(set(run.args.task_options) - set(run.args.tasks)):
+        from pod.eval.lm.index import check_known
+
+        check_known(unasked)
+    for name in run.args.tasks:
+        if name in ours:
+            found = base.task_class(name)
+            options = base.make_options(found, run.args.task_options.get(name, {}))
+            tasks[name] = found(run, options)
+    theirs = [name for name in run.args.tasks if name not in tasks and name != SPEED_RUN]
+    if theirs:
+        from pod.eval.lm.tasks import make_lm_tasks
+
+        tasks |= make_lm_tasks(run, theirs)
+    return {name: tasks[name] for name in run.args.tasks if name in tasks}
