@@ -278,7 +278,7 @@ def measure(case: Case, largest: int = 0) -> dict[str, Any]:
 def answer(pipe: Any) -> dict[str, Any]:
     """What a rank sent, within 5 minutes."""
     try:
-        return pipe.recv() if pipe.poll(300) else {"failed": "no answer in 300 s"}
+        return pipe.recv() if pipe.poll(3600) else {"failed": "no answer in an hour"}
     except EOFError:
         return {"failed": "the process ended"}
 

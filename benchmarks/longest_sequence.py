@@ -118,10 +118,9 @@ def make_step(
     import deepspeed
 
     from pod.training.deepspeed_bridge import drop_carry_hooks
-    from pod.training.run.engine import deepspeed_config, save_activations
+    from pod.training.run.engine import deepspeed_config, make_optimizer, save_activations
     from pod.training.run.loss import LanguageModelLoss
     from pod.training.run.mesh import start_processes
-    from pod.training.run.optim import make_optimizer
 
     mesh, args = start_processes(1), train_args(contestant, tiny)
     torch.manual_seed(0)

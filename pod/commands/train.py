@@ -10,7 +10,6 @@ the same command continues the run. model.layout says what is trained: PoD, dens
 """
 
 import argparse
-from dataclasses import asdict
 from typing import Any
 
 from pod.recipe import Recipe, run
@@ -19,14 +18,7 @@ from pod.recipe import Recipe, run
 def main(recipe: Recipe) -> None:
     from pod.training.run.start import train
 
-    train(
-        recipe.model,
-        recipe.train,
-        recipe.output_dir,
-        recipe.seed,
-        asdict(recipe),
-        passkeys=make_passkeys(recipe),
-    )
+    train(recipe, make_passkeys(recipe))
 
 
 def make_passkeys(recipe: Recipe) -> list[Any]:
@@ -55,9 +47,7 @@ def estimate(recipe: Recipe) -> str:
     add_arguments(parser)
     options = parser.parse_known_args()[0]
     device = get_device(options.device) if options.device else None
-    machine = this_machine(options.ranks, options.ranks_per_node, device)
-    saving = recipe.explore.target_saving
-    return estimate(recipe.model, recipe.train, recipe.data, recipe.output_dir, machine, saving)
+    return estimate(recipe, this_machine(options.ranks, options.ranks_per_node, device))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,12 +13,6 @@ import pod
 from pod.models import KNOWN_SIZES
 from pod.training.args import TrainArgs
 from pod.training.predict import memory
-from pod.training.predict.communication import (
-    communication,
-    exchanged_bytes,
-    gradient_bytes,
-    weight_bytes,
-)
 from pod.training.predict.devices import get_device, known_device
 from pod.training.predict.job import Job, World
 from pod.training.predict.memory import (
@@ -28,13 +22,21 @@ from pod.training.predict.memory import (
     training_bytes,
 )
 from pod.training.predict.shapes import Shapes
-from pod.training.predict.step_time import attention_flops, rank_flops, step_time
+from pod.training.predict.step_time import (
+    attention_flops,
+    communication,
+    exchanged_bytes,
+    gradient_bytes,
+    rank_flops,
+    step_time,
+    weight_bytes,
+)
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
 LLAMA3_8B = Shapes.from_config(SimpleNamespace(**KNOWN_SIZES["meta-llama/Meta-Llama-3-8B"]))
-DENSE = [[layer] * 8 for layer in range(32)]
-SHARED = [[layer - layer % 4] * 8 for layer in range(32)]
+DENSE = tuple((layer,) * 8 for layer in range(32))
+SHARED = tuple((layer - layer % 4,) * 8 for layer in range(32))
 PAPER = {"sequence_parallel_size": 4, "gradient_accumulation_steps": 64, "max_steps": 1192}
 
 
@@ -203,7 +205,7 @@ def test_rings_and_exchanges_inside_and_between_machines():
 
 def test_cla_followers_send_their_queries_only():
     cla = Shapes(**vars(LLAMA3_8B) | {"layout": "cla"})
-    pairs = [[layer - layer % 2] * 8 for layer in range(32)]
+    pairs = tuple((layer - layer % 2,) * 8 for layer in range(32))
     args = TrainArgs(sequence_parallel_size=4)
     sent = [
         exchanged_bytes(job(args, lead, shapes, 8192)) for shapes, lead in ((LLAMA3_8B, DENSE), (cla, pairs))
@@ -253,7 +255,7 @@ def test_operations_are_six_per_weight_and_token_plus_attention():
 def test_a_window_multiplies_with_its_tokens_only():
     args, near = TrainArgs(), 1024 * 1025 / 2 + 3072 * 1024
     window = Shapes(**vars(LLAMA3_8B) | {"windows": (0, 1024)})
-    windows, half = [[None] * 8] * 32, [[layer, None] * 4 for layer in range(32)]
+    windows, half = ((None,) * 8,) * 32, tuple((layer, None) * 4 for layer in range(32))
     assert attention_flops(job(args, windows, window, 4096)) == 32 * 4 * 128 * 32 * near
     every = 4096 * 4097 / 2
     assert attention_flops(job(args, half, window, 4096)) == 32 * 4 * 128 * 16 * (near + every)

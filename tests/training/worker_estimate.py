@@ -49,10 +49,10 @@ def one_step(out: Path, data: Path, name: str, settings: dict) -> None:
     """Bytes that the first rank handed to all-to-alls in a step, and the estimate's; size of a checkpoint on disk."""
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.predict.communication import all_to_all_bytes, exchanged_bytes
     from pod.training.predict.job import Job, World
     from pod.training.predict.memory import checkpoint_disk_bytes
     from pod.training.predict.shapes import Shapes
+    from pod.training.predict.step_time import all_to_all_bytes, exchanged_bytes
     from pod.training.run.mesh import start_processes, stop_processes
     from pod.training.run.trainer import Trainer
 

@@ -1,4 +1,4 @@
-"""What observers see on several ranks against plain PyTorch on one, and that training does not notice them.
+"""What evaluation sees on several ranks against plain PyTorch on one, and that training does not notice them.
 `worker_seeing.py OUT`."""
 
 import json
@@ -91,11 +91,11 @@ def plain(out, data) -> None:
 
 
 def observed(name, out, settings, data, heads=(6, 3)) -> None:
-    """All observers of an untrained model."""
+    """Evaluation and memory of an untrained model."""
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.observe.make import make_observers
     from pod.training.observe.metrics import Monitor
+    from pod.training.observe.validation import Evaluation
     from pod.training.run.mesh import start_processes, stop_processes
     from pod.training.run.trainer import Trainer
 
@@ -105,20 +105,18 @@ def observed(name, out, settings, data, heads=(6, 3)) -> None:
         start_processes(args.sequence_parallel_size),
         tiny.make_model(),
     )
-    observers = make_observers(args, dataset, make_passkeys(model))
-    trainer = Trainer(args, model, dataset, mesh, out / name, observers=observers)
+    evaluation = Evaluation.of(args, dataset, make_passkeys(model))
+    trainer = Trainer(args, model, dataset, mesh, out / name, evaluation=evaluation)
     trainer.monitor = Monitor.of(trainer)
-    values: dict = {}
-    for observer in observers:
-        values |= observer.observe(trainer, 0)
-    result: dict = {"before": values}
+    result: dict = {"before": trainer.observe()}
     result["modes"] = sorted({module.training for module in trainer.engine.module.modules()})
     result["row_length"] = trainer.ulysses.row_length if trainer.ulysses else CONTEXT
     result["traces"] = [
         "context" in model.model.__dict__,
         "forward" in trainer.engine.module.loss_head.__dict__,
     ]
-    result["memory"] = observers[0].observe(trainer, 1)
+    trainer.state.step = 1
+    result["memory"] = trainer.observe()
     trainer.monitor.close()
     if mesh.rank == 0:
         tiny.write_result(out, name, result)
@@ -129,7 +127,7 @@ def trained(name, out, settings, data) -> None:
     """A whole run; its weights and moments at the end."""
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.observe.make import make_observers
+    from pod.training.observe.validation import Evaluation
     from pod.training.run.mesh import start_processes, stop_processes
     from pod.training.run.trainer import Trainer
 
@@ -139,10 +137,8 @@ def trained(name, out, settings, data) -> None:
         start_processes(args.sequence_parallel_size),
         tiny.make_model(),
     )
-    observers = None
-    if args.eval_every_steps:
-        observers = make_observers(args, dataset, make_passkeys(model))
-    trainer = Trainer(args, model, dataset, mesh, out / name, observers=observers)
+    evaluation = Evaluation.of(args, dataset, make_passkeys(model))
+    trainer = Trainer(args, model, dataset, mesh, out / name, evaluation=evaluation)
     trainer.train()
     fingerprint = optimizer_hash(trainer)
     if mesh.rank == 0:

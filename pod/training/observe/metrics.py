@@ -1,11 +1,14 @@
 """What a run shows of itself: a progress bar, and the numbers of every step for metrics.jsonl and wandb."""
 
 import contextlib
+import resource
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from pod.training.args import TrainArgs
 from pod.training.observe.throughput import peak_tokens_per_second
@@ -133,3 +136,11 @@ def _summary(record: Values, waiting: float) -> str:
     if "eval_loss" in record:
         text += f", held-out loss {record['eval_loss']:.4f}"
     return text if waiting <= 0.01 else f"{text}, {waiting:.0%} of it waiting for data"
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most bytes that PyTorch had allocated on a GPU; without one, the process's largest resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from pod.modeling.shipped.sharing import Lead
 from pod.training.args import TrainArgs
 from pod.training.predict.devices import known_device
-from pod.training.predict.shapes import Lead, Shapes, causal_pairs, proximal_pairs
+from pod.training.predict.shapes import Shapes, causal_pairs, proximal_pairs
 from pod.training.predict.step_time import model_flops
 
 _SAMPLED_ROWS = 256

@@ -1,21 +1,21 @@
 """Evaluation during training, under ZeRO and sequence parallelism: held-out loss by position, and passkeys."""
 
+import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pod.modeling.shipped.step import document_positions
 from pod.training.args import TrainArgs
-from pod.training.observe.held_out import Rows, lengthened, padded_row
-from pod.training.observe.observers import Observer
+from pod.training.observe.held_out import Rows, held_out_rows, lengthened, padded_row
 from pod.training.observe.trackers import Values
 from pod.training.run.loss import IGNORED_LABEL
-from pod.training.run.reading import read, reading, row_length_for, token_scores
 
 _LEAST_BUCKET = 64  # tokens
 
@@ -46,16 +46,15 @@ def position_buckets(length: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
-class Evaluation(Observer):
-    """Every `eval_every_steps`, before the first step and at the last one.
+class Evaluation:
+    """Held-out rows and passkeys, measured by all ranks without a trace: no weight, random state or position in the data changes.
 
     Metrics: `eval_loss` (nats per token, over all tokens with a label), `eval_perplexity`, `eval_loss_<start>_<end>` by
     position (tokens of the same document before the predicted one), `eval_passkey` (share of prompts whose number is
     the model's greedy continuation), `eval_passkey_loss` (nats per token of the number), and both by depth in `eval_passkeys`.
     """
 
-    def __init__(self, args: TrainArgs, rows: Rows, passkeys: Sequence[Passkey] = ()):
-        super().__init__(args.eval_every_steps)
+    def __init__(self, rows: Rows, passkeys: Sequence[Passkey] = ()):
         self.passkeys = passkeys
         self.num_texts, length = rows["input_ids"].shape
         longest = max((len(key.prompt) + len(key.answer) for key in passkeys), default=0)
@@ -68,7 +67,12 @@ class Evaluation(Observer):
         self.rows += [padded_row(key.prompt + key.answer, len(key.answer), length) for key in passkeys]
         self.buckets = position_buckets(length)
 
-    def measure(self, trainer: Any, step: int) -> Values:
+    @classmethod
+    def of(cls, args: TrainArgs, dataset: Any, passkeys: Sequence[Passkey] = ()) -> "Evaluation | None":
+        """What a recipe asks for; ValueError: no held-out text, passkey prompts longer than a row."""
+        return cls(held_out_rows(dataset, args.eval_rows), passkeys) if args.eval_every_steps else None
+
+    def measure(self, trainer: Any) -> Values:
         texts, keys = self._sums(trainer)
         total, tokens = texts.sum(1).tolist()
         loss = total / max(tokens, 1.0)
@@ -116,9 +120,9 @@ def scored_rows(trainer: Any, rows: Sequence[Rows]) -> Iterator[tuple[int, Tenso
     rank's slice of it, on the host and without padding beyond the row, and the slice.
     """
     mesh, tokens = trainer.mesh, rows[0]["input_ids"].shape[1]
-    length = row_length_for(tokens, trainer)
+    length = -(-tokens // mesh.sp_size) * mesh.sp_size  # the shortest that falls into equal slices
     chunk = trainer.engine.module.loss_head.chunk_bytes
-    with reading(trainer, length) as whole:
+    with _reading(trainer, length) as whole:
         mine = slice(whole.start, max(whole.start, min(whole.stop, tokens)))
         for start in range(0, len(rows), mesh.dp_size):
             index = start + mesh.dp_rank
@@ -130,7 +134,63 @@ def scored_rows(trainer: Any, rows: Sequence[Rows]) -> Iterator[tuple[int, Tenso
                 scores.extend(token_scores(hidden, weight, labels, chunk))
                 return scores[0]
 
-            read(trainer, row["input_ids"], row["doc_ids"], row["labels"], score)
+            _read(trainer, row, whole, score)
             if index < len(rows):
                 losses, best = (x[:, : mine.stop - mine.start].cpu() for x in scores)
                 yield index, losses, best, mine
+
+
+@contextlib.contextmanager
+def _reading(trainer: Any, row_length: int) -> Iterator[slice]:
+    """Make a trainer's model ready for rows of `row_length` tokens, which the sequence-parallel group must divide; yields this rank's
+    slice of a row. Afterwards modes and row length are what they were."""
+    module, ulysses = trainer.engine.module, trainer.ulysses
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        if ulysses is not None:
+            ulysses.set_row_length(row_length)
+        with torch.no_grad():
+            yield slice(0, row_length) if ulysses is None else ulysses.slice
+    finally:
+        if ulysses is not None:
+            ulysses.set_row_length(trainer.dataset.context_length)
+        for part, mode in modes:
+            part.training = mode
+
+
+def _read(trainer: Any, row: Rows, mine: slice, reader: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    """One forward pass over a row that every rank of a group holds whole.
+
+    `reader`, of hidden states [B, n_local, hidden], output projection [V, hidden] and labels [B, n_local], stands in for the loss at its
+    place, where ZeRO-3 has gathered the output projection.
+    """
+    trainer.control.alive("evaluate")
+    module, device = trainer.engine.module, trainer.mesh.device
+    head = module.loss_head
+    head.forward = lambda hidden, labels: reader(hidden, head.weight, labels)
+    parts = {name: row[name][:, mine] for name in ("input_ids", "labels")} | {"doc_ids": row["doc_ids"]}
+    try:
+        module(**{name: part.to(device) for name, part in parts.items()})
+    finally:
+        del head.forward
+
+
+def token_scores(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_bytes: int) -> tuple[Tensor, Tensor]:
+    """Cross entropy in nats (fp32, 0 without a label) and the most likely next token, each [B, n]; at most `chunk_bytes` of logits."""
+    rows, targets = hidden.flatten(0, 1), labels.flatten()
+    size = max(1, chunk_bytes // (4 * weight.shape[0]))
+    losses, best = [], []
+    for chunk, target in zip(rows.split(size), targets.split(size), strict=True):
+        logits = wide_logits(chunk, weight)
+        losses.append(F.cross_entropy(logits, target, reduction="none", ignore_index=IGNORED_LABEL))
+        best.append(logits.argmax(-1))
+    return torch.cat(losses).view(labels.shape), torch.cat(best).view(labels.shape)
+
+
+def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """[m, hidden] and [V, hidden] to [m, V] in at least fp32, not rounded on the way where the device can do without."""
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    logits = F.linear(hidden, weight)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

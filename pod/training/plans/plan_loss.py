@@ -10,7 +10,7 @@ from pod.modeling.loading import load_model
 from pod.modeling.methods import make_cache
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import GROUP_SIZE, SharingPlan
-from pod.training.run.reading import token_scores
+from pod.training.observe.validation import token_scores
 
 _LOGIT_BYTES = 1 << 28  # of logits in memory at once
 

@@ -3,8 +3,9 @@
 import functools
 from dataclasses import dataclass
 
+from pod.modeling.shipped.sharing import Lead
 from pod.training.args import TrainArgs
-from pod.training.predict.shapes import Lead, Shapes
+from pod.training.predict.shapes import Shapes
 from pod.training.run.ulysses import Shares, share_heads
 
 
@@ -75,8 +76,7 @@ class Job:
         Raises:
             ValueError: a sequence-parallel size that cannot work.
         """
-        lead = tuple(map(tuple, self.lead))
-        return _shares(lead, self.shapes, self.args.sequence_parallel_size, self.context_length)
+        return _shares(self.lead, self.shapes, self.args.sequence_parallel_size, self.context_length)
 
     @property
     def heads_per_rank(self) -> int:
@@ -85,7 +85,5 @@ class Job:
 
 
 @functools.lru_cache(maxsize=256)
-def _shares(
-    lead: tuple[tuple[int | None, ...], ...], shapes: Shapes, size: int, context_length: int
-) -> Shares:
+def _shares(lead: Lead, shapes: Shapes, size: int, context_length: int) -> Shares:
     return share_heads(lead, shapes.query_heads, shapes.kv_heads, size, context_length, shapes.windows)

@@ -7,19 +7,13 @@ bytes of real steps. Left out: libraries, the allocator's slack, workspaces insi
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 
+from pod.modeling.shipped.sharing import Roles, roles_of
 from pod.training.args import TrainArgs
 from pod.training.predict.job import Job
-from pod.training.predict.shapes import (
-    carried_heads,
-    carried_until,
-    continued_heads,
-    fetched_heads,
-    followers,
-    heads_by_role,
-)
+from pod.training.predict.shapes import carried_heads, carried_until, continued_heads, fetched_heads
 from pod.training.run import engine
 from pod.training.run.loss import MEBIBYTE
 
@@ -134,9 +128,9 @@ class _Step:
         if self.job.shapes.layout == "cla":
             own_key = [row[0] == layer for layer, row in enumerate(lead)]
             return [2 * self.query + 2 * self.key * has_key + output for has_key in own_key]
-        copied = (int(_copied_share(heads_by_role(lead, layer)) * own) for layer in range(len(lead)))
-        followed = (len(followers(lead, layer)) * self.carried for layer in range(len(lead)))
-        return [self.query + own + sum(more) + output for more in zip(copied, followed, strict=True)]
+        roles = [roles_of(lead, layer) for layer in range(len(lead))]
+        more = [int(_copied_share(one) * own) + len(one.followers) * self.carried for one in roles]
+        return [self.query + own + each + output for each in more]
 
     def kept(self, last: int) -> int:
         """Activations that wait for the backward of the layers up to `last`, without the carry."""
@@ -197,7 +191,7 @@ class _Step:
 
     def in_attention(self, index: int) -> Parts:
         """The widest moment of a layer's backward in attention."""
-        follow = 0 if self.job.shapes.layout == "cla" else len(followers(self.job.lead, index))
+        follow = 0 if self.job.shapes.layout == "cla" else len(roles_of(self.job.lead, index).followers)
         parts = self.query + 2 * self.key
         parts += self.wide * (parts + follow * self.carried) + 2 * self.hidden
         if self.recomputes:
@@ -239,10 +233,10 @@ class _Step:
         return min(elements, shapes.parameters) * self.size
 
 
-def _copied_share(roles: Sequence[Sequence[int]]) -> float:
+def _copied_share(roles: Roles) -> float:
     """Share of the KV heads that a layer copies to attend role by role: those of roles whose heads are no neighbours, while
     views keep the rest."""
-    parts = [heads for heads in roles if heads]
+    parts = [heads for heads in (roles.leads, roles.followers, roles.windows) if heads]
     apart = [heads for heads in parts if heads[-1] - heads[0] != len(heads) - 1]
     return sum(map(len, apart)) / sum(map(len, parts)) if len(apart) < len(parts) else 0.0
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
+from pod.modeling.shipped.sharing import Lead
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.predict.devices import CPU_CORE, DEVICES, Device, known_device
 from pod.training.predict.job import Job, World
 from pod.training.predict.memory import Parts, host_bytes, start_bytes, training_bytes
-from pod.training.predict.shapes import Lead, Shapes, carried_heads
+from pod.training.predict.shapes import Shapes, carried_heads
 from pod.training.predict.step_time import StepTime, step_time
 from pod.training.run.mesh import check_world_size, local_world_size, planned_world_size
 from pod.training.run.ulysses import kv_head_repeats

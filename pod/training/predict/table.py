@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from pod.modeling.shipped.sharing import roles_of
 from pod.training.predict.memory import checkpoint_disk_bytes, start_bytes
 from pod.training.predict.planner import DERIVED, GIB, HOST_SHARE, Fit
-from pod.training.predict.shapes import heads_by_role
 from pod.training.predict.step_time import LINK_EFFICIENCY, attention_flops
 
 
@@ -82,8 +82,10 @@ def details(fit: Fit) -> str:
 
 def _plan(fit: Fit) -> str:
     job, size = fit.job, fit.job.args.sequence_parallel_size
-    roles = [heads_by_role(job.lead, layer) for layer in range(job.shapes.layers)]
-    leads, follow, windows = (sum(map(len, heads)) for heads in zip(*roles, strict=True))
+    roles = [roles_of(job.lead, layer) for layer in range(job.shapes.layers)]
+    leads, follow, windows = (
+        sum(len(getattr(one, kind)) for one in roles) for kind in ("leads", "followers", "windows")
+    )
     alone = attention_flops(replace(job, args=replace(job.args, sequence_parallel_size=1)))
     share = attention_flops(job) * size / alone
     return (

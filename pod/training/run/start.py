@@ -2,17 +2,16 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from pod.data import PackedDataset
-from pod.data.args import DataArgs
 from pod.data.rows.loader import read_manifest
 from pod.data.tokens.tokenizers import tokenizer_sha256
-from pod.models import ModelArgs, resolve_model
+from pod.models import resolve_model
+from pod.recipe import Recipe
 from pod.training.args import TrainRecipe
 from pod.training.observe.trackers import check_tracker
-from pod.training.observe.validation import Passkey
 from pod.training.predict import preflight
 from pod.training.predict.planner import Machine, this_machine
 from pod.training.predict.planner import plan as plan_run
@@ -25,15 +24,14 @@ from pod.training.run.start_model import hollow_start_model, model_config, sourc
 GROUP_TIMEOUT_S = 1350.0  # PyTorch's own limit is 30 minutes
 
 
-def open_data(model_args: ModelArgs, folder: Path, config: Any, asked: int | None) -> PackedDataset:
-    """The prepared rows in `folder`; ValueError for none, another tokenizer or vocabulary, or rows of other than `asked` tokens."""
+def open_data(recipe: Recipe, config: Any) -> PackedDataset:
+    """The prepared rows; ValueError for none, another tokenizer or vocabulary, or rows of another length than the recipe's."""
     import pod
 
-    tokenizer = pod.load_tokenizer(resolve_model(model_args.path), gguf_file=model_args.gguf_file)
-    dataset = PackedDataset(
-        folder, tokenizer_sha256=tokenizer_sha256(tokenizer), vocab_size=config.vocab_size
-    )
-    if asked not in (None, dataset.context_length):
+    model, folder, asked = recipe.model, recipe.data_dir, recipe.data.context_length
+    sha256 = tokenizer_sha256(pod.load_tokenizer(resolve_model(model.path), gguf_file=model.gguf_file))
+    dataset = PackedDataset(folder, tokenizer_sha256=sha256, vocab_size=config.vocab_size)
+    if asked != dataset.context_length:
         raise ValueError(
             f"data.context_length is {asked} and the rows in {folder} have {dataset.context_length} tokens: "
             f"run `pod data` again, or set data.context_length={dataset.context_length}"
@@ -41,46 +39,39 @@ def open_data(model_args: ModelArgs, folder: Path, config: Any, asked: int | Non
     return dataset
 
 
-def train(
-    model_args: ModelArgs,
-    recipe: TrainRecipe,
-    output_dir: str,
-    seed: int,
-    config: dict[str, Any],
-    passkeys: Sequence[Passkey] = (),
-) -> None:
+def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> None:
     """Train on all ranks that the launcher started.
 
     Args:
-        config: the resolved recipe, the same on all ranks; stored in checkpoints.
+        recipe: the same on all ranks; stored in checkpoints.
+        passkeys: prompts of the evaluation (`Passkey`).
 
     Raises:
         ValueError, OSError, RuntimeError: in one line that says what to do; nothing has been trained for a ValueError.
     """
-    from pod.training.observe.make import make_observers
+    from pod.training.observe.validation import Evaluation
     from pod.training.run.trainer import Trainer
 
-    check_tracker(recipe.tracker)
-    planned, plan = model_config(model_args, output_dir)
-    asked = config.get("data", {}).get("context_length")
-    dataset = open_data(model_args, Path(output_dir) / "data", planned, asked)
-    folder = Path(output_dir) / "train"
-    fit = preflight.check(planned, recipe, dataset.manifest, folder, this_machine())
-    observers = make_observers(fit.job.args, dataset, passkeys)
+    how, folder, config = recipe.train, recipe.train_dir, asdict(recipe)
+    check_tracker(how.tracker)
+    planned, plan = model_config(recipe.model, recipe.output_dir)
+    dataset = open_data(recipe, planned)
+    fit = preflight.check(planned, how, dataset.manifest, folder, this_machine())
+    evaluation = Evaluation.of(fit.job.args, dataset, passkeys)
     folder.mkdir(parents=True, exist_ok=True)
-    if recipe.hang_timeout_s:
+    if how.hang_timeout_s:
         record_collectives(folder)
-    timeout_s = group_timeout_s(recipe)
+    timeout_s = group_timeout_s(how)
     join_ranks(timeout_s)
     agree(config, folder, {"the plan": digest(plan.lead), "the data": digest(dataset.manifest)})
-    fit = agree_on_layout(fit, recipe)
+    fit = agree_on_layout(fit, how)
     args = fit.job.args
     mesh = Mesh(args.sequence_parallel_size, timeout_s)
     if mesh.rank == 0:
         print(table(fit, len(dataset) * dataset.context_length), flush=True)
-    model, weights = hollow_start_model(model_args, model_args.plan_file(output_dir), args.dtype)
+    model, weights = hollow_start_model(recipe.model, recipe.model.plan_file(recipe.output_dir), args.dtype)
     from_rank_0(mesh.rank, weights.open)
-    trainer = Trainer(args, model, dataset, mesh, folder, seed, config, observers=observers, weights=weights)
+    trainer = Trainer(args, model, dataset, mesh, folder, recipe.seed, config, evaluation, weights)
     state = trainer.train()
     if mesh.rank == 0:
         print(f"trained {state.step} of {args.max_steps} steps; checkpoints in {folder}", flush=True)
@@ -92,27 +83,20 @@ def group_timeout_s(args: TrainRecipe) -> float:
     return float(os.environ.get("POD_GROUP_TIMEOUT_S") or max(GROUP_TIMEOUT_S, 1.5 * args.hang_timeout_s))
 
 
-def estimate(
-    model_args: ModelArgs,
-    recipe: TrainRecipe,
-    data_args: DataArgs,
-    output_dir: str,
-    machine: Machine,
-    target_saving: float = 0.35,
-) -> str:
+def estimate(recipe: Recipe, machine: Machine) -> str:
     """Text for `--dry-run`: needs the model's configuration, not its weights; prepared data and plan when they exist.
 
-    A plan that is still to be made, for layout=pod, is one of `target_saving`. ValueError for what does not go together.
+    A plan that is still to be made, for layout=pod, is one of explore.target_saving. ValueError for what does not go together.
     """
-    _, note = source_config(model_args)
-    config, plan = model_config(model_args, output_dir, target_saving)
-    context_length, data_tokens = data_args.context_length, data_args.target_tokens
-    if (Path(output_dir) / "data" / "manifest.json").is_file():
-        manifest = read_manifest(Path(output_dir) / "data")
+    _, note = source_config(recipe.model)
+    config, plan = model_config(recipe.model, recipe.output_dir, recipe.explore.target_saving)
+    context_length, data_tokens = recipe.data.context_length, recipe.data.target_tokens
+    if (recipe.data_dir / "manifest.json").is_file():
+        manifest = read_manifest(recipe.data_dir)
         context_length = manifest["context_length"]
         data_tokens = manifest["num_rows"] * context_length
-    preflight.check_attention(config, recipe, machine)
-    fit = plan_run(recipe, Shapes.from_config(config), plan.lead, context_length, machine)
+    preflight.check_attention(config, recipe.train, machine)
+    fit = plan_run(recipe.train, Shapes.from_config(config), plan.lead, context_length, machine)
     notes = [note] if note else []
     if plan.provenance.get("stand_in"):
         notes.append(

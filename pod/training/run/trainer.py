@@ -18,21 +18,22 @@ from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
 from pod.training.checkpoint.files import Checkpointer, random_states, set_random_states
 from pod.training.checkpoint.identity import TrainState, checkpoint_to_resume, identity_of
-from pod.training.observe.metrics import Monitor
-from pod.training.observe.observers import Observer
+from pod.training.observe.metrics import Monitor, peak_bytes
 from pod.training.observe.trackers import Values
+from pod.training.observe.validation import Evaluation
 from pod.training.run.batches import StepBatches
 from pod.training.run.engine import (
     deepspeed_config,
+    fuse_layers,
     gradient_scale,
+    learning_rate,
+    make_optimizer,
     save_activations,
 )
-from pod.training.run.fused_layers import fuse_layers
 from pod.training.run.guard import Guard
 from pod.training.run.lora import add_lora, lora_settings
 from pod.training.run.loss import LanguageModelLoss
 from pod.training.run.mesh import Mesh, from_rank_0
-from pod.training.run.optim import learning_rate, make_optimizer
 from pod.training.run.run_control import RunControl
 from pod.training.run.start_weights import StartWeights
 from pod.training.run.ulysses import Ulysses
@@ -52,6 +53,7 @@ class Trainer:
         folder: <output_dir>/train.
         seed: of the row order and of dropout.
         config: the resolved recipe, stored in checkpoints.
+        evaluation: made every `eval_every_steps`, before the first step and at the last one.
         weights: values of a hollow model, opened; None = the model has its own.
 
     Raises:
@@ -67,13 +69,12 @@ class Trainer:
         folder: Path,
         seed: int = 0,
         config: dict[str, Any] | None = None,
-        observers: list[Observer] | None = None,
+        evaluation: Evaluation | None = None,
         weights: StartWeights | None = None,
     ):
         self.args, self.mesh, self.folder, self.dataset = args, mesh, Path(folder), dataset
         self.plan: SharingPlan = model.config.sharing_plan
-        self.observers = observers or []
-        self.guard = Guard(args)
+        self.evaluation, self.guard = evaluation, Guard(args)
         self.control = RunControl(args, mesh, self.folder)
         self.lora = lora_settings(args) if args.method == "lora" else None
         self.cursor = dataset.cursor(seed)
@@ -130,7 +131,7 @@ class Trainer:
         closing = [contextlib.closing(thing) for thing in (self.monitor, self.batches, self.checkpointer)]
         with self.control.watching(), closing[0], closing[1], closing[2]:
             if self.state.step == 0:
-                self.monitor.values(0, self._observe())
+                self.monitor.values(0, self.observe())
             reason = None
             while reason is None and self.state.step < self.args.max_steps:
                 reason = self._train_step()
@@ -148,7 +149,7 @@ class Trainer:
             set_random_states(self.random_states)
             return f"stopped by a signal in the step after step {self.state.step}, which is undone"
         verdict = self._judge(values)
-        self.monitor.step(self.state.step, values | self._observe())
+        self.monitor.step(self.state.step, values | self.observe())
         if verdict == "rewind":
             self._rewind()
         self.checkpointer.poll()
@@ -158,10 +159,14 @@ class Trainer:
             self._save()
         return reason and f"{reason} after step {self.state.step}; the checkpoint is complete"
 
-    def _observe(self) -> Values:
-        values: Values = {}
-        for observer in self.observers:
-            values |= observer.observe(self, self.state.step)
+    def observe(self) -> Values:
+        """What belongs to the metrics of this step beside its own numbers: memory of the fullest rank, evaluation."""
+        values, step = {}, self.state.step
+        if step and self.monitor.logs(step):
+            values["peak_memory_gib"] = self.mesh.largest(peak_bytes(self.mesh.device)) / 2**30
+        if self.evaluation and (step % self.args.eval_every_steps == 0 or step == self.args.max_steps):
+            with self.monitor.part("evaluate"):
+                values |= self.evaluation.measure(self)
         return values
 
     def _save(self) -> None:
