@@ -7,7 +7,10 @@ manifest.json and lengths.png into <output_dir>/data; that folder is all that th
 import sys
 from dataclasses import replace
 
-from pod.recipe import Recipe, run
+from pod.commands import run_recipe
+from pod.recipe import Recipe
+
+SECTIONS = "model", "data"
 
 
 def estimate(recipe: Recipe) -> str:
@@ -41,8 +44,4 @@ def start() -> None:
         from pod.commands.look import main as look
 
         sys.exit(look(sys.argv[1:]))
-    run(main, sections=("model", "data"), description=__doc__, estimate=estimate)
-
-
-if __name__ == "__main__":
-    start()
+    run_recipe(sys.modules[__name__])

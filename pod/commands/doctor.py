@@ -122,7 +122,3 @@ def places() -> list[str]:
         line("", "converted models", f"{cache} (POD_CACHE)"),
         line("", "this folder", f"{here}: {free:.0f} GiB free"),
     ]
-
-
-if __name__ == "__main__":
-    start()

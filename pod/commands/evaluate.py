@@ -5,7 +5,10 @@ at the sample where it stopped."""
 import argparse
 import sys
 
-from pod.recipe import Recipe, run
+from pod.commands import run_recipe
+from pod.recipe import Recipe
+
+SECTIONS = "model", "data", "eval"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,13 +59,7 @@ def start() -> None:
         from pod.eval.lm.cli import main as lm_eval
 
         sys.exit(lm_eval(sys.argv[2:]))
-    run(
-        main,
-        sections=("model", "data", "eval"),
-        description=__doc__,
-        estimate=estimate,
-        extra_arguments=add_arguments,
-    )
+    run_recipe(sys.modules[__name__])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ from dataclasses import replace
 from typing import Any
 
 from pod.files import atomic_write_text, write_json
-from pod.recipe import Recipe, run
+from pod.recipe import Recipe
+
+SECTIONS = "model", "explore", "data"
 
 
 def main(recipe: Recipe) -> None:
@@ -84,7 +86,7 @@ def estimate(recipe: Recipe) -> str:
     return describe_cost(config, recipe.explore)
 
 
-def shorthands(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """`--threshold 0.42` for `--set explore.threshold=0.42`, and its siblings."""
     text = "short for --set explore.heads=true"
     parser.add_argument("--heads", dest="explore.heads", action="store_const", const="true", help=text)
@@ -94,16 +96,7 @@ def shorthands(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, dest=f"explore.{name}", metavar="VALUE", help=text)
 
 
-def start() -> None:
-    """The command line."""
-    run(
-        main,
-        sections=("model", "explore", "data"),
-        description=__doc__,
-        estimate=estimate,
-        extra_arguments=shorthands,
-    )
-
-
 if __name__ == "__main__":
-    start()
+    from pod.commands import start
+
+    start("explore")

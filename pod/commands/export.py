@@ -9,7 +9,9 @@ Reads <output_dir>/train, writes <output_dir>/export (safetensors, configuration
 from functools import partial
 from pathlib import Path
 
-from pod.recipe import Recipe, run
+from pod.recipe import Recipe
+
+SECTIONS = "model", "export"
 
 
 def main(recipe: Recipe) -> None:
@@ -32,12 +34,3 @@ def main(recipe: Recipe) -> None:
     sizes = recipe.export.dtype, recipe.export.max_shard_size
     export(checkpoint, path, tokenizer, *sizes, start_model, results=recipe.eval_dir)
     print(f"exported {checkpoint} to {path}", flush=True)
-
-
-def start() -> None:
-    """The command line."""
-    run(main, sections=("model", "export"), description=__doc__)
-
-
-if __name__ == "__main__":
-    start()

@@ -12,7 +12,9 @@ the same command continues the run. model.layout says what is trained: PoD, dens
 import argparse
 from typing import Any
 
-from pod.recipe import Recipe, run
+from pod.recipe import Recipe
+
+SECTIONS = "model", "train"
 
 
 def main(recipe: Recipe) -> None:
@@ -61,16 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", metavar="NAME", help=device)
 
 
-def start() -> None:
-    """The command line."""
-    run(
-        main,
-        sections=("model", "train"),
-        description=__doc__,
-        estimate=estimate,
-        extra_arguments=add_arguments,
-    )
-
-
 if __name__ == "__main__":
-    start()
+    from pod.commands import start
+
+    start("train")

@@ -436,7 +436,7 @@ def test_dry_run_names_the_cost(overrides, capsys):
         explore.main,
         sections=("model", "explore"),
         estimate=explore.estimate,
-        extra_arguments=explore.shorthands,
+        add_arguments=explore.add_arguments,
         argv=[*argv, "--roles", "window", "--dry-run"],
     )
     printed = capsys.readouterr().out

@@ -201,7 +201,7 @@ def test_dry_run_and_a_context_too_short_for_k(overrides, capsys):
         explore.main,
         sections=("model", "explore"),
         estimate=explore.estimate,
-        extra_arguments=explore.shorthands,
+        add_arguments=explore.add_arguments,
         argv=[*argv, "--heads", "--dry-run", "--set", "explore.head_tokens=12"],
     )
     assert "4 x 12 = 48 tokens" in capsys.readouterr().out
