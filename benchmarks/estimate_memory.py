@@ -208,12 +208,12 @@ def measure_rank(case: Case, rank: int, port: int, folder: Path, largest: int, p
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.run.mesh import Mesh, stop_processes
     from pod.training.run.trainer import Trainer
 
     small_buckets()
     args = train_args(case)
-    mesh = start_processes(args.sequence_parallel_size)
+    mesh = Mesh(args.sequence_parallel_size)
     try:
         with Counted(largest) as live, host_side(live):
             torch.manual_seed(0)

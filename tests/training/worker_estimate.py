@@ -16,9 +16,9 @@ SETTINGS = {"dtype": "float32", "loss_chunk_mib": 1, "max_steps": 1, "save_every
 def disagree(out: Path) -> None:
     """Two ranks whose recipes differ in one section."""
     from pod.training.run.agreement import agree
-    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.run.mesh import Mesh, stop_processes
 
-    mesh = start_processes(1)
+    mesh = Mesh(1)
     recipe = {"seed": 0, "train": {"max_steps": 3 + mesh.rank}}
     result = {"error": None}
     try:
@@ -53,11 +53,11 @@ def one_step(out: Path, data: Path, name: str, settings: dict) -> None:
     from pod.training.predict.memory import checkpoint_disk_bytes
     from pod.training.predict.shapes import Shapes
     from pod.training.predict.step_time import all_to_all_bytes, exchanged_bytes
-    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.run.mesh import Mesh, stop_processes
     from pod.training.run.trainer import Trainer
 
     args = TrainArgs(**SETTINGS | settings)
-    mesh = start_processes(args.sequence_parallel_size)
+    mesh = Mesh(args.sequence_parallel_size)
     model = tiny.make_model(tied=False)
     shapes = Shapes.from_config(model.config)
     job = Job(shapes, model.config.sharing_plan.lead, args, 41, World(mesh.world_size, mesh.world_size))

@@ -50,9 +50,9 @@ def mean_loss(model, batch):
 @functools.cache
 def mesh_of(sp_size):
     """The mesh of these ranks, which is made once."""
-    from pod.training.run.mesh import start_processes
+    from pod.training.run.mesh import Mesh
 
-    return start_processes(sp_size)
+    return Mesh(sp_size)
 
 
 def one_step(args, model, dataset, folder):

@@ -96,13 +96,13 @@ def observed(name, out, settings, data, heads=(6, 3)) -> None:
     from pod.training.args import TrainArgs
     from pod.training.observe.metrics import Monitor
     from pod.training.observe.validation import Evaluation
-    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.run.mesh import Mesh, stop_processes
     from pod.training.run.trainer import Trainer
 
     args = TrainArgs(**SETTINGS | settings)
     dataset, mesh, model = (
         PackedDataset(data),
-        start_processes(args.sequence_parallel_size),
+        Mesh(args.sequence_parallel_size),
         tiny.make_model(),
     )
     evaluation = Evaluation.of(args, dataset, make_passkeys(model))
@@ -128,13 +128,13 @@ def trained(name, out, settings, data) -> None:
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
     from pod.training.observe.validation import Evaluation
-    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.run.mesh import Mesh, stop_processes
     from pod.training.run.trainer import Trainer
 
     args = TrainArgs(**SETTINGS | settings)
     dataset, mesh, model = (
         PackedDataset(data),
-        start_processes(args.sequence_parallel_size),
+        Mesh(args.sequence_parallel_size),
         tiny.make_model(),
     )
     evaluation = Evaluation.of(args, dataset, make_passkeys(model))

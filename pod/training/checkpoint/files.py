@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from pod.files import atomic_write_text, explain_disk_full
+from pod.schema import one_line
 from pod.training import deepspeed_bridge as bridge
 from pod.training.checkpoint.identity import LATEST_NAME, TrainState, read_state, sha256_of
 from pod.training.checkpoint.shards import host_pieces, read_pieces, sync_to_disk, write_pieces
@@ -106,7 +107,7 @@ class Checkpointer:
             if state.world_size == self.mesh.world_size:
                 states = load_file(checkpoint / _random_name(self.mesh.rank))
         except (OSError, ValueError, SafetensorError) as error:
-            problem = _first_line(error)
+            problem = one_line(error)
         # Agreed, since a rank alone would leave its peers in the next collective.
         if self.mesh.largest(problem is not None):
             raise ValueError(
@@ -176,7 +177,7 @@ class Checkpointer:
             raise error
         if error is not None:
             raise OSError(
-                f"cannot write checkpoint {final} ({_first_line(error)}): check space, quota and permissions there, "
+                f"cannot write checkpoint {final} ({one_line(error)}): check space, quota and permissions there, "
                 "or set another output_dir"
             ) from error
         if failed:
@@ -219,7 +220,3 @@ def _remove(checkpoint: Path) -> None:
         shutil.rmtree(going, ignore_errors=True)
         checkpoint.rename(going)
         shutil.rmtree(going, ignore_errors=True)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

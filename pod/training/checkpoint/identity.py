@@ -143,5 +143,5 @@ def check_identity(state: TrainState, identity: dict[str, Any], refusal: str) ->
 
 
 def sha256_of(content: Any) -> str:
-    """Of JSON."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    """Of anything that JSON can hold, or say as text: 64 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pod.files import explain_disk_full
+from pod.schema import one_line
 from pod.training.deepspeed_bridge import MASTER, Piece
 from pod.training.run.carry import host_copy
 
@@ -108,7 +109,7 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as content:
             yield content
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file.name}: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{file.name}: {one_line(error)}") from error
 
 
 def _fill(values: Tensor, start: int, saved: Any, saved_start: int) -> int:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tqdm import tqdm
 from pod.files import atomic_write_bytes, sha256_file
 from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.modeling.shipped.llama import PodForCausalLM
+from pod.training.checkpoint.identity import sha256_of
 from pod.training.plans.costs import (
     RETRIEVAL,
     cost_shapes,
@@ -35,6 +36,7 @@ from pod.training.plans.exploration import MATCHING_SEQUENCES, Exploration
 from pod.training.plans.heads import ordinary_tokens, search_heads
 from pod.training.plans.recording import planned_layers, record_attention_rows
 from pod.training.plans.similarity import jensen_shannon_similarity
+from pod.training.run.mesh import from_rank_0
 
 SIMILARITY_NAME, COSTS_NAME, HEADS_NAME = (
     "similarity.safetensors",
@@ -114,7 +116,7 @@ def find_heads(exploration: Exploration, say: Say = print) -> RetrievalHeads:
         found.save(path)
         return found
 
-    return from_first_rank(find)
+    return from_rank_0(find)
 
 
 def _search(exploration: Exploration, wanted: dict[str, Any], say: Say) -> RetrievalHeads:
@@ -149,19 +151,18 @@ def _find(exploration: Exploration, name: str, measure: Any, wanted: dict[str, A
     """
     path = exploration.folder / name
     wanted = exploration.settings | wanted | {"weights": weights_stamp(exploration.model_folder)}
-    found = from_first_rank(lambda: reusable(path, Measured.load, wanted, say))
+    found = from_rank_0(lambda: reusable(path, Measured.load, wanted, say))
     if found is not None:
         return found
     model = exploration.load_model()
     sequences = exploration.read()
     provenance = wanted | {
         "num_key_value_heads": model.config.num_key_value_heads,
-        "tokens_sha256": sequence_fingerprint(sequences),
+        "tokens_sha256": hashlib.sha256(torch.stack(sequences).numpy().tobytes()).hexdigest(),
     }
     if model.config.layer_windows is not None:
         provenance |= {"layers": planned_layers(model.config), "num_layers": model.config.num_hidden_layers}
-    digest = hashlib.sha256(json.dumps(provenance, sort_keys=True).encode()).hexdigest()
-    partial = path.with_suffix(f".partial-{digest[:8]}")
+    partial = path.with_suffix(f".partial-{sha256_of(provenance)[:8]}")
 
     def mean(part: str, measure_one: Any, shape: Sequence[int], texts: Sequence[Tensor]) -> Tensor:
         with tqdm(total=len(texts), desc=f"explore, {part}", unit="seq", disable=say is quiet) as bar:
@@ -197,7 +198,7 @@ def measure_mean(
     if not sequences:
         raise ValueError("no sequence to measure: give longer or more texts in explore.sources")
     files = [folder / f"{index:06d}.safetensors" for index in range(len(sequences))]
-    done = from_first_rank(lambda: [index for index, file in enumerate(files) if file.exists()])
+    done = from_rank_0(lambda: [index for index, file in enumerate(files) if file.exists()])
     total = torch.zeros(tuple(shape), dtype=torch.int64)
     for index in done if is_first_rank() else ():
         total += Measured.load(files[index]).tensors["units"]
@@ -295,26 +296,9 @@ def weights_stamp(model_folder: str) -> str:
     return "; ".join(parts)
 
 
-def sequence_fingerprint(sequences: Iterable[Tensor]) -> str:
-    """Hash of all token ids and of where sequences begin."""
-    digest = hashlib.sha256()
-    for sequence in sequences:
-        digest.update(len(sequence).to_bytes(8, "little"))
-        digest.update(sequence.to(torch.int64).cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
 def is_first_rank() -> bool:
     """Whether this process is rank 0, or the only one."""
     return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def from_first_rank(function: Callable[[], Any]) -> Any:
-    """What `function` returns on rank 0, on every rank."""
-    box = [function() if is_first_rank() else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(box, src=0)
-    return box[0]
 
 
 def quiet(line: str) -> None:

@@ -1,8 +1,6 @@
 """Ranks that would not train the same thing are refused, all with the same line. The first thing that ranks do together."""
 
-import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import uuid
@@ -13,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pod.training.args import TrainRecipe
+from pod.training.checkpoint.identity import sha256_of
 from pod.training.predict import planner
 from pod.training.predict.planner import Fit, Machine
 from pod.training.run.mesh import SameOnAllRanks
@@ -60,7 +59,7 @@ def agree(config: dict[str, Any], folder: Path | str, facts: dict[str, str]) -> 
         ValueError: in one line, the same on each rank, the ranks that differ from rank 0 and in what.
     """
     seen = "seen" if _sees_rank_zero(Path(folder)) else "not seen"
-    recipe = {f"the recipe's {name}": digest(value) for name, value in config.items()}
+    recipe = {f"the recipe's {name}": sha256_of(value) for name, value in config.items()}
     everyone = _gather({**versions(), **recipe, **facts, _SHARED: seen})
     for name, ours in everyone[0].items():
         values = [one.get(name, "nothing") for one in everyone]
@@ -81,11 +80,6 @@ def versions() -> dict[str, str]:
     """Versions that all ranks must share, by package."""
     found = {f"the version of {package}": importlib.metadata.version(package) for package in VERSIONED}
     return {"the version of Python": platform.python_version(), **found}
-
-
-def digest(content: Any) -> str:
-    """Of anything that JSON can hold: 64 hexadecimal digits."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _sees_rank_zero(folder: Path) -> bool:

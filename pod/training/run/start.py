@@ -11,13 +11,14 @@ from pod.data.tokens.tokenizers import tokenizer_sha256
 from pod.models import resolve_model
 from pod.recipe import Recipe
 from pod.training.args import TrainRecipe
+from pod.training.checkpoint.identity import sha256_of
 from pod.training.observe.trackers import check_tracker
 from pod.training.predict import preflight
 from pod.training.predict.planner import Machine, this_machine
 from pod.training.predict.planner import plan as plan_run
 from pod.training.predict.shapes import Shapes
 from pod.training.predict.table import details, table
-from pod.training.run.agreement import agree, agree_on_layout, digest
+from pod.training.run.agreement import agree, agree_on_layout
 from pod.training.run.mesh import Mesh, from_rank_0, join_ranks, record_collectives, stop_processes
 from pod.training.run.start_model import hollow_start_model, model_config, source_config
 
@@ -63,14 +64,14 @@ def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> None:
         record_collectives(folder)
     timeout_s = group_timeout_s(how)
     join_ranks(timeout_s)
-    agree(config, folder, {"the plan": digest(plan.lead), "the data": digest(dataset.manifest)})
+    agree(config, folder, {"the plan": sha256_of(plan.lead), "the data": sha256_of(dataset.manifest)})
     fit = agree_on_layout(fit, how)
     args = fit.job.args
     mesh = Mesh(args.sequence_parallel_size, timeout_s)
     if mesh.rank == 0:
         print(table(fit, len(dataset) * dataset.context_length), flush=True)
     model, weights = hollow_start_model(recipe.model, recipe.model.plan_file(recipe.output_dir), args.dtype)
-    from_rank_0(mesh.rank, weights.open)
+    from_rank_0(weights.open)
     trainer = Trainer(args, model, dataset, mesh, folder, recipe.seed, config, evaluation, weights)
     state = trainer.train()
     if mesh.rank == 0:

@@ -96,7 +96,7 @@ class Trainer:
         module = LanguageModelLoss(trained, self.args.loss_chunk_mib).train()
         settings = deepspeed_config(self.args)
         bridge.place_weights(module, weights, settings, getattr(torch, self.args.dtype), self.mesh.device)
-        identity, self.resume_from = from_rank_0(self.mesh.rank, lambda: self._look(weights))
+        identity, self.resume_from = from_rank_0(lambda: self._look(weights))
         weights.close()
         tied = bool(model.config.tie_word_embeddings)
         self.state = TrainState(identity=identity, config=config, lora=self.lora, tied_embeddings=tied)
