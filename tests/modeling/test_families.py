@@ -7,7 +7,7 @@ import torch
 
 import pod
 from pod.families import read_weight
-from pod.training.run.start_weights import weight_reader
+from pod.training.run.start_model import weight_reader
 
 FAMILIES = [
     "llama",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pod.training.checkpoint import shards
-from pod.training.checkpoint.shards import host_pieces, read_pieces, whole_weights, write_pieces
+from pod.training.checkpoint.files import host_pieces, read_pieces, whole_weights, write_pieces
 from pod.training.deepspeed_bridge import MASTER, MOMENTS, Piece
 
 pytestmark = pytest.mark.multiprocess

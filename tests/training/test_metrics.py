@@ -10,13 +10,15 @@ import torch
 
 import pod
 from pod.training.args import TrainArgs
-from pod.training.observe.metrics import Monitor
-from pod.training.observe.throughput import (
+from pod.training.observe.metrics import (
+    JsonLines,
+    Monitor,
+    Wandb,
     attention_flops,
+    check_tracker,
     peak_tokens_per_second,
     training_flops,
 )
-from pod.training.observe.trackers import JsonLines, Wandb, check_tracker
 from pod.training.predict.shapes import Shapes, causal_pairs, proximal_pairs
 
 

@@ -5,8 +5,15 @@ import pytest
 import torch
 
 from pod.training.args import TrainArgs
-from pod.training.observe.held_out import held_out_rows, lengthened, padded_row
-from pod.training.observe.validation import Evaluation, Passkey, position_buckets, token_scores
+from pod.training.observe.validation import (
+    Evaluation,
+    Passkey,
+    held_out_rows,
+    lengthened,
+    padded_row,
+    position_buckets,
+    token_scores,
+)
 
 LAYOUTS = ["alone", "sp4", "sp2_dp2", "sp2_offload"]
 

@@ -76,7 +76,7 @@ def naive_losses(model, rows) -> list[list[float]]:
 def plain(out, data) -> None:
     """The same numbers from plain PyTorch in fp64."""
     from pod.data import PackedDataset
-    from pod.training.observe.held_out import held_out_rows
+    from pod.training.observe.validation import held_out_rows
 
     dataset, model = PackedDataset(data), tiny.make_model(dtype=torch.float64)
     rows = held_out_rows(dataset, 3)

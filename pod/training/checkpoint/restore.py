@@ -10,8 +10,8 @@ from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.checkpoint import identity
+from pod.training.checkpoint.files import whole_weights
 from pod.training.checkpoint.identity import TrainState, latest_checkpoint
-from pod.training.checkpoint.shards import whole_weights
 from pod.training.run.lora import add_lora
 
 WRAPPER = "model."  # LanguageModelLoss holds the model under this name

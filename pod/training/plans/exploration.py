@@ -24,7 +24,7 @@ from pod.training.plans.costs import cost_shapes, sample_queries
 from pod.training.plans.explore_args import ExploreArgs
 from pod.training.plans.recording import planned_layers
 from pod.training.plans.solve import Floats, solve
-from pod.training.run.longer_context import extend
+from pod.training.run.start_model import extend
 
 MATCHING_SEQUENCES = 2
 """Sequences of text, beside all repeated ones, on which query heads are matched."""

@@ -12,7 +12,7 @@ from pod.models import resolve_model
 from pod.recipe import Recipe
 from pod.training.args import TrainRecipe
 from pod.training.checkpoint.identity import sha256_of
-from pod.training.observe.trackers import check_tracker
+from pod.training.observe.metrics import check_tracker
 from pod.training.predict import preflight
 from pod.training.predict.planner import Machine, this_machine
 from pod.training.predict.planner import plan as plan_run

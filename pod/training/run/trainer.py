@@ -18,8 +18,7 @@ from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
 from pod.training.checkpoint.files import Checkpointer, random_states, set_random_states
 from pod.training.checkpoint.identity import TrainState, checkpoint_to_resume, identity_of
-from pod.training.observe.metrics import Monitor, peak_bytes
-from pod.training.observe.trackers import Values
+from pod.training.observe.metrics import Monitor, Values, peak_bytes
 from pod.training.observe.validation import Evaluation
 from pod.training.run.batches import StepBatches
 from pod.training.run.engine import (
@@ -35,7 +34,7 @@ from pod.training.run.lora import add_lora, lora_settings
 from pod.training.run.loss import LanguageModelLoss
 from pod.training.run.mesh import Mesh, from_rank_0
 from pod.training.run.run_control import RunControl
-from pod.training.run.start_weights import StartWeights
+from pod.training.run.start_model import StartWeights
 from pod.training.run.ulysses import Ulysses
 
 
