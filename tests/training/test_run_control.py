@@ -122,8 +122,8 @@ def test_no_limit_without_hours(tmp_path, monkeypatch):
 def test_stops_while_the_longest_step_and_a_save_still_fit(tmp_path, monkeypatch):
     control, clock = make_control(tmp_path, monkeypatch, max_hours=1.0)
     assert steps_until_stop(control, clock, [10.0, 10.0, 100.0, 10.0]) is None
-    control.alive("save")
-    clock.now += 200.0
+    with control.saving():
+        clock.now += 200.0
     # 3600 - 1.1 x (100 + 200) = 3270
     assert steps_until_stop(control, clock, [20.0] * 250, 5) == 3270.0
 
@@ -171,9 +171,8 @@ def test_no_more_than_half_an_hour_of_work_is_at_risk(tmp_path, monkeypatch):
             assert control.should_stop(step) is None
             if control.save_due:
                 saves.append(step)
-                control.alive("save")
-                clock.now += 50.0
-                control.alive("saved")
+                with control.saving():
+                    clock.now += 50.0
     assert saves == [17, 34, 51]
     control, clock = make_control(tmp_path, monkeypatch, save_every_steps=100)
     assert steps_until_stop(control, clock, [1000.0] * 5) is None and not control.save_due

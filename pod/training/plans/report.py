@@ -66,9 +66,12 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
     lines = [
         f"plan: {about_plan(plan, explore)}",
         describe_plan(plan),
-        *_beside(found),
         f"KV saving at {n:,} tokens with {sinks} sink and {recent} recent tokens: {plan.saving(n, sinks, recent):.1%}",
     ]
+    if "layers" in found:
+        taking = f"{len(found['layers'])} of {found['num_layers']} layers take part"
+        others = "the others keep the windows that they were trained with"
+        lines.insert(2, f"{taking}, and savings are shares of their bytes; {others}")
     if plan.head_order is not None:
         moved = sum(row != tuple(range(len(row))) for row in plan.head_order)
         lines.append(
@@ -87,16 +90,6 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
         change = f"perplexity x {math.exp(own - dense):.3f}"
         lines.append(f"measured loss on {what}: dense {dense:.4f}, plan {own:.4f} nats per token ({change})")
     return "\n".join(lines)
-
-
-def _beside(found: dict[str, Any]) -> list[str]:
-    if "layers" not in found:
-        return []
-    count = len(found["layers"])
-    return [
-        f"{count} of {found['num_layers']} layers take part, and savings are shares of their bytes; the others keep the windows that "
-        "they were trained with"
-    ]
 
 
 def describe_plan(plan: SharingPlan) -> str:

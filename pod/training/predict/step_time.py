@@ -10,6 +10,7 @@ sequence-parallel group (Ulysses). Sharing keys and queries between layers adds 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pod.modeling.shipped.sharing import Lead
 from pod.training.args import TrainArgs
@@ -23,18 +24,12 @@ LINK_EFFICIENCY = 0.7
 HOST_UPDATE_BYTES_PER_S = 20e9  # of a CPU that updates AdamW, per rank
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Bytes per step that one rank receives: from ranks of its machine, and from other machines."""
 
     kind: str
     inside: int
     between: int
-
-    @property
-    def bytes(self) -> int:
-        """Both together."""
-        return self.inside + self.between
 
 
 @dataclass(frozen=True)
@@ -148,7 +143,7 @@ def communication(job: Job) -> list[Traffic]:
         _ring("reduce-scatter of gradients", gradient_bytes(job), job.world),
         _exchange(job),
     ]
-    return [kind for kind in kinds if kind.bytes]
+    return [kind for kind in kinds if kind.inside + kind.between]
 
 
 def weight_bytes(job: Job) -> int:

@@ -47,10 +47,8 @@ class RunControl:
         )
         self.save_due = False
         self._saved_at = clock()
-        self._save_began: float | None = None
         self._save_seconds = 0.0  # of the longest checkpoint
         self._step_began: float | None = None
-        self._saved_in_step = 0.0
         self._step_seconds: deque[float] = deque(maxlen=1 + _STEPS_REMEMBERED)
 
     @contextlib.contextmanager
@@ -80,36 +78,31 @@ class RunControl:
                     signal.signal(number, handler)
 
     def alive(self, phase: str) -> None:
-        """This rank makes progress: it enters `phase` (data, forward, backward, update, save, evaluate).
-
-        A `save` lasts until the next phase begins; in it every byte that reaches an unpublished checkpoint is progress too.
-        """
-        now = self.clock()
-        self._step_began = now if self._step_began is None else self._step_began
-        if phase != "save":
-            self._end_save(now)
-        elif self._save_began is None:
-            self._save_began = now
+        """This rank makes progress: it enters `phase` (data, forward, backward, update, save, evaluate). In a save every byte that
+        reaches an unpublished checkpoint is progress too."""
+        self._step_began = self.clock() if self._step_began is None else self._step_began
         self.watchdog.beat(phase)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around a checkpoint between two steps, whose time is none of theirs."""
+        began = self.clock()
+        self.alive("save")
+        yield
+        self._saved_at = self._step_began = self.clock()
+        self.save_took(self._saved_at - began)
+        self.alive("saved")
 
     def save_took(self, seconds: float) -> None:
         """A checkpoint was published this many seconds after it was begun: what `max_hours` keeps for the last one."""
         self._save_seconds = max(self._save_seconds, seconds)
 
-    def _end_save(self, now: float) -> None:
-        if self._save_began is not None:
-            seconds, self._save_began, self._saved_at = now - self._save_began, None, now
-            self._saved_in_step += seconds
-            self.save_took(seconds)
-
     def should_stop(self, step: int) -> str | None:
         """Why the run must save and end after step `step`, the same answer on all ranks; None = go on. Sets `save_due`."""
         now = self.clock()
-        self._end_save(now)
         if self._step_began is not None:
-            self._step_seconds.append(now - self._step_began - self._saved_in_step)
-        self._step_began, self._saved_in_step = now, 0.0
-        self.watchdog.step = step
+            self._step_seconds.append(now - self._step_began)
+        self._step_began, self.watchdog.step = now, step
         code = self.mesh.largest(self._wish(now))
         self.save_due = code != _GO_ON
         if code == _HOURS:

@@ -62,9 +62,7 @@ def weight_reader(path: str, config: PodConfig, dtype: torch.dtype, gguf_file: s
 
 def weight_files(source: str | os.PathLike) -> tuple[dict[str, tuple[int, ...]], Reader] | None:
     """Shapes by the names in the safetensors files of a folder or hub id, and what reads a weight of them; None without such files."""
-    opened = lru_cache(maxsize=1)(
-        lambda file: safe_open(file, framework="pt")
-    )  # pages of one file stay mapped
+    opened = lru_cache(maxsize=1)(partial(safe_open, framework="pt"))  # pages of one file stay mapped
     place: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for file in _files(source):
@@ -76,10 +74,9 @@ def weight_files(source: str | os.PathLike) -> tuple[dict[str, tuple[int, ...]],
 
 def _files(source: str | os.PathLike) -> list[str]:
     for name in (_INDEX, _SINGLE):
-        try:
+        found = None
+        with contextlib.suppress(OSError):  # no such file, or no such model
             found = cached_file(source, name)
-        except OSError:  # no such file, or no such model
-            continue
         if found is not None:
             return (
                 list(get_checkpoint_shard_files(str(source), found)[0] or ()) if name == _INDEX else [found]

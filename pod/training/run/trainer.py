@@ -172,10 +172,8 @@ class Trainer:
         """A checkpoint of this step, unless there is one."""
         if self.state.step in (0, self.saved_at):
             return
-        self.control.alive("save")
-        with self.monitor.part("save"):
+        with self.control.saving(), self.monitor.part("save"):
             self.checkpointer.save(self.state)
-        self.control.alive("saved")
         if self.saved_at == self.started_at:
             self.monitor.note(self.control.time_at_risk())
         self.saved_at = self.state.step
@@ -244,9 +242,7 @@ class Trainer:
     def _agree_on_data(self) -> tuple[float, float]:
         """Labels of the step over all ranks, and the seconds that the slowest of them waited for its rows."""
         waits = [0.0] * self.mesh.world_size
-        waits[self.mesh.rank] = (
-            self.batches.prefetcher.waited_s
-        )  # one sum brings both: all others leave this place at 0
+        waits[self.mesh.rank] = self.batches.prefetcher.waited_s  # all others leave this place at 0
         total, *waits = self.mesh.sum([self.batches.num_labels, *waits])
         return total, max(waits)
 
