@@ -118,8 +118,7 @@ def make_step(
     import deepspeed
 
     from pod.training.deepspeed_bridge import drop_carry_hooks
-    from pod.training.run.engine import deepspeed_config, make_optimizer, save_activations
-    from pod.training.run.loss import LanguageModelLoss
+    from pod.training.run.engine import LanguageModelLoss, deepspeed_config, make_optimizer, save_activations
     from pod.training.run.mesh import Mesh
 
     mesh, args = Mesh(1), train_args(contestant, tiny)

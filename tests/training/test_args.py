@@ -9,9 +9,8 @@ from pod.training.args import TrainArgs
 from pod.training.predict.job import Job, World
 from pod.training.predict.memory import training_bytes
 from pod.training.predict.shapes import Shapes, carried_heads
-from pod.training.run.engine import learning_rate, make_optimizer
+from pod.training.run.engine import LossHead, learning_rate, make_optimizer
 from pod.training.run.lora import add_lora, lora_settings
-from pod.training.run.loss import LossHead
 from pod.training.run.mesh import check_world_size
 from pod.training.run.ulysses import kv_head_repeats, split_evenly
 

@@ -18,7 +18,7 @@ from pod.data.rows.loader import shifted_labels
 from pod.modeling.shipped.step import document_positions
 from pod.training.args import TrainArgs
 from pod.training.observe.metrics import Values
-from pod.training.run.loss import IGNORED_LABEL
+from pod.training.run.engine import IGNORED_LABEL
 
 Rows = dict[str, Tensor]
 """`input_ids`, `labels` (shifted), `doc_ids` (-1 = padding), each int64 [rows, length]."""

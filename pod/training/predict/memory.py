@@ -15,7 +15,7 @@ from pod.training.args import TrainArgs
 from pod.training.predict.job import Job
 from pod.training.predict.shapes import carried_heads, carried_until, continued_heads, fetched_heads
 from pod.training.run import engine
-from pod.training.run.loss import MEBIBYTE
+from pod.training.run.engine import MEBIBYTE
 
 BYTES = {"bfloat16": 2, "float32": 4}
 PERSISTENT_ELEMENTS = 100_000  # DeepSpeed's stage3_param_persistence_threshold

@@ -7,7 +7,7 @@ import torch
 from pod.data.rows.order import RowCursor
 from pod.data.rows.prefetch import Prefetcher
 from pod.training.args import TrainArgs
-from pod.training.run.loss import IGNORED_LABEL
+from pod.training.run.engine import IGNORED_LABEL
 
 Batch = dict[str, torch.Tensor]
 

@@ -22,6 +22,7 @@ from pod.training.observe.metrics import Monitor, Values, peak_bytes
 from pod.training.observe.validation import Evaluation
 from pod.training.run.batches import StepBatches
 from pod.training.run.engine import (
+    LanguageModelLoss,
     deepspeed_config,
     fuse_layers,
     gradient_scale,
@@ -29,11 +30,9 @@ from pod.training.run.engine import (
     make_optimizer,
     save_activations,
 )
-from pod.training.run.guard import Guard
 from pod.training.run.lora import add_lora, lora_settings
-from pod.training.run.loss import LanguageModelLoss
 from pod.training.run.mesh import Mesh, from_rank_0
-from pod.training.run.run_control import RunControl
+from pod.training.run.run_control import Guard, RunControl
 from pod.training.run.start_model import StartWeights
 from pod.training.run.ulysses import Ulysses
 
