@@ -23,7 +23,7 @@ from pod.eval.answer.texts import token_nll
 from pod.files import write_json
 from pod.measure.machine import environment
 from pod.models import resolve_model
-from pod.training.plans.recording import record_attention_rows
+from pod.training.plans.costs import record_attention_rows
 from pod.training.plans.similarity import dissimilarity, greedy_plan, jensen_shannon_similarity
 from pod.training.plans.solve import solve
 

@@ -20,12 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--list-methods", action=List, nargs=0, help="list every method of pod.make_cache, and stop")
     add("--tasks", dest="eval.tasks", metavar="A,B", help="tasks, comma-separated")
     add("--list-tasks", action=List, nargs=0, help="list every task with its options, and stop")
-    add(
-        "--data-dir",
-        dest="eval.data_dir",
-        metavar="FOLDER",
-        help="copies of benchmark data, a folder per suite",
-    )
+    copies = "copies of benchmark data, a folder per suite"
+    add("--data-dir", dest="eval.data_dir", metavar="FOLDER", help=copies)
     add("--limit", dest="eval.limit", metavar="N", help="samples per lm-eval task")
 
 

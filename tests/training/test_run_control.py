@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ class Clock:
 
 def make_watchdog(folder: Path, timeout: float = 60.0) -> tuple[Watchdog, Clock]:
     clock = Clock()
-    return Watchdog(folder, 3, 4, timeout, clock=clock), clock
+    return Watchdog(folder, TrainArgs(hang_timeout_s=timeout), 3, 4, clock), clock
 
 
 # -- watchdog ------------------------------------------------------------------------------------------------
@@ -135,8 +136,6 @@ def test_age_before_training_counts(tmp_path, monkeypatch):
 
 
 def test_age_is_the_processes_own(tmp_path):
-    import time
-
     import psutil
 
     mesh = SimpleNamespace(rank=0, world_size=1, device="cpu")
@@ -236,13 +235,17 @@ def test_a_rank_whose_peer_gave_up_ends_with_the_same_code(control_results, cont
 
 def test_an_error_without_a_hang_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("os._exit", lambda code: pytest.fail(f"ended with code {code}"))
-    for action in ("report", "abort"):
-        Watchdog(tmp_path, 0, 2, 5.0, action).abort_after(ValueError("no hang"))
+    report, abort = (
+        Watchdog(tmp_path, TrainArgs(hang_timeout_s=5.0, hang_action=action), 0, 2, time.monotonic)
+        for action in ("report", "abort")
+    )
+    for watchdog in (report, abort):
+        watchdog.abort_after(ValueError("no hang"))
     old = tmp_path / "hang-rank00001.txt"
     old.write_text("rank 1")
-    Watchdog(tmp_path, 0, 2, 5.0, "report").abort_after(ValueError("a hang that is only reported"))
+    report.abort_after(ValueError("a hang that is only reported"))
     os.utime(old, (0, 0))
-    Watchdog(tmp_path, 0, 2, 5.0, "abort").abort_after(ValueError("a hang of another day"))
+    abort.abort_after(ValueError("a hang of another day"))
 
 
 @pytest.mark.multiprocess

@@ -24,8 +24,8 @@ def read(out: Path, data: Path, phase: int) -> None:
     """One phase of a training that does nothing but read: resume from the saved cursor, read, save it."""
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.run.batches import StepBatches
     from pod.training.run.mesh import Mesh, stop_processes
+    from pod.training.run.trainer import StepBatches
     from pod.training.run.ulysses import Ulysses
 
     ranks, sp_size, steps, ahead = PHASES[phase]

@@ -13,7 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+
+from pod.training.args import TrainArgs
 
 ABORT_CODE = 75  # EX_TEMPFAIL: a scheduler may start the run again
 
@@ -23,21 +24,13 @@ class Watchdog:
 
     Args:
         folder: <output_dir>/train; stacks go to hang-rankNNNNN.txt there.
-        timeout: seconds without a beat that count as a hang; 0 = never.
-        action: `report`, or `abort` to end the process with code 75 after the report.
+        args: `hang_timeout_s`, seconds without a beat that count as a hang, and `hang_action`: `abort` ends the process with code 75
+            after the report.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        world_size: int,
-        timeout: float,
-        action: Literal["report", "abort"] = "report",
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, folder: Path, args: TrainArgs, rank: int, world_size: int, clock: Callable[[], float]):
         self.folder, self.rank, self.world_size = Path(folder), rank, world_size
-        self.timeout, self.action, self.clock = timeout, action, clock
+        self.timeout, self.action, self.clock = args.hang_timeout_s, args.hang_action, clock
         self.path = self.folder / f"hang-rank{rank:05d}.txt"
         self.phase, self.step = "start", 0
         self._beat = clock()

@@ -20,9 +20,8 @@ from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.models import resolve_model
 from pod.training.plans.bits import PackedCosts
-from pod.training.plans.costs import cost_shapes, sample_queries
+from pod.training.plans.costs import cost_shapes, planned_layers, sample_queries
 from pod.training.plans.explore_args import ExploreArgs
-from pod.training.plans.recording import planned_layers
 from pod.training.plans.solve import Floats, solve
 from pod.training.run.start_model import extend
 

@@ -34,9 +34,11 @@ from pod.training.plans.costs import (
     match_query_heads,
     measure_costs,
     measure_query_head_errors,
+    planned_layers,
+    record_attention_inputs,
+    record_attention_rows,
 )
 from pod.training.plans.exploration import MATCHING_SEQUENCES, Exploration
-from pod.training.plans.recording import planned_layers, record_attention_inputs, record_attention_rows
 from pod.training.plans.similarity import jensen_shannon_similarity
 from pod.training.run.mesh import from_rank_0
 

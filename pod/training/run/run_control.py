@@ -45,9 +45,7 @@ class RunControl:
         if age is None:
             age = max(0.0, time.time() - psutil.Process().create_time())
         self.started = clock() - age
-        self.watchdog = Watchdog(
-            folder, mesh.rank, mesh.world_size, args.hang_timeout_s, args.hang_action, clock
-        )
+        self.watchdog = Watchdog(folder, args, mesh.rank, mesh.world_size, clock)
         self.save_due = False
         self._saved_at = clock()
         self._save_seconds = 0.0  # of the longest checkpoint

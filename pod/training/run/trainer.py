@@ -1,4 +1,4 @@
-"""The training loop: ZeRO, sequence parallelism, token-weighted loss, exact resume.
+"""The training loop: what a rank reads, ZeRO, sequence parallelism, token-weighted loss, exact resume.
 
 The loss of an optimizer step is the sum over all its labels (all ranks, all micro-batches) divided by their number,
 so that it equals one process whatever the split: a rank's sum is divided by the global number of labels and
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from pod.data.rows.order import RowCursor
+from pod.data.rows.prefetch import Prefetcher
 from pod.files import write_json
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training import deepspeed_bridge as bridge
@@ -20,8 +22,8 @@ from pod.training.checkpoint.files import Checkpointer, random_states, set_rando
 from pod.training.checkpoint.identity import TrainState, checkpoint_to_resume, identity_of
 from pod.training.observe.metrics import Monitor, Values, peak_bytes
 from pod.training.observe.validation import Evaluation
-from pod.training.run.batches import StepBatches
 from pod.training.run.engine import (
+    IGNORED_LABEL,
     LanguageModelLoss,
     deepspeed_config,
     fuse_layers,
@@ -35,6 +37,57 @@ from pod.training.run.mesh import Mesh, from_rank_0
 from pod.training.run.run_control import Guard, RunControl
 from pod.training.run.start_model import StartWeights
 from pod.training.run.ulysses import Ulysses
+
+Batch = dict[str, torch.Tensor]
+
+
+class StepBatches:
+    """The micro-batches of every step on this rank: its rows, and of each row its slice of the tokens.
+
+    Ranks of one sequence-parallel group read the same rows, data-parallel groups different ones.
+
+    Args:
+        cursor: where reading stands; moves with `next`, by the rows of all ranks.
+        tokens: slice of a row's positions that this rank holds.
+    """
+
+    def __init__(self, args: TrainArgs, dataset: Any, cursor: RowCursor, mesh: Any, tokens: slice):
+        self.dataset, self.mesh, self.tokens = dataset, mesh, tokens
+        self.micro_batch_size = args.micro_batch_size
+        self.rows_per_step = args.micro_batch_size * args.gradient_accumulation_steps * mesh.dp_size
+        self.prefetcher = Prefetcher(self._load, cursor, self.rows_per_step, args.prefetch_steps)
+        self.num_labels = 0
+        """Of this rank in the step that the last `next` gave, counted before it went to the device."""
+
+    def next(self) -> list[Batch]:
+        """Micro-batches: `input_ids`, `labels` int64 [B, slice] on this rank's device, `doc_ids` int64 [B, context] on the host, where
+        segments are made from them."""
+        batches = self.prefetcher.next()
+        self.num_labels = sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches)
+        for batch in batches:
+            for name in ("input_ids", "labels"):
+                batch[name] = batch[name].to(self.mesh.device, non_blocking=True)
+        return batches
+
+    def close(self) -> None:
+        """End the thread; `next` would start it again."""
+        self.prefetcher.close()
+
+    def _load(self, cursor: RowCursor) -> list[Batch]:
+        indices = cursor.peek(self.rows_per_step, self.mesh.dp_rank, self.mesh.dp_size)
+        batches = []
+        for start in range(0, len(indices), self.micro_batch_size):
+            rows = self.dataset.rows(indices[start : start + self.micro_batch_size])
+            batch = {name: rows[name][:, self.tokens].contiguous() for name in ("input_ids", "labels")}
+            batches.append(self._pinned({**batch, "doc_ids": rows["doc_ids"]}))
+        return batches
+
+    def _pinned(self, batch: Batch) -> Batch:
+        """The batch in page-locked memory, from which a copy to the GPU runs beside its work."""
+        if self.mesh.device.type != "cuda":
+            return batch
+        with torch.cuda.device(self.mesh.device):  # the current device is a thread's own
+            return {name: value.pin_memory() for name, value in batch.items()}
 
 
 class _StoppedInStep(Exception):

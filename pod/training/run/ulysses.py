@@ -38,8 +38,6 @@ def own_slice(sizes: Sequence[int], index: int) -> slice:
 def kv_head_repeats(num_attention_heads: int, num_key_value_heads: int, size: int) -> int:
     """How often each KV head is replicated so that `size` ranks all get one: the smallest divisor r of G = Hq / H with H * r >= size;
     ValueError, naming the sizes that work, for more ranks than query heads."""
-    if size < 1:
-        raise ValueError(f"sequence_parallel_size must be at least 1, got {size}")
     groups = num_attention_heads // num_key_value_heads
     for repeats in range(1, groups + 1):
         if groups % repeats == 0 and num_key_value_heads * repeats >= size:

@@ -12,8 +12,8 @@ from pod.commands import explore
 from pod.modeling.retrieval_heads import RetrievalHeads, plan_of_heads
 from pod.recipe import load_recipe, run
 from pod.training.plans import measure as measure_module
+from pod.training.plans.costs import record_attention_inputs
 from pod.training.plans.measure import HEADS_NAME, head_scores, repeated_tokens, search_heads
-from pod.training.plans.recording import record_attention_inputs
 from pod.training.plans.report import describe_heads
 
 
