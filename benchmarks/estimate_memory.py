@@ -39,8 +39,7 @@ from pod.eval.results import one_line
 from pod.files import write_json
 from pod.measure.machine import environment
 from pod.training.args import TrainArgs
-from pod.training.predict.job import Job, World
-from pod.training.predict.memory import host_bytes, training_bytes
+from pod.training.predict.memory import Job, World, host_bytes, training_bytes
 from pod.training.predict.shapes import Shapes
 from pod.training.run import carry, engine
 

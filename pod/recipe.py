@@ -23,8 +23,7 @@ from pod.eval.args import EvalArgs
 from pod.files import check_can_write
 from pod.models import ModelArgs
 from pod.schema import Loader, build, explain, field_docs, fields_of, hints_of, one_line, section, to_yaml
-from pod.training.args import ExportArgs, TrainRecipe
-from pod.training.plans.explore_args import ExploreArgs
+from pod.training.args import ExploreArgs, ExportArgs, TrainRecipe
 
 
 def _folder(name: str, doc: str) -> Any:

@@ -41,8 +41,8 @@ def make_passkeys(recipe: Recipe) -> list[Any]:
 
 
 def estimate(recipe: Recipe) -> str:
-    from pod.training.predict.devices import get_device
     from pod.training.predict.planner import this_machine
+    from pod.training.predict.step_time import get_device
     from pod.training.run.start import estimate
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from pod.training.args import TrainArgs
-from pod.training.predict.job import Job, World
-from pod.training.predict.memory import training_bytes
+from pod.training.predict.memory import Job, World, training_bytes
 from pod.training.predict.shapes import Shapes, carried_heads
 from pod.training.run.engine import LossHead, learning_rate, make_optimizer
 from pod.training.run.lora import add_lora, lora_settings

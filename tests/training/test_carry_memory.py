@@ -7,8 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import pod
 from pod.modeling.shipped import attention
 from pod.training.args import TrainArgs
-from pod.training.predict.job import Job, World
-from pod.training.predict.memory import host_bytes, training_bytes
+from pod.training.predict.memory import Job, World, host_bytes, training_bytes
 from pod.training.predict.shapes import (
     Shapes,
     carried_heads,

@@ -13,9 +13,9 @@ import pod
 from pod.models import KNOWN_SIZES
 from pod.training.args import TrainArgs
 from pod.training.predict import memory
-from pod.training.predict.devices import get_device, known_device
-from pod.training.predict.job import Job, World
 from pod.training.predict.memory import (
+    Job,
+    World,
     checkpoint_disk_bytes,
     host_bytes,
     resting_bytes,
@@ -26,7 +26,9 @@ from pod.training.predict.step_time import (
     attention_flops,
     communication,
     exchanged_bytes,
+    get_device,
     gradient_bytes,
+    known_device,
     rank_flops,
     step_time,
     weight_bytes,

@@ -9,13 +9,22 @@ import torch
 from pod.models import KNOWN_SIZES
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.predict import planner
-from pod.training.predict.devices import get_device
-from pod.training.predict.job import Job, World
-from pod.training.predict.memory import start_bytes, training_bytes
-from pod.training.predict.planner import DERIVED, FIT, NEAR, Fit, Machine, check_fits, plan, this_machine
+from pod.training.predict.memory import Job, World, start_bytes, training_bytes
+from pod.training.predict.planner import (
+    DERIVED,
+    FIT,
+    NEAR,
+    Fit,
+    Machine,
+    check_fits,
+    details,
+    layout_line,
+    plan,
+    table,
+    this_machine,
+)
 from pod.training.predict.shapes import Shapes
-from pod.training.predict.step_time import step_time
-from pod.training.predict.table import details, layout_line, table
+from pod.training.predict.step_time import get_device, step_time
 from pod.training.run.engine import learning_rate
 
 LLAMA3_8B = Shapes.from_config(SimpleNamespace(**KNOWN_SIZES["meta-llama/Meta-Llama-3-8B"]))

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from pod.training.args import TrainArgs
-from pod.training.observe.watchdog import Watchdog
-from pod.training.run.run_control import RunControl
+from pod.training.run.run_control import RunControl, Watchdog
 
 
 class Clock:

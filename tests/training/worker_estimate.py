@@ -36,8 +36,7 @@ def layouts(rank: int) -> dict[str, str]:
     from test_planner import CONTEXT, LLAMA3_8B, PAPER, SHARED, machine
 
     from pod.training.args import TrainRecipe
-    from pod.training.predict.planner import plan
-    from pod.training.predict.table import layout_line
+    from pod.training.predict.planner import layout_line, plan
     from pod.training.run.start import agree_on_layout
 
     recipe = TrainRecipe(**PAPER)
@@ -49,8 +48,7 @@ def one_step(out: Path, data: Path, name: str, settings: dict) -> None:
     """Bytes that the first rank handed to all-to-alls in a step, and the estimate's; size of a checkpoint on disk."""
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.predict.job import Job, World
-    from pod.training.predict.memory import checkpoint_disk_bytes
+    from pod.training.predict.memory import Job, World, checkpoint_disk_bytes
     from pod.training.predict.shapes import Shapes
     from pod.training.predict.step_time import all_to_all_bytes, exchanged_bytes
     from pod.training.run.mesh import Mesh, stop_processes

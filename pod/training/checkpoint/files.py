@@ -1,4 +1,4 @@
-"""Checkpoints: written under a temporary name, published by a rename, rotated.
+"""Checkpoints: what they hold and belong to; written under a temporary name, published by a rename, rotated.
 
 `<output_dir>/train/` holds `step-00000100/` (the trained state, a random state per rank, `checkpoint.json`, `plan.json` and the model's
 configuration) and `latest`, a text file with the newest folder's name, which is written when that is complete.
@@ -10,6 +10,7 @@ that reads takes from all files what overlaps with its own pieces.
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,143 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pod.files import atomic_write_text, explain_disk_full
+from pod.files import atomic_write_text, explain_disk_full, read_json, write_json
+from pod.modeling.shipped.sharing import SharingPlan
 from pod.schema import one_line
 from pod.training import deepspeed_bridge as bridge
-from pod.training.checkpoint.identity import LATEST_NAME, TrainState, read_state, sha256_of
 from pod.training.deepspeed_bridge import MASTER, Piece
 from pod.training.predict.memory import checkpoint_disk_bytes
 from pod.training.run.carry import host_copy
+
+SCHEMA_VERSION = 3
+STATE_NAME = "checkpoint.json"
+LATEST_NAME = "latest"
+_ADVICE = {
+    "plan_sha256": ("another sharing plan", "the plan that it was trained with (plan.json in its folder)"),
+    "layout": ("another model.layout", "the same model.layout"),
+    "windows": ("other windows", "the same model.num_sink_tokens and model.num_recent_tokens"),
+    "rope": ("another RoPE", "the same model.rope_* settings and model.max_position_embeddings"),
+    "model_sha256": ("another model", "the model that it was started from"),
+    "data_sha256": ("other data", "the data that it was trained on"),
+    "method": ("another train.method or other LoRA settings", "the same train.method and lora_* settings"),
+    "dtype": ("another train.dtype", "the same train.dtype"),
+}
+
+Samples = dict[str, str]
+"""Of the weights of a model by their names, see `sample_of`."""
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """The part of a checkpoint that is JSON."""
+
+    step: int = 0
+    """Optimizer steps done, skipped ones included."""
+    updates: int = 0
+    """Those whose update was made."""
+    cursor: dict[str, int] = field(default_factory=dict)
+    """Position in the data (RowCursor.state_dict): rows of all ranks, so that any number of ranks continues there."""
+    guard: dict[str, Any] = field(default_factory=dict)
+    """What the guard remembers of earlier steps (Guard.state_dict)."""
+    world_size: int = 1
+    """Ranks that wrote it."""
+    identity: dict[str, Any] = field(default_factory=dict)
+    """What it belongs to: see `identity_of`."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """The resolved recipe, for the record."""
+    lora: dict[str, Any] | None = None
+    """LoRA settings; None for full fine-tuning."""
+    tied_embeddings: bool = False
+    """Whether the output projection is the embedding."""
+
+    def save(self, checkpoint: Path) -> None:
+        """Write it into a checkpoint's folder."""
+        write_json(checkpoint / STATE_NAME, {"schema": SCHEMA_VERSION, **vars(self)})
+
+
+def read_state(checkpoint: Path) -> TrainState:
+    """The state of a checkpoint folder; ValueError when it is missing, unreadable or of another version."""
+    content = read_json(checkpoint / STATE_NAME)
+    if not isinstance(content, dict) or content.pop("schema", None) != SCHEMA_VERSION:
+        raise ValueError(
+            f"{checkpoint / STATE_NAME} is not a training checkpoint of version {SCHEMA_VERSION}"
+        )
+    return TrainState(**content)
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint under `folder`, None when there is none; ValueError when `latest` names one that is gone."""
+    pointer = folder / LATEST_NAME
+    if not pointer.is_file():
+        return None
+    checkpoint = folder / pointer.read_text(encoding="utf-8").strip()
+    if not (checkpoint / STATE_NAME).is_file():
+        raise ValueError(
+            f"{pointer} names {checkpoint.name}, which is not a checkpoint: write another step's name into it"
+        )
+    return checkpoint
+
+
+def sample_of(weight: torch.Tensor) -> str:
+    """Shape, and 16 values in bfloat16: a run in bfloat16 starts from these, its export in float32."""
+    flat = weight.detach().reshape(-1)
+    values = flat[:: max(1, flat.numel() // 16)][:16].bfloat16().float().tolist()
+    return f"{tuple(weight.shape)}{values}"
+
+
+def identity_of(
+    config: Any, samples: Samples, plan: SharingPlan, manifest: dict[str, Any], method: Any, dtype: str
+) -> dict[str, Any]:
+    """Fingerprints that a resumed run must share with its checkpoint; JSON."""
+    data = {name: manifest[name] for name in ("context_length", "tokenizer_sha256", "shards")}
+    identity = {
+        **start_identity_of(config, samples),
+        "plan_sha256": sha256_of([plan.lead, plan.head_order] if plan.head_order else plan.lead),
+        "data_sha256": sha256_of(data),
+        "method": method,
+        "dtype": dtype,
+    }
+    return json.loads(json.dumps(identity))  # as it will be read again: tuples are lists there
+
+
+def start_identity_of(config: Any, samples: Samples) -> dict[str, Any]:
+    """The part of an identity that is the start model's: layout, windows, RoPE, and samples of its weights in its order; JSON."""
+    weights = "".join(f"{name}{sample}" for name, sample in samples.items())
+    start = {
+        "layout": config.layout,
+        "windows": [config.num_sink_tokens, config.num_recent_tokens],
+        "rope": {**config.rope_parameters, "max_position_embeddings": config.max_position_embeddings},
+        "model_sha256": hashlib.sha256(weights.encode()).hexdigest(),
+    }
+    return json.loads(json.dumps(start))
+
+
+def checkpoint_to_resume(folder: Path, resume: str, identity: dict[str, Any]) -> Path | None:
+    """The checkpoint that a run continues from, None when it starts anew; ValueError when the newest belongs to another run, or for
+    `resume=never` when there is one."""
+    checkpoint = latest_checkpoint(folder)
+    if checkpoint is None:
+        return None
+    if resume == "never":
+        raise ValueError(
+            f"{folder} already holds checkpoints: set train.resume=auto to continue, or another output_dir"
+        )
+    refusal = f"checkpoint {checkpoint} belongs to {{what}}: use {{needed}}, or set another output_dir"
+    check_identity(read_state(checkpoint), identity, refusal)
+    return checkpoint
+
+
+def check_identity(state: TrainState, identity: dict[str, Any], refusal: str) -> None:
+    """Raise ValueError when a checkpoint belongs to another plan, layout, windows, RoPE, model, data, method or dtype."""
+    for key, value in identity.items():
+        if state.identity.get(key) != value:
+            what, needed = _ADVICE[key]
+            raise ValueError(refusal.format(what=what, needed=needed))
+
+
+def sha256_of(content: Any) -> str:
+    """Of anything that JSON can hold, or say as text: 64 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 class Checkpointer:

@@ -9,9 +9,14 @@ from transformers import GenerationConfig
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.training.checkpoint import identity
-from pod.training.checkpoint.files import whole_weights
-from pod.training.checkpoint.identity import TrainState, latest_checkpoint
+from pod.training.checkpoint.files import (
+    TrainState,
+    check_identity,
+    latest_checkpoint,
+    sample_of,
+    start_identity_of,
+    whole_weights,
+)
 from pod.training.run.lora import add_lora
 
 WRAPPER = "model."  # LanguageModelLoss holds the model under this name
@@ -62,8 +67,8 @@ def restore_model(checkpoint: Path, state: TrainState, start_model: Any = None) 
     else:
         base = start_model(SharingPlan.load(checkpoint / "plan.json")).float()
         refusal = f"the adapters of checkpoint {checkpoint} were trained with {{what}}: use {{needed}}"
-        own = identity.start_identity_of(base.config, identity.samples_of(base))
-        identity.check_identity(state, own, refusal)
+        samples = {name: sample_of(parameter) for name, parameter in base.named_parameters()}
+        check_identity(state, start_identity_of(base.config, samples), refusal)
         model = add_lora(base, state.lora)
         expected = {name for name in model.state_dict() if "lora_" in name}
     missing, unexpected = sorted(expected - weights.keys()), sorted(weights.keys() - expected)

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from pod.files import atomic_write_text
 from pod.modeling.shipped.sharing import Lead
 from pod.training.args import TrainArgs
-from pod.training.predict.devices import known_device
 from pod.training.predict.shapes import Shapes, causal_pairs, proximal_pairs
-from pod.training.predict.step_time import model_flops
+from pod.training.predict.step_time import known_device, model_flops
 
 Values = dict[str, Any]
 """Numbers by name, and lists of them, which wandb does not show."""
@@ -123,15 +123,12 @@ class Monitor:
         self.args, self.tokens_per_step, self.enabled, self.peak = args, tokens_per_step, enabled, peak
         self.trackers: list[JsonLines | Wandb] = []
         self._start_record(first_step)
+        redraw = _REDRAW_S if sys.stderr.isatty() else _REDRAW_LOG_S
+        steps: dict[str, Any] = {"total": args.max_steps, "initial": first_step}
+        self.bar = tqdm(desc="train", unit="step", mininterval=redraw, disable=not enabled, **steps)
         if enabled:
-            from tqdm import tqdm
-
             self.trackers = [JsonLines(folder / "metrics.jsonl", first_step)]
             self.trackers += [Wandb(folder, args, config)] if args.tracker == "wandb" else []
-            redraw = _REDRAW_S if sys.stderr.isatty() else _REDRAW_LOG_S
-            self.bar = tqdm(
-                desc="train", unit="step", total=args.max_steps, initial=first_step, mininterval=redraw
-            )
 
     @classmethod
     def of(cls, trainer: Any) -> "Monitor":
@@ -204,8 +201,7 @@ class Monitor:
 
     def close(self) -> None:
         """End bar and trackers."""
-        if self.enabled:
-            self.bar.close()
+        self.bar.close()
         for tracker in self.trackers:
             tracker.close()
 

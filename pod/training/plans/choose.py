@@ -13,12 +13,11 @@ from pod.modeling.loading import load_model
 from pod.modeling.methods import make_cache
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import GROUP_SIZE, SharingPlan
+from pod.training.args import ExploreArgs
 from pod.training.observe.validation import token_scores
 from pod.training.plans.align import align
-from pod.training.plans.bits import PackedFrontier, solve_packed
 from pod.training.plans.costs import total_costs
 from pod.training.plans.exploration import Exploration, allowed, packed_costs
-from pod.training.plans.explore_args import ExploreArgs
 from pod.training.plans.measure import (
     Measured,
     find_costs,
@@ -28,7 +27,7 @@ from pod.training.plans.measure import (
     repeated_sequences,
 )
 from pod.training.plans.similarity import dissimilarity, greedy_plan
-from pod.training.plans.solve import Floats, Frontier, solve
+from pod.training.plans.solve import Floats, Frontier, PackedFrontier, solve, solve_packed
 from pod.training.run.mesh import from_rank_0
 
 Order = tuple[tuple[int, ...], ...]

@@ -19,10 +19,9 @@ from pod.modeling.loading import load_model, load_tokenizer
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.models import resolve_model
-from pod.training.plans.bits import PackedCosts
+from pod.training.args import ExploreArgs
 from pod.training.plans.costs import cost_shapes, planned_layers, sample_queries
-from pod.training.plans.explore_args import ExploreArgs
-from pod.training.plans.solve import Floats, solve
+from pod.training.plans.solve import Floats, PackedCosts, solve
 from pod.training.run.start_model import extend
 
 MATCHING_SEQUENCES = 2

@@ -20,8 +20,8 @@ from numpy.typing import ArrayLike, NDArray
 from pod.files import atomic_write_bytes
 from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.modeling.shipped.sharing import SharingPlan
+from pod.training.args import ExploreArgs
 from pod.training.plans.choose import Choice
-from pod.training.plans.explore_args import ExploreArgs
 
 SCHEMA_VERSION = 1
 FORBIDDEN = {

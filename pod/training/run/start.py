@@ -17,13 +17,12 @@ from pod.data.tokens.tokenizers import tokenizer_sha256
 from pod.models import resolve_model
 from pod.recipe import Recipe
 from pod.training.args import TrainRecipe
-from pod.training.checkpoint.identity import sha256_of
+from pod.training.checkpoint.files import sha256_of
 from pod.training.observe.metrics import check_tracker
 from pod.training.predict import planner, preflight
-from pod.training.predict.planner import Fit, Machine, this_machine
+from pod.training.predict.planner import Fit, Machine, details, table, this_machine
 from pod.training.predict.planner import plan as plan_run
 from pod.training.predict.shapes import Shapes
-from pod.training.predict.table import details, table
 from pod.training.run.mesh import (
     Mesh,
     SameOnAllRanks,

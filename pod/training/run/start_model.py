@@ -23,7 +23,7 @@ from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.models import KNOWN_SIZES, PACKAGE, ModelArgs, resolve_model
-from pod.training.checkpoint.identity import Samples, sample_of
+from pod.training.checkpoint.files import Samples, sample_of
 
 Reader = Callable[[str], Tensor]
 """A weight by its name; it may lie in mapped pages of a file: copy it, never write to it."""

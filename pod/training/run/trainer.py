@@ -18,8 +18,14 @@ from pod.files import write_json
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
-from pod.training.checkpoint.files import Checkpointer, random_states, set_random_states
-from pod.training.checkpoint.identity import TrainState, checkpoint_to_resume, identity_of
+from pod.training.checkpoint.files import (
+    Checkpointer,
+    TrainState,
+    checkpoint_to_resume,
+    identity_of,
+    random_states,
+    set_random_states,
+)
 from pod.training.observe.metrics import Monitor, Values, peak_bytes
 from pod.training.observe.validation import Evaluation
 from pod.training.run.engine import (

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pod.training.plans.explore_args import ExploreArgs
+from pod.training.args import ExploreArgs
 from pod.training.plans.measure import Measured, measure_mean
 from pod.training.plans.similarity import jensen_shannon_similarity
 
