@@ -7,9 +7,8 @@ import pod
 from pod.export import export_adapter
 from pod.export import folder as export_folder
 from pod.training.args import TrainArgs
-from pod.training.checkpoint import restore
-from pod.training.checkpoint.files import TrainState, sample_of, start_identity_of
-from pod.training.checkpoint.restore import restore_model
+from pod.training.checkpoint import files
+from pod.training.checkpoint.files import TrainState, restore_model, sample_of, start_identity_of
 from pod.training.run.lora import add_lora, load_adapter, lora_settings
 
 LEAD = [[0, 0], [0, 1], [2, 1]]
@@ -71,7 +70,7 @@ def checkpoint(tmp_path, monkeypatch, request):
     weights = {name: p.detach() for name, p in adapted.named_parameters() if p.requires_grad}
     state = TrainState(identity={"dtype": "float32"}, lora=settings(lora_dropout=0.3))
     monkeypatch.setattr(export_folder, "read_state", lambda folder: state)
-    for module in (export_folder, restore):
+    for module in (export_folder, files):
         monkeypatch.setattr(module, "trained_weights", lambda folder: weights)
     return folder, adapted, state
 

@@ -217,7 +217,7 @@ def exported(name, out, folder, dtype) -> None:
     from safetensors.torch import save_file
 
     from pod.export import export
-    from pod.training.checkpoint.restore import checkpoint_to_export
+    from pod.training.checkpoint.files import checkpoint_to_export
     from pod.training.run.lora import add_lora
 
     export(
@@ -260,7 +260,7 @@ def adapter(out, folder) -> None:
 
     import pod
     from pod.export import export_adapter
-    from pod.training.checkpoint.restore import checkpoint_to_export
+    from pod.training.checkpoint.files import checkpoint_to_export
     from pod.training.run.lora import load_adapter
 
     export_adapter(checkpoint_to_export(folder, None), out / "adapter", "tiny")

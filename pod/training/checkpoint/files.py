@@ -1,4 +1,4 @@
-"""Checkpoints: what they hold and belong to; written under a temporary name, published by a rename, rotated.
+"""Checkpoints: what they hold and belong to; written under a temporary name, published by a rename, rotated; and the trained model again, in memory.
 
 `<output_dir>/train/` holds `step-00000100/` (the trained state, a random state per rank, `checkpoint.json`, `plan.json` and the model's
 configuration) and `latest`, a text file with the newest folder's name, which is written when that is complete.
@@ -27,14 +27,18 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import GenerationConfig
 
 from pod.files import atomic_write_text, explain_disk_full, read_json, write_json
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.schema import one_line
 from pod.training import deepspeed_bridge as bridge
 from pod.training.deepspeed_bridge import MASTER, Piece
 from pod.training.predict.memory import checkpoint_disk_bytes
 from pod.training.run.carry import host_copy
+from pod.training.run.lora import add_lora
 
 SCHEMA_VERSION = 3
 STATE_NAME = "checkpoint.json"
@@ -460,3 +464,65 @@ def _fill(values: Tensor, start: int, saved: Any, saved_start: int) -> int:
     if first < stop:
         values[first - start : stop - start] = saved[first - saved_start : stop - saved_start]
     return max(0, stop - first)
+
+
+WRAPPER = "model."  # LanguageModelLoss holds the model under this name
+
+
+def checkpoint_to_export(train_folder: Path, checkpoint: str | None) -> Path:
+    """The named checkpoint folder, else the newest one; ValueError when there is none."""
+    found = Path(checkpoint) if checkpoint is not None else latest_checkpoint(train_folder)
+    if found is None:
+        raise ValueError(
+            f"{train_folder} holds no checkpoint: run `pod train` first or set export.checkpoint"
+        )
+    return found
+
+
+def check_plan(checkpoint: Path, plan_file: Path) -> None:
+    """Raise ValueError when `plan_file`, which a recipe names, is not the plan that the checkpoint was trained with."""
+    if SharingPlan.load(plan_file) != SharingPlan.load(checkpoint / "plan.json"):
+        raise ValueError(
+            f"checkpoint {checkpoint} was trained with another plan than model.plan = {plan_file}: unset model.plan to "
+            "export it with its own, or set another output_dir"
+        )
+
+
+def trained_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """fp32 master weights by the model's names, LoRA's frozen base left out; ValueError for missing or damaged files."""
+    try:
+        weights = whole_weights(checkpoint)
+    except ValueError as error:
+        raise ValueError(f"checkpoint {checkpoint} cannot be read ({error}): export an older one") from error
+    return {name.removeprefix(WRAPPER): weight for name, weight in weights.items()}
+
+
+def restore_model(checkpoint: Path, state: TrainState, start_model: Any = None) -> PodForCausalLM:
+    """The trained model, fp32, adapters merged onto what `start_model` loads for a plan.
+
+    Raises:
+        ValueError: weights that do not fit the model; another start model, layout, windows or RoPE than the adapters'.
+    """
+    weights = trained_weights(checkpoint)
+    if state.lora is None:
+        model: Any = PodForCausalLM(PodConfig.from_pretrained(checkpoint)).float()
+        if state.tied_embeddings:
+            weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+        if (checkpoint / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(checkpoint)
+        expected = set(model.state_dict())
+    else:
+        base = start_model(SharingPlan.load(checkpoint / "plan.json")).float()
+        refusal = f"the adapters of checkpoint {checkpoint} were trained with {{what}}: use {{needed}}"
+        samples = {name: sample_of(parameter) for name, parameter in base.named_parameters()}
+        check_identity(state, start_identity_of(base.config, samples), refusal)
+        model = add_lora(base, state.lora)
+        expected = {name for name in model.state_dict() if "lora_" in name}
+    missing, unexpected = sorted(expected - weights.keys()), sorted(weights.keys() - expected)
+    if missing or unexpected:
+        raise ValueError(
+            f"checkpoint {checkpoint} does not fit its model: missing {missing[:3] or 'none'}, "
+            f"unexpected {unexpected[:3] or 'none'}"
+        )
+    model.load_state_dict(weights, strict=False)
+    return (model if state.lora is None else model.merge_and_unload()).eval()

@@ -188,7 +188,7 @@ def measure_query_head_errors(model: PodForCausalLM, input_ids: Tensor, num_quer
     found = torch.zeros(layers, layers, query_heads, query_heads, dtype=torch.float64)
     for layer, own, lower in _layers(model, input_ids, num_queries):
         for lead, rows in enumerate(lower):
-            found[lead, layer] = own.cost_of_query_heads(own.errors(rows)).flatten(1)
+            found[lead, layer] = own.mean(own.errors(rows) @ own.factor_of_query_heads.mT).flatten(1)
     return found.nan_to_num_(MAX_COST).clamp_(max=MAX_COST)
 
 
@@ -297,13 +297,10 @@ class _Layer:
     def cost(self, errors: Tensor) -> Tensor:
         """``[…, H, G, q, d]`` to the cost of each KV head ``[…, H]``, fp64 on the CPU."""
         flat = errors.transpose(-3, -2).flatten(-2)  # […, H, q, G·d], as o_proj reads it
-        return self._mean(flat @ self.factor.mT)
+        return self.mean(flat @ self.factor.mT)
 
-    def cost_of_query_heads(self, errors: Tensor) -> Tensor:
-        """``[…, H, G, q, d]`` to the cost of each query head alone ``[…, H, G]``."""
-        return self._mean(errors @ self.factor_of_query_heads.mT)
-
-    def _mean(self, projected: Tensor) -> Tensor:
+    def mean(self, projected: Tensor) -> Tensor:
+        """Squared errors behind the output projection ``[…, q, r]`` relative to the residual, over queries; fp64 on the CPU."""
         return (projected.square().sum(-1) / self.residual).double().mean(-1).cpu()
 
 

@@ -60,11 +60,13 @@ class Exploration:
         settings |= {
             name: getattr(explore, name) for name in ("num_sequences", "sequence_length", "num_queries")
         }
+        is_prepared = (recipe.data_dir / MANIFEST_NAME).is_file()
+        data = read_manifest(recipe.data_dir)["id"] if is_prepared else None
         settings |= {
             "model": model.path,
             "gguf_file": model.gguf_file,
             "dtype": model.dtype,
-            "text": list(explore.sources) or _data_id(recipe.data_dir),
+            "text": list(explore.sources) or data,
             "seed": recipe.seed,
         }
         folder = resolve_model(model.path)
@@ -104,11 +106,6 @@ class Exploration:
             where = "explore.sources" if explore.sources else f"the held-out text in {self.prepared}"
             raise ValueError(f"{where}: {error}") from None
         return list(torch.from_numpy(found))
-
-
-def _data_id(folder: Path) -> str | None:
-    """What stands for the prepared data in `folder`; None when there is none yet."""
-    return read_manifest(folder)["id"] if (folder / MANIFEST_NAME).is_file() else None
 
 
 def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> None:

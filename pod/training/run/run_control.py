@@ -178,10 +178,6 @@ class Guard:
         """Whether `loss` (of the step whose update is still to come) is a spike; NaN and infinity are none."""
         return math.isfinite(loss) and loss > self.spike_bar()
 
-    def is_bad(self, loss: float) -> bool:
-        """Whether the update must be left out."""
-        return not math.isfinite(loss) or self.is_spike(loss)
-
     def why_bad(self, loss: float) -> str:
         """What was wrong with a step that was skipped, in words; call it before `judge`."""
         if self.is_spike(loss):

@@ -290,7 +290,7 @@ class Trainer:
             if last:
                 mean = self.mesh.sum([float(total)])[0] / num_labels
                 # An infinite loss can have finite gradients, and a spike has: NaN makes the engine skip this step.
-                factor = math.nan if self.guard.is_bad(mean) else factor
+                factor = math.nan if self.guard.is_spike(mean) or not math.isfinite(mean) else factor
             self.control.alive("backward")
             self.engine.backward(loss * factor, scale_wrt_gas=False)
             self.control.alive("update")
