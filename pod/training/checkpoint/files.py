@@ -122,8 +122,9 @@ def identity_of(
     """Fingerprints that a resumed run must share with its checkpoint; JSON."""
     data = {name: manifest[name] for name in ("context_length", "tokenizer_sha256", "shards")}
     identity = {
-        **start_identity_of(config, samples),
+        # before the model: a plan that re-orders heads changes its weights too
         "plan_sha256": sha256_of([plan.lead, plan.head_order] if plan.head_order else plan.lead),
+        **start_identity_of(config, samples),
         "data_sha256": sha256_of(data),
         "method": method,
         "dtype": dtype,
