@@ -39,8 +39,7 @@ from pod.eval.results import one_line
 from pod.files import write_json
 from pod.measure.machine import environment
 from pod.training.args import TrainArgs
-from pod.training.predict.job import Job, World
-from pod.training.predict.memory import host_bytes, training_bytes
+from pod.training.predict.memory import Job, World, host_bytes, training_bytes
 from pod.training.predict.shapes import Shapes
 from pod.training.run import carry, engine
 
@@ -208,12 +207,12 @@ def measure_rank(case: Case, rank: int, port: int, folder: Path, largest: int, p
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.run.mesh import Mesh, stop_processes
     from pod.training.run.trainer import Trainer
 
     small_buckets()
     args = train_args(case)
-    mesh = start_processes(args.sequence_parallel_size)
+    mesh = Mesh(args.sequence_parallel_size)
     try:
         with Counted(largest) as live, host_side(live):
             torch.manual_seed(0)
@@ -278,7 +277,7 @@ def measure(case: Case, largest: int = 0) -> dict[str, Any]:
 def answer(pipe: Any) -> dict[str, Any]:
     """What a rank sent, within 5 minutes."""
     try:
-        return pipe.recv() if pipe.poll(300) else {"failed": "no answer in 300 s"}
+        return pipe.recv() if pipe.poll(3600) else {"failed": "no answer in an hour"}
     except EOFError:
         return {"failed": "the process ended"}
 

@@ -134,12 +134,10 @@ def make_step(
     import deepspeed
 
     from pod.training.deepspeed_bridge import drop_carry_hooks
-    from pod.training.run.engine import deepspeed_config, save_activations
-    from pod.training.run.loss import LanguageModelLoss
-    from pod.training.run.mesh import start_processes
-    from pod.training.run.optim import make_optimizer
+    from pod.training.run.engine import LanguageModelLoss, deepspeed_config, make_optimizer, save_activations
+    from pod.training.run.mesh import Mesh
 
-    mesh, args = start_processes(1), train_args(contestant, tiny)
+    mesh, args = Mesh(1), train_args(contestant, tiny)
     torch.manual_seed(0)
     with mesh.device:
         model = pod.PodForCausalLM(model_config(contestant, tiny))

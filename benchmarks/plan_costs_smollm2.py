@@ -23,11 +23,10 @@ import pod
 from pod.files import write_json
 from pod.measure.machine import environment
 from pod.recipe import load_recipe
-from pod.training.plans.choose import Choice, choose, choose_by_similarity
+from pod.training.args import ExploreArgs
+from pod.training.plans.choose import Choice, choose, choose_by_similarity, plan_loss
 from pod.training.plans.exploration import Exploration
-from pod.training.plans.explore_args import ExploreArgs
 from pod.training.plans.measure import find_costs, find_similarity
-from pod.training.plans.plan_loss import plan_loss
 from pod.training.plans.similarity import greedy_plan
 
 ROOT = Path(__file__).parents[1]

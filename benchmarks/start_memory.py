@@ -33,9 +33,8 @@ from pod.measure.machine import environment
 from pod.models import ModelArgs
 from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
-from pod.training.run.engine import deepspeed_config
-from pod.training.run.loss import LanguageModelLoss
-from pod.training.run.mesh import from_rank_0, start_processes, stop_processes
+from pod.training.run.engine import LanguageModelLoss, deepspeed_config
+from pod.training.run.mesh import Mesh, from_rank_0, stop_processes
 from pod.training.run.start_model import hollow_start_model
 
 WAYS = ("streamed", "whole")
@@ -116,11 +115,11 @@ class Peak:
 def load(way: str, path: str) -> Any:
     """The module with its weights divided among the ranks."""
     args = TrainArgs(zero_stage=3)
-    mesh = start_processes(1)
+    mesh = Mesh(1)
     peak, began = Peak(), time.monotonic()
     if way == "streamed":
         model, values = hollow_start_model(ModelArgs(path=path, layout="dense"), None, args.dtype)
-        from_rank_0(mesh.rank, values.open)
+        from_rank_0(values.open)
         module = LanguageModelLoss(model)
         bridge.place_weights(module, values, deepspeed_config(args), torch.bfloat16, mesh.device)
     else:

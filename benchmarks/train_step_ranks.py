@@ -158,9 +158,9 @@ def rank_main(rank: int, port: int, task: str, folder: Path, *arguments: Any) ->
     }
     os.environ.update({name: str(value) for name, value in addresses.items()})
     torch.set_num_threads(1)
-    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.run.mesh import Mesh, stop_processes
 
-    mesh = start_processes(RANKS)
+    mesh = Mesh(RANKS)
     result = {"race": race, "peak": peak}[task](folder / "data", folder / task, mesh, *arguments)
     if rank == 0:
         write_json(folder / f"{task}.json", result)

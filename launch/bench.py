@@ -1,6 +1,6 @@
 """`pod bench` from a checkout."""
 
-from pod.commands.bench import start
+from pod.commands import start
 
 if __name__ == "__main__":
-    start()
+    start("bench")

@@ -1,6 +1,6 @@
 """`pod demo` from a checkout."""
 
-from pod.commands.demo import start
+from pod.commands import start
 
 if __name__ == "__main__":
-    start()
+    start("demo")

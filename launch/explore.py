@@ -1,6 +1,6 @@
 """`pod explore` from a checkout."""
 
-from pod.commands.explore import start
+from pod.commands import start
 
 if __name__ == "__main__":
-    start()
+    start("explore")

@@ -1,6 +1,6 @@
 """`pod export` from a checkout."""
 
-from pod.commands.export import start
+from pod.commands import start
 
 if __name__ == "__main__":
-    start()
+    start("export")

@@ -1,6 +1,6 @@
 """`pod data` from a checkout."""
 
-from pod.commands.data import start
+from pod.commands import start
 
 if __name__ == "__main__":
-    start()
+    start("data")

@@ -1,6 +1,6 @@
 """`pod eval` from a checkout."""
 
-from pod.commands.evaluate import start
+from pod.commands import start
 
 if __name__ == "__main__":
-    start()
+    start("eval")

@@ -1,6 +1,6 @@
 """`pod train` from a checkout."""
 
-from pod.commands.train import start
+from pod.commands import start
 
 if __name__ == "__main__":
-    start()
+    start("train")

@@ -1,4 +1,4 @@
-"""Writing files so that nothing half-written is ever kept: write under a temporary name, then rename. Standard library only."""
+"""Writing files so that nothing half-written is ever kept: write under a temporary name, then rename."""
 
 import contextlib
 import errno
@@ -12,6 +12,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import psutil
 
 PathLike = str | os.PathLike[str]
 
@@ -152,7 +154,8 @@ def _temporary_sibling(target: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{target.name}.tmp-{socket.gethostname()}-"
     for entry in target.parent.iterdir():
-        if entry.name.startswith(prefix) and not _is_running(entry.name.removeprefix(prefix).split("-")[0]):
+        pid = entry.name.removeprefix(prefix).split("-")[0]
+        if entry.name.startswith(prefix) and pid.isdigit() and not psutil.pid_exists(int(pid)):
             _remove(entry)
     return target.parent / f"{prefix}{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
@@ -162,16 +165,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def _is_running(pid: str) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, ValueError):
-        return True
-    return True
 
 
 def _disk_full_error(

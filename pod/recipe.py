@@ -23,8 +23,7 @@ from pod.eval.args import EvalArgs
 from pod.files import check_can_write
 from pod.models import ModelArgs
 from pod.schema import Loader, build, explain, field_docs, fields_of, hints_of, one_line, section, to_yaml
-from pod.training.args import ExportArgs, TrainRecipe
-from pod.training.plans.explore_args import ExploreArgs
+from pod.training.args import ExploreArgs, ExportArgs, TrainRecipe
 
 
 def _folder(name: str, doc: str) -> Any:
@@ -106,20 +105,20 @@ def run(
     sections: Sequence[str],
     description: str | None = None,
     estimate: Estimate | None = None,
-    extra_arguments: AddArguments | None = None,
+    add_arguments: AddArguments | None = None,
     argv: Sequence[str] | None = None,
 ) -> None:
     """The command line of a launcher: `--config --set --dry-run --help`, then `main(recipe)`.
 
     sections: the recipe's sections that this launcher reads, the ones that `--help` explains.
     estimate: text about time, memory and disk for `--dry-run`.
-    extra_arguments: called with the parser. An option whose `dest` holds a dot is a shorthand:
+    add_arguments: called with the parser. An option whose `dest` holds a dot is a shorthand:
         `parser.add_argument("--threshold", dest="explore.threshold")` equals `--set explore.threshold=…` and wins over it.
     Ends the process with code 2 and one line on stderr for ValueError, OSError, RuntimeError and ImportError; POD_TRACEBACK=1 shows where.
     """
     parser = _parser(sections, description)
-    if extra_arguments is not None:
-        extra_arguments(parser)
+    if add_arguments is not None:
+        add_arguments(parser)
     arguments = parser.parse_args(argv)
     shorthands = {key: value for key, value in vars(arguments).items() if "." in key}
     overrides = [f"{key}={value}" for key, value in shorthands.items() if value not in (None, [])]
@@ -134,9 +133,7 @@ def run(
             check_can_write(elsewhere or recipe.output_dir, "export.path" if elsewhere else "output_dir")
             main(recipe)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
-        _exit_with(error)
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+        exit_with(error)
 
 
 def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> Recipe:
@@ -243,8 +240,10 @@ def help_text(sections: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _exit_with(error: Exception) -> typing.NoReturn:
+def exit_with(error: Exception) -> typing.NoReturn:
     """One line on stderr and exit code 2. A RuntimeError of several lines is no message for a user: it keeps its traceback."""
+    if isinstance(error, BrokenPipeError):
+        raise error  # whoever reads what is printed has seen enough
     if os.environ.get("POD_TRACEBACK") == "1" or (
         isinstance(error, RuntimeError) and "\n" in str(error).strip()
     ):

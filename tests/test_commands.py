@@ -1,6 +1,6 @@
 """The command `pod`: what it dispatches, recipes by name, what the doctor says, and what a wheel carries."""
 
-import importlib
+import re
 import subprocess
 import sys
 import zipfile
@@ -48,20 +48,14 @@ def test_a_list_may_be_read_in_part():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_explains_itself_under_its_name(name, monkeypatch, capsys):
-    assert importlib.import_module(f"pod.commands.{COMMANDS[name][0]}").start
     code, out, _ = said(monkeypatch, capsys, name, "--help")
     assert code == 0 and out.startswith(f"usage: pod {name}")
 
 
 def test_every_launcher_is_a_command_of_the_package():
-    modules = {module for module, _ in COMMANDS.values()} - {"doctor"}
-    launched = {
-        line.split(".")[2].split()[0]
-        for file in (ROOT / "launch").glob("*.py")
-        for line in file.read_text().splitlines()
-        if line.startswith("from pod.commands.")
-    }
-    assert launched == modules
+    started = re.compile(r'^    start\("(\w+)"\)$', re.MULTILINE)
+    launched = [name for file in (ROOT / "launch").glob("*.py") for name in started.findall(file.read_text())]
+    assert sorted(launched) == sorted({*COMMANDS} - {"doctor"})
 
 
 def test_recipes_go_by_name_and_a_file_of_that_name_comes_first(tmp_path, monkeypatch):

@@ -248,7 +248,7 @@ def test_run_hands_over_the_recipe_and_shorthands_win():
     started(
         seen.append,
         ["--set", "model.dtype=float64", "--dtype", "bfloat16", "--local_rank", "1"],
-        extra_arguments=add,
+        add_arguments=add,
     )
     assert seen[0].model.dtype == "bfloat16"
 

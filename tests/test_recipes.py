@@ -140,8 +140,8 @@ def test_demo_variants_train_on_the_demos_tokens():
 def test_no_recipe_is_refused_before_its_data_is_there(name, tmp_path, monkeypatch):
     """What preflight asks of model, plan, layout and rows, on 1, 8 and 32 GPUs: the same rows per step on all of them."""
     from pod.training.predict import planner, preflight
-    from pod.training.predict.devices import get_device
     from pod.training.predict.shapes import Shapes
+    from pod.training.predict.step_time import get_device
     from pod.training.run.start_model import model_config
 
     monkeypatch.setenv("HF_HOME", str(tmp_path))

@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+from types import ModuleType
 
 COMMANDS = {
     "explore": ("explore", "measure what each role of each head costs, and make the plan"),
@@ -14,7 +15,7 @@ COMMANDS = {
     "demo": ("demo", "all of these on one small model"),
     "doctor": ("doctor", "what is installed here, and what is missing"),
 }
-"""Name → module of this package with a function `start()`, and what it does."""
+"""Name → module of this package, and what it does."""
 
 
 def main() -> None:
@@ -32,7 +33,26 @@ def main() -> None:
         sys.exit(2)
     else:
         sys.argv[:2] = [f"pod {name}"]
+        start(name)
+
+
+def start(name: str) -> None:
+    """Run one of the commands: its module's own `start`, else its `main`."""
+    command = importlib.import_module(f"pod.commands.{COMMANDS[name][0]}")
+    try:
         try:
-            importlib.import_module(f"pod.commands.{COMMANDS[name][0]}").start()
-        except BrokenPipeError:  # as of `pod eval --list-methods | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            command.start() if hasattr(command, "start") else run_recipe(command)
+        finally:
+            sys.stdout.flush()  # here, where a closed pipe can still be told from an error
+    except BrokenPipeError:  # as of `pod eval --list-methods | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+
+
+def run_recipe(command: ModuleType) -> None:
+    """Call a module's `main` with the recipe that the command line names; SECTIONS: those that it reads, see `pod.recipe.run`."""
+    from pod.recipe import run
+
+    more = {name: getattr(command, name, None) for name in ("estimate", "add_arguments")}
+    run(command.main, sections=command.SECTIONS, description=command.__doc__, **more)

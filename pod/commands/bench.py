@@ -6,7 +6,9 @@ reached; writes <output_dir>/bench/bench.json. No prompt is read: caches hold ra
 
 import argparse
 
-from pod.recipe import Recipe, run
+from pod.recipe import Recipe
+
+SECTIONS = "model", "bench"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,18 +31,3 @@ def main(recipe: Recipe) -> None:
     from pod.bench.run import run_bench  # loads torch, which --help and --dry-run do not need
 
     run_bench(recipe)
-
-
-def start() -> None:
-    """The command line."""
-    run(
-        main,
-        sections=("model", "bench"),
-        description=__doc__,
-        estimate=estimate,
-        extra_arguments=add_arguments,
-    )
-
-
-if __name__ == "__main__":
-    start()

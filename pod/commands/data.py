@@ -8,7 +8,10 @@ import argparse
 import sys
 from dataclasses import replace
 
-from pod.recipe import Recipe, run
+from pod.commands import run_recipe
+from pod.recipe import Recipe
+
+SECTIONS = "model", "data"
 
 
 def estimate(recipe: Recipe) -> str:
@@ -29,11 +32,17 @@ def main(recipe: Recipe) -> None:
     tokenizer = recipe.data.tokenizer or load_tokenizer(
         resolve_model(recipe.model.path), gguf_file=recipe.model.gguf_file
     )
-    args = replace(recipe.data, held_out_tokens=recipe.held_out_tokens)
-    data = prepare(args, tokenizer, recipe.data_dir, seed=recipe.seed)
+    args, trained = replace(recipe.data, held_out_tokens=recipe.held_out_tokens), recipe.train_dir
+    used_by = trained if (trained / "latest").is_file() else None
+    data = prepare(args, tokenizer, recipe.data_dir, seed=recipe.seed, used_by=used_by)
     print(overview(data))
     print(f"rows: {data.path}  picture: {data.path / PICTURE_NAME}")
     print(f"look into it: pod data inspect {data.path} --rows 3")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The sources by themselves, for `--set data.sources=…`."""
+    parser.add_argument("data.sources", nargs="*", metavar="SOURCE", help="files or folders, as data.sources")
 
 
 def start() -> None:
@@ -42,12 +51,4 @@ def start() -> None:
         from pod.commands.look import main as look
 
         sys.exit(look(sys.argv[1:]))
-    run(main, sections=("model", "data"), description=__doc__, estimate=estimate, extra_arguments=_sources)
-
-
-def _sources(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("data.sources", nargs="*", metavar="SOURCE", help="files or folders, as data.sources")
-
-
-if __name__ == "__main__":
-    start()
+    run_recipe(sys.modules[__name__])

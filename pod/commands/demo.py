@@ -140,7 +140,3 @@ def start() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the step at work would go on alone
     sections = "model", "explore", "data", "train", "export", "eval"
     run(main, sections=sections, description=__doc__, estimate=estimate, argv=arguments)
-
-
-if __name__ == "__main__":
-    start()

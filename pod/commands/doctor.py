@@ -28,35 +28,31 @@ TOOLS = {
     "nvcc": "torch.compile does without; DeepSpeed's optimizer on the host needs it on GPU machines",
     "bwrap": "the sandbox of HumanEval: install bubblewrap",
 }
-_WIDTH = 15
 
 
 def start() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.parse_args()
+    argparse.ArgumentParser(description=__doc__, allow_abbrev=False).parse_args()
     wrong = [*packages(), *parts()]
-    for line in (*options(), *places()):
-        print(line)
+    options()
+    places()
     print("\n" + "\n".join(wrong or ["everything that is needed is here"]))
     sys.exit(1 if wrong else 0)
 
 
-def line(mark: str, name: str, text: object) -> str:
+def say(mark: str, name: str, text: str) -> None:
     """`ok   torch          2.13.0`"""
-    return f"{mark:4} {name:{_WIDTH}} {text}".rstrip()
+    print(f"{mark:4} {name:15} {text}")
 
 
 def packages() -> list[str]:
     """Print the packages that pod-kv requires; returns what is wrong with them."""
-    print(line("", "pod-kv", f"{pod.__version__}, Python {platform.python_version()}, {platform.platform()}"))
+    say("", "pod-kv", f"{pod.__version__}, Python {platform.python_version()}, {platform.platform()}")
     wrong = []
     for needed in requirements():
         found = installed(needed.name)
         fits = found is not None and needed.specifier.contains(found, prereleases=True)
-        print(line("ok" if fits else "bad", needed.name, found or "missing"))
+        say("ok" if fits else "bad", needed.name, found or "missing")
         if not fits:
             wrong.append(f"{needed.name}: pip install '{needed.name}{needed.specifier}'")
     return wrong
@@ -67,7 +63,7 @@ def requirements() -> list[Requirement]:
     try:
         lines = importlib.metadata.requires("pod-kv") or []
     except importlib.metadata.PackageNotFoundError:
-        print(line("note", "pod-kv", "is not installed: required versions are unknown"))
+        say("note", "pod-kv", "is not installed: required versions are unknown")
         return []
     all_of_them = (Requirement(text) for text in lines)
     return [one for one in all_of_them if one.marker is None or one.marker.evaluate({"extra": ""})]
@@ -89,9 +85,9 @@ def parts() -> list[str]:
 
     for number in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(number)
-        print(line("ok", f"GPU {number}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB"))
+        say("ok", f"GPU {number}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB")
     if not torch.cuda.is_available():
-        print(line("note", "GPU", f"none that torch {torch.__version__} sees; CPU, {os.cpu_count()} cores"))
+        say("note", "GPU", f"none that torch {torch.__version__} sees; CPU, {os.cpu_count()} cores")
     from pod.training.deepspeed_bridge import check_parts
 
     try:
@@ -101,28 +97,17 @@ def parts() -> list[str]:
     return []
 
 
-def options() -> list[str]:
-    """Packages and tools that some things need."""
-    lines = []
-    for name, use in OPTIONAL.items():
-        found = installed(name)
-        lines.append(line("ok", name, found) if found else line("-", name, f"missing; {use}"))
-    for name, use in TOOLS.items():
-        found = shutil.which(name)
-        lines.append(line("ok", name, found) if found else line("-", name, f"missing; {use}"))
-    return lines
+def options() -> None:
+    """Print the packages and tools that some things need."""
+    for known, look in (OPTIONAL, installed), (TOOLS, shutil.which):
+        for name, use in known.items():
+            found = look(name)
+            say("ok" if found else "-", name, found or f"missing; {use}")
 
 
-def places() -> list[str]:
-    """Where recipes and converted models lie, and the room there is."""
-    cache, here = cache_dir(), Path.cwd()
-    free = shutil.disk_usage(here).free / 2**30
-    return [
-        line("", "recipes", f"{RECIPES}: {len(list(RECIPES.rglob('*.yaml')))}, named as --config demo"),
-        line("", "converted models", f"{cache} (POD_CACHE)"),
-        line("", "this folder", f"{here}: {free:.0f} GiB free"),
-    ]
-
-
-if __name__ == "__main__":
-    start()
+def places() -> None:
+    """Print where recipes and converted models lie, and the room there is."""
+    here = Path.cwd()
+    say("", "recipes", f"{RECIPES}: {len(list(RECIPES.rglob('*.yaml')))}, named as --config demo")
+    say("", "converted models", f"{cache_dir()} (POD_CACHE)")
+    say("", "this folder", f"{here}: {shutil.disk_usage(here).free / 2**30:.0f} GiB free")

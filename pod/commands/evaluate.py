@@ -5,7 +5,10 @@ at the sample where it stopped."""
 import argparse
 import sys
 
-from pod.recipe import Recipe, run
+from pod.commands import run_recipe
+from pod.recipe import Recipe
+
+SECTIONS = "model", "data", "eval"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,12 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--list-methods", action=List, nargs=0, help="list every method of pod.make_cache, and stop")
     add("--tasks", dest="eval.tasks", metavar="A,B", help="tasks, comma-separated")
     add("--list-tasks", action=List, nargs=0, help="list every task with its options, and stop")
-    add(
-        "--data-dir",
-        dest="eval.data_dir",
-        metavar="FOLDER",
-        help="copies of benchmark data, a folder per suite",
-    )
+    copies = "copies of benchmark data, a folder per suite"
+    add("--data-dir", dest="eval.data_dir", metavar="FOLDER", help=copies)
     add("--limit", dest="eval.limit", metavar="N", help="samples per lm-eval task")
 
 
@@ -56,13 +55,7 @@ def start() -> None:
         from pod.eval.lm.cli import main as lm_eval
 
         sys.exit(lm_eval(sys.argv[2:]))
-    run(
-        main,
-        sections=("model", "data", "eval"),
-        description=__doc__,
-        estimate=estimate,
-        extra_arguments=add_arguments,
-    )
+    run_recipe(sys.modules[__name__])
 
 
 if __name__ == "__main__":

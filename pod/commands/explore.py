@@ -17,7 +17,9 @@ from dataclasses import replace
 from typing import Any
 
 from pod.files import atomic_write_text, write_json
-from pod.recipe import Recipe, run
+from pod.recipe import Recipe
+
+SECTIONS = "model", "explore", "data"
 
 
 def main(recipe: Recipe) -> None:
@@ -38,8 +40,7 @@ def main(recipe: Recipe) -> None:
 def write_heads(exploration: Any, heads: Any) -> None:
     """A picture of the scores, and what the heads protect and save on the screen."""
     from pod.training.plans.measure import HEADS_NAME
-    from pod.training.plans.pictures import head_score_picture, save_picture
-    from pod.training.plans.report import describe_heads
+    from pod.training.plans.report import describe_heads, head_score_picture, save_picture
 
     path = exploration.folder / HEADS_NAME
     print(describe_heads(heads))
@@ -49,22 +50,22 @@ def write_heads(exploration: Any, heads: Any) -> None:
 
 def write_plan(exploration: Any, choice: Any) -> None:
     """plan.json, pareto.json, summary.txt and the pictures."""
-    from pod.training.plans import pictures, report
+    from pod.training.plans import report
     from pod.training.plans.choose import in_all_layers
 
     folder, plan, explore = exploration.folder, choice.plan, exploration.explore
     folder.mkdir(parents=True, exist_ok=True)
     subject = report.about_plan(plan, explore)
-    figures = {"blocks.png": pictures.block_picture(plan, subject)}
+    figures = {"blocks.png": report.block_picture(plan, subject)}
     if choice.frontier is not None:
         curve = report.pareto(choice, explore, exploration.windows)
         write_json(folder / "pareto.json", curve)
-        figures["pareto.png"] = pictures.pareto_picture(curve, subject)
+        figures["pareto.png"] = report.pareto_picture(curve, subject)
     if choice.similarity is not None:
         heads = plan.num_key_value_heads
-        figures["similarity.png"] = pictures.similarity_picture(choice.similarity, heads, subject)
+        figures["similarity.png"] = report.similarity_picture(choice.similarity, heads, subject)
     for name, figure in figures.items():
-        pictures.save_picture(figure, folder / name)
+        report.save_picture(figure, folder / name)
     text = report.summary(plan, explore, exploration.windows)
     atomic_write_text(folder / "summary.txt", text + "\n")
     in_all_layers(plan).save(folder / "plan.json")
@@ -84,7 +85,7 @@ def estimate(recipe: Recipe) -> str:
     return describe_cost(config, recipe.explore)
 
 
-def shorthands(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """`--threshold 0.42` for `--set explore.threshold=0.42`, and its siblings."""
     text = "short for --set explore.heads=true"
     parser.add_argument("--heads", dest="explore.heads", action="store_const", const="true", help=text)
@@ -94,16 +95,7 @@ def shorthands(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, dest=f"explore.{name}", metavar="VALUE", help=text)
 
 
-def start() -> None:
-    """The command line."""
-    run(
-        main,
-        sections=("model", "explore", "data"),
-        description=__doc__,
-        estimate=estimate,
-        extra_arguments=shorthands,
-    )
-
-
 if __name__ == "__main__":
-    start()
+    from pod.commands import start
+
+    start("explore")

@@ -9,14 +9,16 @@ Reads <output_dir>/train, writes <output_dir>/export (safetensors, configuration
 from functools import partial
 from pathlib import Path
 
-from pod.recipe import Recipe, run
+from pod.recipe import Recipe
+
+SECTIONS = "model", "export"
 
 
 def main(recipe: Recipe) -> None:
     import pod
     from pod.export import export, export_adapter
     from pod.models import resolve_model
-    from pod.training.checkpoint.restore import check_plan, checkpoint_to_export
+    from pod.training.checkpoint.files import check_plan, checkpoint_to_export
     from pod.training.run.start_model import load_start_model
 
     checkpoint = checkpoint_to_export(Path(recipe.output_dir) / "train", recipe.export.checkpoint)
@@ -32,12 +34,3 @@ def main(recipe: Recipe) -> None:
     sizes = recipe.export.dtype, recipe.export.max_shard_size
     export(checkpoint, path, tokenizer, *sizes, start_model, results=recipe.eval_dir)
     print(f"exported {checkpoint} to {path}", flush=True)
-
-
-def start() -> None:
-    """The command line."""
-    run(main, sections=("model", "export"), description=__doc__)
-
-
-if __name__ == "__main__":
-    start()

@@ -2,7 +2,6 @@
 
 import argparse
 import io
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +13,10 @@ from pod.data.rows.loader import PackedDataset
 from pod.data.rows.manifest import listed_files
 from pod.data.rows.overview import overview
 from pod.data.rows.verify import DamagedData, open_manifest, verify
+from pod.recipe import exit_with
+from pod.schema import one_line
 
-WHOLE, DAMAGED, WRONG_USE = 0, 1, 2
+WHOLE, DAMAGED = 0, 1
 DESCRIPTION = """Prepared data, the folder that `pod data` writes: is it whole (verify), what is in it (inspect)?
 Exit code: 0 all is well, 1 the data is damaged (one line each), 2 wrong use."""
 
@@ -27,33 +28,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ?, not an error
     arguments = _parser().parse_args(argv)
     try:
-        code = arguments.run(arguments)
-        sys.stdout.flush()  # here, where a closed pipe can still be told from an error
-        return code
-    except BrokenPipeError:
-        # `pod data inspect … | head`: the reader has seen enough; keep the interpreter from flushing into the closed pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return WHOLE
+        return arguments.run(arguments)
     except DamagedData as error:
         print(f"damaged: {error}", file=sys.stderr)
         return DAMAGED
     except (ValueError, OSError, ImportError) as error:
-        if os.environ.get("POD_TRACEBACK") == "1":
-            raise
-        print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
-        return WRONG_USE
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        exit_with(error)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="pod data",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = argparse.ArgumentParser(prog="pod data", description=DESCRIPTION, allow_abbrev=False)
     commands = parser.add_subparsers(metavar="verify|inspect", required=True)
     check = commands.add_parser("verify", help="read every byte and compare it with the manifest")
     look = commands.add_parser("inspect", help="print what the data holds")
@@ -61,11 +45,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("folder", type=Path, help="folder of the prepared data, such as runs/demo/data")
         command.set_defaults(run=run)
     look.add_argument("--rows", type=_count, default=0, metavar="N", help="also show N rows, decoded")
-    look.add_argument(
-        "--tokenizer",
-        metavar="T",
-        help="folder, hub id or tokenizer.json; default: the one in the manifest",
-    )
+    which = "folder, hub id or tokenizer.json; default: the one in the manifest"
+    look.add_argument("--tokenizer", metavar="T", help=which)
     return parser
 
 
@@ -79,14 +60,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.folder
     manifest = open_manifest(folder)
     damages = 0
-    with tqdm(
-        total=sum(entry["bytes"] for entry in listed_files(manifest)),
-        unit="B",
-        unit_scale=True,
-        desc="verify",
-        mininterval=0.5,
-        disable=None,
-    ) as progress:
+    total = sum(entry["bytes"] for entry in listed_files(manifest))
+    with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=None) as progress:
         for line in verify(folder, manifest, progress.update):
             damages += 1
             with progress.external_write_mode():
@@ -106,7 +81,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     try:
         print(overview(PackedDataset(arguments.folder), arguments.rows, tokenizer))
     except ValueError as error:
-        raise DamagedData(" ".join(str(error).split())) from None
+        raise DamagedData(one_line(error)) from None
     if note:
         print(note, file=sys.stderr)
     return WHOLE
@@ -128,7 +103,7 @@ def _tokenizer(manifest: dict[str, Any], wanted: str | None) -> tuple[Any, str |
                 return tokenizer, None
             why = f"{source} is not the tokenizer that made this data"
         except (ValueError, OSError, ImportError) as error:
-            why = " ".join(str(error).split())
+            why = one_line(error)
     if wanted is not None:
         raise ValueError(f"--tokenizer {wanted}: {why}")
     return None, f"rows are shown as token ids ({why}): give --tokenizer"

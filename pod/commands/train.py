@@ -10,23 +10,17 @@ the same command continues the run. model.layout says what is trained: PoD, dens
 """
 
 import argparse
-from dataclasses import asdict
 from typing import Any
 
-from pod.recipe import Recipe, run
+from pod.recipe import Recipe
+
+SECTIONS = "model", "train"
 
 
 def main(recipe: Recipe) -> None:
     from pod.training.run.start import train
 
-    train(
-        recipe.model,
-        recipe.train,
-        recipe.output_dir,
-        recipe.seed,
-        asdict(recipe),
-        passkeys=make_passkeys(recipe),
-    )
+    train(recipe, make_passkeys(recipe))
 
 
 def make_passkeys(recipe: Recipe) -> list[Any]:
@@ -47,17 +41,15 @@ def make_passkeys(recipe: Recipe) -> list[Any]:
 
 
 def estimate(recipe: Recipe) -> str:
-    from pod.training.predict.devices import get_device
     from pod.training.predict.planner import this_machine
+    from pod.training.predict.step_time import get_device
     from pod.training.run.start import estimate
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_arguments(parser)
     options = parser.parse_known_args()[0]
     device = get_device(options.device) if options.device else None
-    machine = this_machine(options.ranks, options.ranks_per_node, device)
-    saving = recipe.explore.target_saving
-    return estimate(recipe.model, recipe.train, recipe.data, recipe.output_dir, machine, saving)
+    return estimate(recipe, this_machine(options.ranks, options.ranks_per_node, device))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,16 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", metavar="NAME", help=device)
 
 
-def start() -> None:
-    """The command line."""
-    run(
-        main,
-        sections=("model", "train"),
-        description=__doc__,
-        estimate=estimate,
-        extra_arguments=add_arguments,
-    )
-
-
 if __name__ == "__main__":
-    start()
+    from pod.commands import start
+
+    start("train")

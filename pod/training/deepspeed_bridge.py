@@ -240,22 +240,15 @@ def _place(optimizer: Any, parameter: Any) -> tuple[Tensor, int, int, int] | Non
     held = parameter._hp_mapping
     if held is None:
         return None
-    flat = optimizer.single_partition_of_fp32_groups[held.param_group_index]
-    return (
-        flat,
-        held.hp_fragment_address.start,
-        held.lp_fragment_address.start,
-        held.hp_fragment_address.numel,
-    )
+    flat, own = optimizer.single_partition_of_fp32_groups[held.param_group_index], held.hp_fragment_address
+    return flat, own.start, held.lp_fragment_address.start, own.numel
 
 
 def set_updates(engine: Any, updates: int) -> None:
     """Make the optimizer one that has made so many updates: `pieces` then has moments, to be filled, or none."""
     optimizer = engine.optimizer
-    whole = hasattr(optimizer, "single_partition_of_fp32_groups")
-    for flat in (
-        optimizer.single_partition_of_fp32_groups if whole else optimizer.fp32_partitioned_groups_flat
-    ):
+    whole = getattr(optimizer, "single_partition_of_fp32_groups", None)
+    for flat in optimizer.fp32_partitioned_groups_flat if whole is None else whole:
         state = optimizer.optimizer.state[flat]
         if not updates:
             state.clear()

@@ -22,8 +22,7 @@ from pod.export.folder import origin_of
 from pod.export.licences import add_licences, own_licence
 from pod.files import write_json
 from pod.models import resolve_model
-from pod.training.checkpoint.identity import TrainState
-from pod.training.checkpoint.restore import check_plan
+from pod.training.checkpoint.files import TrainState, check_plan
 
 LEAD = [[0, 0], [0, 1], [None, 1], [3, None]]
 SIZES = {

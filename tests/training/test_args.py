@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from pod.training.args import TrainArgs
-from pod.training.predict.job import Job, World
-from pod.training.predict.memory import training_bytes
+from pod.training.predict.memory import Job, World, training_bytes
 from pod.training.predict.shapes import Shapes, carried_heads
+from pod.training.run.engine import LossHead, learning_rate, make_optimizer
 from pod.training.run.lora import add_lora, lora_settings
-from pod.training.run.loss import LossHead
 from pod.training.run.mesh import check_world_size
-from pod.training.run.optim import learning_rate, make_optimizer
 from pod.training.run.ulysses import kv_head_repeats, split_evenly
 
 SMOLLM2 = Shapes(
@@ -110,8 +108,8 @@ def test_parameters_of_the_embedded_model_are_counted_exactly():
 
 
 def test_estimate_scales_as_it_must():
-    dense = [[layer] * 3 for layer in range(30)]
-    blocks = [[layer - layer % 3] * 3 for layer in range(30)]
+    dense = tuple((layer,) * 3 for layer in range(30))
+    blocks = tuple((layer - layer % 3,) * 3 for layer in range(30))
 
     def parts(lead, args, ranks=1):
         return training_bytes(Job(SMOLLM2, lead, args, 2048, World(ranks, ranks)))

@@ -7,8 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import pod
 from pod.modeling.shipped import attention
 from pod.training.args import TrainArgs
-from pod.training.predict.job import Job, World
-from pod.training.predict.memory import host_bytes, training_bytes
+from pod.training.predict.memory import Job, World, host_bytes, training_bytes
 from pod.training.predict.shapes import (
     Shapes,
     carried_heads,
@@ -16,13 +15,12 @@ from pod.training.predict.shapes import (
     carried_until,
     continued_heads,
     fetched_heads,
-    followers,
 )
 from pod.training.run import carry as carry_memory
 from pod.training.run.carry import OffloadedCarry, RecomputedCarry, leads_that_end, set_carry
 
-LEAD = [[0, 0, 0], [0, 0, 1], [0, 2, 1], [3, 2, 1], [3, 4, 4]]
-ROLES = [[0, 0, None], [None, 0, 1], [0, None, None], [None, None, None], [0, 4, 1]]
+LEAD = ((0, 0, 0), (0, 0, 1), (0, 2, 1), (3, 2, 1), (3, 4, 4))
+ROLES = ((0, 0, None), (None, 0, 1), (0, None, None), (None, None, None), (0, 4, 1))
 """Windows before the first follower, between two followers, and where no carry passes."""
 PLANS = pytest.mark.parametrize("lead", [LEAD, ROLES], ids=["sharing", "roles"])
 N, GROUPS, HEAD_DIM = 44, 2, 8
@@ -356,7 +354,6 @@ def test_spans_of_a_plan_with_windows():
     assert [carried_until(ROLES, layer) for layer in range(5)] == [0, 2, 3, 3, 3]
     assert [fetched_heads(ROLES, layer) for layer in range(5)] == [0, 1, 1, 1, 2]
     assert [continued_heads(ROLES, layer) for layer in range(5)] == [2, 2, 2, 2, 0]
-    assert [followers(ROLES, layer) for layer in range(5)] == [[], [1], [0], [], [0, 2]]
 
 
 def test_estimate_knows_where_the_carry_is_and_how_large_a_tile():

@@ -13,28 +13,32 @@ import pod
 from pod.models import KNOWN_SIZES
 from pod.training.args import TrainArgs
 from pod.training.predict import memory
-from pod.training.predict.communication import (
-    communication,
-    exchanged_bytes,
-    gradient_bytes,
-    weight_bytes,
-)
-from pod.training.predict.devices import get_device, known_device
-from pod.training.predict.job import Job, World
 from pod.training.predict.memory import (
+    Job,
+    World,
     checkpoint_disk_bytes,
     host_bytes,
     resting_bytes,
     training_bytes,
 )
 from pod.training.predict.shapes import Shapes
-from pod.training.predict.step_time import attention_flops, rank_flops, step_time
+from pod.training.predict.step_time import (
+    attention_flops,
+    communication,
+    exchanged_bytes,
+    get_device,
+    gradient_bytes,
+    known_device,
+    rank_flops,
+    step_time,
+    weight_bytes,
+)
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
 LLAMA3_8B = Shapes.from_config(SimpleNamespace(**KNOWN_SIZES["meta-llama/Meta-Llama-3-8B"]))
-DENSE = [[layer] * 8 for layer in range(32)]
-SHARED = [[layer - layer % 4] * 8 for layer in range(32)]
+DENSE = tuple((layer,) * 8 for layer in range(32))
+SHARED = tuple((layer - layer % 4,) * 8 for layer in range(32))
 PAPER = {"sequence_parallel_size": 4, "gradient_accumulation_steps": 64, "max_steps": 1192}
 
 
@@ -187,9 +191,9 @@ def test_rings_and_exchanges_inside_and_between_machines():
     one, four = (communication(job(args, DENSE, ranks=size, local=8)) for size in (8, 32))
     assert all(kind.between == 0 for kind in one)
     gather, scatter, heads = four
-    assert gather.bytes == weight_bytes(job(args)) * 31 // 32
+    assert gather.inside + gather.between == weight_bytes(job(args)) * 31 // 32
     assert gather.between == weight_bytes(job(args)) * 3 // 4 // 8
-    assert scatter.bytes == gradient_bytes(job(args)) * 31 // 32
+    assert scatter.inside + scatter.between == gradient_bytes(job(args)) * 31 // 32
     assert heads.between == 0, "groups of 4 contiguous ranks lie within machines of 8"
     wide = TrainArgs(sequence_parallel_size=16)
     (*_, heads) = communication(job(wide, DENSE, ranks=32, local=8))
@@ -203,7 +207,7 @@ def test_rings_and_exchanges_inside_and_between_machines():
 
 def test_cla_followers_send_their_queries_only():
     cla = Shapes(**vars(LLAMA3_8B) | {"layout": "cla"})
-    pairs = [[layer - layer % 2] * 8 for layer in range(32)]
+    pairs = tuple((layer - layer % 2,) * 8 for layer in range(32))
     args = TrainArgs(sequence_parallel_size=4)
     sent = [
         exchanged_bytes(job(args, lead, shapes, 8192)) for shapes, lead in ((LLAMA3_8B, DENSE), (cla, pairs))
@@ -253,7 +257,7 @@ def test_operations_are_six_per_weight_and_token_plus_attention():
 def test_a_window_multiplies_with_its_tokens_only():
     args, near = TrainArgs(), 1024 * 1025 / 2 + 3072 * 1024
     window = Shapes(**vars(LLAMA3_8B) | {"windows": (0, 1024)})
-    windows, half = [[None] * 8] * 32, [[layer, None] * 4 for layer in range(32)]
+    windows, half = ((None,) * 8,) * 32, tuple((layer, None) * 4 for layer in range(32))
     assert attention_flops(job(args, windows, window, 4096)) == 32 * 4 * 128 * 32 * near
     every = 4096 * 4097 / 2
     assert attention_flops(job(args, half, window, 4096)) == 32 * 4 * 128 * 16 * (near + every)

@@ -7,9 +7,8 @@ import pod
 from pod.export import export_adapter
 from pod.export import folder as export_folder
 from pod.training.args import TrainArgs
-from pod.training.checkpoint import restore
-from pod.training.checkpoint.identity import TrainState, samples_of, start_identity_of
-from pod.training.checkpoint.restore import restore_model
+from pod.training.checkpoint import files
+from pod.training.checkpoint.files import TrainState, restore_model, sample_of, start_identity_of
 from pod.training.run.lora import add_lora, load_adapter, lora_settings
 
 LEAD = [[0, 0], [0, 1], [2, 1]]
@@ -71,7 +70,7 @@ def checkpoint(tmp_path, monkeypatch, request):
     weights = {name: p.detach() for name, p in adapted.named_parameters() if p.requires_grad}
     state = TrainState(identity={"dtype": "float32"}, lora=settings(lora_dropout=0.3))
     monkeypatch.setattr(export_folder, "read_state", lambda folder: state)
-    for module in (export_folder, restore):
+    for module in (export_folder, files):
         monkeypatch.setattr(module, "trained_weights", lambda folder: weights)
     return folder, adapted, state
 
@@ -121,7 +120,9 @@ def test_adapters_are_merged_into_their_own_start_model_only(checkpoint):
     rope = {"rope_type": "default", "rope_theta": 500.0}
     fields = {"lead": LEAD, "num_sink_tokens": 1, "num_recent_tokens": 4, "rope_parameters": rope}
     base = make_model(**fields)
-    state.identity |= start_identity_of(base.config, samples_of(base))
+    state.identity |= start_identity_of(
+        base.config, {name: sample_of(one) for name, one in base.named_parameters()}
+    )
     merged = restore_model(folder, state, lambda plan: make_model(**fields))
     with torch.no_grad():
         torch.testing.assert_close(merged(input_ids=IDS).logits, adapted(input_ids=IDS).logits)

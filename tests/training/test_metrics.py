@@ -10,13 +10,15 @@ import torch
 
 import pod
 from pod.training.args import TrainArgs
-from pod.training.observe.metrics import Monitor
-from pod.training.observe.throughput import (
+from pod.training.observe.metrics import (
+    JsonLines,
+    Monitor,
+    Wandb,
     attention_flops,
+    check_tracker,
     peak_tokens_per_second,
     training_flops,
 )
-from pod.training.observe.trackers import JsonLines, Wandb, check_tracker
 from pod.training.predict.shapes import Shapes, causal_pairs, proximal_pairs
 
 
@@ -186,12 +188,12 @@ def test_attention_counts_each_product_that_the_model_needs():
     every = sum(brute_force_pairs(n, 2, 4)[0] for n in lengths)
     near = sum(brute_force_pairs(n, 2, 4)[1] for n in lengths)
     one = 2 * head_dim * groups  # operations per pair of a KV head and product
-    plan = [[0, 0], [0, 1], [2, 1]]  # two of six heads follow
+    plan = ((0, 0), (0, 1), (2, 1))  # two of six heads follow
     assert attention_flops(small_config(), small_config().sharing_plan.lead, lengths) == 6 * one * 2 * every
     assert attention_flops(small_config(lead=plan), plan, lengths) == one * (
         4 * 2 * every + 2 * (every + near)
     )
-    roles = [[0, None], [None, 1], [0, 2]]  # one follows, two keep their window
+    roles = ((0, None), (None, 1), (0, 2))  # one follows, two keep their window
     assert attention_flops(small_config(lead=roles), roles, lengths) == one * (
         3 * 2 * every + (every + near) + 2 * 2 * near
     )

@@ -9,20 +9,29 @@ import torch
 from pod.models import KNOWN_SIZES
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.predict import planner
-from pod.training.predict.devices import get_device
-from pod.training.predict.job import Job, World
-from pod.training.predict.memory import start_bytes, training_bytes
-from pod.training.predict.planner import DERIVED, FIT, NEAR, Fit, Machine, check_fits, plan, this_machine
+from pod.training.predict.memory import Job, World, start_bytes, training_bytes
+from pod.training.predict.planner import (
+    DERIVED,
+    FIT,
+    NEAR,
+    Fit,
+    Machine,
+    check_fits,
+    details,
+    layout_line,
+    plan,
+    table,
+    this_machine,
+)
 from pod.training.predict.shapes import Shapes
-from pod.training.predict.step_time import step_time
-from pod.training.predict.table import details, layout_line, table
-from pod.training.run.optim import learning_rate
+from pod.training.predict.step_time import get_device, step_time
+from pod.training.run.engine import learning_rate
 
 LLAMA3_8B = Shapes.from_config(SimpleNamespace(**KNOWN_SIZES["meta-llama/Meta-Llama-3-8B"]))
 SMALL = Shapes(
     hidden=576, layers=3, query_heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=4096, tied=True
 )
-SHARED = [[layer - layer % 4] * 8 for layer in range(32)]
+SHARED = tuple((layer - layer % 4,) * 8 for layer in range(32))
 PAPER = {"total_tokens": 5_000_000_000, "tokens_per_step": 4 * 2**20, "warmup_ratio": 0.01}
 CONTEXT = 32_768
 
@@ -38,7 +47,7 @@ def large(ranks: int, device: str = "h100", host_gib: float | None = None, **set
 
 def small(ranks: int = 1, rows: int = 1, device: str = "h100", **settings) -> Fit:
     recipe = TrainRecipe(tokens_per_step=rows * 512, **settings)
-    return plan(recipe, SMALL, [[layer] * 3 for layer in range(3)], 512, machine(ranks, device))
+    return plan(recipe, SMALL, tuple((layer,) * 3 for layer in range(3)), 512, machine(ranks, device))
 
 
 def refused(call, *arguments, **settings) -> str:
@@ -223,7 +232,7 @@ def test_ranks_rows_and_heads_that_do_not_meet_are_refused():
         small, 16, 1, sequence_parallel_size=16
     )
     assert "no whole rows of 512 tokens: nearest are 512, 1,024" in refused(
-        plan, TrainRecipe(tokens_per_step=700), SMALL, [[0] * 3], 512, machine(1)
+        plan, TrainRecipe(tokens_per_step=700), SMALL, ((0,) * 3,), 512, machine(1)
     )
     assert "allowed are 1,024 (one step) and more" in refused(small, 1, rows=2, total_tokens=1000)
 
@@ -253,16 +262,16 @@ def test_on_a_cpu_ranks_share_the_machine_and_nothing_is_offloaded(monkeypatch):
     cpu = this_machine(2, 2)
     assert (cpu.device.memory_gib, cpu.has_gpu) == (4, False)
     recipe = TrainRecipe(tokens_per_step=2048)
-    fit = plan(recipe, SMALL, [[0] * 3] * 3, 2048, cpu)
+    fit = plan(recipe, SMALL, ((0,) * 3,) * 3, 2048, cpu)
     assert fit.job.args.sequence_parallel_size == 2 and fit.host == {}
-    tried = list(planner.memory_settings(recipe, [[0] * 3] * 3, cpu))
+    tried = list(planner.memory_settings(recipe, ((0,) * 3,) * 3, cpu))
     assert {one["offload_optimizer"] for one in tried} == {"none"} and {one["carry"] for one in tried} == {
         "keep",
         "recompute",
     }
     monkeypatch.setattr(planner, "host_memory_bytes", lambda: 2**20)
     assert "on a rank, usable are 0.0 (92% of cpu)" in refused(
-        check_fits, plan(recipe, SMALL, [[0] * 3] * 3, 2048, this_machine(2, 2))
+        check_fits, plan(recipe, SMALL, ((0,) * 3,) * 3, 2048, this_machine(2, 2))
     )
 
 
@@ -286,8 +295,8 @@ def test_dropout_of_adapters_is_never_drawn_anew():
 
 def test_the_table_says_what_a_plan_does_and_how_evenly():
     window = replace(LLAMA3_8B, query_heads=8)
-    half = [[layer, None] * 4 for layer in range(32)]
-    lead = [[0] * 8, [0] * 8, *half[2:]]
+    half = [(layer, None) * 4 for layer in range(32)]
+    lead = ((0,) * 8, (0,) * 8, *half[2:])
     shares = {}
     for size in (1, 4, 8):
         recipe = TrainRecipe(tokens_per_step=8 * CONTEXT, sequence_parallel_size=size)

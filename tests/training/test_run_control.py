@@ -2,14 +2,14 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from pod.training.args import TrainArgs
-from pod.training.observe.watchdog import Watchdog
-from pod.training.run.run_control import RunControl
+from pod.training.run.run_control import RunControl, Watchdog
 
 
 class Clock:
@@ -22,7 +22,7 @@ class Clock:
 
 def make_watchdog(folder: Path, timeout: float = 60.0) -> tuple[Watchdog, Clock]:
     clock = Clock()
-    return Watchdog(folder, 3, 4, timeout, clock=clock), clock
+    return Watchdog(folder, TrainArgs(hang_timeout_s=timeout), 3, 4, clock), clock
 
 
 # -- watchdog ------------------------------------------------------------------------------------------------
@@ -122,8 +122,8 @@ def test_no_limit_without_hours(tmp_path, monkeypatch):
 def test_stops_while_the_longest_step_and_a_save_still_fit(tmp_path, monkeypatch):
     control, clock = make_control(tmp_path, monkeypatch, max_hours=1.0)
     assert steps_until_stop(control, clock, [10.0, 10.0, 100.0, 10.0]) is None
-    control.alive("save")
-    clock.now += 200.0
+    with control.saving():
+        clock.now += 200.0
     # 3600 - 1.1 x (100 + 200) = 3270
     assert steps_until_stop(control, clock, [20.0] * 250, 5) == 3270.0
 
@@ -135,8 +135,6 @@ def test_age_before_training_counts(tmp_path, monkeypatch):
 
 
 def test_age_is_the_processes_own(tmp_path):
-    import time
-
     import psutil
 
     mesh = SimpleNamespace(rank=0, world_size=1, device="cpu")
@@ -171,9 +169,8 @@ def test_no_more_than_half_an_hour_of_work_is_at_risk(tmp_path, monkeypatch):
             assert control.should_stop(step) is None
             if control.save_due:
                 saves.append(step)
-                control.alive("save")
-                clock.now += 50.0
-                control.alive("saved")
+                with control.saving():
+                    clock.now += 50.0
     assert saves == [17, 34, 51]
     control, clock = make_control(tmp_path, monkeypatch, save_every_steps=100)
     assert steps_until_stop(control, clock, [1000.0] * 5) is None and not control.save_due
@@ -237,13 +234,17 @@ def test_a_rank_whose_peer_gave_up_ends_with_the_same_code(control_results, cont
 
 def test_an_error_without_a_hang_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("os._exit", lambda code: pytest.fail(f"ended with code {code}"))
-    for action in ("report", "abort"):
-        Watchdog(tmp_path, 0, 2, 5.0, action).abort_after(ValueError("no hang"))
+    report, abort = (
+        Watchdog(tmp_path, TrainArgs(hang_timeout_s=5.0, hang_action=action), 0, 2, time.monotonic)
+        for action in ("report", "abort")
+    )
+    for watchdog in (report, abort):
+        watchdog.abort_after(ValueError("no hang"))
     old = tmp_path / "hang-rank00001.txt"
     old.write_text("rank 1")
-    Watchdog(tmp_path, 0, 2, 5.0, "report").abort_after(ValueError("a hang that is only reported"))
+    report.abort_after(ValueError("a hang that is only reported"))
     os.utime(old, (0, 0))
-    Watchdog(tmp_path, 0, 2, 5.0, "abort").abort_after(ValueError("a hang of another day"))
+    abort.abort_after(ValueError("a hang of another day"))
 
 
 @pytest.mark.multiprocess

@@ -24,7 +24,7 @@ def random_plan(layers, heads, windows, follow, seed):
                 lead = layer
             column.append(lead)
         columns.append(column)
-    return [list(row) for row in zip(*columns, strict=True)]
+    return tuple(zip(*columns, strict=True))
 
 
 def least(work, size):

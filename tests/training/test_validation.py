@@ -5,10 +5,15 @@ import pytest
 import torch
 
 from pod.training.args import TrainArgs
-from pod.training.observe.held_out import held_out_rows, lengthened, padded_row
-from pod.training.observe.make import make_observers
-from pod.training.observe.validation import Evaluation, Passkey, position_buckets
-from pod.training.run.reading import token_scores
+from pod.training.observe.validation import (
+    Evaluation,
+    Passkey,
+    held_out_rows,
+    lengthened,
+    padded_row,
+    position_buckets,
+    token_scores,
+)
 
 LAYOUTS = ["alone", "sp4", "sp2_dp2", "sp2_offload"]
 
@@ -49,12 +54,11 @@ def test_little_held_out_text_makes_one_row_with_padding(tmp_path):
 def test_data_without_held_out_text_is_refused(tmp_path, lengths):
     args = TrainArgs(eval_every_steps=5)
     with pytest.raises(ValueError, match="data.held_out_tokens empty or above 0"):
-        make_observers(args, Prepared(tmp_path, lengths))
+        Evaluation.of(args, Prepared(tmp_path, lengths))
 
 
 def test_without_settings_nothing_is_evaluated(tmp_path):
-    names = [type(one).__name__ for one in make_observers(TrainArgs(), Prepared(tmp_path, None))]
-    assert names == ["PeakMemory"]
+    assert Evaluation.of(TrainArgs(), Prepared(tmp_path, None)) is None
 
 
 @pytest.mark.parametrize(
@@ -113,7 +117,7 @@ def test_prompts_that_do_not_fit_are_refused(tmp_path):
     rows = held_out_rows(Prepared(tmp_path, [12]), 1)
     long = Passkey(prompt=tuple(range(8)), answer=(1, 2, 3), depth=0.0)
     with pytest.raises(ValueError, match="a passkey prompt has 11 tokens, rows have 10"):
-        Evaluation(TrainArgs(eval_every_steps=1), rows, [long])
+        Evaluation(rows, [long])
 
 
 def mean(values):

@@ -8,8 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
 from pod.models import KNOWN_SIZES, ModelArgs
-from pod.training.run.longer_context import change_rope
 from pod.training.run.start_model import (
+    change_rope,
     load_start_model,
     model_config,
     source_config,

@@ -42,14 +42,14 @@ def losses(out, runs, data) -> None:
     """Losses of some steps for every (name, settings); from the second one ZeRO-3 expects the first one's order of modules."""
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.run.mesh import Mesh, stop_processes
     from pod.training.run.trainer import Trainer
 
     release_all_weights()
     mesh = None
     for name, settings in runs:
         args = TrainArgs(**SETTINGS, max_steps=STEPS, **settings)
-        mesh = mesh or start_processes(args.sequence_parallel_size)
+        mesh = mesh or Mesh(args.sequence_parallel_size)
         trainer = Trainer(args, tiny.make_model(), PackedDataset(data), mesh, out / f"run_{name}")
         values = [trainer.step()["loss"] for _ in range(STEPS)]
         held = [parameter.ds_status.name for parameter in trainer.engine.module.parameters()]

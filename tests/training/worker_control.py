@@ -93,8 +93,8 @@ def hours(out: Path) -> None:
             stopped = step
             break
         if step % 20 == 0:
-            control.alive("save")
-            now[0] += 30.0
+            with control.saving():
+                now[0] += 30.0
     tiny.write_result(out, f"hours_rank{rank}", {"step": stopped, "seconds": now[0], "reason": reason})
     leave()
 

@@ -24,15 +24,15 @@ def read(out: Path, data: Path, phase: int) -> None:
     """One phase of a training that does nothing but read: resume from the saved cursor, read, save it."""
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.run.batches import StepBatches
-    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.run.mesh import Mesh, stop_processes
+    from pod.training.run.trainer import StepBatches
     from pod.training.run.ulysses import Ulysses
 
     ranks, sp_size, steps, ahead = PHASES[phase]
     args = TrainArgs(
         sequence_parallel_size=sp_size, gradient_accumulation_steps=ACCUMULATION, prefetch_steps=ahead
     )
-    mesh, dataset = start_processes(sp_size), PackedDataset(data)
+    mesh, dataset = Mesh(sp_size), PackedDataset(data)
     cursor, saved = dataset.cursor(SEED), out / f"cursor-{phase}.saved"
     if phase:
         cursor.load_state_dict(json.loads(saved.read_text(encoding="utf-8")))

@@ -15,10 +15,10 @@ SETTINGS = {"dtype": "float32", "loss_chunk_mib": 1, "max_steps": 1, "save_every
 
 def disagree(out: Path) -> None:
     """Two ranks whose recipes differ in one section."""
-    from pod.training.run.agreement import agree
-    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.run.mesh import Mesh, stop_processes
+    from pod.training.run.start import agree
 
-    mesh = start_processes(1)
+    mesh = Mesh(1)
     recipe = {"seed": 0, "train": {"max_steps": 3 + mesh.rank}}
     result = {"error": None}
     try:
@@ -36,9 +36,8 @@ def layouts(rank: int) -> dict[str, str]:
     from test_planner import CONTEXT, LLAMA3_8B, PAPER, SHARED, machine
 
     from pod.training.args import TrainRecipe
-    from pod.training.predict.planner import plan
-    from pod.training.predict.table import layout_line
-    from pod.training.run.agreement import agree_on_layout
+    from pod.training.predict.planner import layout_line, plan
+    from pod.training.run.start import agree_on_layout
 
     recipe = TrainRecipe(**PAPER)
     fit = plan(recipe, LLAMA3_8B, SHARED, CONTEXT, machine(8, f"h100,memory_gib={20 if rank else 80}"))
@@ -49,15 +48,14 @@ def one_step(out: Path, data: Path, name: str, settings: dict) -> None:
     """Bytes that the first rank handed to all-to-alls in a step, and the estimate's; size of a checkpoint on disk."""
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.predict.communication import all_to_all_bytes, exchanged_bytes
-    from pod.training.predict.job import Job, World
-    from pod.training.predict.memory import checkpoint_disk_bytes
+    from pod.training.predict.memory import Job, World, checkpoint_disk_bytes
     from pod.training.predict.shapes import Shapes
-    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.predict.step_time import all_to_all_bytes, exchanged_bytes
+    from pod.training.run.mesh import Mesh, stop_processes
     from pod.training.run.trainer import Trainer
 
     args = TrainArgs(**SETTINGS | settings)
-    mesh = start_processes(args.sequence_parallel_size)
+    mesh = Mesh(args.sequence_parallel_size)
     model = tiny.make_model(tied=False)
     shapes = Shapes.from_config(model.config)
     job = Job(shapes, model.config.sharing_plan.lead, args, 41, World(mesh.world_size, mesh.world_size))

@@ -50,9 +50,9 @@ def mean_loss(model, batch):
 @functools.cache
 def mesh_of(sp_size):
     """The mesh of these ranks, which is made once."""
-    from pod.training.run.mesh import start_processes
+    from pod.training.run.mesh import Mesh
 
-    return start_processes(sp_size)
+    return Mesh(sp_size)
 
 
 def one_step(args, model, dataset, folder):
@@ -120,7 +120,7 @@ def many_steps(name, out, settings, data) -> None:
 
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.run.optim import learning_rate, make_optimizer
+    from pod.training.run.engine import learning_rate, make_optimizer
     from pod.training.run.trainer import Trainer
 
     schedule = {"max_steps": STEPS, "learning_rate": 1e-3, "warmup_ratio": 3 / STEPS, "weight_decay": 0.1}

@@ -16,7 +16,7 @@ def train(out: Path, data: Path, size: int) -> None:
     from pod.training.args import TrainRecipe
     from pod.training.predict.planner import plan, this_machine
     from pod.training.predict.shapes import Shapes
-    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.run.mesh import Mesh, stop_processes
     from pod.training.run.trainer import Trainer
 
     dataset, model = PackedDataset(data), tiny.make_model()
@@ -33,7 +33,7 @@ def train(out: Path, data: Path, size: int) -> None:
     fit = plan(
         recipe, Shapes.from_config(model.config), model.model.lead, dataset.context_length, this_machine()
     )
-    mesh = start_processes(size)
+    mesh = Mesh(size)
     rows, read = dataset.rows, list[list[int]]()
 
     def recorded(numbers):

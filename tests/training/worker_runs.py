@@ -28,11 +28,11 @@ PROMPT = torch.arange(40).reshape(1, 40) % tiny.VOCAB
 def make_trainer(folder, data, settings, model=None, seed=0):
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.run.mesh import start_processes
+    from pod.training.run.mesh import Mesh
     from pod.training.run.trainer import Trainer
 
     args = TrainArgs(**{"save_every_steps": 0, "loss_chunk_mib": 1, **settings})
-    mesh = start_processes(args.sequence_parallel_size)
+    mesh = Mesh(args.sequence_parallel_size)
     return Trainer(
         args, model or tiny.make_model(), PackedDataset(data), mesh, folder, seed, {"note": "test"}
     )
@@ -217,7 +217,7 @@ def exported(name, out, folder, dtype) -> None:
     from safetensors.torch import save_file
 
     from pod.export import export
-    from pod.training.checkpoint.restore import checkpoint_to_export
+    from pod.training.checkpoint.files import checkpoint_to_export
     from pod.training.run.lora import add_lora
 
     export(
@@ -260,7 +260,7 @@ def adapter(out, folder) -> None:
 
     import pod
     from pod.export import export_adapter
-    from pod.training.checkpoint.restore import checkpoint_to_export
+    from pod.training.checkpoint.files import checkpoint_to_export
     from pod.training.run.lora import load_adapter
 
     export_adapter(checkpoint_to_export(folder, None), out / "adapter", "tiny")

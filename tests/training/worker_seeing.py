@@ -1,4 +1,4 @@
-"""What observers see on several ranks against plain PyTorch on one, and that training does not notice them.
+"""What evaluation sees on several ranks against plain PyTorch on one, and that training does not notice them.
 `worker_seeing.py OUT`."""
 
 import json
@@ -76,7 +76,7 @@ def naive_losses(model, rows) -> list[list[float]]:
 def plain(out, data) -> None:
     """The same numbers from plain PyTorch in fp64."""
     from pod.data import PackedDataset
-    from pod.training.observe.held_out import held_out_rows
+    from pod.training.observe.validation import held_out_rows
 
     dataset, model = PackedDataset(data), tiny.make_model(dtype=torch.float64)
     rows = held_out_rows(dataset, 3)
@@ -91,34 +91,32 @@ def plain(out, data) -> None:
 
 
 def observed(name, out, settings, data, heads=(6, 3)) -> None:
-    """All observers of an untrained model."""
+    """Evaluation and memory of an untrained model."""
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.observe.make import make_observers
     from pod.training.observe.metrics import Monitor
-    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.observe.validation import Evaluation
+    from pod.training.run.mesh import Mesh, stop_processes
     from pod.training.run.trainer import Trainer
 
     args = TrainArgs(**SETTINGS | settings)
     dataset, mesh, model = (
         PackedDataset(data),
-        start_processes(args.sequence_parallel_size),
+        Mesh(args.sequence_parallel_size),
         tiny.make_model(),
     )
-    observers = make_observers(args, dataset, make_passkeys(model))
-    trainer = Trainer(args, model, dataset, mesh, out / name, observers=observers)
+    evaluation = Evaluation.of(args, dataset, make_passkeys(model))
+    trainer = Trainer(args, model, dataset, mesh, out / name, evaluation=evaluation)
     trainer.monitor = Monitor.of(trainer)
-    values: dict = {}
-    for observer in observers:
-        values |= observer.observe(trainer, 0)
-    result: dict = {"before": values}
+    result: dict = {"before": trainer.observe()}
     result["modes"] = sorted({module.training for module in trainer.engine.module.modules()})
     result["row_length"] = trainer.ulysses.row_length if trainer.ulysses else CONTEXT
     result["traces"] = [
         "context" in model.model.__dict__,
         "forward" in trainer.engine.module.loss_head.__dict__,
     ]
-    result["memory"] = observers[0].observe(trainer, 1)
+    trainer.state.step = 1
+    result["memory"] = trainer.observe()
     trainer.monitor.close()
     if mesh.rank == 0:
         tiny.write_result(out, name, result)
@@ -129,20 +127,18 @@ def trained(name, out, settings, data) -> None:
     """A whole run; its weights and moments at the end."""
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.observe.make import make_observers
-    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.observe.validation import Evaluation
+    from pod.training.run.mesh import Mesh, stop_processes
     from pod.training.run.trainer import Trainer
 
     args = TrainArgs(**SETTINGS | settings)
     dataset, mesh, model = (
         PackedDataset(data),
-        start_processes(args.sequence_parallel_size),
+        Mesh(args.sequence_parallel_size),
         tiny.make_model(),
     )
-    observers = None
-    if args.eval_every_steps:
-        observers = make_observers(args, dataset, make_passkeys(model))
-    trainer = Trainer(args, model, dataset, mesh, out / name, observers=observers)
+    evaluation = Evaluation.of(args, dataset, make_passkeys(model))
+    trainer = Trainer(args, model, dataset, mesh, out / name, evaluation=evaluation)
     trainer.train()
     fingerprint = optimizer_hash(trainer)
     if mesh.rank == 0:

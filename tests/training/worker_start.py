@@ -59,18 +59,18 @@ def train(name: str, out: Path) -> None:
     from pod.data import PackedDataset
     from pod.training import deepspeed_bridge as bridge
     from pod.training.args import TrainArgs
-    from pod.training.run.mesh import from_rank_0, start_processes, stop_processes
+    from pod.training.run.mesh import Mesh, from_rank_0, stop_processes
     from pod.training.run.start_model import hollow_start_model
     from pod.training.run.trainer import Trainer
 
     chosen = model_args(name, out)
     args = TrainArgs(loss_chunk_mib=1, learning_rate=1e-2, save_every_steps=0, **CASES[name][1])
     plan = checkpoint_of(name, out) / "plan.json" if chosen.layout == "pod" else None
-    mesh, results, placing = start_processes(1), {}, bridge.place_weights
+    mesh, results, placing = Mesh(1), {}, bridge.place_weights
     for way in ("placed", "whole"):
         if way == "placed":
             model, weights = hollow_start_model(chosen, plan, args.dtype)
-            from_rank_0(mesh.rank, weights.open)
+            from_rank_0(weights.open)
             bridge.place_weights = placing
         else:
             model, weights = whole_model(args, chosen, plan), None
@@ -89,10 +89,10 @@ def damaged(out: Path) -> None:
     """A checkpoint that rank 0 cannot use is refused by all ranks in the same words."""
     from safetensors.torch import load_file, save_file
 
-    from pod.training.run.mesh import from_rank_0, start_processes, stop_processes
+    from pod.training.run.mesh import Mesh, from_rank_0, stop_processes
     from pod.training.run.start_model import hollow_start_model
 
-    mesh = start_processes(1)
+    mesh = Mesh(1)
     if mesh.rank == 0:
         shard = sorted((out / "start").glob("*.safetensors"))[1]
         weights = load_file(shard)
@@ -101,7 +101,7 @@ def damaged(out: Path) -> None:
     said = "accepted"
     try:
         _, opened = hollow_start_model(model_args("stage1", out), out / "start" / "plan.json")
-        from_rank_0(mesh.rank, opened.open)
+        from_rank_0(opened.open)
     except ValueError as error:
         said = str(error)
     tiny.write_result(out, f"damaged_rank{mesh.rank}", {"said": said})

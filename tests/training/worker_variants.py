@@ -94,10 +94,10 @@ def train(out: Path, sp_size: int) -> None:
 
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.run.mesh import start_processes, stop_processes
+    from pod.training.run.mesh import Mesh, stop_processes
     from pod.training.run.trainer import Trainer
 
-    mesh, results = start_processes(sp_size), {}
+    mesh, results = Mesh(sp_size), {}
     runs = [(name, {}) for name in VARIANTS]
     if sp_size == 2:
         runs += [("cla", LORA), ("window", LORA)]
@@ -143,7 +143,7 @@ def exports(out: Path) -> None:
     from functools import partial
 
     from pod.export import export
-    from pod.training.checkpoint.restore import checkpoint_to_export
+    from pod.training.checkpoint.files import checkpoint_to_export
     from pod.training.run.lora import add_lora, lora_settings
 
     results = {}

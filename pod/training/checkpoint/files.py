@@ -1,26 +1,175 @@
-"""Checkpoints: written under a temporary name, published by a rename, rotated.
+"""Checkpoints: what they hold and belong to; written under a temporary name, published by a rename, rotated; and the trained model again, in memory.
 
-`<output_dir>/train/` holds `step-00000100/` (the trained state, see `shards.py`, a random state per rank, `checkpoint.json`, `plan.json`
-and the model's configuration) and `latest`, a text file with the newest folder's name, which is written when that is complete.
+`<output_dir>/train/` holds `step-00000100/` (the trained state, a random state per rank, `checkpoint.json`, `plan.json` and the model's
+configuration) and `latest`, a text file with the newest folder's name, which is written when that is complete.
+
+Any number of ranks, sequence-parallel size and ZeRO stage reads the trained state. Rank 2 writes what it holds into
+`weights-00002-000.safetensors` and so on. A tensor there is a piece of a flattened weight, or of one of Adam's moments, in fp32; its
+key says kind, first element and name (`exp_avg/4096/model.lm_head.weight`), the file's metadata the shapes of whole weights. A rank
+that reads takes from all files what overlaps with its own pieces.
 """
 
+import contextlib
+import hashlib
+import json
+import math
+import os
 import shutil
 import threading
 import time
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import GenerationConfig
 
-from pod.files import atomic_write_text, explain_disk_full
+from pod.files import atomic_write_text, explain_disk_full, read_json, write_json
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.llama import PodForCausalLM
+from pod.modeling.shipped.sharing import SharingPlan
+from pod.schema import one_line
 from pod.training import deepspeed_bridge as bridge
-from pod.training.checkpoint.identity import LATEST_NAME, TrainState, read_state, sha256_of
-from pod.training.checkpoint.shards import host_pieces, read_pieces, sync_to_disk, write_pieces
+from pod.training.deepspeed_bridge import MASTER, Piece
 from pod.training.predict.memory import checkpoint_disk_bytes
+from pod.training.run.carry import host_copy
+from pod.training.run.lora import add_lora
+
+SCHEMA_VERSION = 3
+STATE_NAME = "checkpoint.json"
+LATEST_NAME = "latest"
+_ADVICE = {
+    "plan_sha256": ("another sharing plan", "the plan that it was trained with (plan.json in its folder)"),
+    "layout": ("another model.layout", "the same model.layout"),
+    "windows": ("other windows", "the same model.num_sink_tokens and model.num_recent_tokens"),
+    "rope": ("another RoPE", "the same model.rope_* settings and model.max_position_embeddings"),
+    "model_sha256": ("another model", "the model that it was started from"),
+    "data_sha256": ("other data", "the data that it was trained on"),
+    "method": ("another train.method or other LoRA settings", "the same train.method and lora_* settings"),
+    "dtype": ("another train.dtype", "the same train.dtype"),
+}
+
+Samples = dict[str, str]
+"""Of the weights of a model by their names, see `sample_of`."""
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """The part of a checkpoint that is JSON."""
+
+    step: int = 0
+    """Optimizer steps done, skipped ones included."""
+    updates: int = 0
+    """Those whose update was made."""
+    cursor: dict[str, int] = field(default_factory=dict)
+    """Position in the data (RowCursor.state_dict): rows of all ranks, so that any number of ranks continues there."""
+    guard: dict[str, Any] = field(default_factory=dict)
+    """What the guard remembers of earlier steps (Guard.state_dict)."""
+    world_size: int = 1
+    """Ranks that wrote it."""
+    identity: dict[str, Any] = field(default_factory=dict)
+    """What it belongs to: see `identity_of`."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """The resolved recipe, for the record."""
+    lora: dict[str, Any] | None = None
+    """LoRA settings; None for full fine-tuning."""
+    tied_embeddings: bool = False
+    """Whether the output projection is the embedding."""
+
+    def save(self, checkpoint: Path) -> None:
+        """Write it into a checkpoint's folder."""
+        write_json(checkpoint / STATE_NAME, {"schema": SCHEMA_VERSION, **vars(self)})
+
+
+def read_state(checkpoint: Path) -> TrainState:
+    """The state of a checkpoint folder; ValueError when it is missing, unreadable or of another version."""
+    content = read_json(checkpoint / STATE_NAME)
+    if not isinstance(content, dict) or content.pop("schema", None) != SCHEMA_VERSION:
+        raise ValueError(
+            f"{checkpoint / STATE_NAME} is not a training checkpoint of version {SCHEMA_VERSION}"
+        )
+    return TrainState(**content)
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint under `folder`, None when there is none; ValueError when `latest` names one that is gone."""
+    pointer = folder / LATEST_NAME
+    if not pointer.is_file():
+        return None
+    checkpoint = folder / pointer.read_text(encoding="utf-8").strip()
+    if not (checkpoint / STATE_NAME).is_file():
+        raise ValueError(
+            f"{pointer} names {checkpoint.name}, which is not a checkpoint: write another step's name into it"
+        )
+    return checkpoint
+
+
+def sample_of(weight: torch.Tensor) -> str:
+    """Shape, and 16 values in bfloat16: a run in bfloat16 starts from these, its export in float32."""
+    flat = weight.detach().reshape(-1)
+    values = flat[:: max(1, flat.numel() // 16)][:16].bfloat16().float().tolist()
+    return f"{tuple(weight.shape)}{values}"
+
+
+def identity_of(
+    config: Any, samples: Samples, plan: SharingPlan, manifest: dict[str, Any], method: Any, dtype: str
+) -> dict[str, Any]:
+    """Fingerprints that a resumed run must share with its checkpoint; JSON."""
+    data = {name: manifest[name] for name in ("context_length", "tokenizer_sha256", "shards")}
+    identity = {
+        # before the model: a plan that re-orders heads changes its weights too
+        "plan_sha256": sha256_of([plan.lead, plan.head_order] if plan.head_order else plan.lead),
+        **start_identity_of(config, samples),
+        "data_sha256": sha256_of(data),
+        "method": method,
+        "dtype": dtype,
+    }
+    return json.loads(json.dumps(identity))  # as it will be read again: tuples are lists there
+
+
+def start_identity_of(config: Any, samples: Samples) -> dict[str, Any]:
+    """The part of an identity that is the start model's: layout, windows, RoPE, and samples of its weights in its order; JSON."""
+    weights = "".join(f"{name}{sample}" for name, sample in samples.items())
+    start = {
+        "layout": config.layout,
+        "windows": [config.num_sink_tokens, config.num_recent_tokens],
+        "rope": {**config.rope_parameters, "max_position_embeddings": config.max_position_embeddings},
+        "model_sha256": hashlib.sha256(weights.encode()).hexdigest(),
+    }
+    return json.loads(json.dumps(start))
+
+
+def checkpoint_to_resume(folder: Path, resume: str, identity: dict[str, Any]) -> Path | None:
+    """The checkpoint that a run continues from, None when it starts anew; ValueError when the newest belongs to another run, or for
+    `resume=never` when there is one."""
+    checkpoint = latest_checkpoint(folder)
+    if checkpoint is None:
+        return None
+    if resume == "never":
+        raise ValueError(
+            f"{folder} already holds checkpoints: set train.resume=auto to continue, or another output_dir"
+        )
+    refusal = f"checkpoint {checkpoint} belongs to {{what}}: use {{needed}}, or set another output_dir"
+    check_identity(read_state(checkpoint), identity, refusal)
+    return checkpoint
+
+
+def check_identity(state: TrainState, identity: dict[str, Any], refusal: str) -> None:
+    """Raise ValueError when a checkpoint belongs to another plan, layout, windows, RoPE, model, data, method or dtype."""
+    for key, value in identity.items():
+        if state.identity.get(key) != value:
+            what, needed = _ADVICE[key]
+            raise ValueError(refusal.format(what=what, needed=needed))
+
+
+def sha256_of(content: Any) -> str:
+    """Of anything that JSON can hold, or say as text: 64 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 class Checkpointer:
@@ -106,7 +255,7 @@ class Checkpointer:
             if state.world_size == self.mesh.world_size:
                 states = load_file(checkpoint / _random_name(self.mesh.rank))
         except (OSError, ValueError, SafetensorError) as error:
-            problem = _first_line(error)
+            problem = one_line(error)
         # Agreed, since a rank alone would leave its peers in the next collective.
         if self.mesh.largest(problem is not None):
             raise ValueError(
@@ -176,7 +325,7 @@ class Checkpointer:
             raise error
         if error is not None:
             raise OSError(
-                f"cannot write checkpoint {final} ({_first_line(error)}): check space, quota and permissions there, "
+                f"cannot write checkpoint {final} ({one_line(error)}): check space, quota and permissions there, "
                 "or set another output_dir"
             ) from error
         if failed:
@@ -221,5 +370,160 @@ def _remove(checkpoint: Path) -> None:
         shutil.rmtree(going, ignore_errors=True)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+FILE_BYTES = 2**30
+"""From this size on a file ends: pieces of a GPU wait in host memory until their file is written."""
+
+
+def host_pieces(pieces: Sequence[Piece]) -> list[Piece]:
+    """Copies in host memory, all of them under way at a time."""
+    copies = [
+        replace(one, values={kind: host_copy(held) for kind, held in one.values.items()}) for one in pieces
+    ]
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return copies
+
+
+def write_pieces(folder: Path, rank: int, pieces: list[Piece], written: Callable[[], None]) -> None:
+    """Write and sync this rank's files; empties `pieces`, so that their memory goes with them. Calls `written` after every file.
+
+    Raises OSError, SafetensorError: a file cannot be written.
+    """
+    number = 0
+    while pieces:
+        tensors, shapes, room = {}, {}, FILE_BYTES
+        while pieces and room > 0:
+            one = pieces.pop(0)
+            tensors |= {f"{kind}/{one.start}/{one.name}": held.cpu() for kind, held in one.values.items()}
+            shapes[one.name] = json.dumps(one.shape)
+            room -= sum(held.nbytes for held in one.values.values())
+        path = folder / f"weights-{rank:05d}-{number:03d}.safetensors"
+        with explain_disk_full(path):
+            save_file(tensors, path, metadata=shapes)
+            sync_to_disk(path)
+        written()
+        number += 1
+
+
+def read_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
+    """Fill the values of `pieces` from the files of all ranks that wrote; ValueError, in one line, when they do not hold all of it."""
+    wanted = {one.name: one for one in pieces}
+    missing = sum(held.numel() for one in pieces for held in one.values.values())
+    for file in _files(folder):
+        with _opened(file) as content:
+            for key in content.keys():  # noqa: SIM118  not a dictionary
+                kind, start, name = key.split("/", 2)
+                if name in wanted and kind in wanted[name].values:
+                    mine = wanted[name]
+                    missing -= _fill(mine.values[kind], mine.start, content.get_slice(key), int(start))
+    if missing:
+        raise ValueError(f"{missing} of its numbers are missing")
+
+
+def whole_weights(folder: Path) -> dict[str, Tensor]:
+    """fp32 master weights by the names of the trained module; errors as in `read_pieces`."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _files(folder):
+        with _opened(file) as content:
+            shapes |= {name: tuple(json.loads(shape)) for name, shape in content.metadata().items()}
+    pieces = [
+        Piece(name, shape, 0, {MASTER: torch.empty(math.prod(shape))}) for name, shape in shapes.items()
+    ]
+    read_pieces(folder, pieces)
+    return {one.name: one.values[MASTER].view(one.shape) for one in pieces}
+
+
+def sync_to_disk(path: str | os.PathLike[str]) -> None:
+    """Return when a file, or the entries of a folder, would survive the loss of the machine's power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _files(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("weights-*.safetensors"))
+    if not found:
+        raise ValueError("it holds no weights")
+    return found
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as content:
+            yield content
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file.name}: {one_line(error)}") from error
+
+
+def _fill(values: Tensor, start: int, saved: Any, saved_start: int) -> int:
+    """Copy the elements that two pieces of a flattened weight share, from a slice of a file; returns their number."""
+    (size,) = saved.get_shape()
+    first, stop = max(start, saved_start), min(start + values.numel(), saved_start + size)
+    if first < stop:
+        values[first - start : stop - start] = saved[first - saved_start : stop - saved_start]
+    return max(0, stop - first)
+
+
+WRAPPER = "model."  # LanguageModelLoss holds the model under this name
+
+
+def checkpoint_to_export(train_folder: Path, checkpoint: str | None) -> Path:
+    """The named checkpoint folder, else the newest one; ValueError when there is none."""
+    found = Path(checkpoint) if checkpoint is not None else latest_checkpoint(train_folder)
+    if found is None:
+        raise ValueError(
+            f"{train_folder} holds no checkpoint: run `pod train` first or set export.checkpoint"
+        )
+    return found
+
+
+def check_plan(checkpoint: Path, plan_file: Path) -> None:
+    """Raise ValueError when `plan_file`, which a recipe names, is not the plan that the checkpoint was trained with."""
+    if SharingPlan.load(plan_file) != SharingPlan.load(checkpoint / "plan.json"):
+        raise ValueError(
+            f"checkpoint {checkpoint} was trained with another plan than model.plan = {plan_file}: unset model.plan to "
+            "export it with its own, or set another output_dir"
+        )
+
+
+def trained_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """fp32 master weights by the model's names, LoRA's frozen base left out; ValueError for missing or damaged files."""
+    try:
+        weights = whole_weights(checkpoint)
+    except ValueError as error:
+        raise ValueError(f"checkpoint {checkpoint} cannot be read ({error}): export an older one") from error
+    return {name.removeprefix(WRAPPER): weight for name, weight in weights.items()}
+
+
+def restore_model(checkpoint: Path, state: TrainState, start_model: Any = None) -> PodForCausalLM:
+    """The trained model, fp32, adapters merged onto what `start_model` loads for a plan.
+
+    Raises:
+        ValueError: weights that do not fit the model; another start model, layout, windows or RoPE than the adapters'.
+    """
+    weights = trained_weights(checkpoint)
+    if state.lora is None:
+        model: Any = PodForCausalLM(PodConfig.from_pretrained(checkpoint)).float()
+        if state.tied_embeddings:
+            weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+        if (checkpoint / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(checkpoint)
+        expected = set(model.state_dict())
+    else:
+        base = start_model(SharingPlan.load(checkpoint / "plan.json")).float()
+        refusal = f"the adapters of checkpoint {checkpoint} were trained with {{what}}: use {{needed}}"
+        samples = {name: sample_of(parameter) for name, parameter in base.named_parameters()}
+        check_identity(state, start_identity_of(base.config, samples), refusal)
+        model = add_lora(base, state.lora)
+        expected = {name for name in model.state_dict() if "lora_" in name}
+    missing, unexpected = sorted(expected - weights.keys()), sorted(weights.keys() - expected)
+    if missing or unexpected:
+        raise ValueError(
+            f"checkpoint {checkpoint} does not fit its model: missing {missing[:3] or 'none'}, "
+            f"unexpected {unexpected[:3] or 'none'}"
+        )
+    model.load_state_dict(weights, strict=False)
+    return (model if state.lora is None else model.merge_and_unload()).eval()

@@ -1,15 +1,100 @@
-"""What a run shows of itself: a progress bar, and the numbers of every step for metrics.jsonl and wandb."""
+"""What a run shows of itself: a progress bar, and the numbers of every step for metrics.jsonl and wandb; rank 0 only.
+
+For `mfu` counts what the *model* needs (Chowdhery et al., PaLM, appendix B), not what a kernel does: no recomputation of
+checkpointed layers, no masked-out half of a causal product, no product of queries and keys for the distant tokens of a
+follower, whose logits are the lead's, and of a window's distant tokens nothing. A multiplication and an addition are two operations.
+"""
 
 import contextlib
+import importlib.util
+import json
+import resource
 import sys
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from tqdm import tqdm
+
+from pod.files import atomic_write_text
+from pod.modeling.shipped.sharing import Lead
 from pod.training.args import TrainArgs
-from pod.training.observe.throughput import peak_tokens_per_second
-from pod.training.observe.trackers import JsonLines, Values, Wandb
+from pod.training.predict.shapes import Shapes, causal_pairs, proximal_pairs
+from pod.training.predict.step_time import known_device, model_flops
+
+Values = dict[str, Any]
+"""Numbers by name, and lists of them, which wandb does not show."""
+
+
+def check_tracker(name: str) -> None:
+    """Raise ValueError when `wandb` is asked for and not installed."""
+    if name == "wandb" and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            "train.tracker=wandb needs the package wandb: pip install wandb, or set tracker=none"
+        )
+
+
+class JsonLines:
+    """One JSON object per line; a resumed run first drops the lines of steps it will repeat, and what a killed one left half-written."""
+
+    def __init__(self, path: Path, first_step: int):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._open(first_step or -1)  # a run from the beginning measures step 0 again
+
+    def _open(self, last_step: int) -> None:
+        """Drop what lies behind `last_step`, and go on at the end."""
+        kept = []
+        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else ():
+            with contextlib.suppress(json.JSONDecodeError):
+                kept += [line + "\n"] if json.loads(line)["step"] <= last_step else []
+        atomic_write_text(self.path, "".join(kept))
+        self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
+
+    def log(self, step: int, values: Values) -> None:
+        self.file.write(json.dumps({"step": step, **values}) + "\n")
+        self.file.flush()
+
+    def rewind(self, step: int) -> None:
+        """What was told of steps after `step` did not happen: they come again."""
+        self.close()
+        self._open(step)
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class Wandb:
+    """Weights & Biases; offline unless told. A continued run goes on in the same wandb run.
+
+    Every line carries its step as a number, which the charts use as their axis: wandb's own steps cannot go back.
+    """
+
+    def __init__(self, folder: Path, args: TrainArgs, config: dict[str, Any]):
+        import wandb
+
+        name = folder / "wandb-run"
+        folder.mkdir(parents=True, exist_ok=True)
+        if not name.is_file():
+            atomic_write_text(name, uuid.uuid4().hex[:8] + "\n")
+        run_id = name.read_text(encoding="utf-8").strip()
+        where: dict[str, Any] = {"project": "pod-kv", "dir": str(folder), "mode": args.wandb_mode}
+        self.run = wandb.init(id=run_id, resume="allow", config=config, **where)
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: Values) -> None:
+        numbers = {name: value for name, value in values.items() if not isinstance(value, list)}
+        self.run.log({"step": step, **numbers})
+
+    def rewind(self, step: int) -> None:
+        """Nothing to take back: repeated steps are drawn at the same places."""
+
+    def close(self) -> None:
+        self.run.finish()
+
 
 _REDRAW_S = 1.0  # on a terminal
 _REDRAW_LOG_S = 30.0  # where every drawing is one more line of a log file
@@ -38,15 +123,12 @@ class Monitor:
         self.args, self.tokens_per_step, self.enabled, self.peak = args, tokens_per_step, enabled, peak
         self.trackers: list[JsonLines | Wandb] = []
         self._start_record(first_step)
+        redraw = _REDRAW_S if sys.stderr.isatty() else _REDRAW_LOG_S
+        steps: dict[str, Any] = {"total": args.max_steps, "initial": first_step}
+        self.bar = tqdm(desc="train", unit="step", mininterval=redraw, disable=not enabled, **steps)
         if enabled:
-            from tqdm import tqdm
-
             self.trackers = [JsonLines(folder / "metrics.jsonl", first_step)]
             self.trackers += [Wandb(folder, args, config)] if args.tracker == "wandb" else []
-            redraw = _REDRAW_S if sys.stderr.isatty() else _REDRAW_LOG_S
-            self.bar = tqdm(
-                desc="train", unit="step", total=args.max_steps, initial=first_step, mininterval=redraw
-            )
 
     @classmethod
     def of(cls, trainer: Any) -> "Monitor":
@@ -119,8 +201,7 @@ class Monitor:
 
     def close(self) -> None:
         """End bar and trackers."""
-        if self.enabled:
-            self.bar.close()
+        self.bar.close()
         for tracker in self.trackers:
             tracker.close()
 
@@ -133,3 +214,49 @@ def _summary(record: Values, waiting: float) -> str:
     if "eval_loss" in record:
         text += f", held-out loss {record['eval_loss']:.4f}"
     return text if waiting <= 0.01 else f"{text}, {waiting:.0%} of it waiting for data"
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most bytes that PyTorch had allocated on a GPU; without one, the process's largest resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+_SAMPLED_ROWS = 256
+
+
+def attention_flops(config: Any, lead: Lead, lengths: Sequence[int]) -> float:
+    """Forward operations of all attention products over documents of these lengths."""
+    every = sum(map(causal_pairs, lengths))
+    near = sum(proximal_pairs(n, config.num_sink_tokens, config.num_recent_tokens) for n in lengths)
+    pairs = 0  # once for the logits, once for the values
+    for layer, row in enumerate(lead):
+        for owner in row:
+            follows = config.layout == "pod" and owner not in (layer, None)
+            pairs += near if owner is None or follows else every
+            pairs += near if owner is None else every
+    groups = config.num_attention_heads // config.num_key_value_heads
+    return 2.0 * config.head_dim * groups * pairs
+
+
+def training_flops(config: Any, lead: Lead, args: TrainArgs, lengths: Sequence[int]) -> float:
+    """Operations of one forward and backward over documents of these lengths (tokens), by the model's needs."""
+    attention = attention_flops(config, lead, lengths)
+    return model_flops(Shapes.from_config(config), lead, args, sum(lengths), attention)
+
+
+def peak_tokens_per_second(config: Any, args: TrainArgs, dataset: Any, mesh: Any) -> float | None:
+    """Tokens and padding that all devices could train at their peak, a mean over at most 256 rows of the data set; None when the peak
+    is not known: the recipe's `peak_tflops`, else the data sheet's."""
+    peak = args.peak_tflops
+    if not peak and mesh.device.type == "cuda":
+        known = known_device(torch.cuda.get_device_name(mesh.device))
+        peak = 0.0 if known is None else known.tflops(args.dtype)
+    if not peak:
+        return None
+    rows = range(0, len(dataset), -(-len(dataset) // _SAMPLED_ROWS))
+    lengths = [len(document) for row in rows for document in dataset.documents(row)]
+    flops = training_flops(config, config.sharing_plan.lead, args, lengths)
+    return peak * 1e12 * mesh.world_size * len(rows) * dataset.context_length / flops

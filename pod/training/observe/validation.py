@@ -1,21 +1,86 @@
-"""Evaluation during training, under ZeRO and sequence parallelism: held-out loss by position, and passkeys."""
+"""Evaluation during training, under ZeRO and sequence parallelism: loss by position on rows made of the held-out text that lies beside
+the prepared rows, and passkeys."""
 
+import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from pod.data.rows.held_out import map_held_out
+from pod.data.rows.loader import shifted_labels
 from pod.modeling.shipped.step import document_positions
 from pod.training.args import TrainArgs
-from pod.training.observe.held_out import Rows, lengthened, padded_row
-from pod.training.observe.observers import Observer
-from pod.training.observe.trackers import Values
-from pod.training.run.loss import IGNORED_LABEL
-from pod.training.run.reading import read, reading, row_length_for, token_scores
+from pod.training.observe.metrics import Values
+from pod.training.run.engine import IGNORED_LABEL
+
+Rows = dict[str, Tensor]
+"""`input_ids`, `labels` (shifted), `doc_ids` (-1 = padding), each int64 [rows, length]."""
+FILLS = {"input_ids": 0, "labels": IGNORED_LABEL, "doc_ids": -1}
+
+
+def held_out_rows(dataset: Any, count: int) -> Rows:
+    """At most `count` rows of `dataset.context_length` tokens, the same in every run; ValueError without held-out text.
+
+    Documents of at least that length come first, one row from the beginning of each, so that every position has context;
+    the other rows are packed with shorter documents in the order of the file, the last document of a row cut.
+    """
+    length, documents = dataset.context_length, map_held_out(dataset.path, dataset.manifest)
+    if not documents:
+        raise ValueError(
+            "train.eval_every_steps needs held-out text, and this data has none: prepare the data again with "
+            "data.held_out_tokens empty or above 0, or set train.eval_every_steps to 0"
+        )
+    rows = [[document[:length]] for document in documents if len(document) >= length][:count]
+    rows += _packed([x for x in documents if 0 < len(x) < length], length, count - len(rows))
+    tokens = np.full((len(rows), length), dataset.manifest["pad_token_id"], dtype=np.int64)
+    docs = np.full(tokens.shape, -1, dtype=np.int64)
+    for at, row in enumerate(rows):
+        filled = np.concatenate(row)
+        tokens[at, : len(filled)] = filled
+        docs[at, : len(filled)] = np.repeat(np.arange(len(row)), [len(document) for document in row])
+    found = {"input_ids": tokens, "labels": shifted_labels(tokens, docs), "doc_ids": docs}
+    return {name: torch.from_numpy(value) for name, value in found.items()}
+
+
+def _packed(documents: Sequence[np.ndarray], length: int, count: int) -> Iterator[list[np.ndarray]]:
+    """Rows of documents shorter than a row, one after the other; the last row may have room left."""
+    row: list[np.ndarray] = []
+    made = filled = 0
+    for document in documents:
+        if made >= count:
+            return
+        row.append(document[: length - filled])
+        filled += len(row[-1])
+        if filled == length:
+            yield row
+            row, filled, made = [], 0, made + 1
+    if row and made < count:
+        yield row
+
+
+def padded_row(token_ids: Sequence[int], answer: int, length: int) -> Rows:
+    """One document as a row of `length` tokens; only its last `answer` tokens are labels."""
+    tokens, end = torch.tensor([token_ids]), len(token_ids)
+    labels = torch.full_like(tokens, IGNORED_LABEL)
+    labels[0, end - 1 - answer : end - 1] = tokens[0, end - answer :]
+    row = {"input_ids": tokens, "labels": labels, "doc_ids": torch.zeros_like(tokens)}
+    return lengthened(row, length)
+
+
+def lengthened(rows: Rows, length: int) -> Rows:
+    """Rows with padding up to `length` tokens."""
+    more = length - rows["input_ids"].shape[1]
+    return {
+        name: torch.nn.functional.pad(value, (0, more), value=FILLS[name]) for name, value in rows.items()
+    }
+
 
 _LEAST_BUCKET = 64  # tokens
 
@@ -46,16 +111,15 @@ def position_buckets(length: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
-class Evaluation(Observer):
-    """Every `eval_every_steps`, before the first step and at the last one.
+class Evaluation:
+    """Held-out rows and passkeys, measured by all ranks without a trace: no weight, random state or position in the data changes.
 
     Metrics: `eval_loss` (nats per token, over all tokens with a label), `eval_perplexity`, `eval_loss_<start>_<end>` by
     position (tokens of the same document before the predicted one), `eval_passkey` (share of prompts whose number is
     the model's greedy continuation), `eval_passkey_loss` (nats per token of the number), and both by depth in `eval_passkeys`.
     """
 
-    def __init__(self, args: TrainArgs, rows: Rows, passkeys: Sequence[Passkey] = ()):
-        super().__init__(args.eval_every_steps)
+    def __init__(self, rows: Rows, passkeys: Sequence[Passkey] = ()):
         self.passkeys = passkeys
         self.num_texts, length = rows["input_ids"].shape
         longest = max((len(key.prompt) + len(key.answer) for key in passkeys), default=0)
@@ -68,7 +132,12 @@ class Evaluation(Observer):
         self.rows += [padded_row(key.prompt + key.answer, len(key.answer), length) for key in passkeys]
         self.buckets = position_buckets(length)
 
-    def measure(self, trainer: Any, step: int) -> Values:
+    @classmethod
+    def of(cls, args: TrainArgs, dataset: Any, passkeys: Sequence[Passkey] = ()) -> "Evaluation | None":
+        """What a recipe asks for; ValueError: no held-out text, passkey prompts longer than a row."""
+        return cls(held_out_rows(dataset, args.eval_rows), passkeys) if args.eval_every_steps else None
+
+    def measure(self, trainer: Any) -> Values:
         texts, keys = self._sums(trainer)
         total, tokens = texts.sum(1).tolist()
         loss = total / max(tokens, 1.0)
@@ -116,9 +185,9 @@ def scored_rows(trainer: Any, rows: Sequence[Rows]) -> Iterator[tuple[int, Tenso
     rank's slice of it, on the host and without padding beyond the row, and the slice.
     """
     mesh, tokens = trainer.mesh, rows[0]["input_ids"].shape[1]
-    length = row_length_for(tokens, trainer)
+    length = -(-tokens // mesh.sp_size) * mesh.sp_size  # the shortest that falls into equal slices
     chunk = trainer.engine.module.loss_head.chunk_bytes
-    with reading(trainer, length) as whole:
+    with _reading(trainer, length) as whole:
         mine = slice(whole.start, max(whole.start, min(whole.stop, tokens)))
         for start in range(0, len(rows), mesh.dp_size):
             index = start + mesh.dp_rank
@@ -130,7 +199,63 @@ def scored_rows(trainer: Any, rows: Sequence[Rows]) -> Iterator[tuple[int, Tenso
                 scores.extend(token_scores(hidden, weight, labels, chunk))
                 return scores[0]
 
-            read(trainer, row["input_ids"], row["doc_ids"], row["labels"], score)
+            _read(trainer, row, whole, score)
             if index < len(rows):
                 losses, best = (x[:, : mine.stop - mine.start].cpu() for x in scores)
                 yield index, losses, best, mine
+
+
+@contextlib.contextmanager
+def _reading(trainer: Any, row_length: int) -> Iterator[slice]:
+    """Make a trainer's model ready for rows of `row_length` tokens, which the sequence-parallel group must divide; yields this rank's
+    slice of a row. Afterwards modes and row length are what they were."""
+    module, ulysses = trainer.engine.module, trainer.ulysses
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        if ulysses is not None:
+            ulysses.set_row_length(row_length)
+        with torch.no_grad():
+            yield slice(0, row_length) if ulysses is None else ulysses.slice
+    finally:
+        if ulysses is not None:
+            ulysses.set_row_length(trainer.dataset.context_length)
+        for part, mode in modes:
+            part.training = mode
+
+
+def _read(trainer: Any, row: Rows, mine: slice, reader: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    """One forward pass over a row that every rank of a group holds whole.
+
+    `reader`, of hidden states [B, n_local, hidden], output projection [V, hidden] and labels [B, n_local], stands in for the loss at its
+    place, where ZeRO-3 has gathered the output projection.
+    """
+    trainer.control.alive("evaluate")
+    module, device = trainer.engine.module, trainer.mesh.device
+    head = module.loss_head
+    head.forward = lambda hidden, labels: reader(hidden, head.weight, labels)
+    parts = {name: row[name][:, mine] for name in ("input_ids", "labels")} | {"doc_ids": row["doc_ids"]}
+    try:
+        module(**{name: part.to(device) for name, part in parts.items()})
+    finally:
+        del head.forward
+
+
+def token_scores(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_bytes: int) -> tuple[Tensor, Tensor]:
+    """Cross entropy in nats (fp32, 0 without a label) and the most likely next token, each [B, n]; at most `chunk_bytes` of logits."""
+    rows, targets = hidden.flatten(0, 1), labels.flatten()
+    size = max(1, chunk_bytes // (4 * weight.shape[0]))
+    losses, best = [], []
+    for chunk, target in zip(rows.split(size), targets.split(size), strict=True):
+        logits = wide_logits(chunk, weight)
+        losses.append(F.cross_entropy(logits, target, reduction="none", ignore_index=IGNORED_LABEL))
+        best.append(logits.argmax(-1))
+    return torch.cat(losses).view(labels.shape), torch.cat(best).view(labels.shape)
+
+
+def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """[m, hidden] and [V, hidden] to [m, V] in at least fp32, not rounded on the way where the device can do without."""
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    logits = F.linear(hidden, weight)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

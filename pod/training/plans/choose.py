@@ -1,30 +1,34 @@
-"""From measurements to a plan: heads aligned, roles and bits chosen at the target saving, and the plan's own loss measured."""
+"""From measurements to a plan: heads aligned, roles and bits chosen at the target saving, and the plan's own loss measured, since
+costs of roles add up (``costs.py``) and errors of one layer change what the next ones see."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from pod.modeling.shipped.sharing import SharingPlan
+from pod.modeling.loading import load_model
+from pod.modeling.methods import make_cache
+from pod.modeling.shipped.llama import PodForCausalLM
+from pod.modeling.shipped.sharing import GROUP_SIZE, SharingPlan
+from pod.training.args import ExploreArgs
+from pod.training.observe.validation import token_scores
 from pod.training.plans.align import align
-from pod.training.plans.bits import PackedFrontier, solve_packed
 from pod.training.plans.costs import total_costs
 from pod.training.plans.exploration import Exploration, allowed, packed_costs
-from pod.training.plans.explore_args import ExploreArgs
 from pod.training.plans.measure import (
     Measured,
     find_costs,
     find_similarity,
-    from_first_rank,
     is_first_rank,
     quiet,
     repeated_sequences,
 )
-from pod.training.plans.plan_loss import plan_loss
 from pod.training.plans.similarity import dissimilarity, greedy_plan
-from pod.training.plans.solve import Floats, Frontier, solve
+from pod.training.plans.solve import Floats, Frontier, PackedFrontier, solve, solve_packed
+from pod.training.run.mesh import from_rank_0
 
 Order = tuple[tuple[int, ...], ...]
 
@@ -58,7 +62,7 @@ def find_plan(exploration: Exploration, say: Callable[[str], None] = print) -> C
     choice = choose(find_costs(exploration, say), explore, exploration.windows)
     if not explore.loss_sequences:
         return choice
-    losses = from_first_rank(lambda: _losses(exploration, choice.plan))
+    losses = from_rank_0(lambda: _losses(exploration, choice.plan))
     plan = replace(choice.plan, provenance=choice.plan.provenance | {"losses": losses})
     return replace(choice, plan=plan)
 
@@ -190,3 +194,30 @@ def _losses(exploration: Exploration, plan: SharingPlan) -> dict[str, Any]:
         for name, one in (("dense", dense), ("plan", plan))
     }
     return losses | {"sequences": len(text), "repeated_sequences": len(texts["repeated"])}
+
+
+@torch.no_grad()
+def plan_loss(model: PodForCausalLM, plan: SharingPlan, sequences: Sequence[Tensor]) -> float:
+    """Mean next-token loss under a plan, in nats per token; packed layers as the cache holds them, as in decoding.
+
+    Args:
+        model: dense weights with the windows that the plan is for.
+        sequences: N tensors ``[n]`` of token ids.
+    """
+    shared = load_model(model, plan=plan, attention_backend=model.config.attention_backend)
+    total = sum(_summed_loss(shared, row.reshape(1, -1).to(model.device)) for row in sequences)
+    return total / sum(len(row) - 1 for row in sequences)
+
+
+def _summed_loss(model: PodForCausalLM, tokens: Tensor) -> float:
+    """Of ``[1, n]``. Where layers are packed every token reads what the model's own cache holds in its place: a group at a time,
+    since nothing is packed between two multiples of its size."""
+    packs = model.config.sharing_plan.packs
+    cache: Any = make_cache(model) if packs else None
+    parts = [
+        model.model(input_ids=part, past_key_values=cache, use_cache=packs).last_hidden_state
+        for part in tokens.split(GROUP_SIZE if packs else tokens.shape[1], dim=1)
+    ]
+    hidden = torch.cat(parts, dim=1)[:, :-1]
+    losses, _ = token_scores(hidden, model.lm_head.weight, tokens[:, 1:], 1 << 28)
+    return losses.double().sum().item()

@@ -19,12 +19,10 @@ from pod.modeling.loading import load_model, load_tokenizer
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.models import resolve_model
-from pod.training.plans.bits import PackedCosts
-from pod.training.plans.costs import cost_shapes, sample_queries
-from pod.training.plans.explore_args import ExploreArgs
-from pod.training.plans.recording import planned_layers
-from pod.training.plans.solve import Floats, solve
-from pod.training.run.longer_context import extend
+from pod.training.args import ExploreArgs
+from pod.training.plans.costs import cost_shapes, planned_layers, sample_queries
+from pod.training.plans.solve import Floats, PackedCosts, solve
+from pod.training.run.start_model import extend
 
 MATCHING_SEQUENCES = 2
 """Sequences of text, beside all repeated ones, on which query heads are matched."""
@@ -62,11 +60,13 @@ class Exploration:
         settings |= {
             name: getattr(explore, name) for name in ("num_sequences", "sequence_length", "num_queries")
         }
+        is_prepared = (recipe.data_dir / MANIFEST_NAME).is_file()
+        data = read_manifest(recipe.data_dir)["id"] if is_prepared else None
         settings |= {
             "model": model.path,
             "gguf_file": model.gguf_file,
             "dtype": model.dtype,
-            "text": list(explore.sources) or _data_id(recipe.data_dir),
+            "text": list(explore.sources) or data,
             "seed": recipe.seed,
         }
         folder = resolve_model(model.path)
@@ -106,11 +106,6 @@ class Exploration:
             where = "explore.sources" if explore.sources else f"the held-out text in {self.prepared}"
             raise ValueError(f"{where}: {error}") from None
         return list(torch.from_numpy(found))
-
-
-def _data_id(folder: Path) -> str | None:
-    """What stands for the prepared data in `folder`; None when there is none yet."""
-    return read_manifest(folder)["id"] if (folder / MANIFEST_NAME).is_file() else None
 
 
 def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> None:

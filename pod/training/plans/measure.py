@@ -2,6 +2,9 @@
 
 Every sequence contributes integers, what was measured in units of 2^-40, so that the sum does not depend on the order: one process,
 several ranks, and a run that was interrupted and continued with another number of ranks give the same bits.
+
+Heads that look far back are found without text (RazorAttention §3.3): one that has learnt to retrieve finds the earlier copies of the
+current token (*echo*), or what followed them (*induction*), even among repeated random tokens. No matrix of n x n is ever held.
 """
 
 import hashlib
@@ -24,17 +27,20 @@ from tqdm import tqdm
 from pod.files import atomic_write_bytes, sha256_file
 from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.modeling.shipped.llama import PodForCausalLM
+from pod.training.checkpoint.files import sha256_of
 from pod.training.plans.costs import (
     RETRIEVAL,
     cost_shapes,
     match_query_heads,
     measure_costs,
     measure_query_head_errors,
+    planned_layers,
+    record_attention_inputs,
+    record_attention_rows,
 )
 from pod.training.plans.exploration import MATCHING_SEQUENCES, Exploration
-from pod.training.plans.heads import ordinary_tokens, search_heads
-from pod.training.plans.recording import planned_layers, record_attention_rows
 from pod.training.plans.similarity import jensen_shannon_similarity
+from pod.training.run.mesh import from_rank_0
 
 SIMILARITY_NAME, COSTS_NAME, HEADS_NAME = (
     "similarity.safetensors",
@@ -114,7 +120,7 @@ def find_heads(exploration: Exploration, say: Say = print) -> RetrievalHeads:
         found.save(path)
         return found
 
-    return from_first_rank(find)
+    return from_rank_0(find)
 
 
 def _search(exploration: Exploration, wanted: dict[str, Any], say: Say) -> RetrievalHeads:
@@ -149,19 +155,18 @@ def _find(exploration: Exploration, name: str, measure: Any, wanted: dict[str, A
     """
     path = exploration.folder / name
     wanted = exploration.settings | wanted | {"weights": weights_stamp(exploration.model_folder)}
-    found = from_first_rank(lambda: reusable(path, Measured.load, wanted, say))
+    found = from_rank_0(lambda: reusable(path, Measured.load, wanted, say))
     if found is not None:
         return found
     model = exploration.load_model()
     sequences = exploration.read()
     provenance = wanted | {
         "num_key_value_heads": model.config.num_key_value_heads,
-        "tokens_sha256": sequence_fingerprint(sequences),
+        "tokens_sha256": hashlib.sha256(torch.stack(sequences).numpy().tobytes()).hexdigest(),
     }
     if model.config.layer_windows is not None:
         provenance |= {"layers": planned_layers(model.config), "num_layers": model.config.num_hidden_layers}
-    digest = hashlib.sha256(json.dumps(provenance, sort_keys=True).encode()).hexdigest()
-    partial = path.with_suffix(f".partial-{digest[:8]}")
+    partial = path.with_suffix(f".partial-{sha256_of(provenance)[:8]}")
 
     def mean(part: str, measure_one: Any, shape: Sequence[int], texts: Sequence[Tensor]) -> Tensor:
         with tqdm(total=len(texts), desc=f"explore, {part}", unit="seq", disable=say is quiet) as bar:
@@ -197,7 +202,7 @@ def measure_mean(
     if not sequences:
         raise ValueError("no sequence to measure: give longer or more texts in explore.sources")
     files = [folder / f"{index:06d}.safetensors" for index in range(len(sequences))]
-    done = from_first_rank(lambda: [index for index, file in enumerate(files) if file.exists()])
+    done = from_rank_0(lambda: [index for index, file in enumerate(files) if file.exists()])
     total = torch.zeros(tuple(shape), dtype=torch.int64)
     for index in done if is_first_rank() else ():
         total += Measured.load(files[index]).tensors["units"]
@@ -295,27 +300,94 @@ def weights_stamp(model_folder: str) -> str:
     return "; ".join(parts)
 
 
-def sequence_fingerprint(sequences: Iterable[Tensor]) -> str:
-    """Hash of all token ids and of where sequences begin."""
-    digest = hashlib.sha256()
-    for sequence in sequences:
-        digest.update(len(sequence).to_bytes(8, "little"))
-        digest.update(sequence.to(torch.int64).cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
 def is_first_rank() -> bool:
     """Whether this process is rank 0, or the only one."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def from_first_rank(function: Callable[[], Any]) -> Any:
-    """What `function` returns on rank 0, on every rank."""
-    box = [function() if is_first_rank() else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
 def quiet(line: str) -> None:
     """What ranks other than 0 say: nothing."""
+
+
+BLOCK_ELEMENTS = 1 << 24  # logits computed at a time
+
+
+def repeated_tokens(
+    num_tokens: int, repeats: int, vocab_size: int, excluded: Iterable[int] = (), seed: int = 0
+) -> Tensor:
+    """``[repeats · K]`` ids: K distinct random tokens outside ``excluded``, the same order again and again.
+
+    Raises: ValueError when the vocabulary has fewer than K tokens left.
+    """
+    allowed = torch.ones(vocab_size, dtype=torch.bool)
+    allowed[[token for token in excluded if 0 <= token < vocab_size]] = False
+    candidates = allowed.nonzero().flatten()
+    if num_tokens < 2 or num_tokens > len(candidates):
+        raise ValueError(f"{num_tokens} distinct tokens asked for, allowed are 2 to {len(candidates)}")
+    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
+    return candidates[order[:num_tokens]].repeat(repeats)
+
+
+def head_scores(
+    q: Tensor, k: Tensor, num_tokens: int, block_elements: int = BLOCK_ELEMENTS
+) -> tuple[Tensor, Tensor]:
+    """Echo and induction scores ``[Hq]`` of one layer on ``repeated_tokens``, fp64 on the CPU.
+
+    With A the causal attention and K the number of distinct tokens, the means over the queries i >= K of
+    ``Σ_r A[i, i - rK]`` and ``Σ_r A[i, i - rK + 1]`` over all earlier copies ``r >= 1``, ``rK <= i``.
+
+    Args:
+        q: ``[Hq, n, d]``; k: ``[H, n, d]``, rotated.
+        num_tokens: K.
+        block_elements: logits held at a time; memory is O(n) beside it.
+    """
+    heads, n, _ = q.shape
+    compute = torch.promote_types(q.dtype, torch.float32)
+    scaled = q.to(compute).unflatten(0, (k.shape[0], -1)) * q.shape[-1] ** -0.5
+    keys = k.to(compute).transpose(1, 2)
+    totals = torch.zeros(2, heads, dtype=torch.float64)
+    size = max(1, block_elements // (heads * n))
+    for start in range(num_tokens, n, size):
+        stop = min(start + size, n)
+        logits = (scaled[:, :, start:stop].flatten(1, 2) @ keys[:, :, :stop]).view(heads, stop - start, stop)
+        query = torch.arange(start, stop, device=q.device)
+        future = torch.arange(stop, device=q.device) > query[:, None]
+        lse = logits.masked_fill_(future, float("-inf")).logsumexp(-1)
+        for back in range(num_tokens, stop, num_tokens):
+            first = max(back - start, 0)  # the first query of the block that has a copy this far back
+            echo = logits[:, first:].diagonal(start + first - back, 1, 2)
+            induction = logits[:, first:].diagonal(start + first - back + 1, 1, 2)
+            for total, found in zip(totals, (echo, induction), strict=True):
+                total += (found - lse[:, first:]).exp().double().sum(1).cpu()
+    return totals[0] / (n - num_tokens), totals[1] / (n - num_tokens)
+
+
+def search_heads(model: Any, input_ids: Tensor, num_tokens: int) -> tuple[Any, Any]:
+    """Echo and induction scores ``[L][Hq]`` of a dense model on ``[n]`` repeated tokens."""
+    layers = tqdm(
+        record_attention_inputs(model, input_ids[None].to(model.device)),
+        total=model.config.num_hidden_layers,
+        desc=f"heads, {len(input_ids)} tokens",
+        unit="layer",
+    )
+    scores = [head_scores(inputs.q, inputs.k, num_tokens) for inputs in layers]
+    echo, induction = (tuple(tuple(one.tolist()) for one in kind) for kind in zip(*scores, strict=True))
+    return echo, induction
+
+
+def ordinary_tokens(tokenizer: Any, config: Any, wanted: int, repeats: int, seed: int) -> Tensor:
+    """`repeated_tokens` that are not special: ``wanted`` distinct ones, or as many as the context and the vocabulary allow.
+
+    Raises: ValueError when that is fewer than 2.
+    """
+    added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    vocab = min(len(tokenizer), config.vocab_size)
+    special = {id for id in added | set(tokenizer.all_special_ids) if id < vocab}
+    context = config.max_position_embeddings
+    num_tokens = min(wanted, context // repeats, vocab - len(special))
+    if num_tokens < 2:
+        raise ValueError(
+            f"explore.head_repeats is {repeats}: a context of {context} tokens and {vocab - len(special)} ordinary tokens leave fewer "
+            "than 2 distinct ones; repeat less often"
+        )
+    return repeated_tokens(num_tokens, repeats, vocab, special, seed)

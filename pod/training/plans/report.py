@@ -1,12 +1,27 @@
-"""A plan and chosen heads in words, and the whole curve: what every saving costs at least, and which roles the plans along it have."""
+"""A plan and chosen heads in words and pictures, what was measured, and the whole curve: what every saving costs at least, and which roles
+the plans along it have (paper Figures 1d and 5)."""
 
+import io
 import math
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import ArrayLike, NDArray
+
+from pod.files import atomic_write_bytes
 from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.modeling.shipped.sharing import SharingPlan
+from pod.training.args import ExploreArgs
 from pod.training.plans.choose import Choice
-from pod.training.plans.explore_args import ExploreArgs
 
 SCHEMA_VERSION = 1
 FORBIDDEN = {
@@ -66,9 +81,12 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
     lines = [
         f"plan: {about_plan(plan, explore)}",
         describe_plan(plan),
-        *_beside(found),
         f"KV saving at {n:,} tokens with {sinks} sink and {recent} recent tokens: {plan.saving(n, sinks, recent):.1%}",
     ]
+    if "layers" in found:
+        taking = f"{len(found['layers'])} of {found['num_layers']} layers take part"
+        others = "the others keep the windows that they were trained with"
+        lines.insert(2, f"{taking}, and savings are shares of their bytes; {others}")
     if plan.head_order is not None:
         moved = sum(row != tuple(range(len(row))) for row in plan.head_order)
         lines.append(
@@ -87,16 +105,6 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
         change = f"perplexity x {math.exp(own - dense):.3f}"
         lines.append(f"measured loss on {what}: dense {dense:.4f}, plan {own:.4f} nats per token ({change})")
     return "\n".join(lines)
-
-
-def _beside(found: dict[str, Any]) -> list[str]:
-    if "layers" not in found:
-        return []
-    count = len(found["layers"])
-    return [
-        f"{count} of {found['num_layers']} layers take part, and savings are shares of their bytes; the others keep the windows that "
-        "they were trained with"
-    ]
 
 
 def describe_plan(plan: SharingPlan) -> str:
@@ -120,3 +128,161 @@ def describe_heads(heads: RetrievalHeads, ratio: float = 5) -> str:
         f"echo {heads.echo_share:g}) protect {kept} of {pairs} KV heads ({share:.1%})\n"
         f"KV cache of a long prompt: {smaller:.2f}x smaller with 1/{ratio:g} of it in the other heads"
     )
+
+
+BLOCK_COLOURS = matplotlib.color_sequences["Set2"][:7]  # the eighth is grey
+SINGLE_COLOUR = "#d5d5d5"
+ROLES = {
+    "leads": ("lead", "#1f3b73"),
+    "followers": ("follow", "#e08214"),
+    "windows": ("keep their window", "#b8d7ef"),
+}
+FORBIDDEN_COLOURS = ("#b8d7ef", "#e08214", "#7a9a3a")
+
+
+class Map(NamedTuple):
+    """values: ``[L, columns]``, NaN = nothing there; dots: (layer, column)."""
+
+    title: str
+    values: Any
+    dots: Sequence[tuple[int, int]] = ()
+
+
+def map_picture(maps: Sequence[Map], title: str, meaning: str, xlabel: str, columns: int = 0) -> Figure:
+    """Maps over layers, `columns` in a row (0 = all), under one scale of colours from 0 to 1 with this meaning."""
+    columns = columns or len(maps)
+    rows = math.ceil(len(maps) / columns)
+    figure = Figure(figsize=(2.9 * columns + 1.4, 2.9 * rows + 1.0), layout="constrained")
+    grid: NDArray[Any] = figure.subplots(rows, columns, squeeze=False)
+    colours = matplotlib.colormaps["viridis"].with_extremes(bad="#eeeeee")
+    for axes in grid.flat[len(maps) :]:
+        axes.set_visible(False)
+    for axes, one in zip(grid.flat, maps, strict=False):
+        values = np.ma.masked_invalid(np.array(one.values, dtype=np.float64))
+        axes.imshow(values, vmin=0, vmax=1, origin="lower", cmap=colours, aspect="auto")
+        dots = np.array(one.dots).reshape(-1, 2)
+        axes.plot(dots[:, 1], dots[:, 0], linestyle="", marker="o", color="crimson", markersize=3)
+        axes.set_title(one.title, fontsize=9)
+        axes.tick_params(labelsize=8)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(6, integer=True))
+    colourbar = figure.colorbar(grid.flat[0].images[0], ax=list(grid.flat), shrink=0.8, pad=0.02, aspect=30)
+    colourbar.set_label(meaning)
+    figure.supxlabel(xlabel, fontsize=11)
+    figure.supylabel("layer", fontsize=11)
+    figure.suptitle(title.replace("; ", "\n"), fontsize=11)
+    return figure
+
+
+def similarity_picture(similarity: ArrayLike, num_key_value_heads: int, subject: str) -> Figure:
+    """A map of layer and layer per query head; similarity: ``[L, L, Hq]``."""
+    values = np.asarray(similarity, dtype=np.float64)
+    group = values.shape[2] // num_key_value_heads
+    maps = [
+        Map(f"query head {head} (KV head {head // group})", values[:, :, head])
+        for head in range(values.shape[2])
+    ]
+    in_row = math.ceil(math.sqrt(len(maps)) / group)  # KV heads, for a picture about as wide as high
+    title = f"Attention similarity between layers\n{subject}"
+    meaning = "similarity (1 − JSD₂): 1 = identical, 0 = disjoint"
+    return map_picture(maps, title, meaning, "layer", columns=min(group * in_row, len(maps)))
+
+
+def head_score_picture(heads: RetrievalHeads, subject: str) -> Figure:
+    """Induction and echo scores, layer × query head (RazorAttention §3.3); dots: heads chosen for either, whose KV heads keep all."""
+    dots = [(layer, head) for layer, chosen in enumerate(heads.query_heads) for head in chosen]
+    maps = [
+        Map("what followed (induction)", heads.induction, dots),
+        Map("earlier copies (echo)", heads.echo, dots),
+    ]
+    title = f"Heads that look far back; dots: those chosen\n{subject}"
+    return map_picture(maps, title, "mean attention, 0 to 1", "query head")
+
+
+def pareto_picture(curve: dict[str, Any], subject: str) -> Figure:
+    """Saving → least cost, also with a role or packing forbidden, above how many pairs have each role along the curve and how many
+    stand in packed layers.
+
+    curve: from `pareto`.
+    """
+    points = curve["points"]
+    saving = np.array([100 * point["saving"] for point in points])
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    _draw_curves(above, curve, saving)
+    shares = [[point[role] for point in points] for role in ROLES]
+    meanings, colours = zip(*ROLES.values(), strict=True)
+    below.stackplot(saving, *shares, colors=colours, labels=meanings)
+    if any(point["packed_layers"] for point in points):
+        pairs = sum(points[0][role] for role in ROLES)
+        packed = [pairs * len(point["packed_layers"]) / curve["num_layers"] for point in points]
+        below.plot(saving, packed, color="black", linestyle="--", label="stand in layers of 4 bits")
+    below.set_ylabel("(layer, KV head)\npairs that …")
+    below.legend(loc="lower left", fontsize=9)
+    for axes in (above, below):
+        axes.axvline(100 * curve["chosen"]["saving"], color="crimson", linewidth=1.2)
+    length = curve["budget_length"]
+    where = f"at {length:,} tokens" if length else "of long sequences"
+    below.set_xlabel(f"share of KV bytes saved {where} (%)", fontsize=11)
+    figure.suptitle(f"The least cost of every saving, and who pays it\n{subject}", fontsize=12)
+    return figure
+
+
+def _draw_curves(axes: Axes, curve: dict[str, Any], saving: NDArray[np.float64]) -> None:
+    points = curve["points"]
+    axes.set_yscale("log", nonpositive="mask")
+    axes.plot(saving, [x["cost"] for x in points], color="black", linewidth=2.2, label="allowed")
+    for name, colour in zip(points[0]["cost_without"], FORBIDDEN_COLOURS, strict=False):
+        costs = np.array([x["cost_without"][name] for x in points], dtype=np.float64)  # None becomes NaN
+        axes.plot(saving, costs, color=colour, linestyle="--", label=f"without {name.replace('_', ' ')}")
+    at = [point["units"] for point in points].index(curve["chosen"]["units"])
+    axes.plot(saving[at], points[at]["cost"], "o", color="crimson", linestyle="", label="the plan")
+    axes.set_ylabel(f"cost `{curve['cost']}`, summed over pairs")
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=9)
+
+
+def block_picture(plan: SharingPlan, subject: str) -> Figure:
+    """The paper's Figure 5: a column per KV head, a colour per block, leads marked; leads that nobody follows are grey, windows
+    are white."""
+    heads, layers = plan.num_key_value_heads, plan.num_layers
+    cell = 0.28 if layers <= 40 else 0.2  # inches
+    figure = Figure(figsize=(max(6.5, 0.62 * heads + 1.6), cell * layers + 2.0), layout="constrained")
+    axes = figure.add_subplot()
+    colours = np.ones((layers, heads, 3))
+    for head in range(heads):
+        blocks = plan.blocks(head)
+        shared = [block for block in blocks if len(block) > 1]
+        for block in blocks:
+            colours[list(block), head] = to_rgb(SINGLE_COLOUR)
+        for number, block in enumerate(shared):
+            colours[list(block), head] = BLOCK_COLOURS[number % len(BLOCK_COLOURS)]
+            axes.plot(head, block[0], marker="o", color="black", markersize=4)
+    axes.imshow(colours, origin="lower", aspect="auto")
+    axes.set(xlabel="KV head", ylabel="layer", xticks=range(heads))
+    ticks, names = range(0, layers, 1 if layers <= 40 else 5), plan.provenance.get("layers") or range(layers)
+    axes.set_yticks(ticks, [str(names[tick]) for tick in ticks])
+    for edge in np.arange(heads - 1) + 0.5:
+        axes.axvline(edge, color="black", linewidth=0.8)
+    axes.tick_params(length=0, labelsize=8)
+    axes.set_title(
+        f"What layers do about distant tokens\n{subject.replace('; ', chr(10))}\nKV saving {plan.asymptotic_saving:.1%}: {plan.num_leads} lead, "
+        f"{plan.num_followers} follow, {plan.num_windows} keep their window",
+        fontsize=11,
+    )
+    handles: list[Any] = [
+        Line2D([], [], linestyle="", marker="o", color="black", label="lead of a block"),
+        Patch(facecolor=BLOCK_COLOURS[0], label="a block (colours only separate neighbours)"),
+        Patch(facecolor=SINGLE_COLOUR, label="leads alone"),
+        Patch(facecolor="white", edgecolor="black", label="keeps its window: sinks and recent tokens"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
+    return figure
+
+
+def save_picture(figure: Figure, path: Path) -> Path:
+    """Write a PNG."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    atomic_write_bytes(path, buffer.getvalue())
+    return path

@@ -4,24 +4,103 @@ The peak is the largest of several moments, each of which is added up from what 
 blocks of logits), the backward of every decoder layer (its activations, recomputed under checkpointing, its gradients, the
 carry of open blocks, gathered weights) and the optimizer step. `benchmarks/estimate_memory.py` compares the sums with live
 bytes of real steps. Left out: libraries, the allocator's slack, workspaces inside a kernel.
+
+A `Job` is what all estimates are made for: a model under a plan, settings with nothing left open, rows, and where the ranks are.
 """
 
+import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
+from pod.modeling.shipped.sharing import Lead, Roles, roles_of
 from pod.training.args import TrainArgs
-from pod.training.predict.job import Job
-from pod.training.predict.shapes import (
-    carried_heads,
-    carried_until,
-    continued_heads,
-    fetched_heads,
-    followers,
-    heads_by_role,
-)
+from pod.training.predict.shapes import Shapes, carried_heads, carried_until, continued_heads, fetched_heads
 from pod.training.run import engine
-from pod.training.run.loss import MEBIBYTE
+from pod.training.run.engine import MEBIBYTE
+from pod.training.run.ulysses import Shares, share_heads
+
+
+@dataclass(frozen=True)
+class World:
+    """Where ranks are.
+
+    Attributes:
+        size: all ranks.
+        local_size: ranks of one machine.
+    """
+
+    size: int
+    local_size: int
+
+    def __post_init__(self) -> None:
+        if self.local_size < 1 or self.size < 1 or self.size % min(self.size, self.local_size):
+            raise ValueError(
+                f"{self.size} ranks cannot lie on machines of {self.local_size}: use a multiple of {self.local_size}, or fewer"
+            )
+
+    @property
+    def nodes(self) -> int:
+        """Machines."""
+        return max(1, self.size // self.local_size)
+
+    @property
+    def per_machine(self) -> int:
+        """Ranks that share a machine's memory."""
+        return min(self.size, self.local_size)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run as all estimates see it.
+
+    Attributes:
+        lead: the plan, lead[layer][kv_head].
+        context_length: tokens of a packed row over all ranks of a sequence-parallel group.
+    """
+
+    shapes: Shapes
+    lead: Lead
+    args: TrainArgs
+    context_length: int
+    world: World
+
+    @property
+    def tokens(self) -> int:
+        """Of one micro-batch on the rank that holds most."""
+        return self.args.rank_tokens(self.context_length)
+
+    @property
+    def tiles(self) -> int:
+        """Parts in which a feed-forward layer takes its tokens."""
+        return self.args.mlp_tiles(self.context_length)
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of all ranks in one optimizer step."""
+        groups = self.world.size // self.args.sequence_parallel_size
+        return self.args.micro_batch_size * self.args.gradient_accumulation_steps * groups
+
+    @property
+    def shares(self) -> Shares:
+        """Which heads the ranks of a sequence-parallel group compute.
+
+        Raises:
+            ValueError: a sequence-parallel size that cannot work.
+        """
+        return _shares(self.lead, self.shapes, self.args.sequence_parallel_size, self.context_length)
+
+    @property
+    def heads_per_rank(self) -> int:
+        """KV heads, replicas included, of the rank that has most."""
+        return -(-self.shapes.kv_heads * self.shares.repeats // self.args.sequence_parallel_size)
+
+
+@functools.lru_cache(maxsize=256)
+def _shares(lead: Lead, shapes: Shapes, size: int, context_length: int) -> Shares:
+    return share_heads(lead, shapes.query_heads, shapes.kv_heads, size, context_length, shapes.windows)
+
 
 BYTES = {"bfloat16": 2, "float32": 4}
 PERSISTENT_ELEMENTS = 100_000  # DeepSpeed's stage3_param_persistence_threshold
@@ -134,9 +213,9 @@ class _Step:
         if self.job.shapes.layout == "cla":
             own_key = [row[0] == layer for layer, row in enumerate(lead)]
             return [2 * self.query + 2 * self.key * has_key + output for has_key in own_key]
-        copied = (int(_copied_share(heads_by_role(lead, layer)) * own) for layer in range(len(lead)))
-        followed = (len(followers(lead, layer)) * self.carried for layer in range(len(lead)))
-        return [self.query + own + sum(more) + output for more in zip(copied, followed, strict=True)]
+        roles = [roles_of(lead, layer) for layer in range(len(lead))]
+        more = [int(_copied_share(one) * own) + len(one.followers) * self.carried for one in roles]
+        return [self.query + own + each + output for each in more]
 
     def kept(self, last: int) -> int:
         """Activations that wait for the backward of the layers up to `last`, without the carry."""
@@ -197,7 +276,7 @@ class _Step:
 
     def in_attention(self, index: int) -> Parts:
         """The widest moment of a layer's backward in attention."""
-        follow = 0 if self.job.shapes.layout == "cla" else len(followers(self.job.lead, index))
+        follow = 0 if self.job.shapes.layout == "cla" else len(roles_of(self.job.lead, index).followers)
         parts = self.query + 2 * self.key
         parts += self.wide * (parts + follow * self.carried) + 2 * self.hidden
         if self.recomputes:
@@ -239,10 +318,10 @@ class _Step:
         return min(elements, shapes.parameters) * self.size
 
 
-def _copied_share(roles: Sequence[Sequence[int]]) -> float:
+def _copied_share(roles: Roles) -> float:
     """Share of the KV heads that a layer copies to attend role by role: those of roles whose heads are no neighbours, while
     views keep the rest."""
-    parts = [heads for heads in roles if heads]
+    parts = [heads for heads in (roles.leads, roles.followers, roles.windows) if heads]
     apart = [heads for heads in parts if heads[-1] - heads[0] != len(heads) - 1]
     return sum(map(len, apart)) / sum(map(len, parts)) if len(apart) < len(parts) else 0.0
 

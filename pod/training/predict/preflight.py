@@ -13,8 +13,7 @@ import torch
 from pod.files import check_can_write
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.predict import planner
-from pod.training.predict.job import Job
-from pod.training.predict.memory import checkpoint_disk_bytes
+from pod.training.predict.memory import Job, checkpoint_disk_bytes
 from pod.training.predict.planner import GIB, Fit, Machine
 from pod.training.predict.shapes import Shapes
 from pod.training.run.mesh import local_world_size

@@ -1,16 +1,11 @@
 """The sizes of a model and of its plan that memory, communication and time depend on."""
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pod.modeling.shipped.sharing import roles_of
+from pod.modeling.shipped.sharing import Lead
 from pod.training.args import TrainArgs
-
-Lead = Sequence[Sequence[int | None]]
-"""lead[layer][kv_head], see SharingPlan."""
-
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -151,31 +146,15 @@ def visible_pairs(owner: int | None, length: int, windows: tuple[int, int]) -> i
     return causal_pairs(length) if owner is not None else proximal_pairs(length, *windows)
 
 
-def heads_by_role(lead: Lead, layer: int) -> tuple[list[int], list[int], list[int]]:
-    """KV heads of a layer that lead, follow, and keep their window."""
-    roles = roles_of(tuple(map(tuple, lead)), layer)
-    return list(roles.leads), list(roles.followers), list(roles.windows)
-
-
-def followers(lead: Lead, layer: int) -> list[int]:
-    """KV heads of a layer that follow a lower one."""
-    return heads_by_role(lead, layer)[1]
-
-
+@functools.lru_cache(maxsize=64)
 def carried_spans(lead: Lead) -> dict[tuple[int, int], tuple[int, int]]:
     """Leads (layer, KV head) that are followed: the first and the last layer that follow. Windows may stand before and between."""
-    return _carried_spans(tuple(map(tuple, lead)))
-
-
-@functools.lru_cache(maxsize=64)
-def _carried_spans(lead: tuple[tuple[int | None, ...], ...]) -> dict[tuple[int, int], tuple[int, int]]:
     spans: dict[tuple[int, int], tuple[int, int]] = {}
-    for layer in range(len(lead)):
-        for head in followers(lead, layer):
-            owner = lead[layer][head]
-            assert owner is not None
-            first, _ = spans.get((owner, head), (layer, layer))
-            spans[owner, head] = first, layer
+    for layer, row in enumerate(lead):
+        for head, owner in enumerate(row):
+            if owner not in (layer, None):
+                first, _ = spans.get((owner, head), (layer, layer))
+                spans[owner, head] = first, layer
     return spans
 
 

@@ -3,19 +3,115 @@
 An estimate to choose a layout by, not a promise: attention is counted as if every row were one document, matrix products and
 attention reach `efficiency` of the peak, links `link_efficiency` of theirs. The step is given twice: with weights and
 gradients travelling entirely behind the arithmetic, and one after the other. All-to-alls always wait.
+
+Weights and gradients travel in rings over all ranks: every rank receives all but its own share inside, and of what comes from
+other machines each of a machine's ranks brings in an equal part. Heads travel between the contiguous ranks of a
+sequence-parallel group (Ulysses). Sharing keys and queries between layers adds nothing: they stay where they are computed.
+
+Figures of devices and networks are those of their data sheets; all can be overridden.
 """
 
+import dataclasses
+import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from pod.modeling.shipped.sharing import Lead
 from pod.training.args import TrainArgs
-from pod.training.predict.communication import Traffic, communication
-from pod.training.predict.devices import Device
-from pod.training.predict.job import Job
-from pod.training.predict.memory import BYTES, host_bytes
-from pod.training.predict.shapes import Lead, Shapes, carried_heads
+from pod.training.predict.memory import BYTES, Job, World, host_bytes
+from pod.training.predict.shapes import Shapes, carried_heads, silent_layers
+from pod.training.run.carry import leads_that_end
+
+_GB = 1e9 / 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator and its links.
+
+    Attributes:
+        name: what users write.
+        cuda_name: a pattern of `torch.cuda.get_device_name()`.
+        bf16_tflops, fp32_tflops: dense peak of matrix products; fp32 without TF32, which PyTorch does not use unasked.
+        memory_gib: of one device.
+        memory_gbps: GB/s of its memory.
+        node_gbps: GB/s in one direction between devices of a machine.
+        network_gbps: GB/s in one direction per device between machines (one 400 Gb/s port each unless said otherwise).
+        host_gbps: GB/s to host memory.
+        host_gib: memory of a machine per device, as such machines are sold.
+        efficiency: share of the peak that matrix products and attention reach.
+    """
+
+    name: str
+    cuda_name: str
+    bf16_tflops: float
+    fp32_tflops: float
+    memory_gib: float
+    memory_gbps: float
+    node_gbps: float
+    network_gbps: float
+    host_gbps: float
+    host_gib: float
+    efficiency: float = 0.5
+
+    def tflops(self, dtype: str) -> float:
+        """Peak in `train.dtype`."""
+        return self.fp32_tflops if dtype == "float32" else self.bf16_tflops
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("h200", "H200", 989, 67, 141 * _GB, 4800, 450, 50, 55, 256),
+        Device("h100-pcie", "H100 PCIe", 756, 51, 80 * _GB, 2000, 55, 25, 55, 128),
+        Device("h100", "H100", 989, 67, 80 * _GB, 3350, 450, 50, 55, 256),
+        Device("a100-40gb", "A100.*40GB", 312, 19.5, 40 * _GB, 1555, 300, 25, 25, 128),
+        Device("a100", "A100", 312, 19.5, 80 * _GB, 2039, 300, 25, 25, 128),
+        Device("b200", "B200", 2250, 75, 180 * _GB, 8000, 900, 50, 55, 256),
+        Device("l40s", "L40S", 362, 91.6, 48 * _GB, 864, 25, 25, 25, 128),
+        Device("rtx4090", "RTX 4090", 165.2, 82.6, 24 * _GB, 1008, 25, 12.5, 25, 64),
+    )
+}
+"""Known devices by name, from NVIDIA's data sheets (SXM where nothing is said)."""
+
+CPU_CORE = Device("cpu", "", 0.3, 0.1, 0, 10, 5, 1, 10, 0)
+"""One core, by steps of SmolLM2-135M on two cores of an AMD EPYC; `memory_gib` and `host_gib` are the machine's affair."""
+
+
+def get_device(text: str) -> Device:
+    """The device of a name, with figures of its own: `h100`, or `h100,memory_gib=64,network_gbps=12.5`.
+
+    Raises:
+        ValueError: an unknown name or figure; the message lists the known ones.
+    """
+    name, *figures = text.lower().split(",")
+    if name not in DEVICES:
+        raise ValueError(f"device {name!r} is unknown, known are {', '.join(DEVICES)}")
+    numbers = [field.name for field in dataclasses.fields(Device) if field.type is float]
+    changes = {key: value for key, _, value in (figure.partition("=") for figure in figures)}
+    for figure, value in changes.items():
+        if figure not in numbers or not re.fullmatch(r"\d+\.?\d*", value) or float(value) <= 0:
+            raise ValueError(
+                f"--device: {figure}={value} is no figure above 0 of a device; figures are {', '.join(numbers)}"
+            )
+    return dataclasses.replace(DEVICES[name], **{figure: float(value) for figure, value in changes.items()})
+
+
+def known_device(cuda_name: str) -> Device | None:
+    """The device behind `torch.cuda.get_device_name()`, None when its figures are not known."""
+    return next((one for one in DEVICES.values() if re.search(one.cuda_name, cuda_name)), None)
+
 
 LINK_EFFICIENCY = 0.7
 HOST_UPDATE_BYTES_PER_S = 20e9  # of a CPU that updates AdamW, per rank
+
+
+class Traffic(NamedTuple):
+    """Bytes per step that one rank receives: from ranks of its machine, and from other machines."""
+
+    kind: str
+    inside: int
+    between: int
 
 
 @dataclass(frozen=True)
@@ -120,3 +216,77 @@ def _update_seconds(job: Job, device: Device) -> float:
         return touched / (device.memory_gbps * 1e9 * LINK_EFFICIENCY)
     moved = share * (4 + BYTES[args.dtype])
     return touched / HOST_UPDATE_BYTES_PER_S + moved / (device.host_gbps * 1e9 * LINK_EFFICIENCY)
+
+
+def communication(job: Job) -> list[Traffic]:
+    """Traffic of one optimizer step, by kind; kinds without any are left out."""
+    kinds = [
+        _ring("all-gather of weights", weight_bytes(job), job.world),
+        _ring("reduce-scatter of gradients", gradient_bytes(job), job.world),
+        _exchange(job),
+    ]
+    return [kind for kind in kinds if kind.inside + kind.between]
+
+
+def weight_bytes(job: Job) -> int:
+    """Bytes of weights that are brought together in a step, every rank's own share included.
+
+    Stage 3 gathers all weights in the forward and in the backward of every micro-batch (recomputing uses those of the backward);
+    stages 1 and 2 gather the trained weights after the update.
+    """
+    shapes, args = job.shapes, job.args
+    size = BYTES[args.dtype]
+    if args.zero_stage < 3:
+        return shapes.trained_parameters(args) * size
+    held = shapes.parameters + (shapes.trained_parameters(args) if args.method == "lora" else 0)
+    return 2 * held * size * args.gradient_accumulation_steps
+
+
+def gradient_bytes(job: Job) -> int:
+    """Bytes of gradients that are summed over ranks in a step: of every micro-batch, in stage 1 of the last one only."""
+    args = job.args
+    times = 1 if args.zero_stage == 1 else args.gradient_accumulation_steps
+    return times * job.shapes.trained_parameters(args) * BYTES[args.reduce_dtype]
+
+
+def all_to_all_bytes(job: Job) -> int:
+    """Bytes that a rank hands to the all-to-alls of a step, its own part included: forward, backward and what is recomputed."""
+    args, lead = job.args, job.lead
+    if args.sequence_parallel_size == 1:
+        return 0
+    passes = 1 + (args.gradient_checkpointing == "full")
+    once = exchanged_bytes(job)
+    total = passes * (once["to_heads"] + once["to_sequence"])
+    total += once["to_heads_backward"] + once["to_sequence_backward"]
+    if args.carry == "recompute":
+        projected = sum(len(leads_that_end(lead, layer)) for layer in range(len(lead)))
+        total += projected * once["to_heads"] // len(lead)
+    return total * args.gradient_accumulation_steps
+
+
+def exchanged_bytes(job: Job) -> dict[str, int]:
+    """The same for one forward and one backward of a micro-batch; what `Ulysses.sent_bytes` counts on the first rank."""
+    shapes, args, size = job.shapes, job.args, BYTES[job.args.dtype]
+    heads = shapes.kv_heads * job.shares.repeats
+    groups = shapes.query_heads // heads
+    silent = silent_layers(job.lead) if shapes.layout == "cla" else 0
+    slice_of_all = job.tokens * shapes.head_dim * size * heads
+    row_of_own = args.micro_batch_size * job.context_length * shapes.head_dim * size * job.heads_per_rank
+    per_head = shapes.layers * groups + 2 * (shapes.layers - silent)
+    return {
+        "to_heads": slice_of_all * per_head,
+        "to_sequence": row_of_own * shapes.layers * groups,
+        "to_heads_backward": row_of_own * per_head,
+        "to_sequence_backward": slice_of_all * shapes.layers * groups,
+    }
+
+
+def _ring(kind: str, total: int, world: World) -> Traffic:
+    between = total * (world.nodes - 1) // world.nodes // min(world.size, world.local_size)
+    return Traffic(kind, total * (world.size - 1) // world.size - between, between)
+
+
+def _exchange(job: Job) -> Traffic:
+    total, size = all_to_all_bytes(job), job.args.sequence_parallel_size
+    near = min(size, job.world.local_size)
+    return Traffic("all-to-all of heads", total * (near - 1) // size, total * (size - near) // size)

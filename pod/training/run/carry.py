@@ -12,7 +12,7 @@ are. The hidden states can wait in host memory as well (`train.offload_checkpoin
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pod.modeling.shipped.attention import Carry, ForwardContext, next_carry
-from pod.modeling.shipped.sharing import Lead, is_followed
+from pod.modeling.shipped.sharing import Lead, is_followed, roles_of
 
 Getter = Callable[[], Tensor]
 """Gives a tensor that a checkpoint kept, on the device."""
@@ -50,13 +50,9 @@ def lead_carry(layer: Any, hidden_states: Tensor, context: ForwardContext) -> Ca
     return next_carry(rope(q), rope(k), context.lead, attention.layer_idx, nothing)
 
 
-def leads_that_end(lead: Sequence[Sequence[int | None]], layer_idx: int) -> list[int]:
+def leads_that_end(lead: Lead, layer_idx: int) -> list[int]:
     """Lead layers, highest first, that have a head whose last follower is this layer."""
-    ends = {
-        owner
-        for head, owner in enumerate(lead[layer_idx])
-        if owner is not None and owner != layer_idx and not is_followed(lead, layer_idx, head)
-    }
+    ends = {lead[layer_idx][head] or 0 for head in roles_of(lead, layer_idx).last}
     return sorted(ends, reverse=True)
 
 

@@ -1,9 +1,22 @@
-"""The DeepSpeed engine of a run: its settings, and what a model keeps for its backward."""
+"""What a run's engine works with: DeepSpeed's settings, the module with its loss, AdamW and its learning rate, what a model keeps for its
+backward, and which of its layers are one kernel.
 
+The loss needs no logits of the whole row: DeepSpeed's fused projection and cross entropy works through the tokens in chunks, keeps one
+fp32 log-sum-exp per token and recomputes the logits in vocabulary blocks during backward; it is fp32 and the gradients exact.
+"""
+
+import math
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
+from pod.modeling.shipped.attend import rms_norm
+from pod.modeling.shipped.attention import RMSNorm
+from pod.modeling.shipped.llama import PodMLP
+from pod.modeling.shipped.rope import rotate_whole
+from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
 from pod.training.run.carry import set_carry
 
@@ -63,3 +76,101 @@ def save_activations(model: Any, args: TrainArgs, row_length: int) -> None:
     set_carry(model, args.carry, args.offload_checkpoints)
     for layer in model.model.layers:
         layer.mlp.train_tiles = args.mlp_tiles(row_length)
+
+
+def fuse_layers(model: Any) -> None:
+    """Let a PodForCausalLM compute norms, rotary embedding and gated activations in one kernel each, forward and backward: functions
+    that `torch.compile` compiles when they are first used. One by one their operations read and write activations many times and keep
+    float32 copies for backward. Values differ by rounding only."""
+    activation = ACT2FN[model.config.hidden_act]
+
+    def gated(gate: Tensor, up: Tensor) -> Tensor:
+        return activation(gate) * up
+
+    functions: list[Any] = [rms_norm, rotate_whole, gated]
+    norm, rotation, gate = (torch.compile(one, dynamic=True) for one in functions)
+    model.model.rotate = lambda x, tables: rotation(x, *tables)
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.norm = norm
+        elif isinstance(module, PodMLP):
+            module.gate = gate
+
+
+def learning_rate(step: int, args: TrainArgs) -> float:
+    """Learning rate of optimizer step `step` (from 0): linear warm-up, then a cosine to `min_lr_ratio` of the peak.
+
+    A pure function of the step, so that a resumed run needs no scheduler state.
+    """
+    if step < args.warmup_steps:
+        return args.learning_rate * (step + 1) / args.warmup_steps
+    last = max(1, args.max_steps - args.warmup_steps - 1)
+    progress = min(1.0, (step - args.warmup_steps) / last)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return args.learning_rate * (args.min_lr_ratio + (1 - args.min_lr_ratio) * cosine)
+
+
+def make_optimizer(module: nn.Module, args: TrainArgs) -> torch.optim.Optimizer:
+    """AdamW over the trainable parameters; matrices decay, vectors (norms, biases) do not.
+
+    Raises:
+        ValueError: when nothing is trainable.
+    """
+    groups: dict[float, list[nn.Parameter]] = {args.weight_decay: [], 0.0: []}
+    for one in module.parameters():
+        if one.requires_grad:
+            groups[args.weight_decay if len(bridge.shape_of(one)) >= 2 else 0.0].append(one)
+    if not any(groups.values()):
+        raise ValueError("no parameter is trainable: check train.method and train.lora_target_modules")
+    return torch.optim.AdamW(
+        [{"params": ones, "weight_decay": decay} for decay, ones in groups.items() if ones],
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        fused=True,
+    )
+
+
+MEBIBYTE = 2**20
+IGNORED_LABEL = -100
+"""Label of a token that counts in no loss."""
+
+
+class LossHead(nn.Module):
+    """Sum of the next-token losses of a row (slice), holding at most `chunk_mib` MiB of fp32 logits.
+
+    It registers the output projection [V, hidden] (tied or not) as its own parameter: ZeRO-3 then gathers the weight around
+    this module's forward and backward as it does for any other module.
+    """
+
+    def __init__(self, weight: nn.Parameter, chunk_mib: int = 256):
+        super().__init__()
+        self.weight = weight
+        self.chunk_bytes = chunk_mib * MEBIBYTE
+        self.vocab_size = weight.shape[0]
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """hidden [B, n, hidden], labels [B, n] (already shifted, -100 = no label) -> fp32 scalar sum."""
+        rows = max(1, min(labels.numel(), self.chunk_bytes // (4 * self.vocab_size)))
+        return bridge.linear_cross_entropy(hidden, self.weight, labels, IGNORED_LABEL, rows)
+
+
+class LanguageModelLoss(nn.Module):
+    """Decoder (a PodForCausalLM, or its `peft` wrapper) plus chunked loss: the module that the DeepSpeed engine wraps.
+
+    Parameter names are those of `model` with the prefix "model."; the loss head's weight is the model's own.
+    """
+
+    def __init__(self, model: Any, chunk_mib: int = 256):
+        super().__init__()
+        self.model = model
+        self.loss_head = LossHead(self._causal_model.lm_head.weight, chunk_mib)
+
+    @property
+    def _causal_model(self) -> Any:
+        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, doc_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids, labels: this rank's slice [B, n_local]; doc_ids: the whole rows [B, n]. Sum of the losses."""
+        hidden = self._causal_model.model(input_ids=input_ids, doc_ids=doc_ids).last_hidden_state
+        return self.loss_head(hidden, labels)

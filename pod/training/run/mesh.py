@@ -16,7 +16,7 @@ from pod.training import deepspeed_bridge as bridge
 
 
 class Mesh:
-    """Where this rank stands, and the groups it talks in.
+    """Where this rank stands, and the groups it talks in; joins the ranks unless that has been done.
 
     Attributes:
         sp_size, sp_rank: ranks that share a row, and which slice of it this rank holds.
@@ -26,6 +26,8 @@ class Mesh:
     """
 
     def __init__(self, sp_size: int, timeout_s: float | None = None):
+        if not dist.is_initialized():
+            join_ranks(timeout_s)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.sp_size, self.dp_size = sp_size, self.world_size // sp_size
         self.dp_rank, self.sp_rank = divmod(self.rank, sp_size)
@@ -54,10 +56,12 @@ class SameOnAllRanks(ValueError):
     of_all_ranks = True
 
 
-def from_rank_0(rank: int, function: Callable[[], Any]) -> Any:
+def from_rank_0(function: Callable[[], Any]) -> Any:
     """What `function` returns on rank 0, on all ranks, which call this together; SameOnAllRanks for a ValueError or OSError there."""
+    if not dist.is_initialized():
+        return function()
     with ThreadPoolExecutor(1) as pool:
-        work = pool.submit(function) if rank == 0 else None
+        work = pool.submit(function) if dist.get_rank() == 0 else None
         found: list[Any] = [False, None, None]
         while not found[0]:  # the others meet it in short waits, so that none runs into a time limit
             if work is not None and work.done():
@@ -97,17 +101,6 @@ def check_world_size(world_size: int, sp_size: int) -> None:
         )
 
 
-def start_processes(sp_size: int, timeout_s: float | None = None) -> Mesh:
-    """`join_ranks`, and the groups of a known layout.
-
-    Raises:
-        ValueError: see `check_world_size` and `join_ranks`.
-    """
-    check_world_size(planned_world_size(), sp_size)
-    join_ranks(timeout_s)
-    return Mesh(sp_size, timeout_s)
-
-
 def join_ranks(timeout_s: float | None = None) -> None:
     """Join the ranks that the `deepspeed` launcher or torchrun started; without a launcher, be the only one.
 
@@ -130,7 +123,7 @@ def join_ranks(timeout_s: float | None = None) -> None:
 
 
 def record_collectives(folder: Path) -> None:
-    """Let NCCL write its last operations beside the stacks of a hang when one runs into its time limit; before `start_processes`."""
+    """Let NCCL write its last operations beside the stacks of a hang when one runs into its time limit; before `join_ranks`."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(folder / "nccl-rank-"))

@@ -1,39 +1,141 @@
-"""From a recipe's sections to a running training: refuse what cannot work, load, train."""
+"""From a recipe to a running training: refuse what cannot work and ranks that would not train the same thing, load, train."""
 
+import importlib.metadata
 import os
+import platform
+import uuid
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from pod.data import PackedDataset
-from pod.data.args import DataArgs
 from pod.data.rows.loader import read_manifest
 from pod.data.tokens.tokenizers import tokenizer_sha256
-from pod.models import ModelArgs, resolve_model
+from pod.models import resolve_model
+from pod.recipe import Recipe
 from pod.training.args import TrainRecipe
-from pod.training.observe.trackers import check_tracker
-from pod.training.observe.validation import Passkey
-from pod.training.predict import preflight
-from pod.training.predict.planner import Machine, this_machine
+from pod.training.checkpoint.files import sha256_of
+from pod.training.observe.metrics import check_tracker
+from pod.training.predict import planner, preflight
+from pod.training.predict.planner import Fit, Machine, details, table, this_machine
 from pod.training.predict.planner import plan as plan_run
 from pod.training.predict.shapes import Shapes
-from pod.training.predict.table import details, table
-from pod.training.run.agreement import agree, agree_on_layout, digest
-from pod.training.run.mesh import Mesh, from_rank_0, join_ranks, record_collectives, stop_processes
+from pod.training.run.mesh import (
+    Mesh,
+    SameOnAllRanks,
+    from_rank_0,
+    join_ranks,
+    record_collectives,
+    stop_processes,
+)
 from pod.training.run.start_model import hollow_start_model, model_config, source_config
+
+VERSIONED = ("torch", "deepspeed", "transformers", "peft", "pod-kv")
+_SHARED = "output_dir"
+
+
+def agree_on_layout(fit: Fit, recipe: TrainRecipe) -> Fit:
+    """The layout of all ranks, where machines are unequal: planned for rank 0's with the least memory of all.
+
+    Args:
+        fit: what was planned for this rank's machine.
+
+    Raises:
+        ValueError: nothing fits.
+    """
+    machine = least_machine(_gather(fit.machine))
+    if machine == fit.machine:
+        return fit
+    job = fit.job
+    fit = planner.plan(recipe, job.shapes, job.lead, job.context_length, machine)
+    try:
+        planner.check_fits(fit)
+    except ValueError as error:
+        raise SameOnAllRanks(str(error)) from None
+    return fit
+
+
+def least_machine(machines: list[Machine]) -> Machine:
+    """The first machine, with the least memory of all on its devices and on its host."""
+    device = replace(machines[0].device, memory_gib=min(one.device.memory_gib for one in machines))
+    return replace(machines[0], device=device, host_gib=min(one.host_gib for one in machines))
+
+
+def agree(config: dict[str, Any], folder: Path | str, facts: dict[str, str]) -> None:
+    """Refuse ranks that would not train the same thing.
+
+    Args:
+        config: the resolved recipe, compared section by section.
+        folder: <output_dir>/train: a file of rank 0 there must be visible to all.
+        facts: further values that must be equal on all ranks, by name.
+
+    Raises:
+        ValueError: in one line, the same on each rank, the ranks that differ from rank 0 and in what.
+    """
+    seen = "seen" if _sees_rank_zero(Path(folder)) else "not seen"
+    recipe = {f"the recipe's {name}": sha256_of(value) for name, value in config.items()}
+    everyone = _gather({**versions(), **recipe, **facts, _SHARED: seen})
+    for name, ours in everyone[0].items():
+        values = [one.get(name, "nothing") for one in everyone]
+        others = [rank for rank, value in enumerate(values) if value != ours]
+        if others and name == _SHARED:
+            raise SameOnAllRanks(
+                f"{_ranks(others)} cannot see what rank 0 writes into {folder}: put output_dir on a file system that all machines share"
+            )
+        if others:
+            theirs = values[others[0]]
+            detail = f" ({ours} on rank 0, {theirs} on rank {others[0]})" if len(theirs) < 40 else ""
+            raise SameOnAllRanks(
+                f"{_ranks(others)} and rank 0 disagree on {name}{detail}: use the same recipe, packages and files on all machines"
+            )
+
+
+def versions() -> dict[str, str]:
+    """Versions that all ranks must share, by package."""
+    found = {f"the version of {package}": importlib.metadata.version(package) for package in VERSIONED}
+    return {"the version of Python": platform.python_version(), **found}
+
+
+def _sees_rank_zero(folder: Path) -> bool:
+    """Whether this rank sees a file that rank 0 has just written into `folder`."""
+    name = _gather(f".seen-{uuid.uuid4().hex}")[0]
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    dist.barrier()
+    seen = folder.is_dir() and name in os.listdir(folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / name).unlink(missing_ok=True)
+    return seen
+
+
+def _gather(value: Any) -> list[Any]:
+    """The values of all ranks."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
 
 GROUP_TIMEOUT_S = 1350.0  # PyTorch's own limit is 30 minutes
 
 
-def open_data(model_args: ModelArgs, folder: Path, config: Any, asked: int | None) -> PackedDataset:
-    """The prepared rows in `folder`; ValueError for none, another tokenizer or vocabulary, or rows of other than `asked` tokens."""
+def open_data(recipe: Recipe, config: Any) -> PackedDataset:
+    """The prepared rows; ValueError for none, another tokenizer or vocabulary, or rows of another length than the recipe's."""
     import pod
 
-    tokenizer = pod.load_tokenizer(resolve_model(model_args.path), gguf_file=model_args.gguf_file)
-    dataset = PackedDataset(
-        folder, tokenizer_sha256=tokenizer_sha256(tokenizer), vocab_size=config.vocab_size
-    )
-    if asked not in (None, dataset.context_length):
+    model, folder, asked = recipe.model, recipe.data_dir, recipe.data.context_length
+    sha256 = tokenizer_sha256(pod.load_tokenizer(resolve_model(model.path), gguf_file=model.gguf_file))
+    dataset = PackedDataset(folder, tokenizer_sha256=sha256, vocab_size=config.vocab_size)
+    if asked != dataset.context_length:
         raise ValueError(
             f"data.context_length is {asked} and the rows in {folder} have {dataset.context_length} tokens: "
             f"run `pod data` again, or set data.context_length={dataset.context_length}"
@@ -41,46 +143,39 @@ def open_data(model_args: ModelArgs, folder: Path, config: Any, asked: int | Non
     return dataset
 
 
-def train(
-    model_args: ModelArgs,
-    recipe: TrainRecipe,
-    output_dir: str,
-    seed: int,
-    config: dict[str, Any],
-    passkeys: Sequence[Passkey] = (),
-) -> None:
+def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> None:
     """Train on all ranks that the launcher started.
 
     Args:
-        config: the resolved recipe, the same on all ranks; stored in checkpoints.
+        recipe: the same on all ranks; stored in checkpoints.
+        passkeys: prompts of the evaluation (`Passkey`).
 
     Raises:
         ValueError, OSError, RuntimeError: in one line that says what to do; nothing has been trained for a ValueError.
     """
-    from pod.training.observe.make import make_observers
+    from pod.training.observe.validation import Evaluation
     from pod.training.run.trainer import Trainer
 
-    check_tracker(recipe.tracker)
-    planned, plan = model_config(model_args, output_dir)
-    asked = config.get("data", {}).get("context_length")
-    dataset = open_data(model_args, Path(output_dir) / "data", planned, asked)
-    folder = Path(output_dir) / "train"
-    fit = preflight.check(planned, recipe, dataset.manifest, folder, this_machine())
-    observers = make_observers(fit.job.args, dataset, passkeys)
+    how, folder, config = recipe.train, recipe.train_dir, asdict(recipe)
+    check_tracker(how.tracker)
+    planned, plan = model_config(recipe.model, recipe.output_dir)
+    dataset = open_data(recipe, planned)
+    fit = preflight.check(planned, how, dataset.manifest, folder, this_machine())
+    evaluation = Evaluation.of(fit.job.args, dataset, passkeys)
     folder.mkdir(parents=True, exist_ok=True)
-    if recipe.hang_timeout_s:
+    if how.hang_timeout_s:
         record_collectives(folder)
-    timeout_s = group_timeout_s(recipe)
+    timeout_s = group_timeout_s(how)
     join_ranks(timeout_s)
-    agree(config, folder, {"the plan": digest(plan.lead), "the data": digest(dataset.manifest)})
-    fit = agree_on_layout(fit, recipe)
+    agree(config, folder, {"the plan": sha256_of(plan.lead), "the data": sha256_of(dataset.manifest)})
+    fit = agree_on_layout(fit, how)
     args = fit.job.args
     mesh = Mesh(args.sequence_parallel_size, timeout_s)
     if mesh.rank == 0:
         print(table(fit, len(dataset) * dataset.context_length), flush=True)
-    model, weights = hollow_start_model(model_args, model_args.plan_file(output_dir), args.dtype)
-    from_rank_0(mesh.rank, weights.open)
-    trainer = Trainer(args, model, dataset, mesh, folder, seed, config, observers=observers, weights=weights)
+    model, weights = hollow_start_model(recipe.model, recipe.model.plan_file(recipe.output_dir), args.dtype)
+    from_rank_0(weights.open)
+    trainer = Trainer(args, model, dataset, mesh, folder, recipe.seed, config, evaluation, weights)
     state = trainer.train()
     if mesh.rank == 0:
         print(f"trained {state.step} of {args.max_steps} steps; checkpoints in {folder}", flush=True)
@@ -92,27 +187,20 @@ def group_timeout_s(args: TrainRecipe) -> float:
     return float(os.environ.get("POD_GROUP_TIMEOUT_S") or max(GROUP_TIMEOUT_S, 1.5 * args.hang_timeout_s))
 
 
-def estimate(
-    model_args: ModelArgs,
-    recipe: TrainRecipe,
-    data_args: DataArgs,
-    output_dir: str,
-    machine: Machine,
-    target_saving: float = 0.35,
-) -> str:
+def estimate(recipe: Recipe, machine: Machine) -> str:
     """Text for `--dry-run`: needs the model's configuration, not its weights; prepared data and plan when they exist.
 
-    A plan that is still to be made, for layout=pod, is one of `target_saving`. ValueError for what does not go together.
+    A plan that is still to be made, for layout=pod, is one of explore.target_saving. ValueError for what does not go together.
     """
-    _, note = source_config(model_args)
-    config, plan = model_config(model_args, output_dir, target_saving)
-    context_length, data_tokens = data_args.context_length, data_args.target_tokens
-    if (Path(output_dir) / "data" / "manifest.json").is_file():
-        manifest = read_manifest(Path(output_dir) / "data")
+    _, note = source_config(recipe.model)
+    config, plan = model_config(recipe.model, recipe.output_dir, recipe.explore.target_saving)
+    context_length, data_tokens = recipe.data.context_length, recipe.data.target_tokens
+    if (recipe.data_dir / "manifest.json").is_file():
+        manifest = read_manifest(recipe.data_dir)
         context_length = manifest["context_length"]
         data_tokens = manifest["num_rows"] * context_length
-    preflight.check_attention(config, recipe, machine)
-    fit = plan_run(recipe, Shapes.from_config(config), plan.lead, context_length, machine)
+    preflight.check_attention(config, recipe.train, machine)
+    fit = plan_run(recipe.train, Shapes.from_config(config), plan.lead, context_length, machine)
     notes = [note] if note else []
     if plan.provenance.get("stand_in"):
         notes.append(

@@ -1,4 +1,4 @@
-"""The training loop: ZeRO, sequence parallelism, token-weighted loss, exact resume.
+"""The training loop: what a rank reads, ZeRO, sequence parallelism, token-weighted loss, exact resume.
 
 The loss of an optimizer step is the sum over all its labels (all ranks, all micro-batches) divided by their number,
 so that it equals one process whatever the split: a rank's sum is divided by the global number of labels and
@@ -12,30 +12,88 @@ from typing import Any
 
 import torch
 
+from pod.data.rows.order import RowCursor
+from pod.data.rows.prefetch import Prefetcher
 from pod.files import write_json
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
-from pod.training.checkpoint.files import Checkpointer, random_states, set_random_states
-from pod.training.checkpoint.identity import TrainState, checkpoint_to_resume, identity_of
-from pod.training.observe.metrics import Monitor
-from pod.training.observe.observers import Observer
-from pod.training.observe.trackers import Values
-from pod.training.run.batches import StepBatches
+from pod.training.checkpoint.files import (
+    Checkpointer,
+    TrainState,
+    checkpoint_to_resume,
+    identity_of,
+    random_states,
+    set_random_states,
+)
+from pod.training.observe.metrics import Monitor, Values, peak_bytes
+from pod.training.observe.validation import Evaluation
 from pod.training.run.engine import (
+    IGNORED_LABEL,
+    LanguageModelLoss,
     deepspeed_config,
+    fuse_layers,
     gradient_scale,
+    learning_rate,
+    make_optimizer,
     save_activations,
 )
-from pod.training.run.fused_layers import fuse_layers
-from pod.training.run.guard import Guard
 from pod.training.run.lora import add_lora, lora_settings
-from pod.training.run.loss import LanguageModelLoss
 from pod.training.run.mesh import Mesh, from_rank_0
-from pod.training.run.optim import learning_rate, make_optimizer
-from pod.training.run.run_control import RunControl
-from pod.training.run.start_weights import StartWeights
+from pod.training.run.run_control import Guard, RunControl
+from pod.training.run.start_model import StartWeights
 from pod.training.run.ulysses import Ulysses
+
+Batch = dict[str, torch.Tensor]
+
+
+class StepBatches:
+    """The micro-batches of every step on this rank: its rows, and of each row its slice of the tokens.
+
+    Ranks of one sequence-parallel group read the same rows, data-parallel groups different ones.
+
+    Args:
+        cursor: where reading stands; moves with `next`, by the rows of all ranks.
+        tokens: slice of a row's positions that this rank holds.
+    """
+
+    def __init__(self, args: TrainArgs, dataset: Any, cursor: RowCursor, mesh: Any, tokens: slice):
+        self.dataset, self.mesh, self.tokens = dataset, mesh, tokens
+        self.micro_batch_size = args.micro_batch_size
+        self.rows_per_step = args.micro_batch_size * args.gradient_accumulation_steps * mesh.dp_size
+        self.prefetcher = Prefetcher(self._load, cursor, self.rows_per_step, args.prefetch_steps)
+        self.num_labels = 0
+        """Of this rank in the step that the last `next` gave, counted before it went to the device."""
+
+    def next(self) -> list[Batch]:
+        """Micro-batches: `input_ids`, `labels` int64 [B, slice] on this rank's device, `doc_ids` int64 [B, context] on the host, where
+        segments are made from them."""
+        batches = self.prefetcher.next()
+        self.num_labels = sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches)
+        for batch in batches:
+            for name in ("input_ids", "labels"):
+                batch[name] = batch[name].to(self.mesh.device, non_blocking=True)
+        return batches
+
+    def close(self) -> None:
+        """End the thread; `next` would start it again."""
+        self.prefetcher.close()
+
+    def _load(self, cursor: RowCursor) -> list[Batch]:
+        indices = cursor.peek(self.rows_per_step, self.mesh.dp_rank, self.mesh.dp_size)
+        batches = []
+        for start in range(0, len(indices), self.micro_batch_size):
+            rows = self.dataset.rows(indices[start : start + self.micro_batch_size])
+            batch = {name: rows[name][:, self.tokens].contiguous() for name in ("input_ids", "labels")}
+            batches.append(self._pinned({**batch, "doc_ids": rows["doc_ids"]}))
+        return batches
+
+    def _pinned(self, batch: Batch) -> Batch:
+        """The batch in page-locked memory, from which a copy to the GPU runs beside its work."""
+        if self.mesh.device.type != "cuda":
+            return batch
+        with torch.cuda.device(self.mesh.device):  # the current device is a thread's own
+            return {name: value.pin_memory() for name, value in batch.items()}
 
 
 class _StoppedInStep(Exception):
@@ -52,6 +110,7 @@ class Trainer:
         folder: <output_dir>/train.
         seed: of the row order and of dropout.
         config: the resolved recipe, stored in checkpoints.
+        evaluation: made every `eval_every_steps`, before the first step and at the last one.
         weights: values of a hollow model, opened; None = the model has its own.
 
     Raises:
@@ -67,13 +126,12 @@ class Trainer:
         folder: Path,
         seed: int = 0,
         config: dict[str, Any] | None = None,
-        observers: list[Observer] | None = None,
+        evaluation: Evaluation | None = None,
         weights: StartWeights | None = None,
     ):
         self.args, self.mesh, self.folder, self.dataset = args, mesh, Path(folder), dataset
         self.plan: SharingPlan = model.config.sharing_plan
-        self.observers = observers or []
-        self.guard = Guard(args)
+        self.evaluation, self.guard = evaluation, Guard(args)
         self.control = RunControl(args, mesh, self.folder)
         self.lora = lora_settings(args) if args.method == "lora" else None
         self.cursor = dataset.cursor(seed)
@@ -95,7 +153,7 @@ class Trainer:
         module = LanguageModelLoss(trained, self.args.loss_chunk_mib).train()
         settings = deepspeed_config(self.args)
         bridge.place_weights(module, weights, settings, getattr(torch, self.args.dtype), self.mesh.device)
-        identity, self.resume_from = from_rank_0(self.mesh.rank, lambda: self._look(weights))
+        identity, self.resume_from = from_rank_0(lambda: self._look(weights))
         weights.close()
         tied = bool(model.config.tie_word_embeddings)
         self.state = TrainState(identity=identity, config=config, lora=self.lora, tied_embeddings=tied)
@@ -130,7 +188,7 @@ class Trainer:
         closing = [contextlib.closing(thing) for thing in (self.monitor, self.batches, self.checkpointer)]
         with self.control.watching(), closing[0], closing[1], closing[2]:
             if self.state.step == 0:
-                self.monitor.values(0, self._observe())
+                self.monitor.values(0, self.observe())
             reason = None
             while reason is None and self.state.step < self.args.max_steps:
                 reason = self._train_step()
@@ -148,7 +206,7 @@ class Trainer:
             set_random_states(self.random_states)
             return f"stopped by a signal in the step after step {self.state.step}, which is undone"
         verdict = self._judge(values)
-        self.monitor.step(self.state.step, values | self._observe())
+        self.monitor.step(self.state.step, values | self.observe())
         if verdict == "rewind":
             self._rewind()
         self.checkpointer.poll()
@@ -158,20 +216,22 @@ class Trainer:
             self._save()
         return reason and f"{reason} after step {self.state.step}; the checkpoint is complete"
 
-    def _observe(self) -> Values:
-        values: Values = {}
-        for observer in self.observers:
-            values |= observer.observe(self, self.state.step)
+    def observe(self) -> Values:
+        """What belongs to the metrics of this step beside its own numbers: memory of the fullest rank, evaluation."""
+        values, step = {}, self.state.step
+        if step and self.monitor.logs(step):
+            values["peak_memory_gib"] = self.mesh.largest(peak_bytes(self.mesh.device)) / 2**30
+        if self.evaluation and (step % self.args.eval_every_steps == 0 or step == self.args.max_steps):
+            with self.monitor.part("evaluate"):
+                values |= self.evaluation.measure(self)
         return values
 
     def _save(self) -> None:
         """A checkpoint of this step, unless there is one."""
         if self.state.step in (0, self.saved_at):
             return
-        self.control.alive("save")
-        with self.monitor.part("save"):
+        with self.control.saving(), self.monitor.part("save"):
             self.checkpointer.save(self.state)
-        self.control.alive("saved")
         if self.saved_at == self.started_at:
             self.monitor.note(self.control.time_at_risk())
         self.saved_at = self.state.step
@@ -230,7 +290,7 @@ class Trainer:
             if last:
                 mean = self.mesh.sum([float(total)])[0] / num_labels
                 # An infinite loss can have finite gradients, and a spike has: NaN makes the engine skip this step.
-                factor = math.nan if self.guard.is_bad(mean) else factor
+                factor = math.nan if self.guard.is_spike(mean) or not math.isfinite(mean) else factor
             self.control.alive("backward")
             self.engine.backward(loss * factor, scale_wrt_gas=False)
             self.control.alive("update")
@@ -240,9 +300,7 @@ class Trainer:
     def _agree_on_data(self) -> tuple[float, float]:
         """Labels of the step over all ranks, and the seconds that the slowest of them waited for its rows."""
         waits = [0.0] * self.mesh.world_size
-        waits[self.mesh.rank] = (
-            self.batches.prefetcher.waited_s
-        )  # one sum brings both: all others leave this place at 0
+        waits[self.mesh.rank] = self.batches.prefetcher.waited_s  # all others leave this place at 0
         total, *waits = self.mesh.sum([self.batches.num_labels, *waits])
         return total, max(waits)
 

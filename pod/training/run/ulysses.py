@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pod.modeling.shipped.sharing import Lead as PlanLead
-from pod.modeling.shipped.sharing import is_followed
-from pod.training.predict.shapes import Lead, visible_pairs
+from pod.modeling.shipped.sharing import Lead, is_followed
+from pod.training.predict.shapes import visible_pairs
 
 SENT_PAIRS = 1000
 """(query, key) pairs of one query head that take as long as sending a token's key and value: at 500 TFLOP/s and 300 GB/s."""
@@ -39,8 +38,6 @@ def own_slice(sizes: Sequence[int], index: int) -> slice:
 def kv_head_repeats(num_attention_heads: int, num_key_value_heads: int, size: int) -> int:
     """How often each KV head is replicated so that `size` ranks all get one: the smallest divisor r of G = Hq / H with H * r >= size;
     ValueError, naming the sizes that work, for more ranks than query heads."""
-    if size < 1:
-        raise ValueError(f"sequence_parallel_size must be at least 1, got {size}")
     groups = num_attention_heads // num_key_value_heads
     for repeats in range(1, groups + 1):
         if groups % repeats == 0 and num_key_value_heads * repeats >= size:
@@ -191,7 +188,7 @@ class Ulysses:
         self.kv_counts = split_evenly(heads * self.repeats, self.size)
         mine = own_slice(self.kv_counts, self.rank)
         self.heads = tuple(tuple(i // self.repeats for i in order[mine]) for order in self.orders)
-        self.lead: PlanLead = tuple(
+        self.lead: Lead = tuple(
             tuple(row[head] for head in heads) for row, heads in zip(lead, self.heads, strict=True)
         )
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.training.plans.bits import PackedCosts, solve_packed
+from pod.training.plans.solve import PackedCosts, solve_packed
 
 WINDOWS = 4, 28
 N = 1024

@@ -19,11 +19,10 @@ from pod.modeling.shipped.sharing import SharingPlan
 from pod.models import resolve_model
 from pod.recipe import load_recipe, run
 from pod.training.plans import measure as measure_module
-from pod.training.plans.choose import choose, head_order
+from pod.training.plans.choose import choose, head_order, plan_loss
 from pod.training.plans.costs import cost_shapes, total_costs
 from pod.training.plans.exploration import Exploration
 from pod.training.plans.measure import Measured
-from pod.training.plans.plan_loss import plan_loss
 from pod.training.plans.report import pareto
 from pod.training.plans.solve import solve
 
@@ -436,7 +435,7 @@ def test_dry_run_names_the_cost(overrides, capsys):
         explore.main,
         sections=("model", "explore"),
         estimate=explore.estimate,
-        extra_arguments=explore.shorthands,
+        add_arguments=explore.add_arguments,
         argv=[*argv, "--roles", "window", "--dry-run"],
     )
     printed = capsys.readouterr().out

@@ -152,7 +152,7 @@ def test_shorthands_and_dry_run(overrides, capsys):
         explore.main,
         sections=("model", "explore"),
         estimate=explore.estimate,
-        extra_arguments=explore.shorthands,
+        add_arguments=explore.add_arguments,
         argv=argv,
     )
     printed = capsys.readouterr().out

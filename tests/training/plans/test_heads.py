@@ -12,9 +12,8 @@ from pod.commands import explore
 from pod.modeling.retrieval_heads import RetrievalHeads, plan_of_heads
 from pod.recipe import load_recipe, run
 from pod.training.plans import measure as measure_module
-from pod.training.plans.heads import head_scores, repeated_tokens, search_heads
-from pod.training.plans.measure import HEADS_NAME
-from pod.training.plans.recording import record_attention_inputs
+from pod.training.plans.costs import record_attention_inputs
+from pod.training.plans.measure import HEADS_NAME, head_scores, repeated_tokens, search_heads
 from pod.training.plans.report import describe_heads
 
 
@@ -201,7 +200,7 @@ def test_dry_run_and_a_context_too_short_for_k(overrides, capsys):
         explore.main,
         sections=("model", "explore"),
         estimate=explore.estimate,
-        extra_arguments=explore.shorthands,
+        add_arguments=explore.add_arguments,
         argv=[*argv, "--heads", "--dry-run", "--set", "explore.head_tokens=12"],
     )
     assert "4 x 12 = 48 tokens" in capsys.readouterr().out

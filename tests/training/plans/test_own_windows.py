@@ -16,9 +16,8 @@ from pod.modeling.shipped.sharing import SharingPlan
 from pod.models import resolve_model
 from pod.recipe import load_recipe
 from pod.training.plans.choose import in_all_layers
-from pod.training.plans.costs import cost_shapes, measure_costs
+from pod.training.plans.costs import cost_shapes, measure_costs, planned_layers, record_attention_inputs
 from pod.training.plans.exploration import Exploration
-from pod.training.plans.recording import planned_layers, record_attention_inputs
 
 WINDOWS = {"num_sink_tokens": 2, "num_recent_tokens": 5}
 

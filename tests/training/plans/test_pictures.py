@@ -9,7 +9,7 @@ from matplotlib.colors import to_rgb
 
 from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.training.plans.pictures import (
+from pod.training.plans.report import (
     SINGLE_COLOUR,
     block_picture,
     head_score_picture,

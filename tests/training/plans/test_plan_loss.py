@@ -5,7 +5,7 @@ import torch
 
 import pod
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.training.plans.plan_loss import plan_loss
+from pod.training.plans.choose import plan_loss
 
 PLANS = {
     "mixed": SharingPlan(lead=[[0, 0], [0, 1], [2, None], [2, 1], [4, 1]]),
