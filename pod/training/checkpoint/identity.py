@@ -23,6 +23,10 @@ _ADVICE = {
     "data_sha256": ("other data", "the data that it was trained on"),
     "method": ("another train.method or other LoRA settings", "the same train.method and lora_* settings"),
     "dtype": ("another train.dtype", "the same train.dtype"),
+    "rows": (
+        "another seed or train.tokens_per_step, so that its rows and steps are others",
+        "the same seed and train.tokens_per_step",
+    ),
 }
 
 Samples = dict[str, str]
@@ -93,16 +97,23 @@ def samples_of(model: torch.nn.Module) -> Samples:
 
 
 def identity_of(
-    config: Any, samples: Samples, plan: SharingPlan, manifest: dict[str, Any], method: Any, dtype: str
+    config: Any,
+    samples: Samples,
+    plan: SharingPlan,
+    manifest: dict[str, Any],
+    method: Any,
+    dtype: str,
+    rows: tuple[int, int],
 ) -> dict[str, Any]:
-    """Fingerprints that a resumed run must share with its checkpoint; JSON."""
+    """Fingerprints that a resumed run must share with its checkpoint; JSON. rows: seed of their order, and how many make a step."""
     data = {name: manifest[name] for name in ("context_length", "tokenizer_sha256", "shards")}
-    identity = {
-        **start_identity_of(config, samples),
+    identity = {  # a plan's order of heads moves the weights that are sampled, so the plan is compared first
         "plan_sha256": sha256_of([plan.lead, plan.head_order] if plan.head_order else plan.lead),
+        **start_identity_of(config, samples),
         "data_sha256": sha256_of(data),
         "method": method,
         "dtype": dtype,
+        "rows": rows,
     }
     return json.loads(json.dumps(identity))  # as it will be read again: tuples are lists there
 
@@ -135,11 +146,19 @@ def checkpoint_to_resume(folder: Path, resume: str, identity: dict[str, Any]) ->
 
 
 def check_identity(state: TrainState, identity: dict[str, Any], refusal: str) -> None:
-    """Raise ValueError when a checkpoint belongs to another plan, layout, windows, RoPE, model, data, method or dtype."""
+    """Raise ValueError when a checkpoint belongs to another plan, layout, windows, RoPE, model, data, method, dtype or other rows."""
     for key, value in identity.items():
-        if state.identity.get(key) != value:
+        if state.identity.get(key, value if key == "rows" else None) != value:  # checkpoints once had none
             what, needed = _ADVICE[key]
             raise ValueError(refusal.format(what=what, needed=needed))
+
+
+def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What a resolved recipe says of training that an earlier one said otherwise: `train.learning_rate 0.1 -> 0.2`."""
+    old, new = before.get("train") or {}, now.get("train") or {}
+    return [
+        f"train.{name} {old[name]} -> {new[name]}" for name in new if name in old and old[name] != new[name]
+    ]
 
 
 def sha256_of(content: Any) -> str:

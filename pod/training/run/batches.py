@@ -12,6 +12,11 @@ from pod.training.run.loss import IGNORED_LABEL
 Batch = dict[str, torch.Tensor]
 
 
+def rows_per_step(args: TrainArgs, mesh: Any) -> int:
+    """Rows that all ranks read for an optimizer step."""
+    return args.micro_batch_size * args.gradient_accumulation_steps * mesh.dp_size
+
+
 class StepBatches:
     """The micro-batches of every step on this rank: its rows, and of each row its slice of the tokens.
 
@@ -25,7 +30,7 @@ class StepBatches:
     def __init__(self, args: TrainArgs, dataset: Any, cursor: RowCursor, mesh: Any, tokens: slice):
         self.dataset, self.mesh, self.tokens = dataset, mesh, tokens
         self.micro_batch_size = args.micro_batch_size
-        self.rows_per_step = args.micro_batch_size * args.gradient_accumulation_steps * mesh.dp_size
+        self.rows_per_step = rows_per_step(args, mesh)
         self.prefetcher = Prefetcher(self._load, cursor, self.rows_per_step, args.prefetch_steps)
         self.num_labels = 0
         """Of this rank in the step that the last `next` gave, counted before it went to the device."""

@@ -75,7 +75,11 @@ def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> None:
     trainer = Trainer(args, model, dataset, mesh, folder, recipe.seed, config, evaluation, weights)
     state = trainer.train()
     if mesh.rank == 0:
-        print(f"trained {state.step} of {args.max_steps} steps; checkpoints in {folder}", flush=True)
+        more = f" ({args.max_steps} were asked for)" if state.step > args.max_steps else ""
+        print(
+            f"trained {state.step} of {max(state.step, args.max_steps)} steps{more}; checkpoints in {folder}",
+            flush=True,
+        )
     stop_processes()
 
 

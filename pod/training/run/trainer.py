@@ -17,10 +17,10 @@ from pod.modeling.shipped.sharing import SharingPlan
 from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
 from pod.training.checkpoint.files import Checkpointer, random_states, set_random_states
-from pod.training.checkpoint.identity import TrainState, checkpoint_to_resume, identity_of
+from pod.training.checkpoint.identity import TrainState, changed_settings, checkpoint_to_resume, identity_of
 from pod.training.observe.metrics import Monitor, Values, peak_bytes
 from pod.training.observe.validation import Evaluation
-from pod.training.run.batches import StepBatches
+from pod.training.run.batches import StepBatches, rows_per_step
 from pod.training.run.engine import (
     deepspeed_config,
     fuse_layers,
@@ -83,6 +83,7 @@ class Trainer:
         if mesh.sp_group is not None:
             self.ulysses = Ulysses(model.config, mesh.sp_group, dataset.context_length)
             model.model.sequence_parallel = self.ulysses
+        self.changed: list[str] = []
         self._start_engine(model, weights or StartWeights(model), config or {})
         mine = self.ulysses.slice if self.ulysses else slice(None)
         self.batches = StepBatches(args, dataset, self.cursor, mesh, mine)
@@ -105,14 +106,22 @@ class Trainer:
         self.checkpointer = Checkpointer(self)
         if self.resume_from is not None:
             self.state = self.checkpointer.load(self.resume_from)
+            self.changed, self.state.config = changed_settings(self.state.config, config), config
             self.cursor.load_state_dict(self.state.cursor)
             self.guard.load_state_dict(self.state.guard)
 
     def _look(self, weights: StartWeights) -> tuple[dict[str, Any], Path | None]:
         """What the run's checkpoints belong to, and the one that it continues from."""
         args, method = self.args, {"method": self.args.method, **(self.lora or {})}
+        rows = (self.cursor.seed, rows_per_step(args, self.mesh))
         identity = identity_of(
-            self.causal_model.config, weights.samples, self.plan, self.dataset.manifest, method, args.dtype
+            self.causal_model.config,
+            weights.samples,
+            self.plan,
+            self.dataset.manifest,
+            method,
+            args.dtype,
+            rows,
         )
         return identity, checkpoint_to_resume(self.folder, args.resume, identity)
 
@@ -131,6 +140,8 @@ class Trainer:
         with self.control.watching(), closing[0], closing[1], closing[2]:
             if self.state.step == 0:
                 self.monitor.values(0, self.observe())
+            if self.changed:
+                self.monitor.note(f"continues at step {self.state.step} with {', '.join(self.changed)}")
             reason = None
             while reason is None and self.state.step < self.args.max_steps:
                 reason = self._train_step()
