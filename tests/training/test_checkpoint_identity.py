@@ -3,7 +3,14 @@
 import pytest
 
 from pod import SharingPlan
-from pod.training.checkpoint.identity import TrainState, changed_settings, check_identity, identity_of
+from pod.training.checkpoint.identity import (
+    TrainState,
+    changed_settings,
+    check_identity,
+    identity_of,
+    latest_checkpoint,
+    read_state,
+)
 
 MANIFEST = {"context_length": 8, "tokenizer_sha256": "t", "shards": ["s"]}
 
@@ -47,3 +54,24 @@ def test_what_a_resumed_recipe_changes_is_told():
     now = {"train": {"learning_rate": 0.2, "dtype": "float32", "new_field": 1}, "seed": 0}
     assert changed_settings(before, now) == ["train.learning_rate 0.1 -> 0.2"]
     assert changed_settings({}, now) == [] == changed_settings(now, now)
+
+
+def test_a_damaged_checkpoint_names_the_one_to_go_back_to(tmp_path):
+    for step in ("step-00000002", "step-00000004"):
+        (tmp_path / step).mkdir()
+        TrainState(step=1).save(tmp_path / step)
+    damaged = tmp_path / "step-00000004" / "checkpoint.json"
+    damaged.write_text(damaged.read_text()[:20])
+    (tmp_path / "latest").write_text("step-00000004\n")
+    says = f"to go on from step-00000002, write that name into {tmp_path / 'latest'}"
+    with pytest.raises(ValueError, match=says):
+        read_state(tmp_path / "step-00000004")
+    damaged.unlink()
+    with pytest.raises(ValueError, match=says):
+        latest_checkpoint(tmp_path)
+    (tmp_path / "step-00000002" / "checkpoint.json").unlink()
+    with pytest.raises(ValueError, match="there is no other checkpoint"):
+        latest_checkpoint(tmp_path)
+    damaged.write_text('{"schema": 2}')
+    with pytest.raises(ValueError, match="of version 2, this program goes on with version 3"):
+        read_state(tmp_path / "step-00000004")

@@ -30,7 +30,7 @@ from torch import Tensor
 from pod.files import atomic_write_text, explain_disk_full
 from pod.schema import one_line
 from pod.training import deepspeed_bridge as bridge
-from pod.training.checkpoint.identity import LATEST_NAME, TrainState, read_state, sha256_of
+from pod.training.checkpoint.identity import LATEST_NAME, TrainState, read_state, sha256_of, way_back
 from pod.training.deepspeed_bridge import MASTER, Piece
 from pod.training.predict.memory import checkpoint_disk_bytes
 from pod.training.run.carry import host_copy
@@ -123,7 +123,8 @@ class Checkpointer:
         # Agreed, since a rank alone would leave its peers in the next collective.
         if self.mesh.largest(problem is not None):
             raise ValueError(
-                f"checkpoint {checkpoint} cannot be read ({problem or 'another rank failed, see its message'}): remove it"
+                f"checkpoint {checkpoint} cannot be read ({problem or 'another rank failed, see its message'}): "
+                f"{way_back(checkpoint)}"
             )
         bridge.renew_weights(self.engine)
         if states:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pod.files import read_json, write_json
+from pod.files import read_mapping, write_json
 from pod.modeling.shipped.sharing import SharingPlan
 
 SCHEMA_VERSION = 3
@@ -63,12 +63,27 @@ class TrainState:
 
 def read_state(checkpoint: Path) -> TrainState:
     """The state of a checkpoint folder; ValueError when it is missing, unreadable or of another version."""
-    content = read_json(checkpoint / STATE_NAME)
-    if not isinstance(content, dict) or content.pop("schema", None) != SCHEMA_VERSION:
+    file = Path(checkpoint) / STATE_NAME
+    content = read_mapping(file)
+    if content is None:
+        raise ValueError(f"{file} is missing or damaged: {way_back(Path(checkpoint))}")
+    if (version := content.pop("schema", None)) != SCHEMA_VERSION:
         raise ValueError(
-            f"{checkpoint / STATE_NAME} is not a training checkpoint of version {SCHEMA_VERSION}"
+            f"{file} is a training checkpoint of version {version}, this program goes on with version {SCHEMA_VERSION}: finish the run with "
+            "the release that wrote it, or set another output_dir"
         )
     return TrainState(**content)
+
+
+def way_back(checkpoint: Path) -> str:
+    """What to do about a checkpoint that cannot be read, in one line."""
+    folder = checkpoint.parent
+    others = sorted(
+        file.parent.name for file in folder.glob(f"step-*/{STATE_NAME}") if file.parent != checkpoint
+    )
+    if others:
+        return f"to go on from {others[-1]}, write that name into {folder / LATEST_NAME}"
+    return f"there is no other checkpoint in {folder}; remove that folder to begin again"
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -79,7 +94,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     checkpoint = folder / pointer.read_text(encoding="utf-8").strip()
     if not (checkpoint / STATE_NAME).is_file():
         raise ValueError(
-            f"{pointer} names {checkpoint.name}, which is not a checkpoint: write another step's name into it"
+            f"{pointer} names {checkpoint.name}, which is not a checkpoint: {way_back(checkpoint)}"
         )
     return checkpoint
 

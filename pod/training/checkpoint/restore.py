@@ -41,7 +41,9 @@ def trained_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     try:
         weights = whole_weights(checkpoint)
     except ValueError as error:
-        raise ValueError(f"checkpoint {checkpoint} cannot be read ({error}): export an older one") from error
+        raise ValueError(
+            f"checkpoint {checkpoint} cannot be read ({error}): {identity.way_back(checkpoint)}"
+        ) from error
     return {name.removeprefix(WRAPPER): weight for name, weight in weights.items()}
 
 
