@@ -13,15 +13,17 @@ _BESIDE = {".md", ".py"}  # suffixes of cards and of an export's own code, which
 
 
 def content_of(path: str | os.PathLike) -> str:
-    """SHA-256 over names and contents of a file, or of the files of a model's folder that decide what the model says.
+    """SHA-256 of a file, or over names and contents of the files of a model's folder that decide what the model says.
 
     A name that is no local path (a hub id) is its own identity.
     """
     root = Path(path)
     if not root.exists():
         return str(path)
+    if root.is_file():
+        return _digest(root)
     files = [file for file in sorted(root.rglob("*")) if file.is_file() and not _is_beside(file)]
-    found = [f"{file.name} {_digest(file)}" for file in ([root] if root.is_file() else files)]
+    found = [f"{file.name} {_digest(file)}" for file in files]
     return hashlib.sha256("\n".join(found).encode()).hexdigest()
 
 

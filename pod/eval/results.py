@@ -93,9 +93,10 @@ def fingerprint(inputs: Any) -> str:
 
 
 def with_files(options: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of a method with what the files that they name hold (as `razor`'s `heads`): a file may change under its name."""
+    """Parameters of a method with what the files that they name hold (as `razor`'s `heads`): a file may change under its name, and be the
+    same under another."""
     return {
-        name: [value, content_of(value)] if isinstance(value, str) and Path(value).is_file() else value
+        name: ["file", content_of(value)] if isinstance(value, str) and Path(value).is_file() else value
         for name, value in options.items()
     }
 

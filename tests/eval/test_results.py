@@ -151,5 +151,7 @@ def test_a_file_that_an_option_names_is_known_by_its_content(tmp_path):
     before = with_files(options)
     assert before == with_files(options) and before["num_recent_tokens"] == 4
     assert before["detector"] == "prefill"
+    moved = file.rename(tmp_path / "elsewhere.json")
+    assert with_files({**options, "heads": str(moved)}) == before
     file.write_text("[[], [0]]")
     assert with_files(options) != before
