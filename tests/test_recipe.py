@@ -82,7 +82,7 @@ def test_mistakes_in_the_file(tmp_path, text, message):
         (".max_steps=3", "expected section.field=value"),
         ("train.max_steps=[", "the value is not valid YAML"),
         ("train.max_steps=ten", "train.max_steps is 'ten': it should be a valid integer"),
-        ("train=3", "train is 3: it should be a dictionary"),
+        ("train=3", "train is 3: it should be a section of fields"),
     ],
 )
 def test_mistakes_in_overrides(override, message):
