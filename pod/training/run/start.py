@@ -1,5 +1,6 @@
 """From a recipe's sections to a running training: refuse what cannot work, load, train."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -7,6 +8,7 @@ from typing import Any
 
 from pod.data import PackedDataset
 from pod.data.rows.loader import read_manifest
+from pod.data.run.folders import LOCK_SECONDS, locked
 from pod.data.tokens.tokenizers import tokenizer_sha256
 from pod.models import resolve_model
 from pod.recipe import Recipe
@@ -68,12 +70,16 @@ def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> None:
     fit = agree_on_layout(fit, how)
     args = fit.job.args
     mesh = Mesh(args.sequence_parallel_size, timeout_s)
-    if mesh.rank == 0:
-        print(table(fit, len(dataset) * dataset.context_length), flush=True)
-    model, weights = hollow_start_model(recipe.model, recipe.model.plan_file(recipe.output_dir), args.dtype)
-    from_rank_0(weights.open)
-    trainer = Trainer(args, model, dataset, mesh, folder, recipe.seed, config, evaluation, weights)
-    state = trainer.train()
+    with contextlib.ExitStack() as held:
+        busy = f"another process trains in {folder}: wait for it, stop it, or set another output_dir"
+        from_rank_0(lambda: held.enter_context(locked(folder / "train.lock", LOCK_SECONDS, busy)))
+        if mesh.rank == 0:
+            print(table(fit, len(dataset) * dataset.context_length), flush=True)
+        plan_file = recipe.model.plan_file(recipe.output_dir)
+        model, weights = hollow_start_model(recipe.model, plan_file, args.dtype)
+        from_rank_0(weights.open)
+        trainer = Trainer(args, model, dataset, mesh, folder, recipe.seed, config, evaluation, weights)
+        state = trainer.train()
     if mesh.rank == 0:
         more = f" ({args.max_steps} were asked for)" if state.step > args.max_steps else ""
         print(
