@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pod.commands import demo
-from pod.recipe import Recipe, load_recipe
+from pod.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 
