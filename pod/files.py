@@ -127,6 +127,15 @@ def read_json(path: PathLike) -> Any:
         raise ValueError(f"{path}: not valid JSON ({error}); delete it and write it again") from None
 
 
+def read_mapping(path: PathLike) -> dict | None:
+    """The mapping that a JSON file holds; None for anything else."""
+    try:
+        content = read_json(path)
+    except (ValueError, OSError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
 def sha256_file(path: PathLike) -> str:
     """SHA-256 of a file's bytes as 64 hex digits, read in chunks."""
     with open(path, "rb") as file:

@@ -24,7 +24,9 @@ Share = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 AtLeast2 = Annotated[int, Field(ge=2)]
 
-_SETTINGS = ConfigDict(coerce_numbers_to_str=True, extra="forbid", use_attribute_docstrings=True)
+_SETTINGS = ConfigDict(
+    coerce_numbers_to_str=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+)
 _UNKNOWN = "unexpected_keyword_argument"
 
 
@@ -111,6 +113,8 @@ def _told(error: ValidationError, cls: type, where: str) -> str:
         return f"{place} is missing: set it in the config or with --set {place}=…"
     choices = re.findall(r"'([^']*)'", found["msg"]) if kind == "literal_error" else []
     should = found["msg"].removeprefix("Input ")
+    if kind == "dataclass_type":
+        should = f"should be a section of fields: {', '.join(fields_of(_section_at(cls, found['loc'])))}"
     return f"{place or 'the recipe'} is {value!r}: it {should}{nearest(value, choices)}"
 
 
@@ -155,7 +159,7 @@ def nearest(word: Any, known: Sequence[Any] | dict[str, str]) -> str:
 
 
 class Loader(yaml.SafeLoader):
-    """YAML 1.2 numbers (`1e-5` is a float; PyYAML's 1.1 rules make it a string) and duplicate keys refused."""
+    """Decimal numbers only (`1e-5` is a float; PyYAML's 1.1 rules make it a string) and duplicate keys refused."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [key.value for key, _ in node.value if key.value != "<<"]
@@ -167,8 +171,18 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)[eE][-+]?[0-9]+$")
-Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_NUMBERS = {
+    "int": r"[-+]?[0-9][0-9_]*$",
+    "float": r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?$|[-+]?\.inf$|\.nan$",
+}
+"""What stands for a number; YAML 1.1 also takes 010 for 8 and 1:30 for 90."""
+Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if tag.rsplit(":", 1)[1] not in _NUMBERS]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _name, _pattern in _NUMBERS.items():
+    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), list("-+.0123456789"))
+Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value.replace("_", "")))
 
 
 class Dumper(yaml.SafeDumper):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pod.commands import demo
-from pod.recipe import Recipe, load_recipe
+from pod.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -96,11 +96,3 @@ def test_training_runs_through_the_real_launcher_with_two_ranks(tmp_path):
     assert Path(step.command[0]).name == "deepspeed"
     assert step.command[1:3] == ["--num_gpus", "2"]
     assert "--master_port" in step.command
-
-
-def test_heads_are_searched_where_razor_is_asked(tmp_path):
-    names = [step.name for step in demo.steps_of(Recipe(), tmp_path)]
-    with_razor = [
-        step.name for step in demo.steps_of(load_recipe(None, ["eval.methods=full,razor"]), tmp_path)
-    ]
-    assert sorted({*with_razor} - {*names}) == ["heads"] and len(with_razor) == len(names) + 1

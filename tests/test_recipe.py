@@ -28,6 +28,7 @@ def test_defaults_and_overrides(tmp_path):
     assert recipe.data.sources == ["stdlib:"], "the text, not the mapping {stdlib: null}"
     assert load_recipe(None, ["bench.lengths=8192,1_024"]).bench.lengths == [8192, 1024]
     assert load_recipe(None, ["bench.lengths=8192"]).bench.lengths == [8192]
+    assert load_recipe(None, ["seed=010"]).seed == 10, "YAML 1.1 would read 8"
     assert load_recipe(None) == Recipe()
     assert load_recipe(write(tmp_path, "# nothing\n")) == Recipe()
 
@@ -52,7 +53,9 @@ def test_defaults_and_overrides(tmp_path):
             "model: {dtype: bfloat}",
             "model.dtype is 'bfloat': it should be 'float32', 'bfloat16' or 'float64' (did you mean 'bfloat16'?)",
         ),
-        ("model: [1]", "model is [1]: it should be a dictionary"),
+        ("model: [1]", "model is [1]: it should be a section of fields: path, "),
+        ("seed: 1:30", "seed is '1:30': it should be a valid integer"),
+        ("train: {learning_rate: .inf}", "train.learning_rate is inf: it should be a finite number"),
         ("seed: -3", "seed is -3"),
         ("seed: 1\nseed: 2", "key 'seed' stands twice"),
         ("model: {", "not valid YAML"),
@@ -79,7 +82,7 @@ def test_mistakes_in_the_file(tmp_path, text, message):
         (".max_steps=3", "expected section.field=value"),
         ("train.max_steps=[", "the value is not valid YAML"),
         ("train.max_steps=ten", "train.max_steps is 'ten': it should be a valid integer"),
-        ("train=3", "train is 3: it should be a dictionary"),
+        ("train=3", "train is 3: it should be a section of fields"),
     ],
 )
 def test_mistakes_in_overrides(override, message):

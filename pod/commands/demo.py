@@ -49,16 +49,14 @@ def steps_of(recipe: Recipe, config: Path, ranks: int = RANKS) -> list[Step]:
     deepspeed = [str(BIN / "deepspeed"), "--num_gpus", str(ranks), "--master_port", str(port)]
     train = [*deepspeed, "--module", "pod.commands.train", "--config", str(config)]
     reload = [sys.executable, "-m", "pod.commands.check_export", str(export), tokens, str(check)]
-    steps = [
+    return [
         Step("prepare", "texts → tokens → length-balanced, packed rows", pod("data")),
-        Step("explore", "costs of roles → plan", pod("explore")),
-        Step("heads", "retrieval heads, for razor", pod("explore", "--heads")),
+        Step("explore", "costs of roles → plan; retrieval heads for razor", pod("explore")),
         Step("train", f"adaptation to the plan, {ranks} ranks", train),
         Step("export", "Hugging Face checkpoint with its own modeling code", pod("export")),
         Step("reload", "the export in plain transformers, against the trained model", reload),
         Step("evaluate", "perplexity, passkey, bytes, decode speed → report", pod("eval")),
     ]
-    return [step for step in steps if step.name != "heads" or "razor" in str(recipe.eval.methods)]
 
 
 def main(recipe: Recipe) -> None:

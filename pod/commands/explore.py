@@ -8,8 +8,8 @@ interrupted run continues where it was.
 The paper's plans come from the similarity of attention rows: --cost similarity --roles follow, with --algorithm greedy and
 --threshold for its Algorithm 1 (similarity.safetensors instead of costs).
 
-With --heads it searches for the retrieval heads of RazorAttention instead, on random tokens, and writes
-<output_dir>/plan/retrieval_heads.json, the file that the cache method `razor` asks for, with a picture of all scores beside it.
+Where the recipe's evaluation compares `razor`, and with --heads alone, it searches for the retrieval heads of RazorAttention, on random
+tokens, and writes <output_dir>/plan/retrieval_heads.json, the file that this method asks for, with a picture of all scores beside it.
 """
 
 import argparse
@@ -23,18 +23,34 @@ SECTIONS = "model", "explore", "data"
 
 
 def main(recipe: Recipe) -> None:
-    """Measure, make the plan or find the heads, draw both."""
+    """Measure, make the plan, find the heads, draw both."""
     from pod.training.plans.choose import find_plan
     from pod.training.plans.exploration import Exploration, process_group
     from pod.training.plans.measure import find_heads
 
+    heads_wanted = recipe.explore.heads or compares_razor(recipe)
     with process_group() as rank:
         exploration = Exploration.of(recipe)
-        found = find_heads(exploration) if recipe.explore.heads else find_plan(exploration)
-        if rank == 0 and recipe.explore.heads:
-            write_heads(exploration, found)
-        elif rank == 0:
-            write_plan(exploration, found)
+        if not recipe.explore.heads:
+            choice = find_plan(exploration)
+            if rank == 0:
+                write_plan(exploration, choice)
+        if heads_wanted:
+            heads = find_heads(exploration)
+            if rank == 0:
+                write_heads(exploration, heads)
+
+
+def compares_razor(recipe: Recipe) -> bool:
+    """Whether the recipe's evaluation asks for heads that no option names."""
+    from pod.eval.answer.methods import find_method
+
+    given = {name for name, options in recipe.eval.method_options.items() if "heads" in options}
+    return any(
+        "razor" in (find_method(name).spec or "").split("+")
+        for name in recipe.eval.methods
+        if name not in given
+    )
 
 
 def write_heads(exploration: Any, heads: Any) -> None:

@@ -1,11 +1,10 @@
-"""Result files, one JSON per method, and what tells one model, code or machine from another.
+"""Result files, one JSON per method, and what tells one code from another.
 
 `<output_dir>/eval/<method>.json` holds `parts`, one per task that was ever scored for this very row (model, options, plan behind its
 bytes): they are made of the answers in `pod.eval.answer.store`, and can be made again at any time.
 """
 
 import ast
-import contextlib
 import functools
 import hashlib
 import json
@@ -14,12 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pod.files import read_json, sha256_file, write_json
+from pod.files import read_mapping, write_json
+from pod.identity import content_of
 from pod.measure.machine import environment, version
-from pod.models import cache_dir
 
 SCHEMA_VERSION = 2
-_LARGE = 64 << 20  # bytes from which a file's digest is remembered
 _DECISIVE = ("torch", "transformers", "lm-eval", "flash-attn")
 _PACKAGE = Path(__file__).resolve().parents[1]
 ANSWERING = ("gates", "reading", "store", "texts")
@@ -94,38 +92,11 @@ def fingerprint(inputs: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def identity(path: str | os.PathLike) -> Any:
-    """What tells one model file or folder from another: names and content, so that copies and moved folders are the same model.
-
-    A name that is no local path (a hub id) is its own identity.
-    """
-    root = Path(path)
-    if not root.exists():
-        return str(path)
-    files = [root] if root.is_file() else sorted(file for file in root.rglob("*") if file.is_file())
-    files = [file for file in files if file.suffix != ".md"]  # a model card tells results
-    return [[file.name, _digest(file)] for file in files]
-
-
-def _digest(file: Path) -> str:
-    """SHA-256 of a file; large ones are read again only when they changed, gigabytes of weights take seconds."""
-    status = file.stat()
-    if status.st_size < _LARGE:
-        return sha256_file(file)
-    seen = cache_dir() / "digests.json"
-    known = read_mapping(seen) or {}
-    name, now = str(file.resolve()), [status.st_size, status.st_mtime_ns]
-    if known.get(name, [])[:2] != now:
-        known[name] = [*now, sha256_file(file)]
-        with contextlib.suppress(OSError):  # a cache that cannot be written is not one
-            write_json(seen, known)
-    return known[name][2]
-
-
 def with_files(options: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of a method with what the files that they name hold (as `razor`'s `heads`): a file may change under its name."""
+    """Parameters of a method with what the files that they name hold (as `razor`'s `heads`): a file may change under its name, and be the
+    same under another."""
     return {
-        name: [value, identity(value)] if isinstance(value, str) and Path(value).is_file() else value
+        name: ["file", content_of(value)] if isinstance(value, str) and Path(value).is_file() else value
         for name, value in options.items()
     }
 
@@ -158,12 +129,3 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, (ValueError, OSError)) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def read_mapping(path: Path) -> dict | None:
-    """The mapping that a file holds; None for anything else."""
-    try:
-        content = read_json(path)
-    except (ValueError, OSError):
-        return None
-    return content if isinstance(content, dict) else None

@@ -62,6 +62,7 @@ def export(
     with atomic_dir(path) as folder:
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         if tokenizer is not None:
+            tokenizer.init_kwargs.pop("local_files_only", None)  # how it was loaded is none of its facts
             tokenizer.save_pretrained(folder)
         plan.save(folder / "plan.json")
         licence = add_licences(folder, origin.base)

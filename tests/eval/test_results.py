@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 
 import pytest
 
@@ -10,11 +9,10 @@ from pod.eval import results as results_module
 from pod.eval.results import (
     RunResults,
     fingerprint,
-    identity,
     one_line,
-    read_mapping,
     with_files,
 )
+from pod.files import read_mapping
 from pod.measure.machine import environment
 
 
@@ -56,29 +54,6 @@ def test_failure_keeps_what_finished(tmp_path):
 def test_ranks_that_only_help_write_nothing(tmp_path):
     RunResults(tmp_path / "pod.json", "pod", {}, writes=False).store("niah", {})
     assert not list(tmp_path.iterdir())
-
-
-def test_identity_is_names_and_content(tmp_path, monkeypatch):
-    """A copy, another place, another time of change: the same model. One byte of weights: another one."""
-    monkeypatch.setenv("POD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(results_module, "_LARGE", 1 << 20)
-    first = tmp_path / "model"
-    first.mkdir()
-    (first / "config.json").write_text("{}")
-    large = first / "model.safetensors"
-    large.write_bytes(bytes(2 << 20))
-    before = identity(first)
-    os.utime(large, ns=(1, 1))
-    assert identity(first) == before
-    shutil.copytree(first, tmp_path / "moved" / "elsewhere")
-    assert identity(tmp_path / "moved" / "elsewhere") == before
-    monkeypatch.setattr(results_module, "sha256_file", lambda file: pytest.fail(f"{file} is read again"))
-    assert identity(large) == before[1:]
-    monkeypatch.undo()
-    monkeypatch.setenv("POD_CACHE", str(tmp_path / "cache"))
-    large.write_bytes(bytes(1 << 20) + b"\x01" + bytes((1 << 20) - 1))
-    assert identity(first) != before
-    assert identity("owner/name") == "owner/name"
 
 
 def test_what_answers_is_part_of_an_answer(tmp_path, monkeypatch):
@@ -176,5 +151,7 @@ def test_a_file_that_an_option_names_is_known_by_its_content(tmp_path):
     before = with_files(options)
     assert before == with_files(options) and before["num_recent_tokens"] == 4
     assert before["detector"] == "prefill"
+    moved = file.rename(tmp_path / "elsewhere.json")
+    assert with_files({**options, "heads": str(moved)}) == before
     file.write_text("[[], [0]]")
     assert with_files(options) != before

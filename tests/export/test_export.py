@@ -15,12 +15,12 @@ import yaml
 from peft import LoraConfig, get_peft_model
 
 import pod
-from pod.eval.results import identity
 from pod.export import Origin, export
 from pod.export.card import saved_share
 from pod.export.folder import origin_of
 from pod.export.licences import add_licences, own_licence
 from pod.files import write_json
+from pod.identity import content_of
 from pod.models import resolve_model
 from pod.training.checkpoint.files import TrainState, check_plan
 
@@ -296,7 +296,7 @@ def test_results_of_these_weights_come_into_the_card_when_they_are_exported_agai
     write_results(results, out, "2999-01-01T00:00:00+00:00")
     export(model, out, results=results)
     assert "Measured" not in read_card(out)[1], "results of another export that stood there"
-    known = identity(out)
+    known = content_of(out)
     export(model, out, results=results)
     text = read_card(out)[1]
     assert "| task | metric | dense model | PoD |" in text
@@ -305,7 +305,7 @@ def test_results_of_these_weights_come_into_the_card_when_they_are_exported_agai
         and "| passkey | perplexity | 7.25 [7, 7.5] | – |" in text
     )
     assert "efficiency" not in text
-    assert identity(out) == known, "what was answered stays valid"
+    assert content_of(out) == known, "what was answered stays valid"
     write_results(results, out, "2001-01-01T00:00:00+00:00")
     export(model, out, results=results)
     assert "Measured" not in read_card(out)[1], "older than the export"

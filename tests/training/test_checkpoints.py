@@ -107,7 +107,7 @@ def test_rotation_keeps_the_last_and_every_nth(restart_results):
     [
         ("cut", "(weights-00001-000.safetensors: Error while deserializing header: incomplete"),
         ("header", "(weights-00001-000.safetensors: Error while deserializing header: invalid"),
-        ("gone", " of its numbers are missing): remove it"),
+        ("gone", " of its numbers are missing): "),
     ],
 )
 def test_a_damaged_checkpoint_is_one_line_on_every_rank(restart_results, case, says):

@@ -109,7 +109,9 @@ def check_last_step(train: Path) -> int:
     return last
 
 
-def test_sigterm_to_a_rank_saves_and_every_process_exits_with_0_then_export(config, environment, tmp_path):
+def test_sigterm_to_a_rank_saves_and_every_process_exits_with_0_then_export_and_a_second_run_beside_is_refused(
+    config, environment, tmp_path
+):
     train = config.parent / "train"
     with training(config, environment, 2) as launcher:
         os.kill(ranks_of(launcher)[-1], signal.SIGTERM)
@@ -118,6 +120,12 @@ def test_sigterm_to_a_rank_saves_and_every_process_exits_with_0_then_export(conf
     last = check_last_step(train)
 
     with training(config, environment, last + 1) as launcher:  # and Ctrl-C, which reaches launcher and ranks
+        second = [sys.executable, "launch/train_pod.py", "--config", str(config)]
+        second += ["--set", "train.sequence_parallel_size=1"]
+        done = subprocess.run(second, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600)
+        assert (done.returncode, f"another process trains in {train}" in done.stderr) == (2, True), (
+            done.stderr
+        )
         ranks = [psutil.Process(rank) for rank in ranks_of(launcher)]
         os.killpg(launcher.pid, signal.SIGINT)
         psutil.wait_procs(ranks)

@@ -89,6 +89,7 @@ def test_run_stops_after_three_skipped_steps(runs_results):
         ("data", "belongs to other data: use"),
         ("method", "belongs to another train.method"),
         ("dtype", "belongs to another train.dtype"),
+        ("rows", "belongs to another seed or train.tokens_per_step"),
         ("never", "already holds checkpoints: set train.resume=auto"),
     ],
 )

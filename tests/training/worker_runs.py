@@ -163,6 +163,7 @@ def refusals(out, data, other_data, folder) -> None:
         "data": (other_data, {}, None),
         "method": (data, {"method": "lora"}, None),
         "dtype": (data, {"dtype": "bfloat16"}, None),
+        "rows": (data, {"gradient_accumulation_steps": 2}, None),
         "never": (data, {"resume": "never"}, None),
     }
     messages = {}

@@ -51,7 +51,7 @@ def check_outside(output_dir: Path, sources: Iterable[str]) -> None:
 def locked(file: Path, seconds: float, message: str) -> Iterator[None]:
     """Hold the lock `file`, which exists only meanwhile. Raises `ValueError(message)` when it is not free within `seconds`."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(file)
+    lock = FileLock(file, thread_local=False)
     try:
         lock.acquire(timeout=seconds)
     except Timeout:

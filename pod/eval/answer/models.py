@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pod
 from pod.eval.answer.budget import bytes_per_token
 from pod.eval.answer.methods import Method, find_method
-from pod.eval.results import identity, one_line
+from pod.eval.results import one_line
+from pod.identity import content_of, plan_of
 from pod.models import resolve_model
 
 if TYPE_CHECKING:
@@ -226,8 +227,8 @@ class Models:
         """What a result of this kind of model depends on: files, plan, windows, dtype."""
         args, source = self.recipe.model, self.sources[kind]
         path, file = self._place(source)
-        plan = None if source.plan is None else identity(source.plan)
-        return [identity(path), file, plan, source.windows, args.dtype, args.attention_backend]
+        plan = None if source.plan is None else plan_of(source.plan)
+        return [content_of(path), file, plan, source.windows, args.dtype, args.attention_backend]
 
     def windows(self, kind: str) -> tuple[int, int]:
         """(sink, recent) tokens of a kind of model, before it is loaded."""

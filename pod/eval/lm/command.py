@@ -4,7 +4,6 @@
 """
 
 import functools
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,8 @@ from pod.eval.answer.ranks import Ranks
 from pod.eval.answer.store import Store
 from pod.eval.lm.model import PodLM
 from pod.eval.lm.requests import Encoder
-from pod.eval.results import code_identity, identity, with_files
+from pod.eval.results import code_identity, with_files
+from pod.identity import content_of, plan_of
 
 _RANKS: list[Ranks] = []
 POD_BYTES = "pod"
@@ -132,10 +132,10 @@ class CommandLM(PodLM):
         length = int(max_length or model.config.max_position_embeddings)
         encoder = Encoder(tokenizer, length, too_long, question_aware)
         self.identity = {
-            "pretrained": identity(pretrained),
+            "pretrained": content_of(pretrained),
             "method": subject.method.name,
             "budget": budget,
-            "plan": None if plan is None else json.loads(Path(plan).read_text(encoding="utf-8")),
+            "plan": None if plan is None else plan_of(plan),
             "windows": [model.config.num_sink_tokens, model.config.num_recent_tokens],
             "model": [gguf_file, str(model.dtype), attention_backend],
             "limits": [length, too_long, question_aware],

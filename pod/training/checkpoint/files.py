@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
-from pod.files import atomic_write_text, explain_disk_full, read_json, write_json
+from pod.files import atomic_write_text, explain_disk_full, read_mapping, write_json
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
@@ -52,6 +52,10 @@ _ADVICE = {
     "data_sha256": ("other data", "the data that it was trained on"),
     "method": ("another train.method or other LoRA settings", "the same train.method and lora_* settings"),
     "dtype": ("another train.dtype", "the same train.dtype"),
+    "rows": (
+        "another seed or train.tokens_per_step, so that its rows and steps are others",
+        "the same seed and train.tokens_per_step",
+    ),
 }
 
 Samples = dict[str, str]
@@ -88,12 +92,27 @@ class TrainState:
 
 def read_state(checkpoint: Path) -> TrainState:
     """The state of a checkpoint folder; ValueError when it is missing, unreadable or of another version."""
-    content = read_json(checkpoint / STATE_NAME)
-    if not isinstance(content, dict) or content.pop("schema", None) != SCHEMA_VERSION:
+    file = Path(checkpoint) / STATE_NAME
+    content = read_mapping(file)
+    if content is None:
+        raise ValueError(f"{file} is missing or damaged: {_way_back(Path(checkpoint))}")
+    if (version := content.pop("schema", None)) != SCHEMA_VERSION:
         raise ValueError(
-            f"{checkpoint / STATE_NAME} is not a training checkpoint of version {SCHEMA_VERSION}"
+            f"{file} is a training checkpoint of version {version}, this program goes on with version {SCHEMA_VERSION}: finish the run with "
+            "the release that wrote it, or set another output_dir"
         )
     return TrainState(**content)
+
+
+def _way_back(checkpoint: Path) -> str:
+    """What to do about a checkpoint that cannot be read, in one line."""
+    folder = checkpoint.parent
+    others = sorted(
+        file.parent.name for file in folder.glob(f"step-*/{STATE_NAME}") if file.parent != checkpoint
+    )
+    if others:
+        return f"to go on from {others[-1]}, write that name into {folder / LATEST_NAME}"
+    return f"there is no other checkpoint in {folder}; remove that folder to begin again"
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -104,7 +123,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     checkpoint = folder / pointer.read_text(encoding="utf-8").strip()
     if not (checkpoint / STATE_NAME).is_file():
         raise ValueError(
-            f"{pointer} names {checkpoint.name}, which is not a checkpoint: write another step's name into it"
+            f"{pointer} names {checkpoint.name}, which is not a checkpoint: {_way_back(checkpoint)}"
         )
     return checkpoint
 
@@ -117,9 +136,15 @@ def sample_of(weight: torch.Tensor) -> str:
 
 
 def identity_of(
-    config: Any, samples: Samples, plan: SharingPlan, manifest: dict[str, Any], method: Any, dtype: str
+    config: Any,
+    samples: Samples,
+    plan: SharingPlan,
+    manifest: dict[str, Any],
+    method: Any,
+    dtype: str,
+    rows: tuple[int, int],
 ) -> dict[str, Any]:
-    """Fingerprints that a resumed run must share with its checkpoint; JSON."""
+    """Fingerprints that a resumed run must share with its checkpoint; JSON. rows: seed of their order, and how many make a step."""
     data = {name: manifest[name] for name in ("context_length", "tokenizer_sha256", "shards")}
     identity = {
         # before the model: a plan that re-orders heads changes its weights too
@@ -128,6 +153,7 @@ def identity_of(
         "data_sha256": sha256_of(data),
         "method": method,
         "dtype": dtype,
+        "rows": rows,
     }
     return json.loads(json.dumps(identity))  # as it will be read again: tuples are lists there
 
@@ -160,11 +186,19 @@ def checkpoint_to_resume(folder: Path, resume: str, identity: dict[str, Any]) ->
 
 
 def check_identity(state: TrainState, identity: dict[str, Any], refusal: str) -> None:
-    """Raise ValueError when a checkpoint belongs to another plan, layout, windows, RoPE, model, data, method or dtype."""
+    """Raise ValueError when a checkpoint belongs to another plan, layout, windows, RoPE, model, data, method, dtype or other rows."""
     for key, value in identity.items():
-        if state.identity.get(key) != value:
+        if state.identity.get(key, value if key == "rows" else None) != value:  # checkpoints once had none
             what, needed = _ADVICE[key]
             raise ValueError(refusal.format(what=what, needed=needed))
+
+
+def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What a resolved recipe says of training that an earlier one said otherwise: `train.learning_rate 0.1 -> 0.2`."""
+    old, new = before.get("train") or {}, now.get("train") or {}
+    return [
+        f"train.{name} {old[name]} -> {new[name]}" for name in new if name in old and old[name] != new[name]
+    ]
 
 
 def sha256_of(content: Any) -> str:
@@ -259,7 +293,8 @@ class Checkpointer:
         # Agreed, since a rank alone would leave its peers in the next collective.
         if self.mesh.largest(problem is not None):
             raise ValueError(
-                f"checkpoint {checkpoint} cannot be read ({problem or 'another rank failed, see its message'}): remove it"
+                f"checkpoint {checkpoint} cannot be read ({problem or 'another rank failed, see its message'}): "
+                f"{_way_back(checkpoint)}"
             )
         bridge.renew_weights(self.engine)
         if states:
@@ -494,7 +529,9 @@ def trained_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     try:
         weights = whole_weights(checkpoint)
     except ValueError as error:
-        raise ValueError(f"checkpoint {checkpoint} cannot be read ({error}): export an older one") from error
+        raise ValueError(
+            f"checkpoint {checkpoint} cannot be read ({error}): {_way_back(checkpoint)}"
+        ) from error
     return {name.removeprefix(WRAPPER): weight for name, weight in weights.items()}
 
 

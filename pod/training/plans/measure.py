@@ -25,6 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pod.files import atomic_write_bytes, sha256_file
+from pod.identity import content_of
 from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.training.checkpoint.files import sha256_of
@@ -47,7 +48,6 @@ SIMILARITY_NAME, COSTS_NAME, HEADS_NAME = (
     "plan_costs.safetensors",
     "retrieval_heads.json",
 )
-WEIGHT_SUFFIXES = {".safetensors", ".gguf", ".bin"}
 SCHEMA_VERSION = "2"
 REPEATS = 4  # copies of the random tokens of a retrieval sequence
 UNIT = 2.0**-40  # of the integer sums, of which int64 holds those below 2^23
@@ -108,7 +108,7 @@ def find_heads(exploration: Exploration, say: Say = print) -> RetrievalHeads:
     wanted = {name: exploration.settings[name] for name in ("model", "gguf_file", "dtype", "seed")} | {
         "head_tokens": explore.head_tokens,
         "head_repeats": explore.head_repeats,
-        "weights": weights_stamp(exploration.model_folder),
+        "weights": content_of(exploration.model_folder),
     }
 
     def find() -> RetrievalHeads:
@@ -154,7 +154,7 @@ def _find(exploration: Exploration, name: str, measure: Any, wanted: dict[str, A
     Raises: ValueError for texts, models and files that do not fit.
     """
     path = exploration.folder / name
-    wanted = exploration.settings | wanted | {"weights": weights_stamp(exploration.model_folder)}
+    wanted = exploration.settings | wanted | {"weights": content_of(exploration.model_folder)}
     found = from_rank_0(lambda: reusable(path, Measured.load, wanted, say))
     if found is not None:
         return found
@@ -283,21 +283,6 @@ def keep_old(path: Path) -> None:
     """Move a file of other settings out of the way, under a name with its hash."""
     if path.exists():
         os.replace(path, path.with_name(f"{path.stem}-{sha256_file(path)[:8]}{path.suffix}"))
-
-
-def weights_stamp(model_folder: str) -> str:
-    """Tells that weight files were replaced, without reading them: the config's hash and each file's name, size and time.
-
-    Empty for a hub id.
-    """
-    folder, parts = Path(model_folder), []
-    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if file.suffix in WEIGHT_SUFFIXES:
-            state = file.stat()
-            parts.append(f"{file.name} {state.st_size} {state.st_mtime_ns}")
-        elif file.name == "config.json":
-            parts.append(sha256_file(file))
-    return "; ".join(parts)
 
 
 def is_first_rank() -> bool:

@@ -1,5 +1,6 @@
 """From a recipe to a running training: refuse what cannot work and ranks that would not train the same thing, load, train."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from pod.data import PackedDataset
 from pod.data.rows.loader import read_manifest
+from pod.data.run.folders import LOCK_SECONDS, locked
 from pod.data.tokens.tokenizers import tokenizer_sha256
 from pod.models import resolve_model
 from pod.recipe import Recipe
@@ -171,14 +173,22 @@ def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> None:
     fit = agree_on_layout(fit, how)
     args = fit.job.args
     mesh = Mesh(args.sequence_parallel_size, timeout_s)
+    with contextlib.ExitStack() as held:
+        busy = f"another process trains in {folder}: wait for it, stop it, or set another output_dir"
+        from_rank_0(lambda: held.enter_context(locked(folder / "train.lock", LOCK_SECONDS, busy)))
+        if mesh.rank == 0:
+            print(table(fit, len(dataset) * dataset.context_length), flush=True)
+        plan_file = recipe.model.plan_file(recipe.output_dir)
+        model, weights = hollow_start_model(recipe.model, plan_file, args.dtype)
+        from_rank_0(weights.open)
+        trainer = Trainer(args, model, dataset, mesh, folder, recipe.seed, config, evaluation, weights)
+        state = trainer.train()
     if mesh.rank == 0:
-        print(table(fit, len(dataset) * dataset.context_length), flush=True)
-    model, weights = hollow_start_model(recipe.model, recipe.model.plan_file(recipe.output_dir), args.dtype)
-    from_rank_0(weights.open)
-    trainer = Trainer(args, model, dataset, mesh, folder, recipe.seed, config, evaluation, weights)
-    state = trainer.train()
-    if mesh.rank == 0:
-        print(f"trained {state.step} of {args.max_steps} steps; checkpoints in {folder}", flush=True)
+        more = f" ({args.max_steps} were asked for)" if state.step > args.max_steps else ""
+        print(
+            f"trained {state.step} of {max(state.step, args.max_steps)} steps{more}; checkpoints in {folder}",
+            flush=True,
+        )
     stop_processes()
 
 

@@ -21,6 +21,7 @@ from pod.training.args import TrainArgs
 from pod.training.checkpoint.files import (
     Checkpointer,
     TrainState,
+    changed_settings,
     checkpoint_to_resume,
     identity_of,
     random_states,
@@ -47,6 +48,11 @@ from pod.training.run.ulysses import Ulysses
 Batch = dict[str, torch.Tensor]
 
 
+def rows_per_step(args: TrainArgs, mesh: Any) -> int:
+    """Rows that all ranks read for an optimizer step."""
+    return args.micro_batch_size * args.gradient_accumulation_steps * mesh.dp_size
+
+
 class StepBatches:
     """The micro-batches of every step on this rank: its rows, and of each row its slice of the tokens.
 
@@ -60,7 +66,7 @@ class StepBatches:
     def __init__(self, args: TrainArgs, dataset: Any, cursor: RowCursor, mesh: Any, tokens: slice):
         self.dataset, self.mesh, self.tokens = dataset, mesh, tokens
         self.micro_batch_size = args.micro_batch_size
-        self.rows_per_step = args.micro_batch_size * args.gradient_accumulation_steps * mesh.dp_size
+        self.rows_per_step = rows_per_step(args, mesh)
         self.prefetcher = Prefetcher(self._load, cursor, self.rows_per_step, args.prefetch_steps)
         self.num_labels = 0
         """Of this rank in the step that the last `next` gave, counted before it went to the device."""
@@ -141,6 +147,7 @@ class Trainer:
         if mesh.sp_group is not None:
             self.ulysses = Ulysses(model.config, mesh.sp_group, dataset.context_length)
             model.model.sequence_parallel = self.ulysses
+        self.changed: list[str] = []
         self._start_engine(model, weights or StartWeights(model), config or {})
         mine = self.ulysses.slice if self.ulysses else slice(None)
         self.batches = StepBatches(args, dataset, self.cursor, mesh, mine)
@@ -163,14 +170,22 @@ class Trainer:
         self.checkpointer = Checkpointer(self)
         if self.resume_from is not None:
             self.state = self.checkpointer.load(self.resume_from)
+            self.changed, self.state.config = changed_settings(self.state.config, config), config
             self.cursor.load_state_dict(self.state.cursor)
             self.guard.load_state_dict(self.state.guard)
 
     def _look(self, weights: StartWeights) -> tuple[dict[str, Any], Path | None]:
         """What the run's checkpoints belong to, and the one that it continues from."""
         args, method = self.args, {"method": self.args.method, **(self.lora or {})}
+        rows = (self.cursor.seed, rows_per_step(args, self.mesh))
         identity = identity_of(
-            self.causal_model.config, weights.samples, self.plan, self.dataset.manifest, method, args.dtype
+            self.causal_model.config,
+            weights.samples,
+            self.plan,
+            self.dataset.manifest,
+            method,
+            args.dtype,
+            rows,
         )
         return identity, checkpoint_to_resume(self.folder, args.resume, identity)
 
@@ -189,6 +204,8 @@ class Trainer:
         with self.control.watching(), closing[0], closing[1], closing[2]:
             if self.state.step == 0:
                 self.monitor.values(0, self.observe())
+            if self.changed:
+                self.monitor.note(f"continues at step {self.state.step} with {', '.join(self.changed)}")
             reason = None
             while reason is None and self.state.step < self.args.max_steps:
                 reason = self._train_step()

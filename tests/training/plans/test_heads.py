@@ -210,6 +210,23 @@ def test_dry_run_and_a_context_too_short_for_k(overrides, capsys):
         explore.main(load_recipe(None, [*overrides, "explore.head_repeats=5000"]))
 
 
+@pytest.mark.parametrize(
+    ("override", "needed"),
+    [
+        ("eval.methods=full,razor", True),
+        ("eval.methods=full,pod-unadapted,razor+int4", True),
+        ("eval.methods=full,snapkv", False),
+    ],
+)
+def test_heads_are_searched_where_an_evaluation_will_ask_for_them(override, needed):
+    assert explore.compares_razor(load_recipe(None, [override])) is needed
+
+
+def test_heads_that_an_option_names_are_not_searched():
+    recipe = load_recipe(None, ["eval.methods=razor", "eval.method_options={razor: {heads: mine.json}}"])
+    assert not explore.compares_razor(recipe)
+
+
 def test_files_and_lists_that_do_not_fit_are_refused(tmp_path):
     path = tmp_path / "heads.json"
     some_heads().save(path)

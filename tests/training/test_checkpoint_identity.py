@@ -1,0 +1,77 @@
+"""What a checkpoint belongs to, and what a resumed recipe may say otherwise."""
+
+import pytest
+
+from pod import SharingPlan
+from pod.training.checkpoint.files import (
+    TrainState,
+    changed_settings,
+    check_identity,
+    identity_of,
+    latest_checkpoint,
+    read_state,
+)
+
+MANIFEST = {"context_length": 8, "tokenizer_sha256": "t", "shards": ["s"]}
+
+
+class Config:
+    layout, num_sink_tokens, num_recent_tokens = "pod", 2, 4
+    rope_parameters, max_position_embeddings = {"rope_type": "default"}, 32
+
+
+def identity(samples="a", plan=((0, 0), (0, 1)), order=None, rows=(0, 4)):
+    plan = SharingPlan(plan, head_order=order)
+    return identity_of(Config(), {"w": samples}, plan, MANIFEST, {"method": "full"}, "float32", rows)
+
+
+def test_a_plan_that_moves_heads_is_another_plan_and_not_another_model():
+    """Weights are sampled in the plan's order of heads, so both differ: the reason is the plan."""
+    moved = identity(samples="b", order=((1, 0), (0, 1)))
+    with pytest.raises(ValueError, match="another sharing plan"):
+        check_identity(TrainState(identity=identity()), moved, "belongs to {what}: use {needed}")
+
+
+@pytest.mark.parametrize("rows", [(1, 4), (0, 5)])
+def test_another_seed_or_more_rows_per_step_are_refused(rows):
+    with pytest.raises(ValueError, match="another seed or train.tokens_per_step"):
+        check_identity(
+            TrainState(identity=identity()), identity(rows=rows), "belongs to {what}: use {needed}"
+        )
+
+
+def test_checkpoints_that_know_no_rows_go_on():
+    known = identity()
+    del known["rows"]
+    check_identity(TrainState(identity=known), identity(), "{what}{needed}")
+    del known["dtype"]
+    with pytest.raises(ValueError, match="dtype"):
+        check_identity(TrainState(identity=known), identity(), "{what}{needed}")
+
+
+def test_what_a_resumed_recipe_changes_is_told():
+    before = {"train": {"learning_rate": 0.1, "dtype": "float32"}, "seed": 0}
+    now = {"train": {"learning_rate": 0.2, "dtype": "float32", "new_field": 1}, "seed": 0}
+    assert changed_settings(before, now) == ["train.learning_rate 0.1 -> 0.2"]
+    assert changed_settings({}, now) == [] == changed_settings(now, now)
+
+
+def test_a_damaged_checkpoint_names_the_one_to_go_back_to(tmp_path):
+    for step in ("step-00000002", "step-00000004"):
+        (tmp_path / step).mkdir()
+        TrainState(step=1).save(tmp_path / step)
+    damaged = tmp_path / "step-00000004" / "checkpoint.json"
+    damaged.write_text(damaged.read_text()[:20])
+    (tmp_path / "latest").write_text("step-00000004\n")
+    says = f"to go on from step-00000002, write that name into {tmp_path / 'latest'}"
+    with pytest.raises(ValueError, match=says):
+        read_state(tmp_path / "step-00000004")
+    damaged.unlink()
+    with pytest.raises(ValueError, match=says):
+        latest_checkpoint(tmp_path)
+    (tmp_path / "step-00000002" / "checkpoint.json").unlink()
+    with pytest.raises(ValueError, match="there is no other checkpoint"):
+        latest_checkpoint(tmp_path)
+    damaged.write_text('{"schema": 2}')
+    with pytest.raises(ValueError, match="of version 2, this program goes on with version 3"):
+        read_state(tmp_path / "step-00000004")
