@@ -84,7 +84,7 @@ class ModelArgs:
         return {name: value for name, value in fields.items() if value is not None}
 
     def plan_file(self, output_dir: str | os.PathLike[str]) -> Path | None:
-        """The plan to use: `plan`, else what explore.py left in <output_dir>/plan where the layout takes one, else None.
+        """The plan to use: `plan`, else what `pod explore` left in <output_dir>/plan where the layout takes one, else None.
 
         Raises: ValueError when `plan` is set and does not exist.
         """

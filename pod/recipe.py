@@ -78,15 +78,15 @@ class Recipe:
         if not self.output_dir:
             raise ValueError("output_dir is empty: name the folder that the run may write to, e.g. runs/demo")
 
-    plan_dir = _folder("plan", "Where explore.py writes plan.json, the costs and the pictures.")
-    data_dir = _folder("data", "Where prepare_data.py writes the packed shards.")
+    plan_dir = _folder("plan", "Where `pod explore` writes plan.json, the costs and the pictures.")
+    data_dir = _folder("data", "Where `pod data` writes the packed shards.")
     train_dir = _folder("train", "Where train_pod.py writes step-N/, latest and metrics.jsonl.")
-    eval_dir = _folder("eval", "Where run_eval.py writes its JSON and report.html.")
+    eval_dir = _folder("eval", "Where `pod eval` writes its JSON and report.html.")
     bench_dir = _folder("bench", "Where bench.py writes its JSON.")
 
     @property
     def export_dir(self) -> Path:
-        """Where export_hf.py writes the Hugging Face folder: export.path, or <output_dir>/export."""
+        """Where `pod export` writes the Hugging Face folder: export.path, or <output_dir>/export."""
         return Path(self.export.path or Path(self.output_dir) / "export")
 
 

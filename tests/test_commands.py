@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import pod
-from pod.commands import COMMANDS, doctor, main
+from pod.commands import COMMANDS, doctor, main, note_on_data
 from pod.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,6 +81,39 @@ def test_the_doctor_names_what_is_missing_and_how_to_get_it(monkeypatch, capsys)
     assert code == 1
     assert "ok   torch" in out and "bad  deepspeed       missing" in out and "jieba" not in out
     assert "\ndeepspeed: pip install 'deepspeed<0.20,>=0.19'\nnumpy: pip install 'numpy>=2'\n" in out
+
+
+def test_the_doctor_says_where_pod_kv_is_not_installed(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "requirements", list)
+    code, out, _ = said(monkeypatch, capsys, "doctor")
+    assert code == 1 and "pod-kv is not installed in this Python" in out
+
+
+def test_a_missing_package_is_one_line(monkeypatch, capsys):
+    def missing(name: str):
+        raise ModuleNotFoundError(f"No module named {name!r}", name="pydantic")
+
+    monkeypatch.setattr("pod.commands.importlib.import_module", missing)
+    code, _, err = said(monkeypatch, capsys, "train", "--help")
+    assert code == 2 and err.startswith("error: the package pydantic is missing: pip install pod-kv")
+
+
+def test_data_of_other_settings_is_told(tmp_path, capsys):
+    """Once, by the first rank; rows that do not say what they were prepared with are taken."""
+    recipe = load_recipe("demo_tiny", [f"output_dir={tmp_path}", "seed=5"])
+    note_on_data(recipe)
+    assert not capsys.readouterr().out
+    settings = {"sources": ["stdlib:json"], "context_length": recipe.data.context_length}
+    recipe.data_dir.mkdir()
+    manifest = {"request": {"settings": settings, "seed": 0}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pod.data.rows.manifest.read_manifest", lambda folder: manifest)
+        (recipe.data_dir / "manifest.json").touch()
+        note_on_data(recipe)
+        assert "other data.sources, seed than this recipe's" in capsys.readouterr().out
+        patch.setenv("RANK", "1")
+        note_on_data(recipe)
+    assert not capsys.readouterr().out
 
 
 def test_a_wheel_carries_code_recipes_and_data(tmp_path):

@@ -4,6 +4,7 @@ import importlib
 import os
 import sys
 from types import ModuleType
+from typing import Any
 
 COMMANDS = {
     "explore": ("explore", "measure what each role of each head costs, and make the plan"),
@@ -16,6 +17,7 @@ COMMANDS = {
     "doctor": ("doctor", "what is installed here, and what is missing"),
 }
 """Name → module of this package, and what it does."""
+INSTALL = "pip install pod-kv, or `pip install .` in a checkout"
 
 
 def main() -> None:
@@ -38,8 +40,8 @@ def main() -> None:
 
 def start(name: str) -> None:
     """Run one of the commands: its module's own `start`, else its `main`."""
-    command = importlib.import_module(f"pod.commands.{COMMANDS[name][0]}")
     try:
+        command = importlib.import_module(f"pod.commands.{COMMANDS[name][0]}")
         try:
             command.start() if hasattr(command, "start") else run_recipe(command)
         finally:
@@ -48,6 +50,29 @@ def start(name: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         sys.exit("interrupted")
+    except ModuleNotFoundError as error:
+        if (error.name or "pod").startswith("pod."):
+            raise
+        print(
+            f"error: the package {error.name} is missing: {INSTALL}; `pod doctor` lists what is",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+
+
+def note_on_data(recipe: Any) -> None:
+    """Say, on the first rank, where the prepared data that a command is about to read is of other settings than the recipe's."""
+    if not (recipe.data_dir / "manifest.json").is_file() or os.environ.get("RANK", "0") != "0":
+        return
+    from pod.data.rows.manifest import read_manifest
+
+    other = recipe.data.other_than(read_manifest(recipe.data_dir), recipe.seed)
+    if other:
+        print(
+            f"note: {recipe.data_dir} was prepared with other {', '.join(other)} than this recipe's, and is read as it is; `pod data` makes it "
+            "anew",
+            flush=True,
+        )
 
 
 def run_recipe(command: ModuleType) -> None:

@@ -14,8 +14,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 import pod
-from pod.models import cache_dir
-from pod.recipe import RECIPES
+from pod.commands import INSTALL
 
 OPTIONAL = {
     "triton": "kernels for GPUs (comes with CUDA builds of torch)",
@@ -48,8 +47,9 @@ def say(mark: str, name: str, text: str) -> None:
 def packages() -> list[str]:
     """Print the packages that pod-kv requires; returns what is wrong with them."""
     say("", "pod-kv", f"{pod.__version__}, Python {platform.python_version()}, {platform.platform()}")
-    wrong = []
-    for needed in requirements():
+    needs = requirements()
+    wrong = [] if needs else [f"pod-kv is not installed in this Python: {INSTALL}"]
+    for needed in needs:
         found = installed(needed.name)
         fits = found is not None and needed.specifier.contains(found, prereleases=True)
         say("ok" if fits else "bad", needed.name, found or "missing")
@@ -108,6 +108,11 @@ def options() -> None:
 def places() -> None:
     """Print where recipes and converted models lie, and the room there is."""
     here = Path.cwd()
+    try:
+        from pod.models import cache_dir
+        from pod.recipe import RECIPES
+    except ModuleNotFoundError:  # it is named above
+        return
     say("", "recipes", f"{RECIPES}: {len(list(RECIPES.rglob('*.yaml')))}, named as --config demo")
     say("", "converted models", f"{cache_dir()} (POD_CACHE)")
     say("", "this folder", f"{here}: {shutil.disk_usage(here).free / 2**30:.0f} GiB free")

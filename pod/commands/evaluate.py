@@ -5,7 +5,7 @@ at the sample where it stopped."""
 import argparse
 import sys
 
-from pod.commands import run_recipe
+from pod.commands import note_on_data, run_recipe
 from pod.recipe import Recipe
 
 SECTIONS = "model", "data", "eval"
@@ -46,6 +46,7 @@ def main(recipe: Recipe) -> None:
     """Evaluate as the recipe says."""
     from pod.eval.runner import evaluate  # loads torch, which --help and --dry-run do not need
 
+    note_on_data(recipe)
     evaluate(recipe)
 
 

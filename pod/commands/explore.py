@@ -16,6 +16,7 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
+from pod.commands import note_on_data
 from pod.files import atomic_write_text, write_json
 from pod.recipe import Recipe
 
@@ -28,6 +29,7 @@ def main(recipe: Recipe) -> None:
     from pod.training.plans.exploration import Exploration, process_group
     from pod.training.plans.measure import find_heads
 
+    note_on_data(recipe)
     heads_wanted = recipe.explore.heads or compares_razor(recipe)
     with process_group() as rank:
         exploration = Exploration.of(recipe)

@@ -12,6 +12,7 @@ the same command continues the run. model.layout says what is trained: PoD, dens
 import argparse
 from typing import Any
 
+from pod.commands import note_on_data
 from pod.recipe import Recipe
 
 SECTIONS = "model", "train"
@@ -20,6 +21,7 @@ SECTIONS = "model", "train"
 def main(recipe: Recipe) -> None:
     from pod.training.run.start import train
 
+    note_on_data(recipe)
     train(recipe, make_passkeys(recipe))
 
 

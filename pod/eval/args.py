@@ -21,13 +21,13 @@ class EvalArgs:
         default_factory=lambda: ["full", "pod", "pod-unadapted", "streamingllm", "snapkv"]
     )
     """methods to compare; `pod` runs on the adapted export, `pod-unadapted` on the dense weights under the plan, the rest on
-    the dense model. Any method of `run_eval.py --list-methods` and any combination, as `pod+snapkv`. The methods that drop
+    the dense model. Any method of `pod eval --list-methods` and any combination, as `pod+snapkv`. The methods that drop
     tokens get the budget that fills the bytes that PoD holds at the same length with keys and values as the model computes
     them; what a method really holds is in its results."""
 
     method_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """parameters of methods by name, as `{razor: {heads: runs/x/plan/retrieval_heads.json}, h2o: {num_recent_tokens: 64}}`;
-    `run_eval.py --list-methods` shows what each one takes. Variants of a method in one run have them in their names:
+    `pod eval --list-methods` shows what each one takes. Variants of a method in one run have them in their names:
     `simlayerkv[threshold=0.8]`, `d2o[merge=average,alpha=2]@25%`"""
 
     preset: str | None = None
@@ -35,11 +35,11 @@ class EvalArgs:
     (pod/eval/presets.py says what and where it is printed); what method_options say themselves goes first"""
 
     tasks: list[str] = field(default_factory=lambda: list(TASKS))
-    """what to measure: perplexity, passkey, efficiency, the other tasks of `run_eval.py --list-tasks`, and any task or group of lm-eval,
+    """what to measure: perplexity, passkey, efficiency, the other tasks of `pod eval --list-tasks`, and any task or group of lm-eval,
     those of pod/eval/suites included (pod_longbench, pod_leval, pod_infinitebench_32k, pod_ruler_4k …)"""
 
     task_options: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """options of tasks by name, as `{niah: {lengths: [4096, 8192]}}`; `run_eval.py --list-tasks` shows what each one takes"""
+    """options of tasks by name, as `{niah: {lengths: [4096, 8192]}}`; `pod eval --list-tasks` shows what each one takes"""
 
     models: dict[str, str] = field(default_factory=dict)
     """more models to compare, by a name of yours: `{cla: runs/demo_cla/export}` is the method `model:cla`; a plan.json stands for the dense
@@ -73,7 +73,7 @@ class EvalArgs:
     machines where that may do harm"""
 
     pod_model: str | None = None
-    """folder of the adapted PoD export; default is where export_hf.py writes, <output_dir>/export"""
+    """folder of the adapted PoD export; default is where `pod export` writes, <output_dir>/export"""
 
     text: list[str] | None = None
     """files or folders to measure perplexity on; default: the text that the prepared data holds out of training"""

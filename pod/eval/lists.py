@@ -1,4 +1,4 @@
-"""What `run_eval.py --list-methods` and `--list-tasks` print. Neither needs torch to be loaded twice."""
+"""What `pod eval --list-methods` and `--list-tasks` print. Neither needs torch to be loaded twice."""
 
 import contextlib
 import hashlib

@@ -108,7 +108,7 @@ class CommandLM(PodLM):
             max_length: longest sequence (tokens), default what the model reads; too_long: truncate or error (skip: in recipes).
             question_aware: methods see the question when they compress a prompt (see eval.question_aware).
             store: folder that keeps answers by model, method, budget and prompt: a run that was killed goes on, nothing is asked twice.
-            options: parameters of the method (`run_eval.py --list-methods`).
+            options: parameters of the method (`pod eval --list-methods`).
         Raises: ValueError, before any computation, for whatever does not go together.
         """
         _check(batch_size, max_batch_size, too_long)
