@@ -73,7 +73,8 @@ def _log_if_wide(axes: Axes, values: list[float]) -> None:
     """A logarithmic scale for positive values of more than a factor of 6."""
     if min(values) > 0 and max(values) > 6 * min(values):
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+        steps = (1, 2, 5) if max(values) < 200 * min(values) else (1,)
+        axes.yaxis.set_major_locator(LogLocator(base=10, subs=steps))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.minorticks_off()
 
@@ -122,7 +123,8 @@ def score_over_bytes(points: list[dict[str, Any]], y_label: str, higher_is_bette
         axes.errorbar([share], [value], yerr=bar, fmt="none", color=shade, alpha=0.35, linewidth=1.2)
         axes.plot([share], [value], color=shade, marker=markers[found[0]["family"]], zorder=3)
     if not higher_is_better:
-        _log_if_wide(axes, [point["value"] for point in points])
+        ends_of = [end for point in points for end in point["ci95"] or ()]
+        _log_if_wide(axes, [*(point["value"] for point in points), *ends_of])
     names = {place: ", ".join(point["label"] for point in found) for place, found in places.items()}
     _names_at_the_right(figure, axes, names)
     return _finished(figure, axes, "KV bytes held (% of the dense cache)", y_label)

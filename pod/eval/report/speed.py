@@ -10,6 +10,14 @@ Parts = dict[str, dict[str, Any]]
 """The part `efficiency` of every method of a race."""
 
 
+_PART_NAMES = {
+    "near_keys": "keys in windows",
+    "near_values": "values in windows",
+    "window_keys": "followers' near keys",
+}
+"""Of stores whose own names say less to a reader."""
+
+
 def speed_blocks(runs: list[Run]) -> list[Block]:
     """Tables of speed and memory, and largest batches, per run."""
     blocks: list[Block] = []
@@ -29,12 +37,13 @@ def _by_length(parts: Parts) -> list[list[tuple[str, dict[str, Any]]]]:
 
 def speed_table(parts: Parts, title: str = "") -> Table:
     """Decode speed with its spread, time to first token and bytes with their parts, per length and method; bars within a length."""
-    heads = ["method", "prompt tokens", "tokens/s", "× full", "first token s", "KV MB", "of PoD's"]
+    heads = ["method", "prompt tokens", "tokens/s", "× full", "first token, s", "KV MB", "of PoD's"]
     lengths, rows = _by_length(parts), []
     held_parts = list(dict.fromkeys(part for of in lengths for _, own in of for part in own["bytes_by_part"]))
     for of_length in lengths:
         fastest = max(own["decode_tokens_per_second"]["median"] for _, own in of_length)
         largest = max(own["bytes"]["bytes"] for _, own in of_length)
+        digits = "{:,.1f}" if largest > 1e7 else "{:,.3f}"
         for name, own in of_length:
             rate, held = own["decode_tokens_per_second"], own["bytes"]
             spread = f"({rate['min']:.1f}–{rate['max']:.1f})"
@@ -42,10 +51,11 @@ def speed_table(parts: Parts, title: str = "") -> Table:
             rows[-1].append(cell(rate["median"], "{:.1f}", spread, shade=bar(rate["median"] / fastest)))
             rows[-1].append(cell(median(own.get("speed_over_full")), "{:.2f}"))
             rows[-1].append(cell(own["time_to_first_token_seconds"], "{:.2f}"))
-            rows[-1].append(cell(_mb(held["bytes"]), "{:,.1f}", shade=bar(held["bytes"] / largest)))
+            rows[-1].append(cell(_mb(held["bytes"]), digits, shade=bar(held["bytes"] / largest)))
             rows[-1].append(cell(held["bytes_over_pod"], "{:.1%}"))
-            rows[-1] += [cell(_mb(own["bytes_by_part"].get(part)), "{:,.1f}") for part in held_parts]
-    return Table([*heads, *[f"{part} MB" for part in held_parts]], rows, title, "cards")
+            rows[-1] += [cell(_mb(own["bytes_by_part"].get(part)), digits) for part in held_parts]
+    named = [_PART_NAMES.get(part, part.replace("_", " ")) for part in held_parts]
+    return Table([*heads, *[f"{part}, MB" for part in named]], rows, title, "cards")
 
 
 def memory_tables(parts: Parts, name: str) -> list[Block]:
