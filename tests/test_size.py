@@ -1,4 +1,4 @@
-"""How large the decoder, its kernels, its engine and the data's preparation are; that no file of these, of eval, bench and training
+"""How large the decoder, its kernels, its engine, training and the data's preparation are; that no file of these, of eval, bench and training
 imports itself on a way round."""
 
 import ast
@@ -13,6 +13,9 @@ FILES = sorted(file for part in PARTS for file in (ROOT / "pod" / part).rglob("*
 MOST_LINES, MEDIAN, NINTH_DECILE = 11_500, 8, 25
 DATA_FILES = sorted((ROOT / "pod" / "data").rglob("*.py"))
 MOST_DATA_LINES = 5_000
+TRAINING = ("pod/training", "launch", "pod/recipe.py", "pod/schema.py", "pod/models.py", "pod/files.py")
+TRAINING_FILES = sorted((ROOT / "pod" / "training").rglob("*.py"))
+MOST_TRAINING_LINES = 8_400
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -89,7 +92,16 @@ def test_the_preparation_of_data_fits_into_so_many_lines():
     assert sum(counts.values()) <= MOST_DATA_LINES, counts
 
 
-@pytest.mark.parametrize("files", [FILES, DATA_FILES], ids=["decoder", "data"])
+def test_training_fits_into_so_many_lines():
+    files = [
+        file
+        for place in map(ROOT.joinpath, TRAINING)
+        for file in (place.rglob("*.py") if place.is_dir() else [place])
+    ]
+    assert sum(file.read_text(encoding="utf-8").count("\n") for file in files) <= MOST_TRAINING_LINES
+
+
+@pytest.mark.parametrize("files", [FILES, DATA_FILES, TRAINING_FILES], ids=["decoder", "data", "training"])
 @pytest.mark.parametrize(("share", "most"), [(0.5, MEDIAN), (0.9, NINTH_DECILE)], ids=["median", "p90"])
 def test_functions_are_short(share, most, files):
     lengths = [length for file in files for length in function_lengths(file.read_text(encoding="utf-8"))]

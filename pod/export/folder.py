@@ -20,7 +20,8 @@ from pod.files import atomic_dir, read_json, write_json
 from pod.modeling.loading import load_model
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.training.checkpoint.files import TrainState, read_state, restore_model, trained_weights
+from pod.training.checkpoint.files import restore_model, trained_weights
+from pod.training.checkpoint.identity import TrainState, read_state
 from pod.training.run.lora import CONFIG_NAME, lora_config
 
 

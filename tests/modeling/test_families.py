@@ -8,7 +8,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 import pod
 from pod.families import read_weight
-from pod.training.run.start_model import weight_reader
+from pod.training.run.start_weights import weight_reader
 
 FAMILIES = [
     "llama",

@@ -3,7 +3,7 @@
 import pytest
 
 from pod import SharingPlan
-from pod.training.checkpoint.files import (
+from pod.training.checkpoint.identity import (
     TrainState,
     changed_settings,
     check_identity,

@@ -8,15 +8,8 @@ import torch
 
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.checkpoint import files
-from pod.training.checkpoint.files import (
-    TrainState,
-    checkpoint_to_resume,
-    host_pieces,
-    identity_of,
-    read_pieces,
-    whole_weights,
-    write_pieces,
-)
+from pod.training.checkpoint.files import host_pieces, read_pieces, whole_weights, write_pieces
+from pod.training.checkpoint.identity import TrainState, checkpoint_to_resume, identity_of
 from pod.training.deepspeed_bridge import MASTER, MOMENTS, Piece
 
 pytestmark = pytest.mark.multiprocess

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from pod.training.args import TrainArgs
-from pod.training.run.run_control import Guard
+from pod.training.run.guard import Guard
 
 
 def make_guard(**settings) -> Guard:

@@ -8,7 +8,8 @@ from pod.export import export_adapter
 from pod.export import folder as export_folder
 from pod.training.args import TrainArgs
 from pod.training.checkpoint import files
-from pod.training.checkpoint.files import TrainState, restore_model, sample_of, start_identity_of
+from pod.training.checkpoint.files import restore_model
+from pod.training.checkpoint.identity import TrainState, sample_of, start_identity_of
 from pod.training.run.lora import add_lora, load_adapter, lora_settings
 
 LEAD = [[0, 0], [0, 1], [2, 1]]

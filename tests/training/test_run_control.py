@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from pod.training.args import TrainArgs
-from pod.training.run.run_control import RunControl, Watchdog
+from pod.training.run.run_control import RunControl
+from pod.training.run.watchdog import Watchdog
 
 
 class Clock:

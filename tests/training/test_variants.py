@@ -8,13 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
 from pod.models import KNOWN_SIZES, ModelArgs
-from pod.training.run.start_model import (
-    change_rope,
-    load_start_model,
-    model_config,
-    source_config,
-    stand_in_plan,
-)
+from pod.training.run.longer_context import change_rope
+from pod.training.run.start_model import load_start_model, model_config, source_config, stand_in_plan
 
 PLAN = [[0, None], [0, 1], [None, 1], [0, 3]]
 PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}

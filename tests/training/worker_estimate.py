@@ -15,8 +15,8 @@ SETTINGS = {"dtype": "float32", "loss_chunk_mib": 1, "max_steps": 1, "save_every
 
 def disagree(out: Path) -> None:
     """Two ranks whose recipes differ in one section."""
+    from pod.training.run.agreement import agree
     from pod.training.run.mesh import Mesh, stop_processes
-    from pod.training.run.start import agree
 
     mesh = Mesh(1)
     recipe = {"seed": 0, "train": {"max_steps": 3 + mesh.rank}}
@@ -37,7 +37,7 @@ def layouts(rank: int) -> dict[str, str]:
 
     from pod.training.args import TrainRecipe
     from pod.training.predict.planner import layout_line, plan
-    from pod.training.run.start import agree_on_layout
+    from pod.training.run.agreement import agree_on_layout
 
     recipe = TrainRecipe(**PAPER)
     fit = plan(recipe, LLAMA3_8B, SHARED, CONTEXT, machine(8, f"h100,memory_gib={20 if rank else 80}"))

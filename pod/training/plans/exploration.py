@@ -22,7 +22,7 @@ from pod.models import resolve_model
 from pod.training.args import ExploreArgs
 from pod.training.plans.costs import cost_shapes, planned_layers, sample_queries
 from pod.training.plans.solve import Floats, PackedCosts, solve
-from pod.training.run.start_model import extend
+from pod.training.run.longer_context import extend
 
 MATCHING_SEQUENCES = 2
 """Sequences of text, beside all repeated ones, on which query heads are matched."""

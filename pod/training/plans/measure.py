@@ -28,7 +28,7 @@ from pod.files import atomic_write_bytes, sha256_file
 from pod.identity import content_of
 from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.modeling.shipped.llama import PodForCausalLM
-from pod.training.checkpoint.files import sha256_of
+from pod.training.checkpoint.identity import sha256_of
 from pod.training.plans.costs import (
     RETRIEVAL,
     cost_shapes,

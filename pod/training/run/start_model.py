@@ -1,189 +1,20 @@
-"""The model that a run starts from: its plan and configuration, its rotary embedding for longer contexts, and its values, one weight at
-a time, read by rank 0 and handed to all ranks by the engine's bridge.
-
-A model is built without values (`hollow_model`): every weight has its shape and type and shares one number. Adapters and
-loss are put around it as around any other; `bridge.place_weights` then fills and divides it weight by weight.
-"""
+"""The model that a run starts from: its plan and configuration."""
 
 import contextlib
-import os
-from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from pod.modeling.loading import check_fit, empty_model, load_model, made_weight, target_config
+from pod.modeling.loading import target_config
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.models import KNOWN_SIZES, PACKAGE, ModelArgs, resolve_model
-from pod.training.checkpoint.files import Samples, sample_of
-
-Reader = Callable[[str], Tensor]
-"""A weight by its name; it may lie in mapped pages of a file: copy it, never write to it."""
-
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_IGNORED = "rotary_emb.inv_freq"
-"""Old checkpoints hold tables that are computed today."""
-
-
-def hollow_model(config: PodConfig, dtype: torch.dtype) -> PodForCausalLM:
-    """A model whose weights take no memory, in evaluation mode; their values are to be placed before it is used."""
-    model = empty_model(config)
-    state = {name: torch.zeros((), dtype=dtype).expand(one.shape) for name, one in model.state_dict().items()}
-    model.load_state_dict(state, assign=True)
-    model.tie_weights()
-    return model.eval()
-
-
-def weight_reader(path: str, config: PodConfig, dtype: torch.dtype, gguf_file: str | None = None) -> Reader:
-    """Reads the weights of a model with `config` from a checkpoint, in `dtype`: one at a time from safetensors files, or all.
-
-    Raises ValueError or OSError for one that cannot be read, or does not fit.
-    """
-    files = None if gguf_file else weight_files(path)
-    if files is None:
-        print(f"note: {path} has no safetensors files: one rank loads it whole", flush=True)
-        whole = load_model(path, dtype=dtype, gguf_file=gguf_file)
-        state, order = whole.state_dict(), whole.config.head_order
-        shapes, read = {name: tuple(weight.shape) for name, weight in state.items()}, state.__getitem__
-    else:
-        shapes, read = files
-        order = PreTrainedConfig.get_config_dict(path)[0].get("head_order")
-    check_fit(shapes, config, empty_model(config))
-    return lambda name: made_weight(name, lambda one: read(one).to(dtype), shapes, config, order)
-
-
-def weight_files(source: str | os.PathLike) -> tuple[dict[str, tuple[int, ...]], Reader] | None:
-    """Shapes by the names in the safetensors files of a folder or hub id, and what reads a weight of them; None without such files."""
-    opened = lru_cache(maxsize=1)(partial(safe_open, framework="pt"))  # pages of one file stay mapped
-    place: dict[str, str] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in _files(source):
-        for name in opened(file).keys():  # noqa: SIM118  not a dictionary
-            if not name.endswith(_IGNORED):
-                place[name], shapes[name] = file, tuple(opened(file).get_slice(name).get_shape())
-    return (shapes, lambda name: opened(place[name]).get_tensor(name)) if place else None
-
-
-def _files(source: str | os.PathLike) -> list[str]:
-    for name in (_INDEX, _SINGLE):
-        found = None
-        with contextlib.suppress(OSError):  # no such file, or no such model
-            found = cached_file(source, name)
-        if found is not None:
-            return (
-                list(get_checkpoint_shard_files(str(source), found)[0] or ()) if name == _INDEX else [found]
-            )
-    return []
-
-
-class StartWeights:
-    """What rank 0 gives `bridge.place_weights`, with samples of every weight that was given, in the model's order.
-
-    Args:
-        model: before adapters are put on it.
-        opener: opens the checkpoint that has the values, None = the model has them.
-    """
-
-    def __init__(self, model: nn.Module, opener: Callable[[], Reader] | None = None):
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
-        self._opener = opener
-        self._reader: Reader | None = None
-        self.samples: Samples = {}
-
-    def open(self) -> None:
-        """Open the checkpoint; ValueError and OSError as in `weight_reader`."""
-        self._reader = self._opener() if self._opener else None
-
-    def close(self) -> None:
-        """Let go of the checkpoint."""
-        self._reader = None
-
-    def __call__(self, parameter: nn.Parameter) -> Tensor:
-        """The values of a weight; those of others (adapters) are their own."""
-        name = self._names.get(parameter)
-        values = parameter.detach() if name is None or self._reader is None else self._reader(name)
-        if name is not None:
-            self.samples[name] = sample_of(values)
-        return values
-
-
-_KEYS = {
-    "default": set(),
-    "linear": {"factor"},
-    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
-    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"},
-}
-_DEFAULTS = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}  # Llama 3.1's
-
-
-def extend(config: PodConfig, rope: dict[str, Any] | None, max_position_embeddings: int | None) -> None:
-    """Set what a recipe changes in the configuration of a model that has rotated nothing yet; see ``change_rope``."""
-    if rope or max_position_embeddings is not None:
-        own = dict(config.rope_parameters), config.max_position_embeddings
-        changed = change_rope(*own, rope or {}, max_position_embeddings)
-        config.rope_parameters, config.max_position_embeddings = changed
-
-
-def change_rope(
-    rope: dict[str, Any], max_positions: int, changes: dict[str, Any], new_max: int | None = None
-) -> tuple[dict[str, Any], int]:
-    """RoPE parameters and longest context of a model after `changes`, a higher base or scaled positions.
-
-    Args:
-        rope: parameters of the checkpoint, as in transformers (`rope_type`, `rope_theta`, `factor`, …).
-        max_positions: the checkpoint's longest context in tokens.
-        changes: some of `rope_type`, `rope_theta`, and the keys of that type: `factor`, `low_freq_factor`,
-            `high_freq_factor`, `original_max_position_embeddings` (llama3, Llama 3.1's), `beta_fast`, `beta_slow`,
-            `attention_factor` (yarn, Peng et al., 2023). A type of the checkpoint's own keeps its other parameters.
-        new_max: longest context afterwards; None = original length x factor where positions are scaled anew (the checkpoint's
-            length, in proportion, where only the factor of its own scaling changes), else as it was.
-
-    Raises:
-        ValueError: keys of another type, a missing factor, a longer context with nothing changed.
-    """
-    own_type = rope.get("rope_type", "default")
-    rope_type = changes.get("rope_type", own_type)
-    if rope_type not in _KEYS:
-        raise ValueError(f"rope_type = {rope_type!r} is not supported; choose one of {', '.join(_KEYS)}")
-    for key in changes.keys() - _KEYS[rope_type] - {"rope_type", "rope_theta"}:
-        owners = ", ".join(name for name, keys in _KEYS.items() if key in keys) or "no rope_type"
-        raise ValueError(f"rope_{key} belongs to {owners}, and rope_type is {rope_type}: leave it out")
-    if new_max is not None and new_max > max_positions and not changes:
-        raise ValueError(
-            f"max_position_embeddings = {new_max} with the checkpoint's own RoPE, which was trained on {max_positions} "
-            "positions: set rope_theta, or rope_type with rope_factor, too"
-        )
-    kept = rope if rope_type == own_type else {"rope_theta": rope["rope_theta"]}
-    changed = {**_DEFAULTS.get(rope_type, {}), **kept, **changes, "rope_type": rope_type}
-    if rope_type == "default":
-        return changed, new_max or max_positions
-    # linear scaling keeps no record of the length before it
-    trained = rope.get("original_max_position_embeddings") or round(max_positions / rope.get("factor", 1.0))
-    original = changed.get("original_max_position_embeddings") or trained
-    if rope_type != "linear":
-        changed["original_max_position_embeddings"] = original
-    if "factor" not in changed:
-        if new_max is None:
-            needs = f"rope_factor, or the max_position_embeddings to reach from {original}"
-            raise ValueError(f"rope_type = {rope_type} needs {needs}")
-        changed["factor"] = new_max / original
-    if changed["factor"] < 1:
-        raise ValueError(f"rope_factor is {changed['factor']:g}, allowed are 1 and more")
-    scaled = changes.keys() & {"rope_type", "factor", "original_max_position_embeddings"}
-    if new_max is not None or not scaled:
-        return changed, new_max or max_positions
-    if rope_type == own_type and "original_max_position_embeddings" not in changes:
-        return changed, round(max_positions * changed["factor"] / rope["factor"])
-    return changed, round(original * changed["factor"])
-
+from pod.training.run.longer_context import extend
+from pod.training.run.start_weights import StartWeights, hollow_model, weight_reader
 
 Plan = SharingPlan | str | Path | None
 

@@ -18,15 +18,8 @@ from pod.files import write_json
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
-from pod.training.checkpoint.files import (
-    Checkpointer,
-    TrainState,
-    changed_settings,
-    checkpoint_to_resume,
-    identity_of,
-    random_states,
-    set_random_states,
-)
+from pod.training.checkpoint.files import Checkpointer, random_states, set_random_states
+from pod.training.checkpoint.identity import TrainState, changed_settings, checkpoint_to_resume, identity_of
 from pod.training.observe.metrics import Monitor, Values, peak_bytes
 from pod.training.observe.validation import Evaluation
 from pod.training.run.engine import (
@@ -39,10 +32,11 @@ from pod.training.run.engine import (
     make_optimizer,
     save_activations,
 )
+from pod.training.run.guard import Guard
 from pod.training.run.lora import add_lora, lora_settings
 from pod.training.run.mesh import Mesh, from_rank_0
-from pod.training.run.run_control import Guard, RunControl
-from pod.training.run.start_model import StartWeights
+from pod.training.run.run_control import RunControl
+from pod.training.run.start_weights import StartWeights
 from pod.training.run.ulysses import Ulysses
 
 Batch = dict[str, torch.Tensor]

@@ -1,0 +1,177 @@
+"""What a checkpoint stores besides weights, and what it belongs to."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pod.files import read_mapping, write_json
+from pod.modeling.shipped.sharing import SharingPlan
+
+SCHEMA_VERSION = 3
+STATE_NAME = "checkpoint.json"
+LATEST_NAME = "latest"
+_ADVICE = {
+    "plan_sha256": ("another sharing plan", "the plan that it was trained with (plan.json in its folder)"),
+    "layout": ("another model.layout", "the same model.layout"),
+    "windows": ("other windows", "the same model.num_sink_tokens and model.num_recent_tokens"),
+    "rope": ("another RoPE", "the same model.rope_* settings and model.max_position_embeddings"),
+    "model_sha256": ("another model", "the model that it was started from"),
+    "data_sha256": ("other data", "the data that it was trained on"),
+    "method": ("another train.method or other LoRA settings", "the same train.method and lora_* settings"),
+    "dtype": ("another train.dtype", "the same train.dtype"),
+    "rows": (
+        "another seed or train.tokens_per_step, so that its rows and steps are others",
+        "the same seed and train.tokens_per_step",
+    ),
+}
+
+Samples = dict[str, str]
+"""Of the weights of a model by their names, see `sample_of`."""
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """The part of a checkpoint that is JSON."""
+
+    step: int = 0
+    """Optimizer steps done, skipped ones included."""
+    updates: int = 0
+    """Those whose update was made."""
+    cursor: dict[str, int] = field(default_factory=dict)
+    """Position in the data (RowCursor.state_dict): rows of all ranks, so that any number of ranks continues there."""
+    guard: dict[str, Any] = field(default_factory=dict)
+    """What the guard remembers of earlier steps (Guard.state_dict)."""
+    world_size: int = 1
+    """Ranks that wrote it."""
+    identity: dict[str, Any] = field(default_factory=dict)
+    """What it belongs to: see `identity_of`."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """The resolved recipe, for the record."""
+    lora: dict[str, Any] | None = None
+    """LoRA settings; None for full fine-tuning."""
+    tied_embeddings: bool = False
+    """Whether the output projection is the embedding."""
+
+    def save(self, checkpoint: Path) -> None:
+        """Write it into a checkpoint's folder."""
+        write_json(checkpoint / STATE_NAME, {"schema": SCHEMA_VERSION, **vars(self)})
+
+
+def read_state(checkpoint: Path) -> TrainState:
+    """The state of a checkpoint folder; ValueError when it is missing, unreadable or of another version."""
+    file = Path(checkpoint) / STATE_NAME
+    content = read_mapping(file)
+    if content is None:
+        raise ValueError(f"{file} is missing or damaged: {way_back(Path(checkpoint))}")
+    if (version := content.pop("schema", None)) != SCHEMA_VERSION:
+        raise ValueError(
+            f"{file} is a training checkpoint of version {version}, this program goes on with version {SCHEMA_VERSION}: finish the run with "
+            "the release that wrote it, or set another output_dir"
+        )
+    return TrainState(**content)
+
+
+def way_back(checkpoint: Path) -> str:
+    """What to do about a checkpoint that cannot be read, in one line."""
+    folder = checkpoint.parent
+    others = sorted(
+        file.parent.name for file in folder.glob(f"step-*/{STATE_NAME}") if file.parent != checkpoint
+    )
+    if others:
+        return f"to go on from {others[-1]}, write that name into {folder / LATEST_NAME}"
+    return f"there is no other checkpoint in {folder}; remove that folder to begin again"
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint under `folder`, None when there is none; ValueError when `latest` names one that is gone."""
+    pointer = folder / LATEST_NAME
+    if not pointer.is_file():
+        return None
+    checkpoint = folder / pointer.read_text(encoding="utf-8").strip()
+    if not (checkpoint / STATE_NAME).is_file():
+        raise ValueError(
+            f"{pointer} names {checkpoint.name}, which is not a checkpoint: {way_back(checkpoint)}"
+        )
+    return checkpoint
+
+
+def sample_of(weight: torch.Tensor) -> str:
+    """Shape, and 16 values in bfloat16: a run in bfloat16 starts from these, its export in float32."""
+    flat = weight.detach().reshape(-1)
+    values = flat[:: max(1, flat.numel() // 16)][:16].bfloat16().float().tolist()
+    return f"{tuple(weight.shape)}{values}"
+
+
+def identity_of(
+    config: Any,
+    samples: Samples,
+    plan: SharingPlan,
+    manifest: dict[str, Any],
+    method: Any,
+    dtype: str,
+    rows: tuple[int, int],
+) -> dict[str, Any]:
+    """Fingerprints that a resumed run must share with its checkpoint; JSON. rows: seed of their order, and how many make a step."""
+    data = {name: manifest[name] for name in ("context_length", "tokenizer_sha256", "shards")}
+    identity = {
+        # before the model: a plan that re-orders heads changes its weights too
+        "plan_sha256": sha256_of([plan.lead, plan.head_order] if plan.head_order else plan.lead),
+        **start_identity_of(config, samples),
+        "data_sha256": sha256_of(data),
+        "method": method,
+        "dtype": dtype,
+        "rows": rows,
+    }
+    return json.loads(json.dumps(identity))  # as it will be read again: tuples are lists there
+
+
+def start_identity_of(config: Any, samples: Samples) -> dict[str, Any]:
+    """The part of an identity that is the start model's: layout, windows, RoPE, and samples of its weights in its order; JSON."""
+    weights = "".join(f"{name}{sample}" for name, sample in samples.items())
+    start = {
+        "layout": config.layout,
+        "windows": [config.num_sink_tokens, config.num_recent_tokens],
+        "rope": {**config.rope_parameters, "max_position_embeddings": config.max_position_embeddings},
+        "model_sha256": hashlib.sha256(weights.encode()).hexdigest(),
+    }
+    return json.loads(json.dumps(start))
+
+
+def checkpoint_to_resume(folder: Path, resume: str, identity: dict[str, Any]) -> Path | None:
+    """The checkpoint that a run continues from, None when it starts anew; ValueError when the newest belongs to another run, or for
+    `resume=never` when there is one."""
+    checkpoint = latest_checkpoint(folder)
+    if checkpoint is None:
+        return None
+    if resume == "never":
+        raise ValueError(
+            f"{folder} already holds checkpoints: set train.resume=auto to continue, or another output_dir"
+        )
+    refusal = f"checkpoint {checkpoint} belongs to {{what}}: use {{needed}}, or set another output_dir"
+    check_identity(read_state(checkpoint), identity, refusal)
+    return checkpoint
+
+
+def check_identity(state: TrainState, identity: dict[str, Any], refusal: str) -> None:
+    """Raise ValueError when a checkpoint belongs to another plan, layout, windows, RoPE, model, data, method, dtype or other rows."""
+    for key, value in identity.items():
+        if state.identity.get(key, value if key == "rows" else None) != value:  # checkpoints once had none
+            what, needed = _ADVICE[key]
+            raise ValueError(refusal.format(what=what, needed=needed))
+
+
+def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What a resolved recipe says of training that an earlier one said otherwise: `train.learning_rate 0.1 -> 0.2`."""
+    old, new = before.get("train") or {}, now.get("train") or {}
+    return [
+        f"train.{name} {old[name]} -> {new[name]}" for name in new if name in old and old[name] != new[name]
+    ]
+
+
+def sha256_of(content: Any) -> str:
+    """Of anything that JSON can hold, or say as text: 64 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

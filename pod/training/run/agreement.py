@@ -1,0 +1,108 @@
+"""Ranks must train the same thing: recipes, packages, data and layouts are compared before anything is loaded."""
+
+import importlib.metadata
+import os
+import platform
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from pod.training.args import TrainRecipe
+from pod.training.checkpoint.identity import sha256_of
+from pod.training.predict import planner
+from pod.training.predict.planner import Fit, Machine
+from pod.training.run.mesh import SameOnAllRanks
+
+VERSIONED = ("torch", "deepspeed", "transformers", "peft", "pod-kv")
+_SHARED = "output_dir"
+
+
+def agree_on_layout(fit: Fit, recipe: TrainRecipe) -> Fit:
+    """The layout of all ranks, where machines are unequal: planned for rank 0's with the least memory of all.
+
+    Args:
+        fit: what was planned for this rank's machine.
+
+    Raises:
+        ValueError: nothing fits.
+    """
+    machine = least_machine(_gather(fit.machine))
+    if machine == fit.machine:
+        return fit
+    job = fit.job
+    fit = planner.plan(recipe, job.shapes, job.lead, job.context_length, machine)
+    try:
+        planner.check_fits(fit)
+    except ValueError as error:
+        raise SameOnAllRanks(str(error)) from None
+    return fit
+
+
+def least_machine(machines: list[Machine]) -> Machine:
+    """The first machine, with the least memory of all on its devices and on its host."""
+    device = replace(machines[0].device, memory_gib=min(one.device.memory_gib for one in machines))
+    return replace(machines[0], device=device, host_gib=min(one.host_gib for one in machines))
+
+
+def agree(config: dict[str, Any], folder: Path | str, facts: dict[str, str]) -> None:
+    """Refuse ranks that would not train the same thing.
+
+    Args:
+        config: the resolved recipe, compared section by section.
+        folder: <output_dir>/train: a file of rank 0 there must be visible to all.
+        facts: further values that must be equal on all ranks, by name.
+
+    Raises:
+        ValueError: in one line, the same on each rank, the ranks that differ from rank 0 and in what.
+    """
+    seen = "seen" if _sees_rank_zero(Path(folder)) else "not seen"
+    recipe = {f"the recipe's {name}": sha256_of(value) for name, value in config.items()}
+    everyone = _gather({**versions(), **recipe, **facts, _SHARED: seen})
+    for name, ours in everyone[0].items():
+        values = [one.get(name, "nothing") for one in everyone]
+        others = [rank for rank, value in enumerate(values) if value != ours]
+        if others and name == _SHARED:
+            raise SameOnAllRanks(
+                f"{_ranks(others)} cannot see what rank 0 writes into {folder}: put output_dir on a file system that all machines share"
+            )
+        if others:
+            theirs = values[others[0]]
+            detail = f" ({ours} on rank 0, {theirs} on rank {others[0]})" if len(theirs) < 40 else ""
+            raise SameOnAllRanks(
+                f"{_ranks(others)} and rank 0 disagree on {name}{detail}: use the same recipe, packages and files on all machines"
+            )
+
+
+def versions() -> dict[str, str]:
+    """Versions that all ranks must share, by package."""
+    found = {f"the version of {package}": importlib.metadata.version(package) for package in VERSIONED}
+    return {"the version of Python": platform.python_version(), **found}
+
+
+def _sees_rank_zero(folder: Path) -> bool:
+    """Whether this rank sees a file that rank 0 has just written into `folder`."""
+    name = _gather(f".seen-{uuid.uuid4().hex}")[0]
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    dist.barrier()
+    seen = folder.is_dir() and name in os.listdir(folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / name).unlink(missing_ok=True)
+    return seen
+
+
+def _gather(value: Any) -> list[Any]:
+    """The values of all ranks."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

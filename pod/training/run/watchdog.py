@@ -1,0 +1,123 @@
+"""A watchdog for ranks that hang.
+
+The main thread of a hanging rank usually waits inside a collective for a peer that will not come; the watchdog, a thread beside it, can
+tell, because collectives release Python's lock while they wait.
+"""
+
+import contextlib
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pod.training.args import TrainArgs
+
+ABORT_CODE = 75  # EX_TEMPFAIL: a scheduler may start the run again
+
+
+class Watchdog:
+    """Watches one rank between `start` and `stop`.
+
+    Args:
+        folder: <output_dir>/train; stacks go to hang-rankNNNNN.txt there.
+        args: `hang_timeout_s`, seconds without a beat that count as a hang, and `hang_action`: `abort` ends the process with code 75
+            after the report.
+    """
+
+    def __init__(self, folder: Path, args: TrainArgs, rank: int, world_size: int, clock: Callable[[], float]):
+        self.folder, self.rank, self.world_size = Path(folder), rank, world_size
+        self.timeout, self.action, self.clock = args.hang_timeout_s, args.hang_action, clock
+        self.path = self.folder / f"hang-rank{rank:05d}.txt"
+        self.phase, self.step = "start", 0
+        self._beat = clock()
+        self._reported_at: float | None = None
+        self._bytes_seen = -1
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def beat(self, phase: str) -> None:
+        """This rank entered `phase`, which is progress."""
+        self.phase, self._beat = phase, self.clock()
+
+    def start(self) -> None:
+        """Begin to watch, in a thread."""
+        self._beat = self.clock()
+        if self.timeout > 0 and self._thread is None:
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+            self._thread = None
+
+    def abort_after(self, error: BaseException) -> None:
+        """End with code 75 when `error` of the main thread is how a reported hang looks from here: a rank that has given up
+        breaks the connections of the others. Else return."""
+        recent, own = time.time() - self.timeout - 120.0, self._is_stuck()
+        others = [file for file in self.folder.glob("hang-rank*.txt") if file != self.path]
+        if self.action != "abort" or not (own or any(file.stat().st_mtime >= recent for file in others)):
+            return
+        if not own:
+            self.report()
+        line = f"rank {self.rank} of {self.world_size} ends with the others: {error}"
+        print(line, file=sys.stderr, flush=True)
+        os._exit(ABORT_CODE)
+
+    def _is_stuck(self) -> bool:
+        """Whether this rank has made no progress since it reported a hang."""
+        return self._reported_at is not None and self._beat < self._reported_at
+
+    def _run(self) -> None:
+        while not self._stop.wait(min(self.timeout / 8, 30.0)):
+            if self.check():
+                self.report()
+                # A launcher ends all ranks when one has ended: leave the others time for their stacks.
+                self._stop.wait(min(60.0, max(1.0, self.timeout / 20)))
+                if self.action == "abort" and not self._stop.is_set() and self._is_stuck():
+                    os._exit(ABORT_CODE)  # exit handlers would wait for the same collective
+
+    def check(self) -> bool:
+        """Whether a hang has to be reported now: once per `timeout` seconds without progress."""
+        now = self.clock()
+        if self.phase == "save" and self._written_more():
+            self._beat = now
+        since = self._beat if self._reported_at is None else max(self._beat, self._reported_at)
+        if now - since < self.timeout:
+            return False
+        self._reported_at = now
+        return True
+
+    def _written_more(self) -> bool:
+        """Whether unpublished checkpoints changed size. All ranks see all files: one that has written its own and waits
+        for the others sees theirs grow."""
+        total = 0
+        for file in self.folder.glob(".*/**/*"):
+            with contextlib.suppress(OSError):  # renamed or removed since it was listed
+                total += file.stat().st_size
+        changed, self._bytes_seen = total != self._bytes_seen, total
+        return changed
+
+    def report(self) -> None:
+        """Append the stacks of all threads to this rank's file, and one line to stderr."""
+        line = (
+            f"rank {self.rank} of {self.world_size} on {socket.gethostname()} (process {os.getpid()}): no progress for "
+            f"{self.clock() - self._beat:.0f} s in phase {self.phase} after step {self.step}"
+        )
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+                file.write("\n")
+            line += f"; stacks in {self.path}"
+        except OSError as error:
+            line += f"; its stacks cannot be written ({error})"
+        print(line, file=sys.stderr, flush=True)
