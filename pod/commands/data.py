@@ -5,6 +5,7 @@ manifest.json and lengths.png into <output_dir>/data; that folder is all that th
 `pod data verify FOLDER` says whether such a folder is whole, `pod data inspect FOLDER --rows 3` what is in it."""
 
 import argparse
+import shlex
 import sys
 from dataclasses import replace
 
@@ -37,7 +38,7 @@ def main(recipe: Recipe) -> None:
     data = prepare(args, tokenizer, recipe.data_dir, seed=recipe.seed, used_by=used_by)
     print(overview(data))
     print(f"rows: {data.path}  picture: {data.path / PICTURE_NAME}")
-    print(f"look into it: pod data inspect {data.path} --rows 3")
+    print(f"look into it: pod data inspect {shlex.quote(str(data.path))} --rows 3")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -37,10 +37,23 @@ def main(recipe: Recipe) -> None:
             choice = find_plan(exploration)
             if rank == 0:
                 write_plan(exploration, choice)
+                note_on_training(recipe)
         if heads_wanted:
             heads = find_heads(exploration)
             if rank == 0:
                 write_heads(exploration, heads)
+
+
+def note_on_training(recipe: Recipe) -> None:
+    """Say where the newest checkpoint was trained with another plan, which that training and its export keep."""
+    from pod.identity import plan_of
+    from pod.training.checkpoint.identity import latest_checkpoint
+
+    checkpoint = latest_checkpoint(recipe.train_dir)
+    if checkpoint is not None and plan_of(checkpoint / "plan.json") != plan_of(recipe.plan_dir / "plan.json"):
+        print(
+            f"note: {checkpoint} was trained with another plan, its own plan.json; a training with this one needs another output_dir"
+        )
 
 
 def compares_razor(recipe: Recipe) -> bool:

@@ -62,7 +62,7 @@ def prepare(
         return PackedDataset(job.output_dir)
     if used_by is not None and job.output_dir.exists():
         raise ValueError(
-            f"{job.output_dir} is of other settings, seed or tokenizer, and the checkpoints in {used_by} go on with its rows only: set another "
+            f"{job.output_dir} is of other settings, seed or tokenizer or holds out less than is asked for, and the checkpoints in {used_by} go on with its rows only: set another "
             f"output_dir, or move {used_by} away"
         )
     check_replaceable(job.output_dir)
