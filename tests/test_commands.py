@@ -104,11 +104,9 @@ def test_data_of_other_settings_is_told(tmp_path, capsys):
     note_on_data(recipe)
     assert not capsys.readouterr().out
     settings = {"sources": ["stdlib:json"], "context_length": recipe.data.context_length}
-    recipe.data_dir.mkdir()
     manifest = {"request": {"settings": settings, "seed": 0}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pod.data.rows.manifest.read_manifest", lambda folder: manifest)
-        (recipe.data_dir / "manifest.json").touch()
         note_on_data(recipe)
         assert "other data.sources, seed than this recipe's" in capsys.readouterr().out
         patch.setenv("RANK", "1")

@@ -62,12 +62,13 @@ def start(name: str) -> None:
 
 def note_on_data(recipe: Any) -> None:
     """Say, on the first rank, where the prepared data that a command is about to read is of other settings than the recipe's."""
-    if not (recipe.data_dir / "manifest.json").is_file() or os.environ.get("RANK", "0") != "0":
-        return
     from pod.data.rows.manifest import read_manifest
 
-    other = recipe.data.other_than(read_manifest(recipe.data_dir), recipe.seed)
-    if other:
+    try:
+        other = recipe.data.other_than(read_manifest(recipe.data_dir), recipe.seed)
+    except ValueError:  # none, or a damaged one: whoever needs it says so
+        return
+    if other and os.environ.get("RANK", "0") == "0":
         print(
             f"note: {recipe.data_dir} was prepared with other {', '.join(other)} than this recipe's, and is read as it is; `pod data` makes it "
             "anew",
