@@ -129,7 +129,7 @@ class EvalArgs:
 
     def __post_init__(self) -> None:
         check_names("method", self.methods, find_method)
-        # which tasks exist is known where they are made (`pod.eval.runner.make_tasks`), before any computation
+        # which tasks exist is known where they are made (`pod.eval.evaluation.make_tasks`), before any computation
         check_names("task", self.tasks, str)
         if not self.steps or set(self.steps) - set(STEPS):
             given = ", ".join(self.steps) or "none"

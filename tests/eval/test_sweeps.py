@@ -122,7 +122,7 @@ def place(tmp_path_factory):
     ],
 )
 def test_wrong_options_are_one_line_before_a_model_is_loaded(place, method, message, monkeypatch):
-    monkeypatch.setattr(runner.Models, "get", None)
+    monkeypatch.setattr(evaluation.Models, "get", None)
     with pytest.raises(ValueError, match=message) as caught:
         own_runs.make_run(place, "passkey", [method], {})
     assert "\n" not in str(caught.value)
