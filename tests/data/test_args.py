@@ -16,7 +16,7 @@ from pod.data.args import DataArgs
         ({"held_out_tokens": -1}, "held_out_tokens is -1: it should be greater than or equal to 0"),
         ({"weights": [1.0]}, "weights has 1 numbers for 2 sources: give one per source or none"),
         ({"weights": [1.0, 0.0]}, r"weights must be above 0, got \[1.0, 0.0\]"),
-        ({"weights": [1.0, float("nan")]}, "weights must be above 0"),
+        ({"weights": [1.0, float("nan")]}, r"weights\[1\] is nan: it should be a finite number"),
         ({"intervals": [512, 256]}, r"intervals must ascend and start at 2 tokens or more, got \[512, 256\]"),
         ({"intervals": [256, 256]}, "intervals must ascend"),
         ({"intervals": [1, 256]}, "start at 2 tokens or more"),

@@ -10,6 +10,7 @@ import torch
 from oracle_tools import TURNS, run_cache
 from oracles_imdc import Chunked
 from rule_bytes import rule_nbytes
+from test_imdc_schedule import chunk_sizes
 
 import pod
 from pod.modeling.methods import imdc
@@ -81,7 +82,7 @@ def test_positions_never_exceed_memory_and_chunk(tools, monkeypatch, spec):
     cache = pod.make_cache(model, spec, budget=20, chunk_size=20, window=3)
     out = model(ids, past_key_values=cache).logits
     plan = prompt_schedule(Settings("imdc", "linear", 20, 20, 5), 400)
-    assert max(largest) == max(plan.chunk_sizes) + 1 == 30  # c + m̂ = 20 + 10
+    assert max(largest) == max(chunk_sizes(plan)) + 1 == 30  # c + m̂ = 20 + 10
     assert out.isfinite().all()
 
 
@@ -194,7 +195,7 @@ def test_adaptive_gives_more_to_layers_that_retain_more(tools):
         layer.retention = layer.retention * 0 + (index == 3)
     model(ids[:, plan.boundaries[1] : plan.boundaries[2]], past_key_values=cache)
     first, before, now = plan.memory[0][0], plan.memory[0][1], plan.memory[0][2]
-    there = before + plan.chunk_sizes[2]
+    there = before + chunk_sizes(plan)[2]
     assert [layer.held for layer in layers] == [first] * 3 + [min(there, 5 * now - 4 * first)] + [first]
 
 

@@ -1,15 +1,12 @@
 """Checkpoints: other ranks continue, asynchronous ones are whole, a running engine goes back, kills lose nothing."""
 
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.checkpoint import files
 from pod.training.checkpoint.files import host_pieces, read_pieces, whole_weights, write_pieces
-from pod.training.checkpoint.identity import TrainState, checkpoint_to_resume, identity_of
 from pod.training.deepspeed_bridge import MASTER, MOMENTS, Piece
 
 pytestmark = pytest.mark.multiprocess
@@ -162,19 +159,3 @@ def test_pieces_are_cut_anew(tmp_path, monkeypatch):
         read_pieces(
             tmp_path, [piece("c", (2,), 0, [0.0, 0.0], [0.0, 0.0])]
         )  # written before the first update
-
-
-def test_a_plan_that_reorders_heads_is_told_as_another_plan(tmp_path):
-    """Its start model has its weights in another order, so that samples of them differ too."""
-    config = SimpleNamespace(
-        layout="pod", num_sink_tokens=2, num_recent_tokens=4, rope_parameters={}, max_position_embeddings=64
-    )
-    manifest = {"context_length": 8, "tokenizer_sha256": "a", "shards": []}
-    first, second = (SharingPlan(((0, 0), (0, 1)), head_order=order) for order in (None, ((1, 0), (0, 1))))
-    trained = identity_of(config, {"q": "(2,)[1.0, 2.0]"}, first, manifest, {}, "float32")
-    wanted = identity_of(config, {"q": "(2,)[2.0, 1.0]"}, second, manifest, {}, "float32")
-    (tmp_path / "step-1").mkdir()
-    TrainState(identity=trained).save(tmp_path / "step-1")
-    (tmp_path / "latest").write_text("step-1")
-    with pytest.raises(ValueError, match="belongs to another sharing plan"):
-        checkpoint_to_resume(tmp_path, "auto", wanted)

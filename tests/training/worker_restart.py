@@ -222,13 +222,16 @@ def damaged(out, data) -> None:
     from pod.training.run.mesh import stop_processes
 
     result, rank = {}, int(os.environ["RANK"])
-    folder = out / "term"
+    folder, settings = (
+        out / "term",
+        {**BASE, "gradient_accumulation_steps": 2 // int(os.environ["WORLD_SIZE"])},
+    )
     file = next((folder / (folder / "latest").read_text().strip()).glob("weights-00001*"))
     whole = file.read_bytes()
     for case, content in (("cut", whole[:-100]), ("header", whole[:100]), ("gone", None)):
         if rank == 0:
             file.write_bytes(content) if content else file.unlink()
-        result[case] = _refusal(folder, data, BASE)
+        result[case] = _refusal(folder, data, settings)
     if rank == 0:
         file.write_bytes(whole)
     tiny.write_result(out, f"damaged_{rank}_of_{os.environ['WORLD_SIZE']}", result)

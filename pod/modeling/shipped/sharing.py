@@ -28,6 +28,8 @@ class Roles:
         followed: leads of this layer that a later layer follows.
         windows: sinks and recent tokens, keys and values, and nothing else.
         last: followers whose block ends here.
+        held: leads and followers, which hold the values of every token.
+        num_heads: KV heads of the layer.
     """
 
     leads: tuple[int, ...]
@@ -35,16 +37,16 @@ class Roles:
     followed: tuple[int, ...] = ()
     windows: tuple[int, ...] = ()
     last: tuple[int, ...] = ()
+    held: tuple[int, ...] = field(init=False)
+    num_heads: int = field(init=False)
 
-    @cached_property
-    def held(self) -> tuple[int, ...]:
-        """Leads and followers, which hold the values of every token."""
-        return tuple(sorted(self.leads + self.followers))
-
-    @property
-    def num_heads(self) -> int:
-        """KV heads of the layer."""
-        return len(self.held) + len(self.windows)
+    def __post_init__(
+        self,
+    ):  # values, not properties: read in every layer of every token, and in compiled layers
+        for name in ("leads", "followers", "followed", "windows", "last"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "held", tuple(sorted(self.leads + self.followers)))
+        object.__setattr__(self, "num_heads", len(self.held) + len(self.windows))
 
 
 @lru_cache(maxsize=4096)
