@@ -72,5 +72,5 @@ def candidates(device: torch.device) -> list[str]:
 
     ``grouped`` asks the device for lengths, which no CUDA graph can record.
     """
-    left_out = {"reference", "grouped"} if device.type == "cuda" else {"reference"}
+    left_out = {"grouped"} if device.type == "cuda" else set()
     return [name for name in dict.fromkeys((*DECODERS, *PEERS)) if name not in left_out]
