@@ -224,7 +224,7 @@ def damaged(out, data) -> None:
     result, rank = {}, int(os.environ["RANK"])
     folder, settings = (
         out / "term",
-        {**BASE, "gradient_accumulation_steps": 2 // int(os.environ["WORLD_SIZE"])},
+        {**BASE, "sequence_parallel_size": int(os.environ["WORLD_SIZE"])},
     )
     file = next((folder / (folder / "latest").read_text().strip()).glob("weights-00001*"))
     whole = file.read_bytes()
