@@ -240,7 +240,7 @@ def damaged(out, data) -> None:
     stop_processes()
 
 
-def _refusal(folder, data, BASE) -> str:
+def _refusal(folder, data, settings) -> str:
     try:
         make_trainer(folder, data, settings)
     except ValueError as error:
