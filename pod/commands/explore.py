@@ -49,8 +49,12 @@ def note_on_training(recipe: Recipe) -> None:
     from pod.identity import plan_of
     from pod.training.checkpoint.identity import latest_checkpoint
 
-    checkpoint = latest_checkpoint(recipe.train_dir)
-    if checkpoint is not None and plan_of(checkpoint / "plan.json") != plan_of(recipe.plan_dir / "plan.json"):
+    try:
+        checkpoint = latest_checkpoint(recipe.train_dir)
+        is_other = checkpoint and plan_of(checkpoint / "plan.json") != plan_of(recipe.plan_dir / "plan.json")
+    except ValueError:  # a damaged checkpoint is told by who reads it
+        return
+    if is_other:
         print(
             f"note: {checkpoint} was trained with another plan, its own plan.json; a training with this one needs another output_dir"
         )
