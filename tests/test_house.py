@@ -42,7 +42,18 @@ ARROWS = {
     "eval": {"shipped", "modeling", "kernels", "data", "measure"},
     "bench": {"eval", "measure", "shipped", "modeling", "__init__", "models", "recipe"},
     "recipe": {"schema", "models", "data", "training", "eval", "bench"},
-    "commands": {"recipe", "models", "export", "data", "training", "eval", "bench", "modeling", "__init__"},
+    "commands": {
+        "recipe",
+        "models",
+        "identity",
+        "export",
+        "data",
+        "training",
+        "eval",
+        "bench",
+        "modeling",
+        "__init__",
+    },
     "__main__": {"commands"},
 }
 # Reading a recipe's model names and the package's public interface is allowed to the two that work on whole models.
