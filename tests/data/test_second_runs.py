@@ -58,6 +58,20 @@ def test_rows_that_a_training_goes_on_with_are_not_replaced(args, tokenizer, tmp
     assert content(tmp_path / "data") == before
 
 
+def test_damaged_rows_are_made_again_whoever_goes_on_with_them(args, tokenizer, tmp_path):
+    """The same request gives the same bytes."""
+    prepare(args, tokenizer, tmp_path / "data")
+    before = content(tmp_path / "data")
+    shard = next((tmp_path / "data").glob("shard-*.tokens.npy"))
+    for damage in (lambda: shard.write_bytes(shard.read_bytes()[:-10]), shard.unlink):
+        damage()
+        prepare(args, tokenizer, tmp_path / "data", used_by=tmp_path / "train")
+        assert content(tmp_path / "data") == before
+    (tmp_path / "data" / "manifest.json").write_text("{")
+    prepare(args, tokenizer, tmp_path / "data", used_by=tmp_path / "train")
+    assert content(tmp_path / "data") == before
+
+
 def test_settings_that_rows_were_prepared_with_otherwise_are_named(args, tokenizer, tmp_path):
     manifest = prepare(args, tokenizer, tmp_path / "data", seed=3).manifest
     assert replace(args, workers=2, held_out_tokens=5).other_than(manifest, 3) == []

@@ -145,9 +145,12 @@ class Job:
     def is_current(self) -> bool:
         """Whether `output_dir` holds complete data of this request, with as much held-out text or more. No source is looked at."""
         try:
-            manifest = PackedDataset(self.output_dir).manifest
+            return self.is_answered_by(PackedDataset(self.output_dir).manifest)
         except ValueError:
             return False
+
+    def is_answered_by(self, manifest: dict[str, Any]) -> bool:
+        """Whether data of this manifest is of this request, with as much held-out text or more."""
         held_out = (manifest.get("held_out") or {}).get("asked", 0)
         return manifest.get("request") == self.request and held_out >= self.held_out_tokens
 

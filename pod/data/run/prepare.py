@@ -11,6 +11,7 @@ from pod.data.balance.intervals import bounds_of, interval_name
 from pod.data.read.records import one_line
 from pod.data.read.units import plan_units
 from pod.data.rows.loader import PackedDataset
+from pod.data.rows.manifest import read_manifest
 from pod.data.rows.pictures import short_bytes, short_number
 from pod.data.run.folders import LOCK_SECONDS, OF_WORK, check_outside, check_replaceable, locked
 from pod.data.run.job import Job
@@ -60,11 +61,8 @@ def prepare(
             f"{job.output_dir} is up to date: the same settings, seed and tokenizer; to read its sources again, remove it"
         )
         return PackedDataset(job.output_dir)
-    if used_by is not None and job.output_dir.exists():
-        raise ValueError(
-            f"{job.output_dir} is of other settings, seed or tokenizer or holds out less than is asked for, and the checkpoints in {used_by} go on with its rows only: set another "
-            f"output_dir, or move {used_by} away"
-        )
+    if used_by is not None:
+        _check_unused(job, used_by)
     check_replaceable(job.output_dir)
     check_replaceable(job.work_dir, OF_WORK)
     check_outside(job.output_dir, [] if args.include else args.sources)
@@ -74,6 +72,19 @@ def prepare(
         if not job.is_current():  # the run that held the lock may have had the same request
             _make(job)
     return PackedDataset(job.output_dir)
+
+
+def _check_unused(job: Job, used_by: str | Path) -> None:
+    """ValueError where other rows lie in the job's folder. Damaged ones of this request are made again, the same bytes."""
+    try:
+        manifest = read_manifest(job.output_dir)
+    except ValueError:  # there are none, or nobody can go on with them
+        return
+    if not job.is_answered_by(manifest):
+        raise ValueError(
+            f"{job.output_dir} is of other settings, seed or tokenizer or holds out less than is asked for, and the checkpoints in "
+            f"{used_by} go on with its rows only: set another output_dir, or move {used_by} away"
+        )
 
 
 def _make(job: Job) -> None:
