@@ -49,6 +49,19 @@ def test_cards_licences_and_own_code_are_beside_the_model(tmp_path):
         (tmp_path / name).write_text("{}")
 
 
+def test_which_file_holds_what_counts(tmp_path):
+    """Contents that change places make another model, though a walk in the order of names finds the same digests."""
+    first, second = (tmp_path / name for name in ("a", "b"))
+    for folder, names in (
+        (first, ("config.json", "tokenizer.json")),
+        (second, ("config.json", "vocab.json")),
+    ):
+        folder.mkdir()
+        for name, text in zip(names, ("{}", "[]"), strict=True):
+            (folder / name).write_text(text)
+    assert content_of(first) != content_of(second)
+
+
 def test_a_plan_is_what_it_decides(tmp_path):
     plan = SharingPlan([[0, 0], [0, None]], {"model": "a", "cost": 1.0})
     plan.save(tmp_path / "a.json")

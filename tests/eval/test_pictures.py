@@ -107,3 +107,18 @@ def test_pictures_are_svg():
     text = pictures.score_over_bytes(points(), "score", True)
     assert text.startswith("<svg") and text == pictures.score_over_bytes(points(), "score", True)
     assert io.StringIO(text).read().rstrip().endswith("</svg>")
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [([2.0, 3.0], None), ([2.0, 90.0], [2, 5, 10, 20, 50]), ([0.5, 2e5], [1, 10, 100, 1000, 1e4, 1e5])],
+)
+def test_an_axis_over_many_decades_names_decades_alone(values, ticks):
+    axes = pictures._canvas(3.0)[1]
+    axes.plot(values, values)
+    pictures._log_if_wide(axes, values)
+    if ticks is None:
+        assert axes.get_yscale() == "linear"
+        return
+    shown = [tick for tick in axes.get_yticks() if min(values) <= tick <= max(values)]
+    assert shown == pytest.approx(ticks)

@@ -29,6 +29,7 @@ def test_windows_stand_between_the_layers_of_a_block():
     assert [is_followed(plan.lead, layer, 0) for layer in range(5)] == [True, True, True, False, False]
     assert roles_of(plan.lead, 3) == Roles((2,), (0,), (), (1,), (0,))
     assert roles_of(plan.lead, 1) == Roles((1,), (0,), (1,), (2,)) and roles_of(plan.lead, 1).held == (0, 1)
+    assert [roles_of(plan.lead, layer).num_heads for layer in range(5)] == [3] * 5
     windows = SharingPlan.windows(3, 2)
     assert windows.asymptotic_saving == 1 and windows.blocks(0) == [] and windows.saving(100, 4, 16) == 0.8
 

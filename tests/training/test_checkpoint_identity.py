@@ -57,7 +57,7 @@ def test_what_a_resumed_recipe_changes_is_told():
 
 
 def test_a_damaged_checkpoint_names_the_one_to_go_back_to(tmp_path):
-    for step in ("step-00000002", "step-00000004"):
+    for step in ("step-00000001", "step-00000002", "step-00000004"):
         (tmp_path / step).mkdir()
         TrainState(step=1).save(tmp_path / step)
     damaged = tmp_path / "step-00000004" / "checkpoint.json"
@@ -69,7 +69,8 @@ def test_a_damaged_checkpoint_names_the_one_to_go_back_to(tmp_path):
     damaged.unlink()
     with pytest.raises(ValueError, match=says):
         latest_checkpoint(tmp_path)
-    (tmp_path / "step-00000002" / "checkpoint.json").unlink()
+    for step in ("step-00000001", "step-00000002"):
+        (tmp_path / step / "checkpoint.json").unlink()
     with pytest.raises(ValueError, match="there is no other checkpoint"):
         latest_checkpoint(tmp_path)
     damaged.write_text('{"schema": 2}')
