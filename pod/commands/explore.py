@@ -46,15 +46,15 @@ def main(recipe: Recipe) -> None:
 
 def note_on_training(recipe: Recipe) -> None:
     """Say where the newest checkpoint was trained with another plan, which that training and its export keep."""
-    from pod.identity import plan_of
-    from pod.training.checkpoint.identity import latest_checkpoint
+    from pod.modeling.shipped.sharing import SharingPlan
+    from pod.training.checkpoint.identity import latest_checkpoint, plan_sha256
 
     try:
         checkpoint = latest_checkpoint(recipe.train_dir)
-        is_other = checkpoint and plan_of(checkpoint / "plan.json") != plan_of(recipe.plan_dir / "plan.json")
+        trained = checkpoint and plan_sha256(SharingPlan.load(checkpoint / "plan.json"))
     except ValueError:  # a damaged checkpoint is told by who reads it
         return
-    if is_other:
+    if trained and trained != plan_sha256(SharingPlan.load(recipe.plan_dir / "plan.json")):
         print(
             f"note: {checkpoint} was trained with another plan, its own plan.json; a training with this one needs another output_dir"
         )

@@ -3,6 +3,8 @@
 import pytest
 
 from pod import SharingPlan
+from pod.commands.explore import note_on_training
+from pod.recipe import load_recipe
 from pod.training.checkpoint.identity import (
     TrainState,
     changed_settings,
@@ -76,3 +78,28 @@ def test_a_damaged_checkpoint_names_the_one_to_go_back_to(tmp_path):
     damaged.write_text('{"schema": 2}')
     with pytest.raises(ValueError, match="of version 2, this program goes on with version 3"):
         read_state(tmp_path / "step-00000004")
+
+
+@pytest.mark.parametrize(
+    ("now", "told"),
+    [
+        (SharingPlan([[0, 0], [0, None]]), True),
+        (SharingPlan([[0, 0], [0, 1]], bits=(16, 4)), False),
+        (SharingPlan([[0, 0], [0, 1]], {"cost": 1.0}), False),
+    ],
+)
+def test_exploring_says_where_a_training_has_another_plan(tmp_path, capsys, now, told):
+    """Bits are no part of what is trained, so that a checkpoint goes on with other ones."""
+    recipe = load_recipe(None, [f"output_dir={tmp_path}"])
+    checkpoint = recipe.train_dir / "step-00000002"
+    for folder in (checkpoint, recipe.plan_dir):
+        folder.mkdir(parents=True)
+    TrainState().save(checkpoint)
+    (recipe.train_dir / "latest").write_text("step-00000002")
+    SharingPlan([[0, 0], [0, 1]]).save(checkpoint / "plan.json")
+    now.save(recipe.plan_dir / "plan.json")
+    note_on_training(recipe)
+    assert ("was trained with another plan" in capsys.readouterr().out) is told
+    (recipe.train_dir / "latest").write_text("gone")
+    note_on_training(recipe)
+    assert not capsys.readouterr().out

@@ -119,7 +119,7 @@ def identity_of(
     data = {name: manifest[name] for name in ("context_length", "tokenizer_sha256", "shards")}
     identity = {
         # before the model: a plan that re-orders heads changes its weights too
-        "plan_sha256": sha256_of([plan.lead, plan.head_order] if plan.head_order else plan.lead),
+        "plan_sha256": plan_sha256(plan),
         **start_identity_of(config, samples),
         "data_sha256": sha256_of(data),
         "method": method,
@@ -127,6 +127,11 @@ def identity_of(
         "rows": rows,
     }
     return json.loads(json.dumps(identity))  # as it will be read again: tuples are lists there
+
+
+def plan_sha256(plan: SharingPlan) -> str:
+    """Of what a plan decides about training; how many bits caches hold is none of it."""
+    return sha256_of([plan.lead, plan.head_order] if plan.head_order else plan.lead)
 
 
 def start_identity_of(config: Any, samples: Samples) -> dict[str, Any]:
