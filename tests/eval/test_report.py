@@ -174,11 +174,11 @@ def test_other_tables(recipe):
         ["12.5", "(11.5–13.5)"],
         ["1.25"],
         ["0.50"],
-        ["0.0"],
+        ["0.001"],
         ["100.0%"],
-        *(["0.0"], ["0.0"], ["0.0"]),
+        *(["0.000"], ["0.001"], ["0.000"]),
     ]
-    assert speed.columns[-3:] == ["keys MB", "values MB", "bookkeeping MB"]
+    assert speed.columns[-3:] == ["keys, MB", "values, MB", "bookkeeping, MB"]
     assert [row[-2].sort for row in speed.rows] == [599 / 1e6] * 3
     assert "80.0%" in speed.rows[0][2].shade and "100.0%" in speed.rows[1][2].shade
 
