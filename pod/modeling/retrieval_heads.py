@@ -2,6 +2,7 @@
 
 import math
 import os
+import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from operator import index
@@ -47,9 +48,7 @@ class RetrievalHeads:
             )
         values = [value for scores in (self.echo, self.induction) for row in scores for value in row]
         if not all(-1e-6 <= value <= 1 + 1e-6 for value in values):
-            raise ValueError(
-                "a score is no mean attention (0 to 1): the model gives NaN; try model.dtype=float32"
-            )
+            raise ValueError("a score is not in 0 to 1: the model gives NaN; try model.dtype=float32")
         for name in ("induction_share", "echo_share"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed are 0 to 1")
@@ -126,9 +125,9 @@ class RetrievalHeads:
         return found
 
 
-def plan_of_heads(heads: Any, config: PodConfig, share: float | None = None) -> SharingPlan:
+def plan_of_heads(heads: Any, config: PodConfig, share: float | None = None, seed: int = 0) -> SharingPlan:
     """The plan in which these KV heads lead: of a plan, of the path of a JSON file or of a ``.tsv`` file of DuoAttention's gates, of
-    scores or of a list of lists.
+    scores, of a list of lists, or ``random``, drawn by ``seed`` (Table 1).
 
     ``share``: of all KV heads, those with the best scores or gates, see ``RetrievalHeads.plan``; None for heads that are listed.
 
@@ -137,15 +136,17 @@ def plan_of_heads(heads: Any, config: PodConfig, share: float | None = None) -> 
     layers, width = config.num_hidden_layers, config.num_key_value_heads
     if isinstance(heads, str | os.PathLike) and os.fspath(heads).endswith(".tsv"):
         heads, share = _best(_gates(heads, config, share), share or 0.0), None
+    elif heads == "random":
+        draw = random.Random(seed).random
+        drawn = [[draw() for _ in range(width)] for _ in range(layers)]
+        heads, share = _best(drawn, 0.15 if share is None else share), None
     elif isinstance(heads, str | os.PathLike):
         heads = RetrievalHeads.load(heads)
     if isinstance(heads, RetrievalHeads):
         heads.check_fits(config)
         return heads.plan(share)
     if share is not None:
-        raise ValueError(
-            f"share = {share} chooses by scores: give the file that `pod explore --heads` writes"
-        )
+        raise ValueError(f"share = {share} chooses by scores: give a file that `pod explore --heads` writes")
     if isinstance(heads, SharingPlan):
         heads.check_fits(layers, width)
         if heads.head_order != config.sharing_plan.head_order:
@@ -153,9 +154,7 @@ def plan_of_heads(heads: Any, config: PodConfig, share: float | None = None) -> 
                 "heads is a plan for another order of heads than this model's: load the model with that plan"
             )
         if heads.num_followers:
-            raise ValueError(
-                f"heads is a plan with {heads.num_followers} followers: give one of leads and windows"
-            )
+            raise ValueError(f"heads is a plan with {heads.num_followers} followers: give one without")
         return heads
     try:
         listed = [sorted({index(head) for head in row}) for row in heads]

@@ -15,6 +15,7 @@ from pod.eval.args import EvalArgs
 from pod.eval.estimate import estimate
 from pod.eval.presets import PRESETS
 from pod.eval.speed.task import check as check_speed
+from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.models import resolve_model
 from pod.recipe import load_recipe
 
@@ -57,8 +58,11 @@ def read(file, place):
     values |= {"eval.passkey_depths": [0.5], "eval.passkey_samples": 1}
     if "pod" in args.methods:
         values["eval.pod_model"] = place / "export"
-    if "razor" in args.methods:
-        values["eval.method_options.razor.heads"] = [[0], [], [1], []]
+    if "razor" in args.methods:  # the heads of `pod explore --heads`
+        scores = ((0.0, 0.1, 0.2, 0.3),) * 4
+        found = RetrievalHeads(echo=scores, induction=scores, num_key_value_heads=2)
+        (place / "out" / "plan").mkdir(parents=True, exist_ok=True)
+        found.save(place / "out" / "plan" / "retrieval_heads.json")
     if "niah" in args.tasks:
         values |= {"eval.task_options.niah.haystack": text, "eval.task_options.niah.depths": [0.5]}
     for task in {"consistency", "stream_nll"} & {*args.tasks}:

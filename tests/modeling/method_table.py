@@ -148,6 +148,7 @@ SHARED = [
     Row("pod+snapkv", SNAP | {"budget": 20}, model="pod"),
     Row("pod+pyramidkv", SNAP | {"budget": 20, "beta": 3}, model="pod", saves=0.6),
     Row("pod+expected_attention", {"budget": 20}, model="pod"),
+    Row("pod+quest", {"budget": 12, "page_size": 4}, large=LARGE | {"page_size": 16}, model="pod", saves=0.2),
 ]
 TWINS = (  # packed like their neighbours
     "snapkv-streaming",

@@ -1,4 +1,4 @@
-"""Oracles of quest (pages) and minicache (pairs of layers). fp64.
+"""Oracles of quest (pages), alone and with PoD, and minicache (pairs of layers). fp64.
 
 Settled here, quest (METHODS.md §6):
 
@@ -10,6 +10,8 @@ Settled here, quest (METHODS.md §6):
   is read. Otherwise the last page (where the new token is, full or not) and the ``k - 1`` best of the other pages by
   ``Σ_c max(q_c·min_c, q_c·max_c)``; equal scores: the lower page. **Per query head**, with the post-RoPE query, no scale needed.
 * Softmax over the tokens of the chosen pages with their own keys, natural positions. Nothing is ever evicted.
+* pod+quest: bounds are those of lead's keys. A query head of a follower reads the positions that the same query head of its lead reads
+  in this step, all if the lead's layer is < num_dense_layers; logits there as ``pod``'s. A head that keeps its window reads it.
 
 Settled here, minicache (METHODS.md §6; MiniCache, Liu et al. 2024):
 
@@ -39,6 +41,7 @@ import math
 import torch
 from oracle_tools import NaiveDecoder
 from oracles_codecs import NaiveStore, Packed
+from oracles_pod_selected import PodSelected
 
 
 class Quest(NaiveDecoder):
@@ -73,6 +76,27 @@ class Quest(NaiveDecoder):
             values = [float(key[channel]) for key in inside]
             total += max(float(q[channel]) * min(values), float(q[channel]) * max(values))
         return total
+
+
+class PodQuest(PodSelected):
+    """PoD attention, in decode steps to the pages of the leads' query heads only."""
+
+    def setup(self, budget, page_size=16, num_dense_layers=2):
+        super().setup(selection=None)
+        self.num_dense_layers, self.quest = num_dense_layers, Quest.__new__(Quest)
+        self.quest.page_size, self.quest.pages = page_size, math.ceil(budget / page_size)
+
+    def weights(self, layer, head, q, entries):
+        found, lead = super().weights(layer, head, q, entries), self.lead[layer][head]
+        if not self.is_decode or lead is None or lead < self.num_dense_layers:
+            return found
+        own = self.turn(
+            self.queries[lead][head * self.groups : (head + 1) * self.groups], self.query_positions()
+        )
+        for group in range(self.groups):
+            read = self.quest.read(own[group, 0], [entry.k for entry in self.entries[lead][head]])
+            found[group, 0, [j for j in range(len(entries)) if j not in read]] = 0.0
+        return found / found.sum(-1, keepdim=True)
 
 
 class MiniCache(NaiveDecoder):

@@ -42,6 +42,7 @@ METHODS = {
     "pod+snapkv": SELECT,
     "pod+pyramidkv": SELECT | {"beta": 4},
     "pod+expected_attention": {"budget": 32},
+    "pod+quest": {"budget": 24, "page_size": 4},
     "pod+int4": CODEC,
     "pod+int4-capacity": CODEC | {"capacity": 128},
     "snapkv+int4": SELECT | CODEC,
@@ -52,8 +53,24 @@ METHODS = {
 
 # What does not reach the bound yet, and what an operation or two per token still set apart; a row that gets there must leave its list.
 TOO_MANY = ["pod", "pod-capacity", "int4", "full+int4-capacity", "int8"]
-TOO_MANY += ["pod+int4", "pod+int4-capacity", "snapkv+int4", "pod+snapkv+int4", "d2o+int4", "razor+int4"]
-DEPENDS = ["pod", "pod+int4", "local_window", "d2o+int4", "pod+snapkv+int4", "pod+expected_attention"]
+TOO_MANY += [
+    "pod+quest",
+    "pod+int4",
+    "pod+int4-capacity",
+    "snapkv+int4",
+    "pod+snapkv+int4",
+    "d2o+int4",
+    "razor+int4",
+]
+DEPENDS = [
+    "pod",
+    "pod+int4",
+    "local_window",
+    "d2o+int4",
+    "pod+snapkv+int4",
+    "pod+expected_attention",
+    "pod+quest",
+]
 ONE_BY_ONE = [  # groups of rows of one length attend one after the other
     *(
         "full",

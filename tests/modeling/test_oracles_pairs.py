@@ -6,7 +6,8 @@ import pytest
 import torch
 from oracle_checks import MODELS, assert_agrees
 from oracle_tools import TURNS, NaiveDecoder, run_cache
-from oracles_pairs import MiniCache, PackedMiniCache, Quest, angle, slerp, unit
+from oracles_pairs import MiniCache, PackedMiniCache, PodQuest, Quest, angle, slerp, unit
+from oracles_pod_selected import PodSelected
 
 import pod
 
@@ -41,6 +42,44 @@ def test_quest_reads_one_page_and_odd_pages(tools, options):
         TURNS,
         ((), (1,)),
     )
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"budget": 8, "page_size": 4},
+        {"budget": 9, "page_size": 3, "num_dense_layers": 0},
+        {"budget": 3, "page_size": 3},
+    ],
+    ids=str,
+)
+def test_pod_quest(tools, name, options):
+    """Blocks that cross ``num_dense_layers``, windows and followers of several leads in one layer."""
+    family, changes = MODELS[name]
+    model, ids = tools.make_pod(family, **changes), tools.random_ids(1, 56)[0]
+    alone = PodSelected(model, selection=None).run(ids, DECODING)
+    oracle = PodQuest(model, **options)
+    make = lambda: pod.make_cache(model, "pod+quest", **options)  # noqa: E731
+    assert_agrees(model, oracle, make, ids, DECODING, ((), (7,)), full=alone)
+
+
+@pytest.mark.parametrize("windows", [(0, 1), (2, 5), (4, 40)], ids=str)
+def test_windows_of_pod_quest(tools, windows):
+    model, ids = tools.make_pod("llama", windows=windows), tools.random_ids(1, 50)[0]
+    options = {"budget": 9, "page_size": 4, "num_dense_layers": 1}
+    alone = PodSelected(model, selection=None).run(ids, TURNS)
+    make = lambda: pod.make_cache(model, "pod+quest", **options)  # noqa: E731
+    assert_agrees(model, PodQuest(model, **options), make, ids, TURNS, ((), (5,)), full=alone)
+
+
+@torch.no_grad()
+def test_pod_quest_that_reads_all_pages_is_pod(tools):
+    model, ids = tools.make_pod("llama"), tools.random_ids(1, 50)[0]
+    alone = PodSelected(model, selection=None).run(ids, TURNS)
+    for budget in (49, 64):
+        cache = pod.make_cache(model, "pod+quest", budget=budget)
+        assert (run_cache(model, cache, ids[None], TURNS)[0] - alone).abs().max() <= 1e-9
 
 
 @torch.no_grad()

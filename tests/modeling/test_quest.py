@@ -161,8 +161,8 @@ def test_packed_keys_and_values_can_be_paged(tools):
 
 def test_what_cannot_be_is_refused(tools):
     model, dense = tools.make_pod(), tools.make_pod(plan=False)
-    with pytest.raises(ValueError, match="follower takes its lead's logits"):
-        pod.make_cache(model, "pod+quest", budget=64)
+    with pytest.raises(ValueError, match="dense checkpoint, or name the layout, as in 'pod.quest'"):
+        pod.make_cache(model, "quest", budget=64)
     with pytest.raises(ValueError, match="needs budget"):
         pod.make_cache(dense, "quest")
     with pytest.raises(ValueError, match="quest: page_size = 0 must be at least 1"):

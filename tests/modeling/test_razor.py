@@ -329,3 +329,18 @@ def test_the_plan_of_its_heads_is_the_dense_and_streaming_model(tools):
     assert torch.equal(listed, planned)
     with pytest.raises(ValueError, match="a plan with 2 followers"):
         pod.make_cache(dense, "razor", heads=pod.SharingPlan([[0, 0], [0, 0], [2, 2], [3, 3], [4, 4]]))
+
+
+def test_random_heads_are_as_many_and_others_by_seed(tools):
+    """RazorAttention Table 1: 15 % of the heads, drawn."""
+    config = tools.make_pod("llama", plan=False).config
+    drawn = [plan_of_heads("random", config, share, seed) for share in (None, 0.5) for seed in range(20)]
+    assert {plan.num_leads for plan in drawn[:20]} == {2} and {plan.num_leads for plan in drawn[20:]} == {5}
+    assert drawn[0] == plan_of_heads("random", config) and len({plan.lead for plan in drawn[20:]}) > 15
+    counts = [
+        sum(plan.lead[layer][head] is not None for plan in drawn[20:])
+        for layer in range(5)
+        for head in range(2)
+    ]
+    assert min(counts) >= 3 and max(counts) <= 17, "no pair is preferred"
+    assert plan_of_heads("random", config, 0.0).num_leads == 0

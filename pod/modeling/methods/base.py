@@ -89,8 +89,9 @@ class Request:
         """A parameter in tokens; ``ValueError`` unless the budget exceeds it."""
         value = self.params[name]
         if self.budget <= value:
-            what = f"budget = {self.budget} must exceed {name} = {value}"
-            raise ValueError(f"{self.spec}: {what}: raise the budget")
+            raise ValueError(
+                f"{self.spec}: budget = {self.budget} must exceed {name} = {value}: raise the budget"
+            )
         return value
 
 
@@ -110,7 +111,7 @@ class Method:
         takes_budget: whether ``budget`` means something; then it is required.
         inner: methods that may stand in brackets behind the name; the first one is the default.
         trained: whether the model's weights were trained with this layout, so that no selection fits it.
-        refuses: layouts and codecs that the method cannot be combined with, each with the reason.
+        refuses_pod: why it cannot be combined with the layout ``pod``; None when it can.
     """
 
     name: str
@@ -124,7 +125,7 @@ class Method:
     takes_budget: bool = False
     inner: tuple[str, ...] = ()
     trained: bool = False
-    refuses: dict[str, str] = field(default_factory=dict)
+    refuses_pod: str | None = None
 
     def __post_init__(self) -> None:
         parameters = {name: Parameter(*fields) for name, fields in self.parameters.items()}
@@ -238,15 +239,14 @@ def parse(registry: Mapping[str, Method], spec: str) -> tuple[dict[str, Method],
 
 def refusal(layout: Method, *others: Method) -> str | None:
     """Why methods of different axes cannot be combined; None when they can."""
-    parts = layout, *others
     if layout.trained and any(method.axis in ("selection", "channels") for method in others):
         return f"models with layout {layout.name} were trained to hold just what they hold"
-    for method in parts:
-        for other in parts:
-            if method.axis == "channels" and other.axis == "selection" and other.name not in method.behind:
-                return f"{method.name} thins what a ranking of the prompt leaves: {', '.join(method.behind)}"
-            if other.name in method.refuses:
-                return method.refuses[other.name]
+    selections = [method.name for method in others if method.axis == "selection"]
+    for method in others:
+        if method.axis == "channels" and not {*selections} <= {*method.behind}:
+            return f"{method.name} thins what a ranking of the prompt leaves: {', '.join(method.behind)}"
+        if layout.name == "pod" and method.refuses_pod is not None:
+            return method.refuses_pod
     return None
 
 

@@ -322,8 +322,6 @@ METHOD = Method(
     }
     | PREFILL_PARAMETERS,
     takes_budget=True,
-    refuses={
-        "pod": "d2o merges keys within one layer, while followers of a PoD block use the lead's keys, of which each layer "
-        "would need its own merge"
-    },
+    refuses_pod="d2o merges keys within one layer, while followers of a PoD block use the lead's keys, of which each layer "
+    "would need its own merge",
 )

@@ -22,11 +22,6 @@ from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import numbers, places_of
 
-REFUSES_POD = {
-    "pod": "it drops a token per decoded token in each layer by that layer's own statistics, while followers of a PoD block use "
-    "the lead's keys and logits slot by slot"
-}
-
 
 class AccumulatingLayer(PodCacheLayer):
     """A dense layer that holds some of the tokens seen, for rows that are alike (``rows.GroupedCache``).
@@ -172,10 +167,9 @@ METHOD = Method(
     paper="H2O (Zhang et al., 2023)",
     frees="keys and values of all tokens but the recent ones and those with the most accumulated attention",
     build=cache_of(H2OLayer),
-    parameters={
-        "num_recent_tokens": (None, "last tokens, always kept; None = half of the budget (tokens)", 1),
-    }
+    parameters={"num_recent_tokens": (None, "last tokens, always kept; None = half the budget (tokens)", 1)}
     | PREFILL_PARAMETERS,
     takes_budget=True,
-    refuses=REFUSES_POD,
+    refuses_pod="it drops a token per decoded token in each layer by that layer's own statistics, while followers of a PoD block use "
+    "the lead's keys and logits slot by slot",
 )

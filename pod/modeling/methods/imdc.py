@@ -121,10 +121,7 @@ def decremental_chunks(chunk_size: int | Fraction, memory: Sequence[int | Fracti
     """``c_0 = c`` and ``c_i = c + m̂ - m_{i-1}`` (eq. 7) in tokens, with the mean ``m̂`` of ``m_0 … m_{n-2}``, the memory that chunks
     find (eq. 4); they add up to ``n·c`` (eq. 5)."""
     found = memory[:-1]
-    return [
-        Fraction(chunk_size),
-        *(chunk_size + Fraction(sum(found), len(found)) - before for before in found),
-    ]
+    return [Fraction(chunk_size), *(chunk_size + Fraction(sum(found), len(found)) - m for m in found)]
 
 
 def share_by_retention(
@@ -318,9 +315,7 @@ METHODS = tuple(
         parameters=_PARAMETERS | function,
         takes_budget=True,
         inner=("snapkv", "streamingllm"),
-        refuses={
-            "pod": "each layer counts positions over its own memory, so that a block has no common distant keys"
-        },
+        refuses_pod="each layer counts positions over its own memory, so that a block has no common distant keys",
     )
     for name, growth, function in (
         ("imdc", "grow to the budget as chunks shrink", _FUNCTION),

@@ -147,5 +147,5 @@ METHOD = Method(
         "num_sink_tokens": (4, "first tokens, always kept (tokens)", 1),
     },
     takes_budget=True,
-    refuses=adakv.METHOD.refuses,
+    refuses_pod=adakv.METHOD.refuses_pod,
 )

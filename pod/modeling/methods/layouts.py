@@ -20,16 +20,10 @@ from pod.modeling.shipped.quantized import make_codec
 from pod.modeling.shipped.sharing import GROUP_SIZE, RESIDUAL
 from pod.modeling.shipped.stores import Codec
 
-_CAPACITY = {
-    "capacity": (None, "tokens per row to reserve room for; the decode engine (pod.engine) then decodes")
-}
+_CAPACITY = {"capacity": (None, "tokens per row to have room for; then the engine (pod.engine) decodes")}
 _OF_POD = {
     "tau": (None, "gate from which a follower's query head skips distant tokens; None = never", 0.0, 1.0),
-    "extra_slots": (
-        0,
-        "tokens that followers hold behind their windows, so that as many can be taken back: crop, assisted decoding",
-        0,
-    ),
+    "extra_slots": (0, "tokens held behind windows, which can be taken back: crop, assisted decoding", 0),
 }
 _OF_CODECS = {
     "group_size": (GROUP_SIZE, "numbers that share a scale: tokens (keys) or channels (values)", 2),

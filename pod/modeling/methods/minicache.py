@@ -182,8 +182,6 @@ def merge_pairs(layers: list, step: Step, label: None) -> None:
             merge_pair(shallower, deeper, native, num_apart, rule["t"])
 
 
-_ALREADY_SHARED = "both share between layers: there are no two layers' own keys left to merge"
-
 METHOD = Method(
     name="minicache",
     paper="MiniCache (Liu et al., 2024)",
@@ -196,5 +194,5 @@ METHOD = Method(
         "retained": (None, "so many stay native in all, in place of the share (tokens)", 0),
         "t": (0.6, "where the shared direction lies, from the shallower (0) to the deeper layer's (1)", 0, 1),
     },
-    refuses={"pod": _ALREADY_SHARED, "cla": _ALREADY_SHARED},
+    refuses_pod="both share between layers: there are no two layers' own keys left to merge",
 )

@@ -2,6 +2,8 @@
 
 A page is ``page_size`` consecutive tokens. The smallest and the largest value of each key channel in it bound the
 product of any query with any of its keys; each query head reads the pages with the largest bounds.
+
+With PoD the leads choose: the query heads of a block read the tokens of the lead's, with its logits where they are distant.
 """
 
 from math import ceil, inf
@@ -12,21 +14,21 @@ from torch.nn import functional as F
 
 from pod.modeling.methods.base import Method, Request, cache_of
 from pod.modeling.methods.ranking import best_slots
-from pod.modeling.shipped.attend import compute_dtype
+from pod.modeling.shipped.attend import compute_dtype, merge_heads, take_heads
 from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.grouped import attend_slots
+from pod.modeling.shipped.grouped import chosen, slot_logits, weigh_slots
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import TokenStore, numbers, take_slots
 
 
 class QuestLayer(PodCacheLayer):
-    """A dense layer with the bounds of its pages, for rows that are alike.
+    """A layer with the bounds of its leads' pages, for rows that are alike.
 
     Attributes:
         num_read_pages: what a query head reads when decoding: the budget, rounded up to whole pages.
-        is_dense: whether the layer reads everything.
-        pages: ``[B, H, pages, 2 d]``: minimum, then maximum; native under any codec, as they are bounds.
+        is_dense: whether its leads, and so their blocks, read everything.
+        pages: ``[B, leads, pages, 2 d]``: minimum, then maximum; native under any codec, as they are bounds.
     """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
@@ -43,20 +45,21 @@ class QuestLayer(PodCacheLayer):
         return super().stores() | {"pages": self.pages}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        (q, k), past = step.ropes[self.layer_idx].pair(q, k), step.uniform_past
+        (q, k), past, roles = step.ropes[self.layer_idx].pair(q, k), step.uniform_past, self.roles
         assert past is not None
-        if self.is_dense:
+        if roles.leads and not self.is_dense:
+            self._update_pages(take_heads(k, roles.leads), past)
+        reads_all = not step.is_decode or self.num_read_pages * self.page_size > past
+        if reads_all or (self.is_dense and not roles.followed + roles.followers):
             return self.attend_rotated(q, k, v, step)
-        self._update_pages(k, past)
-        num_pages = ceil((past + step.num_new) / self.page_size)
-        if not step.is_decode or self.num_read_pages >= num_pages:
-            return self.attend_rotated(q, k, v, step)
-        self.lead_keys.append(k, past)
-        self.all_values.append(v, past)
-        return self._read_pages(q.unflatten(1, (-1, self.groups)).squeeze(3), past + 1)
+        for store, x, heads in ((self.lead_keys, k, roles.leads), (self.all_values, v, roles.held)):
+            if heads:
+                store.append(take_heads(x, heads), past)
+        self._append_windows(k, v, step)
+        return self._read_pages(q, step)
 
     def _update_pages(self, k: Tensor, past: int) -> None:
-        """Let rotated keys ``[B, H, m, d]`` enter their pages behind ``past`` tokens."""
+        """Let rotated keys ``[B, leads, m, d]`` enter their pages behind ``past`` tokens."""
         offset, first = past % self.page_size, past // self.page_size
         if offset:  # the first page has tokens already: its bounds, over and over, stand for them
             bounds = self.pages.read(first + 1)[:, :, first].unflatten(2, (2, -1))
@@ -66,7 +69,7 @@ class QuestLayer(PodCacheLayer):
         self.pages.append(torch.cat((low.amin(3), high.amax(3)), dim=-1), first)
 
     def choose_pages(self, q: Tensor, num_pages: int) -> Tensor:
-        """The last page and the best of the others for queries ``[B, H, G, d]``: ``[B, H, G, num_read_pages]``, ascending.
+        """The last page and the best of the others for queries ``[B, h, G, d]``: ``[B, h, G, num_read_pages]``, ascending.
 
         A page's score is ``Σ_c max(q_c·min_c, q_c·max_c)`` over the channels (Quest, §3.3); ties: the lower page.
         """
@@ -75,18 +78,60 @@ class QuestLayer(PodCacheLayer):
         scores = torch.cat((q.clamp(max=0), q.clamp(min=0)), dim=-1) @ bounds
         return F.pad(best_slots(scores, self.num_read_pages - 1), (0, 1), value=num_pages - 1)
 
-    def _read_pages(self, q: Tensor, length: int) -> Tensor:
+    def _read_pages(self, q: Tensor, step: Step) -> Tensor:
         """Attention of one new token per row, ``[B, Hq, 1, d]``, to the tokens of its pages only."""
-        last_page, pages = (length - 1) // self.page_size, self.choose_pages(q, ceil(length / self.page_size))
-        tokens = torch.add(numbers(self.page_size, q.device), pages[..., None], alpha=self.page_size)
+        read, roles, length, parts = step.lead.read, self.roles, step.max_length, []
+        if roles.leads:
+            slots, logits = self._lead(take_heads(q, roles.leads, self.groups), length)
+            for place, head in enumerate(roles.leads):
+                read[head] = None if slots is None else slots[:, place], logits[:, place]
+        whole = tuple(head for head in roles.held if read[head][0] is None)
+        for heads in filter(None, (whole, tuple(head for head in roles.held if head not in whole))):
+            parts.append((heads, self._attend_as_read(heads, q, step)))
+        if roles.windows:
+            parts.append((roles.windows, self._decode_near(q, step)))
+        return merge_heads(parts, self.groups)
+
+    def _lead(self, q: Tensor, length: int) -> tuple[Tensor | None, Tensor]:
+        """Slots ``[B, leads, G, n]`` that the leads' queries ``[B, leads·G, 1, d]`` read, None = all, and their logits there."""
+        if self.is_dense:
+            return None, slot_logits(q, self.lead_keys.stored, length, self.scale)
+        last_page, groups = (length - 1) // self.page_size, q.squeeze(2).unflatten(1, (-1, self.groups))
+        pages = self.choose_pages(groups, last_page + 1)
+        slots = torch.add(numbers(self.page_size, q.device), pages[..., None], alpha=self.page_size)
         behind = (last_page + 1) * self.page_size - length  # slots of the last page that are still empty
-        tokens = tokens.flatten(3)[..., : tokens.shape[3] * self.page_size - behind]
-        groups, count = tokens.shape[2:]
-        keys, values = (
-            take_slots(store.read(length), tokens.flatten(2)).unflatten(2, (groups, count)).flatten(1, 2)
-            for store in (self.lead_keys, self.all_values)
-        )
-        return attend_slots(q.flatten(1, 2)[:, :, None], keys, values, self.scale)[0]
+        slots = slots.flatten(3)[..., : slots.shape[3] * self.page_size - behind]
+        logits = slot_logits(q, _taken(self.lead_keys.read(length), slots), slots.shape[3], self.scale)
+        return slots, logits.view(slots.shape)
+
+    def _attend_as_read(self, heads: tuple[int, ...], q: Tensor, step: Step) -> Tensor:
+        """Of KV heads whose leads all read as many tokens, ``[B, h·G, 1, d]``."""
+        read, found = zip(*(step.lead.read[head] for head in heads), strict=True)
+        slots, logits = None if read[0] is None else torch.stack(read, 1), torch.stack(found, 1)
+        followers = tuple(head for head in heads if head in self.roles.followers)
+        if followers:
+            at = chosen(followers, heads)
+            where = numbers(step.max_length, q.device) if slots is None else slots[:, at]
+            logits[:, at] = self._with_near(followers, q, logits[:, at], where, step.max_length)
+        weights, places = logits.softmax(-1), [*map(self.roles.held.index, heads)]
+        if slots is None:
+            return weigh_slots(weights, take_heads(self.all_values.stored, places), q.dtype)
+        values = _taken(take_heads(self.all_values.read(step.max_length), places), slots)
+        return weigh_slots(weights.flatten(1, 2)[:, :, None], values, q.dtype)
+
+    def _with_near(self, heads: tuple[int, ...], q: Tensor, logits: Tensor, slots: Tensor, n: int) -> Tensor:
+        """Logits ``[B, h, G, …]`` of these followers' leads, where one of ``n`` tokens is proximal replaced by their own."""
+        n_s, n_r = self.num_sink_tokens, self.num_recent_tokens
+        keys = take_heads(self.window_keys.read(n), [*map(self.roles.followers.index, heads)])
+        own = slot_logits(take_heads(q, heads, self.groups), keys, keys.shape[2], self.scale)
+        is_sink = slots < n_s
+        ring = torch.where(is_sink, slots, (slots - n_s) % n_r + n_s).expand_as(logits)
+        return torch.where(is_sink | (slots >= n - n_r), own.gather(3, ring), logits)
+
+
+def _taken(x: Tensor, slots: Tensor) -> Tensor:
+    """Slots ``[B, h, G, n]`` of ``[B, h, length, d]``: ``[B, h·G, n, d]``."""
+    return take_slots(x, slots.flatten(2)).unflatten(2, slots.shape[2:]).flatten(1, 2)
 
 
 METHOD = Method(
@@ -100,10 +145,4 @@ METHOD = Method(
         "num_dense_layers": (2, "first layers, which read every token (layers)", 0),
     },
     takes_budget=True,
-    refuses={
-        "pod": "a follower takes its lead's logits for all distant tokens, and quest computes them for the pages that each "
-        "layer chooses for itself",
-        "cla": "its followers have no keys to bound pages of their own; pages shared by a block are another method",
-        "window": "a window has few tokens, and all of them are read",
-    },
 )

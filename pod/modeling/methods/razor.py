@@ -66,28 +66,23 @@ class RazorLayer(CacheLayer):
 
 
 def _build(config: PodConfig, request: Request) -> PodCache:
-    plan = plan_of_heads(request.params["heads"], config, request.params["share"])
+    plan = plan_of_heads(config=config, **{name: request.params[name] for name in ("heads", "share", "seed")})
     return cache_of(RazorLayer)(config, replace(request, params=request.params | {"heads": plan}))
 
 
-_SHARED = (
-    "heads that follow a lead have no keys of their own far back: there is nothing to keep or to average"
-)
 METHOD = Method(
     name="razor",
     paper="RazorAttention (2024), §3.2, Algorithm 1, eqs. 4 and 5",
     frees="tokens between the first and the last ones in KV heads without a retrieval head; grows with the prompt by 1/compression",
     build=_build,
     parameters={
-        "heads": (
-            None,
-            "file of `pod explore --heads` or DuoAttention's gates (.tsv), a plan, or per layer the KV heads that hold everything",
-        ),
+        "heads": (None, "file of `pod explore --heads`, gates (.tsv), a plan, lists of KV heads, or random"),
         "share": (None, "share of KV heads that hold all, best first; None = the file's choice", 0.0, 1.0),
+        "seed": (0, "of random heads, 0.15 of all without a share", 0),
         "num_sink_tokens": (4, "first tokens that the other heads hold (tokens)", 0),
         "num_recent_tokens": (4000, "recent tokens that the other heads hold at least (tokens)", 1),
         "compression": (5.0, "the others hold at least 1/compression of what a prompt's end has seen", 1),
         "compensation": (True, "whether dropped tokens live on in one mean token"),
     },
-    refuses={"pod": _SHARED, "cla": _SHARED},
+    refuses_pod="heads that follow a lead have no keys of their own far back: there is nothing to keep or to average",
 )

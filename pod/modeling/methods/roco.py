@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pod.kernels.statistics import attention_column_sums
 from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, Request, cache_of, round_half_up
-from pod.modeling.methods.h2o import REFUSES_POD, AccumulatingLayer, choose_slots
+from pod.modeling.methods.h2o import METHOD as H2O
+from pod.modeling.methods.h2o import AccumulatingLayer, choose_slots
 from pod.modeling.methods.ranking import best_slots
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.step import Step
@@ -96,5 +97,5 @@ METHOD = Method(
     }
     | PREFILL_PARAMETERS,
     takes_budget=True,
-    refuses=REFUSES_POD,
+    refuses_pod=H2O.refuses_pod,
 )

@@ -21,7 +21,7 @@ from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, Request, cache
 from pod.modeling.methods.ranking import EndAttention, Ranking, best_slots, ranking_parameters
 from pod.modeling.shipped.attend import Segments, Tokens, attend, take_heads, takes_gradients
 from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.grouped import attend_slots, slot_logits, weigh_slots
+from pod.modeling.shipped.grouped import slot_logits, weigh_slots
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Selection, Step
 from pod.modeling.shipped.stores import Codec, TokenStore
@@ -211,19 +211,12 @@ class SharedSelectionLayer(PodCacheLayer):
             out = self._prefill(q, k, v, step)
             self._append_near(k, v, step)
             return out
-        if self.roles.windows:
-            outs.append(self._attend_windows(q, k, v, step, is_single))
-        return self._in_order(outs)
-
-    def _attend_windows(self, q: Tensor, k: Tensor, v: Tensor, step: Step, is_single: bool) -> Tensor:
-        """The heads that keep their windows, whatever the ranking."""
-        if not is_single:
-            out = self._attend_role(self.roles.windows, q, k, v, step)
-            self._append_near(k, v, step)
-            return out
+        if self.roles.windows and not is_single:
+            outs.append(self._attend_role(self.roles.windows, q, k, v, step))
         self._append_near(k, v, step)
-        keys, values = (store.read(step.max_length) for store in (self.near_keys, self.near_values))
-        return attend_slots(take_heads(q, self.roles.windows, self.groups), keys, values, self.scale)[0]
+        if self.roles.windows and is_single:
+            outs.append(self._decode_near(q, step))
+        return self._in_order(outs)
 
     def _by_bank(self, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """For each bank heads of its leads, of its followers and both; as many operations for any number of heads."""

@@ -150,9 +150,6 @@ def lazy_mass(rows: Tensor, num_sink_tokens: int, num_recent_tokens: int) -> Ten
     return (rows * near).sum(-1).mean()
 
 
-_SHARED = (
-    "which layers hold their tokens is decided while it runs, so no layer can rely on the keys of another"
-)
 METHOD = Method(
     name="simlayerkv",
     paper="SimLayerKV (Zhang et al., 2024), §5, eqs. 1 to 3",
@@ -161,7 +158,7 @@ METHOD = Method(
     parameters={
         "threshold": (
             0.9,
-            "attention share from which a layer is lazy (paper: 0.65 Llama-2-7B, 0.9 Llama-3-8B, 0.8 Mistral-7B, 0.85 Qwen)",
+            "attention share of lazy layers (Llama-2 0.65, Llama-3 0.9, Mistral 0.8, Qwen 0.85)",
         ),
         "num_sink_tokens": (4, "first tokens that a lazy layer holds (tokens)", 0),
         "num_recent_tokens": (1024, "last tokens that a lazy layer holds (tokens)", 1),
@@ -177,5 +174,5 @@ METHOD = Method(
         "seed": (0, "of that draw"),
     }
     | PREFILL_PARAMETERS,
-    refuses={"pod": _SHARED, "cla": _SHARED},
+    refuses_pod="which layers hold their tokens is decided while it runs, so no layer can rely on the keys of another",
 )

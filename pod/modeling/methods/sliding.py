@@ -277,5 +277,5 @@ METHOD = Method(
     build=cache_of(LocalLayer),
     parameters=PREFILL_PARAMETERS,
     takes_budget=True,
-    refuses=WINDOW_REFUSES_POD,
+    refuses_pod=WINDOW_REFUSES_POD,
 )

@@ -118,7 +118,6 @@ class WholeLayer(SharedSelectionLayer):
         return LastQueries(0)
 
 
-_HEADS = "heads of this layout do not all hold every key of their own, which is what loses channels"
 METHOD = Method(
     name="think",
     paper="ThinK (Xu et al., 2024)",
@@ -132,5 +131,5 @@ METHOD = Method(
         "recent": (32, "tokens at the end of a prompt whose keys stay whole (tokens)", 0),
     },
     behind=("snapkv", "pyramidkv", "adakv", "expected_attention"),
-    refuses=dict.fromkeys(("pod", "cla", "window"), _HEADS),
+    refuses_pod="heads of this layout do not all hold every key of their own, which is what loses channels",
 )

@@ -28,7 +28,7 @@ from pod.modeling.shipped.sharing import SharingPlan
 from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import Recent
 
-WINDOW_REFUSES_POD = {"pod": "a window has no distant token whose keys a block could share"}
+WINDOW_REFUSES_POD = "a window has no distant token whose keys a block could share"
 
 
 def with_windows(config: PodConfig, num_sink_tokens: int, num_recent_tokens: int) -> PodConfig:
@@ -189,7 +189,7 @@ METHODS = tuple(
         build=cache_of(make_layer, takes_any_rows=True),
         parameters=parameters,
         takes_budget=True,
-        refuses=WINDOW_REFUSES_POD,
+        refuses_pod=WINDOW_REFUSES_POD,
     )
     for name, paper, make_layer, parameters in (
         ("streamingllm", "StreamingLLM (Xiao et al., 2024)", StreamingLayer, _SINKS),

@@ -258,9 +258,7 @@ class PodCache(Cache):
         if (spec := facts["spec"]) != self.spec:
             raise ValueError(f"the state is that of a {spec} cache, this is a {self.spec} cache: make one")
         if facts["model"] != _signature(self.config):
-            raise ValueError(
-                "the model had another shape, plan or windows: load that, or make the cache anew"
-            )
+            raise ValueError("the model had another shape, plan or windows: load it, or make the cache anew")
         self.reset()
         vars(self).update(Reader(self, state.tensors).fields(facts["fields"]))
 

@@ -68,9 +68,7 @@ class PodGenerationMixin(GenerationMixin):
         self, generation_config, model_kwargs: dict, generation_mode: Any = None, *args: Any, **kwargs: Any
     ) -> None:
         if (asked := generation_config.cache_implementation) is not None:
-            raise ValueError(
-                f"cache_implementation={asked!r} is not supported: the model makes its own cache"
-            )
+            raise ValueError(f"cache_implementation={asked!r} is not supported: a model makes its own cache")
         cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
         if mask is not None and not mask[:, -1].all():
             raise ValueError(

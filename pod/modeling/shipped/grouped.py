@@ -31,12 +31,12 @@ def decode(call: DecodeCall) -> None:
     q, out = (x.unflatten(1, (call.roles.num_heads, -1)) for x in (call.q, call.out))
     q = q.to(call.buffers.logits.dtype) * call.scale
     if call.near is not None:
-        heads, limit = _chosen(call.roles.windows), call.near.keys.shape[2]
+        heads, limit = chosen(call.roles.windows), call.near.keys.shape[2]
         for row, slots in _alike([min(length, limit) for length in lengths]):
             keys, values = (x[row] for x in call.near)
             out[row, heads] = _attend_all(q[row, heads], keys, values, slots).to(out.dtype)
     if call.roles.held:
-        heads = _chosen(call.roles.held)
+        heads = chosen(call.roles.held)
         for row, length in _alike(lengths):
             mine = call if row.stop - row.start == len(lengths) else _take_row(call, (row.start, row.stop))
             out[row, heads] = _decode_rows(mine, q[row, heads], length).to(out.dtype)
@@ -71,11 +71,11 @@ def _decode_rows(call: DecodeCall, q: Tensor, length: int) -> Tensor:
     if length > n_window and (roles.followers or roles.followed):
         return _two_parts(call, q, length)
     if roles.followed:
-        call.buffers.distant_lse[:, _chosen(roles.followed)] = float("-inf")
+        call.buffers.distant_lse[:, chosen(roles.followed)] = float("-inf")
     out = torch.empty_like(q)
     for heads, keys in ((roles.leads, call.keys), (roles.followers, call.window_keys)):
         if heads:  # no head takes logits from another
-            at, values = _chosen(heads, roles.held), take_heads(call.values, [*map(roles.held.index, heads)])
+            at, values = chosen(heads, roles.held), take_heads(call.values, [*map(roles.held.index, heads)])
             out[:, at] = _attend_all(q[:, at], keys, values, length)
     return out
 
@@ -92,7 +92,7 @@ def _two_parts(call: DecodeCall, q: Tensor, length: int) -> Tensor:
     near = _weighted(weights[..., n_s:], call.values, length - n_r, length)
     if n_s:
         near += _weighted(weights[..., :n_s], call.values, 0, n_s)
-    gate = torch.sigmoid(lse - call.buffers.distant_lse[:, _chosen(roles.held)])
+    gate = torch.sigmoid(lse - call.buffers.distant_lse[:, chosen(roles.held)])
     if call.tau is not None:
         for head in map(roles.held.index, roles.followers):
             gate[:, head].masked_fill_(gate[:, head] >= call.tau, 1.0)
@@ -103,7 +103,7 @@ def _two_parts(call: DecodeCall, q: Tensor, length: int) -> Tensor:
 def _lead(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -> None:
     """Logits of all tokens; the distant ones also as the block will use them."""
     n_s, oldest_recent, buffers = call.num_sink_tokens, length - call.num_recent_tokens, call.buffers
-    heads, at = _chosen(call.roles.leads), _chosen(call.roles.leads, call.roles.held)
+    heads, at = chosen(call.roles.leads), chosen(call.roles.leads, call.roles.held)
     logits = buffers.logits[:, heads, :, :length]
     write_scores(q[:, at], call.keys, logits)
     proximal[:, at, :, :n_s] = logits[..., :n_s]
@@ -124,7 +124,7 @@ def _lead(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -> None:
 def _window_scores(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -> None:
     """Logits of a full window, put in the order of positions."""
     n_s, n_r = call.num_sink_tokens, call.num_recent_tokens
-    at = _chosen(call.roles.followers, call.roles.held)
+    at = chosen(call.roles.followers, call.roles.held)
     own = proximal.new_empty(q.shape[0], len(call.roles.followers), *proximal.shape[2:])
     write_scores(q[:, at], call.window_keys, own)
     wrap = (length - n_s) % n_r  # ring slots before this one hold the newest tokens
@@ -136,7 +136,7 @@ def _window_scores(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -
 def _distant(call: DecodeCall, gate: Tensor, length: int) -> Tensor:
     """Means ``[b, h, G, d]`` of distant values; 0 for KV heads in which every query head skips them."""
     start, stop = call.num_sink_tokens, length - call.num_recent_tokens
-    buffers, held = call.buffers, _chosen(call.roles.held)
+    buffers, held = call.buffers, chosen(call.roles.held)
     if buffers.weights is None:
         logits = buffers.logits[:, held, :, start:stop]
         weights, sums = (logits - buffers.distant_lse[:, held, :, None]).exp(), torch.ones_like(gate)
@@ -224,7 +224,7 @@ def _unsupported_one(call: Call) -> str | None:
 
 
 @lru_cache(maxsize=1024)
-def _chosen(heads: tuple[int, ...], among: tuple[int, ...] | None = None) -> slice | list[int]:
+def chosen(heads: tuple[int, ...], among: tuple[int, ...] | None = None) -> slice | list[int]:
     """Heads as an index of all, or of those ``among`` them: of evenly spaced ones views, of others copies."""
     places = list(heads) if among is None else [*map(among.index, heads)]
     step = places[1] - places[0] if len(places) > 1 else 1

@@ -172,6 +172,11 @@ class PodCacheLayer(CacheLayer):
                 row.append(tuple(found))
         return out
 
+    def _decode_near(self, q: Tensor, step: Step) -> Tensor:
+        """Attention of one query per row of the heads that keep their windows, to these."""
+        keys, values = (store.read(step.max_length) for store in (self.near_keys, self.near_values))
+        return attend_slots(take_heads(q, self.roles.windows, self.groups), keys, values, self.scale)[0]
+
     def _gates(self, q: Tensor, window_keys: Tensor, step: Step) -> Tensor:
         """``[B, followers, G]``."""
         heads, buffers = self.roles.followers, step.lead.buffers

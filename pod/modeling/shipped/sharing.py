@@ -20,7 +20,7 @@ Lead = tuple[tuple[int | None, ...], ...]
 
 @dataclass(frozen=True)
 class Roles:
-    """KV heads of a layer by what they hold and see; all in rising order.
+    """KV heads of a layer by what they hold and see; all in rising order, and values, as every layer of every token reads them.
 
     Attributes:
         leads: every token, with their own keys.
@@ -40,9 +40,7 @@ class Roles:
     held: tuple[int, ...] = field(init=False)
     num_heads: int = field(init=False)
 
-    def __post_init__(
-        self,
-    ):  # values, not properties: read in every layer of every token, and in compiled layers
+    def __post_init__(self):
         for name in ("leads", "followers", "followed", "windows", "last"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "held", tuple(sorted(self.leads + self.followers)))

@@ -38,12 +38,14 @@ class LeadState:
         queries: ``[B, G, m, d]``; keys: ``[B, 1, n, d]``, as they were when the lead attended.
         buffers: when decoding, the logits of distant tokens and what belongs to them.
         selections: where leads choose the tokens of their blocks.
+        read: where they choose what a decoded token reads: slots ``[B, G, n]``, None = all, and the logits there.
     """
 
     queries: dict[int, Tensor] = field(default_factory=dict)
     keys: dict[int, Source] = field(default_factory=dict)
     buffers: DecodeBuffers | None = None
     selections: dict[int, Selection] = field(default_factory=dict)
+    read: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
     def take(self, heads: Sequence[int], length: int) -> Lead:
         """The lead queries and keys of these KV heads and ``length`` tokens, for all heads of a call."""
