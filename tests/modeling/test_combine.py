@@ -15,6 +15,7 @@ PROMISED = [
     "pod+snapkv",
     "pod+pyramidkv",
     "pod+expected_attention",
+    "pod+quest",
     "adakv+int4",
     "kvzip+int4",
     "pod+int4",

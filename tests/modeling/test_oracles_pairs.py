@@ -15,7 +15,9 @@ DECODING = [("prompt", 37), ("decode", 10), ("prompt", 3), ("decode", 6)]
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("options", [{"budget": 8, "page_size": 4}, {"budget": 20}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"budget": 8, "page_size": 4}, {"budget": 20}, {"budget": 40, "page_size": 4}], ids=str
+)
 def test_quest(tools, name, options):
     family, changes = MODELS[name]
     model, ids = tools.make_pod(family, plan=False, **changes), tools.random_ids(1, 56)[0]
