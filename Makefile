@@ -25,7 +25,7 @@ install: $(STAMP)  ## create .venv and install everything (test, demo, lint and 
 
 test: $(STAMP)  ## run the test suite
 	@echo "== test: pytest $(ARGS)"
-	@$(RUN) -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
+	@$(RUN) -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 demo: $(STAMP)  ## the whole chain on SmolLM2-135M: explore, prepare, train on 2 ranks, export, evaluate, report
 	@echo "== demo"

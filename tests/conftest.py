@@ -19,8 +19,13 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
+LONGEST = "test_notebook.py", "test_triton_decode.py", "test_step.py", "/training/"
+"""Parts of paths of test files that take minutes: they begin first, so that no worker is left alone with one at the end."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is none."""
+    """Longest files first; skip tests marked `gpu` where there is none."""
+    items.sort(key=lambda item: [part in item.path.as_posix() for part in (*LONGEST, "")].index(True))
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:
         return

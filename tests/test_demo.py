@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pod.commands import demo
+from pod.measure.machine import bfloat16_speed
 from pod.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,6 +56,18 @@ def test_a_training_is_kept_for_the_same_recipe_and_put_away_for_another(chain, 
     assert [(tmp_path / f"train-{number}" / "latest").is_file() for number in range(1, 6)] == [True] * 4 + [
         False
     ]
+
+
+def test_a_cpu_without_bfloat16_trains_in_float32(chain, tmp_path, monkeypatch):
+    for speed, settings, expected in (
+        (0.1, (), "float32"),
+        (3.0, (), "bfloat16"),
+        (3.0, ("train.dtype=float32",), "float32"),
+    ):
+        monkeypatch.setattr(demo, "bfloat16_speed", lambda speed=speed: speed)
+        chain(None, *settings)
+        assert load_recipe(tmp_path / "recipe.yaml").train.dtype == expected
+    assert 0.001 < bfloat16_speed() < 100
 
 
 def test_a_command_gets_threads_of_its_own_without_a_gpu(monkeypatch, capfd):

@@ -14,10 +14,12 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from pod.files import atomic_write_text, read_json, write_json
+from pod.measure.machine import bfloat16_speed
 from pod.recipe import Recipe, run
 from pod.schema import to_yaml
 
@@ -64,6 +66,9 @@ def main(recipe: Recipe) -> None:
     import torch
 
     gpus, folder, seconds = torch.cuda.device_count(), Path(recipe.output_dir), dict[str, float]()
+    if gpus == 0 and recipe.train.dtype == "bfloat16" and bfloat16_speed() < 1:
+        recipe = replace(recipe, train=replace(recipe.train, dtype="float32"))
+        print("train.dtype=float32: this CPU has no instructions for bfloat16")
     atomic_write_text(folder / "recipe.yaml", to_yaml(recipe))
     put_away_other_training(recipe)
     steps = steps_of(recipe, folder / "recipe.yaml", 1 if gpus == 1 else RANKS)

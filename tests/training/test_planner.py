@@ -275,6 +275,20 @@ def test_on_a_cpu_ranks_share_the_machine_and_nothing_is_offloaded(monkeypatch):
     )
 
 
+def test_a_cpu_without_bfloat16_says_so_and_its_time_is_that(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said, seconds = [], []
+    for speed, dtype in ((0.1, "bfloat16"), (0.1, "float32"), (3.0, "bfloat16")):
+        monkeypatch.setattr(planner, "bfloat16_speed", lambda speed=speed: speed)
+        fit = plan(
+            TrainRecipe(tokens_per_step=2048, dtype=dtype), SMALL, ((0,) * 3,) * 3, 2048, this_machine(1, 1)
+        )
+        said.append("train.dtype=float32" in table(fit, None))
+        seconds.append(fit.time.parts["arithmetic"])
+    assert said == [True, False, False]
+    assert seconds[0] == pytest.approx(10 * seconds[1]) and seconds[2] < seconds[1]
+
+
 def test_a_gpu_is_known_by_its_name_and_has_the_memory_it_says(monkeypatch):
     found = SimpleNamespace(name="NVIDIA A100-SXM4-80GB", total_memory=79 * 2**30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

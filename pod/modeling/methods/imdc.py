@@ -121,7 +121,8 @@ def decremental_chunks(chunk_size: int | Fraction, memory: Sequence[int | Fracti
     """``c_0 = c`` and ``c_i = c + m̂ - m_{i-1}`` (eq. 7) in tokens, with the mean ``m̂`` of ``m_0 … m_{n-2}``, the memory that chunks
     find (eq. 4); they add up to ``n·c`` (eq. 5)."""
     found = memory[:-1]
-    return [Fraction(chunk_size), *(chunk_size + Fraction(sum(found), len(found)) - m for m in found)]
+    mean = Fraction(sum(found), max(1, len(found)))
+    return [Fraction(chunk_size), *(chunk_size + mean - m for m in found)]
 
 
 def share_by_retention(

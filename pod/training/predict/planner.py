@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from pod.measure.machine import bfloat16_speed
 from pod.modeling.shipped.sharing import Lead, roles_of
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.predict.memory import (
@@ -133,7 +134,9 @@ def this_machine(
         found = dataclasses.replace(known, name=properties.name, memory_gib=properties.total_memory / GIB)
         return Machine(world, found, host)
     cores = (os.cpu_count() or 1) / world.per_machine
-    speed = {"bf16_tflops": CPU_CORE.bf16_tflops * cores, "fp32_tflops": CPU_CORE.fp32_tflops * cores}
+    slow = CPU_CORE.fp32_tflops * bfloat16_speed()
+    bf16 = CPU_CORE.bf16_tflops if slow > CPU_CORE.fp32_tflops else slow
+    speed = {"bf16_tflops": bf16 * cores, "fp32_tflops": CPU_CORE.fp32_tflops * cores}
     return Machine(world, dataclasses.replace(CPU_CORE, memory_gib=host / world.per_machine, **speed), host)
 
 
@@ -294,6 +297,8 @@ def table(fit: Fit, data_tokens: int | None) -> str:
     hours = [seconds * job.args.max_steps / 3600 for seconds in (time.overlapped, time.sequential)]
     verdict = "fits" if fit.fits else "DOES NOT FIT"
     usable = f"{HOST_SHARE * fit.machine.host_gib:.1f} usable GiB"
+    is_slow = device.tflops(job.args.dtype) < device.fp32_tflops
+    hint = "; this CPU multiplies faster in float32: set train.dtype=float32" if is_slow else ""
     lines = {
         "what": _what(fit),
         "data": _data(fit, data_tokens),
@@ -302,7 +307,7 @@ def table(fit: Fit, data_tokens: int | None) -> str:
         "memory": f"{_gib(fit.needed_bytes)} of {device.memory_gib:.1f} GiB per rank ({fit.share:.0%}): {verdict}",
         "start": f"{_gib(start_bytes(job))} GiB per rank while weights arrive and the optimizer is made",
         "host": f"{_gib(fit.host_bytes_per_machine)} of {usable} per machine for what is offloaded",
-        "time": f"{hours[0]:,.1f} to {hours[1]:,.1f} hours on {device.name}, {time.expected:,.2f} s a step",
+        "time": f"{hours[0]:,.1f} to {hours[1]:,.1f} hours on {device.name}, {time.expected:,.2f} s a step{hint}",
     }
     return _lines(lines)
 
