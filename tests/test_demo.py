@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pod.commands import demo
-from pod.measure.machine import bfloat16_speed
 from pod.recipe import load_recipe
+from pod.training.predict import step_time
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -64,10 +64,13 @@ def test_a_cpu_without_bfloat16_trains_in_float32(chain, tmp_path, monkeypatch):
         (3.0, (), "bfloat16"),
         (3.0, ("train.dtype=float32",), "float32"),
     ):
-        monkeypatch.setattr(demo, "bfloat16_speed", lambda speed=speed: speed)
+        monkeypatch.setattr(step_time, "bfloat16_speed", lambda speed=speed: speed)
         chain(None, *settings)
         assert load_recipe(tmp_path / "recipe.yaml").train.dtype == expected
-    assert 0.001 < bfloat16_speed() < 100
+
+
+def test_how_fast_bfloat16_is_is_measured():
+    assert 0.001 < step_time.bfloat16_speed() < 100
 
 
 def test_a_command_gets_threads_of_its_own_without_a_gpu(monkeypatch, capfd):

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pod.files import atomic_write_text, read_json, write_json
-from pod.measure.machine import bfloat16_speed
 from pod.recipe import Recipe, run
 from pod.schema import to_yaml
 
@@ -64,6 +63,8 @@ def steps_of(recipe: Recipe, config: Path, ranks: int = RANKS) -> list[Step]:
 def main(recipe: Recipe) -> None:
     """Run the chain and print the summary. Raises: RuntimeError when a command fails."""
     import torch
+
+    from pod.training.predict.step_time import bfloat16_speed
 
     gpus, folder, seconds = torch.cuda.device_count(), Path(recipe.output_dir), dict[str, float]()
     if gpus == 0 and recipe.train.dtype == "bfloat16" and bfloat16_speed() < 1:

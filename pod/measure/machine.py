@@ -4,8 +4,6 @@ import datetime
 import os
 import platform
 import subprocess
-import time
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,23 +28,6 @@ def environment() -> dict[str, Any]:
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
     }
-
-
-@cache
-def bfloat16_speed() -> float:
-    """How many times as fast as in float32 this CPU multiplies in bfloat16, measured in some milliseconds: about 0.1 without
-    instructions for it (AVX512-BF16, AMX), 2 to 4 with them."""
-    import torch
-
-    def seconds(dtype: torch.dtype) -> float:
-        x, taken = torch.ones(256, 256, dtype=dtype), []
-        for _ in range(4):
-            began = time.perf_counter()
-            x @ x.T
-            taken.append(time.perf_counter() - began)
-        return min(taken)
-
-    return seconds(torch.float32) / seconds(torch.bfloat16)
 
 
 def version(package: str) -> str | None:

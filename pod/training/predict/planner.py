@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from pod.measure.machine import bfloat16_speed
 from pod.modeling.shipped.sharing import Lead, roles_of
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.predict.memory import (
@@ -37,6 +36,7 @@ from pod.training.predict.step_time import (
     Device,
     StepTime,
     attention_flops,
+    bfloat16_speed,
     known_device,
     step_time,
 )
