@@ -169,7 +169,7 @@ def naive_logits(model, ids, attend):
     return model.lm_head(model.model.norm(hidden))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tools():
     """The helpers of this file, for tests in other files."""
     import types

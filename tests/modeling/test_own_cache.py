@@ -16,13 +16,17 @@ BITS = [4, 16, 8, 4, 16]
 EXPORT = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
-ids, mask = map(torch.tensor, json.loads(sys.argv[2]))
-with torch.no_grad():
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+ids, mask = map(torch.tensor, json.loads(sys.argv[1]))
+found = {}
+for family in sys.argv[2:]:
+    model = AutoModelForCausalLM.from_pretrained(family, trust_remote_code=True).eval()
+    with torch.no_grad():
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+    found[family] = out.sequences.tolist(), out.past_key_values.nbytes
 assert "pod" not in sys.modules
-print(json.dumps([out.sequences.tolist(), out.past_key_values.nbytes]))
+print(json.dumps(found))
 """
+FAMILIES = ["llama", "qwen3", "granite", "smollm3", "olmo2", "phi3", "gemma3", "mixtral"]
 
 
 def packed_model(tools, **changes):
@@ -44,28 +48,30 @@ def test_a_cache_that_nobody_named_is_the_planned_one(tools):
     assert made.nbytes < 0.85 * native.nbytes
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "granite", "smollm3", "olmo2", "phi3", "gemma3", "mixtral"]
-)
-def test_an_export_alone_holds_the_bits_of_its_plan(tools, tmp_path, family):
-    """Left padding too; tokens and bytes are those of the package."""
-
-    model, ids = packed_model(tools, family=family), tools.random_ids(3, 250)
-    mask = torch.ones_like(ids)
+@pytest.fixture(scope="module")
+def exports(tools, tmp_path_factory):
+    """Of each family tokens and bytes of the package's cache, and of the export in a process without the package."""
+    folder, ids = tmp_path_factory.mktemp("exports"), tools.random_ids(3, 250)
+    mask, expected = torch.ones_like(ids), {}
     mask[1, :70] = 0
-    cache = pod.make_cache(model, "pod")
-    expected = model.generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=8, do_sample=False
-    )
-    model.save_pretrained(tmp_path)
-    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-I", "-c", EXPORT, str(tmp_path), json.dumps([ids.tolist(), mask.tolist()])]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    for family in FAMILIES:
+        model = packed_model(tools, family=family)
+        cache = pod.make_cache(model, "pod")
+        options = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 8, "do_sample": False}
+        expected[family] = model.generate(ids, **options).tolist(), cache.nbytes
+        model.save_pretrained(folder / family)
+    environment = os.environ | {"HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-I", "-c", EXPORT, json.dumps([ids.tolist(), mask.tolist()]), *FAMILIES]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
     assert done.returncode == 0, done.stderr
-    tokens, held = json.loads(done.stdout.strip().splitlines()[-1])
-    assert torch.equal(torch.tensor(tokens), expected)
-    assert held == cache.nbytes
+    return expected, json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_export_alone_holds_the_bits_of_its_plan(exports, family):
+    """Left padding too; tokens and bytes are those of the package."""
+    expected, found = exports
+    assert [*expected[family]] == found[family]
 
 
 @torch.no_grad()

@@ -51,6 +51,7 @@ METHODS = {
     "pod+snapkv": ALL,
     "pod+pyramidkv": ALL | {"beta": 4},
     "pod+expected_attention": ALL,
+    "pod+quest": ALL | {"num_dense_layers": 0},
 }
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from oracle_tools import run_cache
 from oracles_channels import ThinK
 from oracles_imdc import Chunked
-from oracles_pairs import MiniCache, Quest
+from oracles_pairs import MiniCache, PodQuest, Quest
 from oracles_pod_selected import PodSelected
 from oracles_razor import Razor
 from oracles_windows import LMInfinite, StreamingLLM, WindowAttention
@@ -114,6 +114,7 @@ CASES = {
     "pod+snapkv": ("pod+snapkv", SNAP, selected("snapkv")),
     "pod+pyramidkv": ("pod+pyramidkv", SNAP, selected("pyramidkv")),
     "pod+expected_attention": ("pod+expected_attention", {"budget": 7}, selected("expected_attention")),
+    "pod+quest": ("pod+quest", {"budget": 6, "page_size": 3}, PodQuest),
 }
 PACKED = [
     "full+int4",
