@@ -1,4 +1,4 @@
-"""The largest batch that fits, by trying (PoD Table 3, D2O Table 3; as FlexGen and LCKV measure it).
+"""The largest batch that fits, or the longest prompt, by trying (PoD Table 3, D2O Table 3; as FlexGen and LCKV measure it).
 
 A try reads a random prompt of x tokens per row into the method's cache and decodes y tokens of every row, one at a time. It fits when the
 GPU does not run out of memory, or when weights, cache and activations stay below a number of bytes. Two small tries tell the bytes per
@@ -68,8 +68,12 @@ class Tries:
         if room is not None and room < 0:
             raise MemoryError(f"the weights alone take {self.weights:,} bytes")
         with Meter(self.model, room) as meter:
-            rows = random_rows(self.model, batch, self.prompt, self.seed)
-            return self.weights + max(meter.restart() for _ in self._passes(self.make_cache(), rows))
+            rows, cache = self._start(batch)
+            return self.weights + max(meter.restart() for _ in self._passes(cache, rows))
+
+    def _start(self, batch: int) -> tuple[Tensor, Any]:
+        """What a try reads, and a new cache for it."""
+        return random_rows(self.model, batch, self.prompt, self.seed), self.make_cache()
 
     @torch.no_grad()
     def throughput(self, batch: int) -> dict[str, float]:
@@ -92,6 +96,23 @@ class Tries:
         if next(self.model.parameters()).is_cuda:
             gc.collect()
             torch.cuda.empty_cache()
+
+
+class LongTries(Tries):
+    """Tries of one row, as long as so many times ``step`` tokens: the longest prompt that fits (IMDC Table 1).
+
+    make_cache: tokens → a new cache.
+    """
+
+    def __init__(
+        self, model: Any, make_cache: Callable[[int], Any], step: int, limit: int | None, seed: int = 0
+    ):
+        super().__init__(model, lambda: None, step, 1, limit, seed)
+        self.cache_for = make_cache
+
+    def _start(self, batch: int) -> tuple[Tensor, Any]:
+        tokens = batch * self.prompt
+        return random_rows(self.model, 1, tokens, self.seed), self.cache_for(tokens)
 
 
 def random_rows(model: Any, batch: int, length: int, seed: int = 0) -> Tensor:

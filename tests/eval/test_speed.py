@@ -9,16 +9,19 @@ from own_runs import make_run, write_place
 
 import pod
 from pod.eval import runner
+from pod.eval.answer.budget import Span
 from pod.eval.args import EvalArgs
 from pod.eval.speed import task as speed
 from pod.eval.speed.args import SpeedOptions, speed_options
 from pod.measure import race
+from pod.measure.max_batch import LongTries
 from pod.measure.memory import weight_bytes
 from pod.measure.race import Contestant
 from pod.modeling.methods.windowed import StreamingLayer
 
 METHODS = ["full", "pod-unadapted", "snapkv", "streamingllm"]
 OPTIONS = {"prefill_repeats": 2, "max_batch": [[48, 2]], "memory_limit_gib": 0.004, "max_batch_rows": 64}
+OPTIONS |= {"longest_prompt": 64, "longest_prompt_tokens": 4096}
 CHANGES = {"eval__efficiency_lengths": [300], "eval__efficiency_tokens": 2, "eval__efficiency_repeats": 2}
 
 
@@ -79,6 +82,21 @@ def test_largest_batches(finished):
         for key in ("batch", "fractional_batch", "tokens_per_second"):
             assert row[f"{key}_over_full"] == row[key] / full[key]
         assert (row["budget_tokens"] is None) == (name in ("full", "pod-unadapted"))
+
+
+def test_longest_prompts(finished):
+    """One row is as long as fits: the next step does not."""
+    run, contents = finished
+    rows = {name: content["parts"]["efficiency"]["max_batch"][1] for name, content in contents.items()}
+    for name, row in rows.items():
+        assert row["prompt"] % 64 == 0 and 64 < row["prompt"] < 4096 and not row["most_reached"]
+        assert (row["batch"], row["generated"]) == (1, 1)
+        assert row["batch_over_full"] == row["prompt"] / rows["full"]["prompt"]
+        subject = run.subject(run.method(name))
+        for tokens, fits in ((row["prompt"], True), (row["prompt"] + 64, False)):
+            make = lambda n, subject=subject: subject.cache(Span(n, 0))  # noqa: E731
+            tries = LongTries(subject.model, make, tokens, row["limit_bytes"])
+            assert tries.fits(1) is fits
 
 
 def test_finished_speeds_are_kept(finished, monkeypatch):
@@ -171,6 +189,7 @@ def args_of(**options) -> EvalArgs:
     ("options", "message"),
     [
         ({"max_batch": [[64, 3]]}, "only a GPU survives: set eval.task_options.efficiency.memory_limit_gib"),
+        ({"longest_prompt": 64}, "longest_prompt searches until memory is full, which only a GPU survives"),
         ({"max_batch": [[64]], "memory_limit_gib": 1}, r"max_batch\[0\]\[1\] is missing"),
         ({"prefill_repeats": 0}, "prefill_repeats is 0: it should be greater than 0"),
         ({"memory_limit_gib": 0}, "memory_limit_gib is 0: it should be greater than 0"),

@@ -75,7 +75,7 @@ def memory_tables(parts: Parts, name: str) -> list[Block]:
 
 
 def batch_table(parts: Parts, name: str) -> Table:
-    """The largest batch of every method for each (prompt, generated) pair, where it was measured."""
+    """The largest batch of every method for each (prompt, generated) pair, and the longest prompt, where they were measured."""
     heads = {"method": "method", "asked": "prompt + new", "limit": "limit", "batch": "largest batch"}
     heads |= {"batch_over_full": "× full", "tokens_per_second": "tokens/s"}
     heads |= {"tokens_per_second_over_full": "× full's tokens/s"}
@@ -85,7 +85,7 @@ def batch_table(parts: Parts, name: str) -> Table:
         asked = f"{own['prompt']:,} + {own['generated']:,}"
         row = {"method": method, "asked": asked, "limit": limit}
         rows.append({key: median(own.get(key)) for key in heads} | row)
-    return plain_table(rows, heads, f"Largest batch{name}")
+    return plain_table(rows, heads, f"Largest batch, longest prompt{name}")
 
 
 def _mb(size: int | None) -> float | None:

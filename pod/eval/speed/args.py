@@ -3,7 +3,7 @@
 from dataclasses import field
 from typing import TYPE_CHECKING
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from pod.schema import build, section
 
@@ -34,6 +34,12 @@ class SpeedOptions:
     max_batch_rows: PositiveInt = 256
     """the search stops at so many rows"""
 
+    longest_prompt: NonNegativeInt = 0
+    """the longest prompt that fits is searched in steps of so many tokens (IMDC Table 1); 0 = it is not"""
+
+    longest_prompt_tokens: PositiveInt = 4_194_304
+    """the search stops at so many tokens"""
+
     throughput: bool = True
     """generated tokens per second at the largest batch, in one more run of it"""
 
@@ -53,9 +59,10 @@ def speed_options(args: "EvalArgs") -> SpeedOptions:
     Raises: ValueError for an unknown key, naming the nearest, for a wrong value, and for a search without a GPU that has no limit.
     """
     options: SpeedOptions = build(SpeedOptions, args.task_options.get(NAME, {}), f"eval.task_options.{NAME}")
-    if options.max_batch and options.memory_limit is None and not _has_gpu(args.device):
+    searched = "max_batch" if options.max_batch else "longest_prompt"
+    if getattr(options, searched) and options.memory_limit is None and not _has_gpu(args.device):
         raise ValueError(
-            f"eval.task_options.{NAME}.max_batch searches until memory is full, which only a GPU survives: "
+            f"eval.task_options.{NAME}.{searched} searches until memory is full, which only a GPU survives: "
             f"set eval.task_options.{NAME}.memory_limit_gib"
         )
     return options

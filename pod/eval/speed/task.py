@@ -2,13 +2,14 @@
 files."""
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from pod.eval.answer.budget import Span
+from pod.eval.answer.budget import Span, Subject
 from pod.eval.answer.methods import BASE, find_method
 from pod.eval.results import RunResults, code_identity, fingerprint, one_line
 from pod.eval.speed.args import NAME as SPEED_RUN
@@ -32,6 +33,7 @@ def measure_speed(run: "Evaluation", results: dict[str, RunResults]) -> None:
     began, errors = time.perf_counter(), dict[str, Exception]()
     lengths = [_race(run, length, errors) for length in run.args.efficiency_lengths]
     batches = [_largest_batches(run, prompt, new, errors) for prompt, new in run.speed.max_batch]
+    batches += [_longest_prompts(run, errors)] if run.speed.longest_prompt else []
     seconds = time.perf_counter() - began
     race_of_all = {"asked": row_of(run), "options": asdict(run.speed), "environment": environment()}
     for name, result in results.items():
@@ -137,24 +139,53 @@ def _largest_batches(
 ) -> dict[str, dict[str, Any]]:
     """The largest batch of every method for a prompt and a number of generated tokens."""
     limit, span = run.speed.memory_limit, Span(prompt + generated - 1, generated - 1)
-    rows: dict[str, dict[str, Any]] = {}
-    for one in map(race.Contestant, run.args.methods):
-        with one.trying():
-            subject = run.subject(find_method(one.name))
-            make_cache = partial(subject.cache, span)
-            tries = max_batch.Tries(subject.model, make_cache, prompt, generated, limit, run.recipe.seed)
-            row = {"prompt": prompt, "generated": generated, "limit_bytes": limit}
-            row |= max_batch.search(tries, run.speed.max_batch_rows) | {"budget_tokens": subject.budget(span)}
-            if run.speed.throughput and row["batch"]:
-                row |= tries.throughput(row["batch"])
-            rows[one.name] = row
-            run.log(f"{one.name}: {row['batch']} rows of {prompt} + {generated} tokens")
-        if one.failed is not None:
-            errors[one.name] = ValueError(f"max_batch {prompt} + {generated}: {one_line(one.failed)}")
+
+    def measured(subject: Subject) -> dict[str, Any]:
+        make_cache = partial(subject.cache, span)
+        tries = max_batch.Tries(subject.model, make_cache, prompt, generated, limit, run.recipe.seed)
+        row = {"prompt": prompt, "generated": generated, "limit_bytes": limit}
+        row |= max_batch.search(tries, run.speed.max_batch_rows) | {"budget_tokens": subject.budget(span)}
+        if run.speed.throughput and row["batch"]:
+            row |= tries.throughput(row["batch"])
+        return row
+
+    rows = _searched(run, measured, errors)
     for key in ("batch", "fractional_batch", "tokens_per_second"):
         base = rows.get(BASE, {}).get(key)
         for row in rows.values():
             row[f"{key}_over_full"] = row[key] / base if row.get(key) and base else None
+    return rows
+
+
+def _longest_prompts(run: "Evaluation", errors: dict[str, Exception]) -> dict[str, dict[str, Any]]:
+    """The longest prompt of every method, as rows of one row each; `batch_over_full` is the ratio of tokens."""
+    step, limit, most = run.speed.longest_prompt, run.speed.memory_limit, run.speed.longest_prompt_tokens
+
+    def measured(subject: Subject) -> dict[str, Any]:
+        make = lambda tokens: subject.cache(Span(tokens, 0))  # noqa: E731
+        tries = max_batch.LongTries(subject.model, make, step, limit, run.recipe.seed)
+        steps = max_batch.largest(tries.fits, 1, max(1, most // step))
+        found = {"prompt": steps * step, "generated": 1, "limit_bytes": limit, "batch": int(steps > 0)}
+        return found | {"most_reached": steps >= most // step}
+
+    rows = _searched(run, measured, errors)
+    base = rows.get(BASE, {}).get("prompt")
+    return {
+        name: row | {"batch_over_full": row["prompt"] / base if base else None} for name, row in rows.items()
+    }
+
+
+def _searched(
+    run: "Evaluation", measured: Callable[[Subject], dict[str, Any]], errors: dict[str, Exception]
+) -> dict[str, dict[str, Any]]:
+    """A row per method; adds the methods that fail to `errors`."""
+    rows: dict[str, dict[str, Any]] = {}
+    for one in map(race.Contestant, run.args.methods):
+        with one.trying():
+            row = rows[one.name] = measured(run.subject(find_method(one.name)))
+            run.log(f"{one.name}: {row['batch']} rows of {row['prompt']} + {row['generated']} tokens")
+        if one.failed is not None:
+            errors[one.name] = ValueError(f"what fits: {one_line(one.failed)}")
     return rows
 
 
