@@ -31,7 +31,7 @@ class Tries:
     def __init__(
         self,
         model: Any,
-        make_cache: Callable[[], Any],
+        make_cache: Callable[..., Any],
         prompt: int,
         generated: int,
         limit: int | None,
@@ -99,20 +99,14 @@ class Tries:
 
 
 class LongTries(Tries):
-    """Tries of one row, as long as so many times ``step`` tokens: the longest prompt that fits (IMDC Table 1).
+    """Tries of one row, as long as so many times ``prompt`` tokens: the longest prompt that fits (IMDC Table 1).
 
     make_cache: tokens → a new cache.
     """
 
-    def __init__(
-        self, model: Any, make_cache: Callable[[int], Any], step: int, limit: int | None, seed: int = 0
-    ):
-        super().__init__(model, lambda: None, step, 1, limit, seed)
-        self.cache_for = make_cache
-
     def _start(self, batch: int) -> tuple[Tensor, Any]:
         tokens = batch * self.prompt
-        return random_rows(self.model, 1, tokens, self.seed), self.cache_for(tokens)
+        return random_rows(self.model, 1, tokens, self.seed), self.make_cache(tokens)
 
 
 def random_rows(model: Any, batch: int, length: int, seed: int = 0) -> Tensor:

@@ -95,7 +95,7 @@ def test_longest_prompts(finished):
         subject = run.subject(run.method(name))
         for tokens, fits in ((row["prompt"], True), (row["prompt"] + 64, False)):
             make = lambda n, subject=subject: subject.cache(Span(n, 0))  # noqa: E731
-            tries = LongTries(subject.model, make, tokens, row["limit_bytes"])
+            tries = LongTries(subject.model, make, tokens, 1, row["limit_bytes"])
             assert tries.fits(1) is fits
 
 

@@ -163,7 +163,7 @@ def _longest_prompts(run: "Evaluation", errors: dict[str, Exception]) -> dict[st
 
     def measured(subject: Subject) -> dict[str, Any]:
         make = lambda tokens: subject.cache(Span(tokens, 0))  # noqa: E731
-        tries = max_batch.LongTries(subject.model, make, step, limit, run.recipe.seed)
+        tries = max_batch.LongTries(subject.model, make, step, 1, limit, run.recipe.seed)
         steps = max_batch.largest(tries.fits, 1, max(1, most // step))
         found = {"prompt": steps * step, "generated": 1, "limit_bytes": limit, "batch": int(steps > 0)}
         return found | {"most_reached": steps >= most // step}

@@ -20,7 +20,7 @@ Lead = tuple[tuple[int | None, ...], ...]
 
 @dataclass(frozen=True)
 class Roles:
-    """KV heads of a layer by what they hold and see; all in rising order, and values, as every layer of every token reads them.
+    """KV heads of a layer by what they hold and see; all in rising order. Fields, not properties: every layer of every token reads them.
 
     Attributes:
         leads: every token, with their own keys.
