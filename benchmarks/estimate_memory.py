@@ -120,6 +120,11 @@ CASES = [
         ranks=2,
         train={"dtype": "bfloat16", "zero_stage": 1, "gradient_accumulation_steps": 2},
     ),
+    Case(
+        "pod_bfloat16_lora_sp2_dp2",
+        ranks=4,
+        train={"dtype": "bfloat16", "sequence_parallel_size": 2, "method": "lora"},
+    ),
     Case("pod_optimizer_on_host", ranks=2, train={"offload_optimizer": "cpu"}),
     Case("pod_checkpoints_on_host", context=4096, train={"offload_checkpoints": True}),
     Case("roles_keep", layout="roles"),

@@ -59,10 +59,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hours = "short for --set train.max_hours=HOURS"
     parser.add_argument("--max-hours", dest="train.max_hours", metavar="HOURS", help=hours)
     add = parser.add_argument_group("with --dry-run: machines that need not be at hand").add_argument
-    add("--ranks", type=int, metavar="N", help="all ranks; default the launcher's")
-    add("--ranks-per-node", type=int, metavar="M", help="of one machine; default up to 8")
+    add("--ranks", type=_count, metavar="N", help="all ranks; default the launcher's")
+    add("--ranks-per-node", type=_count, metavar="M", help="of one machine; default up to 8")
     device = "h100, a100, … and figures of your own: h100,memory_gib=64,network_gbps=12.5"
     add("--device", metavar="NAME", help=device)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 if __name__ == "__main__":

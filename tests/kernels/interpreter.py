@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ needs_triton = pytest.mark.skipif(
 
 
 def broken() -> dict | None:
-    """In that process: `{"broken": why}` when the interpreter does not run here at all, else None."""
+    """In that process, before the kernels: `{"broken": why}` when the interpreter does not run here at all, else None."""
     import triton
     import triton.language as tl
 
@@ -33,7 +34,23 @@ def broken() -> dict | None:
         count[(1,)](torch.zeros(1), 3)
     except triton.runtime.errors.InterpreterError as error:  # Triton 3.6 with NumPy 2.4
         return {"broken": f"the interpreter of Triton {triton.__version__} fails on a loop: {error}"}
+    patch_once()
     return None
+
+
+def patch_once() -> None:
+    """The interpreter patches triton.language at every call of a helper in a kernel, a third of its time: once per module here."""
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_new(fn):
+        if id(fn.__globals__) not in patched:
+            patched.add(id(fn.__globals__))
+            patch(fn)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = patch_new
 
 
 def answers(file: str) -> dict:

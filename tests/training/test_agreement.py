@@ -1,5 +1,6 @@
 """Ranks that would not train the same thing: refused with one line, or brought to one layout."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,8 @@ from test_planner import CONTEXT, LLAMA3_8B, PAPER, SHARED, machine
 from pod.training.args import TrainRecipe
 from pod.training.predict.planner import plan
 from pod.training.run import agreement
-from pod.training.run.agreement import agree, agree_on_layout, least_machine
+from pod.training.run.agreement import agree, agree_on_layout, agree_on_places, least_machine
+from pod.training.run.mesh import join_ranks
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,30 @@ def test_ranks_that_disagree_are_named(alone, tmp_path, monkeypatch, change, say
         agree(RECIPE, tmp_path, {"the data": "x"})
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_ranks_that_share_a_machine_unknowingly_are_refused(alone, monkeypatch):
+    original = agreement._gather
+    monkeypatch.setattr(agreement, "_gather", lambda mine: original(mine) * 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    agree_on_places()
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.delenv("LOCAL_SIZE", raising=False)
+    with pytest.raises(
+        ValueError, match="2 ranks run on the machine of rank 0.* takes for 1: set LOCAL_WORLD_SIZE=2"
+    ):
+        agree_on_places()
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_processes_of_mpirun_are_no_world_of_one_each(monkeypatch, name):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(
+        ValueError, match="mpirun started 2 processes .* deepspeed, torchrun or launch/slurm/"
+    ):
+        join_ranks()
+    assert "RANK" not in os.environ
 
 
 @pytest.mark.multiprocess

@@ -200,6 +200,9 @@ def test_rings_and_exchanges_inside_and_between_machines():
     assert heads.between * 7 == pytest.approx(
         heads.inside * 8, rel=1e-6
     )  # 7 peers here, 8 on the other machine
+    across = TrainArgs(sequence_parallel_size=6)  # the second group has 2 ranks here and 4 there
+    (*_, heads) = communication(job(across, DENSE, ranks=24, local=8))
+    assert heads.between == pytest.approx(heads.inside * 4, rel=1e-6)
     assert weight_bytes(job(TrainArgs(zero_stage=1))) == LLAMA3_8B.parameters * 2
     one, two = (job(TrainArgs(zero_stage=stage, gradient_accumulation_steps=5)) for stage in (1, 2))
     assert gradient_bytes(one) * 5 == gradient_bytes(two)

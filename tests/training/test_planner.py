@@ -1,11 +1,13 @@
 """The planner: what it derives, keeps and refuses, on GPUs and on a CPU; nothing is allocated."""
 
+import argparse
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from pod.commands.train import add_arguments
 from pod.models import KNOWN_SIZES
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.predict import planner
@@ -253,7 +255,34 @@ def test_steps_come_from_one_place():
     assert both.steps(512) == 5
     said = table(small(max_steps=5, total_tokens=10_000), 5 * 512)
     assert "5 steps (max_steps; total_tokens is not used)" in said
-    assert "2,560 tokens of 2,560 = 1.00 epochs" in said
+    assert "2,560 tokens of 2,560 = 1.00 epochs\n" in said
+    assert "2,560 tokens of 1,280 = 2.00 epochs, which are not prepared yet" in table(
+        small(max_steps=5), None, 1280
+    )
+
+
+@pytest.mark.parametrize("value", ["0", "-4", "two", "1.5"])
+@pytest.mark.parametrize("option", ["--ranks", "--ranks-per-node"])
+def test_ranks_of_a_dry_run_are_whole_numbers_from_one(option, value, capsys):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert parser.parse_args([option, "8"])
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"{option}={value}"])
+    assert f"{option}: {value!r} is not a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_the_table_says_what_a_kill_can_lose():
+    recipe = {"tokens_per_step": 2**22, "total_tokens": 2**32}
+    assert "at most 30 minutes of work between two checkpoints\n" in table(large(8, **recipe), None) + "\n"
+    fit = large(8, save_every_steps=100, **recipe)
+    hours = 100 * fit.time.expected / 3600
+    assert (
+        f"at most {hours:,.1f} hours of work between two checkpoints; save_every_steps=null saves every 30"
+        in table(fit, None)
+    )
+    never = large(8, save_every_steps=0, **recipe)
+    assert f"at most {1024 * never.time.expected / 3600:,.1f} hours" in table(never, None)
 
 
 def test_on_a_cpu_ranks_share_the_machine_and_nothing_is_offloaded(monkeypatch):

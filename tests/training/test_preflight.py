@@ -3,10 +3,13 @@
 import shutil
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import pod
+from pod.data import write_packed_rows
+from pod.recipe import load_recipe
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.predict import planner, preflight
 from pod.training.predict.memory import checkpoint_disk_bytes
@@ -129,3 +132,25 @@ def test_gpus_and_bfloat16(tmp_path, monkeypatch):
 def test_an_output_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     assert "is not a folder; set another output_dir" in refused(tmp_path / "file" / "train")
+
+
+def test_a_dry_run_says_what_training_will_refuse(tmp_path):
+    from pod.training.run.start import estimate
+
+    row = [np.arange(64, dtype=np.int32)]
+    write_packed_rows(tmp_path / "data", [row] * 8, context_length=64, vocab_size=256, tokenizer_sha256="x")
+    settings = {"tokens_per_step": 128, "max_steps": 4}
+
+    def said(length=64, **changes) -> str:
+        train = [f"train.{name}={value}" for name, value in (settings | changes).items()]
+        model = ["model.path=package:tiny", "model.layout=dense", f"output_dir={tmp_path}"]
+        recipe = load_recipe(
+            None, [*model, f"data.context_length={length}", "data.shortest_interval=32", *train]
+        )
+        return estimate(recipe, planner.this_machine(1, 1))
+
+    assert "training will refuse" not in said()
+    assert "note: training will refuse this: data.context_length is 128 and the rows in" in said(128)
+    assert "refuse this: 10 steps of 2 rows read the data's 8 rows 2.50 times" in said(max_steps=10)
+    assert "training will refuse" not in said(max_steps=10, allow_repeats="true")
+    assert "refuse this: a step takes 16 rows of 64 tokens" in said(tokens_per_step=1024, max_steps=1)

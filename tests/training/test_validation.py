@@ -163,3 +163,15 @@ def test_training_does_not_notice_that_it_is_watched(seeing_results, name):
     losses = [[line["loss"] for line in run["metrics"] if line["step"]] for run in (seen, unseen)]
     assert losses[0] == losses[1]
     assert watched[0]["eval_loss"] > watched[-1]["eval_loss"]
+
+
+@pytest.mark.multiprocess
+def test_a_signal_ends_an_evaluation_which_the_continued_run_makes(seeing_results):
+    stopped, whole = (seeing_results["signalled"][part] for part in ("stopped", "whole"))
+    assert (stopped["step"], stopped["rows"]) == (2, (1 + 6) + (1 + 1))  # six rows, then one
+    assert [line["step"] for line in stopped["metrics"] if "eval_loss" in line] == [0]
+    found, expected = (
+        {line["step"]: line["eval_loss"] for line in run["metrics"] if "eval_loss" in line}
+        for run in (whole, seeing_results["seen"])
+    )
+    assert found == expected and list(found) == [0, 2, 3]

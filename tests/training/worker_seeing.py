@@ -2,6 +2,8 @@
 `worker_seeing.py OUT`."""
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -23,6 +25,7 @@ SETTINGS = {
     "eval_passkeys": 2,
     "max_steps": 3,
 }
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 PROMPTS = ((3, 1, 4), (1, 5, 9, 2, 6, 5, 3, 5, 8), tuple(range(20)))
 
 
@@ -147,6 +150,42 @@ def trained(name, out, settings, data) -> None:
     stop_processes()
 
 
+def signalled(name, out, settings, data) -> None:
+    """Rank 1 gets SIGTERM in a row of the evaluation behind step 2; the same run goes on then."""
+    from pod.data import PackedDataset
+    from pod.training.args import TrainArgs
+    from pod.training.observe.validation import Evaluation
+    from pod.training.run.mesh import Mesh, stop_processes
+    from pod.training.run.trainer import Trainer
+
+    args, dataset = TrainArgs(**SETTINGS | settings), PackedDataset(data)
+    mesh, result = Mesh(args.sequence_parallel_size), {}
+    for part in ("stopped", "whole"):
+        model, handlers = tiny.make_model(), [signal.getsignal(number) for number in SIGNALS]
+        evaluation = Evaluation.of(args, dataset, make_passkeys(model))
+        trainer = Trainer(args, model, dataset, mesh, out / name, evaluation=evaluation)
+        alive = trainer.control.alive
+        rows = []
+
+        def note(phase, trainer=trainer, alive=alive, rows=rows):
+            rows.append(phase)
+            if mesh.rank == 1 and trainer.state.step == 2 and rows[-2:] == ["evaluate"] * 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            alive(phase)
+
+        if part == "stopped":
+            trainer.control.alive = note
+        state = trainer.train()
+        for number, handler in zip(SIGNALS, handlers, strict=True):
+            signal.signal(number, handler)
+        file = out / name / "metrics.jsonl"
+        lines = [json.loads(line) for line in file.read_text().splitlines()] if mesh.rank == 0 else []
+        result[part] = {"step": state.step, "metrics": lines, "rows": rows.count("evaluate")}
+    if mesh.rank == 0:
+        tiny.write_result(out, name, result)
+    stop_processes()
+
+
 def main(out: Path, *names: str) -> None:
     import deepspeed  # noqa: F401  imported once, before the ranks are forked
     import peft  # noqa: F401
@@ -164,6 +203,7 @@ def main(out: Path, *names: str) -> None:
         "sp2_offload": (2, observed, {"sequence_parallel_size": 2, "offload_optimizer": "cpu"}),
         "seen": (2, trained, full),
         "unseen": (2, trained, full | off),
+        "signalled": (2, signalled, full),
         "seen_lora": (2, trained, dropout),
         "unseen_lora": (2, trained, dropout | off),
     }

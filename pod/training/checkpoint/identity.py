@@ -55,6 +55,8 @@ class TrainState:
     """LoRA settings; None for full fine-tuning."""
     tied_embeddings: bool = False
     """Whether the output projection is the embedding."""
+    owes_evaluation: bool = False
+    """Whether a signal ended the evaluation behind this step: the run makes it when it goes on."""
 
     def save(self, checkpoint: Path) -> None:
         """Write it into a checkpoint's folder."""

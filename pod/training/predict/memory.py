@@ -238,14 +238,14 @@ class _Step:
         return self.carry(last) if self.job.args.carry == "keep" else 0
 
     def at_loss(self) -> Parts:
-        """All kept activations and blocks of logits."""
+        """All kept activations and blocks of logits: themselves and their gradient in float32, beside both in `dtype`."""
         shapes, last = self.job.shapes, self.job.shapes.layers - 1
         block = min(self.job.args.loss_chunk_mib * MEBIBYTE, 4 * shapes.vocab * self.job.tokens)
         final = self.hidden * (1 + self.wide) + self.norm(True, input_kept=True)
         return {
             "activations": self.kept(last) + final,
             "carry": self.resting_carry(last),
-            "logits": 2 * block,
+            "logits": (2 if self.size == 4 else 3) * block,
             "gradients": shapes.embedding_parameters * self.size if self.full else 0,
             "gathered": self.gathered(shapes.embedding_parameters, last, False),
         }

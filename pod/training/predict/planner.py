@@ -41,6 +41,7 @@ from pod.training.predict.step_time import (
     step_time,
 )
 from pod.training.run.mesh import check_world_size, local_world_size, planned_world_size
+from pod.training.run.run_control import MOST_LOST, work_at_risk
 from pod.training.run.ulysses import kv_head_repeats
 
 GIB = 2**30
@@ -287,11 +288,12 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def table(fit: Fit, data_tokens: int | None) -> str:
+def table(fit: Fit, data_tokens: int | None, target_tokens: int | None = None) -> str:
     """One line per subject; `*` marks what the recipe pinned.
 
     Args:
-        data_tokens: of the prepared rows, padding included; None = not known yet.
+        data_tokens: of the prepared rows, padding included; None = there are none yet.
+        target_tokens: those that are to be prepared then; None = not known.
     """
     job, device, time = fit.job, fit.machine.device, fit.time
     hours = [seconds * job.args.max_steps / 3600 for seconds in (time.overlapped, time.sequential)]
@@ -301,13 +303,14 @@ def table(fit: Fit, data_tokens: int | None) -> str:
     hint = "; this CPU multiplies faster in float32: set train.dtype=float32" if is_slow else ""
     lines = {
         "what": _what(fit),
-        "data": _data(fit, data_tokens),
+        "data": _data(fit, data_tokens, target_tokens),
         "ranks": _ranks(fit),
         "layout": layout_line(fit),
         "memory": f"{_gib(fit.needed_bytes)} of {device.memory_gib:.1f} GiB per rank ({fit.share:.0%}): {verdict}",
         "start": f"{_gib(start_bytes(job))} GiB per rank while weights arrive and the optimizer is made",
         "host": f"{_gib(fit.host_bytes_per_machine)} of {usable} per machine for what is offloaded",
         "time": f"{hours[0]:,.1f} to {hours[1]:,.1f} hours on {device.name}, {time.expected:,.2f} s a step{hint}",
+        "saves": _saves(job.args, work_at_risk(job.args, time.expected)),
     }
     return _lines(lines)
 
@@ -321,11 +324,20 @@ def _what(fit: Fit) -> str:
     return f"{args.max_steps:,} steps ({asked}) of {rows} x {length:,} = {rows * length:,} tokens; {trained}"
 
 
-def _data(fit: Fit, data_tokens: int | None) -> str:
+def _data(fit: Fit, data_tokens: int | None, target_tokens: int | None) -> str:
     tokens = fit.job.args.max_steps * fit.job.rows_per_step * fit.job.context_length
-    if not data_tokens:
+    known = data_tokens or target_tokens
+    if not known:
         return f"{tokens:,} tokens of data that is not prepared yet"
-    return f"{tokens:,} tokens of {data_tokens:,} = {tokens / data_tokens:.2f} epochs"
+    state = "" if data_tokens else ", which are not prepared yet"
+    return f"{tokens:,} tokens of {known:,} = {tokens / known:.2f} epochs{state}"
+
+
+def _saves(args: TrainArgs, seconds: float) -> str:
+    at_risk = f"{seconds / 3600:,.1f} hours" if seconds >= 7200 else f"{seconds / 60:,.0f} minutes"
+    long = seconds > 2 * MOST_LOST
+    hint = f"; save_every_steps=null saves every {MOST_LOST / 60:.0f} minutes" if long else ""
+    return f"at most {at_risk} of work between two checkpoints{hint}"
 
 
 def _ranks(fit: Fit) -> str:

@@ -68,6 +68,15 @@ def check_positions(config: Any, context_length: int) -> None:
         )
 
 
+def check_length(asked: int, length: int, folder: Path) -> None:
+    """Raise ValueError for prepared rows of another length than the recipe's."""
+    if asked != length:
+        raise ValueError(
+            f"data.context_length is {asked} and the rows in {folder} have {length} tokens: "
+            f"run `pod data` again, or set data.context_length={length}"
+        )
+
+
 def check_epochs(job: Job, rows: int) -> None:
     """Rows of the data against those of a step and of the run.
 

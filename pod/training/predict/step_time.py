@@ -14,6 +14,7 @@ Figures of devices and networks are those of their data sheets; all can be overr
 import dataclasses
 import re
 import time
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -307,5 +308,11 @@ def _ring(kind: str, total: int, world: World) -> Traffic:
 
 def _exchange(job: Job) -> Traffic:
     total, size = all_to_all_bytes(job), job.args.sequence_parallel_size
-    near = min(size, job.world.local_size)
+    near = _ranks_together(size, job.world)
     return Traffic("all-to-all of heads", total * (near - 1) // size, total * (size - near) // size)
+
+
+@cache
+def _ranks_together(size: int, world: World) -> int:
+    """Fewest ranks of a group of `size` contiguous ones that one machine holds: who waits most for the network."""
+    return min(Counter((rank // size, rank // world.local_size) for rank in range(world.size)).values())

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import socket
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,27 @@ from pod.training.args import TrainRecipe
 from pod.training.checkpoint.identity import sha256_of
 from pod.training.predict import planner
 from pod.training.predict.planner import Fit, Machine
-from pod.training.run.mesh import SameOnAllRanks
+from pod.training.run.mesh import SameOnAllRanks, local_world_size
 
 VERSIONED = ("torch", "deepspeed", "transformers", "peft", "pod-kv")
 _SHARED = "output_dir"
+
+
+def agree_on_places() -> None:
+    """Refuse ranks that share a machine without knowing it: each would plan with all of its memory.
+
+    Raises:
+        ValueError: more ranks on a machine than its launcher says.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    place = socket.gethostname(), boot.read_text(encoding="utf-8") if boot.is_file() else ""
+    everyone = _gather((place, local_world_size()))
+    for rank, (where, said) in enumerate(everyone):
+        there = sum(where == other for other, _ in everyone)
+        if there > said:
+            raise SameOnAllRanks(
+                f"{there} ranks run on the machine of rank {rank}, which its launcher takes for {said}: set LOCAL_WORLD_SIZE={there}"
+            )
 
 
 def agree_on_layout(fit: Fit, recipe: TrainRecipe) -> Fit:

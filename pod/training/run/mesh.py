@@ -108,11 +108,15 @@ def join_ranks(timeout_s: float | None = None) -> None:
         timeout_s: seconds after which an operation that waits for other ranks fails; None = PyTorch's 30 minutes.
 
     Raises:
-        ValueError: a DeepSpeed that is not the one that was tested, and lacks something.
+        ValueError: processes of mpirun, which know no rank; a DeepSpeed that is not the one that was tested, and lacks something.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if "RANK" not in os.environ:
+        if (ranks := int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or "1")) > 1:
+            raise ValueError(
+                f"mpirun started {ranks} processes and gave them no RANK: start them with deepspeed, torchrun or launch/slurm/"
+            )
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

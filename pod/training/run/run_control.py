@@ -13,12 +13,19 @@ from pod.training.args import TrainArgs
 from pod.training.run.watchdog import Watchdog
 
 _GO_ON, _SAVE, _HOURS, _SIGNAL = 0, 1, 2, 3
-_MOST_LOST = 1800.0  # seconds of work between two checkpoints of save_every_steps = null
+MOST_LOST = 1800.0  # seconds of work between two checkpoints of save_every_steps = null
 _GRACE = 30.0  # seconds from the signal that `deepspeed` and torchrun pass on to the end of their patience
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _RESERVE = 1.1  # of the longest step and checkpoint so far
 _FIRST_SAVE = 0.02  # of max_hours, kept for a checkpoint before one has been timed
 _STEPS_REMEMBERED = 256
+
+
+def work_at_risk(args: TrainArgs, step_seconds: float) -> float:
+    """Seconds of training between two checkpoints: what a kill can lose."""
+    if args.save_every_steps is None:
+        return max(MOST_LOST, step_seconds)
+    return min(args.save_every_steps or args.max_steps, args.max_steps) * step_seconds
 
 
 class RunControl:
@@ -46,6 +53,7 @@ class RunControl:
         self.save_due = False
         self._saved_at = clock()
         self._save_seconds = 0.0  # of the longest checkpoint
+        self._evaluation_seconds = 0.0  # of the longest one
         self._step_began: float | None = None
         self._step_seconds: deque[float] = deque(maxlen=1 + _STEPS_REMEMBERED)
 
@@ -91,6 +99,16 @@ class RunControl:
         self.save_took(self._saved_at - began)
         self.alive("saved")
 
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around an evaluation, whose time is not its step's: a signal ends it before its next row."""
+        began = self.clock()
+        self.alive("evaluate")
+        yield
+        took = self.clock() - began
+        self._step_began = took + (began if self._step_began is None else self._step_began)
+        self._evaluation_seconds = max(self._evaluation_seconds, took)
+
     def save_took(self, seconds: float) -> None:
         """A checkpoint was published this many seconds after it was begun: what `max_hours` keeps for the last one."""
         self._save_seconds = max(self._save_seconds, seconds)
@@ -113,15 +131,16 @@ class RunControl:
             return _SIGNAL
         if self.mesh.rank:
             return _GO_ON
-        step, limit = _RESERVE * self._longest_step(), self.args.max_hours * 3600
+        step = _RESERVE * (self._longest_step() + self._evaluation_seconds)
+        limit = self.args.max_hours * 3600
         save = _RESERVE * self._save_seconds or _RESERVE * _FIRST_SAVE * limit
         if limit and now - self.started + step + save >= limit:
             return _HOURS
         by_the_clock = self.args.save_every_steps is None
-        return _SAVE if by_the_clock and now - self._saved_at + step >= _MOST_LOST else _GO_ON
+        return _SAVE if by_the_clock and now - self._saved_at + step >= MOST_LOST else _GO_ON
 
     def interrupted(self) -> bool:
-        """Whether a rank got a signal, the same answer on all ranks; asked between the micro-batches of a step."""
+        """Whether a rank got a signal, the same answer on all ranks; asked between micro-batches and rows of an evaluation."""
         return bool(self.mesh.largest(self.stop_signal is not None))
 
     def _longest_step(self) -> float:
@@ -138,6 +157,5 @@ class RunControl:
         )
         if part + self._save_seconds < _GRACE:
             return line
-        every = self.args.save_every_steps
-        lost = _MOST_LOST if every is None else (every or self.args.max_steps) * step
-        return f"{line}: too short, up to {lost / 60:.0f} minutes of work would be lost. To stop, send SIGUSR1 to one rank's process"
+        lost = work_at_risk(self.args, step) / 60
+        return f"{line}: too short, up to {lost:.0f} minutes of work would be lost. To stop, send SIGUSR1 to one rank's process"

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,7 +19,7 @@ from pod.training.predict import preflight
 from pod.training.predict.planner import Machine, details, table, this_machine
 from pod.training.predict.planner import plan as plan_run
 from pod.training.predict.shapes import Shapes
-from pod.training.run.agreement import agree, agree_on_layout
+from pod.training.run.agreement import agree, agree_on_layout, agree_on_places
 from pod.training.run.mesh import (
     Mesh,
     from_rank_0,
@@ -36,14 +36,10 @@ def open_data(recipe: Recipe, config: Any) -> PackedDataset:
     """The prepared rows; ValueError for none, another tokenizer or vocabulary, or rows of another length than the recipe's."""
     import pod
 
-    model, folder, asked = recipe.model, recipe.data_dir, recipe.data.context_length
+    model, folder = recipe.model, recipe.data_dir
     sha256 = tokenizer_sha256(pod.load_tokenizer(resolve_model(model.path), gguf_file=model.gguf_file))
     dataset = PackedDataset(folder, tokenizer_sha256=sha256, vocab_size=config.vocab_size)
-    if asked != dataset.context_length:
-        raise ValueError(
-            f"data.context_length is {asked} and the rows in {folder} have {dataset.context_length} tokens: "
-            f"run `pod data` again, or set data.context_length={dataset.context_length}"
-        )
+    preflight.check_length(recipe.data.context_length, dataset.context_length, folder)
     return dataset
 
 
@@ -72,6 +68,7 @@ def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> None:
     timeout_s = group_timeout_s(how)
     join_ranks(timeout_s)
     agree(config, folder, {"the plan": sha256_of(plan.lead), "the data": sha256_of(dataset.manifest)})
+    agree_on_places()
     fit = agree_on_layout(fit, how)
     args = fit.job.args
     mesh = Mesh(args.sequence_parallel_size, timeout_s)
@@ -106,22 +103,31 @@ def estimate(recipe: Recipe, machine: Machine) -> str:
     """
     _, note = source_config(recipe.model)
     config, plan = model_config(recipe.model, recipe.output_dir, recipe.explore.target_saving)
-    context_length, data_tokens = recipe.data.context_length, recipe.data.target_tokens
+    asked = length = recipe.data.context_length
+    rows = None
     if (recipe.data_dir / "manifest.json").is_file():
         manifest = read_manifest(recipe.data_dir)
-        context_length = manifest["context_length"]
-        data_tokens = manifest["num_rows"] * context_length
+        rows, length = manifest["num_rows"], manifest["context_length"]
     preflight.check_attention(config, recipe.train, machine)
-    fit = plan_run(recipe.train, Shapes.from_config(config), plan.lead, context_length, machine)
+    fit = plan_run(recipe.train, Shapes.from_config(config), plan.lead, length, machine)
     notes = [note] if note else []
     if plan.provenance.get("stand_in"):
         notes.append(
             f"no plan yet: estimated with {plan.num_leads} (layer, KV head) pairs that lead and {plan.num_followers} that follow, which "
             f"save {plan.asymptotic_saving:.0%} of distant tokens' keys and values"
         )
-    if context_length > config.max_position_embeddings:
-        notes.append(
-            f"rows of {context_length} tokens are longer than the model's positions ({config.max_position_embeddings}): "
-            "training will refuse them"
-        )
-    return "\n".join([*(f"note: {line}" for line in notes), table(fit, data_tokens), details(fit)])
+    checks: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+        (preflight.check_positions, (config, length))
+    ]
+    if rows is not None:
+        checks += [
+            (preflight.check_length, (asked, length, recipe.data_dir)),
+            (preflight.check_epochs, (fit.job, rows)),
+        ]
+    for check, facts in checks:
+        try:
+            check(*facts)
+        except ValueError as error:
+            notes.append(f"training will refuse this: {error}")
+    text = table(fit, rows and rows * length, recipe.data.target_tokens)
+    return "\n".join([*(f"note: {line}" for line in notes), text, details(fit)])

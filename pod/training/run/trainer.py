@@ -196,11 +196,11 @@ class Trainer:
         self.saved_at = self.started_at = self.state.step if self.resume_from else -1
         closing = [contextlib.closing(thing) for thing in (self.monitor, self.batches, self.checkpointer)]
         with self.control.watching(), closing[0], closing[1], closing[2]:
-            if self.state.step == 0:
-                self.monitor.values(0, self.observe())
+            if self.state.step == 0 or self.state.owes_evaluation:
+                self.monitor.values(self.state.step, self.observe())
             if self.changed:
                 self.monitor.note(f"continues at step {self.state.step} with {', '.join(self.changed)}")
-            reason = None
+            reason = "stopped by a signal" if self.control.interrupted() else None
             while reason is None and self.state.step < self.args.max_steps:
                 reason = self._train_step()
             self._save()
@@ -233,8 +233,10 @@ class Trainer:
         if step and self.monitor.logs(step):
             values["peak_memory_gib"] = self.mesh.largest(peak_bytes(self.mesh.device)) / 2**30
         if self.evaluation and (step % self.args.eval_every_steps == 0 or step == self.args.max_steps):
-            with self.monitor.part("evaluate"):
-                values |= self.evaluation.measure(self)
+            with self.monitor.part("evaluate"), self.control.evaluating():
+                found = self.evaluation.measure(self)
+            self.state.owes_evaluation = not found
+            values |= found
         return values
 
     def _save(self) -> None:
