@@ -2,7 +2,7 @@
 costs of roles add up (``costs.py``) and errors of one layer change what the next ones see."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,14 +18,7 @@ from pod.training.observe.validation import token_scores
 from pod.training.plans.align import align
 from pod.training.plans.costs import total_costs
 from pod.training.plans.exploration import Exploration, allowed, packed_costs
-from pod.training.plans.measure import (
-    Measured,
-    find_costs,
-    find_similarity,
-    is_first_rank,
-    quiet,
-    repeated_sequences,
-)
+from pod.training.plans.measure import Measured, find_costs, find_similarity, repeated_sequences
 from pod.training.plans.similarity import dissimilarity, greedy_plan
 from pod.training.plans.solve import Floats, Frontier, PackedFrontier, solve, solve_packed
 from pod.training.run.mesh import from_rank_0
@@ -51,15 +44,13 @@ class Choice:
     similarity: Tensor | None = None
 
 
-def find_plan(exploration: Exploration, say: Callable[[str], None] = print) -> Choice:
-    """The plan of the settings, the same on every rank. What was measured before serves again.
-
-    Raises: ValueError for texts, models, windows and files that do not fit.
-    """
-    explore, say = exploration.explore, say if is_first_rank() else quiet
+def find_plan(exploration: Exploration) -> Choice:
+    """The plan of the settings, the same on every rank. What was measured before serves again. ValueError for texts, models, windows and
+    files that do not fit."""
+    explore = exploration.explore
     if explore.cost == "similarity":
-        return choose_by_similarity(find_similarity(exploration, say), explore, exploration.windows)
-    choice = choose(find_costs(exploration, say), explore, exploration.windows)
+        return choose_by_similarity(find_similarity(exploration), explore, exploration.windows)
+    choice = choose(find_costs(exploration), explore, exploration.windows)
     if not explore.loss_sequences:
         return choice
     losses = from_rank_0(lambda: _losses(exploration, choice.plan))
@@ -72,8 +63,7 @@ def choose_by_similarity(measured: Measured, explore: ExploreArgs, windows: dict
     similarity, provenance = measured.tensors["similarity"], measured.provenance
     heads = provenance["num_key_value_heads"]
     if explore.algorithm == "greedy":
-        plan = greedy_plan(similarity, heads, explore.threshold, provenance)
-        return Choice(plan, similarity=similarity)
+        return Choice(greedy_plan(similarity, heads, explore.threshold, provenance), similarity=similarity)
     frontier = solve(dissimilarity(similarity, heads), None)
     units = frontier.units_for(explore.target_saving, explore.budget_tokens, **windows)
     plan = frontier.plan(units, provenance | _settings(explore, frontier, units))
@@ -112,10 +102,8 @@ def _solve(
     total: dict[str, Floats], explore: ExploreArgs, windows: dict[str, int], pairs: float | None = None
 ) -> tuple[Frontier | PackedFrontier, int, Order | None]:
     """The least cost of every saving, the units of the target saving (or of so many pairs' bytes if that is given, or as many as can
-    be saved), and ``[L][H]``, the KV head at each place; None = where they were.
-
-    Heads stay where they are where layers may be packed: with packed leads at hand hardly any head follows.
-    """
+    be saved), and ``[L][H]``, the KV head at each place; None = where they were, as where layers may be packed: hardly any head follows
+    then."""
 
     def units_of(frontier: Frontier | PackedFrontier) -> int:
         if pairs is None:
@@ -138,12 +126,8 @@ def _solve(
 
 
 def head_order(plan: SharingPlan, kv_order: Order, order: Tensor) -> Order:
-    """Which query head of the original weights stands at each place, ``[L][Hq]``.
-
-    Args:
-        kv_order: ``[L][H]``, the KV head at each place.
-        order: of query heads inside the groups of pairs, see `match_query_heads`; a follower's group stands as its lead's does.
-    """
+    """Which query head of the original weights stands at each place, ``[L][Hq]``, when ``kv_order[L][H]`` does; order: of query heads
+    inside the groups of pairs, see `match_query_heads`; a follower's group stands as its lead's does."""
     groups, rows = order.shape[-1], []
     for layer, heads in enumerate(kv_order):
         row: list[int] = []
@@ -158,23 +142,19 @@ def head_order(plan: SharingPlan, kv_order: Order, order: Tensor) -> Order:
 
 def in_all_layers(plan: SharingPlan) -> SharingPlan:
     """A plan of the measured layers as one of the whole model, whose other layers keep the windows that they were trained with."""
-    layers, heads = plan.provenance.get("layers"), plan.num_key_value_heads
+    layers = plan.provenance.get("layers")
     if layers is None:
         return plan
-    count = plan.provenance["num_layers"]
-    lead: list[tuple[int | None, ...]] = [(None,) * heads] * count
-    bits = [16] * count
-    order = [tuple(range(len(plan.head_order[0] if plan.head_order else ())))] * count
-    for number, layer in enumerate(layers):
-        lead[layer] = tuple(None if one is None else layers[one] for one in plan.lead[number])
-        bits[layer] = plan.bits[number] if plan.bits else 16
-        order[layer] = plan.head_order[number] if plan.head_order else ()
-    return replace(
-        plan,
-        lead=tuple(lead),
-        bits=tuple(bits) if plan.bits else None,
-        head_order=tuple(order) if plan.head_order else None,
-    )
+
+    def spread(rows: Sequence[Any], other: Any) -> tuple[Any, ...]:
+        """A row for every layer of the model, `other` for those that were not measured."""
+        own = dict(zip(layers, rows, strict=True))
+        return tuple(own.get(layer, other) for layer in range(plan.provenance["num_layers"]))
+
+    lead = [[None if one is None else layers[one] for one in row] for row in plan.lead]
+    bits = plan.bits and spread(plan.bits, 16)
+    order = plan.head_order and spread(plan.head_order, range(len(plan.head_order[0])))
+    return replace(plan, lead=spread(lead, [None] * plan.num_key_value_heads), bits=bits, head_order=order)
 
 
 def _settings(explore: ExploreArgs, frontier: Frontier | PackedFrontier, units: int) -> dict[str, Any]:
@@ -198,12 +178,8 @@ def _losses(exploration: Exploration, plan: SharingPlan) -> dict[str, Any]:
 
 @torch.no_grad()
 def plan_loss(model: PodForCausalLM, plan: SharingPlan, sequences: Sequence[Tensor]) -> float:
-    """Mean next-token loss under a plan, in nats per token; packed layers as the cache holds them, as in decoding.
-
-    Args:
-        model: dense weights with the windows that the plan is for.
-        sequences: N tensors ``[n]`` of token ids.
-    """
+    """Mean next-token loss on N sequences ``[n]`` under a plan, in nats per token; packed layers as the cache holds them, as in decoding.
+    model: dense weights with the windows that the plan is for."""
     shared = load_model(model, plan=plan, attention_backend=model.config.attention_backend)
     total = sum(_summed_loss(shared, row.reshape(1, -1).to(model.device)) for row in sequences)
     return total / sum(len(row) - 1 for row in sequences)

@@ -43,11 +43,7 @@ from pod.training.plans.exploration import MATCHING_SEQUENCES, Exploration
 from pod.training.plans.similarity import jensen_shannon_similarity
 from pod.training.run.mesh import from_rank_0
 
-SIMILARITY_NAME, COSTS_NAME, HEADS_NAME = (
-    "similarity.safetensors",
-    "plan_costs.safetensors",
-    "retrieval_heads.json",
-)
+COSTS_NAME, HEADS_NAME = "plan_costs.safetensors", "retrieval_heads.json"
 SCHEMA_VERSION = "2"
 REPEATS = 4  # copies of the random tokens of a retrieval sequence
 UNIT = 2.0**-40  # of the integer sums, of which int64 holds those below 2^23
@@ -92,7 +88,7 @@ class Measured:
 
 def find_similarity(exploration: Exploration, say: Say = print) -> Measured:
     """The similarity of these settings, see `_find`."""
-    return _find(exploration, SIMILARITY_NAME, _measure_similarity, {}, say)
+    return _find(exploration, "similarity.safetensors", _measure_similarity, {}, say)
 
 
 def find_costs(exploration: Exploration, say: Say = print) -> Measured:
@@ -101,20 +97,18 @@ def find_costs(exploration: Exploration, say: Say = print) -> Measured:
     return _find(exploration, COSTS_NAME, _measure_costs, wanted, say)
 
 
-def find_heads(exploration: Exploration, say: Say = print) -> RetrievalHeads:
-    """The retrieval heads of these settings: scores read from retrieval_heads.json in the folder when they are there, else measured, by
-    rank 0 and without text; then written. Other shares choose other heads from the same scores."""
+def find_heads(exploration: Exploration) -> RetrievalHeads:
+    """The retrieval heads of these settings: scores read from the folder when they are there, else measured, by rank 0 and without text;
+    then written. Other shares choose other heads from the same scores."""
     explore, path = exploration.explore, exploration.folder / HEADS_NAME
-    wanted = {name: exploration.settings[name] for name in ("model", "gguf_file", "dtype", "seed")} | {
-        "head_tokens": explore.head_tokens,
-        "head_repeats": explore.head_repeats,
-        "weights": content_of(exploration.model_folder),
-    }
+    wanted = {name: exploration.settings[name] for name in ("model", "gguf_file", "dtype", "seed")}
+    wanted |= {name: getattr(explore, name) for name in ("head_tokens", "head_repeats")}
+    wanted["weights"] = content_of(exploration.model_folder)
 
     def find() -> RetrievalHeads:
-        found = reusable(path, RetrievalHeads.load, wanted, say)
+        found = reusable(path, RetrievalHeads.load, wanted, print)
         if found is None:
-            found = _search(exploration, wanted, say)
+            found = _search(exploration, wanted)
             keep_old(path)
         found = replace(found, induction_share=explore.induction_share, echo_share=explore.echo_share)
         found.save(path)
@@ -123,7 +117,7 @@ def find_heads(exploration: Exploration, say: Say = print) -> RetrievalHeads:
     return from_rank_0(find)
 
 
-def _search(exploration: Exploration, wanted: dict[str, Any], say: Say) -> RetrievalHeads:
+def _search(exploration: Exploration, wanted: dict[str, Any]) -> RetrievalHeads:
     model, asked, repeats = exploration.load(), wanted["head_tokens"], wanted["head_repeats"]
     if model.config.layer_windows is not None:
         raise ValueError(
@@ -132,7 +126,7 @@ def _search(exploration: Exploration, wanted: dict[str, Any], say: Say) -> Retri
     ids = ordinary_tokens(exploration.load_tokenizer(), model.config, asked, repeats, wanted["seed"])
     num_tokens = len(ids) // repeats
     if num_tokens < asked:
-        say(
+        print(
             f"retrieval heads: {num_tokens} distinct tokens instead of {asked}: the model's context has no more"
         )
     echo, induction = search_heads(model, ids, num_tokens)
@@ -146,12 +140,11 @@ def _search(exploration: Exploration, wanted: dict[str, Any], say: Say) -> Retri
 
 def _find(exploration: Exploration, name: str, measure: Any, wanted: dict[str, Any], say: Say) -> Measured:
     """Read from the folder when it is there, else measured (by all ranks), an interrupted measurement continued, and written; a file
-    of other settings is kept under another name.
+    of other settings is kept under another name. ValueError for texts, models and files that do not fit.
 
     Args:
         measure: (exploration, model, sequences, mean) → tensors; mean: (name, measure of one sequence, shape, sequences).
         wanted: what it depends on beside the settings.
-    Raises: ValueError for texts, models and files that do not fit.
     """
     path = exploration.folder / name
     wanted = exploration.settings | wanted | {"weights": content_of(exploration.model_folder)}
@@ -169,13 +162,10 @@ def _find(exploration: Exploration, name: str, measure: Any, wanted: dict[str, A
     partial = path.with_suffix(f".partial-{sha256_of(provenance)[:8]}")
 
     def mean(part: str, measure_one: Any, shape: Sequence[int], texts: Sequence[Tensor]) -> Tensor:
-        with tqdm(total=len(texts), desc=f"explore, {part}", unit="seq", disable=say is quiet) as bar:
-            return measure_mean(
-                lambda input_ids: measure_one(input_ids.to(model.device)), shape, texts, partial / part, bar
-            )
+        return measure_mean(lambda ids: measure_one(ids.to(model.device)), shape, texts, partial / part)
 
     found = Measured(measure(exploration, model, sequences, mean), provenance)
-    if is_first_rank():
+    if not dist.is_initialized() or dist.get_rank() == 0:
         keep_old(path)
         found.save(path)
         shutil.rmtree(partial, ignore_errors=True)
@@ -183,37 +173,31 @@ def _find(exploration: Exploration, name: str, measure: Any, wanted: dict[str, A
 
 
 def measure_mean(
-    measure: Callable[[Tensor], Tensor],
-    shape: Sequence[int],
-    sequences: Sequence[Tensor],
-    folder: Path,
-    bar: Any = None,
+    measure: Callable[[Tensor], Tensor], shape: Sequence[int], sequences: Sequence[Tensor], folder: Path
 ) -> Tensor:
     """The mean of what `measure` gives for each sequence (fp64), the same bits for any number of ranks, which divide the sequences,
-    and interruptions.
+    and interruptions. ValueError for no sequences and damaged files.
 
     Args:
         measure: input_ids ``[1, n]`` → ``[*shape]``, whose sums stay below 2^23.
         sequences: N tensors ``[n]`` of token ids, the same list on every rank.
-        folder: of these sequences alone, shared by all ranks; holds what is measured until the caller deletes it.
-        bar: a progress bar of tqdm.
-    Raises: ValueError for no sequences and damaged files.
+        folder: of these sequences alone, named after what is measured, shared by all ranks; the caller deletes it.
     """
     if not sequences:
         raise ValueError("no sequence to measure: give longer or more texts in explore.sources")
     files = [folder / f"{index:06d}.safetensors" for index in range(len(sequences))]
     done = from_rank_0(lambda: [index for index, file in enumerate(files) if file.exists()])
-    total = torch.zeros(tuple(shape), dtype=torch.int64)
-    for index in done if is_first_rank() else ():
-        total += Measured.load(files[index]).tensors["units"]
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    total = torch.zeros(tuple(shape), dtype=torch.int64)
+    for index in done if rank == 0 else ():
+        total += Measured.load(files[index]).tensors["units"]
     remaining = sorted({*range(len(sequences))} - {*done})
-    for count, index in enumerate(remaining[rank::world], start=1):
-        units = (measure(sequences[index].reshape(1, -1)) / UNIT).round().to(torch.int64)
-        Measured({"units": units}, {}).save(files[index])
-        total += units
-        if bar is not None:
-            bar.update(min(len(done) + count * world, len(sequences)) - bar.n)
+    with tqdm(total=len(files), desc=f"explore, {folder.name}", unit="seq", disable=rank > 0) as bar:
+        for count, index in enumerate(remaining[rank::world], start=1):
+            units = (measure(sequences[index].reshape(1, -1)) / UNIT).round().to(torch.int64)
+            Measured({"units": units}, {}).save(files[index])
+            total += units
+            bar.update(min(len(done) + count * world, len(files)) - bar.n)
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.double() * UNIT / len(sequences)
@@ -249,7 +233,7 @@ def _measure_costs(
         return torch.cat([found[name].flatten() for name in shapes])
 
     tensors = {"order": order}
-    for name, ending, texts in (("text", "", list(sequences)), ("repeated", RETRIEVAL, repeated)):
+    for name, ending, texts in (("text", "", sequences), ("repeated", RETRIEVAL, repeated)):
         parts = mean(name, flat, (sum(sizes),), texts).split(sizes) if texts else []
         for (role, shape), part in zip(shapes.items(), parts, strict=False):
             tensors[role + ending] = part.view(shape)
@@ -257,12 +241,10 @@ def _measure_costs(
 
 
 def repeated_sequences(exploration: Exploration, config: Any) -> list[Tensor]:
-    """Sequences of random ordinary tokens, each repeated REPEATS times."""
-    explore, settings = exploration.explore, exploration.settings
-    if not explore.retrieval_sequences:
-        return []
+    """Sequences of random ordinary tokens, each repeated REPEATS times; none where the settings want none."""
+    explore, first = exploration.explore, exploration.settings["seed"]
     tokenizer, num_tokens = exploration.load_tokenizer(), explore.sequence_length // REPEATS
-    seeds = range(settings["seed"], settings["seed"] + explore.retrieval_sequences)
+    seeds = range(first, first + explore.retrieval_sequences)
     return [ordinary_tokens(tokenizer, config, num_tokens, REPEATS, seed) for seed in seeds]
 
 
@@ -285,28 +267,12 @@ def keep_old(path: Path) -> None:
         os.replace(path, path.with_name(f"{path.stem}-{sha256_file(path)[:8]}{path.suffix}"))
 
 
-def is_first_rank() -> bool:
-    """Whether this process is rank 0, or the only one."""
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def quiet(line: str) -> None:
-    """What ranks other than 0 say: nothing."""
-
-
-BLOCK_ELEMENTS = 1 << 24  # logits computed at a time
-
-
 def repeated_tokens(
     num_tokens: int, repeats: int, vocab_size: int, excluded: Iterable[int] = (), seed: int = 0
 ) -> Tensor:
-    """``[repeats · K]`` ids: K distinct random tokens outside ``excluded``, the same order again and again.
-
-    Raises: ValueError when the vocabulary has fewer than K tokens left.
-    """
-    allowed = torch.ones(vocab_size, dtype=torch.bool)
-    allowed[[token for token in excluded if 0 <= token < vocab_size]] = False
-    candidates = allowed.nonzero().flatten()
+    """``[repeats · K]`` ids: K distinct random tokens outside ``excluded``, the same order again and again; ValueError when the vocabulary
+    has fewer than K tokens left."""
+    candidates = torch.tensor(sorted({*range(vocab_size)} - {*excluded}))
     if num_tokens < 2 or num_tokens > len(candidates):
         raise ValueError(f"{num_tokens} distinct tokens asked for, allowed are 2 to {len(candidates)}")
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
@@ -314,16 +280,15 @@ def repeated_tokens(
 
 
 def head_scores(
-    q: Tensor, k: Tensor, num_tokens: int, block_elements: int = BLOCK_ELEMENTS
+    q: Tensor, k: Tensor, num_tokens: int, block_elements: int = 1 << 24
 ) -> tuple[Tensor, Tensor]:
     """Echo and induction scores ``[Hq]`` of one layer on ``repeated_tokens``, fp64 on the CPU.
 
-    With A the causal attention and K the number of distinct tokens, the means over the queries i >= K of
+    With A the causal attention and K = num_tokens the number of distinct ones, the means over the queries i >= K of
     ``Σ_r A[i, i - rK]`` and ``Σ_r A[i, i - rK + 1]`` over all earlier copies ``r >= 1``, ``rK <= i``.
 
     Args:
         q: ``[Hq, n, d]``; k: ``[H, n, d]``, rotated.
-        num_tokens: K.
         block_elements: logits held at a time; memory is O(n) beside it.
     """
     heads, n, _ = q.shape
@@ -340,9 +305,8 @@ def head_scores(
         lse = logits.masked_fill_(future, float("-inf")).logsumexp(-1)
         for back in range(num_tokens, stop, num_tokens):
             first = max(back - start, 0)  # the first query of the block that has a copy this far back
-            echo = logits[:, first:].diagonal(start + first - back, 1, 2)
-            induction = logits[:, first:].diagonal(start + first - back + 1, 1, 2)
-            for total, found in zip(totals, (echo, induction), strict=True):
+            for ahead, total in enumerate(totals):  # 0 = echo, 1 = induction
+                found = logits[:, first:].diagonal(start + first - back + ahead, 1, 2)
                 total += (found - lse[:, first:]).exp().double().sum(1).cpu()
     return totals[0] / (n - num_tokens), totals[1] / (n - num_tokens)
 
@@ -361,10 +325,8 @@ def search_heads(model: Any, input_ids: Tensor, num_tokens: int) -> tuple[Any, A
 
 
 def ordinary_tokens(tokenizer: Any, config: Any, wanted: int, repeats: int, seed: int) -> Tensor:
-    """`repeated_tokens` that are not special: ``wanted`` distinct ones, or as many as the context and the vocabulary allow.
-
-    Raises: ValueError when that is fewer than 2.
-    """
+    """`repeated_tokens` that are not special: ``wanted`` distinct ones, or as many as the context and the vocabulary allow; ValueError
+    when that is fewer than 2."""
     added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     vocab = min(len(tokenizer), config.vocab_size)
     special = {id for id in added | set(tokenizer.all_special_ids) if id < vocab}
