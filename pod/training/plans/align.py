@@ -4,13 +4,14 @@ KV heads of a layer may be permuted with their query heads without changing the 
 own place of a lower layer. The places are found by local search on the cost that ``solve`` minimises.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from pod.modeling.shipped.sharing import SharingPlan
+from pod.modeling.shipped.sharing import SharingPlan, is_followed
 from pod.training.plans.solve import PAIR_UNITS, Floats, solve
 
 Order = NDArray[np.intp]  # [L, H]: the original KV head at each place
@@ -40,11 +41,9 @@ def align(follow: Floats, window: Floats | None, units: int, restarts: int = 200
     nothing improves. Each restart swaps one to six random heads of the best order so far and sweeps again.
 
     Args:
-        follow: cost of a follower ``[L, L, H, H]`` = [lead, layer, KV head of the lead, KV head of the layer], read where
-            lead < layer.
+        follow: ``[L, L, H, H]`` = [lead, layer, KV head of the lead, KV head of the layer], read where lead < layer.
         window: ``[L, H]``, see ``solve``.
         restarts: sweeps from a disturbed order; the same seed gives the same order.
-
     Raises: ValueError for units that no plan in the original order saves.
     """
     order = np.tile(np.arange(follow.shape[-1]), (len(follow), 1))
@@ -169,16 +168,10 @@ def _neighbours(order: Order, plan: SharingPlan) -> Order:
     """The same plan with heads that lead more before heads that keep more windows, so that neighbours hold the same: between cuts that
     no block crosses places may be sorted."""
     layers, heads = order.shape
-    crossed = {
-        layer
-        for head in range(heads)
-        for block in plan.blocks(head)
-        for layer in range(block[0] + 1, block[-1] + 1)
-    }
-    cuts = [layer for layer in range(layers) if layer not in crossed]
-    sorted_order = order.copy()
-    for first, last in zip(cuts, [*cuts[1:], layers], strict=True):
-        roles = np.array([[lead is None for lead in row] for row in plan.lead[first:last]]).sum(axis=0)
-        places = sorted(range(heads), key=lambda place: (roles[place], order[first, place]))
-        sorted_order[first:last] = order[first:last, places]
-    return sorted_order
+    crossed = [[is_followed(plan.lead, layer - 1, head) for head in range(heads)] for layer in range(layers)]
+    windows = np.array([[lead is None for lead in row] for row in plan.lead])
+    order = order.copy()
+    for first, last in pairwise([*np.flatnonzero(~np.any(crossed, axis=1)), layers]):
+        places = np.lexsort((order[first], windows[first:last].sum(axis=0)))
+        order[first:last] = order[first:last, places]
+    return order

@@ -15,9 +15,6 @@ from torch import Tensor
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.plans.solve import Floats
 
-TILE_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 20}
-"""Positions compared at a time: in cache on a CPU, about 256 MB on a GPU."""
-
 
 def jensen_shannon_similarity(rows: Tensor, tile_elements: int | None = None) -> Tensor:
     """Similarity of every pair of layers on one sequence, ``1 - JSD₂`` averaged over the q rows, in fp64.
@@ -26,12 +23,11 @@ def jensen_shannon_similarity(rows: Tensor, tile_elements: int | None = None) ->
 
     Args:
         rows: attention probabilities ``[L, Hq, q, n]``; each row is normalised in fp64 first.
-        tile_elements: of the q·n positions, how many are compared at a time; extra memory is about
-            ``24 · L · tile_elements`` bytes plus one head's rows in fp64.
+        tile_elements: positions (of q·n) compared at a time, in about ``24 · L · tile_elements`` bytes beside a head's rows in fp64.
     Returns: ``[L, L, Hq]`` fp64 on the CPU, symmetric, diagonal 1.
     Raises: ValueError when a row is no distribution.
     """
-    tile = tile_elements or TILE_ELEMENTS.get(rows.device.type, 1 << 14)
+    tile = tile_elements or (1 << 20 if rows.is_cuda else 1 << 14)  # in cache on a CPU, about 256 MB on a GPU
     heads = [_head_similarity(rows[:, head], tile) for head in range(rows.shape[1])]
     return torch.stack(heads, dim=-1).cpu()
 
@@ -51,8 +47,7 @@ def _head_similarity(rows: Tensor, tile: int) -> Tensor:
         own += _x_log2_x(part).sum(dim=1)
         for layer in range(num_layers - 1):
             joint[layer, layer + 1 :] += _x_log2_x(part[layer] + part[layer + 1 :]).sum(dim=1)
-    similarity = (joint - own[:, None] - own[None, :]) / (2 * num_queries)
-    similarity = similarity.clamp_(0, 1).triu_(1)
+    similarity = ((joint - own[:, None] - own[None, :]) / (2 * num_queries)).clamp_(0, 1).triu_(1)
     return similarity + similarity.T + torch.eye(num_layers, dtype=rows.dtype, device=rows.device)
 
 

@@ -1,8 +1,6 @@
 """Plans of least cost at every number of saved units, exactly: each (layer, KV head) leads, follows or keeps its window, and each layer
 holds what its heads keep in 16 or in 4 bits.
 
-A role is a row of a small table: what it does about the open lead, what it saves and what it costs.
-
 Given the bits of every layer the plans of least cost are exact (``solve_table``). Which layers are packed is found by local search:
 layers are turned while that makes the best plan cheaper, at prices per saved unit all along the curve and at the saving that is asked
 for; the curve is the least of what is found. Of few layers all choices are solved. A plan in which every *pair* had bits of its own
@@ -23,8 +21,7 @@ from pod.modeling.shipped.sharing import BITS, NATIVE_TOKENS, SharingPlan
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
 
-PAIR_UNITS = 2
-"""Units of one (layer, KV head) that holds no distant token: a unit is its keys or its values."""
+PAIR_UNITS = 2  # of one (layer, KV head) that holds no distant token: a unit is its keys or its values
 
 
 @dataclass(frozen=True)
@@ -70,10 +67,8 @@ class Curve:
         return float(least) if np.isfinite(least) else None
 
     def units_for(self, target_saving: float, n: int, num_sink_tokens: int, num_recent_tokens: int) -> int:
-        """The number of units whose saving is nearest to a share of the KV bytes at ``n`` tokens (ties: fewer).
-
-        Raises: ValueError for a saving that these roles miss at that length by more than half a unit.
-        """
+        """The number of units whose saving is nearest to a share of the KV bytes at ``n`` tokens (ties: fewer). ValueError for a saving
+        that these roles miss at that length by more than half a unit."""
         layers, heads = self.sizes
         unit = max(0, n - num_sink_tokens - num_recent_tokens) / n / (self.pair_units * layers * heads)
         reachable = self.targets
@@ -119,9 +114,7 @@ def solve(follow: ArrayLike | None, window: ArrayLike | None) -> Frontier:
     Args:
         follow: cost of a follower ``[L, L, H]`` = [lead, layer, KV head], read where lead < layer; it saves 1 unit (keys).
             A head follows the lead that it had last; windows may stand between. None = nobody follows.
-        window: cost of a window ``[L, H]``; it saves 2 units (keys and values). None = no windows.
-            inf in either = not allowed there.
-
+        window: cost of a window ``[L, H]``; it saves 2 units (keys and values). None = no windows. inf in either = not allowed there.
     Raises: ValueError for no costs at all.
     """
     table = [] if follow is None else [Role("follow", 1, np.asarray(follow, dtype=np.float64))]
@@ -132,10 +125,8 @@ def solve(follow: ArrayLike | None, window: ArrayLike | None) -> Frontier:
 
 
 def solve_table(table: Sequence[Role], pair_units: int) -> Frontier:
-    """The frontier of any roles: an exact dynamic program per KV head, whose tables are then added head by head.
-
-    Raises: ValueError for roles that allow no plan.
-    """
+    """The frontier of any roles: an exact dynamic program per KV head, whose tables are then added head by head. ValueError for roles that
+    allow no plan."""
     heads = _solve_heads(table)
     shares, reached = _divide(heads.least)
     finite = np.flatnonzero(np.isfinite(reached))
@@ -246,15 +237,13 @@ class PackedCosts:
         """The frontier when these layers are packed; None = every pair as it likes. With a price, what every plan costs less what
         it saves at that price per unit: the frontier has one point, the plan of most worth."""
         pair, lead4, follow4 = self.units
-        barred = np.zeros((2, len(self.lead4), 1))
+        native, four = np.zeros_like(self.lead4), np.zeros_like(self.lead4)
         if packed is not None:
-            flags = np.asarray(packed)[:, None]
-            barred[0], barred[1] = np.where(flags, np.inf, 0.0), np.where(flags, 0.0, np.inf)
-        nothing = np.zeros_like(self.lead4)
-        roles = [Role("lead", 0, nothing + barred[0]), Role("lead", lead4, self.lead4 + barred[1])]
+            native[np.asarray(packed)] = four[~np.asarray(packed)] = np.inf
+        roles = [Role("lead", 0, native), Role("lead", lead4, self.lead4 + four)]
         if self.follow is not None:
-            roles.append(Role("follow", pair // 2, self.follow + barred[0]))
-            roles.append(Role("follow", follow4, self.follow + self.follow4 + barred[1]))
+            roles.append(Role("follow", pair // 2, self.follow + native))
+            roles.append(Role("follow", follow4, self.follow + self.follow4 + four))
         if self.window is not None:
             roles.append(Role("window", pair, self.window))
         if price is not None:
@@ -264,12 +253,8 @@ class PackedCosts:
 
 @dataclass(frozen=True)
 class PackedFrontier(Curve):
-    """The least cost of every saving among the choices of bits that were solved, and the plans that have it.
-
-    Attributes:
-        bound: costs that no choice of bits beats.
-        solved: the costs of each choice.
-    """
+    """The least cost of every saving among the choices of bits that were solved, and the plans that have it. bound: costs that no choice of
+    bits beats; solved: the costs of each choice."""
 
     bound: Floats
     solved: dict[Choice, Floats]
