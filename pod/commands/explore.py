@@ -64,12 +64,9 @@ def compares_razor(recipe: Recipe) -> bool:
     """Whether the recipe's evaluation asks for heads that no option names."""
     from pod.eval.answer.methods import find_method
 
-    given = {name for name, options in recipe.eval.method_options.items() if "heads" in options}
-    return any(
-        "razor" in (find_method(name).spec or "").split("+")
-        for name in recipe.eval.methods
-        if name not in given
-    )
+    options = recipe.eval.method_options
+    asking = [name for name in recipe.eval.methods if "heads" not in options.get(name, {})]
+    return any("razor" in (find_method(name).spec or "").split("+") for name in asking)
 
 
 def write_heads(exploration: Any, heads: Any) -> None:
@@ -89,7 +86,6 @@ def write_plan(exploration: Any, choice: Any) -> None:
     from pod.training.plans.choose import in_all_layers
 
     folder, plan, explore = exploration.folder, choice.plan, exploration.explore
-    folder.mkdir(parents=True, exist_ok=True)
     subject = report.about_plan(plan, explore)
     figures = {"blocks.png": report.block_picture(plan, subject)}
     if choice.frontier is not None:

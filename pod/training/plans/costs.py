@@ -55,12 +55,9 @@ def planned_layers(config: PodConfig) -> list[int]:
 
 @torch.no_grad()
 def record_attention_inputs(model: PodForCausalLM, input_ids: Tensor) -> Iterator[AttentionInputs]:
-    """Yield the `AttentionInputs` of each of the `planned_layers` of a dense model on one sequence ``[1, n]``.
-
-    Raises: ValueError for a model with a sharing plan or a window layout, and for a batch.
-    """
+    """Yield the `AttentionInputs` of each of the `planned_layers` of a dense model on one sequence ``[1, n]``. ValueError for a model
+    with a sharing plan or a window layout, and for a batch."""
     config: PodConfig = model.config
-    n = input_ids.shape[1]
     planned, plan = set(planned_layers(config)), config.sharing_plan
     if config.layout != "pod" or plan.packs or any(set(plan.lead[layer]) != {layer} for layer in planned):
         raise ValueError("attention is measured on the dense model: load it without a plan, layout = 'pod'")
@@ -68,7 +65,8 @@ def record_attention_inputs(model: PodForCausalLM, input_ids: Tensor) -> Iterato
         raise ValueError(f"need input_ids [1, n], got {list(input_ids.shape)}")
     decoder = model.model
     hidden_states = decoder.embed_tokens(input_ids)
-    context: ForwardContext = decoder.context(hidden_states, torch.arange(n, device=input_ids.device)[None])
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+    context: ForwardContext = decoder.context(hidden_states, positions[None])
     carry = (None,) * (2 * config.num_key_value_heads)
     layer: PodDecoderLayer
     for number, layer in enumerate(decoder.layers):  # type: ignore[assignment]
@@ -82,10 +80,7 @@ def record_attention_inputs(model: PodForCausalLM, input_ids: Tensor) -> Iterato
 @torch.no_grad()
 def record_attention_rows(model: PodForCausalLM, input_ids: Tensor, num_queries: int) -> Iterator[Tensor]:
     """Yield, per planned layer of a dense model, the softmaxed attention of the last ``num_queries`` tokens of ``[1, n]`` (eq. 1 of the PoD
-    paper): ``[Hq, q, n]`` fp32 (fp64 for fp64 models), zero above the diagonal.
-
-    Raises: ValueError unless 1 <= num_queries <= n.
-    """
+    paper): ``[Hq, q, n]`` fp32 (fp64 for fp64 models), zero above the diagonal. ValueError unless 1 <= num_queries <= n."""
     n = input_ids.shape[1]
     if not 1 <= num_queries <= n:
         raise ValueError(f"need 1 <= num_queries <= {n} tokens, got {num_queries}")
@@ -93,8 +88,7 @@ def record_attention_rows(model: PodForCausalLM, input_ids: Tensor, num_queries:
         yield attention_rows(inputs.q[None, :, n - num_queries :], inputs.k[None])[0]
 
 
-RETRIEVAL = "_retrieval"
-"""Ends the name of a cost that was measured on repeated random tokens."""
+RETRIEVAL = "_retrieval"  # ends the name of a cost that was measured on repeated random tokens
 MAX_COST = 1000.0
 
 
@@ -107,10 +101,8 @@ class Sample(NamedTuple):
 
 
 def sample_queries(n: int, num_queries: int, num_sink_tokens: int, num_recent_tokens: int) -> Sample:
-    """`num_queries` evenly spaced positions among those with at least one distant token; the last token is one of them.
-
-    Raises: ValueError when the sequence has fewer such positions.
-    """
+    """`num_queries` evenly spaced positions among those with at least one distant token, the last token one of them; ValueError when the
+    sequence has fewer."""
     first = num_sink_tokens + num_recent_tokens
     if n - first < num_queries:
         raise ValueError(
@@ -123,9 +115,8 @@ def sample_queries(n: int, num_queries: int, num_sink_tokens: int, num_recent_to
     return Sample(positions, key > query, (key >= num_sink_tokens) & (key <= query - num_recent_tokens))
 
 
-def cost_shapes(num_layers: int, num_key_value_heads: int) -> dict[str, tuple[int, ...]]:
-    """The shape of each measured cost."""
-    layers, heads = num_layers, num_key_value_heads
+def cost_shapes(layers: int, heads: int) -> dict[str, tuple[int, ...]]:
+    """The shape of each measured cost; heads: of keys and values."""
     return {
         "window": (layers, heads),
         "follow": (layers, layers, heads, heads),
@@ -147,20 +138,17 @@ def total_costs(tensors: Mapping[str, Tensor], retrieval_weight: float) -> dict[
 def measure_costs(
     model: PodForCausalLM, input_ids: Tensor, num_queries: int, order: Tensor
 ) -> dict[str, Tensor]:
-    """The cost of every role of every pair on one sequence ``[1, n]``.
+    """The cost of every role of every pair on one sequence ``[1, n]``: fp64 on the CPU in the shapes of `cost_shapes`, from 0 to 1000.
 
     Args:
         model: dense, with the windows of the plan to come (``num_sink_tokens``, ``num_recent_tokens``).
         num_queries: q, at most ``n - n_s - n_r``; order: ``[L, L, H, H, G]``, see `match_query_heads`.
-
-    Returns: fp64 on the CPU in the shapes of `cost_shapes`, from 0 to 1000.
     Raises: ValueError for a model with a plan, a sequence without enough distant tokens, and outputs that are not finite.
     """
-    config = model.config
-    shapes = cost_shapes(len(planned_layers(config)), config.num_key_value_heads)
+    heads, groups = model.config.num_key_value_heads, model.config.num_key_value_groups
+    shapes = cost_shapes(len(planned_layers(model.config)), heads)
     costs = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     served_by = order.argsort(-1)  # [.., g]: the lead's query head that serves query head g of the follower
-    heads, groups = config.num_key_value_heads, config.num_key_value_groups
     head, group = torch.arange(heads)[:, None], torch.arange(groups)
     for layer, own, lower in _layers(model, input_ids, num_queries):
         costs["window"][layer] = own.cost(own.near - own.out)
@@ -180,10 +168,8 @@ def measure_costs(
 
 @torch.no_grad()
 def measure_query_head_errors(model: PodForCausalLM, input_ids: Tensor, num_queries: int) -> Tensor:
-    """What it costs one query head to take the distant logits of one of a lower layer, its KV head's others staying dense.
-
-    Returns: ``[L, L, Hq, Hq]`` = [lead layer, layer, query head of the lead layer, of the layer], fp64 on the CPU, 0 to 1000.
-    """
+    """What it costs one query head to take the distant logits of one of a lower layer, its KV head's others staying dense:
+    ``[L, L, Hq, Hq]`` = [lead layer, layer, query head of the lead layer, of the layer], fp64 on the CPU, 0 to 1000."""
     layers, query_heads = len(planned_layers(model.config)), model.config.num_attention_heads
     found = torch.zeros(layers, layers, query_heads, query_heads, dtype=torch.float64)
     for layer, own, lower in _layers(model, input_ids, num_queries):
@@ -205,8 +191,7 @@ def match_query_heads(errors: Tensor, num_key_value_heads: int) -> Tensor:
 
 
 class _Rows(NamedTuple):
-    """Attention of a layer's query heads among distant tokens only: probabilities ``[Hq, q, n]``, whose rows sum to 1, and the
-    log-sum-exp of the logits ``[Hq, q]``."""
+    """Attention among distant tokens only: probabilities ``[Hq, q, n]``, whose rows sum to 1, and log-sum-exp of the logits ``[Hq, q]``."""
 
     probabilities: Tensor
     lse: Tensor
@@ -228,12 +213,8 @@ def _layers(
 
 
 class _Layer:
-    """A layer's sampled queries, and what its heads put out under each role.
-
-    Attributes:
-        rows: distant attention, for layers above.
-        near, out: ``[H, G, q, d]`` outputs from proximal tokens alone, and from all.
-    """
+    """A layer's sampled queries. near, out: ``[H, G, q, d]``, what its heads put out from proximal tokens alone, and from all; rows: their
+    distant attention, for layers above."""
 
     def __init__(self, inputs: AttentionInputs, sample: Sample, layer: Any):
         self.inputs, self.sample = inputs, sample

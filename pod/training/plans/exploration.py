@@ -1,6 +1,5 @@
 """From a recipe's settings to what is measured: on which text, with which model, for which saving."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,9 +22,9 @@ from pod.training.args import ExploreArgs
 from pod.training.plans.costs import cost_shapes, planned_layers, sample_queries
 from pod.training.plans.solve import Floats, PackedCosts, solve
 from pod.training.run.longer_context import extend
+from pod.training.run.mesh import local_rank, planned_world_size
 
-MATCHING_SEQUENCES = 2
-"""Sequences of text, beside all repeated ones, on which query heads are matched."""
+MATCHING_SEQUENCES = 2  # of text, beside all repeated ones, on which query heads are matched
 POSITIONS = ("rope", "max_position_embeddings")
 
 
@@ -40,8 +39,7 @@ class Exploration:
 
     Attributes:
         folder: shared by all ranks; receives the measurements. settings: everything that a similarity depends on, as JSON.
-        model_folder: folder or hub id of the dense model.
-        windows: ``num_sink_tokens`` and ``num_recent_tokens`` that the plan is for.
+        model_folder: folder or hub id of the dense model. windows: those that the plan is for, by name.
         prepared: folder of prepared data, whose held-out text is measured where explore.sources names no other.
     """
 
@@ -56,13 +54,12 @@ class Exploration:
     def of(cls, recipe: Any) -> "Exploration":
         """As a `Recipe` says."""
         model, explore = recipe.model, recipe.explore
-        settings = {name: value for name in POSITIONS if (value := getattr(model, name))}
-        settings |= {
-            name: getattr(explore, name) for name in ("num_sequences", "sequence_length", "num_queries")
-        }
         is_prepared = (recipe.data_dir / MANIFEST_NAME).is_file()
         data = read_manifest(recipe.data_dir)["id"] if is_prepared else None
-        settings |= {
+        settings = {name: value for name in POSITIONS if (value := getattr(model, name))} | {
+            "num_sequences": explore.num_sequences,
+            "sequence_length": explore.sequence_length,
+            "num_queries": explore.num_queries,
             "model": model.path,
             "gguf_file": model.gguf_file,
             "dtype": model.dtype,
@@ -83,7 +80,7 @@ class Exploration:
         """The model as it is, but for `changes`, on this rank's device."""
         dtype, device = getattr(torch, self.settings["dtype"]), "cpu"
         if torch.cuda.is_available():
-            device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+            device = f"cuda:{local_rank() % torch.cuda.device_count()}"
         gguf_file = self.settings["gguf_file"]
         return load_model(self.model_folder, gguf_file=gguf_file, dtype=dtype, device=device, **changes)
 
@@ -98,10 +95,9 @@ class Exploration:
             documents = source_documents(explore.sources, tokenizer)
         else:
             documents = held_out_documents(self.prepared, tokenizer)
+        sizes = explore.num_sequences, explore.sequence_length
         try:
-            found = long_sequences(
-                documents, explore.num_sequences, explore.sequence_length, self.settings["seed"]
-            )
+            found = long_sequences(documents, *sizes, self.settings["seed"])
         except ValueError as error:
             where = "explore.sources" if explore.sources else f"the held-out text in {self.prepared}"
             raise ValueError(f"{where}: {error}") from None
@@ -111,7 +107,7 @@ class Exploration:
 def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> None:
     """Refuse, before hours of measuring, a length the model cannot read, sequences that the windows cover whole, and a saving that its
     layers cannot reach, or a model that has no layer to plan."""
-    planned = len(planned_layers(config))
+    shapes = cost_shapes(len(planned_layers(config)), config.num_key_value_heads)
     if explore.sequence_length > config.max_position_embeddings:
         raise ValueError(
             f"explore.sequence_length is {explore.sequence_length}, the model reads {config.max_position_embeddings} "
@@ -120,11 +116,11 @@ def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> N
     if explore.cost == "projected":
         sample_queries(explore.sequence_length, explore.num_queries, **windows)
     if explore.algorithm == "dp":
-        shapes = cost_shapes(planned, config.num_key_value_heads)
         free = {name: np.zeros(shape) for name, shape in shapes.items()}
-        roles = allowed(explore, free["in_place"], free["window"])
-        packed = packed_costs(explore, free, windows).solve(None) if 4 in explore.bits else None
-        frontier = packed or solve(*roles)
+        if 4 in explore.bits:
+            frontier = packed_costs(explore, free, windows).solve(None)
+        else:
+            frontier = solve(*allowed(explore, free["in_place"], free["window"]))
         frontier.units_for(explore.target_saving, explore.budget_tokens, **windows)
 
 
@@ -140,15 +136,13 @@ def packed_costs(explore: ExploreArgs, total: dict[str, Floats], windows: dict[s
 
 
 @contextmanager
-def process_group(timeout: timedelta = timedelta(hours=6)) -> Iterator[int]:
-    """Join the ranks of a launcher (torchrun, deepspeed) when WORLD_SIZE > 1; yields this process's rank.
-
-    Only sums of a few megabytes travel, so gloo serves on every machine. The timeout is long because ranks wait for the slowest.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+def process_group() -> Iterator[int]:
+    """Join the ranks of a launcher (torchrun, deepspeed) when WORLD_SIZE > 1; yields this process's rank. Only sums of a few megabytes
+    travel, so gloo serves on every machine. The timeout is long because ranks wait for the slowest."""
+    if planned_world_size() == 1:
         yield 0
         return
-    dist.init_process_group("gloo", timeout=timeout)
+    dist.init_process_group("gloo", timeout=timedelta(hours=6))
     try:
         yield dist.get_rank()
         dist.barrier()

@@ -4,6 +4,7 @@ the plans along it have (paper Figures 1d and 5)."""
 import io
 import math
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,8 +40,7 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
     own. ``saving`` is meant at ``budget_length`` tokens.
     """
     assert choice.frontier is not None, "a greedy plan has no curve"
-    frontier, chosen = choice.frontier, choice.units
-    pair = frontier.pair_units
+    frontier, chosen, pair = choice.frontier, choice.units, choice.frontier.pair_units
     every = {frontier.cheapest(units) for units in range(0, len(frontier.costs), pair // 2)} | {chosen}
     points = []
     for units in sorted(every):
@@ -89,9 +89,8 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
         lines.insert(2, f"{taking}, and savings are shares of their bytes; {others}")
     if plan.head_order is not None:
         moved = sum(row != tuple(range(len(row))) for row in plan.head_order)
-        lines.append(
-            f"heads are re-ordered in {moved} of {plan.num_layers} layers; the model computes the same"
-        )
+        layers = f"{moved} of {plan.num_layers} layers"
+        lines.append(f"heads are re-ordered in {layers}; the model computes the same")
     if "plan_cost" in found:
         costs = [f"least cost at this saving: {found['plan_cost']:.4g}"]
         for name, what in FORBIDDEN.items():
@@ -117,16 +116,16 @@ def describe_plan(plan: SharingPlan) -> str:
     return f"{text}; {bits.count(4)} of {len(bits)} layers in 4 bits" if 4 in bits else text
 
 
-def describe_heads(heads: RetrievalHeads, ratio: float = 5) -> str:
-    """What was chosen and what it really saves when each other head holds 1/ratio of a long text, in two lines."""
+def describe_heads(heads: RetrievalHeads) -> str:
+    """What was chosen and what it really saves when each other head holds a fifth of a long text, in two lines."""
     chosen, queries = sum(map(len, heads.query_heads)), sum(map(len, heads.echo))
     kept, pairs = sum(map(len, heads.key_value_heads)), len(heads.echo) * heads.num_key_value_heads
     share = kept / pairs
-    smaller = 1 / (share + (1 - share) / ratio)
+    smaller = 1 / (share + (1 - share) / 5)
     return (
         f"retrieval heads: {chosen} of {queries} query heads ({chosen / queries:.1%}; induction {heads.induction_share:g}, "
         f"echo {heads.echo_share:g}) protect {kept} of {pairs} KV heads ({share:.1%})\n"
-        f"KV cache of a long prompt: {smaller:.2f}x smaller with 1/{ratio:g} of it in the other heads"
+        f"KV cache of a long prompt: {smaller:.2f}x smaller with 1/5 of it in the other heads"
     )
 
 
@@ -176,12 +175,9 @@ def map_picture(maps: Sequence[Map], title: str, meaning: str, xlabel: str, colu
 
 def similarity_picture(similarity: ArrayLike, num_key_value_heads: int, subject: str) -> Figure:
     """A map of layer and layer per query head; similarity: ``[L, L, Hq]``."""
-    values = np.asarray(similarity, dtype=np.float64)
-    group = values.shape[2] // num_key_value_heads
-    maps = [
-        Map(f"query head {head} (KV head {head // group})", values[:, :, head])
-        for head in range(values.shape[2])
-    ]
+    heads = np.moveaxis(np.asarray(similarity, dtype=np.float64), 2, 0)
+    group = len(heads) // num_key_value_heads
+    maps = [Map(f"query head {head} (KV head {head // group})", one) for head, one in enumerate(heads)]
     in_row = math.ceil(math.sqrt(len(maps)) / group)  # KV heads, for a picture about as wide as high
     title = f"Attention similarity between layers\n{subject}"
     meaning = "similarity (1 − JSD₂): 1 = identical, 0 = disjoint"
@@ -201,10 +197,7 @@ def head_score_picture(heads: RetrievalHeads, subject: str) -> Figure:
 
 def pareto_picture(curve: dict[str, Any], subject: str) -> Figure:
     """Saving → least cost, also with a role or packing forbidden, above how many pairs have each role along the curve and how many
-    stand in packed layers.
-
-    curve: from `pareto`.
-    """
+    stand in packed layers; curve: from `pareto`."""
     points = curve["points"]
     saving = np.array([100 * point["saving"] for point in points])
     figure = Figure(figsize=(9, 7), layout="constrained")
@@ -243,21 +236,18 @@ def _draw_curves(axes: Axes, curve: dict[str, Any], saving: NDArray[np.float64])
 
 
 def block_picture(plan: SharingPlan, subject: str) -> Figure:
-    """The paper's Figure 5: a column per KV head, a colour per block, leads marked; leads that nobody follows are grey, windows
-    are white."""
+    """The paper's Figure 5: a column per KV head, a colour per block, leads marked; leads that nobody follows are grey, windows white."""
     heads, layers = plan.num_key_value_heads, plan.num_layers
     cell = 0.28 if layers <= 40 else 0.2  # inches
     figure = Figure(figsize=(max(6.5, 0.62 * heads + 1.6), cell * layers + 2.0), layout="constrained")
     axes = figure.add_subplot()
     colours = np.ones((layers, heads, 3))
     for head in range(heads):
-        blocks = plan.blocks(head)
-        shared = [block for block in blocks if len(block) > 1]
-        for block in blocks:
-            colours[list(block), head] = to_rgb(SINGLE_COLOUR)
-        for number, block in enumerate(shared):
-            colours[list(block), head] = BLOCK_COLOURS[number % len(BLOCK_COLOURS)]
-            axes.plot(head, block[0], marker="o", color="black", markersize=4)
+        block_colours = cycle(BLOCK_COLOURS)
+        for block in plan.blocks(head):
+            colours[block, head] = next(block_colours) if len(block) > 1 else to_rgb(SINGLE_COLOUR)
+            if len(block) > 1:
+                axes.plot(head, block[0], marker="o", color="black", markersize=4)
     axes.imshow(colours, origin="lower", aspect="auto")
     axes.set(xlabel="KV head", ylabel="layer", xticks=range(heads))
     ticks, names = range(0, layers, 1 if layers <= 40 else 5), plan.provenance.get("layers") or range(layers)
