@@ -11,7 +11,6 @@ that reads takes from all files what overlaps with its own pieces.
 
 import contextlib
 import json
-import math
 import os
 import shutil
 import threading
@@ -52,11 +51,8 @@ from pod.training.run.lora import add_lora
 
 
 class Checkpointer:
-    """Saves and loads the state of one run; every method is called by all ranks, which see the run's folder.
-
-    Attributes:
-        latest: the newest complete checkpoint that this run wrote or loaded, the same on all ranks.
-    """
+    """Saves and loads the state of one run; every method is called by all ranks, which see the run's folder. latest: the newest complete
+    checkpoint that this run wrote or loaded, the same on all ranks."""
 
     def __init__(self, trainer: Any):
         self.folder, self.args, self.mesh = trainer.folder, trainer.args, trainer.mesh
@@ -76,11 +72,7 @@ class Checkpointer:
 
     def save(self, state: TrainState) -> None:
         """Write a checkpoint and publish it; with `save_mode=async` only copy this rank's part to host memory: a thread writes,
-        `poll` or `wait` publish.
-
-        Raises:
-            OSError: in one line, on every rank, when any rank cannot write; nothing half-written is kept.
-        """
+        `poll` or `wait` publish. OSError, in one line, on every rank, when any cannot write; nothing half-written is kept."""
         self.wait()
         self._began, self._error = time.monotonic(), None
         final = self.folder / f"step-{state.step:08d}"
@@ -121,13 +113,10 @@ class Checkpointer:
         self._pending = None
 
     def load(self, checkpoint: Path) -> TrainState:
-        """Weights, optimizer and this rank's random state from a checkpoint whose identity was checked; also in a running engine.
-
-        Where another number of ranks wrote it, random states begin anew from seed, step and rank. ValueError on all ranks for
-        missing or damaged files.
-        """
+        """Weights, optimizer and this rank's random state from a checkpoint whose identity was checked; also in a running engine. Where
+        another number of ranks wrote it, random states begin anew. ValueError on all ranks for missing or damaged files."""
         state, problem = read_state(checkpoint), None
-        states: dict[str, torch.Tensor] = {}
+        states: dict[str, Tensor] = {}
         bridge.set_updates(self.engine, state.updates)
         try:
             read_pieces(checkpoint, bridge.pieces(self.engine))
@@ -150,9 +139,7 @@ class Checkpointer:
         self.latest = checkpoint
         return state
 
-    def _write(
-        self, final: Path, state: TrainState, pieces: list[bridge.Piece], states: Any, written: Any
-    ) -> None:
+    def _write(self, final: Path, state: TrainState, pieces: list[Piece], states: Any, written: Any) -> None:
         """This rank's files; an error is kept for `_publish`, where all ranks hear of it."""
         temporary = _temporary(final)
         try:
@@ -220,13 +207,13 @@ class Checkpointer:
                 _remove(old)
 
 
-def random_states() -> dict[str, torch.Tensor]:
+def random_states() -> dict[str, Tensor]:
     """Of this rank's generators, by device."""
     cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
     return {"cpu": torch.get_rng_state(), **cuda}
 
 
-def set_random_states(states: dict[str, torch.Tensor]) -> None:
+def set_random_states(states: dict[str, Tensor]) -> None:
     """Put back what `random_states` gave."""
     torch.set_rng_state(states["cpu"])
     if "cuda" in states:
@@ -256,19 +243,15 @@ FILE_BYTES = 2**30
 
 def host_pieces(pieces: Sequence[Piece]) -> list[Piece]:
     """Copies in host memory, all of them under way at a time."""
-    copies = [
-        replace(one, values={kind: host_copy(held) for kind, held in one.values.items()}) for one in pieces
-    ]
+    copies = [replace(one, values={kind: host_copy(x) for kind, x in one.values.items()}) for one in pieces]
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return copies
 
 
 def write_pieces(folder: Path, rank: int, pieces: list[Piece], written: Callable[[], None]) -> None:
-    """Write and sync this rank's files; empties `pieces`, so that their memory goes with them. Calls `written` after every file.
-
-    Raises OSError, SafetensorError: a file cannot be written.
-    """
+    """Write and sync this rank's files; empties `pieces`, so that their memory goes with them. Calls `written` after every file. OSError or
+    SafetensorError where one cannot be written."""
     number = 0
     while pieces:
         tensors, shapes, room = {}, {}, FILE_BYTES
@@ -306,9 +289,7 @@ def whole_weights(folder: Path) -> dict[str, Tensor]:
     for file in _files(folder):
         with _opened(file) as content:
             shapes |= {name: tuple(json.loads(shape)) for name, shape in content.metadata().items()}
-    pieces = [
-        Piece(name, shape, 0, {MASTER: torch.empty(math.prod(shape))}) for name, shape in shapes.items()
-    ]
+    pieces = [Piece(name, shape, 0, {MASTER: torch.empty(shape).view(-1)}) for name, shape in shapes.items()]
     read_pieces(folder, pieces)
     return {one.name: one.values[MASTER].view(one.shape) for one in pieces}
 
@@ -369,7 +350,7 @@ def check_plan(checkpoint: Path, plan_file: Path) -> None:
         )
 
 
-def trained_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+def trained_weights(checkpoint: Path) -> dict[str, Tensor]:
     """fp32 master weights by the model's names, LoRA's frozen base left out; ValueError for missing or damaged files."""
     try:
         weights = whole_weights(checkpoint)
@@ -381,11 +362,8 @@ def trained_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def restore_model(checkpoint: Path, state: TrainState, start_model: Any = None) -> PodForCausalLM:
-    """The trained model, fp32, adapters merged onto what `start_model` loads for a plan.
-
-    Raises:
-        ValueError: weights that do not fit the model; another start model, layout, windows or RoPE than the adapters'.
-    """
+    """The trained model, fp32, adapters merged onto what `start_model` loads for a plan. ValueError for weights that do not fit the model,
+    and for another start model, layout, windows or RoPE than the adapters'."""
     weights = trained_weights(checkpoint)
     if state.lora is None:
         model: Any = PodForCausalLM(PodConfig.from_pretrained(checkpoint)).float()

@@ -80,11 +80,9 @@ def read_state(checkpoint: Path) -> TrainState:
 def way_back(checkpoint: Path) -> str:
     """What to do about a checkpoint that cannot be read, in one line."""
     folder = checkpoint.parent
-    others = sorted(
-        file.parent.name for file in folder.glob(f"step-*/{STATE_NAME}") if file.parent != checkpoint
-    )
+    others = {file.parent.name for file in folder.glob(f"step-*/{STATE_NAME}")} - {checkpoint.name}
     if others:
-        return f"to go on from {others[-1]}, write that name into {folder / LATEST_NAME}"
+        return f"to go on from {max(others)}, write that name into {folder / LATEST_NAME}"
     return f"there is no other checkpoint in {folder}; remove that folder to begin again"
 
 
@@ -174,9 +172,8 @@ def check_identity(state: TrainState, identity: dict[str, Any], refusal: str) ->
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What a resolved recipe says of training that an earlier one said otherwise: `train.learning_rate 0.1 -> 0.2`."""
     old, new = before.get("train") or {}, now.get("train") or {}
-    return [
-        f"train.{name} {old[name]} -> {new[name]}" for name in new if name in old and old[name] != new[name]
-    ]
+    changed = [name for name in new if name in old and old[name] != new[name]]
+    return [f"train.{name} {old[name]} -> {new[name]}" for name in changed]
 
 
 def sha256_of(content: Any) -> str:
