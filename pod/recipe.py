@@ -94,18 +94,14 @@ _INSIDE = Path(__file__).parent / "recipes"
 RECIPES = _INSIDE if _INSIDE.is_dir() else Path(__file__).parents[1] / "configs"
 """The recipes that come along: inside of an installed package, `configs/` of a checkout."""
 
-Main = Callable[[Recipe], None]
-Estimate = Callable[[Recipe], str]
-AddArguments = Callable[[argparse.ArgumentParser], Any]
-
 
 def run(
-    main: Main,
+    main: Callable[[Recipe], None],
     *,
     sections: Sequence[str],
     description: str | None = None,
-    estimate: Estimate | None = None,
-    add_arguments: AddArguments | None = None,
+    estimate: Callable[[Recipe], str] | None = None,
+    add_arguments: Callable[[argparse.ArgumentParser], Any] | None = None,
     argv: Sequence[str] | None = None,
 ) -> None:
     """The command line of a launcher: `--config --set --dry-run --help`, then `main(recipe)`.
@@ -139,7 +135,8 @@ def run(
 def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> Recipe:
     """Read a YAML recipe and apply overrides `section.field=value` (values are YAML); checks every key, type and value.
 
-    path: None means all defaults; a file that `extends` another changes its fields. Raises: ValueError with one line that names the file or the key and what is allowed.
+    path: None means all defaults; a file that `extends` another changes its fields. Raises: ValueError with one line that names the file or
+    the key and what is allowed.
     """
     content = _read_recipe(_find_recipe(Path(path))) if path is not None else {}
     for override in overrides:
@@ -153,11 +150,8 @@ def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = 
 
 def _find_recipe(path: Path) -> Path:
     """A file as it is named, else the recipe of that name, with or without .yaml, that comes along: `demo`, `paper/pod_3`."""
-    names = (
-        RECIPES / path,
-        RECIPES / f"{path}.yaml",
-        RECIPES / path.relative_to("configs") if path.is_relative_to("configs") else path,
-    )
+    inside = path.relative_to("configs") if path.is_relative_to("configs") else path
+    names = (RECIPES / path, RECIPES / f"{path}.yaml", RECIPES / inside)
     return path if path.exists() else next((file for file in names if file.is_file()), path)
 
 
@@ -213,40 +207,29 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _parser(sections: Sequence[str], description: str | None) -> argparse.ArgumentParser:
+    """The options that all launchers have; the epilog explains every field of the given sections: name, type, default, meaning."""
+    lines = ["fields of the recipe (in --config or with --set):", *explain(Recipe, "", skip_sections=True)]
+    for name in sections:
+        lines += ["", f"[{name}] {field_docs(Recipe)[name]}", *explain(hints_of(Recipe)[name], name)]
+    layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        description=description,
-        epilog=help_text(sections),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        description=description, epilog="\n".join(lines), formatter_class=layout, allow_abbrev=False
     )
     add = parser.add_argument
-    add(
-        "--config",
-        metavar="FILE",
-        help=f"YAML recipe, which may extend another, or the name of one in {RECIPES}",
-    )
+    which = f"YAML recipe, which may extend another, or the name of one in {RECIPES}"
+    add("--config", metavar="FILE", help=which)
     add("--set", metavar="A.B=VALUE", action="append", default=[], help="override one field (repeatable)")
     add("--dry-run", action="store_true", help="print the resolved recipe and what it needs, then stop")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     return parser
 
 
-def help_text(sections: Sequence[str]) -> str:
-    """Every field of the given sections: name, type, default, meaning."""
-    lines = ["fields of the recipe (in --config or with --set):"]
-    lines += explain(Recipe, "", skip_sections=True)
-    for name in sections:
-        lines += ["", f"[{name}] {field_docs(Recipe)[name]}", *explain(hints_of(Recipe)[name], name)]
-    return "\n".join(lines)
-
-
 def exit_with(error: Exception) -> typing.NoReturn:
     """One line on stderr and exit code 2. A RuntimeError of several lines is no message for a user: it keeps its traceback."""
     if isinstance(error, BrokenPipeError):
         raise error  # whoever reads what is printed has seen enough
-    if os.environ.get("POD_TRACEBACK") == "1" or (
-        isinstance(error, RuntimeError) and "\n" in str(error).strip()
-    ):
+    is_bug = isinstance(error, RuntimeError) and "\n" in str(error).strip()
+    if is_bug or os.environ.get("POD_TRACEBACK") == "1":
         traceback.print_exc()
     hint = " (POD_TRACEBACK=1 shows where)" if isinstance(error, RuntimeError) else ""
     prefix = "error" if _rank() == 0 else f"error (rank {_rank()})"

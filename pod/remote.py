@@ -8,16 +8,7 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any
 
-_OF_THE_CONTENT = (
-    "ETag",
-    "etag",
-    "Content-MD5",
-    "md5Hash",
-    "Last-Modified",
-    "LastModified",
-    "mtime",
-    "updated",
-)
+_VERSION_KEYS = "ETag", "etag", "Content-MD5", "md5Hash", "Last-Modified", "LastModified", "mtime", "updated"
 """What places tell of a file that changes with it."""
 
 
@@ -52,7 +43,7 @@ def remote_state(url: str) -> tuple[int, int]:
             told: dict[str, Any] = system.info(path)
         except FileNotFoundError:
             return -1, 0
-    version = repr([str(told.get(name)) for name in _OF_THE_CONTENT])
+    version = repr([str(told.get(name)) for name in _VERSION_KEYS])
     return told.get("size") or 0, int(hashlib.sha256(version.encode()).hexdigest()[:15], 16)
 
 

@@ -197,27 +197,18 @@ def _dump_list(dumper: yaml.SafeDumper, value: list) -> yaml.Node:
 Dumper.add_representer(list, _dump_list)
 
 
-def explain(cls: type, where: str, skip_sections: bool = False) -> list[str]:
+def explain(cls: Any, where: str, skip_sections: bool = False) -> list[str]:
     """Lines for `--help`: per field its dotted name, type, default and documentation."""
-    lines = []
-    indent = " " * 6
-    for name, item in fields_of(cls).items():
-        hint = hints_of(cls)[name]
+    lines, docs, indent = [], field_docs(cls), " " * 6
+    for name, item in cls.__pydantic_fields__.items():
+        hint, default = hints_of(cls)[name], "required"
         if dataclasses.is_dataclass(hint) and skip_sections:
             continue
-        lines.append(f"  {_place(where, [name])}  ({type_name(hint)}, {_default_text(item)})")
-        lines += textwrap.wrap(
-            field_docs(cls).get(name, ""), 100, initial_indent=indent, subsequent_indent=indent
-        )
+        if not item.is_required():
+            default = f"default {item.get_default(call_default_factory=True)!r}"
+        lines.append(f"  {_place(where, [name])}  ({type_name(hint)}, {default})")
+        lines += textwrap.wrap(docs.get(name, ""), 100, initial_indent=indent, subsequent_indent=indent)
     return lines
-
-
-def _default_text(item: dataclasses.Field) -> str:
-    if item.default is not dataclasses.MISSING:
-        return f"default {item.default!r}"
-    return (
-        "required" if item.default_factory is dataclasses.MISSING else f"default {item.default_factory()!r}"
-    )
 
 
 def type_name(hint: Any) -> str:
@@ -229,8 +220,8 @@ def type_name(hint: Any) -> str:
 
 def field_docs(cls: Any) -> dict[str, str]:
     """The string literal under each field."""
-    docs = {name: item.description for name, item in cls.__pydantic_fields__.items()}
-    return {name: " ".join(text.split()) for name, text in docs.items() if text}
+    fields = cls.__pydantic_fields__.items()
+    return {name: " ".join(item.description.split()) for name, item in fields if item.description}
 
 
 def fields_of(cls: Any) -> dict[str, dataclasses.Field]:

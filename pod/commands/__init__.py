@@ -53,10 +53,8 @@ def start(name: str) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "pod").startswith("pod."):
             raise
-        print(
-            f"error: the package {error.name} is missing: {INSTALL}; `pod doctor` lists what is",
-            file=sys.stderr,
-        )
+        text = f"error: the package {error.name} is missing: {INSTALL}; `pod doctor` lists what is"
+        print(text, file=sys.stderr)
         sys.exit(2)
 
 
@@ -69,11 +67,8 @@ def note_on_data(recipe: Any) -> None:
     except ValueError:  # none, or a damaged one: whoever needs it says so
         return
     if other and os.environ.get("RANK", "0") == "0":
-        print(
-            f"note: {recipe.data_dir} was prepared with other {', '.join(other)} than this recipe's, and is read as it is; `pod data` makes it "
-            "anew",
-            flush=True,
-        )
+        note = f"{recipe.data_dir} was prepared with other {', '.join(other)} than this recipe's"
+        print(f"note: {note}, and is read as it is; `pod data` makes it anew", flush=True)
 
 
 def run_recipe(command: ModuleType) -> None:

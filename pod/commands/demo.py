@@ -44,8 +44,7 @@ def steps_of(recipe: Recipe, config: Path, ranks: int = RANKS) -> list[Step]:
     export, check = recipe.export_dir, Path(recipe.output_dir) / "export_check.json"
     windows = recipe.model.num_sink_tokens + recipe.model.num_recent_tokens  # a prompt is to exceed them
     tokens = str(min(2 * windows, recipe.data.context_length))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     deepspeed = [str(BIN / "deepspeed"), "--num_gpus", str(ranks), "--master_port", str(port)]
     train = [*deepspeed, "--module", "pod.commands.train", "--config", str(config)]

@@ -42,7 +42,6 @@ class JsonLines:
 
     def __init__(self, path: Path, first_step: int):
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._open(first_step or -1)  # a run from the beginning measures step 0 again
 
     def _open(self, last_step: int) -> None:
@@ -55,8 +54,7 @@ class JsonLines:
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
 
     def log(self, step: int, values: Values) -> None:
-        self.file.write(json.dumps({"step": step, **values}) + "\n")
-        self.file.flush()
+        print(json.dumps({"step": step, **values}), file=self.file, flush=True)
 
     def rewind(self, step: int) -> None:
         """What was told of steps after `step` did not happen: they come again."""
@@ -77,7 +75,6 @@ class Wandb:
         import wandb
 
         name = folder / "wandb-run"
-        folder.mkdir(parents=True, exist_ok=True)
         if not name.is_file():
             atomic_write_text(name, uuid.uuid4().hex[:8] + "\n")
         run_id = name.read_text(encoding="utf-8").strip()
@@ -94,10 +91,6 @@ class Wandb:
 
     def close(self) -> None:
         self.run.finish()
-
-
-_REDRAW_S = 1.0  # on a terminal
-_REDRAW_LOG_S = 30.0  # where every drawing is one more line of a log file
 
 
 class Monitor:
@@ -121,14 +114,15 @@ class Monitor:
         peak: float | None = None,
     ):
         self.args, self.tokens_per_step, self.enabled, self.peak = args, tokens_per_step, enabled, peak
-        self.trackers: list[JsonLines | Wandb] = []
         self._start_record(first_step)
-        redraw = _REDRAW_S if sys.stderr.isatty() else _REDRAW_LOG_S
+        redraw = 1.0 if sys.stderr.isatty() else 30.0  # seconds; every drawing is one more line of a log file
         steps: dict[str, Any] = {"total": args.max_steps, "initial": first_step}
         self.bar = tqdm(desc="train", unit="step", mininterval=redraw, disable=not enabled, **steps)
+        self.trackers: list[JsonLines | Wandb] = []
         if enabled:
-            self.trackers = [JsonLines(folder / "metrics.jsonl", first_step)]
-            self.trackers += [Wandb(folder, args, config)] if args.tracker == "wandb" else []
+            self.trackers.append(JsonLines(folder / "metrics.jsonl", first_step))
+        if enabled and args.tracker == "wandb":
+            self.trackers.append(Wandb(folder, args, config))
 
     @classmethod
     def of(cls, trainer: Any) -> "Monitor":
@@ -224,9 +218,6 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-_SAMPLED_ROWS = 256
-
-
 def attention_flops(config: Any, lead: Lead, lengths: Sequence[int]) -> float:
     """Forward operations of all attention products over documents of these lengths."""
     every = sum(map(causal_pairs, lengths))
@@ -256,7 +247,7 @@ def peak_tokens_per_second(config: Any, args: TrainArgs, dataset: Any, mesh: Any
         peak = 0.0 if known is None else known.tflops(args.dtype)
     if not peak:
         return None
-    rows = range(0, len(dataset), -(-len(dataset) // _SAMPLED_ROWS))
+    rows = range(0, len(dataset), -(-len(dataset) // 256))
     lengths = [len(document) for row in rows for document in dataset.documents(row)]
     flops = training_flops(config, config.sharing_plan.lead, args, lengths)
     return peak * 1e12 * mesh.world_size * len(rows) * dataset.context_length / flops

@@ -64,11 +64,8 @@ def deepspeed_config(args: TrainArgs) -> dict[str, Any]:
 
 
 def save_activations(model: Any, args: TrainArgs, row_length: int) -> None:
-    """Set what a PodForCausalLM keeps for its backward: checkpoints, carry, feed-forward tiles.
-
-    Args:
-        row_length: tokens of the longest row over all ranks of a sequence-parallel group.
-    """
+    """Set what a PodForCausalLM keeps for its backward: checkpoints, carry, feed-forward tiles; row_length: tokens of the longest row over
+    all ranks of a sequence-parallel group."""
     if args.gradient_checkpointing == "full":
         # The first name is transformers' newer one; both checkpoint without re-entering autograd.
         newer = getattr(model, "activation_checkpointing_enable", None)
@@ -111,11 +108,7 @@ def learning_rate(step: int, args: TrainArgs) -> float:
 
 
 def make_optimizer(module: nn.Module, args: TrainArgs) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters; matrices decay, vectors (norms, biases) do not.
-
-    Raises:
-        ValueError: when nothing is trainable.
-    """
+    """AdamW over the trainable parameters; matrices decay, vectors (norms, biases) do not. ValueError when nothing is trainable."""
     groups: dict[float, list[nn.Parameter]] = {args.weight_decay: [], 0.0: []}
     for one in module.parameters():
         if one.requires_grad:

@@ -33,17 +33,15 @@ class Guard:
     def why_bad(self, loss: float) -> str:
         """What was wrong with a step that was skipped, in words; call it before `judge`."""
         if self.is_spike(loss):
-            bar = f"{self.spike_bar():.4g} = spike_factor x the running median"
-            return f"the loss was {loss:.4g}, above {bar}"
+            return (
+                f"the loss was {loss:.4g}, above {self.spike_bar():.4g} = spike_factor x the running median"
+            )
         return "the loss or a gradient was NaN or infinite"
 
     def judge(self, step: int, loss: float, skipped: bool, can_rewind: bool = True) -> Verdict:
-        """What follows step `step` (counted from 1), after its update was made or skipped.
+        """What follows step `step` (counted from 1), after its update was made or skipped; without a checkpoint a rewind is a skip.
 
-        Without a checkpoint (`can_rewind`) a rewind is a skip.
-
-        Raises:
-            RuntimeError: `max_skipped_steps` bad steps in a row, or one more than `max_rewinds` rewinds.
+        Raises: RuntimeError for `max_skipped_steps` bad steps in a row, or one more than `max_rewinds` rewinds.
         """
         if not skipped and math.isfinite(loss):
             self.consecutive_skips = 0

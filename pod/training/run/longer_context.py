@@ -35,8 +35,7 @@ def change_rope(
         new_max: longest context afterwards; None = original length x factor where positions are scaled anew (the checkpoint's
             length, in proportion, where only the factor of its own scaling changes), else as it was.
 
-    Raises:
-        ValueError: keys of another type, a missing factor, a longer context with nothing changed.
+    Raises: ValueError for keys of another type, a missing factor, a longer context with nothing changed.
     """
     own_type = rope.get("rope_type", "default")
     rope_type = changes.get("rope_type", own_type)

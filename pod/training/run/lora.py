@@ -23,19 +23,14 @@ def lora_settings(args: TrainArgs) -> dict[str, Any]:
 
 
 def add_lora(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
-    """The model with trainable adapters and everything else frozen.
-
-    Raises:
-        ValueError: peft is missing, or the model has no module of a given name, or none that can be adapted.
-    """
+    """The model with trainable adapters and everything else frozen; ValueError when peft is missing, or the model has no linear layer of a
+    given name that can be adapted."""
     config = lora_config(settings)
     from peft import get_peft_model
 
-    present = {
-        name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    }
+    linear = (name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, nn.Linear))
     # the loss takes the weight of lm_head, not its output: an adapter there would be without effect
-    present.discard("lm_head")
+    present = set(linear) - {"lm_head"}
     unknown = [name for name in settings["lora_target_modules"] if name not in present]
     if unknown:
         raise ValueError(
@@ -52,13 +47,11 @@ def lora_config(settings: dict[str, Any]) -> Any:
     try:
         from peft import LoraConfig
     except ImportError:
-        raise ValueError(
-            "train.method=lora needs the package peft: pip install peft, or set train.method=full"
-        ) from None
+        needs = "train.method=lora needs the package peft: pip install peft, or set train.method=full"
+        raise ValueError(needs) from None
     names = {"lora_rank": "r", "lora_target_modules": "target_modules"}
-    return LoraConfig(
-        task_type="CAUSAL_LM", **{names.get(name, name): value for name, value in settings.items()}
-    )
+    named = {names.get(name, name): value for name, value in settings.items()}
+    return LoraConfig(task_type="CAUSAL_LM", **named)
 
 
 def load_adapter(folder: Path | str, base: Any, **options: Any) -> Any:
@@ -69,8 +62,7 @@ def load_adapter(folder: Path | str, base: Any, **options: Any) -> Any:
         base: the checkpoint that training started from: a recipe's model.path, or a transformers model.
         options: of `pod.load_model` (dtype, gguf_file, device, attention_backend).
 
-    Raises:
-        ValueError: a folder that holds no adapter of ours, or a base that does not fit.
+    Raises: ValueError for a folder that holds no adapter of ours, or a base that does not fit.
     """
     from peft import PeftModel
 

@@ -52,8 +52,7 @@ def start_config(model_args: ModelArgs, plan: Plan, source: Any) -> PodConfig:
     Args:
         plan: a SharingPlan or the path of one; None = the layout's own (`cla`), the checkpoint's, or none.
 
-    Raises:
-        ValueError: layout=pod without a plan; whatever does not fit the checkpoint.
+    Raises: ValueError for layout=pod without a plan, and for whatever does not fit the checkpoint.
     """
     layout = model_args.layout
     if layout == "cla" and plan is None:
@@ -80,8 +79,7 @@ def model_config(
     Args:
         target_saving: of a `stand_in_plan` for a missing plan under layout=pod; None = a missing plan is an error.
 
-    Raises:
-        ValueError: an unknown model, one that does not fit plan, layout or RoPE; no plan.
+    Raises: ValueError for an unknown model, one that does not fit plan, layout or RoPE, and for no plan.
     """
     source, _ = source_config(model_args)
     file = model_args.plan_file(output_dir)
@@ -107,9 +105,7 @@ def source_config(model_args: ModelArgs) -> tuple[Any, str | None]:
     """The checkpoint's configuration, and what to tell a user about where it came from (None = from the checkpoint itself).
 
     A model that is not on this machine is looked up among the models that recipes name, so that estimates need no network.
-
-    Raises:
-        ValueError: neither a model on this machine nor a known one, and the hub cannot be asked.
+    Raises: ValueError for neither a model on this machine nor a known one, when the hub cannot be asked.
     """
     name = model_args.path
     if name.startswith(PACKAGE) and name in KNOWN_SIZES:

@@ -72,10 +72,10 @@ def _files(source: str | os.PathLike) -> list[str]:
         found = None
         with contextlib.suppress(OSError):  # no such file, or no such model
             found = cached_file(source, name)
+        if found is not None and name == _INDEX:
+            return list(get_checkpoint_shard_files(str(source), found)[0] or ())
         if found is not None:
-            return (
-                list(get_checkpoint_shard_files(str(source), found)[0] or ()) if name == _INDEX else [found]
-            )
+            return [found]
     return []
 
 

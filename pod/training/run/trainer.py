@@ -113,8 +113,7 @@ class Trainer:
         evaluation: made every `eval_every_steps`, before the first step and at the last one.
         weights: values of a hollow model, opened; None = the model has its own.
 
-    Raises:
-        ValueError: anything that cannot work, before the first step.
+    Raises: ValueError for anything that cannot work, before the first step.
     """
 
     def __init__(
@@ -172,15 +171,8 @@ class Trainer:
         """What the run's checkpoints belong to, and the one that it continues from."""
         args, method = self.args, {"method": self.args.method, **(self.lora or {})}
         rows = (self.cursor.seed, rows_per_step(args, self.mesh))
-        identity = identity_of(
-            self.causal_model.config,
-            weights.samples,
-            self.plan,
-            self.dataset.manifest,
-            method,
-            args.dtype,
-            rows,
-        )
+        config, manifest = self.causal_model.config, self.dataset.manifest
+        identity = identity_of(config, weights.samples, self.plan, manifest, method, args.dtype, rows)
         return identity, checkpoint_to_resume(self.folder, args.resume, identity)
 
     def describe(self, folder: Path) -> None:

@@ -170,15 +170,13 @@ class Ulysses:
         lead, heads: plan of the KV heads that this rank computes, and which of the model's they are, [L][H_local].
         sent_bytes: bytes this rank handed to all-to-all since the start, by direction, what backward recomputes included.
 
-    Raises:
-        ValueError: group sizes that cannot work, naming those that do.
+    Raises: ValueError for group sizes that cannot work, naming those that do.
     """
 
     def __init__(self, config: Any, group: "dist.ProcessGroup", row_length: int):
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
-        self.sent_bytes: dict[str, int] = dict.fromkeys(
-            ["to_heads", "to_sequence", "to_heads_backward", "to_sequence_backward"], 0
-        )
+        directions = "to_heads", "to_sequence", "to_heads_backward", "to_sequence_backward"
+        self.sent_bytes = dict.fromkeys(directions, 0)
         self.set_row_length(row_length)
         heads, windows = config.num_key_value_heads, (config.num_sink_tokens, config.num_recent_tokens)
         lead = config.sharing_plan.lead
@@ -188,9 +186,8 @@ class Ulysses:
         self.kv_counts = split_evenly(heads * self.repeats, self.size)
         mine = own_slice(self.kv_counts, self.rank)
         self.heads = tuple(tuple(i // self.repeats for i in order[mine]) for order in self.orders)
-        self.lead: Lead = tuple(
-            tuple(row[head] for head in heads) for row, heads in zip(lead, self.heads, strict=True)
-        )
+        local = zip(lead, self.heads, strict=True)
+        self.lead: Lead = tuple(tuple(row[head] for head in heads) for row, heads in local)
 
     def set_row_length(self, row_length: int) -> None:
         """Declare the tokens n of the next rows; rank r then holds `self.slice` of them."""
