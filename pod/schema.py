@@ -52,10 +52,7 @@ def section(cls: type[_Section]) -> type[_Section]:
 
 
 def build(cls: Any, content: Any, where: str = "") -> Any:
-    """An instance of the section `cls` from a mapping as YAML gave it.
-
-    where: dotted name of this place in the recipe, for messages. Raises: ValueError.
-    """
+    """The section `cls` from a mapping as YAML gave it; where: dotted name of this place in the recipe, for messages. Raises: ValueError."""
     try:
         return cls.__pydantic_validator__.validate_python(content)
     except ValidationError as error:
@@ -70,8 +67,7 @@ def to_yaml(recipe: Any, fields: Collection[str] | None = None) -> str:
 
 
 def _prepared(cls: type, given: Any) -> Any:
-    """What pydantic shall convert: an empty section is one of defaults, comma-separated texts are lists,
-    truth values are no numbers."""
+    """What pydantic shall convert: an empty section is one of defaults, comma-separated texts are lists, truth values are no numbers."""
     if isinstance(given, ArgsKwargs):
         return ArgsKwargs((), _prepared(cls, given.kwargs))
     if not isinstance(given, dict):
@@ -165,9 +161,8 @@ class Loader(yaml.SafeLoader):
         keys = [key.value for key, _ in node.value if key.value != "<<"]
         twice = [key for number, key in enumerate(keys) if key in keys[:number]]
         if twice:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"key {twice[0]!r} stands twice", node.start_mark
-            )
+            problem = f"key {twice[0]!r} stands twice"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -229,10 +224,8 @@ def fields_of(cls: Any) -> dict[str, dataclasses.Field]:
     return {item.name: item for item in dataclasses.fields(cls) if item.init}
 
 
-@functools.cache
-def hints_of(cls: type) -> dict[str, Any]:
-    """Name → resolved type annotation."""
-    return typing.get_type_hints(cls)
+hints_of = functools.cache(typing.get_type_hints)
+"""Of a class: name → resolved type annotation."""
 
 
 def one_line(error: BaseException) -> str:

@@ -30,10 +30,9 @@ def main(recipe: Recipe) -> None:
     from pod.data.tokens.tokenizers import load_tokenizer
     from pod.models import resolve_model
 
-    tokenizer = recipe.data.tokenizer or load_tokenizer(
-        resolve_model(recipe.model.path), gguf_file=recipe.model.gguf_file
-    )
-    args, trained = replace(recipe.data, held_out_tokens=recipe.held_out_tokens), recipe.train_dir
+    args, model, trained = recipe.data, recipe.model, recipe.train_dir
+    tokenizer = args.tokenizer or load_tokenizer(resolve_model(model.path), gguf_file=model.gguf_file)
+    args = replace(args, held_out_tokens=recipe.held_out_tokens)
     used_by = trained if (trained / "latest").is_file() else None
     data = prepare(args, tokenizer, recipe.data_dir, seed=recipe.seed, used_by=used_by)
     print(overview(data))

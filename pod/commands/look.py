@@ -88,10 +88,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _tokenizer(manifest: dict[str, Any], wanted: str | None) -> tuple[Any, str | None]:
-    """The tokenizer that made the data, or None and why the rows are shown as ids.
-
-    Raises `ValueError` when the `wanted` one cannot be loaded or is another than the data's.
-    """
+    """The tokenizer that made the data, or None and why the rows are shown as ids; ValueError when the `wanted` one cannot be loaded or is
+    another than the data's."""
     from pod.data.tokens.tokenizers import load_tokenizer, tokenizer_sha256
 
     source = wanted or manifest.get("tokenizer_source")

@@ -66,10 +66,8 @@ class JsonLines:
 
 
 class Wandb:
-    """Weights & Biases; offline unless told. A continued run goes on in the same wandb run.
-
-    Every line carries its step as a number, which the charts use as their axis: wandb's own steps cannot go back.
-    """
+    """Weights & Biases; offline unless told. A continued run goes on in the same wandb run. Charts have the step of each line as their axis:
+    wandb's own steps cannot go back."""
 
     def __init__(self, folder: Path, args: TrainArgs, config: dict[str, Any]):
         import wandb

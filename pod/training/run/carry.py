@@ -1,13 +1,12 @@
 """Where the lead queries and keys of PoD wait for their backward: on the device, in host memory, or nowhere.
 
-Activation checkpointing keeps the inputs of every layer until its backward: a hidden state, and the carry of lead queries and keys,
-worth about 0.4 hidden states per layer at a saving of 35 %. `keep` leaves the carry there. `offload` copies each tensor to host
-memory once, whatever the number of layers that read it, and fetches it back for the backward of its block. `recompute` drops it and
-projects it again from the hidden state at the lead's layer, which that layer's own checkpoint holds anyway. A window between the
-layers of a block hands the carry on without reading it: its checkpoint holds an empty stand-in of the same shape.
+Activation checkpointing keeps the inputs of every layer until its backward: a hidden state, and the carry, worth about 0.4 hidden states
+per layer at a saving of 35 %. `keep` leaves the carry there. `offload` copies each tensor to host memory once, whatever the number of
+layers that read it, and fetches it back for the backward of its block. `recompute` projects it again from the hidden state of the lead's
+layer, which that layer's own checkpoint holds anyway. A window inside a block hands the carry on unread: its checkpoint holds a stand-in.
 
 All work through saved-tensor hooks around the checkpoint call: graph, gradients and the values that a backward sees stay as they
-are. The hidden states can wait in host memory as well (`train.offload_checkpoints`): one copy each way per layer.
+are. Hidden states can wait in host memory as well (`train.offload_checkpoints`): one copy each way per layer.
 """
 
 import contextlib
@@ -87,12 +86,8 @@ def _identity(x: Tensor) -> tuple:
 
 
 class KeptCarry:
-    """`train.carry=keep`, and what is common to all modes: tell which of the tensors that a checkpoint saves are the carry
-    or the layer's hidden state.
-
-    Args:
-        offload_inputs: keep hidden states in host memory.
-    """
+    """`train.carry=keep`, and what is common to all modes: tell which of the tensors that a checkpoint saves are the carry or the layer's
+    hidden state. offload_inputs: keep hidden states in host memory."""
 
     def __init__(self, offload_inputs: bool = False):
         self.offload_inputs, self.to_host, self.to_device = offload_inputs, host_copy, device_copy
@@ -119,10 +114,7 @@ class KeptCarry:
                 return self._pack(x)
             return x.new_zeros(()).expand(x.shape)  # handed on, so that any values do
 
-        def unpack(packed: Tensor | Getter) -> Tensor:
-            return packed if isinstance(packed, Tensor) else packed()
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x if isinstance(x, Tensor) else x()):
             yield
 
     def _layer_input(self, layer: Any, hidden_states: Tensor, *others: Any) -> Getter:

@@ -95,10 +95,8 @@ def fuse_layers(model: Any) -> None:
 
 
 def learning_rate(step: int, args: TrainArgs) -> float:
-    """Learning rate of optimizer step `step` (from 0): linear warm-up, then a cosine to `min_lr_ratio` of the peak.
-
-    A pure function of the step, so that a resumed run needs no scheduler state.
-    """
+    """Learning rate of optimizer step `step` (from 0): linear warm-up, then a cosine to `min_lr_ratio` of the peak; a resumed run needs no
+    scheduler state."""
     if step < args.warmup_steps:
         return args.learning_rate * (step + 1) / args.warmup_steps
     last = max(1, args.max_steps - args.warmup_steps - 1)
@@ -130,11 +128,8 @@ IGNORED_LABEL = -100
 
 
 class LossHead(nn.Module):
-    """Sum of the next-token losses of a row (slice), holding at most `chunk_mib` MiB of fp32 logits.
-
-    It registers the output projection [V, hidden] (tied or not) as its own parameter: ZeRO-3 then gathers the weight around
-    this module's forward and backward as it does for any other module.
-    """
+    """Sum of the next-token losses of a row (slice), holding at most `chunk_mib` MiB of fp32 logits. The output projection [V, hidden] (tied
+    or not) is its own parameter, so that ZeRO-3 gathers it around this module's forward and backward as for any other."""
 
     def __init__(self, weight: nn.Parameter, chunk_mib: int = 256):
         super().__init__()
@@ -149,10 +144,8 @@ class LossHead(nn.Module):
 
 
 class LanguageModelLoss(nn.Module):
-    """Decoder (a PodForCausalLM, or its `peft` wrapper) plus chunked loss: the module that the DeepSpeed engine wraps.
-
-    Parameter names are those of `model` with the prefix "model."; the loss head's weight is the model's own.
-    """
+    """Decoder (a PodForCausalLM, or its `peft` wrapper) plus chunked loss: the module that the DeepSpeed engine wraps. Its parameters have
+    the names of `model`'s with the prefix "model."; the loss head's weight is the model's own."""
 
     def __init__(self, model: Any, chunk_mib: int = 256):
         super().__init__()

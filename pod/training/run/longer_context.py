@@ -27,11 +27,9 @@ def change_rope(
     """RoPE parameters and longest context of a model after `changes`, a higher base or scaled positions.
 
     Args:
-        rope: parameters of the checkpoint, as in transformers (`rope_type`, `rope_theta`, `factor`, …).
-        max_positions: the checkpoint's longest context in tokens.
-        changes: some of `rope_type`, `rope_theta`, and the keys of that type: `factor`, `low_freq_factor`,
-            `high_freq_factor`, `original_max_position_embeddings` (llama3, Llama 3.1's), `beta_fast`, `beta_slow`,
-            `attention_factor` (yarn, Peng et al., 2023). A type of the checkpoint's own keeps its other parameters.
+        rope, max_positions: parameters of the checkpoint, as in transformers, and its longest context in tokens.
+        changes: some of `rope_type`, `rope_theta`, and the keys of that type (llama3: Llama 3.1's; yarn: Peng et al., 2023). A type of the
+            checkpoint's own keeps its other parameters.
         new_max: longest context afterwards; None = original length x factor where positions are scaled anew (the checkpoint's
             length, in proportion, where only the factor of its own scaling changes), else as it was.
 

@@ -9,7 +9,6 @@ from torch import nn
 
 from pod.modeling.loading import load_model
 from pod.modeling.shipped.config import PodConfig
-from pod.models import resolve_model
 from pod.training.args import TrainArgs
 
 SETTINGS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
@@ -71,8 +70,6 @@ def load_adapter(folder: Path | str, base: Any, **options: Any) -> Any:
         raise ValueError(f"{folder} holds no {CONFIG_NAME}: name a folder written with export.adapter=true")
     config = PodConfig.from_json_file(str(file))
     windows = {name: getattr(config, name) for name in ("num_sink_tokens", "num_recent_tokens")}
-    if isinstance(base, str):
-        base = resolve_model(base)
     model = load_model(base, plan=config.sharing_plan, layout=config.layout, **windows, **options)
     # nothing has asked for a rotation yet: the tables are made from these at the first forward pass
     model.config.rope_parameters = config.rope_parameters

@@ -22,10 +22,8 @@ Plan = SharingPlan | str | Path | None
 def hollow_start_model(
     model_args: ModelArgs, plan: Plan, dtype: str = "float32"
 ) -> tuple[PodForCausalLM, StartWeights]:
-    """The model that training starts from without its values, and what has them once it is opened.
-
-    The master weights of a run in bfloat16 are made from bfloat16. Plan and errors as in `start_config`.
-    """
+    """The model that training starts from without its values, and what has them once it is opened; plan and errors as in `start_config`.
+    The master weights of a run in bfloat16 are made from bfloat16."""
     path, source = resolve_model(model_args.path), source_config(model_args)[0]
     config = start_config(model_args, plan, source)
     kind = config.dtype = getattr(torch, dtype)

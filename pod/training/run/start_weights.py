@@ -38,10 +38,8 @@ def hollow_model(config: PodConfig, dtype: torch.dtype) -> PodForCausalLM:
 
 
 def weight_reader(path: str, config: PodConfig, dtype: torch.dtype, gguf_file: str | None = None) -> Reader:
-    """Reads the weights of a model with `config` from a checkpoint, in `dtype`: one at a time from safetensors files, or all.
-
-    Raises ValueError or OSError for one that cannot be read, or does not fit.
-    """
+    """Reads the weights of a model with `config` from a checkpoint, in `dtype`: one at a time from safetensors files, or all. ValueError or
+    OSError for a checkpoint that cannot be read, or does not fit."""
     files = None if gguf_file else weight_files(path)
     if files is None:
         print(f"note: {path} has no safetensors files: one rank loads it whole", flush=True)
@@ -82,9 +80,7 @@ def _files(source: str | os.PathLike) -> list[str]:
 class StartWeights:
     """What rank 0 gives `bridge.place_weights`, with samples of every weight that was given, in the model's order.
 
-    Args:
-        model: before adapters are put on it.
-        opener: opens the checkpoint that has the values, None = the model has them.
+    model: before adapters are put on it; opener: opens the checkpoint that has the values, None = the model has them.
     """
 
     def __init__(self, model: nn.Module, opener: Callable[[], Reader] | None = None):

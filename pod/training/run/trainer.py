@@ -48,13 +48,10 @@ def rows_per_step(args: TrainArgs, mesh: Any) -> int:
 
 
 class StepBatches:
-    """The micro-batches of every step on this rank: its rows, and of each row its slice of the tokens.
+    """The micro-batches of every step on this rank: its rows, and of each row its slice of the tokens. Ranks of one sequence-parallel group
+    read the same rows, data-parallel groups different ones.
 
-    Ranks of one sequence-parallel group read the same rows, data-parallel groups different ones.
-
-    Args:
-        cursor: where reading stands; moves with `next`, by the rows of all ranks.
-        tokens: slice of a row's positions that this rank holds.
+    cursor: where reading stands; moves with `next`, by the rows of all ranks. tokens: slice of a row's positions that this rank holds.
     """
 
     def __init__(self, args: TrainArgs, dataset: Any, cursor: RowCursor, mesh: Any, tokens: slice):
@@ -255,11 +252,8 @@ class Trainer:
         self.monitor.note(f"back to step {self.state.step}; data goes on behind the rows of step {bad_step}")
 
     def step(self) -> dict[str, float]:
-        """One optimizer step over the next rows.
-
-        Returns `loss` (mean cross entropy), `learning_rate`, `grad_norm`, `labels`, `data_wait_s`, `skipped` and `spike` (0 or 1);
-        numbers that are not finite are left out.
-        """
+        """One optimizer step over the next rows. Returns `loss` (mean cross entropy), `learning_rate`, `grad_norm`, `labels`, `data_wait_s`,
+        `skipped` and `spike` (0 or 1); numbers that are not finite are left out."""
         self.random_states = random_states()
         self.control.alive("data")
         batches = self.batches.next()

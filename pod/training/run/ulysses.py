@@ -73,9 +73,7 @@ def share_heads(
 ) -> Shares:
     """The shares of `size` ranks that take least time over attention and over sending keys and values; errors as in `kv_head_repeats`.
 
-    Args:
-        row_length: tokens of a row over all ranks, taken for one document.
-        windows: (n_s, n_r) in tokens.
+    row_length: tokens of a row over all ranks, taken for one document; windows: (n_s, n_r) in tokens.
     """
     groups = num_attention_heads // num_key_value_heads
     least = kv_head_repeats(num_attention_heads, num_key_value_heads, size)
@@ -176,7 +174,7 @@ class Ulysses:
     def __init__(self, config: Any, group: "dist.ProcessGroup", row_length: int):
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         directions = "to_heads", "to_sequence", "to_heads_backward", "to_sequence_backward"
-        self.sent_bytes = dict.fromkeys(directions, 0)
+        self.sent_bytes: dict[str, int] = dict.fromkeys(directions, 0)
         self.set_row_length(row_length)
         heads, windows = config.num_key_value_heads, (config.num_sink_tokens, config.num_recent_tokens)
         lead = config.sharing_plan.lead
@@ -201,10 +199,8 @@ class Ulysses:
         self.slice = own_slice(self.lengths, self.rank)
 
     def to_heads(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B,Hq,n_local,d], k, v [B,H,n_local,d] -> [B,Hq_local,n,d], [B,H_local,n,d] twice; differentiable.
-
-        k and v of no heads (a layer that attends to another one's) stay so, and only q is sent.
-        """
+        """q [B,Hq,n_local,d], k, v [B,H,n_local,d] -> [B,Hq_local,n,d], [B,H_local,n,d] twice; differentiable. k and v of no heads (a layer that
+        attends to another one's) stay so, and only q is sent."""
         batch, _, local, dim = q.shape
         if local != self.lengths[self.rank]:
             raise ValueError(

@@ -20,13 +20,8 @@ ABORT_CODE = 75  # EX_TEMPFAIL: a scheduler may start the run again
 
 
 class Watchdog:
-    """Watches one rank between `start` and `stop`.
-
-    Args:
-        folder: <output_dir>/train; stacks go to hang-rankNNNNN.txt there.
-        args: `hang_timeout_s`, seconds without a beat that count as a hang, and `hang_action`: `abort` ends the process with code 75
-            after the report.
-    """
+    """Watches one rank between `start` and `stop`. A hang is `hang_timeout_s` seconds without a beat: the stacks go to hang-rankNNNNN.txt in
+    `folder`, <output_dir>/train, and `hang_action` abort then ends the process with code 75."""
 
     def __init__(self, folder: Path, args: TrainArgs, rank: int, world_size: int, clock: Callable[[], float]):
         self.folder, self.rank, self.world_size = Path(folder), rank, world_size
