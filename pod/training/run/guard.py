@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from pod.training.args import TrainArgs
 
+Verdict = Literal["good", "skip", "rewind"]
+
 
 class Guard:
     """Judges every step by numbers that are the same on all ranks. Its state goes into checkpoints.
@@ -36,9 +38,7 @@ class Guard:
             )
         return "the loss or a gradient was NaN or infinite"
 
-    def judge(
-        self, step: int, loss: float, skipped: bool, can_rewind: bool = True
-    ) -> Literal["good", "skip", "rewind"]:
+    def judge(self, step: int, loss: float, skipped: bool, can_rewind: bool = True) -> Verdict:
         """What follows step `step` (counted from 1), after its update was made or skipped; without a checkpoint a rewind is a skip.
 
         Raises: RuntimeError for `max_skipped_steps` bad steps in a row, or one more than `max_rewinds` rewinds.
