@@ -89,7 +89,7 @@ def waits(dataset: PackedDataset, how: str, ahead: int, steps: int) -> dict:
     shares = []
     for _ in range(steps + 2):
         batches.next()
-        shares.append(batches.waited_s / compute(matrix))
+        shares.append(batches.prefetcher.waited_s / compute(matrix))
     batches.close()
     return {"prefetch_steps": ahead, "wait_over_compute": spread(shares[2:])}
 

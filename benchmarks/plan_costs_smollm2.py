@@ -75,7 +75,7 @@ class Losses:
     def __init__(self, own: Exploration, sequences: int):
         self.own, self.order = own, ()
         every = replace(own, explore=replace(own.explore, num_sequences=SEQUENCES))
-        tokens = every.read(print)[0]
+        tokens = every.read()
         self.tokens = [tokens[index] for index in EVALUATION[:sequences]]
 
     def perplexity(self, plan: pod.SharingPlan) -> float:

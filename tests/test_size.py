@@ -13,9 +13,17 @@ FILES = sorted(file for part in PARTS for file in (ROOT / "pod" / part).rglob("*
 MOST_LINES, MEDIAN, NINTH_DECILE = 11_500, 8, 25
 DATA_FILES = sorted((ROOT / "pod" / "data").rglob("*.py"))
 MOST_DATA_LINES = 5_000
-TRAINING = ("pod/training", "launch", "pod/recipe.py", "pod/schema.py", "pod/models.py", "pod/files.py")
+TRAINING = (
+    "pod/training",
+    "pod/commands",
+    "launch",
+    "pod/recipe.py",
+    "pod/schema.py",
+    "pod/models.py",
+    "pod/files.py",
+)
 TRAINING_FILES = sorted((ROOT / "pod" / "training").rglob("*.py"))
-MOST_TRAINING_LINES = 8_400
+MOST_TRAINING_LINES = 9_000
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -45,11 +45,8 @@ def check(
 
 
 def check_attention(config: Any, args: TrainRecipe, machine: Machine) -> None:
-    """Refuse what would silently keep every logit: no fused attention of a GPU takes float32.
-
-    Raises:
-        ValueError: float32 on a GPU, unless the reference is asked for by name.
-    """
+    """Raise ValueError for float32 on a GPU, whose fused attention does not take it, unless the reference, which keeps every logit, is
+    asked for by name."""
     if machine.has_gpu and args.dtype == "float32" and config.attention_backend == "auto":
         raise ValueError(
             "train.dtype is float32, which fused attention on a GPU does not take: all n x n logits would be kept for backward; "
@@ -78,11 +75,7 @@ def check_length(asked: int, length: int, folder: Path) -> None:
 
 
 def check_epochs(job: Job, rows: int) -> None:
-    """Rows of the data against those of a step and of the run.
-
-    Raises:
-        ValueError: more rows in a step than the data has; a run that reads rows again without `allow_repeats`.
-    """
+    """Raise ValueError for more rows in a step than the data has, and for a run that reads rows again without `allow_repeats`."""
     args, each = job.args, job.rows_per_step
     if each > rows:
         raise ValueError(
@@ -113,13 +106,8 @@ def check_gpus(args: TrainRecipe) -> None:
 
 
 def check_disk(job: Job, folder: Path) -> None:
-    """Free bytes at `folder` against the checkpoints that will lie there at the same time.
-
-    What checkpoints of this run already hold there counts as available: they rotate.
-
-    Raises:
-        ValueError: how much is needed, and what for.
-    """
+    """Raise ValueError where `folder` has less room than the checkpoints that will lie there at the same time need; what this run's hold
+    there already counts as room: they rotate."""
     args = job.args
     each = checkpoint_disk_bytes(job.shapes.trained_parameters(args))
     saves = kept_checkpoints(args)

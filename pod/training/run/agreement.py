@@ -22,11 +22,7 @@ _SHARED = "output_dir"
 
 
 def agree_on_places() -> None:
-    """Refuse ranks that share a machine without knowing it: each would plan with all of its memory.
-
-    Raises:
-        ValueError: more ranks on a machine than its launcher says.
-    """
+    """Raise ValueError for more ranks on a machine than its launcher says: each would plan with too much of its memory."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     place = socket.gethostname(), boot.read_text(encoding="utf-8") if boot.is_file() else ""
     everyone = _gather((place, local_world_size()))
