@@ -190,6 +190,19 @@ def test_the_time_at_risk_is_said_and_what_to_do(tmp_path, monkeypatch):
     )
 
 
+def test_an_evaluation_counts_for_the_hours_and_not_for_its_step(tmp_path, monkeypatch):
+    control, clock = make_control(tmp_path, monkeypatch, max_hours=1.0)
+    for step in (1, 2):
+        control.alive("data")
+        clock.now += 100.0
+        with control.evaluating():
+            clock.now += 400.0
+        assert control.should_stop(step) is None
+    assert "within 100.0 s (a micro-batch)" in control.time_at_risk()
+    # 3600 - 1.1 x (100 + 400 + 72) = 2970.8
+    assert steps_until_stop(control, clock, [100.0] * 30, 3) == 3000.0
+
+
 def test_ctrl_c_is_a_signal_and_the_second_one_ends(tmp_path, monkeypatch):
     control, _ = make_control(tmp_path, monkeypatch, hang_timeout_s=0.0)
     before = signal.getsignal(signal.SIGINT)
