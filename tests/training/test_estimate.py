@@ -3,13 +3,17 @@
 All configurations, on an idle machine: `python benchmarks/estimate_memory.py`.
 """
 
-import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import pod
+from pod.files import read_json
 from pod.models import KNOWN_SIZES
 from pod.training.args import TrainArgs
 from pod.training.predict import memory
@@ -84,11 +88,12 @@ def test_peak_of_real_steps_within_five_percent(estimate_results, name):
     assert result["ratio"] == pytest.approx(1, abs=0.05), result["parts"]
 
 
-def test_recorded_comparison_is_within_seven_percent_on_at_least_twelve_configurations():
-    recorded = json.loads(
-        (ROOT / "benchmarks" / "results" / "estimate_memory.json").read_text(encoding="utf-8")
-    )
-    rows = [row for row in recorded["rows"] if "ratio" in row]
+def test_todays_estimates_are_within_seven_percent_of_what_was_measured(tmp_path):
+    """On at least twelve configurations; in a process of its own, because the script makes DeepSpeed's buckets small."""
+    file = shutil.copy(ROOT / "benchmarks" / "results" / "estimate_memory.json", tmp_path)
+    command = [sys.executable, "benchmarks/estimate_memory.py", "--again", "--out", file]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    rows = [row for row in read_json(file)["rows"] if "ratio" in row]
     assert len(rows) >= 12
     assert max(abs(row["ratio"] - 1) for row in rows) <= 0.07
     assert {row["ranks"] for row in rows} >= {1, 2, 4}
