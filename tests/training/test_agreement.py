@@ -10,7 +10,7 @@ from test_planner import CONTEXT, LLAMA3_8B, PAPER, SHARED, machine
 from pod.training.args import TrainRecipe
 from pod.training.predict.planner import plan
 from pod.training.run import agreement
-from pod.training.run.agreement import agree, agree_on_layout, agree_on_places, least_machine
+from pod.training.run.agreement import agree, agree_on_layout, least_machine, note_neighbours
 from pod.training.run.mesh import join_ranks
 
 
@@ -54,17 +54,19 @@ def test_ranks_that_disagree_are_named(alone, tmp_path, monkeypatch, change, say
     assert "\n" not in str(caught.value)
 
 
-def test_ranks_that_share_a_machine_unknowingly_are_refused(alone, monkeypatch):
+def test_ranks_that_share_a_machine_unknowingly_are_told(alone, monkeypatch, capsys):
     original = agreement._gather
     monkeypatch.setattr(agreement, "_gather", lambda mine: original(mine) * 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    agree_on_places()
+    note_neighbours()
+    assert capsys.readouterr().out == ""
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     monkeypatch.delenv("LOCAL_SIZE", raising=False)
-    with pytest.raises(
-        ValueError, match="2 ranks run on the machine of rank 0.* takes for 1: set LOCAL_WORLD_SIZE=2"
-    ):
-        agree_on_places()
+    note_neighbours()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(
+        "note: 2 ranks run on the machine of rank 0, whose launcher says 1 (LOCAL_WORLD_SIZE)"
+    )
 
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])

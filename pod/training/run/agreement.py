@@ -21,17 +21,20 @@ VERSIONED = ("torch", "deepspeed", "transformers", "peft", "pod-kv")
 _SHARED = "output_dir"
 
 
-def agree_on_places() -> None:
-    """Raise ValueError for more ranks on a machine than its launcher says: each would plan with too much of its memory."""
+def note_neighbours() -> None:
+    """Say, on rank 0, where more ranks share a machine than their launcher says: each plans with too much of its memory."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     place = socket.gethostname(), boot.read_text(encoding="utf-8") if boot.is_file() else ""
     everyone = _gather((place, local_world_size()))
-    for rank, (where, said) in enumerate(everyone):
+    for rank, (where, said) in enumerate(everyone if dist.get_rank() == 0 else ()):
         there = sum(where == other for other, _ in everyone)
         if there > said:
-            raise SameOnAllRanks(
-                f"{there} ranks run on the machine of rank {rank}, which its launcher takes for {said}: set LOCAL_WORLD_SIZE={there}"
+            print(
+                f"note: {there} ranks run on the machine of rank {rank}, whose launcher says {said} (LOCAL_WORLD_SIZE): the memory of its "
+                f"host is planned for {said}",
+                flush=True,
             )
+            return
 
 
 def agree_on_layout(fit: Fit, recipe: TrainRecipe) -> Fit:

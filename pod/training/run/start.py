@@ -19,7 +19,7 @@ from pod.training.predict import preflight
 from pod.training.predict.planner import Machine, details, table, this_machine
 from pod.training.predict.planner import plan as plan_run
 from pod.training.predict.shapes import Shapes
-from pod.training.run.agreement import agree, agree_on_layout, agree_on_places
+from pod.training.run.agreement import agree, agree_on_layout, note_neighbours
 from pod.training.run.mesh import (
     Mesh,
     from_rank_0,
@@ -68,7 +68,7 @@ def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> None:
     timeout_s = group_timeout_s(how)
     join_ranks(timeout_s)
     agree(config, folder, {"the plan": sha256_of(plan.lead), "the data": sha256_of(dataset.manifest)})
-    agree_on_places()
+    note_neighbours()
     fit = agree_on_layout(fit, how)
     args = fit.job.args
     mesh = Mesh(args.sequence_parallel_size, timeout_s)
