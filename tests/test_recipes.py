@@ -76,7 +76,10 @@ def test_training_is_estimated_for_every_recipe(name, dry_run):
 
 def test_a_dry_run_names_rows_that_are_too_long(dry_run):
     text = dry_run("train_pod.py", "llama3_8b_32k_dense.yaml", "--set", "model.max_position_embeddings=16384")
-    assert "rows of 32768 tokens are longer than the model's positions (16384)" in text
+    assert (
+        "training will refuse this: the data has rows of 32768 tokens, the model's positions end at 16384"
+        in text
+    )
 
 
 def test_a_dry_run_refuses_attention_that_would_keep_every_logit(dry_run):
