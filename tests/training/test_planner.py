@@ -281,6 +281,10 @@ def test_the_table_says_what_a_kill_can_lose():
         f"at most {hours:,.1f} hours of work between two checkpoints; save_every_steps=null saves every 30"
         in table(fit, None)
     )
+    slow = table(
+        large(8, "h100,bf16_tflops=0.1", **recipe), None
+    )  # a step of hours is saved, whatever is set
+    assert "hours of work between two checkpoints" in slow and "save_every_steps=null" not in slow
     never = large(8, save_every_steps=0, **recipe)
     assert f"at most {1024 * never.time.expected / 3600:,.1f} hours" in table(never, None)
 

@@ -125,8 +125,7 @@ def run_ranks(world_size: int, function, *arguments) -> None:
     for rank in range(world_size):
         child = os.fork()
         if child == 0:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-            os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             code = 1
             try:

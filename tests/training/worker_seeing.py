@@ -93,94 +93,83 @@ def plain(out, data) -> None:
     tiny.write_result(out, "plain", result)
 
 
-def observed(name, out, settings, data, heads=(6, 3)) -> None:
-    """Evaluation and memory of an untrained model."""
+def make_trainer(folder, settings, data, mesh=None):
+    """A trainer of the tiny model that evaluates."""
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.observe.metrics import Monitor
     from pod.training.observe.validation import Evaluation
-    from pod.training.run.mesh import Mesh, stop_processes
+    from pod.training.run.mesh import Mesh
     from pod.training.run.trainer import Trainer
 
-    args = TrainArgs(**SETTINGS | settings)
-    dataset, mesh, model = (
-        PackedDataset(data),
-        Mesh(args.sequence_parallel_size),
-        tiny.make_model(),
-    )
+    args, dataset = TrainArgs(**SETTINGS | settings), PackedDataset(data)
+    mesh, model = mesh or Mesh(args.sequence_parallel_size), tiny.make_model()
     evaluation = Evaluation.of(args, dataset, make_passkeys(model))
-    trainer = Trainer(args, model, dataset, mesh, out / name, evaluation=evaluation)
+    return Trainer(args, model, dataset, mesh, folder, evaluation=evaluation)
+
+
+def metrics(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def observed(name, out, settings, data, heads=(6, 3)) -> None:
+    """Evaluation and memory of an untrained model."""
+    from pod.training.observe.metrics import Monitor
+    from pod.training.run.mesh import stop_processes
+
+    trainer = make_trainer(out / name, settings, data)
     trainer.monitor = Monitor.of(trainer)
     result: dict = {"before": trainer.observe()}
     result["modes"] = sorted({module.training for module in trainer.engine.module.modules()})
     result["row_length"] = trainer.ulysses.row_length if trainer.ulysses else CONTEXT
     result["traces"] = [
-        "context" in model.model.__dict__,
+        "context" in trainer.causal_model.model.__dict__,
         "forward" in trainer.engine.module.loss_head.__dict__,
     ]
-    trainer.state.step = 1
+    trainer.state.step, trainer.state.owes_evaluation = 1, True  # as a rewind finds it in an older checkpoint
     result["memory"] = trainer.observe()
+    result["owes"] = trainer.state.owes_evaluation
     trainer.monitor.close()
-    if mesh.rank == 0:
+    if trainer.mesh.rank == 0:
         tiny.write_result(out, name, result)
     stop_processes()
 
 
 def trained(name, out, settings, data) -> None:
     """A whole run; its weights and moments at the end."""
-    from pod.data import PackedDataset
-    from pod.training.args import TrainArgs
-    from pod.training.observe.validation import Evaluation
-    from pod.training.run.mesh import Mesh, stop_processes
-    from pod.training.run.trainer import Trainer
+    from pod.training.run.mesh import stop_processes
 
-    args = TrainArgs(**SETTINGS | settings)
-    dataset, mesh, model = (
-        PackedDataset(data),
-        Mesh(args.sequence_parallel_size),
-        tiny.make_model(),
-    )
-    evaluation = Evaluation.of(args, dataset, make_passkeys(model))
-    trainer = Trainer(args, model, dataset, mesh, out / name, evaluation=evaluation)
+    trainer = make_trainer(out / name, settings, data)
     trainer.train()
     fingerprint = optimizer_hash(trainer)
-    if mesh.rank == 0:
-        lines = [json.loads(line) for line in (out / name / "metrics.jsonl").read_text().splitlines()]
-        tiny.write_result(out, name, {"hash": fingerprint, "metrics": lines})
+    if trainer.mesh.rank == 0:
+        tiny.write_result(out, name, {"hash": fingerprint, "metrics": metrics(out / name)})
     stop_processes()
 
 
 def signalled(name, out, settings, data) -> None:
     """Rank 1 gets SIGTERM in a row of the evaluation behind step 2; the same run goes on then."""
-    from pod.data import PackedDataset
-    from pod.training.args import TrainArgs
-    from pod.training.observe.validation import Evaluation
-    from pod.training.run.mesh import Mesh, stop_processes
-    from pod.training.run.trainer import Trainer
+    from pod.training.run.mesh import stop_processes
 
-    args, dataset = TrainArgs(**SETTINGS | settings), PackedDataset(data)
-    mesh, result = Mesh(args.sequence_parallel_size), {}
+    mesh, phases, result = None, [], {}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     for part in ("stopped", "whole"):
-        model, handlers = tiny.make_model(), [signal.getsignal(number) for number in SIGNALS]
-        evaluation = Evaluation.of(args, dataset, make_passkeys(model))
-        trainer = Trainer(args, model, dataset, mesh, out / name, evaluation=evaluation)
-        alive = trainer.control.alive
-        rows = []
+        trainer = make_trainer(out / name, settings, data, mesh)
+        mesh, alive = trainer.mesh, trainer.control.alive
 
-        def note(phase, trainer=trainer, alive=alive, rows=rows):
-            rows.append(phase)
-            if mesh.rank == 1 and trainer.state.step == 2 and rows[-2:] == ["evaluate"] * 2:
+        def note(phase, trainer=trainer, alive=alive):
+            phases.append(phase)
+            if trainer.mesh.rank == 1 and trainer.state.step == 2 and phases[-2:] == ["evaluate"] * 2:
                 os.kill(os.getpid(), signal.SIGTERM)
             alive(phase)
 
         if part == "stopped":
             trainer.control.alive = note
         state = trainer.train()
-        for number, handler in zip(SIGNALS, handlers, strict=True):
+        for number, handler in handlers.items():  # those of a run that was stopped stay
             signal.signal(number, handler)
-        file = out / name / "metrics.jsonl"
-        lines = [json.loads(line) for line in file.read_text().splitlines()] if mesh.rank == 0 else []
-        result[part] = {"step": state.step, "metrics": lines, "rows": rows.count("evaluate")}
+        if mesh.rank == 0:
+            rows = phases.count("evaluate")
+            result[part] = {"step": state.step, "metrics": metrics(out / name), "rows": rows}
     if mesh.rank == 0:
         tiny.write_result(out, name, result)
     stop_processes()

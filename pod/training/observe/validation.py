@@ -19,6 +19,7 @@ from pod.modeling.shipped.step import document_positions
 from pod.training.args import TrainArgs
 from pod.training.observe.metrics import Values
 from pod.training.run.engine import IGNORED_LABEL
+from pod.training.run.run_control import Interrupted
 
 Rows = dict[str, Tensor]
 """`input_ids`, `labels` (shifted), `doc_ids` (-1 = padding), each int64 [rows, length]."""
@@ -111,10 +112,6 @@ def position_buckets(length: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
-class _Interrupted(Exception):
-    """A rank got a signal: all ranks leave the evaluation together."""
-
-
 class Evaluation:
     """Held-out rows and passkeys, measured by all ranks without a trace: no weight, random state or position in the data changes.
 
@@ -142,11 +139,8 @@ class Evaluation:
         return cls(held_out_rows(dataset, args.eval_rows), passkeys) if args.eval_every_steps else None
 
     def measure(self, trainer: Any) -> Values:
-        """The metrics; {} where a signal came between two rows."""
-        try:
-            texts, keys = self._sums(trainer)
-        except _Interrupted:
-            return {}
+        """The metrics; raises Interrupted where a signal came between two rows."""
+        texts, keys = self._sums(trainer)
         total, tokens = texts.sum(1).tolist()
         loss = total / max(tokens, 1.0)
         values: Values = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100.0))}  # fits into JSON
@@ -199,7 +193,7 @@ def scored_rows(trainer: Any, rows: Sequence[Rows]) -> Iterator[tuple[int, Tenso
         mine = slice(whole.start, max(whole.start, min(whole.stop, tokens)))
         for start in range(0, len(rows), mesh.dp_size):
             if trainer.control.interrupted():
-                raise _Interrupted
+                raise Interrupted
             index = start + mesh.dp_rank
             # All groups make equally many passes, as ZeRO needs it; one that has no row left repeats the first.
             row = lengthened(rows[index if index < len(rows) else 0], length)

@@ -243,6 +243,8 @@ def _measure_costs(
 def repeated_sequences(exploration: Exploration, config: Any) -> list[Tensor]:
     """Sequences of random ordinary tokens, each repeated REPEATS times; none where the settings want none."""
     explore, first = exploration.explore, exploration.settings["seed"]
+    if not explore.retrieval_sequences:
+        return []  # without loading the tokenizer
     tokenizer, num_tokens = exploration.load_tokenizer(), explore.sequence_length // REPEATS
     seeds = range(first, first + explore.retrieval_sequences)
     return [ordinary_tokens(tokenizer, config, num_tokens, REPEATS, seed) for seed in seeds]

@@ -5,6 +5,7 @@ import os
 import platform
 import socket
 import uuid
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,9 @@ def note_neighbours() -> None:
     boot = Path("/proc/sys/kernel/random/boot_id")
     place = socket.gethostname(), boot.read_text(encoding="utf-8") if boot.is_file() else ""
     everyone = _gather((place, local_world_size()))
+    ranks_at = Counter(where for where, _ in everyone)
     for rank, (where, said) in enumerate(everyone if dist.get_rank() == 0 else ()):
-        there = sum(where == other for other, _ in everyone)
-        if there > said:
+        if (there := ranks_at[where]) > said:
             print(
                 f"note: {there} ranks run on the machine of rank {rank}, whose launcher says {said} (LOCAL_WORLD_SIZE): the memory of its "
                 f"host is planned for {said}",

@@ -21,6 +21,10 @@ _FIRST_SAVE = 0.02  # of max_hours, kept for a checkpoint before one has been ti
 _STEPS_REMEMBERED = 256
 
 
+class Interrupted(Exception):
+    """A rank got a signal: all ranks leave the step or the evaluation they are in, together."""
+
+
 def work_at_risk(args: TrainArgs, step_seconds: float) -> float:
     """Seconds of training between two checkpoints: what a kill can lose."""
     if args.save_every_steps is None:
@@ -102,11 +106,12 @@ class RunControl:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Around an evaluation, whose time is not its step's: a signal ends it before its next row."""
-        began = self.clock()
         self.alive("evaluate")
+        began = self.clock()
         yield
         took = self.clock() - began
-        self._step_began = took + (began if self._step_began is None else self._step_began)
+        assert self._step_began is not None, "alive sets it"
+        self._step_began += took
         self._evaluation_seconds = max(self._evaluation_seconds, took)
 
     def save_took(self, seconds: float) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -116,18 +116,21 @@ def estimate(recipe: Recipe, machine: Machine) -> str:
             f"no plan yet: estimated with {plan.num_leads} (layer, KV head) pairs that lead and {plan.num_followers} that follow, which "
             f"save {plan.asymptotic_saving:.0%} of distant tokens' keys and values"
         )
-    checks: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
-        (preflight.check_positions, (config, length))
-    ]
+    with _refusal_in(notes):
+        preflight.check_positions(config, length)
     if rows is not None:
-        checks += [
-            (preflight.check_length, (asked, length, recipe.data_dir)),
-            (preflight.check_epochs, (fit.job, rows)),
-        ]
-    for check, facts in checks:
-        try:
-            check(*facts)
-        except ValueError as error:
-            notes.append(f"training will refuse this: {error}")
+        with _refusal_in(notes):
+            preflight.check_length(asked, length, recipe.data_dir)
+        with _refusal_in(notes):
+            preflight.check_epochs(fit.job, rows)
     text = table(fit, rows and rows * length, recipe.data.target_tokens)
     return "\n".join([*(f"note: {line}" for line in notes), text, details(fit)])
+
+
+@contextlib.contextmanager
+def _refusal_in(notes: list[str]) -> Iterator[None]:
+    """Around a check of training: what it refuses becomes a note."""
+    try:
+        yield
+    except ValueError as error:
+        notes.append(f"training will refuse this: {error}")

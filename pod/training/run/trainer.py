@@ -35,7 +35,7 @@ from pod.training.run.engine import (
 from pod.training.run.guard import Guard
 from pod.training.run.lora import add_lora, lora_settings
 from pod.training.run.mesh import Mesh, from_rank_0
-from pod.training.run.run_control import RunControl
+from pod.training.run.run_control import Interrupted, RunControl
 from pod.training.run.start_weights import StartWeights
 from pod.training.run.ulysses import Ulysses
 
@@ -91,10 +91,6 @@ class StepBatches:
             return batch
         with torch.cuda.device(self.mesh.device):  # the current device is a thread's own
             return {name: value.pin_memory() for name, value in batch.items()}
-
-
-class _StoppedInStep(Exception):
-    """A signal came before the last micro-batch of a step; raised by all ranks."""
 
 
 class Trainer:
@@ -202,7 +198,7 @@ class Trainer:
         """A step and what follows it; returns why the run ends before `max_steps`, None = it goes on."""
         try:
             values = self.step()
-        except _StoppedInStep:  # the step before is kept; this one begins again when the run is resumed
+        except Interrupted:  # the step before is kept; this one begins again when the run is resumed
             set_random_states(self.random_states)
             return f"stopped by a signal in the step after step {self.state.step}, which is undone"
         verdict = self._judge(values)
@@ -219,13 +215,15 @@ class Trainer:
     def observe(self) -> Values:
         """What belongs to the metrics of this step beside its own numbers: memory of the fullest rank, evaluation."""
         values, step = {}, self.state.step
+        self.state.owes_evaluation = False
         if step and self.monitor.logs(step):
             values["peak_memory_gib"] = self.mesh.largest(peak_bytes(self.mesh.device)) / 2**30
         if self.evaluation and (step % self.args.eval_every_steps == 0 or step == self.args.max_steps):
             with self.monitor.part("evaluate"), self.control.evaluating():
-                found = self.evaluation.measure(self)
-            self.state.owes_evaluation = not found
-            values |= found
+                try:
+                    values |= self.evaluation.measure(self)
+                except Interrupted:
+                    self.state.owes_evaluation = True
         return values
 
     def _save(self) -> None:
@@ -282,7 +280,7 @@ class Trainer:
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
             if index and self.control.interrupted():
-                raise _StoppedInStep
+                raise Interrupted
             self.control.alive("forward")
             loss = self.engine(**batch)
             total += loss.detach()
