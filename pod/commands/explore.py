@@ -47,7 +47,8 @@ def main(recipe: Recipe) -> None:
 def note_on_training(recipe: Recipe) -> None:
     """Say where the newest checkpoint was trained with another plan, which that training and its export keep."""
     from pod.modeling.shipped.sharing import SharingPlan
-    from pod.training.checkpoint.identity import latest_checkpoint, plan_sha256
+    from pod.training.checkpoint.identity import plan_sha256
+    from pod.training.checkpoint.newest import latest_checkpoint
 
     try:
         checkpoint = latest_checkpoint(recipe.train_dir)

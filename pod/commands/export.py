@@ -18,7 +18,8 @@ def main(recipe: Recipe) -> None:
     import pod
     from pod.export import export, export_adapter
     from pod.models import resolve_model
-    from pod.training.checkpoint.files import check_plan, checkpoint_to_export
+    from pod.training.checkpoint.files import check_plan
+    from pod.training.checkpoint.newest import checkpoint_to_export
     from pod.training.run.start_model import load_start_model
 
     checkpoint = checkpoint_to_export(Path(recipe.output_dir) / "train", recipe.export.checkpoint)

@@ -10,9 +10,9 @@ from pod.training.checkpoint.identity import (
     changed_settings,
     check_identity,
     identity_of,
-    latest_checkpoint,
     read_state,
 )
+from pod.training.checkpoint.newest import latest_checkpoint
 
 MANIFEST = {"context_length": 8, "tokenizer_sha256": "t", "shards": ["s"]}
 

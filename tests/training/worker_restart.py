@@ -149,7 +149,7 @@ def asynchronous(out, data) -> None:
 
     def held(*arguments):
         assert may_write.wait(60)
-        write_pieces(*arguments)
+        return write_pieces(*arguments)
 
     if trainer.mesh.rank == 1:  # the other rank's files are there at once
         files.write_pieces = held

@@ -218,7 +218,7 @@ def exported(name, out, folder, dtype) -> None:
     from safetensors.torch import save_file
 
     from pod.export import export
-    from pod.training.checkpoint.files import checkpoint_to_export
+    from pod.training.checkpoint.newest import checkpoint_to_export
     from pod.training.run.lora import add_lora
 
     export(
@@ -261,7 +261,7 @@ def adapter(out, folder) -> None:
 
     import pod
     from pod.export import export_adapter
-    from pod.training.checkpoint.files import checkpoint_to_export
+    from pod.training.checkpoint.newest import checkpoint_to_export
     from pod.training.run.lora import load_adapter
 
     export_adapter(checkpoint_to_export(folder, None), out / "adapter", "tiny")

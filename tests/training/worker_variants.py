@@ -143,7 +143,7 @@ def exports(out: Path) -> None:
     from functools import partial
 
     from pod.export import export
-    from pod.training.checkpoint.files import checkpoint_to_export
+    from pod.training.checkpoint.newest import checkpoint_to_export
     from pod.training.run.lora import add_lora, lora_settings
 
     results = {}

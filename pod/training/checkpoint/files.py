@@ -10,6 +10,7 @@ that reads takes from all files what overlaps with its own pieces.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -25,9 +26,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from tqdm import tqdm
 from transformers import GenerationConfig
 
-from pod.files import atomic_write_text, explain_disk_full
+from pod.files import atomic_write_text, explain_disk_full, read_mapping
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
@@ -35,15 +37,16 @@ from pod.schema import one_line
 from pod.training import deepspeed_bridge as bridge
 from pod.training.checkpoint.identity import (
     LATEST_NAME,
+    STATE_NAME,
     TrainState,
     check_identity,
-    latest_checkpoint,
     read_state,
     sample_of,
     sha256_of,
     start_identity_of,
     way_back,
 )
+from pod.training.checkpoint.newest import WEIGHT_FILES, step_folders, step_of
 from pod.training.deepspeed_bridge import MASTER, Piece
 from pod.training.predict.memory import checkpoint_disk_bytes
 from pod.training.run.carry import host_copy
@@ -61,6 +64,7 @@ class Checkpointer:
         self.needed_bytes = checkpoint_disk_bytes(sum(bridge.shape_of(one).numel() for one in trained))
         self.latest: Path | None = None
         self._pending: Path | None = None
+        self._run = ""
         self._began = 0.0
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -74,7 +78,7 @@ class Checkpointer:
         """Write a checkpoint and publish it; with `save_mode=async` only copy this rank's part to host memory: a thread writes,
         `poll` or `wait` publish. OSError, in one line, on every rank, when any cannot write; nothing half-written is kept."""
         self.wait()
-        self._began, self._error = time.monotonic(), None
+        self._began, self._error, self._run = time.monotonic(), None, state.run
         final = self.folder / f"step-{state.step:08d}"
         self._agree(self._space_error(final), final)
         self._pending = final
@@ -144,10 +148,10 @@ class Checkpointer:
         temporary = _temporary(final)
         try:
             temporary.mkdir(exist_ok=True)
-            write_pieces(temporary, self.mesh.rank, pieces, written)
+            count = write_pieces(temporary, self.mesh.rank, pieces, written)
             with explain_disk_full(temporary):
                 own = temporary / _random_name(self.mesh.rank)
-                save_file(states, own)
+                save_file(states, own, metadata={WEIGHT_FILES: str(count)})
                 sync_to_disk(own)
                 if self.mesh.rank == 0:
                     self.describe(temporary)
@@ -158,7 +162,7 @@ class Checkpointer:
             self._error = error
 
     def _publish(self) -> None:
-        """Rename what all ranks have written, point `latest` at it, remove what is no longer needed."""
+        """Rename what all ranks have written, point `latest` at it, remove what is no longer needed of this run."""
         final, self._pending, self._thread = self._pending, None, None
         assert final is not None
         temporary = _temporary(final)
@@ -170,7 +174,7 @@ class Checkpointer:
             dist.barrier()
             raise
         if self.mesh.rank == 0:
-            _remove(final)
+            put_aside(final)
             sync_to_disk(temporary)
             temporary.rename(final)
             sync_to_disk(self.folder)
@@ -199,11 +203,13 @@ class Checkpointer:
             raise OSError(f"cannot write checkpoint {final}: another rank failed, see its message")
 
     def _rotate(self, newest: Path) -> None:
-        """Keep the newest `keep_last` and every `keep_every_steps`th; later steps than the newest are another branch's."""
+        """Keep the newest `keep_last` and every `keep_every_steps`th of this run; what another run left in the folder stays, and so do
+        later steps than the newest, which are another branch's."""
         every = self.args.keep_every_steps
-        complete = sorted(path for path in self.folder.glob("step-*") if path.is_dir() and path <= newest)
-        for old in complete[: -self.args.keep_last]:
-            if not (every and int(old.name.removeprefix("step-")) % every == 0):
+        until = [path for path in step_folders(self.folder) if step_of(path) <= step_of(newest)]
+        own = [path for path in until if run_of(path) == self._run]
+        for old in own[: -self.args.keep_last]:
+            if not (every and step_of(old) % every == 0):
                 _remove(old)
 
 
@@ -228,6 +234,20 @@ def _temporary(final: Path) -> Path:
     return final.with_name(f".{final.name}.tmp")
 
 
+def run_of(checkpoint: Path) -> str:
+    """The run that wrote a checkpoint, see `TrainState.run`; "" where it does not say."""
+    return (read_mapping(checkpoint / STATE_NAME) or {}).get("run", "")
+
+
+def put_aside(checkpoint: Path) -> None:
+    """Make room for a checkpoint of the same step: one that lies there is another branch's or damaged, and is kept under a new name."""
+    if not checkpoint.is_dir():
+        return
+    names = (checkpoint.with_name(f"kept-{number}-{checkpoint.name}") for number in itertools.count(1))
+    kept = checkpoint.rename(next(name for name in names if not name.exists()))
+    tqdm.write(f"note: {checkpoint} was there already; it is kept as {kept.name}")
+
+
 def _remove(checkpoint: Path) -> None:
     """Remove a checkpoint, so that a kill leaves it whole or under a name that the next run removes."""
     if checkpoint.is_dir():
@@ -249,9 +269,9 @@ def host_pieces(pieces: Sequence[Piece]) -> list[Piece]:
     return copies
 
 
-def write_pieces(folder: Path, rank: int, pieces: list[Piece], written: Callable[[], None]) -> None:
-    """Write and sync this rank's files; empties `pieces`, so that their memory goes with them. Calls `written` after every file. OSError or
-    SafetensorError where one cannot be written."""
+def write_pieces(folder: Path, rank: int, pieces: list[Piece], written: Callable[[], None]) -> int:
+    """Write and sync this rank's files and return their number; empties `pieces`, so that their memory goes with them. Calls `written`
+    after every file. OSError or SafetensorError where one cannot be written."""
     number = 0
     while pieces:
         tensors, shapes, room = {}, {}, FILE_BYTES
@@ -266,6 +286,7 @@ def write_pieces(folder: Path, rank: int, pieces: list[Piece], written: Callable
             sync_to_disk(path)
         written()
         number += 1
+    return number
 
 
 def read_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
@@ -329,16 +350,6 @@ def _fill(values: Tensor, start: int, saved: Any, saved_start: int) -> int:
 
 
 WRAPPER = "model."  # LanguageModelLoss holds the model under this name
-
-
-def checkpoint_to_export(train_folder: Path, checkpoint: str | None) -> Path:
-    """The named checkpoint folder, else the newest one; ValueError when there is none."""
-    found = Path(checkpoint) if checkpoint is not None else latest_checkpoint(train_folder)
-    if found is None:
-        raise ValueError(
-            f"{train_folder} holds no checkpoint: run `pod train` first or set export.checkpoint"
-        )
-    return found
 
 
 def check_plan(checkpoint: Path, plan_file: Path) -> None:

@@ -39,6 +39,8 @@ class TrainState:
 
     step: int = 0
     """Optimizer steps done, skipped ones included."""
+    run: str = ""
+    """Made anew when a training begins at step 0 and kept when it is resumed: only checkpoints of the own run are ever removed."""
     updates: int = 0
     """Those whose update was made."""
     cursor: dict[str, int] = field(default_factory=dict)
@@ -86,19 +88,6 @@ def way_back(checkpoint: Path) -> str:
     return f"there is no other checkpoint in {folder}; remove that folder to begin again"
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint under `folder`, None when there is none; ValueError when `latest` names one that is gone."""
-    pointer = folder / LATEST_NAME
-    if not pointer.is_file():
-        return None
-    checkpoint = folder / pointer.read_text(encoding="utf-8").strip()
-    if not (checkpoint / STATE_NAME).is_file():
-        raise ValueError(
-            f"{pointer} names {checkpoint.name}, which is not a checkpoint: {way_back(checkpoint)}"
-        )
-    return checkpoint
-
-
 def sample_of(weight: torch.Tensor) -> str:
     """Shape, and 16 values in bfloat16: a run in bfloat16 starts from these, its export in float32."""
     flat = weight.detach().reshape(-1)
@@ -144,21 +133,6 @@ def start_identity_of(config: Any, samples: Samples) -> dict[str, Any]:
         "model_sha256": hashlib.sha256(weights.encode()).hexdigest(),
     }
     return json.loads(json.dumps(start))
-
-
-def checkpoint_to_resume(folder: Path, resume: str, identity: dict[str, Any]) -> Path | None:
-    """The checkpoint that a run continues from, None when it starts anew; ValueError when the newest belongs to another run, or for
-    `resume=never` when there is one."""
-    checkpoint = latest_checkpoint(folder)
-    if checkpoint is None:
-        return None
-    if resume == "never":
-        raise ValueError(
-            f"{folder} already holds checkpoints: set train.resume=auto to continue, or another output_dir"
-        )
-    refusal = f"checkpoint {checkpoint} belongs to {{what}}: use {{needed}}, or set another output_dir"
-    check_identity(read_state(checkpoint), identity, refusal)
-    return checkpoint
 
 
 def check_identity(state: TrainState, identity: dict[str, Any], refusal: str) -> None:

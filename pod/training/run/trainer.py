@@ -7,6 +7,7 @@ multiplied by the number of ranks over which ZeRO averages gradients (`engine.gr
 
 import contextlib
 import math
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from pod.modeling.shipped.sharing import SharingPlan
 from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
 from pod.training.checkpoint.files import Checkpointer, random_states, set_random_states
-from pod.training.checkpoint.identity import TrainState, changed_settings, checkpoint_to_resume, identity_of
+from pod.training.checkpoint.identity import TrainState, changed_settings, identity_of
+from pod.training.checkpoint.newest import checkpoint_to_resume
 from pod.training.observe.metrics import Monitor, Values, peak_bytes
 from pod.training.observe.validation import Evaluation
 from pod.training.run.engine import (
@@ -149,7 +151,10 @@ class Trainer:
         identity, self.resume_from = from_rank_0(lambda: self._look(weights))
         weights.close()
         tied = bool(model.config.tie_word_embeddings)
-        self.state = TrainState(identity=identity, config=config, lora=self.lora, tied_embeddings=tied)
+        run = uuid.uuid4().hex[:8]  # rank 0 writes it
+        self.state = TrainState(
+            run=run, identity=identity, config=config, lora=self.lora, tied_embeddings=tied
+        )
         optimizer = make_optimizer(module, self.args)
         self.engine: Any = bridge.start_engine(module, optimizer, settings, self.mesh.mpu)
         bridge.drop_carry_hooks(model)

@@ -1,0 +1,156 @@
+"""Which checkpoint of a training folder is the newest complete one, whether or not the file `latest` says so."""
+
+import json
+import re
+from collections import Counter
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from pod.files import read_mapping
+from pod.schema import one_line
+from pod.training.checkpoint.identity import (
+    LATEST_NAME,
+    STATE_NAME,
+    check_identity,
+    read_state,
+    way_back,
+)
+
+STEP_NAME = re.compile(r"step-\d{8,}")
+WEIGHT_FILES = "weight_files"
+"""Metadata of a rank's random state: how many files of weights this rank wrote."""
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """The checkpoint folders in `folder` that are not empty, oldest step first; complete or not."""
+    found = [path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted((path for path in found if any(path.iterdir())), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The optimizer step in the name of a checkpoint folder."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint in `folder`; None where there is no checkpoint.
+
+    The file `latest` names it. Where that file is missing, empty or damaged, the folders themselves are searched, and one line
+    says which checkpoint was found. ValueError when `latest` names a checkpoint that is gone, and when no folder is complete.
+    """
+    pointer = folder / LATEST_NAME
+    try:
+        name = pointer.read_text(encoding="utf-8").strip()
+        problem = "" if STEP_NAME.fullmatch(name) else "is empty" if not name else "is damaged"
+    except FileNotFoundError:
+        name, problem = "", "is missing"
+    except (OSError, UnicodeDecodeError):
+        name, problem = "", "cannot be read"
+    if problem:
+        return _newest_complete(folder, f"{pointer} {problem}")
+    checkpoint = folder / name
+    if not (checkpoint / STATE_NAME).is_file():
+        raise ValueError(f"{pointer} names {name}, which is not a checkpoint: {way_back(checkpoint)}")
+    return checkpoint
+
+
+def _newest_complete(folder: Path, problem: str) -> Path | None:
+    """The newest complete checkpoint; prints why it was searched for and which ones were passed over."""
+    passed: list[str] = []
+    for checkpoint in reversed(step_folders(folder)):
+        reason = why_incomplete(checkpoint)
+        if reason is None:
+            more = f"; passed over: {', '.join(passed)}" if passed else ""
+            print(f"note: {problem}; the newest complete checkpoint is {checkpoint.name}{more}", flush=True)
+            return checkpoint
+        passed.append(f"{checkpoint.name} ({reason})")
+    if passed:
+        raise ValueError(
+            f"{problem}, and no checkpoint in {folder} is complete: {', '.join(passed)}. Nothing was removed; copy the "
+            f"missing files again, move {folder} away, or set another output_dir"
+        )
+    return None
+
+
+def why_incomplete(checkpoint: Path) -> str | None:
+    """What a checkpoint lacks, in a few words; None for a complete one. Reads JSON and the headers of weight files, no weights."""
+    state = read_mapping(checkpoint / STATE_NAME)
+    if state is None:
+        return f"{STATE_NAME} is missing or damaged"
+    for name in ("config.json", "plan.json"):
+        if read_mapping(checkpoint / name) is None:
+            return f"{name} is missing or damaged"
+    try:
+        for rank in range(int(state.get("world_size", 1))):
+            _check_files_of_rank(checkpoint, rank)
+        _check_all_weights(checkpoint)
+    except FileNotFoundError as error:
+        return f"{Path(error.filename or error.args[0]).name} is missing"
+    except (OSError, SafetensorError, TypeError, ValueError) as error:
+        return one_line(error)
+    return None
+
+
+def _check_files_of_rank(checkpoint: Path, rank: int) -> None:
+    """FileNotFoundError for a file that a rank wrote and that is not there; checkpoints once did not count their files."""
+    random = checkpoint / f"random-{rank:05d}.safetensors"
+    if not random.is_file():
+        raise FileNotFoundError(random.name)
+    with _opened(random) as content:
+        count = int((content.metadata() or {}).get(WEIGHT_FILES, 1))
+    for number in range(count):
+        name = f"weights-{rank:05d}-{number:03d}.safetensors"
+        if not (checkpoint / name).is_file():
+            raise FileNotFoundError(name)
+
+
+def _check_all_weights(checkpoint: Path) -> None:
+    """ValueError when the pieces in the files of all ranks do not add up to whole weights and moments."""
+    sizes: dict[str, int] = {}
+    held: Counter[tuple[str, str]] = Counter()
+    for file in sorted(checkpoint.glob("weights-*.safetensors")):
+        with _opened(file) as content:
+            sizes |= {name: prod(json.loads(shape)) for name, shape in (content.metadata() or {}).items()}
+            for key in content.keys():  # noqa: SIM118  not a dictionary
+                kind, _, name = key.split("/", 2)
+                held[kind, name] += prod(content.get_slice(key).get_shape())
+    missing = sum(sizes.get(name, 0) - count for (_, name), count in held.items())
+    if missing or not held:
+        raise ValueError(f"{missing or 'all'} of its numbers are missing")
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file.name} is damaged ({one_line(error)})") from error
+
+
+def checkpoint_to_resume(folder: Path, resume: str, identity: dict[str, Any]) -> Path | None:
+    """The checkpoint that a run continues from, None when it begins at step 0.
+
+    ValueError when the newest belongs to another run, for `resume=never` when there is one, and as in `latest_checkpoint`.
+    """
+    if resume == "never" and step_folders(folder):
+        raise ValueError(
+            f"{folder} already holds checkpoints: set train.resume=auto to continue, or another output_dir"
+        )
+    checkpoint = latest_checkpoint(folder)
+    if checkpoint is None:
+        return None
+    refusal = f"checkpoint {checkpoint} belongs to {{what}}: use {{needed}}, or set another output_dir"
+    check_identity(read_state(checkpoint), identity, refusal)
+    return checkpoint
+
+
+def checkpoint_to_export(train_folder: Path, checkpoint: str | None) -> Path:
+    """The named checkpoint folder, else the newest one; ValueError when there is none."""
+    found = Path(checkpoint) if checkpoint is not None else latest_checkpoint(train_folder)
+    if found is None:
+        raise ValueError(
+            f"{train_folder} holds no checkpoint: run `pod train` first or set export.checkpoint"
+        )
+    return found
