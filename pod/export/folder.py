@@ -23,6 +23,7 @@ from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.checkpoint.files import restore_model, trained_weights
 from pod.training.checkpoint.identity import TrainState, read_state
 from pod.training.run.lora import CONFIG_NAME, lora_config
+from pod.training.run.mesh import name_accelerator
 
 
 def export(
@@ -60,6 +61,7 @@ def export(
         origin = origin or origin_of(state)
     model.config.attention_backend = "auto"
     origin = origin or Origin()
+    name_accelerator()  # accelerate imports DeepSpeed when transformers saves a model
     with atomic_dir(path) as folder:
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         if tokenizer is not None:

@@ -79,6 +79,7 @@ WORKERS = (
     "engine",
     "estimate",
     "kills",
+    "newest",
     "parallel",
     "recipe",
     "restart",

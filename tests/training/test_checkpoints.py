@@ -117,7 +117,9 @@ def test_killed_runs_end_with_the_weights_of_an_uninterrupted_one(kills_results)
     assert result["rounds"]
     for each in result["rounds"]:
         assert each["weights"] and each["optimizer"] and each["losses"], each
-        assert each["left"] == ["step-00000009", "step-00000010"]  # nothing abandoned is left
+        # nothing abandoned is left; a kill between renaming and `latest` leaves a checkpoint that the next run keeps aside
+        left = [name for name in each["left"] if not name.startswith("kept-")]
+        assert left == ["step-00000009", "step-00000010"]
     phases = {phase for moment in result["moments"] for phase in moment["seen"]}
     assert phases & {"save", "write", "publish"}
 

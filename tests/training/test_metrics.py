@@ -41,10 +41,19 @@ def test_resumed_metrics_drop_repeated_and_half_written_lines(tmp_path):
     assert [line["step"] for line in lines_of(file)] == [1, 2, 3]
 
 
-def test_a_run_from_the_beginning_keeps_nothing(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n', encoding="utf-8")
+def test_a_run_from_the_beginning_begins_a_new_file_and_keeps_the_old_ones(tmp_path):
+    for step in (1, 2):
+        lines = JsonLines(tmp_path / "metrics.jsonl", first_step=0)
+        lines.log(step, {})
+        lines.close()
     JsonLines(tmp_path / "metrics.jsonl", first_step=0).close()
-    assert lines_of(tmp_path / "metrics.jsonl") == []
+    JsonLines(tmp_path / "metrics.jsonl", first_step=0).close()
+    found = {file.name: lines_of(file) for file in tmp_path.iterdir()}
+    assert found == {
+        "metrics.jsonl": [],
+        "metrics-1.jsonl": [{"step": 1}],
+        "metrics-2.jsonl": [{"step": 2}],
+    }
 
 
 def test_wandb_gets_the_numbers_of_a_step(tmp_path):

@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from pod.files import read_mapping
+from pod.files import atomic_write_text, read_mapping
 from pod.schema import one_line
 from pod.training.checkpoint.identity import (
     LATEST_NAME,
@@ -41,20 +41,28 @@ def latest_checkpoint(folder: Path) -> Path | None:
     The file `latest` names it. Where that file is missing, empty or damaged, the folders themselves are searched, and one line
     says which checkpoint was found. ValueError when `latest` names a checkpoint that is gone, and when no folder is complete.
     """
-    pointer = folder / LATEST_NAME
-    try:
-        name = pointer.read_text(encoding="utf-8").strip()
-        problem = "" if STEP_NAME.fullmatch(name) else "is empty" if not name else "is damaged"
-    except FileNotFoundError:
-        name, problem = "", "is missing"
-    except (OSError, UnicodeDecodeError):
-        name, problem = "", "cannot be read"
-    if problem:
-        return _newest_complete(folder, f"{pointer} {problem}")
+    name, problem = _pointer(folder)
+    if name is None:
+        return _newest_complete(folder, f"{folder / LATEST_NAME} {problem}")
     checkpoint = folder / name
     if not (checkpoint / STATE_NAME).is_file():
-        raise ValueError(f"{pointer} names {name}, which is not a checkpoint: {way_back(checkpoint)}")
+        raise ValueError(
+            f"{folder / LATEST_NAME} names {name}, which is not a checkpoint: {way_back(checkpoint)}"
+        )
     return checkpoint
+
+
+def _pointer(folder: Path) -> tuple[str | None, str]:
+    """The name that the file `latest` holds, or None and what is wrong with that file."""
+    try:
+        name = (folder / LATEST_NAME).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None, "is missing"
+    except (OSError, UnicodeDecodeError):
+        return None, "cannot be read"
+    if STEP_NAME.fullmatch(name):
+        return name, ""
+    return None, "is damaged" if name else "is empty"
 
 
 def _newest_complete(folder: Path, problem: str) -> Path | None:
@@ -130,7 +138,7 @@ def _opened(file: Path) -> Any:
 
 
 def checkpoint_to_resume(folder: Path, resume: str, identity: dict[str, Any]) -> Path | None:
-    """The checkpoint that a run continues from, None when it begins at step 0.
+    """The checkpoint that a run continues from, None when it begins at step 0; a missing or damaged file `latest` is written again.
 
     ValueError when the newest belongs to another run, for `resume=never` when there is one, and as in `latest_checkpoint`.
     """
@@ -143,6 +151,8 @@ def checkpoint_to_resume(folder: Path, resume: str, identity: dict[str, Any]) ->
         return None
     refusal = f"checkpoint {checkpoint} belongs to {{what}}: use {{needed}}, or set another output_dir"
     check_identity(read_state(checkpoint), identity, refusal)
+    if _pointer(folder)[0] != checkpoint.name:
+        atomic_write_text(folder / LATEST_NAME, checkpoint.name + "\n")
     return checkpoint
 
 

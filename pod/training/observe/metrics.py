@@ -7,6 +7,7 @@ follower, whose logits are the lead's, and of a window's distant tokens nothing.
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import resource
 import sys
@@ -38,10 +39,14 @@ def check_tracker(name: str) -> None:
 
 
 class JsonLines:
-    """One JSON object per line; a resumed run first drops the lines of steps it will repeat, and what a killed one left half-written."""
+    """One JSON object per line; a resumed run first drops the lines of steps it will repeat, and what a killed one left half-written.
+    A run from the beginning keeps the file of an earlier one as metrics-1.jsonl, metrics-2.jsonl and so on."""
 
     def __init__(self, path: Path, first_step: int):
         self.path = path
+        if first_step == 0 and path.is_file() and path.stat().st_size:
+            names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
+            path.rename(next(name for name in names if not name.exists()))
         self._open(first_step or -1)  # a run from the beginning measures step 0 again
 
     def _open(self, last_step: int) -> None:

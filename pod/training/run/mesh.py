@@ -101,6 +101,12 @@ def check_world_size(world_size: int, sp_size: int) -> None:
         )
 
 
+def name_accelerator() -> None:
+    """Tell DeepSpeed, before anything imports it, where there is no GPU: it would warn that it found none."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
 def join_ranks(timeout_s: float | None = None) -> None:
     """Join the ranks that the `deepspeed` launcher or torchrun started; without a launcher, be the only one.
 
@@ -110,8 +116,7 @@ def join_ranks(timeout_s: float | None = None) -> None:
     Raises:
         ValueError: processes of mpirun, which know no rank; a DeepSpeed that is not the one that was tested, and lacks something.
     """
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    name_accelerator()
     if "RANK" not in os.environ:
         if (ranks := int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or "1")) > 1:
             raise ValueError(
