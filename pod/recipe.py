@@ -4,6 +4,7 @@ The string literal under each field is its documentation, which `--help` prints.
 """
 
 import argparse
+import inspect
 import os
 import sys
 import traceback
@@ -95,7 +96,7 @@ RECIPES = _INSIDE if _INSIDE.is_dir() else Path(__file__).parents[1] / "configs"
 
 
 def run(
-    main: Callable[[Recipe], None],
+    main: Callable[..., None],
     *,
     sections: Sequence[str],
     description: str | None = None,
@@ -109,6 +110,7 @@ def run(
     estimate: text about time, memory and disk for `--dry-run`.
     add_arguments: called with the parser. An option whose `dest` holds a dot is a shorthand:
         `parser.add_argument("--threshold", dest="explore.threshold")` equals `--set explore.threshold=…` and wins over it.
+        One whose `dest` is a parameter of `main` is handed to it: `main(recipe, overwrite=True)`.
     Ends the process with code 2 and one line on stderr for ValueError, OSError, RuntimeError and ImportError; POD_TRACEBACK=1 shows where.
     """
     parser = _parser(sections, description)
@@ -116,6 +118,8 @@ def run(
         add_arguments(parser)
     arguments = parser.parse_args(argv)
     shorthands = {key: value for key, value in vars(arguments).items() if "." in key}
+    parameters = inspect.signature(main).parameters
+    options = {key: value for key, value in vars(arguments).items() if key in parameters}
     overrides = [f"{key}={value}" for key, value in shorthands.items() if value not in (None, [])]
     try:
         recipe = load_recipe(arguments.config, arguments.set + overrides)
@@ -126,7 +130,7 @@ def run(
         else:
             elsewhere = recipe.export.path if "export" in sections else None
             check_can_write(elsewhere or recipe.output_dir, "export.path" if elsewhere else "output_dir")
-            main(recipe)
+            main(recipe, **options)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         exit_with(error)
 
@@ -173,20 +177,29 @@ def _apply_override(content: dict[str, Any], override: str) -> None:
 
 
 def _read_recipe(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A file's sections; with `extends: FILE`, beside it, what it leaves out is as that recipe has it, field by field."""
+    """A file's sections; with `extends: NAME`, a recipe beside it or one that comes along, what it leaves out is as that recipe has it,
+    field by field."""
     own = _read_yaml(path)
     name, above = own.pop("extends", None), (*above, path.resolve())
     if name is None:
         return own
     if not isinstance(name, str) or (path.parent / name).resolve() in above:
         raise ValueError(
-            f"--config {path}: extends is {name!r}, expected the name of another recipe beside it"
+            f"--config {path}: extends is {name!r}, expected the name of another recipe, beside it or in {RECIPES}"
         )
-    content = _read_recipe(path.parent / name, above)
+    content = _read_recipe(_find_extended(path.parent, name, above), above)
     for key, value in own.items():
         both = isinstance(value, dict) and isinstance(content.get(key), dict)
         content[key] = content[key] | value if both else value
     return content
+
+
+def _find_extended(folder: Path, name: str, above: tuple[Path, ...]) -> Path:
+    """The recipe `name`, with or without .yaml: in `folder`, else as `--config` finds it; not one that extends this one."""
+    beside = (folder / name, folder / f"{name}.yaml")
+    found = (file for file in beside if file.is_file() and file.resolve() not in above)
+    inside = _find_recipe(Path(name))
+    return next(found, inside if inside.is_file() and inside.resolve() not in above else beside[0])
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -4,11 +4,14 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pod.commands import demo
+from pod.data import prepare
+from pod.models import byte_tokenizer
 from pod.recipe import load_recipe
 from pod.training.predict import step_time
 
@@ -56,6 +59,38 @@ def test_a_training_is_kept_for_the_same_recipe_and_put_away_for_another(chain, 
     assert [(tmp_path / f"train-{number}" / "latest").is_file() for number in range(1, 6)] == [True] * 4 + [
         False
     ]
+
+
+def test_rows_of_other_settings_are_put_away(chain, tmp_path, byte_rows):
+    rows = lambda name: (tmp_path / name / "manifest.json").is_file()  # noqa: E731
+    settings = byte_rows("data.context_length=64")
+    chain(None, *settings)
+    chain(None, *settings, "eval.limit=3")
+    assert rows("data") and not rows("data-1")
+    chain(None, *settings, "data.min_tokens=3")
+    assert rows("data-1") and not (tmp_path / "data").exists()
+    chain(None, *settings)
+    byte_rows("data.context_length=64")
+    chain(None, *settings, "seed=3")
+    assert rows("data-1") and rows("data-2") and not (tmp_path / "data").exists()
+
+
+@pytest.fixture
+def byte_rows(tmp_path):
+    """Prepares rows in `tmp_path/data`; returns the settings of a recipe that has them made."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(40):
+        (texts / f"{number}.txt").write_text(f"{number} " * 100)
+
+    def make(*more: str) -> list[str]:
+        settings = [f"data.sources=[{texts}]", "data.shortest_interval=16", "data.target_tokens=4096", *more]
+        recipe = load_recipe(None, [f"output_dir={tmp_path}", "model.path=package:tiny", *settings])
+        args = replace(recipe.data, held_out_tokens=recipe.held_out_tokens, workers=1)
+        prepare(args, byte_tokenizer(), recipe.data_dir)
+        return settings
+
+    return make
 
 
 def test_a_cpu_without_bfloat16_trains_in_float32(chain, tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """pod/recipe.py and pod/schema.py: every mistake in a recipe is one line that says what to do."""
 
 import dataclasses
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,6 +114,47 @@ def test_a_recipe_extends_the_name_of_another(tmp_path, name):
     own.write_text(f"extends: {name}")
     with pytest.raises(ValueError, match=r"own.yaml: extends is .*, expected the name of another recipe"):
         load_recipe(own)
+
+
+@pytest.mark.parametrize("name", ["demo_tiny", "demo_tiny.yaml", "configs/demo_tiny.yaml"])
+@pytest.mark.parametrize("file", ["own.yaml", "demo_tiny.yaml"])
+def test_a_recipe_extends_one_that_comes_along_by_its_name(tmp_path, name, file):
+    """Also under the same name, as a copy that changes one field has it, unless that says the file's own full name."""
+    own = tmp_path / file
+    own.write_text(f"extends: {name}\nseed: 7")
+    if name == file:
+        with pytest.raises(ValueError, match="expected the name of another recipe"):
+            load_recipe(own)
+        return
+    recipe, base = load_recipe(own), load_recipe("demo_tiny")
+    assert recipe.seed == 7 and replace(recipe, seed=base.seed) == base
+
+
+def test_a_recipe_beside_it_wins_over_one_that_comes_along(tmp_path):
+    (tmp_path / "demo_tiny.yaml").write_text("output_dir: beside")
+    (tmp_path / "own.yaml").write_text("extends: demo_tiny")
+    assert load_recipe(tmp_path / "own.yaml").output_dir == "beside"
+
+
+def test_an_extended_recipe_that_there_is_not_is_named(tmp_path):
+    (tmp_path / "own.yaml").write_text("extends: nowhere")
+    with pytest.raises(ValueError, match="nowhere: cannot be read .*recipes that come along are in"):
+        load_recipe(tmp_path / "own.yaml")
+
+
+def test_an_option_that_main_takes_is_handed_to_it(tmp_path):
+    told = []
+
+    def main(recipe, overwrite=False):
+        told.append(overwrite)
+
+    def add(parser):
+        parser.add_argument("--overwrite", action="store_true")
+
+    where = ["--set", f"output_dir={tmp_path}"]
+    for argv in (where, [*where, "--overwrite"]):
+        run(main, sections=("model",), add_arguments=add, argv=argv)
+    assert told == [False, True]
 
 
 def test_missing_file_points_to_examples(tmp_path):

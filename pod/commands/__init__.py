@@ -68,7 +68,7 @@ def note_on_data(recipe: Any) -> None:
         return
     if other and os.environ.get("RANK", "0") == "0":
         note = f"{recipe.data_dir} was prepared with other {', '.join(other)} than this recipe's"
-        print(f"note: {note}, and is read as it is; `pod data` makes it anew", flush=True)
+        print(f"note: {note}, and is read as it is; `pod data --overwrite` makes it anew", flush=True)
 
 
 def run_recipe(command: ModuleType) -> None:

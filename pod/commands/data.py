@@ -17,32 +17,44 @@ SECTIONS = "model", "data"
 
 def estimate(recipe: Recipe) -> str:
     """Intervals, tokens and disk."""
+    from pod.commands.ahead import check_lengths
     from pod.data.run.prepare import estimate as estimate_data
 
-    return estimate_data(recipe.data)
+    try:
+        notes = check_lengths(recipe)
+    except ValueError as error:
+        notes = [f"note: `pod data` will refuse this: {error}"]
+    return "\n".join([*notes, estimate_data(recipe.data)])
 
 
-def main(recipe: Recipe) -> None:
-    """Prepare the data of the recipe for the tokenizer of its model."""
+def main(recipe: Recipe, overwrite: bool = False) -> None:
+    """Prepare the data of the recipe for the tokenizer of its model; overwrite: replace rows of other settings."""
+    from pod.commands.ahead import check_lengths, notes_on_rows
     from pod.data.rows.overview import overview
     from pod.data.rows.pictures import PICTURE_NAME
     from pod.data.run.prepare import prepare
     from pod.data.tokens.tokenizers import load_tokenizer
     from pod.models import resolve_model
 
+    notes = check_lengths(recipe)
     args, model, trained = recipe.data, recipe.model, recipe.train_dir
     tokenizer = args.tokenizer or load_tokenizer(resolve_model(model.path), gguf_file=model.gguf_file)
     args = replace(args, held_out_tokens=recipe.held_out_tokens)
-    used_by = trained if (trained / "latest").is_file() else None
-    data = prepare(args, tokenizer, recipe.data_dir, seed=recipe.seed, used_by=used_by)
+    used_by = trained if any(trained.glob("step-*")) else None
+    folder, seed = recipe.data_dir, recipe.seed
+    data = prepare(args, tokenizer, folder, seed=seed, used_by=used_by, overwrite=overwrite)
     print(overview(data))
+    for note in [*notes, *notes_on_rows(recipe, data.manifest)]:
+        print(note)
     print(f"rows: {data.path}  picture: {data.path / PICTURE_NAME}")
     print(f"look into it: pod data inspect {shlex.quote(str(data.path))} --rows 3")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The sources by themselves, for `--set data.sources=…`."""
+    """The sources by themselves, for `--set data.sources=…`, and the consent to replace what is there."""
     parser.add_argument("data.sources", nargs="*", metavar="SOURCE", help="files or folders, as data.sources")
+    text = "replace rows of other settings, which are kept and refused otherwise"
+    parser.add_argument("--overwrite", action="store_true", help=text)
 
 
 def start() -> None:

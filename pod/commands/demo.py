@@ -71,6 +71,7 @@ def main(recipe: Recipe) -> None:
         print("train.dtype=float32: this CPU has no instructions for bfloat16")
     atomic_write_text(folder / "recipe.yaml", to_yaml(recipe))
     put_away_other_training(recipe)
+    put_away_other_data(recipe)
     steps = steps_of(recipe, folder / "recipe.yaml", 1 if gpus == 1 else RANKS)
     for number, step in enumerate(steps, start=1):
         shown = [os.path.relpath(part) if os.path.isabs(part) else part for part in step.command]
@@ -93,10 +94,28 @@ def put_away_other_training(recipe: Recipe) -> None:
     if made_from.is_file() and made_from.read_text(encoding="utf-8") == wanted:
         return
     if recipe.train_dir.exists():
-        names = (recipe.train_dir.with_name(f"train-{number}") for number in itertools.count(1))
-        kept = recipe.train_dir.rename(next(name for name in names if not name.exists()))
-        print(f"{recipe.train_dir} is of another recipe or unknown; it is kept as {kept}")
+        _put_away(recipe.train_dir)
     atomic_write_text(made_from, wanted)
+
+
+def put_away_other_data(recipe: Recipe) -> None:
+    """Rename prepared rows of other settings, which `pod data` would refuse to replace."""
+    from pod.data.rows.manifest import read_manifest
+
+    try:
+        manifest = read_manifest(recipe.data_dir)
+    except ValueError:  # none, or of unknown settings: `pod data` says so
+        return
+    held_out = (manifest.get("held_out") or {}).get("asked", 0)
+    if recipe.data.other_than(manifest, recipe.seed) or held_out < recipe.held_out_tokens:
+        _put_away(recipe.data_dir)
+
+
+def _put_away(folder: Path) -> None:
+    """Rename a folder to the first of `<folder>-1`, `<folder>-2` and so on that is free."""
+    names = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1))
+    kept = folder.rename(next(name for name in names if not name.exists()))
+    print(f"{folder} is of another recipe or unknown; it is kept as {kept}")
 
 
 def run_command(command: list[str], has_gpu: bool) -> int:

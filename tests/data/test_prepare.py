@@ -122,7 +122,7 @@ def test_padding_on_real_text(stdlib_sample):
     assert (data.path / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_current_data_is_kept_and_old_data_replaced(corpus, tokenizer, tmp_path):
+def test_current_data_is_kept_and_old_data_replaced_when_asked(corpus, tokenizer, tmp_path):
     folder = corpus([50, 60, 70])
     stamp = lambda: (tmp_path / "data/manifest.json").stat().st_mtime_ns  # noqa: E731
     prepare(settings(folder), tokenizer, tmp_path / "data")
@@ -141,7 +141,7 @@ def test_current_data_is_kept_and_old_data_replaced(corpus, tokenizer, tmp_path)
     ):
         before = stamp()
         args, seed = change()
-        data = prepare(args, tokenizer, tmp_path / "data", seed=seed)
+        data = prepare(args, tokenizer, tmp_path / "data", seed=seed, overwrite=True)
         assert stamp() != before and len(data) >= 1
     assert sum(len(document) for document in documents_of(data)) == 50 + 60 + 70 + 3
 

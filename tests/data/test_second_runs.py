@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from data_helpers import content
 
+from pod.commands import data
 from pod.data import DataArgs, prepare
 from pod.data.run import reading
 from pod.data.run.job import Job
@@ -67,9 +68,72 @@ def test_damaged_rows_are_made_again_whoever_goes_on_with_them(args, tokenizer, 
         damage()
         prepare(args, tokenizer, tmp_path / "data", used_by=tmp_path / "train")
         assert content(tmp_path / "data") == before
-    (tmp_path / "data" / "manifest.json").write_text("{")
-    prepare(args, tokenizer, tmp_path / "data", used_by=tmp_path / "train")
+
+
+@pytest.mark.parametrize("manifest", [None, "", "{", '{"format": "pod-packed-rows", "schema_version": 2}'])
+def test_rows_without_a_readable_manifest_are_kept_unless_overwriting_is_asked_for(
+    args, tokenizer, tmp_path, manifest
+):
+    whole = content(prepare(args, tokenizer, tmp_path / "data").path)
+    file = tmp_path / "data" / "manifest.json"
+    file.unlink() if manifest is None else file.write_text(manifest)
+    before = content(tmp_path / "data")
+    for used_by in (None, tmp_path / "train"):
+        with pytest.raises(ValueError, match="nothing says of which settings .*--overwrite") as raised:
+            prepare(args, tokenizer, tmp_path / "data", used_by=used_by)
+        assert "\n" not in str(raised.value)
     assert content(tmp_path / "data") == before
+    prepare(args, tokenizer, tmp_path / "data", overwrite=True)
+    assert content(tmp_path / "data") == whole
+
+
+def test_rows_of_other_settings_are_kept_unless_overwriting_is_asked_for(args, tokenizer, tmp_path):
+    before = content(prepare(args, tokenizer, tmp_path / "data").path)
+    for other, seed, says in (
+        (replace(args, min_tokens=5, target_tokens=2_000), 0, "(data.min_tokens, data.target_tokens)"),
+        (args, 1, "of other settings (seed)"),
+        (replace(args, held_out_tokens=300), 0, "with 0 tokens held out, and 300 are asked for"),
+    ):
+        with pytest.raises(ValueError, match="holds finished rows .* or set another output_dir") as raised:
+            prepare(other, tokenizer, tmp_path / "data", seed=seed)
+        assert says in str(raised.value) and "\n" not in str(raised.value)
+        assert content(tmp_path / "data") == before and not (tmp_path / "data.work").exists()
+    assert prepare(replace(args, min_tokens=5), tokenizer, tmp_path / "data", overwrite=True)
+    assert content(tmp_path / "data") != before
+
+
+def test_rows_of_another_tokenizer_are_kept(args, tokenizer, byte_tokenizer, tmp_path):
+    before = content(prepare(args, tokenizer, tmp_path / "data").path)
+    with pytest.raises(ValueError, match=r"of other settings \(tokenizer\)"):
+        prepare(args, byte_tokenizer, tmp_path / "data")
+    assert content(tmp_path / "data") == before
+
+
+def test_the_command_asks_before_it_replaces_rows(tmp_path, capsys, monkeypatch):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(40):
+        (texts / f"{number}.txt").write_text(f"text {number} " * 30)
+    argv = ["pod data", str(texts)]
+    for setting in (
+        f"output_dir={tmp_path}",
+        "model.path=package:tiny",
+        "data.target_tokens=4096",
+        "data.workers=1",
+    ):
+        argv += ["--set", setting]
+    argv += ["--set", "data.context_length=256", "--set", "data.shortest_interval=64"]
+    monkeypatch.setattr(sys, "argv", argv)
+    data.start()
+    before = content(tmp_path / "data")
+    monkeypatch.setattr(sys, "argv", [*argv, "--set", "seed=1"])
+    with pytest.raises(SystemExit):
+        data.start()
+    assert "error: " in (told := capsys.readouterr().err) and "(seed): run again with --overwrite" in told
+    assert content(tmp_path / "data") == before
+    monkeypatch.setattr(sys, "argv", [*argv, "--set", "seed=1", "--overwrite"])
+    data.start()
+    assert content(tmp_path / "data") != before
 
 
 def test_settings_that_rows_were_prepared_with_otherwise_are_named(args, tokenizer, tmp_path):
@@ -126,13 +190,13 @@ def test_who_waited_for_another_run_takes_its_result(args, tokenizer, tmp_path, 
 
 def test_data_that_is_up_to_date_leaves_other_unfinished_work_alone(args, tokenizer, tmp_path, monkeypatch):
     prepare(args, tokenizer, tmp_path / "data")
-    stopped(monkeypatch, args, tokenizer, tmp_path / "data", seed=1)
+    stopped(monkeypatch, args, tokenizer, tmp_path / "data", seed=1, overwrite=True)
     work = content_of_work(tmp_path)
     prepare(args, tokenizer, tmp_path / "data")
     assert work and content_of_work(tmp_path) == work
     with monkeypatch.context() as patch:
         patch.setattr(reading, "read_unit", fail_if_read)
-        prepare(args, tokenizer, tmp_path / "data", seed=1)
+        prepare(args, tokenizer, tmp_path / "data", seed=1, overwrite=True)
     assert not (tmp_path / "data.work").exists()
 
 
@@ -185,13 +249,24 @@ def test_an_output_inside_a_source_is_refused(args, tokenizer, tmp_path):
     prepare(replace(args, sources=[f"{source}/**/*.txt"]), tokenizer, f"{source}/other/data")
 
 
-def test_work_of_other_settings_is_removed_and_that_is_said(args, tokenizer, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("origin", ["known", "unknown"])
+def test_work_of_other_settings_is_kept_unless_overwriting_is_asked_for(
+    args, tokenizer, tmp_path, monkeypatch, capsys, origin
+):
     stopped(monkeypatch, args, tokenizer, tmp_path / "data")
-    prepare(args, tokenizer, tmp_path / "data", seed=1)
+    seed = 1
+    if origin == "unknown":
+        (tmp_path / "data.work" / "work.json").unlink()
+        seed = 0
+    work = content_of_work(tmp_path)
+    with pytest.raises(ValueError, match="unfinished work of other settings.* is kept: .*--overwrite"):
+        prepare(args, tokenizer, tmp_path / "data", seed=seed)
+    assert any(name.startswith("unit-") for name in work) and content_of_work(tmp_path) == work
+    prepare(args, tokenizer, tmp_path / "data", seed=seed, overwrite=True)
     assert (
         "unfinished work of other settings, seed, tokenizer or sources is removed" in capsys.readouterr().out
     )
-    prepare(args, tokenizer, tmp_path / "fresh", seed=1)
+    prepare(args, tokenizer, tmp_path / "fresh", seed=seed)
     assert content(tmp_path / "data") == content(tmp_path / "fresh")
     assert "is removed" not in capsys.readouterr().out
 

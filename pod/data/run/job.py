@@ -1,6 +1,6 @@
 """What one preparation is: settings, tokenizer, units in the order of reading, and where its work lies.
 
-    <output_dir>.work/work.json       what the work is for; of anything else it is removed
+    <output_dir>.work/work.json       what the work is for; of anything else it is kept unless `overwrite` is asked for
     <output_dir>.work/unit-*.bin      kept tokens, one file per finished unit (`pod.data.tokens.store`)
     <output_dir>.work/shard-*.json    entries of finished shards
     <output_dir>.work/rows/           the shards, renamed to <output_dir> at the end
@@ -179,8 +179,9 @@ class Job:
         """The manifest's entry of shard `number`, once it is written."""
         return self.work_dir / f"shard-{number:05d}.json"
 
-    def open_work(self) -> None:
-        """Make the work folder; what another request or other sources left there is removed.
+    def open_work(self, overwrite: bool = False) -> None:
+        """Make the work folder. ValueError where another request or other sources left finished units there, unless `overwrite`
+        lets them be removed.
 
         The policy for what cannot be read is no part of that: finished units stay when it is relaxed.
         """
@@ -191,20 +192,25 @@ class Job:
                 rest.unlink()
             return
         if any(self.work_dir.glob("unit-*")):
-            print(
-                f"{self.work_dir}: unfinished work of other settings, seed, tokenizer or sources is removed"
-            )
+            work = f"{self.work_dir}: unfinished work of other settings, seed, tokenizer or sources"
+            if not overwrite:
+                raise ValueError(
+                    f"{work} is kept: run again with --overwrite to remove it, or set another output_dir"
+                )
+            print(f"{work} is removed")
         self.clean()
         self.work_dir.mkdir(parents=True)
         write_json(self.work_dir / WORK_NAME, wanted)
 
     def has_work(self) -> bool:
-        """Whether the work folder is that of this request, with whatever held-out text and sources, or what a kill left of one."""
+        """Whether the work folder is that of this request, with whatever held-out text and sources, or holds no finished unit."""
         found = self._found_work()
-        return not found or found["request"] == self._of_work
+        return found["request"] == self._of_work if found else not any(self.work_dir.glob("unit-*"))
 
     def clean(self) -> None:
-        """Remove the work."""
+        """Remove the work; what it was for goes last, so that units which a kill leaves are not of unknown origin."""
+        for unit in self.work_dir.glob("unit-*"):
+            unit.unlink(missing_ok=True)
         shutil.rmtree(self.work_dir, ignore_errors=True)
 
     @cached_property

@@ -11,7 +11,7 @@ from pod.data.balance.intervals import bounds_of, interval_name
 from pod.data.read.records import one_line
 from pod.data.read.units import plan_units
 from pod.data.rows.loader import PackedDataset
-from pod.data.rows.manifest import read_manifest
+from pod.data.rows.manifest import MANIFEST_NAME, read_manifest
 from pod.data.rows.pictures import short_bytes, short_number
 from pod.data.run.folders import LOCK_SECONDS, OF_WORK, check_outside, check_replaceable, locked
 from pod.data.run.job import Job
@@ -38,6 +38,7 @@ def prepare(
     *,
     seed: int = 0,
     used_by: str | Path | None = None,
+    overwrite: bool = False,
 ) -> PackedDataset:
     """Prepare the training rows and the held-out text of `args` in folder `output_dir` and open them.
 
@@ -46,7 +47,8 @@ def prepare(
     is; no source is looked at then. The folder appears in one step; what an error, a full disk or a kill interrupted stays in
     `<output_dir>.work`, from where the same call goes on.
 
-    `used_by` names checkpoints that can go on with the rows in `output_dir` only: other rows are not put in their place then.
+    Rows of other settings, and rows without a readable manifest, stay where they are: that is a `ValueError`. `overwrite` replaces
+    them. `used_by` names checkpoints that can go on with the rows in `output_dir` only: these are not replaced by others either way.
 
     Raises `ValueError` in one line for settings, sources and tokenizers that cannot work, `OSError` when the disk is full.
     """
@@ -65,12 +67,14 @@ def prepare(
         _check_unused(job, used_by)
     check_replaceable(job.output_dir)
     check_replaceable(job.work_dir, OF_WORK)
+    if not overwrite:
+        _check_nothing_is_lost(job)
     check_outside(job.output_dir, [] if args.include else args.sources)
     check_can_write(job.output_dir.parent, "output_dir")
     message = f"another process is preparing {job.output_dir}: wait for it, or stop it and run the same command again"
     with locked(job.lock_file, LOCK_SECONDS, message):
         if not job.is_current():  # the run that held the lock may have had the same request
-            _make(job)
+            _make(job, overwrite)
     return PackedDataset(job.output_dir)
 
 
@@ -87,10 +91,41 @@ def _check_unused(job: Job, used_by: str | Path) -> None:
         )
 
 
-def _make(job: Job) -> None:
+def _check_nothing_is_lost(job: Job) -> None:
+    """ValueError where finished rows of another request would be replaced. Damaged rows of this request are made again."""
+    folder = job.output_dir
+    way_out = "run again with --overwrite to replace them, or set another output_dir"
+    if not any(folder.glob("shard-*")) and not (folder / MANIFEST_NAME).exists():
+        return
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        raise ValueError(
+            f"{folder} holds rows, and nothing says of which settings ({one_line(error)}): {way_out}"
+        ) from None
+    if job.is_answered_by(manifest):
+        return
+    raise ValueError(f"{folder} holds finished rows {_difference(job, manifest)}: {way_out}")
+
+
+def _difference(job: Job, manifest: dict[str, Any]) -> str:
+    """What a manifest's rows were prepared with otherwise, in a few words."""
+    other = job.args.other_than(manifest, job.seed)
+    before = manifest.get("request") or {}
+    if before.get("tokenizer_sha256") != job.request["tokenizer_sha256"]:
+        other.append("tokenizer")
+    if other:
+        return f"of other settings ({', '.join(other)})"
+    if before == job.request:
+        asked = (manifest.get("held_out") or {}).get("asked", 0)
+        return f"with {asked:,} tokens held out, and {job.held_out_tokens:,} are asked for"
+    return "of other settings"
+
+
+def _make(job: Job, overwrite: bool) -> None:
     try:
         with explain_disk_full(job.output_dir, written=job.work_dir):
-            job.open_work()
+            job.open_work(overwrite)
             job.warm_up()
             reading = read_sources(job)
             drawn = draw(reading.kept, job.args, job.seed)
