@@ -36,11 +36,14 @@ class ModelArgs:
     attention_backend: str = "auto"
     """`auto`, or a backend by name (`reference`, `flash`); a named backend that cannot run is an error, never replaced."""
 
-    num_sink_tokens: NonNegativeInt = 16
-    """Tokens at the start of a document that every layer attends with its own query and key (paper: 16)."""
+    num_sink_tokens: NonNegativeInt | None = None
+    """Tokens at the start of a document that every layer attends with its own query and key (paper: 16). null
+    takes the plan's, else those of a checkpoint that has some, else 16."""
 
-    num_recent_tokens: PositiveInt = 4080
-    """Last tokens, the current one included, that every layer attends with its own query and key (paper: 4080)."""
+    num_recent_tokens: PositiveInt | None = None
+    """Last tokens, the current one included, that every layer attends with its own query and key (paper:
+    4080). null takes the plan's, else those of a checkpoint that has some, else 4080. Others than the plan
+    was made for are a warning."""
 
     plan: str | None = None
     """Path of a plan.json; null takes <output_dir>/plan/plan.json when it exists (layouts auto and pod)."""
@@ -76,6 +79,20 @@ class ModelArgs:
             raise ValueError(
                 f"plan is {self.plan}, and layout={self.layout} shares nothing: leave plan out, or set layout=pod"
             )
+
+    @property
+    def given_windows(self) -> dict[str, Any]:
+        """The windows that the recipe sets, in tokens and by name; None = not set."""
+        return {"num_sink_tokens": self.num_sink_tokens, "num_recent_tokens": self.num_recent_tokens}
+
+    def windows(self, plan: Any = None) -> dict[str, Any]:
+        """The windows of the model, in tokens and by name: those that the recipe sets, else those of `plan`
+        (a SharingPlan, or None), else the layout's. A warning where the recipe's are not the plan's."""
+        usual = {"num_sink_tokens": 16, "num_recent_tokens": 4080}
+        if self.layout == "window":
+            usual = {"num_sink_tokens": 0, "num_recent_tokens": 4096}
+        given = self.given_windows if plan is None else plan.choose_windows(**self.given_windows)
+        return {name: usual[name] if tokens is None else tokens for name, tokens in given.items()}
 
     @property
     def rope(self) -> dict[str, Any]:

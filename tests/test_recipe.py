@@ -22,7 +22,8 @@ def test_defaults_and_overrides(tmp_path):
     recipe = load_recipe(path, ["train.max_steps=7", "model.num_sink_tokens=8", "data.sources=stdlib:"])
     assert recipe.output_dir == "runs/a"
     assert recipe.model.num_sink_tokens == 8
-    assert recipe.model.num_recent_tokens == 4080
+    assert recipe.model.num_recent_tokens is None
+    assert recipe.model.windows() == {"num_sink_tokens": 8, "num_recent_tokens": 4080}
     assert recipe.train.learning_rate == 2e-5, "YAML 1.1 would read 2e-5 as text"
     assert recipe.train.max_steps == 7
     assert recipe.data.sources == ["stdlib:"], "the text, not the mapping {stdlib: null}"
@@ -357,7 +358,7 @@ def test_help_explains_the_sections_asked_for_and_no_others(capsys):
         started(print, ["--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    assert "model.num_recent_tokens  (int, default 4080)" in text
+    assert "model.num_recent_tokens  (int | null, default None)" in text
     assert "output_dir  (str" in text
     assert "train.max_steps" not in text
 

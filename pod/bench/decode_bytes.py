@@ -22,7 +22,7 @@ from typing import Any
 
 from pod.bench.args import FULL, STOCK
 from pod.eval.answer.methods import Method
-from pod.modeling.shipped.sharing import GROUP_SIZE, RESIDUAL, Roles, SharingPlan, roles_of
+from pod.modeling.shipped.sharing import GROUP_SIZE, RESIDUAL, Roles, SharingPlan, channel_group, roles_of
 
 _LOGIT = 4
 _CODEC_BITS = {"kivi": 2, "int4": 4, "int8": 8}
@@ -77,23 +77,31 @@ class Sizes:
         """Bytes of a key or value as the model computes it."""
         return self.head_dim * self.element
 
-    def layers(self, method: Method, tokens: int) -> Iterator[tuple[Roles, int, float]]:
-        """Of every layer under a method: roles, tokens of a window, and mean bytes of a key or value among `tokens` stored ones."""
+    def layers(self, method: Method, tokens: int) -> Iterator[tuple[Roles, int, float, float]]:
+        """Of every layer under a method: roles, tokens of a window, and `token_bytes` among `tokens` stored
+        ones."""
         plan = self.plan if uses_plan(method) else self.dense
         for layer, window in enumerate(self.windows):
             bits = codec_bits(method) or (plan.bits[layer] if plan.bits else 16)
-            yield roles_of(plan.lead, layer), sum(window), self.token_bytes(method, bits, tokens)
+            yield roles_of(plan.lead, layer), sum(window), *self.token_bytes(method, bits, tokens)
 
-    def token_bytes(self, method: Method, bits: int, tokens: int) -> float:
-        """Mean bytes of one key or value among `tokens` stored ones of one head: packed ones, and the native residual."""
+    def token_bytes(self, method: Method, bits: int, tokens: int) -> tuple[float, float]:
+        """Mean bytes of one key and of one value among `tokens` stored ones of one head: packed ones, and the
+        native residual.
+
+        A group of keys is `group_size` tokens of a channel, one of values the `channel_group` of a token;
+        each has a zero and a scale of 2 bytes.
+        """
         if bits == 16:
-            return self.native
+            return self.native, self.native
         group = method.options.get("group_size", GROUP_SIZE)
         # `residual` to `residual + group_size - 1` tokens are native
         tail = method.options.get("residual", RESIDUAL) + (group - 1) / 2
         share = min(1.0, tail / tokens)
-        packed = self.head_dim * bits / 8 + 4 * max(1, self.head_dim / group)
-        return share * self.native + (1 - share) * packed
+        codes = self.head_dim * bits / 8
+        key = codes + 4 * self.head_dim / group
+        value = codes + 4 * self.head_dim / channel_group(self.head_dim, group)
+        return share * self.native + (1 - share) * key, share * self.native + (1 - share) * value
 
 
 def spread_plan(
@@ -140,13 +148,13 @@ def is_modelled(method: Method) -> bool:
 def read_per_row(sizes: Sizes, method: Method, length: int) -> float:
     """Bytes of keys, values and logits that a step moves for one row of `length` tokens."""
     total, native = 0.0, sizes.native
-    for roles, window, stored in sizes.layers(method, length):
+    for roles, window, key, value in sizes.layers(method, length):
         near = min(length, window)
         logits = _LOGIT * sizes.groups * (length - near)
         skips = method.options.get("skip_share", 0) * len(roles.followers)
-        total += len(roles.leads) * 2 * length * stored + len(roles.followed) * logits
-        total += (len(roles.followers) - skips) * (near * native + length * stored + logits)
-        total += skips * near * (native + stored) + len(roles.windows) * 2 * near * native
+        total += len(roles.leads) * length * (key + value) + len(roles.followed) * logits
+        total += (len(roles.followers) - skips) * (near * native + length * value + logits)
+        total += skips * near * (native + value) + len(roles.windows) * 2 * near * native
     return total
 
 
@@ -166,8 +174,8 @@ def held_per_row(sizes: Sizes, method: Method, capacity: int, on_cpu: bool = Fal
         pairs = sizes.plan.num_pairs + (2 * heads if method is STOCK else 0)
         return pairs * 2 * capacity * native
     tokens, any_lead = 0.0, False
-    for roles, window, stored in sizes.layers(method, capacity):
-        tokens += (2 * len(roles.leads) + len(roles.followers)) * capacity * stored
+    for roles, window, key, value in sizes.layers(method, capacity):
+        tokens += (len(roles.leads) * (key + value) + len(roles.followers) * value) * capacity
         tokens += (len(roles.followers) + 2 * len(roles.windows)) * window * native
         any_lead = any_lead or bool(roles.leads)
     logits = heads * sizes.groups * capacity * max(_LOGIT, sizes.element) * (2 if on_cpu else 1)

@@ -79,8 +79,10 @@ def subject(recipe: "Recipe") -> tuple[Sizes, str, int]:
         plan = spread_plan(own, config.num_key_value_heads, *shares)
         source = "made up, {:.0%} of the pairs follow, {:.0%} keep their window".format(*shares)
     plan = replace(plan, head_order=None)  # another order costs the same and copies the weights
-    windows = model.num_sink_tokens, model.num_recent_tokens
-    return Sizes.of(config, plan, windows, _ELEMENT[model.dtype]), source, config.max_position_embeddings
+    windows = model.windows(plan)
+    plan = replace(plan, **windows)
+    near = windows["num_sink_tokens"], windows["num_recent_tokens"]
+    return Sizes.of(config, plan, near, _ELEMENT[model.dtype]), source, config.max_position_embeddings
 
 
 def _places(recipe: "Recipe") -> dict[str, str]:
@@ -110,8 +112,8 @@ def load(recipe: "Recipe", sizes: Sizes, device: "torch.device") -> "Bench":
         if AutoConfig.from_pretrained(source, **places).model_type != "pod":
             source = stock = AutoModelForCausalLM.from_pretrained(source, **options, **places)
             stock.to(device)
-    windows = model.num_sink_tokens, model.num_recent_tokens
-    dense = pod.load_model(source, None, *windows, layout="dense", dtype=dtype, device=device)
+    windows = model.windows(sizes.plan)
+    dense = pod.load_model(source, layout="dense", dtype=dtype, device=device, **windows)
     planned = pod.load_model(dense, plan=sizes.plan)
     return Bench(args=args, sizes=sizes, dense=dense, planned=planned, stock=stock if args.stock else None)
 
@@ -139,7 +141,7 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
     for method in args.contestants:  # refused before anything is measured
         for length in args.lengths:
             make_cache(bench, method, length, length)
-    windows = recipe.model.num_sink_tokens, recipe.model.num_recent_tokens
+    windows = tuple(recipe.model.windows(sizes.plan).values())
     result: dict[str, Any] = {
         "schema": 2,
         "environment": environment(),

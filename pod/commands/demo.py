@@ -42,7 +42,7 @@ def steps_of(recipe: Recipe, config: Path, ranks: int = RANKS) -> list[Step]:
         return [sys.executable, "-m", "pod", name, "--config", str(config), *more]
 
     export, check = recipe.export_dir, Path(recipe.output_dir) / "export_check.json"
-    windows = recipe.model.num_sink_tokens + recipe.model.num_recent_tokens  # a prompt is to exceed them
+    windows = sum(recipe.model.windows().values())  # a prompt is to exceed them
     tokens = str(min(2 * windows, recipe.data.context_length))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

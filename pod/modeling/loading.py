@@ -42,11 +42,14 @@ def convert_config(source: Any, **changes: Any) -> PodConfig:
 
 
 def plan_fields(plan: SharingPlan | None) -> dict[str, Any]:
-    """The fields of ``PodConfig`` that a plan sets. None = dense, heads in the original order."""
+    """The fields of ``PodConfig`` that a plan sets, its windows among them where it records them. None =
+    dense, heads in the original order."""
     if plan is None:
         return {"lead": None, "kv_bits": None, "head_order": None}
     bits = plan.bits and list(plan.bits)
-    return {"lead": [list(row) for row in plan.lead], "kv_bits": bits, "head_order": plan.head_order}
+    fields = {"lead": [list(row) for row in plan.lead], "kv_bits": bits, "head_order": plan.head_order}
+    windows = {"num_sink_tokens": plan.num_sink_tokens, "num_recent_tokens": plan.num_recent_tokens}
+    return fields | {name: tokens for name, tokens in windows.items() if tokens is not None}
 
 
 def from_dense(source: PreTrainedModel, config: PodConfig, owned: bool = False) -> PodForCausalLM:
@@ -151,8 +154,9 @@ def load_model(
         source: as ``resolve_model`` takes it, or a transformers model in memory: its weights are shared but for heads that move.
         plan: sharing plan or path of a ``plan.json``; None keeps the checkpoint's own (dense for stock ones). The heads of the
             weights are moved to the order that the plan names, or back to the original one if it names none.
-        num_sink_tokens, num_recent_tokens: windows in tokens; None keeps the checkpoint's, or takes the layout's
-            (16 and 4080; 0 and 4096 for ``window``).
+        num_sink_tokens, num_recent_tokens: windows in tokens; None takes those that ``plan`` was made for,
+            else the checkpoint's, else the layout's (16 and 4080; 0 and 4096 for ``window``). Others than the
+            plan's are a warning.
         dtype: of the weights; None and ``"auto"`` keep the checkpoint's.
         attention_backend: ``auto`` or a registered name.
         device: where to put the model; None = where it is read to: the CPU, or as ``device_map`` says.
@@ -169,8 +173,10 @@ def load_model(
     if unknown := sorted(places.keys() - _PLACES):
         said = f"load_model does not take {', '.join(unknown)}: beside its own arguments it takes {', '.join(sorted(_PLACES))}"
         raise ValueError(f"{said} (weights stay whole, 'pod+int4' packs caches)")
+    plan = plan if plan is None or isinstance(plan, SharingPlan) else SharingPlan.load(plan)
     wishes: dict[str, Any] = {"plan": plan, "layout": layout, "attention_backend": attention_backend}
-    wishes |= {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
+    windows: dict[str, Any] = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
+    wishes |= windows if plan is None else plan.choose_windows(**windows)
     kind: Any = None if dtype in (None, "auto") else getattr(torch, str(dtype).removeprefix("torch."), dtype)
     if not isinstance(kind, torch.dtype | None):
         raise ValueError(f"dtype = {dtype!r} is no type of torch: name one as 'bfloat16', or 'auto'")
@@ -200,9 +206,13 @@ def target_config(
     attention_backend: str = "auto",
     **windows: int | None,
 ) -> PodConfig:
-    """The configuration of what ``load_model`` makes of a checkpoint with this configuration (arguments and errors there)."""
-    changes: dict[str, Any] = {name: tokens for name, tokens in windows.items() if tokens is not None}
-    changes["attention_backend"] = attention_backend
+    """The configuration of what ``load_model`` makes of a checkpoint with this configuration (arguments and
+    errors there).
+
+    Windows that are given are taken without a word, also where the plan has others: see
+    ``SharingPlan.choose_windows``.
+    """
+    changes: dict[str, Any] = {"attention_backend": attention_backend}
     if layout is not None:
         changes |= {"layout": "pod", **plan_fields(None)} if layout == "dense" else {"layout": layout}
     if plan is not None:
@@ -210,6 +220,7 @@ def target_config(
             raise ValueError("layout = 'dense' shares nothing: leave the plan out, or use layout = 'pod'")
         plan = plan if isinstance(plan, SharingPlan) else SharingPlan.load(plan)
         changes |= plan_fields(plan)
+    changes |= {name: tokens for name, tokens in windows.items() if tokens is not None}
     if source.model_type != "pod":
         return convert_config(source, **changes)
     stays = changes.get("layout", source.layout) == source.layout

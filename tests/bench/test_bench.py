@@ -196,7 +196,11 @@ def test_packed_tokens_cost_their_codes_and_their_groups():
         ("int8[group_size=64]", 8, 10**9, 128 * 8.5 / 8),
         ("int4", 4, 100, 256),  # the newest tokens are native
     ):
-        assert sizes.token_bytes(contestant(text), bits, tokens) == pytest.approx(size, rel=1e-5)
+        assert sizes.token_bytes(contestant(text), bits, tokens) == pytest.approx((size, size), rel=1e-5)
+    key, value = sizes_of(LEAD, 2, 80).token_bytes(contestant("int4"), 4, 10**9)
+    assert (key, value) == pytest.approx((40 + 4 * 80 / 32, 40 + 4 * 2), rel=1e-5), (
+        "two groups of 40 channels"
+    )
     assert not is_modelled(contestant("snapkv@9")) and not is_modelled(STOCK)
     whole, packed = (
         read_per_row(sizes, POD, 10**6),

@@ -40,7 +40,8 @@ def naive_group(numbers, bits):
 def naive_token(x, bits, group_size):
     """``[d]`` packed per token."""
     numbers = x.double().tolist()
-    size = min(group_size, len(numbers))
+    divisors = [size for size in range(1, len(numbers) + 1) if len(numbers) % size == 0]
+    size = min(divisors, key=lambda size: max(size / group_size, group_size / size))
     groups = [naive_group(numbers[i : i + size], bits)[0] for i in range(0, len(numbers), size)]
     return torch.tensor([x for group in groups for x in group], dtype=torch.float64)
 

@@ -72,6 +72,6 @@ def store_nbytes(store, length: int) -> int:
     else:
         packed = max(store.num_packed(length), store.packed_stop)
         native = room if packed else length
-    group = packing.group_size if packing.per_channel else min(packing.group_size, head_dim)
+    group = packing.group_size if packing.per_channel else packing.channels(head_dim)
     packed_token = head_dim * packing.bits / 8 + 4 * head_dim / group  # fp16 zero and scale of a group
     return int(batch * heads * (packed * packed_token + native * token))

@@ -31,7 +31,7 @@ def meaning(x: Packed, length: int) -> torch.Tensor:
         if x.per_channel:
             zero, scale = x.zero[b, h, p // x.group_size], x.scale[b, h, p // x.group_size]
         else:
-            width = min(x.group_size, d)
+            width = d // x.zero.shape[3]
             zero, scale = (y[b, h, p].repeat_interleave(width) for y in (x.zero, x.scale))
         out[b, h, p] = zero.double() + numbers.double() * scale.double()
     return out
@@ -68,6 +68,9 @@ CASES = [
     (4, 32, False, 64, 300, 128),
     (4, 32, False, 96, 70, 5),  # three groups: one reaches across the halves of a byte
     (4, 64, False, 32, 130, 0),  # one group of all channels
+    (4, 32, False, 80, 70, 5),  # groups of 40
+    (4, 32, False, 112, 70, 5),  # groups of 28
+    (2, 32, False, 80, 70, 5),
     (4, 16, True, 10, 90, 7),  # rows of codes that are no multiple of four bytes
     (4, 2, False, 10, 41, 7),
     (2, 32, True, 64, 300, 128),

@@ -120,7 +120,7 @@ def test_changes_that_mean_nothing_are_refused(changes, new_max, message):
     ("settings", "message"),
     [
         (
-            {"layout": "window"},
+            {"layout": "window", "num_sink_tokens": 16},
             "num_sink_tokens is 16, and layout=window has no sinks: set num_sink_tokens=0",
         ),
         ({"layout": "dense", "plan": "p.json"}, "plan is p.json, and layout=dense shares nothing"),

@@ -63,7 +63,8 @@ class Models:
     def __init__(self, recipe: "Recipe"):
         self.recipe, args = recipe, recipe.model
         self.export = Path(recipe.eval.pod_model or recipe.export_dir)
-        self.plan, windows = args.plan_file(recipe.output_dir), (args.num_sink_tokens, args.num_recent_tokens)
+        self.plan = args.plan_file(recipe.output_dir)
+        windows = self._windows(self.plan)
         self._loaded: dict[str, Any] = {}
         chosen = [find_method(name) for name in recipe.eval.methods]
         self.kinds = sorted({method.model for method in chosen})
@@ -72,7 +73,7 @@ class Models:
             "unadapted": Source(plan=self.plan, windows=windows),
             "adapted": Source(str(self.export)),
         }
-        self.sources |= {kind: self._own(kind, windows) for kind in self.kinds if kind not in self.sources}
+        self.sources |= {kind: self._own(kind) for kind in self.kinds if kind not in self.sources}
         self._check_available()
         self.dense_path = resolve_model(args.path)  # which may convert it
         if not args.gguf_file:
@@ -87,7 +88,13 @@ class Models:
         if self.reference_kind is None and budgeted:
             raise ValueError(_NO_BUDGET.format(", ".join(budgeted), self.export))
 
-    def _own(self, kind: str, windows: tuple[int, int]) -> Source:
+    def _windows(self, plan: Path | None) -> tuple[int, int]:
+        """Sink and recent tokens of the dense weights under a plan: the recipe's, else the plan's, else 16
+        and 4080."""
+        found = self.recipe.model.windows(pod.SharingPlan.load(plan) if plan and plan.is_file() else None)
+        return found["num_sink_tokens"], found["num_recent_tokens"]
+
+    def _own(self, kind: str) -> Source:
         """An entry of `eval.models`: the folder of an export, or a plan.json for the dense weights, with windows as `…@16+240`."""
         own = self.recipe.eval.models
         if kind not in own:
@@ -102,7 +109,7 @@ class Models:
         place, sinks, recent = parts.groups()
         given = None if recent is None else (int(sinks), int(recent))
         if place.endswith(".json"):
-            return Source(plan=Path(place), windows=given or windows)
+            return Source(plan=Path(place), windows=given or self._windows(Path(place)))
         if not (Path(place) / "config.json").is_file():
             raise ValueError(
                 f"eval.models.{kind} = {own[kind]} holds no model: export one there with `pod export`"

@@ -101,7 +101,8 @@ class CommandLM(PodLM):
             method: a spec of `pod.make_cache`, as `snapkv` or `pod+snapkv+int4`; default: the layout of the model itself.
             budget: tokens per KV head and layer, a share of the tokens as `25%`, or `pod`: as many as fill PoD's bytes.
             plan: plan.json for the method `pod` on dense weights and for `budget=pod`; an export has its own.
-            num_sink_tokens, num_recent_tokens: PoD's windows (tokens).
+            num_sink_tokens, num_recent_tokens: PoD's windows (tokens), default those that the plan was made
+                for.
             gguf_file: name of a GGUF file in `pretrained`; dtype: of the weights, default the checkpoint's.
             batch_size: sequences that run together (a number; `auto` is not supported).
             device: default a GPU where there is one.
@@ -128,7 +129,9 @@ class CommandLM(PodLM):
         )
         tokenizer = pod.load_tokenizer(pretrained, gguf_file=gguf_file)
         options = with_requests(method, options, tokenizer)
-        subject = make_subject(model, method, budget, _reference(model, plan, budget), options)
+        windows = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
+        reference = _reference(model, plan, budget, windows)
+        subject = make_subject(model, method, budget, reference, options)
         length = int(max_length or model.config.max_position_embeddings)
         encoder = Encoder(tokenizer, length, too_long, question_aware)
         self.identity = {
@@ -174,15 +177,16 @@ def _device(asked: str | None, ranks: Ranks) -> str:
     return f"cuda:{ranks.local_rank}" if ranks.world_size > 1 else asked or "cuda"
 
 
-def _reference(model: Any, plan: str | None, budget: int | str | None) -> Any:
-    """A model that tells PoD's bytes: the model itself when it has a plan, else the same weights under `plan`."""
+def _reference(model: Any, plan: str | None, budget: int | str | None, windows: dict[str, Any]) -> Any:
+    """A model that tells PoD's bytes: the model itself when it has a plan, else the same weights under
+    `plan`, with its windows where none are given."""
     if budget != POD_BYTES:
         return None
     if model.config.own_method == "pod":
         return model
     if plan is None:
         raise ValueError("budget=pod needs plan=PLAN.json: it says which bytes PoD would hold")
-    return pod.load_model(model, plan=plan, attention_backend=model.config.attention_backend)
+    return pod.load_model(model, plan=plan, attention_backend=model.config.attention_backend, **windows)
 
 
 def _check(batch_size: int | str, max_batch_size: int | None, too_long: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from .sharing import Lead, SharingPlan
+from .sharing import Lead, SharingPlan, check_bits
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LAYOUTS = ("pod", "cla", "window")
@@ -148,6 +148,8 @@ class PodConfig(PreTrainedConfig):
         if n_s < 0 or n_r < 1:
             raise ValueError(f"need num_sink_tokens >= 0 and num_recent_tokens >= 1, got {n_s} and {n_r}")
         self.sharing_plan.check_fits(self.num_hidden_layers, self.num_key_value_heads)
+        for bits in {*self.kv_bits} - {16} if self.kv_bits else ():
+            check_bits(bits, self.head_dim, f"the plan's layers of {bits} bits")
         if self.head_order is not None and len(self.head_order[0]) != self.num_attention_heads:
             raise ValueError(
                 f"head_order is of {len(self.head_order[0])} query heads a layer, the model has "
@@ -223,7 +225,8 @@ class PodConfig(PreTrainedConfig):
         order = None if self.head_order is None else tuple(map(tuple, self.head_order))
         heads, windows = self.num_key_value_heads, self.layer_windows or [None] * self.num_hidden_layers
         are_windows = tuple(self.layout == "window" or window is not None for window in windows)
-        return _plan(lead, bits, order, are_windows, heads)
+        near = (None, None) if self.layout == "cla" else (self.num_sink_tokens, self.num_recent_tokens)
+        return _plan(lead, bits, order, are_windows, heads, near, self.head_dim)
 
     @property
     def own_method(self) -> str:
@@ -243,8 +246,17 @@ def _plan(
     order: tuple[tuple[int, ...], ...] | None,
     are_windows: tuple[bool, ...],
     heads: int,
+    near: tuple[int | None, int | None],
+    head_dim: int,
 ) -> SharingPlan:
     """The plan, checked once; without leads that in which every layer that is no window leads."""
     if lead is None:
         lead = tuple((None if window else layer,) * heads for layer, window in enumerate(are_windows))
-    return SharingPlan(lead=lead, bits=bits, head_order=order)
+    return SharingPlan(
+        lead=lead,
+        bits=bits,
+        head_order=order,
+        num_sink_tokens=near[0],
+        num_recent_tokens=near[1],
+        head_dim=head_dim,
+    )

@@ -5,7 +5,9 @@
 dtype: at 4 bits a group of 32 costs 5 bits per number, one of 64 costs 4.5. The fp16 zero is rounded down and the fp16
 scale up, and codes are computed with the *rounded* ones. So every number lies inside the grid and ``|x - x̂| <= scale / 2``,
 also in groups far from zero and in constant ones. Numbers beyond the range of fp16 (±65504) saturate there. A scale below
-6e-8 does not exist in fp16, which bounds what can be told apart.
+6e-8 does not exist in fp16, which bounds what can be told apart. Groups over channels divide ``head_dim``:
+the divisor nearest to ``group_size`` is taken, so that 80 channels make two groups of 40, 112 make four of
+28, and 4 bits cost 4.8 and 5.14.
 
 **What is packed when.** While a prompt runs its tokens stay native, so that attention inside it is exact and does not
 depend on its chunks. When it ends, and after every decoded token, ``settle`` packs so that of ``n`` tokens held the first
@@ -28,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .attend import compute_dtype
+from .sharing import channel_group
 
 _TILE = 1 << 20  # numbers packed or unpacked at a time: as fp32 they stay in the cache while they are used
 _HALF_MAX = torch.finfo(torch.float16).max
@@ -42,7 +45,7 @@ class Packing:
         bits: 2, 4 or 8; the ``P = 8 / bits`` codes in byte ``i``, from its lowest bits on, are of channels ``i``, ``i + d/P``, ….
         group_size: numbers that share a zero and a scale.
         per_channel: a group is ``group_size`` consecutive tokens of one channel (``n`` must be a multiple); otherwise
-            it is ``group_size`` consecutive channels of one token, or all of them when there are fewer.
+            it is ``channels`` consecutive channels of one token.
     """
 
     bits: int
@@ -54,6 +57,11 @@ class Packing:
         """Tokens that share an entry of zeros and scales."""
         return self.group_size if self.per_channel else 1
 
+    def channels(self, head_dim: int) -> int:
+        """Channels of one token that share a zero and a scale: a divisor of ``head_dim``, see
+        ``channel_group``."""
+        return 1 if self.per_channel else channel_group(head_dim, self.group_size)
+
     @property
     def parts(self) -> int:
         """Codes in a byte."""
@@ -62,8 +70,7 @@ class Packing:
     def allocate(self, like: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
         """Zeros as ``pack`` would return for ``slots`` tokens, whole groups, of ``[b, h, …, d]``."""
         batch, heads, _, head_dim = like.shape
-        channels = 1 if self.per_channel else min(self.group_size, head_dim)
-        entries = slots // self.shared, head_dim // channels
+        entries = slots // self.shared, head_dim // self.channels(head_dim)
         codes = like.new_zeros(batch, heads, slots, head_dim * self.bits // 8, dtype=torch.uint8)
         zero, scale = (like.new_zeros(batch, heads, *entries, dtype=torch.float16) for _ in range(2))
         return codes, zero, scale
@@ -72,10 +79,11 @@ class Packing:
         """A view with the numbers of a group along their own dimension, and that dimension."""
         if self.per_channel:
             return x.unflatten(2, (-1, self.group_size)), 3
-        return x.unflatten(3, (-1, min(self.group_size, x.shape[3]))), 4
+        return x.unflatten(3, (-1, self.channels(x.shape[3]))), 4
 
     def pack(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes ``[b, h, n, d·bits/8]`` (uint8), zeros and scales ``[b, h, n, d/g]`` or, per channel, ``[b, h, n/g, d]``."""
+        """Codes ``[b, h, n, d·bits/8]`` (uint8), zeros and scales ``[b, h, n, d/channels]``; per channel
+        ``[b, h, n/g, d]``."""
         compute = compute_dtype(x.dtype)
         groups, dim = self._group(x.to(compute).clamp(-_HALF_MAX, _HALF_MAX))
         zero = _half_below(groups.amin(dim, keepdim=True))
@@ -122,10 +130,12 @@ class Packed(NamedTuple):
 
     Attributes:
         codes: uint8 ``[B, h, C, d·bits/8]``, see ``Packing``.
-        zero, scale: fp16 ``[B, h, C/group_size, d]`` per channel, else ``[B, h, C, d/group_size]``.
+        zero, scale: fp16 ``[B, h, C/group_size, d]`` per channel, else ``[B, h, C, d/channels]``, see
+            ``Packing.channels``.
         tail: ``[B, h, R, d]`` in the model's dtype, token ``p`` at slot ``(p - tail_start) mod R``.
         packed_lengths: int32 ``[B]``, or ``[B, h]`` where heads differ (only without ``per_channel``).
-        group_size: numbers that share a zero and a scale; without ``per_channel`` at most d.
+        group_size: numbers that share a zero and a scale; without ``per_channel`` the divisor of d nearest to
+            it.
         per_channel: groups run over tokens (keys); else over channels (values).
         bounds: smallest and largest of ``packed_lengths``, known on the host.
         tail_start: 0 for a ring, which kernels want.

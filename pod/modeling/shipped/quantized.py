@@ -14,6 +14,7 @@ from torch import Tensor
 from .attend import Segments
 from .config import PodConfig
 from .packed import Packed, Packing, tiles
+from .sharing import GROUP_SIZE, check_bits
 from .stores import Codec, TokenStore, take_slots
 
 _SLACK = 128  # tensors grow by 1/128 of their length
@@ -455,7 +456,8 @@ class QuantizedCodec(Codec):
 
     Attributes:
         bits: 2, 4 or 8.
-        group_size: numbers that share a scale, and tokens packed at a time.
+        group_size: numbers that share a scale, and tokens packed at a time; over channels the divisor of
+            ``head_dim`` nearest to it.
         residual: newest tokens that stay native.
         capacity: tokens whose codes are reserved, for stores that stay where they are (windows are rings already and stay
             native); 0 = stores grow.
@@ -492,16 +494,18 @@ class QuantizedCodec(Codec):
 def make_codec(name: str, bits: int, config: PodConfig, group_size: int, residual: int) -> Codec:
     """The codec of a model.
 
+    The usual ``group_size`` serves every ``head_dim`` (see ``channel_group``); another one is taken as it is,
+    or refused.
+
     Raises:
         ValueError: sizes that do not fit each other or the model's ``head_dim``.
     """
     head_dim = config.head_dim
-    fitting = [size for size in range(2, head_dim + 1) if head_dim % size == 0]
-    if group_size < head_dim and head_dim % group_size:
+    check_bits(bits, head_dim, name)
+    if group_size != GROUP_SIZE and group_size < head_dim and head_dim % group_size:
+        fitting = [size for size in range(2, head_dim + 1) if head_dim % size == 0]
         raise ValueError(
-            f"{name}: group_size = {group_size} does not divide head_dim = {head_dim}; it can be "
-            f"{', '.join(map(str, fitting))}"
+            f"{name}: group_size = {group_size} does not divide head_dim = {head_dim}; leave it out, or "
+            f"choose one of {', '.join(map(str, fitting))}"
         )
-    if head_dim * bits % 8:
-        raise ValueError(f"{name}: head_dim = {head_dim} does not fill bytes of {8 // bits} codes; use int8")
     return QuantizedCodec(bits, group_size, residual)

@@ -1,21 +1,73 @@
 """The plan of a model: what each (layer, KV head) does about distant tokens. It leads, follows or keeps its window."""
 
 import json
+import math
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
-SCHEMA_VERSION = 2
-_READABLE = (1, SCHEMA_VERSION)  # 1 has no windows, no order of heads and no bits
+SCHEMA_VERSION = 3
+_READABLE = (
+    1,
+    2,
+    SCHEMA_VERSION,
+)  # 1 has no windows, no order of heads and no bits; 2 has no sizes of windows
 GROUP_SIZE, RESIDUAL = 32, 128  # of a codec: numbers that share a scale, newest tokens that stay native
 NATIVE_TOKENS = RESIDUAL + (GROUP_SIZE - 1) / 2  # on average, since tokens are packed a group at a time
-BITS = {16: 16.0, 8: 9.0, 4: 5.0}
-"""Bits per number of a layer's codec, and what one costs with the fp16 scale and zero of its group."""
+BITS = (16, 8, 4)
+"""Bits per number that a plan may give a layer; 16: as the model computes."""
+_GROUP_BITS = 32  # the fp16 zero and the fp16 scale of a group
+
+_OPTIONAL = ("head_order", "bits", "num_sink_tokens", "num_recent_tokens", "head_dim")  # of a plan.json
 
 Lead = tuple[tuple[int | None, ...], ...]
 """``[layer][KV head]``: the layer that the head follows, its own layer (it leads), or None (it keeps its window only)."""
+
+
+@lru_cache(maxsize=256)
+def channel_group(head_dim: int, group_size: int = GROUP_SIZE) -> int:
+    """Channels of one token that share a zero and a scale: the divisor of ``head_dim`` nearest to
+    ``group_size``.
+
+    Nearest by ratio, and the smaller one of two that are equally near: 64, 96 and 128 channels make groups of
+    32, 80 make groups of 40, 112 make groups of 28, and a head of 16 channels is one group.
+    """
+    divisors = [size for size in range(1, head_dim + 1) if head_dim % size == 0]
+    return min(divisors, key=lambda size: abs(math.log(size / group_size)))
+
+
+def bits_per_number(bits: int, head_dim: int | None = None) -> tuple[float, float]:
+    """Bits that a stored number of keys and of values takes, its share of the fp16 zero and scale included.
+
+    A group of keys is ``GROUP_SIZE`` tokens of one channel, a group of values ``channel_group`` channels of
+    one token.
+
+    Args:
+        bits: 16, 8 or 4; 16 bits have no groups.
+        head_dim: of the model; None = one that ``GROUP_SIZE`` divides.
+    """
+    if bits == 16:
+        return 16.0, 16.0
+    channels = GROUP_SIZE if head_dim is None else channel_group(head_dim)
+    return bits + _GROUP_BITS / GROUP_SIZE, bits + _GROUP_BITS / channels
+
+
+def check_bits(bits: int, head_dim: int, name: str) -> None:
+    """Raise ``ValueError`` unless the codes of a head fill whole bytes: the one rule about which bits a model
+    can hold.
+
+    Args:
+        bits: per code, 2, 4 or 8.
+        name: what asks for them, for the message.
+    """
+    if head_dim * bits % 8:
+        raise ValueError(
+            f"{name}: {bits} bits of head_dim = {head_dim} channels do not fill whole bytes; head_dim must "
+            f"be a multiple of {8 // math.gcd(8, bits)}: use 8 bits (int8)"
+        )
 
 
 @dataclass(frozen=True)
@@ -82,16 +134,25 @@ class SharingPlan:
             for. Query heads of a KV head stay together, so the order of KV heads follows. None = as in the original.
         bits: per layer, the bits in which ``pod.make_cache`` holds the keys and values of every token, 16 (as the model computes), 8
             or 4; windows stay native. None = 16 everywhere.
+        num_sink_tokens, num_recent_tokens: the windows that the plan was made for, in tokens;
+            ``pod.load_model`` takes them.
+            None = not recorded. Plans with the same roles, order and bits are equal whatever their windows.
+        head_dim: channels of a head of the model that the plan was made for: what packed values cost depends
+            on it (``bits_per_number``). None = not recorded. It is no part of equality either.
 
     Raises:
         ValueError: rows of unequal length, a lead above its layer, a lead that does not lead itself, a block
-            whose layers are not consecutive, an order that parts the query heads of a KV head, or other bits.
+            whose layers are not consecutive, an order that parts the query heads of a KV head, other bits, or
+            impossible windows.
     """
 
     lead: Lead
     provenance: dict[str, Any] = field(default_factory=dict, compare=False)
     head_order: tuple[tuple[int, ...], ...] | None = None
     bits: tuple[int, ...] | None = None
+    num_sink_tokens: int | None = field(default=None, compare=False)
+    num_recent_tokens: int | None = field(default=None, compare=False)
+    head_dim: int | None = field(default=None, compare=False)
 
     def __post_init__(self):
         object.__setattr__(self, "lead", _as_rows(self.lead))
@@ -110,6 +171,17 @@ class SharingPlan:
                 raise ValueError(
                     f"sharing plan: bits must be 16, 8 or 4 for each of {self.num_layers} layers, got {self.bits}"
                 )
+        self._check_windows()
+
+    def _check_windows(self) -> None:
+        sinks, recent = self.num_sink_tokens, self.num_recent_tokens
+        if sinks is None and recent is None:
+            return
+        if type(sinks) is not int or type(recent) is not int or sinks < 0 or recent < 1:
+            raise ValueError(
+                "sharing plan: num_sink_tokens must be an integer >= 0 and num_recent_tokens one >= 1, or "
+                f"both null, got {sinks!r} and {recent!r}"
+            )
 
     def _check(self, layer: int, head: int) -> None:
         lead = self.lead[layer][head]
@@ -213,21 +285,74 @@ class SharingPlan:
         """
         return 1 - self._held(float("inf"))
 
-    def saving(self, n: int, num_sink_tokens: int, num_recent_tokens: int) -> float:
-        """Share of 16-bit KV bytes saved at ``n`` tokens, when sinks and recent tokens are proximal."""
+    def saving(
+        self, n: int, num_sink_tokens: int | None = None, num_recent_tokens: int | None = None
+    ) -> float:
+        """Share of 16-bit KV bytes saved at ``n`` tokens, when sinks and recent tokens are proximal.
+
+        Args:
+            n: tokens of the sequence, at least 1.
+            num_sink_tokens, num_recent_tokens: windows in tokens; None = those that the plan was made for.
+
+        Raises:
+            ValueError: n < 1, or no windows given and none recorded.
+        """
         if n < 1:
             raise ValueError(f"saving is defined for n >= 1 tokens, got n = {n}")
-        near = min(n, num_sink_tokens + num_recent_tokens)
+        sinks = self.num_sink_tokens if num_sink_tokens is None else num_sink_tokens
+        recent = self.num_recent_tokens if num_recent_tokens is None else num_recent_tokens
+        if sinks is None or recent is None:
+            raise ValueError(
+                "this plan does not record its windows: give num_sink_tokens and num_recent_tokens"
+            )
+        near = min(n, sinks + recent)
         return 1 - self._held(n) - near / n * (self.share_followers / 2 + self.share_windows)
+
+    def choose_windows(
+        self, num_sink_tokens: int | None = None, num_recent_tokens: int | None = None
+    ) -> dict[str, Any]:
+        """The windows of a model under this plan, by name: those given, else the plan's, else None.
+
+        Others than the plan's are a ``UserWarning`` that names both, and what both save at the length that
+        the plan was made at, where the plan says it.
+        """
+        own: dict[str, Any] = {
+            "num_sink_tokens": self.num_sink_tokens,
+            "num_recent_tokens": self.num_recent_tokens,
+        }
+        given = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
+        chosen = {name: own[name] if tokens is None else tokens for name, tokens in given.items()}
+        if None not in own.values() and chosen != own:
+            warnings.warn(self._other_windows(*chosen.values()), stacklevel=3)
+        return chosen
+
+    def _other_windows(self, sinks: int, recent: int) -> str:
+        """What to say about windows that are not the plan's."""
+        said = (
+            f"windows of {sinks} first and {recent} last tokens, the plan was made for "
+            f"{self.num_sink_tokens} and {self.num_recent_tokens}"
+        )
+        n = self.provenance.get("budget_length") or self.provenance.get("sequence_length")
+        if isinstance(n, int) and n > 0 and "layers" not in self.provenance:
+            own, other = self.saving(n), self.saving(n, sinks, recent)
+            said += f" (at {n:,} tokens these save {own:.1%} of the KV bytes, yours {other:.1%})"
+        if "plan_cost" in self.provenance:
+            said += (
+                f"; its measured cost of {self.provenance['plan_cost']:.4g} holds for its own windows only"
+            )
+        return said + ": leave num_sink_tokens and num_recent_tokens out to take the plan's"
 
     def _held(self, n: float) -> float:
         """Share of dense 16-bit bytes that stores of every token hold, of ``n`` tokens."""
         total = 0.0
         for layer, row in enumerate(self.lead):
-            parts = sum(2 if lead == layer else lead is not None for lead in row)
-            width = BITS[16 if self.bits is None else self.bits[layer]] / 16
-            native = 1.0 if width == 1 else min(1.0, NATIVE_TOKENS / n)
-            total += parts * (native + (1 - native) * width)
+            bits = 16 if self.bits is None else self.bits[layer]
+            native = 1.0 if bits == 16 else min(1.0, NATIVE_TOKENS / n)
+            keys, values = (
+                native + (1 - native) * width / 16 for width in bits_per_number(bits, self.head_dim)
+            )
+            total += keys * sum(lead == layer for lead in row)
+            total += values * sum(lead is not None for lead in row)
         return total / (2 * self.num_pairs)
 
     def blocks(self, head: int) -> list[list[int]]:
@@ -251,7 +376,7 @@ class SharingPlan:
     def save(self, path: str | os.PathLike) -> None:
         """Write JSON with a schema version, through a temporary name so that a partial file never appears."""
         content: dict[str, Any] = {"schema": SCHEMA_VERSION, "lead": self.lead}
-        for name in ("head_order", "bits"):
+        for name in _OPTIONAL:
             if getattr(self, name) is not None:
                 content[name] = getattr(self, name)
         temporary = f"{os.fspath(path)}.tmp"
@@ -261,7 +386,10 @@ class SharingPlan:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "SharingPlan":
-        """Read a plan; ``ValueError`` names the file and what is wrong with it."""
+        """Read a plan; ``ValueError`` names the file and what is wrong with it.
+
+        Older files say the windows in the provenance only, and are read so.
+        """
         try:
             with open(path, encoding="utf-8") as file:
                 content = json.load(file)
@@ -269,9 +397,14 @@ class SharingPlan:
             raise ValueError(f"cannot read sharing plan {path}: {error}") from error
         if not isinstance(content, dict) or content.get("schema") not in _READABLE or "lead" not in content:
             raise ValueError(f"{path} is not a sharing plan of schema {' or '.join(map(str, _READABLE))}")
+        provenance = content.get("provenance") or {}
+        if not isinstance(provenance, dict):
+            raise ValueError(f"{path}: sharing plan: provenance must be a mapping, got {provenance!r:.80}")
+        fields = {name: content.get(name) for name in _OPTIONAL}
+        if content["schema"] < SCHEMA_VERSION:
+            fields |= {name: provenance.get(name) for name in ("num_sink_tokens", "num_recent_tokens")}
         try:
-            fields = {name: content.get(name) for name in ("head_order", "bits")}
-            return cls(content["lead"], content.get("provenance", {}), **fields)
+            return cls(content["lead"], provenance, **fields)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 

@@ -29,8 +29,8 @@ POSITIONS = ("rope", "max_position_embeddings")
 
 
 def windows_of(recipe: Any) -> dict[str, int]:
-    """The windows that the plan is for."""
-    return {name: getattr(recipe.model, name) for name in ("num_sink_tokens", "num_recent_tokens")}
+    """The windows that the plan is made for: those of the recipe, else 16 and 4080 tokens."""
+    return recipe.model.windows()
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pod.modeling.shipped.sharing import BITS, NATIVE_TOKENS, SharingPlan
+from pod.modeling.shipped.sharing import NATIVE_TOKENS, SharingPlan, bits_per_number
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
@@ -214,6 +214,8 @@ class PackedCosts:
         follow: ``[L, L, H]``, None = nobody follows; window: ``[L, H]``, None = no windows.
         lead4, follow4: ``[L, H]`` cost of 4 bits of a lead's keys and values, of a follower's values.
         n, near: tokens, and those of them in a window.
+        head_dim: of the model, on which the size of packed values depends; None = one that the usual groups
+            divide.
     """
 
     follow: Floats | None
@@ -222,16 +224,21 @@ class PackedCosts:
     follow4: Floats
     n: int
     near: int
+    head_dim: int | None = None
 
     @cached_property
     def units(self) -> tuple[int, int, int]:
         """Units of a pair's distant bytes, and those that a packed lead and follower save: of such a number that rounding down
         loses least."""
         far = max(0, self.n - self.near) / self.n
-        packs = (1 - min(1.0, NATIVE_TOKENS / self.n)) * (1 - BITS[PACKED] / 16)
-        share = packs / far + 1e-6 if far else 0.0
-        pair = min(range(40, 15, -2), key=lambda units: (units * share % 1 + units * share / 2 % 1) / units)
-        return pair, int(pair * share), pair // 2 + int(pair * share / 2)
+        old = 1 - min(1.0, NATIVE_TOKENS / self.n)  # the share of tokens that are packed
+        keys, values = (
+            old * (1 - bits / 16) / far / 2 + 5e-7 if far else 0.0
+            for bits in bits_per_number(PACKED, self.head_dim)
+        )
+        lead, follower = keys + values, values
+        pair = min(range(40, 15, -2), key=lambda units: (units * lead % 1 + units * follower % 1) / units)
+        return pair, int(pair * lead), pair // 2 + int(pair * follower)
 
     def solve(self, packed: Sequence[bool] | None, price: float | None = None) -> Frontier:
         """The frontier when these layers are packed; None = every pair as it likes. With a price, what every plan costs less what

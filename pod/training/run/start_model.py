@@ -49,6 +49,7 @@ def start_config(model_args: ModelArgs, plan: Plan, source: Any) -> PodConfig:
 
     Args:
         plan: a SharingPlan or the path of one; None = the layout's own (`cla`), the checkpoint's, or none.
+            Its windows are taken where the recipe sets none; others are a warning.
 
     Raises: ValueError for layout=pod without a plan, and for whatever does not fit the checkpoint.
     """
@@ -57,9 +58,11 @@ def start_config(model_args: ModelArgs, plan: Plan, source: Any) -> PodConfig:
         plan = SharingPlan.cla(source.num_hidden_layers, source.num_key_value_heads, model_args.cla_factor)
     if layout in ("dense", "window"):
         plan = None
-    same = ("num_sink_tokens", "num_recent_tokens", "attention_backend")
-    changes = {name: getattr(model_args, name) for name in same}
-    config = target_config(source, plan=plan, layout=None if layout == "auto" else layout, **changes)
+    plan = SharingPlan.load(plan) if isinstance(plan, str | Path) else plan
+    given = model_args.given_windows
+    windows = given if plan is None else plan.choose_windows(**given)
+    backend, asked = model_args.attention_backend, None if layout == "auto" else layout
+    config = target_config(source, plan=plan, layout=asked, attention_backend=backend, **windows)
     extend(config, model_args.rope, model_args.max_position_embeddings)
     if layout == "pod" and config.sharing_plan.is_dense:
         raise ValueError(
