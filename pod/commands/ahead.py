@@ -64,7 +64,7 @@ def notes_on_rows(recipe: Recipe, manifest: dict[str, Any]) -> list[str]:
 def _on_windows(recipe: Recipe) -> Iterator[str]:
     """Sequences without distant tokens leave a plan nothing to save."""
     model, explore = recipe.model, recipe.explore
-    windows = model.num_sink_tokens + model.num_recent_tokens
+    windows = sum(model.windows().values())
     if model.layout not in ("auto", "pod") or model.plan is not None or explore.cost != "projected":
         return
     if explore.sequence_length <= windows:
