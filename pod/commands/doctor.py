@@ -20,7 +20,8 @@ OPTIONAL = {
     "triton": "kernels for GPUs (comes with CUDA builds of torch)",
     "flash-attn": "a row of `pod bench`: pip install flash-attn --no-build-isolation",
     "lm-eval": "benchmarks in `pod eval`: pip install 'pod-kv[eval]'",
-    "wandb": "train.tracker=wandb: pip install 'pod-kv[wandb]'",
+    "wandb": "train.tracker=wandb: pip install wandb",
+    "tensorboard": "train.tracker=tensorboard: pip install tensorboard",
 }
 TOOLS = {
     "c++": "DeepSpeed compiles its CPU parts with it: install a C++ compiler",

@@ -169,11 +169,20 @@ class TrainRecipe:
     eval_passkeys: NonNegativeInt = 0
     """Passkey prompts per evaluation, of data.context_length tokens, at depths spread over them."""
 
-    tracker: Literal["none", "wandb"] = "none"
-    """Where metrics go besides <output_dir>/train/metrics.jsonl."""
+    tracker: Literal["none", "wandb", "tensorboard"] = "none"
+    """Where metrics go besides <output_dir>/train/metrics.jsonl: to Weights & Biases, or to <output_dir>/train/tensorboard."""
 
-    wandb_mode: Literal["offline", "online"] = "offline"
-    """`offline` writes a wandb run folder and contacts no server."""
+    wandb_project: str | None = None
+    """Project on wandb; null = the environment's WANDB_PROJECT, else pod-kv."""
+
+    wandb_entity: str | None = None
+    """User or team that the wandb run belongs to; null = wandb's default (WANDB_ENTITY, else your own account)."""
+
+    wandb_run_name: str | None = None
+    """Name of the run on wandb; null = WANDB_NAME, else wandb invents one."""
+
+    wandb_mode: Literal["offline", "online", "disabled"] | None = None
+    """`offline` writes a run folder for `wandb sync` and contacts no server; null = WANDB_MODE, else online."""
 
     def __post_init__(self) -> None:
         """Settings that do not go together."""

@@ -18,14 +18,17 @@ from pod.training.observe.metrics import (
     check_tracker,
     peak_tokens_per_second,
     training_flops,
+    wandb_run_id,
 )
 from pod.training.predict.shapes import Shapes, causal_pairs, proximal_pairs
 
 
-def test_missing_tracker_is_named(monkeypatch):
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_missing_tracker_is_named(monkeypatch, name):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install wandb"):
-        check_tracker("wandb")
+    check_tracker("none")
+    with pytest.raises(ValueError, match=f"train.tracker={name} needs .*pip install {name}"):
+        check_tracker(name)
 
 
 def lines_of(path):
@@ -58,7 +61,8 @@ def test_a_run_from_the_beginning_begins_a_new_file_and_keeps_the_old_ones(tmp_p
 
 def test_wandb_gets_the_numbers_of_a_step(tmp_path):
     pytest.importorskip("wandb")
-    monitor = Monitor(tmp_path, TrainArgs(max_steps=2, tracker="wandb"), 0, 64, {"seed": 0}, enabled=True)
+    args = TrainArgs(max_steps=2, tracker="wandb", wandb_mode="offline")
+    monitor = Monitor(tmp_path, args, 0, 64, {"seed": 0}, enabled=True)
     monitor.values(0, {"eval_loss": 3.5, "eval_buckets": [[0.5]]})
     monitor.step(1, {"loss": 2.5, "learning_rate": 0.1})
     monitor.close()
@@ -246,21 +250,100 @@ def test_mfu_is_the_share_of_the_stated_peak():
     assert peak_tokens_per_second(config, TrainArgs(), TwoRows(), mesh) is None
 
 
-def test_a_continued_run_goes_on_in_the_same_wandb_run(tmp_path, monkeypatch):
-    """Lines carry their step, because wandb's own steps cannot go back after a rewind."""
-    begun, lines = [], []
+@pytest.fixture
+def fake_wandb(monkeypatch):
+    """A module `wandb` that notes what it is called with: `begun` and `lines`; `refuses` makes it fail."""
+    for name in ("WANDB_PROJECT", "WANDB_ENTITY", "WANDB_MODE", "WANDB_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    fake = SimpleNamespace(Error=RuntimeError, begun=[], lines=[], refuses=False)
     run = SimpleNamespace(
-        log=lines.append, finish=lambda: None, define_metric=lambda *a, **options: begun.append(options)
+        log=fake.lines.append,
+        finish=lambda: None,
+        define_metric=lambda *a, **options: fake.begun.append(options),
     )
-    fake = SimpleNamespace(init=lambda **options: begun.append(options) or run)
+
+    def init(**options):
+        if fake.refuses:
+            raise fake.Error("api_key not configured\nsecond line")
+        fake.begun.append(options)
+        return run
+
+    fake.init = init
     monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def test_a_continued_run_goes_on_in_the_same_wandb_run(tmp_path, fake_wandb):
+    """Lines carry their step, because wandb's own steps cannot go back after a rewind."""
     for first in (0, 2):
-        tracker = Wandb(tmp_path, TrainArgs(), {})
+        tracker = Wandb(tmp_path, TrainArgs(), {}, first)
         tracker.log(first + 2, {"loss": 1.0})
         tracker.rewind(first + 1)
         tracker.log(first + 2, {"loss": 2.0})
         tracker.close()
-    first, axis, second, _ = begun
+    first, axis, second, _ = fake_wandb.begun
     assert first["id"] == second["id"] and first["resume"] == second["resume"] == "allow"
     assert axis == {"step_metric": "step"}
-    assert [(line["step"], line["loss"]) for line in lines] == [(2, 1.0), (2, 2.0), (4, 1.0), (4, 2.0)]
+    lines = [(line["step"], line["loss"]) for line in fake_wandb.lines]
+    assert lines == [(2, 1.0), (2, 2.0), (4, 1.0), (4, 2.0)]
+
+
+def test_a_run_from_the_beginning_leaves_the_curves_of_an_earlier_one(tmp_path):
+    file = tmp_path / "wandb-run"
+    first = wandb_run_id(file, 0)
+    assert wandb_run_id(file, 5) == first
+    second = wandb_run_id(file, 0)
+    assert second != first and wandb_run_id(file, 5) == second
+    assert file.read_text().split() == [first, second], "the earlier run can still be found"
+    file.write_text("\n")
+    assert len(wandb_run_id(file, 5)) == 8 and file.read_text().strip()
+
+
+def test_wandb_gets_project_entity_name_and_its_own_mode(tmp_path, fake_wandb, monkeypatch):
+    def where(**settings) -> tuple:
+        fake_wandb.begun.clear()
+        Wandb(tmp_path, TrainArgs(**settings), {})
+        return tuple(fake_wandb.begun[0][name] for name in ("project", "entity", "name", "mode"))
+
+    assert where() == ("pod-kv", None, None, None), "None leaves the mode to wandb: WANDB_MODE, else online"
+    named = {"wandb_project": "p", "wandb_entity": "e", "wandb_run_name": "n", "wandb_mode": "offline"}
+    assert where(**named) == ("p", "e", "n", "offline")
+    monkeypatch.setenv("WANDB_PROJECT", "of the environment")
+    assert where()[0] == "of the environment" and where(**named)[0] == "p"
+
+
+def test_a_wandb_that_cannot_start_is_one_line(tmp_path, fake_wandb):
+    fake_wandb.refuses = True
+    with pytest.raises(ValueError, match="wandb login.*wandb_mode=offline") as raised:
+        Wandb(tmp_path, TrainArgs(), {})
+    assert "api_key not configured" in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_tensorboard_gets_the_numbers_and_forgets_steps_that_come_again(tmp_path, monkeypatch):
+    calls = []
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            calls.append((folder, purge_step))
+
+        def add_scalar(self, name, value, step):
+            calls.append((name, value, step))
+
+        def flush(self):
+            calls.append("flush")
+
+        def close(self):
+            calls.append("close")
+
+    module = SimpleNamespace(SummaryWriter=Writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    args = TrainArgs(max_steps=9, tracker="tensorboard")
+    monitor = Monitor(tmp_path, args, 4, 64, {}, enabled=True)
+    monitor.values(5, {"loss": 2.5, "eval_buckets": [[0.5]]})
+    monitor.rewind(3)
+    monitor.close()
+    folder = str(tmp_path / "tensorboard")
+    assert calls == [(folder, 5), ("loss", 2.5, 5), "flush", "close", (folder, 4), "close"]
+    calls.clear()
+    Monitor(tmp_path, args, 0, 64, {}, enabled=True).close()
+    assert calls[0] == (folder, 0)

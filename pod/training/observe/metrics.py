@@ -1,4 +1,4 @@
-"""What a run shows of itself: a progress bar, and the numbers of every step for metrics.jsonl and wandb; rank 0 only.
+"""What a run shows of itself: a progress bar, and the numbers of every step for metrics.jsonl, wandb and TensorBoard; rank 0 only.
 
 For `mfu` counts what the *model* needs (Chowdhery et al., PaLM, appendix B), not what a kernel does: no recomputation of
 checkpointed layers, no masked-out half of a causal product, no product of queries and keys for the distant tokens of a
@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import os
 import resource
 import sys
 import time
@@ -22,19 +23,25 @@ from tqdm import tqdm
 
 from pod.files import atomic_write_text
 from pod.modeling.shipped.sharing import Lead
+from pod.schema import one_line
 from pod.training.args import TrainArgs
 from pod.training.predict.shapes import Shapes, causal_pairs, proximal_pairs
 from pod.training.predict.step_time import known_device, model_flops
 
 Values = dict[str, Any]
-"""Numbers by name, and lists of them, which wandb does not show."""
+"""Numbers by name, and lists of them, which no tracker shows."""
+
+
+TRACKERS = {"wandb": "wandb", "tensorboard": "tensorboard"}
+"""Values of train.tracker → the package that each needs."""
 
 
 def check_tracker(name: str) -> None:
-    """Raise ValueError when `wandb` is asked for and not installed."""
-    if name == "wandb" and importlib.util.find_spec("wandb") is None:
+    """Raise ValueError when the package of a tracker that is asked for is not installed."""
+    package = TRACKERS.get(name)
+    if package is not None and importlib.util.find_spec(package) is None:
         raise ValueError(
-            "train.tracker=wandb needs the package wandb: pip install wandb, or set tracker=none"
+            f"train.tracker={name} needs the package {package}: pip install {package}, or set tracker=none"
         )
 
 
@@ -71,18 +78,30 @@ class JsonLines:
 
 
 class Wandb:
-    """Weights & Biases; offline unless told. A continued run goes on in the same wandb run. Charts have the step of each line as their axis:
-    wandb's own steps cannot go back."""
+    """Weights & Biases: online, offline or disabled as the recipe or WANDB_MODE says. A continued run goes on in the same wandb run, a
+    run from the beginning begins a new one. Charts have the step of each line as their axis: wandb's own steps cannot go back.
 
-    def __init__(self, folder: Path, args: TrainArgs, config: dict[str, Any]):
+    Raises: ValueError in one line when wandb cannot start.
+    """
+
+    def __init__(self, folder: Path, args: TrainArgs, config: dict[str, Any], first_step: int = 0):
         import wandb
 
-        name = folder / "wandb-run"
-        if not name.is_file():
-            atomic_write_text(name, uuid.uuid4().hex[:8] + "\n")
-        run_id = name.read_text(encoding="utf-8").strip()
-        where: dict[str, Any] = {"project": "pod-kv", "dir": str(folder), "mode": args.wandb_mode}
-        self.run = wandb.init(id=run_id, resume="allow", config=config, **where)
+        where: dict[str, Any] = {
+            "project": args.wandb_project or os.environ.get("WANDB_PROJECT") or "pod-kv",
+            "entity": args.wandb_entity,
+            "name": args.wandb_run_name,
+            "mode": args.wandb_mode,
+            "dir": str(folder),
+        }
+        run_id = wandb_run_id(folder / "wandb-run", first_step)
+        try:
+            self.run = wandb.init(id=run_id, resume="allow", config=config, **where)
+        except wandb.Error as error:
+            raise ValueError(
+                f"train.tracker=wandb: wandb cannot start ({one_line(error)}): run `wandb login`, or set "
+                "train.wandb_mode=offline"
+            ) from error
         self.run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Values) -> None:
@@ -94,6 +113,44 @@ class Wandb:
 
     def close(self) -> None:
         self.run.finish()
+
+
+def wandb_run_id(file: Path, first_step: int) -> str:
+    """The id of the wandb run that a training goes on in: the last line of `file`. A run from the beginning adds a line of its own, and
+    so does one whose file is missing or empty: the curves of an earlier training stay as they are."""
+    ids = file.read_text(encoding="utf-8").split() if file.is_file() else []
+    if not ids or first_step == 0:
+        ids.append(uuid.uuid4().hex[:8])
+        atomic_write_text(file, "\n".join(ids) + "\n")
+    return ids[-1]
+
+
+class TensorBoard:
+    """Event files in <output_dir>/train/tensorboard, for `tensorboard --logdir`. What a continued run repeats replaces what was there."""
+
+    def __init__(self, folder: Path, first_step: int):
+        self.folder = folder / "tensorboard"
+        self._open(first_step)
+
+    def _open(self, last_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        first = last_step + 1 if last_step else 0  # a run from the beginning measures step 0 again
+        self.writer = SummaryWriter(str(self.folder), purge_step=first)
+
+    def log(self, step: int, values: Values) -> None:
+        for name, value in values.items():
+            if not isinstance(value, list):
+                self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def rewind(self, step: int) -> None:
+        """Hide the steps after `step`: they come again."""
+        self.close()
+        self._open(step)
+
+    def close(self) -> None:
+        self.writer.close()
 
 
 class Monitor:
@@ -121,11 +178,13 @@ class Monitor:
         redraw = 1.0 if sys.stderr.isatty() else 30.0  # seconds; every drawing is one more line of a log file
         steps: dict[str, Any] = {"total": args.max_steps, "initial": first_step}
         self.bar = tqdm(desc="train", unit="step", mininterval=redraw, disable=not enabled, **steps)
-        self.trackers: list[JsonLines | Wandb] = []
+        self.trackers: list[JsonLines | Wandb | TensorBoard] = []
         if enabled:
             self.trackers.append(JsonLines(folder / "metrics.jsonl", first_step))
         if enabled and args.tracker == "wandb":
-            self.trackers.append(Wandb(folder, args, config))
+            self.trackers.append(Wandb(folder, args, config, first_step))
+        if enabled and args.tracker == "tensorboard":
+            self.trackers.append(TensorBoard(folder, first_step))
 
     @classmethod
     def of(cls, trainer: Any) -> "Monitor":
