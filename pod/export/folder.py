@@ -5,6 +5,7 @@ and the decoder's own source files as remote code. That of an adapter holds what
 """
 
 import filecmp
+import re
 import shutil
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,12 +17,12 @@ from torch import nn
 
 from pod.export.card import Origin, card
 from pod.export.licences import add_licences
-from pod.files import atomic_dir, read_json, write_json
+from pod.files import atomic_dir, read_json, read_mapping, write_json
 from pod.modeling.loading import load_model
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.checkpoint.files import restore_model, trained_weights
-from pod.training.checkpoint.identity import TrainState, read_state
+from pod.training.checkpoint.identity import STATE_NAME, TrainState, read_state
 from pod.training.run.lora import CONFIG_NAME, lora_config
 from pod.training.run.mesh import name_accelerator
 
@@ -48,10 +49,12 @@ def export(
             the dense model come into the card.
 
     Raises:
-        ValueError: a checkpoint that is unreadable or does not fit; a model that `load_model` refuses.
+        ValueError: a checkpoint that is unreadable or does not fit; a model that `load_model` refuses; a folder at `path` that is no
+            earlier export, or holds other files beside one.
         OSError: disk full; nothing half-written is kept.
     """
     path = Path(path)
+    check_replaceable(path)
     if isinstance(source, nn.Module):
         model = load_model(source, dtype=dtype)  # type: ignore[arg-type]
         plan = model.config.sharing_plan
@@ -72,6 +75,25 @@ def export(
         measured = [] if results is None else results_of(results, path, folder, model.config.own_method)
         text = card(path.resolve().name, model.config, origin, licence, measured)
         (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise ValueError where an export to `path` would remove anything but an earlier export: it replaces the folder as a whole."""
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    way_out = "set another export.path, or move it away"
+    if not path.is_dir():
+        raise ValueError(f"{path} is a file where the export should go: {way_out}")
+    model, adapter = read_mapping(path / "config.json") or {}, read_mapping(path / CONFIG_NAME) or {}
+    is_export = PodConfig.model_type in (model.get("model_type"), adapter.get("model_type"))
+    if not is_export or (path / STATE_NAME).exists():
+        raise ValueError(f"{path} holds files and is no earlier export, which alone is replaced: {way_out}")
+    strangers = sorted(file.name for file in path.iterdir() if not _OF_EXPORT.fullmatch(file.name))
+    if strangers:
+        raise ValueError(
+            f"{path} is an earlier export and holds {strangers[0]!r} besides, which would be lost with it ({len(strangers)} "
+            "such files): move them, or set another export.path"
+        )
 
 
 def origin_of(state: TrainState) -> Origin:
@@ -110,6 +132,7 @@ def export_adapter(checkpoint: Path, path: Path, base: str, dtype: str = "auto")
     Args:
         base: the start model as the recipe names it, for the README.
     """
+    check_replaceable(path)
     state = read_state(checkpoint)
     if state.lora is None:
         raise ValueError(
@@ -131,6 +154,15 @@ def export_adapter(checkpoint: Path, path: Path, base: str, dtype: str = "auto")
 def _dtype(state: TrainState, asked: str) -> torch.dtype:
     return getattr(torch, state.identity["dtype"] if asked == "auto" else asked)
 
+
+_OF_EXPORT = re.compile(
+    r"(adapter_)?model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+    r"|((generation_|pod_|adapter_|preprocessor_)?config|plan|tokenizer\w*|tekken|special_tokens_map|added_tokens|vocab|chat_template)\.json"
+    r"|(merges|vocab)\.txt|additional_chat_templates|.+\.(py|jinja|model)|README\.md|__pycache__|\..+"
+    r"|(base_model-)?(LICEN[CS]E|NOTICE|COPYING|COPYRIGHT|USE_POLICY)\b.*|base_model-.*",
+    re.IGNORECASE,
+)
+"""Names of files that an export writes, or that reading it leaves behind."""
 
 _ADAPTER_README = """# LoRA adapter for {base} under a sharing plan
 

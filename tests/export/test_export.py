@@ -13,11 +13,12 @@ import pytest
 import torch
 import yaml
 from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig
 
 import pod
 from pod.export import Origin, export
 from pod.export.card import saved_share
-from pod.export.folder import origin_of
+from pod.export.folder import export_adapter, origin_of
 from pod.export.licences import add_licences, own_licence
 from pod.files import write_json
 from pod.identity import content_of
@@ -74,6 +75,61 @@ def test_a_model_in_memory_is_exported_and_stays_as_it_is(tmp_path, dtype):
     assert (again(IDS).logits - before).abs().max() <= allowed * before.abs().max()
     assert pod.SharingPlan.load(tmp_path / "export" / "plan.json") == model.config.sharing_plan
     assert json.loads((tmp_path / "export" / "config.json").read_text())["attention_backend"] == "auto"
+
+
+def content(folder):
+    return {file.name: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_only_an_earlier_export_is_replaced(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name in ("new", "empty", "new"):
+        export(make_model(), tmp_path / name, max_shard_size="2KB")
+    export(make_model(), tmp_path / "new")
+    assert not list((tmp_path / "new").glob("model-0*")), "shards of the earlier export are gone"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda folder: (folder / "notes.md").write_text("mine"), "holds 'notes.md' besides"),
+        (lambda folder: (folder / "results.json").write_text("{}"), "holds 'results.json' besides"),
+        (lambda folder: (folder / "model.gguf").write_text(""), "holds 'model.gguf' besides"),
+        (lambda folder: (folder / "config.json").unlink(), "is no earlier export"),
+        (lambda folder: (folder / "config.json").write_text(""), "is no earlier export"),
+        (lambda folder: LlamaConfig().save_pretrained(folder), "is no earlier export"),
+        (lambda folder: TrainState().save(folder), "is no earlier export"),
+    ],
+)
+def test_a_folder_with_anything_else_in_it_is_not_replaced(tmp_path, spoil, says):
+    folder = tmp_path / "export"
+    export(make_model(), folder)
+    spoil(folder)
+    before = content(folder)
+    with pytest.raises(ValueError, match=says) as raised:
+        export(make_model(vocab_size=101), folder)
+    assert "set another export.path" in str(raised.value) and "\n" not in str(raised.value)
+    assert content(folder) == before
+
+
+def test_a_file_in_the_place_of_an_export_is_kept(tmp_path):
+    (tmp_path / "export").write_text("mine")
+    for call in (
+        lambda: export(make_model(), tmp_path / "export"),
+        lambda: export_adapter(tmp_path, tmp_path / "export", "base"),
+    ):
+        with pytest.raises(ValueError, match="is a file where the export should go"):
+            call()
+    assert (tmp_path / "export").read_text() == "mine"
+
+
+def test_an_export_names_the_accelerator_before_deepspeed_looks_for_one(tmp_path, monkeypatch):
+    """accelerate imports DeepSpeed when transformers saves a model, and that warns where it finds no GPU."""
+    monkeypatch.setenv("DS_ACCELERATOR", "of the caller")  # so that it is put back
+    monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    export(make_model(), tmp_path / "export")
+    assert os.environ["DS_ACCELERATOR"] == "cpu"
 
 
 def test_what_cannot_be_exported_is_told_what_to_do(tmp_path):
