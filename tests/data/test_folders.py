@@ -68,7 +68,7 @@ def test_prepared_data_is_replaced_whatever_its_version(args, tokenizer, tmp_pat
         (tmp_path / "data" / name).touch()
     check_replaceable(tmp_path / "data")
     (tmp_path / "data/manifest.json").write_text("{}")
-    data = prepare(args, tokenizer, tmp_path / "data")
+    data = prepare(args, tokenizer, tmp_path / "data", overwrite=True)
     assert "shard-00007.doc_ids.npy" not in content(data.path)
 
 
@@ -76,7 +76,7 @@ def test_a_link_to_another_disk_stays_a_link(args, tokenizer, tmp_path):
     (tmp_path / "large").mkdir()
     (tmp_path / "data").symlink_to(tmp_path / "large")
     prepare(args, tokenizer, tmp_path / "data")
-    prepare(replace(args, context_length=64), tokenizer, tmp_path / "data")
+    prepare(replace(args, context_length=64), tokenizer, tmp_path / "data", overwrite=True)
     assert (tmp_path / "data").is_symlink()
     assert PackedDataset(tmp_path / "large").manifest["context_length"] == 64
     assert sorted(file.name for file in tmp_path.iterdir() if file.name != "texts") == ["data", "large"]

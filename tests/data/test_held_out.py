@@ -100,7 +100,7 @@ def test_prepared_data_is_closed(args, tokenizer, tmp_path, capsys):
     assert "is up to date" in capsys.readouterr().out
     args.held_out_tokens = 700
     with pytest.raises(ValueError, match="does not exist here"):
-        prepare(args, tokenizer, tmp_path / "data")
+        prepare(args, tokenizer, tmp_path / "data", overwrite=True)
 
 
 def test_held_out_text_that_cannot_be_read_is_one_line(args, tokenizer, byte_tokenizer, tmp_path):

@@ -108,8 +108,10 @@ def test_interrupted_reading_goes_on(texts, tokenizer, tmp_path, small_steps, mo
     assert data.manifest["read"]["sources"][0]["skipped"] == 1
     prepare(settings(texts, unreadable="skip"), tokenizer, tmp_path / "fresh")
     assert content(tmp_path / "out/data") == content(tmp_path / "fresh")
-    with pytest.raises(ValueError, match=r"00020.txt"):
+    with pytest.raises(ValueError, match=r"of other settings \(data.unreadable\)"):
         prepare(settings(texts), tokenizer, tmp_path / "out/data")
+    with pytest.raises(ValueError, match=r"00020.txt"):
+        prepare(settings(texts), tokenizer, tmp_path / "out/data", overwrite=True)
 
 
 def test_what_was_skipped_is_an_error_again(texts, tokenizer, tmp_path, small_steps, monkeypatch):
@@ -136,7 +138,7 @@ def test_work_for_other_sources_or_settings_is_not_used(texts, tokenizer, tmp_pa
         (texts / "00003.txt").unlink()
     else:
         args.boundary_tokens = "eos"
-    prepare(args, tokenizer, tmp_path / "data")
+    prepare(args, tokenizer, tmp_path / "data", overwrite=change == "setting")
     prepare(args, tokenizer, tmp_path / "fresh")
     assert content(tmp_path / "data") == content(tmp_path / "fresh")
 

@@ -180,20 +180,21 @@ class Job:
         return self.work_dir / f"shard-{number:05d}.json"
 
     def open_work(self, overwrite: bool = False) -> None:
-        """Make the work folder. ValueError where another request or other sources left finished units there, unless `overwrite`
-        lets them be removed.
+        """Make the work folder; what the same request left there of other sources is removed. ValueError where another request left
+        finished units, unless `overwrite` lets them be removed.
 
         The policy for what cannot be read is no part of that: finished units stay when it is relaxed.
         """
         units = hashlib.sha256("".join(self._fingerprints).encode()).hexdigest()
         wanted = {"request": self._of_work, "held_out_tokens": self.held_out_tokens, "units_sha256": units}
-        if self._found_work() == wanted:
+        found = self._found_work()
+        if found == wanted:
             for rest in self.work_dir.glob(".unit-*"):  # of a killed run
                 rest.unlink()
             return
         if any(self.work_dir.glob("unit-*")):
             work = f"{self.work_dir}: unfinished work of other settings, seed, tokenizer or sources"
-            if not overwrite:
+            if not overwrite and found.get("request") != self._of_work:
                 raise ValueError(
                     f"{work} is kept: run again with --overwrite to remove it, or set another output_dir"
                 )

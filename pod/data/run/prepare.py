@@ -112,6 +112,8 @@ def _difference(job: Job, manifest: dict[str, Any]) -> str:
     """What a manifest's rows were prepared with otherwise, in a few words."""
     other = job.args.other_than(manifest, job.seed)
     before = manifest.get("request") or {}
+    if (before.get("settings") or {}).get("unreadable", job.args.unreadable) != job.args.unreadable:
+        other.append("data.unreadable")
     if before.get("tokenizer_sha256") != job.request["tokenizer_sha256"]:
         other.append("tokenizer")
     if other:

@@ -177,7 +177,7 @@ def test_without_sources_of_its_own_it_reads_the_held_out_text_of_prepared_data(
         sources=[f"{file}#chapters=100"], context_length=64, shortest_interval=16, target_tokens=10**5
     )
     for args.held_out_tokens in (200, 300):
-        prepare(args, exploration.load_tokenizer(), recipe.data_dir)
+        prepare(args, exploration.load_tokenizer(), recipe.data_dir, overwrite=True)
         explore.main(recipe)
         said = capsys.readouterr().out
         assert ("differs in text" in said) == (args.held_out_tokens == 300)
