@@ -108,10 +108,16 @@ def main(arguments: argparse.Namespace) -> int:
     recipe = load_recipe("bench_llama3_8b", ["bench.stock=false", *(TINY if arguments.tiny else ())])
     prompts, generated = ([32, 128], 128) if arguments.tiny else ([2048, 4096, 8192, 16384], 8192)
     limit = _TINY_LIMIT if arguments.tiny else None
-    sizes, plan, _ = subject(recipe)
-    bench = load(recipe, sizes, device)
+    measured = subject(recipe)
+    bench = load(recipe, measured, device)
     result = header("max_batch", device, arguments.tiny)
-    result |= {"shapes": recipe.bench.shapes, "plan": plan, "generated": generated, "lengths": [], "rows": []}
+    result |= {
+        "shapes": recipe.bench.shapes,
+        "plan": measured.plan_source,
+        "generated": generated,
+        "lengths": [],
+        "rows": [],
+    }
     for prompt in prompts:
         tokens = prompt + generated
         if f"{tokens} tokens" in arguments.failed:

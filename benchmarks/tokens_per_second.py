@@ -82,8 +82,9 @@ def main(arguments: argparse.Namespace) -> int:
     batch, length = recipe.bench.batch_sizes[0], recipe.bench.lengths[0]
     result = header("tokens_per_second", device, arguments.tiny)
     result |= {"batch": batch, "length": length, "methods": {}, "rows": []}
-    sizes, result["plan"], _ = subject(recipe)
-    bench = load(recipe, sizes, device)
+    measured = subject(recipe)
+    result["plan"] = measured.plan_source
+    bench = load(recipe, measured, device)
     what = f"tokens/s, {recipe.bench.shapes}, {length:,} tokens, batch {batch}"
     backend = None
     with dense_peers():

@@ -18,12 +18,25 @@ import yaml
 from pydantic import Field
 
 from pod.bench.args import BenchArgs
+from pod.command_line import Parser, add_verbosity
 from pod.data.args import DataArgs
 from pod.eval.args import EvalArgs
 from pod.files import check_can_write
 from pod.models import ModelArgs
-from pod.schema import Loader, build, explain, field_docs, fields_of, hints_of, one_line, section, to_yaml
+from pod.schema import (
+    Loader,
+    build,
+    explain,
+    field_docs,
+    fields_of,
+    hints_of,
+    nearest,
+    one_line,
+    section,
+    to_yaml,
+)
 from pod.training.args import ExploreArgs, ExportArgs, TrainRecipe
+from pod.verbosity import printing
 
 
 def _folder(name: str, doc: str) -> Any:
@@ -92,7 +105,13 @@ class Recipe:
 
 _INSIDE = Path(__file__).parent / "recipes"
 RECIPES = _INSIDE if _INSIDE.is_dir() else Path(__file__).parents[1] / "configs"
-"""The recipes that come along: inside of an installed package, `configs/` of a checkout."""
+"""The recipes that come with pod: inside an installed package, or `configs/` of a checkout."""
+
+
+def recipe_names() -> list[str]:
+    """The names of the recipes that come with pod, as `--config` takes them: `demo`, `paper/pod_3`; those of the papers last."""
+    found = [file.relative_to(RECIPES).with_suffix("").as_posix() for file in RECIPES.rglob("*.yaml")]
+    return sorted(found, key=lambda name: ("/" in name, name))
 
 
 def run(
@@ -102,15 +121,17 @@ def run(
     description: str | None = None,
     estimate: Callable[[Recipe], str] | None = None,
     add_arguments: Callable[[argparse.ArgumentParser], Any] | None = None,
+    check_arguments: Callable[[argparse.Namespace], None] | None = None,
     argv: Sequence[str] | None = None,
 ) -> None:
-    """The command line of a launcher: `--config --set --dry-run --help`, then `main(recipe)`.
+    """The command line of a command that takes a recipe: `--config --set --dry-run --help` and more, then `main(recipe)`.
 
     sections: the recipe's sections that this launcher reads, the ones that `--help` explains.
     estimate: text about time, memory and disk for `--dry-run`.
     add_arguments: called with the parser. An option whose `dest` holds a dot is a shorthand:
         `parser.add_argument("--threshold", dest="explore.threshold")` equals `--set explore.threshold=…` and wins over it.
         One whose `dest` is a parameter of `main` is handed to it: `main(recipe, overwrite=True)`.
+    check_arguments: called with the parsed arguments; raises ValueError for options that do not go together.
     Ends the process with code 2 and one line on stderr for ValueError, OSError, RuntimeError and ImportError; POD_TRACEBACK=1 shows where.
     """
     parser = _parser(sections, description)
@@ -122,17 +143,34 @@ def run(
     options = {key: value for key, value in vars(arguments).items() if key in parameters}
     overrides = [f"{key}={value}" for key, value in shorthands.items() if value not in (None, [])]
     try:
+        if check_arguments is not None:
+            check_arguments(arguments)
         recipe = load_recipe(arguments.config, arguments.set + overrides)
-        if arguments.dry_run:
+        if arguments.dry_run or arguments.print_config:
             if _rank() == 0:
-                print(to_yaml(recipe, {"output_dir", "seed", *sections}), end="")
-                print("---\n" + (estimate(recipe) if estimate else "No resource estimate for this step."))
+                _print_dry_run(recipe, sections, estimate, arguments)
         else:
             elsewhere = recipe.export.path if "export" in sections else None
             check_can_write(elsewhere or recipe.output_dir, "export.path" if elsewhere else "output_dir")
-            main(recipe, **options)
+            with printing(arguments.verbosity):
+                main(recipe, **options)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         exit_with(error)
+
+
+def _print_dry_run(
+    recipe: Recipe,
+    sections: Sequence[str],
+    estimate: Callable[[Recipe], str] | None,
+    arguments: argparse.Namespace,
+) -> None:
+    """The estimate for `--dry-run`, and below it the resolved recipe for `--print-config`."""
+    if arguments.dry_run:
+        print(estimate(recipe) if estimate else "There is no estimate for this command.")
+    if arguments.dry_run and arguments.print_config:
+        print("---")
+    if arguments.print_config:
+        print(to_yaml(recipe, {"output_dir", "seed", *sections}), end="")
 
 
 def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> Recipe:
@@ -205,10 +243,14 @@ def _find_extended(folder: Path, name: str, above: tuple[Path, ...]) -> Path:
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
-    except (OSError, UnicodeDecodeError) as error:
+    except FileNotFoundError:
+        near = nearest(path.with_suffix(""), recipe_names()) or nearest(path.stem, recipe_names())
         raise ValueError(
-            f"--config {path}: cannot be read ({one_line(error)}); recipes that come along are in {RECIPES}"
+            f"--config {path}: there is no such file, and no recipe of this name{near}; `pod recipes` lists the recipes "
+            "that come with pod"
         ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {path}: cannot be read ({one_line(error)})") from None
     except yaml.YAMLError as error:
         raise ValueError(f"--config {path}: not valid YAML: {one_line(error)}") from None
     if not isinstance(content, dict | None):
@@ -218,19 +260,25 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _parser(sections: Sequence[str], description: str | None) -> argparse.ArgumentParser:
-    """The options that all launchers have; the epilog explains every field of the given sections: name, type, default, meaning."""
-    lines = ["fields of the recipe (in --config or with --set):", *explain(Recipe, "", skip_sections=True)]
+    """The options that all commands share; the epilog lists every field of the given sections with type, default and meaning."""
+    lines = ["settings of the recipe (in the file of --config, or with --set NAME=VALUE):"]
+    lines += explain(Recipe, "", skip_sections=True)
     for name in sections:
         lines += ["", f"[{name}] {field_docs(Recipe)[name]}", *explain(hints_of(Recipe)[name], name)]
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        description=description, epilog="\n".join(lines), formatter_class=layout, allow_abbrev=False
-    )
+    parser = Parser(description=description, epilog="\n".join(lines))
     add = parser.add_argument
-    which = f"YAML recipe, which may extend another, or the name of one in {RECIPES}"
-    add("--config", metavar="FILE", help=which)
-    add("--set", metavar="A.B=VALUE", action="append", default=[], help="override one field (repeatable)")
-    add("--dry-run", action="store_true", help="print the resolved recipe and what it needs, then stop")
+    which = "YAML recipe: a file, or the name of a recipe that comes with pod, such as demo_tiny (`pod recipes` lists them)"
+    add("-c", "--config", metavar="FILE", help=which)
+    override = "change one setting, for example --set train.max_steps=10 (may be given several times)"
+    add("--set", metavar="NAME=VALUE", action="append", default=[], help=override)
+    add(
+        "--dry-run", action="store_true", help="check the recipe, print what the command would need, and stop"
+    )
+    show = (
+        "print the complete recipe as YAML, defaults included, and stop; with --dry-run: below the estimate"
+    )
+    add("--print-config", action="store_true", help=show)
+    add_verbosity(parser)
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     return parser
 

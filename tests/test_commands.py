@@ -1,16 +1,19 @@
 """The command `pod`: what it dispatches, recipes by name, what the doctor says, and what a wheel carries."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
 import pytest
 
 import pod
-from pod.commands import COMMANDS, doctor, main, note_on_data
-from pod.recipe import load_recipe
+from pod.commands import COMMANDS, SUBCOMMANDS, doctor, main, note_on_data
+from pod.recipe import load_recipe, recipe_names
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -33,7 +36,137 @@ def test_pod_alone_lists_its_commands_and_an_unknown_one_is_refused(monkeypatch,
     assert said(monkeypatch, capsys, "--version") == (0, f"pod-kv {pod.__version__}\n", "")
     code, out, error = said(monkeypatch, capsys, "trian")
     assert (code, out) == (2, "")
-    assert error.startswith("error: pod trian: no such command; there are explore, data, train")
+    assert error.startswith("error: there is no command 'trian' (did you mean 'train'?)")
+
+
+def test_the_overview_lists_every_subcommand(monkeypatch, capsys):
+    _, out, _ = said(monkeypatch, capsys, "--help")
+    for name in SUBCOMMANDS:
+        assert f"\n    {name} " in out
+
+
+@pytest.mark.parametrize("words", [[], ["train"], ["data", "inspect"], ["eval"]])
+def test_help_as_a_command_is_the_help_of_that_command(words, monkeypatch, capsys):
+    asked = said(monkeypatch, capsys, *words, "--help")
+    assert asked[0] == 0 and asked[1].startswith(f"usage: {' '.join(['pod', *words])}")
+    assert said(monkeypatch, capsys, "help", *words) == asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["help", "trian"], "there is no command 'trian' (did you mean 'train'?)"),
+        (["train", "--confg", "demo"], "unknown argument --confg (did you mean '--config'?)"),
+        (["train", "-c", "demo_tinny"], "no recipe of this name (did you mean 'demo_tiny'?)"),
+        (["data", "verfy", "runs"], "there is no file or folder 'verfy' (did you mean `pod data verify`?)"),
+        (["recipes", "paper/pod3"], "there is no recipe 'paper/pod3' (did you mean 'paper/pod_3'?)"),
+        (["recipes", "--copy", "x.yaml"], "--copy: name the recipe to copy"),
+        (["recipes", "demo", "x"], "unknown argument x"),
+        (["eval", "--list-methods", "snapk"], "unknown method 'snapk'; did you mean 'snapkv'?"),
+        (["eval", "--list-tasks", "nih"], "unknown task 'nih'; did you mean 'niah'?"),
+        (["train", "-c", "demo_tiny", "--ranks", "4"], "--ranks is for estimates only: add --dry-run"),
+        (["train", "-c", "demo_tiny", "--device", "h100"], "--device is for estimates only: add --dry-run"),
+        (["data", "-q", "-v"], "not allowed with"),
+    ],
+)
+def test_a_mistake_is_one_line_with_a_suggestion(arguments, message, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, out, error = said(monkeypatch, capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_lists_show_what_is_named_and_nothing_else(monkeypatch, capsys):
+    code, out, _ = said(monkeypatch, capsys, "eval", "--list-methods", "snapkv", "h2o,d2o")
+    names = [line.split()[0] for line in out.splitlines() if re.match(r"  \w", line)]
+    assert (code, names) == (0, ["snapkv", "h2o", "d2o"])
+    code, out, _ = said(monkeypatch, capsys, "eval", "--list-tasks", "niah")
+    assert (code, out.startswith("niah: "), "passkey" in out) == (0, True, False)
+    code, out, _ = said(monkeypatch, capsys, "eval", "--list-tasks", "pod_longbench_trec")
+    assert code == 0 and "pod_longbench_trec" in out and "Options of every task of lm-eval" in out
+
+
+def test_recipes_are_listed_shown_and_copied(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = said(monkeypatch, capsys, "recipes")
+    listed = re.findall(r"^  (\S+)  +\S", out, re.MULTILINE)
+    assert code == 0 and listed == recipe_names() and len(listed) > 50
+    text = (ROOT / "configs" / "demo.yaml").read_text(encoding="utf-8")
+    assert said(monkeypatch, capsys, "recipes", "demo") == (0, text, "")
+    code, out, _ = said(monkeypatch, capsys, "recipes", "demo", "--copy", "mine.yaml")
+    assert code == 0 and (tmp_path / "mine.yaml").read_text(encoding="utf-8") == text
+    assert load_recipe("mine.yaml") == load_recipe("demo")
+    code, _, error = said(monkeypatch, capsys, "recipes", "demo_tiny", "--copy", "mine.yaml")
+    assert code == 2 and "mine.yaml: this file exists already" in error
+    assert (tmp_path / "mine.yaml").read_text(encoding="utf-8") == text
+
+
+def test_the_copy_of_a_recipe_that_extends_another_is_that_recipe(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, _, error = said(monkeypatch, capsys, "recipes", "llama3_8b_32k_cla", "--copy", "mine.yaml")
+    assert code == 0, error
+    assert load_recipe("mine.yaml") == load_recipe("llama3_8b_32k_cla")
+
+
+def test_quiet_and_verbose(monkeypatch, capsys, tmp_path):
+    """Quiet: nothing on the screen but errors, in processes of the command as well; verbose: errors with their traceback."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.delenv("POD_TRACEBACK", raising=False)
+
+    def fails(recipe):
+        print("a result")
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr("pod.commands.bench.main", fails)
+    for option, expected, has_traceback in (("-q", "", False), ("-v", "a result\n", True)):
+        code, out, error = said(monkeypatch, capsys, "bench", option, "--set", f"output_dir={tmp_path}")
+        assert (code, out) == (2, expected) and error.endswith("error: no such thing\n")
+        assert ("Traceback" in error) == has_traceback
+    monkeypatch.setitem(os.environ, "POD_VERBOSITY", "loud")
+    assert (
+        "POD_VERBOSITY is 'loud'" in said(monkeypatch, capsys, "bench", "--set", f"output_dir={tmp_path}")[2]
+    )
+
+
+def test_a_quiet_command_prints_nothing(tmp_path):
+    command = [sys.executable, "-m", "pod", "data", "-q", "stdlib:json", "--set", f"output_dir={tmp_path}"]
+    command += ["--set", "model.path=package:tiny", "--set", "data.target_tokens=20000"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (tmp_path / "data" / "manifest.json").is_file()
+
+
+def test_ctrl_c_is_exit_code_130_and_leaves_no_process_and_no_half_of_a_file(tmp_path):
+    """As a terminal does it: the command and its workers get SIGINT, here while the workers read."""
+    sources, flag = tmp_path / "text", tmp_path / "reading"
+    sources.mkdir()
+    for number in range(8):
+        (sources / f"{number}.txt").write_text("words and more words\n" * 200)
+    (tmp_path / "slow.py").write_text(
+        f"import pathlib, time\ndef keep(document):\n    pathlib.Path({str(flag)!r}).touch()\n    time.sleep(60)\n"
+    )
+    command = [sys.executable, "-m", "pod", "data", str(sources), "--set", f"output_dir={tmp_path / 'run'}"]
+    for setting in (
+        "model.path=package:tiny",
+        "data.target_tokens=20000",
+        "data.workers=2",
+        "data.document_filter=slow:keep",
+    ):
+        command += ["--set", setting]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
+    while not flag.exists():
+        assert running.poll() is None, running.communicate()
+        time.sleep(0.1)
+    os.killpg(running.pid, signal.SIGINT)
+    _, error = running.communicate(timeout=60)
+    assert running.returncode == 130 and "Traceback" not in error
+    assert error.splitlines()[-1] == "interrupted"
+    with pytest.raises(ProcessLookupError):  # no worker is left
+        os.killpg(running.pid, 0)
+    assert not (tmp_path / "run" / "data").exists()
+    assert not list((tmp_path / "run").rglob("*.tmp*"))
 
 
 def test_a_list_may_be_read_in_part():
@@ -55,7 +188,7 @@ def test_every_command_explains_itself_under_its_name(name, monkeypatch, capsys)
 def test_every_launcher_is_a_command_of_the_package():
     started = re.compile(r'^    start\("(\w+)"\)$', re.MULTILINE)
     launched = [name for file in (ROOT / "launch").glob("*.py") for name in started.findall(file.read_text())]
-    assert sorted(launched) == sorted({*COMMANDS} - {"doctor"})
+    assert sorted(launched) == sorted({*COMMANDS} - {"doctor", "recipes"})
 
 
 def test_recipes_go_by_name_and_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
@@ -65,7 +198,7 @@ def test_recipes_go_by_name_and_a_file_of_that_name_comes_first(tmp_path, monkey
     assert load_recipe("paper/pod_3").output_dir == "runs/paper/pod_3"
     (tmp_path / "demo_tiny.yaml").write_text("output_dir: mine\n")
     assert load_recipe("demo_tiny.yaml").output_dir == "mine"
-    with pytest.raises(ValueError, match=r"demo_tinny: cannot be read .*recipes that come along are in /"):
+    with pytest.raises(ValueError, match=r"demo_tinny: there is no such file, .*did you mean 'demo_tiny'"):
         load_recipe("demo_tinny")
 
 
@@ -95,23 +228,25 @@ def test_a_missing_package_is_one_line(monkeypatch, capsys):
 
     monkeypatch.setattr("pod.commands.importlib.import_module", missing)
     code, _, err = said(monkeypatch, capsys, "train", "--help")
-    assert code == 2 and err.startswith("error: the package pydantic is missing: pip install pod-kv")
+    assert code == 2 and err.startswith(
+        "error: the package pydantic is missing: run `pip install .` in a clone"
+    )
 
 
 def test_data_of_other_settings_is_told(tmp_path, capsys):
     """Once, by the first rank; rows that do not say what they were prepared with are taken."""
     recipe = load_recipe("demo_tiny", [f"output_dir={tmp_path}", "seed=5"])
     note_on_data(recipe)
-    assert not capsys.readouterr().out
+    assert not capsys.readouterr().err
     settings = {"sources": ["stdlib:json"], "context_length": recipe.data.context_length}
     manifest = {"request": {"settings": settings, "seed": 0}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pod.data.rows.manifest.read_manifest", lambda folder: manifest)
         note_on_data(recipe)
-        assert "other data.sources, seed than this recipe's" in capsys.readouterr().out
+        assert "with a different data.sources, seed than this recipe has" in capsys.readouterr().err
         patch.setenv("RANK", "1")
         note_on_data(recipe)
-    assert not capsys.readouterr().out
+    assert not capsys.readouterr().err
 
 
 def test_a_wheel_carries_code_recipes_and_data(tmp_path):

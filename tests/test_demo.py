@@ -33,7 +33,9 @@ def chain(tmp_path, monkeypatch):
         try:
             demo.main(load_recipe(None, [f"output_dir={tmp_path}", *settings]))
         except RuntimeError as error:
-            assert str(error).startswith(f"step {fails} ended with code 1; run the same command again")
+            assert str(error).startswith(
+                f"step {fails} failed with exit code 1; its message is above. To continue"
+            )
         return ran
 
     return start

@@ -159,7 +159,9 @@ def test_an_option_that_main_takes_is_handed_to_it(tmp_path):
 
 
 def test_missing_file_points_to_examples(tmp_path):
-    with pytest.raises(ValueError, match=r"nowhere.yaml: cannot be read .*recipes that come along are in "):
+    with pytest.raises(
+        ValueError, match=r"nowhere.yaml: there is no such file.*`pod recipes` lists the recipes"
+    ):
         load_recipe(tmp_path / "nowhere.yaml")
 
 
@@ -315,9 +317,18 @@ def test_dry_run_prints_recipe_and_estimate_and_does_nothing(capsys):
         ["--dry-run", "--set", "seed=5"],
         estimate=lambda r: f"needs {r.seed} GB",
     )
-    output = capsys.readouterr().out
-    assert "seed: 5" in output
-    assert output.endswith("needs 5 GB\n")
+    assert capsys.readouterr().out == "needs 5 GB\n"
+
+
+def test_the_resolved_recipe_is_printed_on_request(capsys, tmp_path):
+    """Alone, as a recipe that gives the same one again; with --dry-run, below the estimate."""
+    argv = ["--print-config", "--set", "seed=5"]
+    started(lambda recipe: pytest.fail("main ran"), argv)
+    shown = capsys.readouterr().out
+    path = write(tmp_path, shown)
+    assert load_recipe(path) == load_recipe(None, ["seed=5"])
+    started(lambda recipe: pytest.fail("main ran"), [*argv, "--dry-run"], estimate=lambda r: "needs 5 GB")
+    assert capsys.readouterr().out == f"needs 5 GB\n---\n{shown}"
 
 
 @pytest.mark.parametrize(
@@ -384,7 +395,7 @@ def test_what_all_ranks_find_is_said_once_a_machine(rank, local, printed, monkey
     assert bool(capsys.readouterr().out) == (rank == "0")
 
 
-def test_a_dry_run_shows_what_concerns_the_launcher(capsys):
-    run(lambda recipe: None, sections=("model", "train"), argv=["--dry-run"])
+def test_the_printed_recipe_has_the_sections_of_the_command(capsys):
+    run(lambda recipe: None, sections=("model", "train"), argv=["--print-config"])
     shown = capsys.readouterr().out
     assert "\nmodel:" in shown and "\ntrain:" in shown and "output_dir:" in shown and "eval:" not in shown

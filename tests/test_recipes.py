@@ -47,7 +47,7 @@ def dry_run(monkeypatch, capsys, tmp_path):
         except SystemExit as stop:
             assert stop.code in (0, None), capsys.readouterr().err
         assert reached == []
-        return capsys.readouterr().out.split("\n---\n")[1]
+        return capsys.readouterr().out
 
     return start
 

@@ -66,7 +66,7 @@ class Bench:
 def make_cache(
     bench: Bench, method: Method, length: int, capacity: int, backend: str = "auto"
 ) -> tuple[Any, str | None]:
-    """An empty cache for ``length`` tokens with the decode engine; the ordinary one when the engine refuses, and why.
+    """An empty cache for ``length`` tokens with the decode engine; when the engine refuses, an ordinary one and the reason.
 
     Raises: ValueError for what ``pod.make_cache`` refuses without an engine too.
     """
@@ -77,7 +77,11 @@ def make_cache(
     try:
         cache = pod.make_cache(model, spec if named else f"full+{spec}", capacity=capacity, **options)
     except ValueError as error:
-        return pod.make_cache(model, spec, **options), f"ordinary cache, no engine: {one_line(error)}"
+        has_no_engine = "capacity" in str(error)  # the parameter that asks for one
+        reason = (
+            "which does not support this method" if has_no_engine else f"which refuses: {one_line(error)}"
+        )
+        return pod.make_cache(model, spec, **options), f"without the decode engine, {reason}"
     engine: Any = cache.engine
     engine.backend = backend
     return cache, None

@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pod.bench.args import FULL, SHAPES, STOCK, BenchArgs
 from pod.bench.decode_bytes import Sizes, held_per_row, is_modelled, needed, read_per_step, spread_plan
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 _ELEMENT = {"float32": 4, "bfloat16": 2, "float64": 8}
 _RANDOM_LONGEST = 1 << 20  # positions of random models, which read any length alike
+_OF_EXPORTS = (
+    "model.path is an export with PoD weights; give the dense model to compare with stock transformers"
+)
 
 
 def settings(args: BenchArgs) -> Iterator[tuple[int, int]]:
@@ -28,13 +31,15 @@ def settings(args: BenchArgs) -> Iterator[tuple[int, int]]:
 
 
 def estimate(recipe: "Recipe") -> str:
-    """Lines for `--dry-run`: bytes held and bytes read per step at every setting, and the ceiling of the speed over dense."""
-    args, (sizes, _, _) = recipe.bench, subject(recipe)
-    plan = sizes.plan
+    """Lines for `--dry-run`: size of each cache and bytes read per step at every setting, and the ceiling of the speed over dense."""
+    args, measured = recipe.bench, subject(recipe)
+    sizes, plan = measured.sizes, measured.sizes.plan
     lines = [
+        f"Plan: {measured.describe()}",
         f"Weights: {sizes.weights / 1e9:.2f} GB, of which a decode step reads {sizes.read / 1e9:.2f} GB. "
         f"{plan.num_followers} of {plan.num_pairs} (layer, KV head) pairs follow, {plan.num_windows} keep their window.",
-        "Bytes of each cache at its end (GB), bytes that a step reads, weights included (GB), ceiling of the speed over full:",
+        "Size of each cache at its end (GB), bytes that a step reads, weights included (GB), and the speed relative to full "
+        "that these bytes allow:",
     ]
     for batch, length in settings(args):
         lines.append(f"  batch {batch}, {length:,} tokens:")
@@ -42,18 +47,41 @@ def estimate(recipe: "Recipe") -> str:
         for method in [FULL, *args.contestants]:
             held = batch * held_per_row(sizes, method, args.room(length)) / 1e9
             read = read_per_step(sizes, method, length, batch)
-            known = f"{held:8.3f} held  {read / 1e9:8.3f} read  {full / read:.3f}x"
-            unknown = f"at most {held:.3f} held; what a step reads is not modelled"
+            known = f"{held:8.3f} size  {read / 1e9:8.3f} read  {full / read:.3f}x"
+            unknown = f"at most {held:.3f} size; there is no model of what a step reads"
             lines.append(f"    {method.name:<30} {known if is_modelled(method) else unknown}")
     return "\n".join(lines)
 
 
-def subject(recipe: "Recipe") -> tuple[Sizes, str, int]:
-    """Sizes of what is measured, where its plan comes from, and the positions that it has.
+class Measured(NamedTuple):
+    """What is measured.
 
-    Raises: ValueError for a plan of another size.
+    Attributes:
+        plan_source: where the plan comes from, in words.
+        positions: the longest sequence that the model reads, in tokens.
+        windows: sink and recent tokens of the plan.
+        is_export: the model is an export of this project, of which there is no dense transformers model.
+    """
+
+    sizes: Sizes
+    plan_source: str
+    positions: int
+    windows: tuple[int, int]
+    is_export: bool
+
+    def describe(self) -> str:
+        """The plan and its windows in a sentence."""
+        sinks, recent = self.windows
+        return f"{self.plan_source}; windows of {sinks} sink and {recent} recent tokens."
+
+
+def subject(recipe: "Recipe") -> Measured:
+    """What the recipe asks to measure. The plan is that of model.plan, else an export's own, else that in <output_dir>/plan, else made up.
+
+    A plan comes with its windows, unless the recipe sets others. Raises: ValueError for a plan of another size.
     """
     args, model = recipe.bench, recipe.model
+    stored: Any = None
     if args.shapes is not None:
         config: Any = SimpleNamespace(**SHAPES[args.shapes], max_position_embeddings=_RANDOM_LONGEST)
     else:
@@ -61,38 +89,43 @@ def subject(recipe: "Recipe") -> tuple[Sizes, str, int]:
 
         from pod.modeling.loading import target_config  # loads torch, which random shapes do not need
 
-        config = target_config(AutoConfig.from_pretrained(resolve_model(model.path), **_places(recipe)))
+        stored = AutoConfig.from_pretrained(resolve_model(model.path), **_places(recipe))
+        config = target_config(stored)
         if config.layout != "pod":
             raise ValueError(
-                f"{model.path} has layout {config.layout!r}: this benchmark compares dense caches with pod, give it a model "
-                "of full attention"
+                f"{model.path} has layout {config.layout!r}: `pod bench` compares a dense cache with PoD's. Give it a model "
+                "with layout pod or dense"
             )
-    found = model.plan_file(recipe.output_dir)
+    has_own_plan = getattr(config, "lead", None) is not None
+    found = None if has_own_plan and model.plan is None else model.plan_file(recipe.output_dir)
     if found is not None:
         plan, source = SharingPlan.load(found), str(found)
         plan.check_fits(config.num_hidden_layers, config.num_key_value_heads)
-    elif getattr(config, "lead", None) is not None:
-        plan, source = config.sharing_plan, "the model's own"
+    elif has_own_plan:
+        own_windows = {name: getattr(config, name) for name in ("num_sink_tokens", "num_recent_tokens")}
+        plan, source = replace(config.sharing_plan, **own_windows), "the model's own"
     else:
         shares = args.share_followers, args.share_windows
         own = getattr(config, "layer_windows", None) or [None] * config.num_hidden_layers
         plan = spread_plan(own, config.num_key_value_heads, *shares)
-        source = "made up, {:.0%} of the pairs follow, {:.0%} keep their window".format(*shares)
+        source = "generated, {:.0%} of the pairs follow, {:.0%} keep their window".format(*shares)
     plan = replace(plan, head_order=None)  # another order costs the same and copies the weights
     windows = model.windows(plan)
     plan = replace(plan, **windows)
     near = windows["num_sink_tokens"], windows["num_recent_tokens"]
-    return Sizes.of(config, plan, near, _ELEMENT[model.dtype]), source, config.max_position_embeddings
+    sizes = Sizes.of(config, plan, near, _ELEMENT[model.dtype])
+    is_export = args.shapes is None and stored.model_type == "pod"
+    return Measured(sizes, source, config.max_position_embeddings, near, is_export)
 
 
 def _places(recipe: "Recipe") -> dict[str, str]:
     return {} if recipe.model.gguf_file is None else {"gguf_file": recipe.model.gguf_file}
 
 
-def load(recipe: "Recipe", sizes: Sizes, device: "torch.device") -> "Bench":
-    """The models on a device, with the same weights: random ones, or those of model.path; an export has no stock model."""
+def load(recipe: "Recipe", measured: Measured, device: "torch.device") -> "Bench":
+    """The models on a device, with the same weights: random ones, or those of model.path. Of an export there is no stock model."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     import pod
     from pod.bench.decode_speed import Bench
@@ -109,13 +142,14 @@ def load(recipe: "Recipe", sizes: Sizes, device: "torch.device") -> "Bench":
     else:
         source, places = resolve_model(model.path), _places(recipe)
         stock: Any = None
-        if AutoConfig.from_pretrained(source, **places).model_type != "pod":
+        if not measured.is_export:
             source = stock = AutoModelForCausalLM.from_pretrained(source, **options, **places)
             stock.to(device)
-    windows = model.windows(sizes.plan)
-    dense = pod.load_model(source, layout="dense", dtype=dtype, device=device, **windows)
-    planned = pod.load_model(dense, plan=sizes.plan)
-    return Bench(args=args, sizes=sizes, dense=dense, planned=planned, stock=stock if args.stock else None)
+    dense = pod.load_model(source, None, *measured.windows, layout="dense", dtype=dtype, device=device)
+    planned = pod.load_model(dense, plan=measured.sizes.plan)
+    return Bench(
+        args=args, sizes=measured.sizes, dense=dense, planned=planned, stock=stock if args.stock else None
+    )
 
 
 def run_bench(recipe: "Recipe") -> dict[str, Any]:
@@ -131,41 +165,41 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
     from pod.bench.dense_decode import dense_peers
     from pod.measure.machine import environment
 
-    args, (sizes, source, positions) = recipe.bench, subject(recipe)
+    args, measured = recipe.bench, subject(recipe)
+    sizes = measured.sizes
     device = torch.device(
         args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     )
-    _check_lengths(args, positions)
+    _check_lengths(args, measured.positions)
     no_room = _check_memory(args, sizes, device)
-    bench = load(recipe, sizes, device)
+    bench = load(recipe, measured, device)
     for method in args.contestants:  # refused before anything is measured
         for length in args.lengths:
             make_cache(bench, method, length, length)
-    windows = tuple(recipe.model.windows(sizes.plan).values())
     result: dict[str, Any] = {
         "schema": 2,
         "environment": environment(),
         "model": args.shapes or recipe.model.path,
         "dtype": recipe.model.dtype,
-        "plan": source,
+        "plan": measured.plan_source,
         "share_followers": sizes.plan.share_followers,
         "share_windows": sizes.plan.share_windows,
-        "windows": list(windows),
+        "windows": list(measured.windows),
         "steps": args.steps,
         "settings": [],
     }
-    print(f"Plan: {source}; windows {windows[0]} + {windows[1]}.")
+    print(f"Plan: {measured.describe()}")
     with dense_peers():
         for setting in settings(args):
-            reason = no_room.get(setting) or (None if bench.stock else "an export of pod has no stock model")
+            reason = _OF_EXPORTS if measured.is_export else no_room.get(setting)
             with_stock = args.stock and reason is None
             found = compare(bench, [*args.contestants, *[STOCK] * with_stock], *setting)
             if args.stock and not with_stock:
-                found["methods"][STOCK.name] = {"error": reason}
+                found["methods"][STOCK.name] = {"not_measured": reason}
             result["settings"].append(found)
             write_json(recipe.bench_dir / "bench.json", result)
             print(table(found))
-    print(f"wrote {recipe.bench_dir / 'bench.json'}")
+    print(f"written: {recipe.bench_dir / 'bench.json'}")
     return result
 
 
@@ -174,10 +208,14 @@ def table(found: dict[str, Any]) -> str:
     full = found["full"]
     held = sum(full["bytes_by_part"].values()) / 1e9
     lines = [
-        f"batch {found['batch']}, {found['length']:,} tokens; full holds {held:.3g} GB and decodes with {full['backend']}",
+        f"batch {found['batch']}, {found['length']:,} tokens; the dense cache (full) takes {held:.3g} GB, attention backend: "
+        f"{full['backend']}",
         f"  {'':<30} {'tokens/s':>10} {'full':>10} {'x full':>7} {'min–max':>11} {'ceiling':>8} {'reached':>8} {'GB':>8}",
     ]
     for name, row in found["methods"].items():
+        if "not_measured" in row:
+            lines.append(f"  {name:<30} not measured: {row['not_measured']}")
+            continue
         if "error" in row:
             lines.append(f"  {name:<30} failed: {row['error']}")
             continue
@@ -194,20 +232,23 @@ def _check_lengths(args: BenchArgs, positions: int) -> None:
     longest = max(args.lengths)
     if args.room(longest) > positions:
         raise ValueError(
-            f"bench.lengths: {longest} tokens and {args.room(longest) - longest} decoded in all rounds pass the model's "
-            f"{positions} positions: lower bench.lengths, bench.steps or bench.repeats"
+            f"bench.lengths: {longest} tokens and the {args.room(longest) - longest} decoded in all rounds are more than "
+            f"the model's {positions} positions: lower bench.lengths, bench.steps or bench.repeats"
         )
 
 
 def _check_memory(args: BenchArgs, sizes: Sizes, device: "torch.device") -> dict[tuple[int, int], str]:
-    """Why the stock model is left out, by (batch, length). Raises: ValueError for a setting that does not fit."""
+    """Why the stock model is not measured, by (batch, length). Raises: ValueError for a setting that does not fit."""
     from pod.measure import memory
 
     there, reasons = memory.free_memory(device), {}
     for batch, length in settings(args):
         for method in [*args.contestants, STOCK]:
             size = needed(sizes, method, batch, args.room(length), device.type == "cpu")
-            said = f"needs {size / 1e9:.2f} GB beside full, weights included; {there / 1e9:.2f} GB are free on {device}"
+            said = (
+                f"needs {size / 1e9:.2f} GB next to the dense cache, weights included, and {there / 1e9:.2f} GB are free on "
+                f"{device}"
+            )
             if size > there and method is STOCK:
                 reasons[batch, length] = said
             elif size > there:

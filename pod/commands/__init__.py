@@ -1,4 +1,4 @@
-"""The command `pod` and its parts. Each takes one YAML recipe; the scripts in launch/ are the same for a checkout."""
+"""The command `pod` and its parts. Most take a YAML recipe; the scripts in launch/ start the same commands from a checkout."""
 
 import importlib
 import os
@@ -7,39 +7,80 @@ from types import ModuleType
 from typing import Any
 
 COMMANDS = {
-    "explore": ("explore", "measure what each role of each head costs, and make the plan"),
-    "data": ("data", "documents → tokens → equal tokens per length interval → packed rows"),
-    "train": ("train", "adapt the model to the plan; ranks: deepspeed --module pod.commands.train …"),
-    "export": ("export", "write the newest checkpoint as a Hugging Face folder"),
-    "eval": ("evaluate", "compare methods at equal bytes, and write the report"),
-    "bench": ("bench", "measure decode speed beside the dense cache"),
-    "demo": ("demo", "all of these on one small model"),
-    "doctor": ("doctor", "what is installed here, and what is missing"),
+    "recipes": ("recipes", "list the recipes that come with pod, show one, or copy one to a file"),
+    "data": ("data", "turn text into packed training rows"),
+    "explore": ("explore", "measure which attention heads can share keys and values, and write a plan"),
+    "train": ("train", "fine-tune a model under the plan, on one or many GPUs"),
+    "export": ("export", "write a checkpoint as a Hugging Face model folder"),
+    "eval": ("evaluate", "compare cache methods: quality, memory and speed"),
+    "bench": ("bench", "measure decode speed against the dense cache"),
+    "demo": ("demo", "run all of these steps on one small model"),
+    "doctor": ("doctor", "check the installation and show what is missing"),
 }
 """Name → module of this package, and what it does."""
-INSTALL = "pip install pod-kv, or `pip install .` in a checkout"
+SUBCOMMANDS = {
+    "data verify": "check that prepared data is complete and undamaged",
+    "data inspect": "show what prepared data contains",
+    "eval lm-eval": "run lm-eval's command line with pod's models and tasks",
+}
+"""Commands within a command, which handles them itself."""
+INSTALL = "run `pip install .` in a clone of the repository"
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 + SIGINT, as in a shell."""
 
 
 def main() -> None:
-    """`pod COMMAND …`; ends the process with code 2 for a command that there is not."""
+    """`pod COMMAND …`; ends the process with code 2 for an unknown command."""
     import pod
 
-    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    arguments = sys.argv[1:] or ["--help"]
+    if arguments[0] == "help":
+        arguments = [*arguments[1:], "--help"]
+    name = arguments[0]
     if name == "--version":
         print(f"pod-kv {pod.__version__}")
     elif name in ("-h", "--help"):
-        lines = (f"  {command:8} {text}" for command, (_, text) in COMMANDS.items())
-        print("usage: pod COMMAND …\n\n" + "\n".join(lines) + "\n\n`pod COMMAND --help` explains one.")
+        print(overview())
     elif name not in COMMANDS:
-        print(f"error: pod {name}: no such command; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        from pod.schema import nearest
+
+        print(
+            f"error: there is no command {name!r}{nearest(name, list(COMMANDS))}; `pod --help` lists all commands",
+            file=sys.stderr,
+        )
         sys.exit(2)
     else:
-        sys.argv[:2] = [f"pod {name}"]
+        sys.argv = [f"pod {name}", *arguments[1:]]
         start(name)
 
 
+def overview() -> str:
+    """What `pod --help` prints: every command and subcommand with one line."""
+    lines = []
+    for name, (_, text) in COMMANDS.items():
+        lines.append(f"  {name:15} {text}")
+        lines += [f"    {one:13} {what}" for one, what in SUBCOMMANDS.items() if one.split()[0] == name]
+    return "\n".join(
+        [
+            "usage: pod COMMAND [OPTIONS]",
+            "",
+            "Smaller KV caches for language models: plan, fine-tune, export and compare.",
+            "",
+            "commands:",
+            *lines,
+            f"  {'help COMMAND':15} explain one command and its settings, like `pod COMMAND --help`",
+            "",
+            "options:",
+            f"  {'-h, --help':15} show this text",
+            f"  {'--version':15} show the version",
+            "",
+            "A first run, in seconds: pod demo --config demo_tiny",
+        ]
+    )
+
+
 def start(name: str) -> None:
-    """Run one of the commands: its module's own `start`, else its `main`."""
+    """Run one of the commands: its module's own `start`, else its `main`. Ends the process with code 130 after Ctrl-C."""
     try:
         command = importlib.import_module(f"pod.commands.{COMMANDS[name][0]}")
         try:
@@ -49,31 +90,36 @@ def start(name: str) -> None:
     except BrokenPipeError:  # as of `pod eval --list-methods | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
-        sys.exit("interrupted")
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
     except ModuleNotFoundError as error:
         if (error.name or "pod").startswith("pod."):
             raise
-        text = f"error: the package {error.name} is missing: {INSTALL}; `pod doctor` lists what is"
+        text = (
+            f"error: the package {error.name} is missing: {INSTALL}; `pod doctor` lists all missing packages"
+        )
         print(text, file=sys.stderr)
         sys.exit(2)
 
 
 def note_on_data(recipe: Any) -> None:
-    """Say, on the first rank, where the prepared data that a command is about to read is of other settings than the recipe's."""
+    """Warn, on the first rank, when the prepared data was made with other settings than the recipe's."""
     from pod.data.rows.manifest import read_manifest
 
     try:
         other = recipe.data.other_than(read_manifest(recipe.data_dir), recipe.seed)
-    except ValueError:  # none, or a damaged one: whoever needs it says so
+    except ValueError:  # missing or damaged: the command that needs the data reports it
         return
     if other and os.environ.get("RANK", "0") == "0":
-        note = f"{recipe.data_dir} was prepared with other {', '.join(other)} than this recipe's"
-        print(f"note: {note}, and is read as it is; `pod data --overwrite` makes it anew", flush=True)
+        changed = f"{recipe.data_dir} was prepared with a different {', '.join(other)} than this recipe has"
+        again = "it is used as it is. To prepare it again, run `pod data --overwrite`"
+        print(f"warning: {changed}; {again}", file=sys.stderr)
 
 
 def run_recipe(command: ModuleType) -> None:
-    """Call a module's `main` with the recipe that the command line names; SECTIONS: those that it reads, see `pod.recipe.run`."""
+    """Call a module's `main` with the recipe of the command line. Its SECTIONS are the recipe's sections that it reads."""
     from pod.recipe import run
 
-    more = {name: getattr(command, name, None) for name in ("estimate", "add_arguments")}
+    names = ("estimate", "add_arguments", "check_arguments")
+    more = {name: getattr(command, name, None) for name in names}
     run(command.main, sections=command.SECTIONS, description=command.__doc__, **more)

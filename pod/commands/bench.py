@@ -1,8 +1,12 @@
-"""Measure decode speed: PoD and other cache methods beside the dense cache, all through the decode engine, in one process.
+"""Measure how fast cache methods decode, compared with the dense cache.
 
-Takes your own model (model.path, model.plan) or random weights of given shapes (bench.shapes). Prints tokens per second, the
-ratio to the dense cache round by round, bytes held, and the ratio that bytes alone would allow, with the share of it that was
-reached; writes <output_dir>/bench/bench.json. No prompt is read: caches hold random keys and values."""
+Uses your model (model.path, model.plan) or random weights of a known shape (bench.shapes). Caches are filled with
+random keys and values, so no prompt has to be processed. Prints tokens per second, the speed relative to the dense
+cache, the highest such ratio that the bytes read allow, the share of it that was reached, and the size of the cache.
+Writes <output_dir>/bench/bench.json.
+
+  pod bench --config bench_cpu                         a minute on a CPU
+  pod bench --shapes llama3-8b --lengths 32768,131072 --methods pod,pod+int4,snapkv@25% --set model.dtype=bfloat16"""
 
 import argparse
 
@@ -14,20 +18,22 @@ SECTIONS = "model", "bench"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Shorthands for `--set bench.…=…`."""
     add = parser.add_argument
-    add("--shapes", dest="bench.shapes", metavar="NAME", help="random weights of these shapes, as llama3-8b")
-    add("--lengths", dest="bench.lengths", metavar="N,M", help="tokens, comma-separated")
-    add("--methods", dest="bench.methods", metavar="A,B", help="methods, comma-separated")
+    shapes = "random weights in the shape of llama3-8b, llama-1b, cpu or tiny, in place of model.path"
+    add("--shapes", dest="bench.shapes", metavar="NAME", help=shapes)
+    lengths = "tokens in the cache when decoding starts, for example 8192,32768"
+    add("--lengths", dest="bench.lengths", metavar="N,M", help=lengths)
+    add("--methods", dest="bench.methods", metavar="A,B", help="methods to measure, for example pod,pod+int4")
 
 
 def estimate(recipe: Recipe) -> str:
-    """Bytes held and read."""
+    """Size of every cache, bytes read per step, and the speed that they allow."""
     from pod.bench.run import estimate as estimate_bytes
 
     return estimate_bytes(recipe)
 
 
 def main(recipe: Recipe) -> None:
-    """Measure as the recipe says."""
+    """Measure what section `bench` asks for."""
     from pod.bench.run import run_bench  # loads torch, which --help and --dry-run do not need
 
     run_bench(recipe)

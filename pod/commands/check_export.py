@@ -1,9 +1,10 @@
-"""Load an export with plain transformers and its own remote code, and compare logits and text with `pod.load_model`.
+"""Load an export with plain transformers and its own modeling code, and compare its output with `pod.load_model`.
 
     python -m pod.commands.check_export runs/demo/export 512 runs/demo/export_check.json
 
-512: tokens of the prompt; more than the windows hold, so that the shared part is at work. Writes the difference, and beside it the prompt
-with its last logits, for examples/load_export.py. Ends with code 1 when the logits differ by more than 2e-5 of their scale.
+512 is the number of prompt tokens: more than the plan's windows, so that shared keys are used. Writes the difference of
+the logits, and beside it the prompt with its last logits, for examples/load_export.py. Exit code 1 when the relative
+difference is above 2e-5.
 """
 
 import json
@@ -34,10 +35,13 @@ def main(folder: str, length: int, out: Path) -> None:
     error = float((theirs - ours).abs().max() / ours.abs().max())
     if error > ALLOWED or their_tokens != our_tokens:
         sys.exit(
-            f"error: {folder} reloads wrongly: logits differ by {error:.1e} of their scale (allowed {ALLOWED:.0e})"
+            f"error: {folder} gives other output in plain transformers: a relative difference of {error:.1e} in the "
+            f"logits (allowed: {ALLOWED:.0e})"
         )
     said = tokenizer.decode(their_tokens)
-    print(f"logits equal to {error:.1e} of their scale over {prompt.shape[1]} tokens; generated {said!r}")
+    print(
+        f"{prompt.shape[1]} tokens: relative difference of the logits {error:.1e}; generated text: {said!r}"
+    )
     save_file({"input_ids": prompt, "logits": ours[0, -1].contiguous()}, out.with_suffix(".safetensors"))
     found = {"relative_logit_error": error, "tokens": prompt.shape[1], "generated": said}
     out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

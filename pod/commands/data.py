@@ -1,22 +1,30 @@
-"""Turn documents into packed training rows: tokenise, draw the same number of tokens from every length interval, pack whole
-documents into rows of the context's size, and hold out as much text as explore, train and eval ask for. Writes shards, held-out text,
-manifest.json and lengths.png into <output_dir>/data; that folder is all that the other commands read.
+"""Turn text into packed training rows.
 
-`pod data verify FOLDER` says whether such a folder is whole, `pod data inspect FOLDER --rows 3` what is in it."""
+Reads documents, tokenizes them, takes the same number of tokens from every interval of document lengths, and packs
+whole documents into rows of data.context_length tokens. Some text is held out for explore, train and eval. Writes
+shards, held-out text, manifest.json and lengths.png into <output_dir>/data; the other commands read this folder only.
+
+  pod data --config demo                       prepare the data of a recipe
+  pod data "my_text/**/*.txt" --set data.target_tokens=1000000 --set output_dir=runs/mine
+  pod data verify runs/demo/data               check that prepared data is complete and undamaged
+  pod data inspect runs/demo/data --rows 3     show what prepared data contains"""
 
 import argparse
+import difflib
 import shlex
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 from pod.commands import run_recipe
-from pod.recipe import Recipe
+from pod.recipe import Recipe, exit_with
 
 SECTIONS = "model", "data"
+SUBCOMMANDS = ("verify", "inspect")
 
 
 def estimate(recipe: Recipe) -> str:
-    """Intervals, tokens and disk."""
+    """Length intervals, tokens and disk space."""
     from pod.commands.ahead import check_lengths
     from pod.data.run.prepare import estimate as estimate_data
 
@@ -28,7 +36,7 @@ def estimate(recipe: Recipe) -> str:
 
 
 def main(recipe: Recipe, overwrite: bool = False) -> None:
-    """Prepare the data of the recipe for the tokenizer of its model; overwrite: replace rows of other settings."""
+    """Prepare the data of the recipe with the tokenizer of its model; overwrite: replace rows of other settings."""
     from pod.commands.ahead import check_lengths, notes_on_rows
     from pod.data.rows.overview import overview
     from pod.data.rows.pictures import PICTURE_NAME
@@ -46,21 +54,26 @@ def main(recipe: Recipe, overwrite: bool = False) -> None:
     print(overview(data))
     for note in [*notes, *notes_on_rows(recipe, data.manifest)]:
         print(note)
-    print(f"rows: {data.path}  picture: {data.path / PICTURE_NAME}")
-    print(f"look into it: pod data inspect {shlex.quote(str(data.path))} --rows 3")
+    print(f"written: {data.path}, with a picture of the lengths in {PICTURE_NAME}")
+    print(f"to see some rows: pod data inspect {shlex.quote(str(data.path))} --rows 3")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The sources by themselves, for `--set data.sources=…`, and the consent to replace what is there."""
-    parser.add_argument("data.sources", nargs="*", metavar="SOURCE", help="files or folders, as data.sources")
-    text = "replace rows of other settings, which are kept and refused otherwise"
+    """`pod data FILE …` for `--set data.sources=…`, and the consent to replace finished rows."""
+    sources = "files, folders or patterns to read in place of data.sources"
+    parser.add_argument("data.sources", nargs="*", metavar="SOURCE", help=sources)
+    text = "replace finished rows that were prepared with other settings; without it they are kept and the command stops"
     parser.add_argument("--overwrite", action="store_true", help=text)
 
 
 def start() -> None:
     """The command line."""
-    if sys.argv[1:2] in (["verify"], ["inspect"]):
+    first = sys.argv[1] if len(sys.argv) > 1 else ""
+    if first in SUBCOMMANDS:
         from pod.commands.look import main as look
 
         sys.exit(look(sys.argv[1:]))
+    near = difflib.get_close_matches(first, SUBCOMMANDS, n=1, cutoff=0.7)
+    if near and not Path(first).exists():
+        exit_with(ValueError(f"there is no file or folder {first!r} (did you mean `pod data {near[0]}`?)"))
     run_recipe(sys.modules[__name__])

@@ -1,10 +1,14 @@
-"""The whole chain on one machine: model → prepare → explore → train on 2 ranks → export → reload → evaluate → summary.
+"""Run all steps on one machine: prepare data, explore, train, export, reload, evaluate.
 
-Each step is a command of `pod`, in a process of its own, and keeps by itself what it finds done; an interrupted
-training continues from its checkpoint. Without --config it runs configs/demo.yaml (SmolLM2-135M), with DEMO_TINY=1
-configs/demo_tiny.yaml (a random model, seconds instead of minutes).
-"""
+Without --config it runs the recipe demo (SmolLM2-135M). With DEMO_TINY=1 it runs demo_tiny: a random model, seconds
+instead of minutes, numbers without meaning. Each step is a command of its own, which is printed before it starts.
+Finished steps are kept: the same command continues an interrupted run.
 
+  pod demo
+  pod demo --config demo_tiny
+  pod demo --dry-run                           the steps, without running them"""
+
+import contextlib
 import itertools
 import json
 import os
@@ -21,9 +25,11 @@ from typing import NamedTuple
 from pod.files import atomic_write_text, read_json, write_json
 from pod.recipe import Recipe, run
 from pod.schema import to_yaml
+from pod.verbosity import is_quiet
 
 BIN = Path(sys.executable).parent
-RANKS = 2  # the least that shows ZeRO and Ulysses at work
+RANKS = 2  # the smallest number with which ZeRO and Ulysses have something to divide
+_CTRL_C_SECONDS = 30  # for the step to save and end by itself; then it gets SIGTERM
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore::FutureWarning"}
 
 
@@ -50,12 +56,16 @@ def steps_of(recipe: Recipe, config: Path, ranks: int = RANKS) -> list[Step]:
     train = [*deepspeed, "--module", "pod.commands.train", "--config", str(config)]
     reload = [sys.executable, "-m", "pod.commands.check_export", str(export), tokens, str(check)]
     return [
-        Step("prepare", "texts → tokens → length-balanced, packed rows", pod("data")),
-        Step("explore", "costs of roles → plan; retrieval heads for razor", pod("explore")),
-        Step("train", f"adaptation to the plan, {ranks} ranks", train),
-        Step("export", "Hugging Face checkpoint with its own modeling code", pod("export")),
-        Step("reload", "the export in plain transformers, against the trained model", reload),
-        Step("evaluate", "perplexity, passkey, bytes, decode speed → report", pod("eval")),
+        Step("prepare", "turn text into packed training rows", pod("data")),
+        Step("explore", "measure the heads and write a plan", pod("explore")),
+        Step("train", f"fine-tune the model under the plan, {ranks} processes", train),
+        Step("export", "write a Hugging Face model folder", pod("export")),
+        Step("reload", "load it with plain transformers and compare the logits", reload),
+        Step(
+            "evaluate",
+            "measure perplexity, passkey retrieval, bytes and speed; write the report",
+            pod("eval"),
+        ),
     ]
 
 
@@ -68,7 +78,7 @@ def main(recipe: Recipe) -> None:
     gpus, folder, seconds = torch.cuda.device_count(), Path(recipe.output_dir), dict[str, float]()
     if gpus == 0 and recipe.train.dtype == "bfloat16" and bfloat16_speed() < 1:
         recipe = replace(recipe, train=replace(recipe.train, dtype="float32"))
-        print("train.dtype=float32: this CPU has no instructions for bfloat16")
+        print("training in float32: bfloat16 is slower on this CPU")
     atomic_write_text(folder / "recipe.yaml", to_yaml(recipe))
     put_away_other_training(recipe)
     put_away_other_data(recipe)
@@ -80,15 +90,16 @@ def main(recipe: Recipe) -> None:
         seconds[step.name] = round(time.perf_counter() - started, 1)
         if code != 0:
             raise RuntimeError(
-                f"step {step.name} ended with code {code}; run the same command again to go on"
+                f"step {step.name} failed with exit code {code}; its message is above. To continue from this step, run the "
+                "same command again"
             )
-        print(f"{step.name}: {seconds[step.name]} s")
+        print(f"{step.name}: done in {seconds[step.name]} s")
     write_json(folder / "demo.json", seconds)
     print(f"\n{summary(recipe)}  ({sum(seconds.values()):.0f} s)")
 
 
 def put_away_other_training(recipe: Recipe) -> None:
-    """Rename a training by another recipe, which this one would go on with; the other steps see by themselves what has changed."""
+    """Rename a training by another recipe, which this one would continue; the other steps notice changes themselves."""
     made_from = Path(recipe.output_dir) / "trained_by.yaml"
     wanted = to_yaml(recipe, {"seed", "model", "explore", "data", "train"})
     if made_from.is_file() and made_from.read_text(encoding="utf-8") == wanted:
@@ -99,12 +110,12 @@ def put_away_other_training(recipe: Recipe) -> None:
 
 
 def put_away_other_data(recipe: Recipe) -> None:
-    """Rename prepared rows of other settings, which `pod data` would refuse to replace."""
+    """Rename prepared rows of other settings, which `pod data` would not replace."""
     from pod.data.rows.manifest import read_manifest
 
     try:
         manifest = read_manifest(recipe.data_dir)
-    except ValueError:  # none, or of unknown settings: `pod data` says so
+    except ValueError:  # missing, or of unknown settings: `pod data` reports it
         return
     held_out = (manifest.get("held_out") or {}).get("asked", 0)
     if recipe.data.other_than(manifest, recipe.seed) or held_out < recipe.held_out_tokens:
@@ -115,7 +126,7 @@ def _put_away(folder: Path) -> None:
     """Rename a folder to the first of `<folder>-1`, `<folder>-2` and so on that is free."""
     names = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1))
     kept = folder.rename(next(name for name in names if not name.exists()))
-    print(f"{folder} is of another recipe or unknown; it is kept as {kept}")
+    print(f"{folder} was made with other settings; it was renamed to {kept}")
 
 
 def run_command(command: list[str], has_gpu: bool) -> int:
@@ -124,23 +135,29 @@ def run_command(command: list[str], has_gpu: bool) -> int:
     if "--num_gpus" in command and not has_gpu:
         threads = max(1, (os.cpu_count() or 1) // RANKS)
         environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)}
-    with subprocess.Popen(command, env=environment) as process:
+    output = subprocess.DEVNULL if is_quiet() else None
+    with subprocess.Popen(command, env=environment, stdout=output) as process:
         try:
             return process.wait()
+        except KeyboardInterrupt:  # a terminal sends Ctrl-C to the step as well
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_CTRL_C_SECONDS)
+            raise
         finally:
-            if process.poll() is None:  # this process was interrupted: let the step save what it can
+            if process.poll() is None:  # stopped from outside: let the step save what it can
                 process.terminate()
+                process.wait()
 
 
 def summary(recipe: Recipe) -> str:
-    """What was made and measured: the loss, whether the export reloads, and the head of the report."""
+    """The beginning of the report, the loss, and how exactly the export loads."""
     metrics = (recipe.train_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     losses = [row["loss"] for row in map(json.loads, metrics) if "loss" in row]
     error = read_json(Path(recipe.output_dir) / "export_check.json")["relative_logit_error"]
     report = (recipe.eval_dir / "report.md").read_text(encoding="utf-8").split("\n* ")[0]
     return (
         f"{report}\ntraining: {len(losses)} steps, loss {losses[0]:.3f} → {losses[-1]:.3f}\n"
-        f"export: reloads in plain transformers with logits equal to {error:.0e} of their scale\n"
+        f"export: loads with plain transformers, logits equal to a relative difference of {error:.0e}\n"
         f"report: {recipe.eval_dir / 'report.html'}"
     )
 
@@ -149,16 +166,19 @@ def estimate(recipe: Recipe) -> str:
     """The commands, in order."""
     steps = steps_of(recipe, Path(recipe.output_dir) / "recipe.yaml")
     lines = (f"{step.name}: {step.title}\n" for step in steps)
-    return "".join(lines) + "Each launcher's own --dry-run tells what its step needs."
+    return (
+        "".join(lines)
+        + "What a step needs: the same command with --dry-run, for example `pod train --config demo --dry-run`"
+    )
 
 
 def start() -> None:
     """The command line."""
     arguments = sys.argv[1:]
-    if not any(argument.split("=")[0] == "--config" for argument in arguments):
+    if not any(argument.split("=")[0] in ("--config", "-c") for argument in arguments):
         name = "demo_tiny.yaml" if os.environ.get("DEMO_TINY") == "1" else "demo.yaml"
         arguments = ["--config", name, *arguments]
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # both use what is installed
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # both need installed packages only
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the step at work would go on alone
     sections = "model", "explore", "data", "train", "export", "eval"
     run(main, sections=sections, description=__doc__, estimate=estimate, argv=arguments)

@@ -1,9 +1,8 @@
-"""What is installed here, whether it is what pod-kv was tested with, and what a missing piece would bring.
+"""Check the installation: required and optional packages, compiler, GPUs, and where files are kept.
 
-Ends with code 1 when something that every command needs is missing or of another version.
-"""
+Each line begins with ok (found), bad (a required package is missing or has the wrong version) or - (an optional
+package is missing; the line says what it is for). Exit code 1 when a line is bad."""
 
-import argparse
 import importlib.metadata
 import os
 import platform
@@ -14,29 +13,30 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 import pod
+from pod.command_line import Parser
 from pod.commands import INSTALL
 
 OPTIONAL = {
-    "triton": "kernels for GPUs (comes with CUDA builds of torch)",
-    "flash-attn": "a row of `pod bench`: pip install flash-attn --no-build-isolation",
-    "lm-eval": "benchmarks in `pod eval`: pip install 'pod-kv[eval]'",
+    "triton": "GPU kernels; it comes with CUDA builds of torch",
+    "flash-attn": "a faster peer in `pod bench`: pip install flash-attn --no-build-isolation",
+    "lm-eval": "benchmarks in `pod eval`: pip install '.[eval]' in a clone of the repository",
     "wandb": "train.tracker=wandb: pip install wandb",
     "tensorboard": "train.tracker=tensorboard: pip install tensorboard",
 }
 TOOLS = {
-    "c++": "DeepSpeed compiles its CPU parts with it: install a C++ compiler",
-    "nvcc": "torch.compile does without; DeepSpeed's optimizer on the host needs it on GPU machines",
-    "bwrap": "the sandbox of HumanEval: install bubblewrap",
+    "c++": "DeepSpeed compiles its CPU optimizer with it: install a C++ compiler such as g++",
+    "nvcc": "needed on GPU machines only for train.offload_optimizer=cpu: install the CUDA toolkit",
+    "bwrap": "sandbox for the code that models write in HumanEval: install bubblewrap",
 }
 
 
 def start() -> None:
     """The command line."""
-    argparse.ArgumentParser(description=__doc__, allow_abbrev=False).parse_args()
+    Parser(description=__doc__).parse_args()
     wrong = [*packages(), *parts()]
     options()
     places()
-    print("\n" + "\n".join(wrong or ["everything that is needed is here"]))
+    print("\n" + "\n".join(wrong or ["all required packages are installed"]))
     sys.exit(1 if wrong else 0)
 
 
@@ -79,7 +79,7 @@ def installed(name: str) -> str | None:
 
 
 def parts() -> list[str]:
-    """Print the devices; returns what torch and DeepSpeed have not as it is used here."""
+    """Print the devices; returns what torch and DeepSpeed lack."""
     if not (installed("torch") and installed("deepspeed")):
         return []
     import torch
@@ -88,7 +88,7 @@ def parts() -> list[str]:
         found = torch.cuda.get_device_properties(number)
         say("ok", f"GPU {number}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB")
     if not torch.cuda.is_available():
-        say("note", "GPU", f"none that torch {torch.__version__} sees; CPU, {os.cpu_count()} cores")
+        say("note", "GPU", f"torch {torch.__version__} finds none; the CPU has {os.cpu_count()} cores")
     from pod.training.deepspeed_bridge import check_parts
 
     try:
@@ -99,7 +99,7 @@ def parts() -> list[str]:
 
 
 def options() -> None:
-    """Print the packages and tools that some things need."""
+    """Print the optional packages and tools."""
     for known, look in (OPTIONAL, installed), (TOOLS, shutil.which):
         for name, use in known.items():
             found = look(name)
@@ -107,13 +107,13 @@ def options() -> None:
 
 
 def places() -> None:
-    """Print where recipes and converted models lie, and the room there is."""
+    """Print where recipes and converted models are, and the free disk space."""
     here = Path.cwd()
     try:
         from pod.models import cache_dir
-        from pod.recipe import RECIPES
-    except ModuleNotFoundError:  # it is named above
+        from pod.recipe import RECIPES, recipe_names
+    except ModuleNotFoundError:  # already listed as missing
         return
-    say("", "recipes", f"{RECIPES}: {len(list(RECIPES.rglob('*.yaml')))}, named as --config demo")
-    say("", "converted models", f"{cache_dir()} (POD_CACHE)")
+    say("", "recipes", f"{len(recipe_names())} in {RECIPES}; `pod recipes` lists them")
+    say("", "converted models", f"{cache_dir()} (set POD_CACHE to change it)")
     say("", "this folder", f"{here}: {shutil.disk_usage(here).free / 2**30:.0f} GiB free")

@@ -1,42 +1,69 @@
-"""Compare PoD with the dense model and with token-dropping methods at equal bytes: perplexity, retrieval, the benchmarks of the papers
-and any task of lm-eval, speed and memory. Writes one JSON per method and report.html into <output_dir>/eval; a killed run goes on
-at the sample where it stopped."""
+"""Compare cache methods at equal memory: PoD, the dense model, and methods that drop, merge or quantize tokens.
+
+Measures perplexity, retrieval (passkey, needle in a haystack), the benchmarks of the papers, any task of lm-eval,
+speed and memory. Writes one JSON file per method and report.html into <output_dir>/eval. A run that was
+interrupted continues where it stopped.
+
+  pod eval --config demo                               evaluate a trained model
+  pod eval --config demo --methods full,pod,snapkv@25% --tasks niah
+  pod eval --list-methods snapkv                       parameters of one method
+  pod eval lm-eval --help                              lm-eval's own command line, with pod's models and tasks"""
 
 import argparse
 import sys
+from typing import Any
 
 from pod.commands import note_on_data, run_recipe
-from pod.recipe import Recipe
+from pod.recipe import Recipe, exit_with
 
 SECTIONS = "model", "data", "eval"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Shorthands for `--set eval.methods=…`, `--set eval.tasks=…` and others."""
-    steps = "answer: ask the models; score, report: from the answers that are kept, in seconds (default: all three)"
+    steps = (
+        "parts of the work: answer (run the models), score and report (from saved answers, in seconds, without a model); "
+        "default: all three"
+    )
     add = parser.add_argument
     add("eval.steps", nargs="*", metavar="STEP", help=steps)
-    add("--methods", dest="eval.methods", metavar="A,B", help="methods to compare, comma-separated")
-    add("--list-methods", action=List, nargs=0, help="list every method of pod.make_cache, and stop")
-    add("--tasks", dest="eval.tasks", metavar="A,B", help="tasks, comma-separated")
-    add("--list-tasks", action=List, nargs=0, help="list every task with its options, and stop")
-    copies = "copies of benchmark data, a folder per suite"
+    add(
+        "--methods",
+        dest="eval.methods",
+        metavar="A,B",
+        help="methods to compare, for example full,pod,snapkv@25%%",
+    )
+    methods = "show the given methods with their parameters, without NAME all methods, and stop"
+    add("--list-methods", action=List, nargs="*", metavar="NAME", help=methods)
+    add("--tasks", dest="eval.tasks", metavar="A,B", help="tasks to run, for example perplexity,niah,gsm8k")
+    tasks = "show the given tasks with their options, without NAME all tasks, and stop"
+    add("--list-tasks", action=List, nargs="*", metavar="NAME", help=tasks)
+    copies = "folder with local copies of benchmark data, one folder per suite; default: the Hugging Face hub"
     add("--data-dir", dest="eval.data_dir", metavar="FOLDER", help=copies)
-    add("--limit", dest="eval.limit", metavar="N", help="samples per lm-eval task")
+    add(
+        "--limit",
+        dest="eval.limit",
+        metavar="N",
+        help="samples per lm-eval task, for a quick look; default: all",
+    )
 
 
 class List(argparse.Action):
-    """`--list-methods`, `--list-tasks`: print what there is, and stop."""
+    """`--list-methods`, `--list-tasks`: print them, all or those that are named, and stop."""
 
-    def __call__(self, parser, *_: object) -> None:
+    def __call__(self, parser, namespace: object, values: Any, option_string: str | None = None) -> None:
         from pod.eval import lists
 
-        print(getattr(lists, self.dest)())
+        names = [name for value in values for name in value.split(",") if name]
+        try:
+            print(getattr(lists, self.dest)(names))
+        except ValueError as error:
+            exit_with(error)
         parser.exit()
 
 
 def estimate(recipe: Recipe) -> str:
-    """What will be run, in tokens through a model."""
+    """Tokens that each method will process."""
     from pod.eval.estimate import estimate as estimate_tokens
 
     return estimate_tokens(recipe)
@@ -51,7 +78,7 @@ def main(recipe: Recipe) -> None:
 
 
 def start() -> None:
-    """The command line; `lm-eval …` is lm-eval's own, with our model class and tasks."""
+    """The command line; `pod eval lm-eval …` is lm-eval's own, with our model class and tasks."""
     if sys.argv[1:2] == ["lm-eval"]:
         from pod.eval.lm.cli import main as lm_eval
 

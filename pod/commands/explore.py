@@ -1,18 +1,24 @@
-"""Measure what each (layer, KV head) would cost in each role on long held-out text, and make the plan of least cost.
+"""Measure which attention heads can share keys and values, and write a plan.
 
-Writes plan.json, plan_costs.safetensors, summary.txt, pareto.json (the least cost of every saving) and pictures of the plan
-and that curve into <output_dir>/plan. With the same model and text, other --roles, another --target-saving or
-retrieval_weight makes its plan from the costs that are there. Several ranks (torchrun or deepspeed) divide the sequences; an
-interrupted run continues where it was.
+For every (layer, KV head) pair, measures on long held-out text what it costs the model's output when the pair follows
+another layer's attention, or keeps only a window of recent tokens. The plan saves explore.target_saving of the bytes at
+the least total cost. Writes into <output_dir>/plan: plan.json, summary.txt, the measured costs
+(plan_costs.safetensors), the least cost of every saving (pareto.json), and pictures. Measured costs are used again:
+another --target-saving or --roles takes seconds. An interrupted run continues. Several processes (torchrun or
+deepspeed) share the work.
 
-The paper's plans come from the similarity of attention rows: --cost similarity --roles follow, with --algorithm greedy and
---threshold for its Algorithm 1 (similarity.safetensors instead of costs).
+  pod explore --config demo --target-saving 0.5
 
-Where the recipe's evaluation compares `razor`, and with --heads alone, it searches for the retrieval heads of RazorAttention, on random
-tokens, and writes <output_dir>/plan/retrieval_heads.json, the file that this method asks for, with a picture of all scores beside it.
-"""
+The plans of the PoD paper, from the similarity of attention rows:
+
+  pod explore --config demo --cost similarity --roles follow                  least total cost
+  pod explore --config demo --cost similarity --roles follow --algorithm greedy --threshold 0.5   Algorithm 1
+
+The method razor (RazorAttention) needs the model's retrieval heads. They are searched on random tokens when eval.methods
+names razor, or alone with --heads, and written to <output_dir>/plan/retrieval_heads.json."""
 
 import argparse
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +30,7 @@ SECTIONS = "model", "explore", "data"
 
 
 def main(recipe: Recipe) -> None:
-    """Measure, make the plan, find the heads, draw both."""
+    """Measure, write the plan, find retrieval heads if they are needed."""
     from pod.training.plans.choose import find_plan
     from pod.training.plans.exploration import Exploration, process_group
     from pod.training.plans.measure import find_heads
@@ -45,7 +51,7 @@ def main(recipe: Recipe) -> None:
 
 
 def note_on_training(recipe: Recipe) -> None:
-    """Say where the newest checkpoint was trained with another plan, which that training and its export keep."""
+    """Warn when the newest checkpoint was trained with another plan, which that training and its export keep."""
     from pod.modeling.shipped.sharing import SharingPlan
     from pod.training.checkpoint.identity import plan_sha256
     from pod.training.checkpoint.newest import latest_checkpoint
@@ -53,16 +59,18 @@ def note_on_training(recipe: Recipe) -> None:
     try:
         checkpoint = latest_checkpoint(recipe.train_dir)
         trained = checkpoint and plan_sha256(SharingPlan.load(checkpoint / "plan.json"))
-    except ValueError:  # a damaged checkpoint is told by who reads it
+    except ValueError:  # a damaged checkpoint: the command that needs it reports it
         return
     if trained and trained != plan_sha256(SharingPlan.load(recipe.plan_dir / "plan.json")):
         print(
-            f"note: {checkpoint} was trained with another plan, its own plan.json; a training with this one needs another output_dir"
+            f"warning: {checkpoint} was trained with another plan and keeps it; to train with this plan, set another "
+            "output_dir",
+            file=sys.stderr,
         )
 
 
 def compares_razor(recipe: Recipe) -> bool:
-    """Whether the recipe's evaluation asks for heads that no option names."""
+    """Whether eval.methods names razor without a file of heads."""
     from pod.eval.answer.methods import find_method
 
     options = recipe.eval.method_options
@@ -71,7 +79,7 @@ def compares_razor(recipe: Recipe) -> bool:
 
 
 def write_heads(exploration: Any, heads: Any) -> None:
-    """A picture of the scores, and what the heads protect and save on the screen."""
+    """Write a picture of the scores, and print what the heads protect and save."""
     from pod.training.plans.measure import HEADS_NAME
     from pod.training.plans.report import describe_heads, head_score_picture, save_picture
 
@@ -106,7 +114,7 @@ def write_plan(exploration: Any, choice: Any) -> None:
 
 
 def estimate(recipe: Recipe) -> str:
-    """Tokens, memory and disk; needs the model's config only."""
+    """Tokens, memory and disk space; needs the model's config only."""
     from pod.training.plans.exploration import check_model, describe_cost, windows_of
     from pod.training.run.start_model import model_config, source_config
 
@@ -119,10 +127,16 @@ def estimate(recipe: Recipe) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """`--threshold 0.42` for `--set explore.threshold=0.42`, and its siblings."""
-    text = "short for --set explore.heads=true"
-    parser.add_argument("--heads", dest="explore.heads", action="store_const", const="true", help=text)
-    for name in ("algorithm", "cost", "roles", "threshold", "target_saving"):
-        text = f"short for --set explore.{name}=VALUE"
+    heads = "search for retrieval heads only, without a plan; same as --set explore.heads=true"
+    parser.add_argument("--heads", dest="explore.heads", action="store_const", const="true", help=heads)
+    shorthands = {
+        "target_saving": "share of the cache's bytes to save, for example 0.5",
+        "roles": "what pairs may do besides leading: follow, window, or follow,window",
+        "cost": "projected (change of the layer's output) or similarity (of attention rows, as in the paper)",
+        "algorithm": "dp (least total cost) or greedy (the paper's Algorithm 1)",
+        "threshold": "similarity from which greedy lets two layers share, 0 to 1",
+    }
+    for name, text in shorthands.items():
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, dest=f"explore.{name}", metavar="VALUE", help=text)
 

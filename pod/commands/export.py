@@ -1,10 +1,10 @@
-"""Write the newest training checkpoint as a Hugging Face folder that loads with plain transformers.
+"""Write a training checkpoint as a Hugging Face model folder that loads with plain transformers.
 
-    pod export --config demo
+Reads <output_dir>/train, writes <output_dir>/export: safetensors, configuration, tokenizer, modeling code, model card
+and licences. Run it again after `pod eval`, and the model card shows the results.
 
-Reads <output_dir>/train, writes <output_dir>/export (safetensors, configuration, tokenizer, remote code, model card, licences); with
---set export.adapter=true the LoRA adapters alone, in peft's format. Run again after an evaluation, the card has its results.
-"""
+  pod export --config demo                              the newest checkpoint
+  pod export --config demo_lora --set export.adapter=true   only the LoRA adapters, in peft's format"""
 
 from functools import partial
 from pathlib import Path
@@ -28,10 +28,10 @@ def main(recipe: Recipe) -> None:
     path = recipe.export_dir
     if recipe.export.adapter:
         export_adapter(checkpoint, path, recipe.model.path, recipe.export.dtype)
-        print(f"exported the adapters of {checkpoint} to {path}", flush=True)
+        print(f"written: {path}, the LoRA adapters of {checkpoint}", flush=True)
         return
     tokenizer = pod.load_tokenizer(resolve_model(recipe.model.path), gguf_file=recipe.model.gguf_file)
     start_model = partial(load_start_model, recipe.model)
     sizes = recipe.export.dtype, recipe.export.max_shard_size
     export(checkpoint, path, tokenizer, *sizes, start_model, results=recipe.eval_dir)
-    print(f"exported {checkpoint} to {path}", flush=True)
+    print(f"written: {path}, the model of {checkpoint}", flush=True)

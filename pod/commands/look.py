@@ -1,4 +1,4 @@
-"""`pod data verify` and `pod data inspect`: check prepared data, and look into it."""
+"""`pod data verify` and `pod data inspect`: check prepared data, and show what it contains."""
 
 import argparse
 import io
@@ -9,16 +9,22 @@ from typing import Any
 
 from tqdm import tqdm
 
+from pod.command_line import Parser, add_verbosity
 from pod.data.rows.loader import PackedDataset
 from pod.data.rows.manifest import listed_files
 from pod.data.rows.overview import overview
 from pod.data.rows.verify import DamagedData, open_manifest, verify
 from pod.recipe import exit_with
 from pod.schema import one_line
+from pod.verbosity import is_quiet, printing
 
 WHOLE, DAMAGED = 0, 1
-DESCRIPTION = """Prepared data, the folder that `pod data` writes: is it whole (verify), what is in it (inspect)?
-Exit code: 0 all is well, 1 the data is damaged (one line each), 2 wrong use."""
+DESCRIPTION = """Check a folder of prepared data, as `pod data` writes it (verify), or show what it contains (inspect).
+
+  pod data verify runs/demo/data               compare every file with its checksum
+  pod data inspect runs/demo/data --rows 3     numbers of documents and tokens, and three rows as text
+
+Exit code: 0 = no damage, 1 = damaged (one line for each fault), 2 = wrong arguments."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ?, not an error
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.run(arguments)
+        with printing(arguments.verbosity):
+            return arguments.run(arguments)
     except DamagedData as error:
         print(f"damaged: {error}", file=sys.stderr)
         return DAMAGED
@@ -37,22 +44,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pod data", description=DESCRIPTION, allow_abbrev=False)
+    parser = Parser(prog="pod data", description=DESCRIPTION)
     commands = parser.add_subparsers(metavar="verify|inspect", required=True)
-    check = commands.add_parser("verify", help="read every byte and compare it with the manifest")
-    look = commands.add_parser("inspect", help="print what the data holds")
+    check = commands.add_parser("verify", help="compare every file with the checksums in manifest.json")
+    look = commands.add_parser("inspect", help="print numbers of documents and tokens, and rows as text")
     for command, run in ((check, _verify), (look, _inspect)):
-        command.add_argument("folder", type=Path, help="folder of the prepared data, such as runs/demo/data")
+        command.add_argument("folder", type=Path, help="folder of prepared data, for example runs/demo/data")
+        add_verbosity(command)
         command.set_defaults(run=run)
-    look.add_argument("--rows", type=_count, default=0, metavar="N", help="also show N rows, decoded")
-    which = "folder, hub id or tokenizer.json; default: the one in the manifest"
+    rows = "also print N rows as text, spread evenly over the data; default 0"
+    look.add_argument("--rows", type=_count, default=0, metavar="N", help=rows)
+    which = "tokenizer for the text: folder, hub id or tokenizer.json; default: the one that made the data"
     look.add_argument("--tokenizer", metavar="T", help=which)
     return parser
 
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rows (0 or more)")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rows: give 0 or a larger whole number")
     return int(text)
 
 
@@ -61,7 +70,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     manifest = open_manifest(folder)
     damages = 0
     total = sum(entry["bytes"] for entry in listed_files(manifest))
-    with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=None) as progress:
+    with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=is_quiet() or None) as progress:
         for line in verify(folder, manifest, progress.update):
             damages += 1
             with progress.external_write_mode():
@@ -69,7 +78,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     if damages:
         return DAMAGED
     print(
-        f"{folder} is whole: {manifest['num_rows']:,} rows, {manifest['num_tokens']:,} tokens, "
+        f"no damage in {folder}: {manifest['num_rows']:,} rows, {manifest['num_tokens']:,} tokens, "
         f"{manifest['num_documents']:,} documents"
     )
     return WHOLE
@@ -88,12 +97,14 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _tokenizer(manifest: dict[str, Any], wanted: str | None) -> tuple[Any, str | None]:
-    """The tokenizer that made the data, or None and why the rows are shown as ids; ValueError when the `wanted` one cannot be loaded or is
-    another than the data's."""
+    """The tokenizer that made the data, or None and the reason why rows are printed as ids.
+
+    Raises: ValueError when the `wanted` tokenizer cannot be loaded or did not make this data.
+    """
     from pod.data.tokens.tokenizers import load_tokenizer, tokenizer_sha256
 
     source = wanted or manifest.get("tokenizer_source")
-    why = "the manifest names no tokenizer"
+    why = "its manifest.json does not name a tokenizer"
     if source is not None:
         try:
             tokenizer = load_tokenizer(source)
@@ -104,4 +115,4 @@ def _tokenizer(manifest: dict[str, Any], wanted: str | None) -> tuple[Any, str |
             why = one_line(error)
     if wanted is not None:
         raise ValueError(f"--tokenizer {wanted}: {why}")
-    return None, f"rows are shown as token ids ({why}): give --tokenizer"
+    return None, f"rows are printed as token ids ({why}); to print text, give --tokenizer"

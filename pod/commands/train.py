@@ -1,13 +1,18 @@
-"""Train a model under a sharing plan: ZeRO-3, Ulysses sequence parallelism, exact resume.
+"""Fine-tune a model so that it works with the smaller KV cache of its plan.
 
-One process:  pod train --config demo
-Two on CPU:   DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 launch/train_pod.py --config demo
-GPUs:         deepspeed launch/train_pod.py --config llama3_8b_32k_pod; without a checkout, --module pod.commands.train for the file
-Machines:     deepspeed --hostfile hosts.txt launch/train_pod.py --config …, or launch/slurm/
+Runs on one device or, with DeepSpeed ZeRO and Ulysses sequence parallelism, on many. Reads <output_dir>/data and
+<output_dir>/plan/plan.json, writes checkpoints and metrics into <output_dir>/train. model.layout selects what is
+trained: PoD, dense, CLA or window attention.
 
-Reads <output_dir>/data and <output_dir>/plan/plan.json, writes <output_dir>/train. SIGTERM, SIGUSR1 and Ctrl-C save and exit with code 0;
-the same command continues the run. model.layout says what is trained: PoD, dense, CLA or window attention.
-"""
+  pod train --config demo                                                      one device
+  deepspeed --module pod.commands.train --config llama3_8b_32k_pod             all GPUs of this machine
+  deepspeed --hostfile hosts.txt --module pod.commands.train --config NAME     several machines (Slurm: launch/slurm/)
+  DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 --module pod.commands.train --config demo
+                                                                               two processes on a CPU
+  pod train --config NAME --dry-run --ranks 8 --device h100                    memory and time, without a GPU
+
+Ctrl-C, SIGTERM and SIGUSR1 save a checkpoint and end the run; the same command continues it exactly. The exit code is
+130 after Ctrl-C, and 0 after the other two."""
 
 import argparse
 from typing import Any
@@ -26,7 +31,7 @@ def main(recipe: Recipe) -> None:
 
 
 def make_passkeys(recipe: Recipe) -> list[Any]:
-    """Passkeys for evaluation during training, tokenised."""
+    """Tokenized passkey prompts for the evaluation during training."""
     count = recipe.train.eval_passkeys
     if not count:
         return []
@@ -55,19 +60,39 @@ def estimate(recipe: Recipe) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--max-hours 11.5` for `--set train.max_hours=11.5`, what a job script knows; other machines for `--dry-run`."""
-    hours = "short for --set train.max_hours=HOURS"
+    """`--max-hours 11.5` for `--set train.max_hours=11.5`, and the machines that `--dry-run` shall assume."""
+    hours = (
+        "save and end before so many hours have passed, for example 11.5; same as --set train.max_hours=HOURS"
+    )
     parser.add_argument("--max-hours", dest="train.max_hours", metavar="HOURS", help=hours)
-    add = parser.add_argument_group("with --dry-run: machines that need not be at hand").add_argument
-    add("--ranks", type=_count, metavar="N", help="all ranks; default the launcher's")
-    add("--ranks-per-node", type=_count, metavar="M", help="of one machine; default up to 8")
-    device = "h100, a100, … and figures of your own: h100,memory_gib=64,network_gbps=12.5"
+    add = parser.add_argument_group("estimates for other machines, only with --dry-run").add_argument
+    add(
+        "--ranks",
+        type=_count,
+        metavar="N",
+        help="number of processes (GPUs); default: one, or the launcher's",
+    )
+    add("--ranks-per-node", type=_count, metavar="M", help="processes on each machine; default: N, at most 8")
+    device = (
+        "GPU type, such as h100 or a100, also with figures of your own: h100,memory_gib=64,network_gbps=12.5"
+    )
     add("--device", metavar="NAME", help=device)
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Refuse what has no effect on a training. Raises: ValueError."""
+    for name in ("ranks", "ranks_per_node", "device"):
+        if getattr(arguments, name) is not None and not arguments.dry_run:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{option} is for estimates only: add --dry-run. How many processes train, and on what, is set by the "
+                "launcher, for example `deepspeed --num_gpus 8 --module pod.commands.train --config NAME`"
+            )
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: give a whole number of at least 1")
     return int(text)
 
 

@@ -3,8 +3,10 @@
 import contextlib
 import hashlib
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
+from pod.eval.answer.methods import unknown
 from pod.eval.lm.tasks import LmTask
 from pod.eval.speed.args import SpeedOptions
 from pod.eval.suites import base
@@ -13,11 +15,32 @@ from pod.files import atomic_write_text
 from pod.models import cache_dir
 from pod.schema import explain
 
-_WIDTH = 130
+_WIDTH = 100
 
 
-def list_methods() -> str:
-    """The text: every method of `pod.make_cache` with its parameters. Making it loads torch, so it is kept under a digest of the code."""
+def list_methods(names: Sequence[str] = ()) -> str:
+    """The text: methods of `pod.make_cache` with their parameters, all or those of the given names.
+
+    Raises: ValueError for a name that is no method, with the nearest one.
+    """
+    text = _all_methods()
+    if not names:
+        return text
+    blocks = {
+        block.split()[0].partition("(")[0]: block for block in text.split("\n\n") if block.startswith("  ")
+    }
+    return "\n\n".join(_chosen("method", names, blocks))
+
+
+def _chosen(kind: str, names: Sequence[str], blocks: dict[str, str]) -> list[str]:
+    for name in names:
+        if name not in blocks:
+            raise unknown(kind, name, blocks)
+    return [blocks[name] for name in names]
+
+
+def _all_methods() -> str:
+    """Making the text loads torch, so it is kept under a digest of the code."""
     sources = [
         Path(__file__).with_name("catalogue.py"),
         *sorted((Path(__file__).parents[1] / "modeling").rglob("*.py")),
@@ -36,23 +59,48 @@ def list_methods() -> str:
     return text
 
 
-def list_tasks() -> str:
-    """The text: our own tasks and their options, the suites in `pod/eval/suites`, and what lm-eval adds."""
-    lines = ["Tasks of this package (options: eval.task_options.TASK.OPTION):"]
+def list_tasks(names: Sequence[str] = ()) -> str:
+    """The text: our own tasks and their options, the suites in `pod/eval/suites`, and what lm-eval adds; all, or those of the given names.
+
+    Raises: ValueError for a name that is none of these, with the nearest one; tasks of lm-eval itself are not looked up.
+    """
+    own, suites = _own_tasks(), _suites()
+    options = "\n".join(["Options of every task of lm-eval and of the suites:", *explain(LmTask.Options, "")])
+    if names:
+        of_suites = {
+            task: block for suite, block in suites.items() for task in [suite, *suite_configs()[suite]]
+        }
+        found = _chosen("task", names, own | of_suites)
+        return "\n\n".join([*dict.fromkeys(found), *[options] * any(name in of_suites for name in names)])
+    parts = ["Tasks of this package (options: eval.task_options.TASK.OPTION):", *own.values()]
+    parts += [
+        "Suites (pod/eval/suites/README.md lists source, licence, metric, prompt and truncation):",
+        *suites.values(),
+    ]
+    parts += [
+        "Any task, group or tag of lm-eval (mmlu, hellaswag, arc_easy, arc_challenge, gsm8k, truthfulqa_mc1, …; "
+        "`lm-eval ls tasks` lists them)."
+    ]
+    return "\n\n".join([*parts, options])
+
+
+def _own_tasks() -> dict[str, str]:
+    """Task → its title and options."""
+    blocks = {}
     for name in base.names():
         task = base.task_class(name)
-        lines += ["", f"{name}: {task.title}", *explain(task.Options, "")]
-    lines += ["", "efficiency: decode speed, time to first token, memory, largest batch, side by side"]
-    lines += [*explain(SpeedOptions, ""), ""]
-    lines += [
-        "Suites (groups first; README.md in pod/eval/suites says source, licence, metric, prompt and truncation):"
-    ]
+        blocks[name] = "\n".join([f"{name}: {task.title}", *explain(task.Options, "")])
+    title = (
+        "efficiency: decode speed, time to first token, memory and largest batch of the methods, side by side"
+    )
+    blocks["efficiency"] = "\n".join([title, *explain(SpeedOptions, "")])
+    return blocks
+
+
+def _suites() -> dict[str, str]:
+    """Suite → the names of its tasks."""
+    blocks = {}
     for suite, found in suite_configs().items():
-        names = textwrap.fill(", ".join(sorted(found)), _WIDTH, break_on_hyphens=False)
-        lines += ["", f"  {suite}:", textwrap.indent(names, "    ")]
-    lines += [
-        "",
-        "Any task, group or tag of lm-eval (mmlu, hellaswag, arc_easy, arc_challenge, gsm8k, truthfulqa_mc1 …; `lm-eval ls tasks`).",
-    ]
-    lines += ["Options of every task of lm-eval and of the suites:", *explain(LmTask.Options, "")]
-    return "\n".join(lines)
+        tasks = textwrap.fill(", ".join(sorted(found)), _WIDTH, break_on_hyphens=False)
+        blocks[suite] = f"  {suite}:\n{textwrap.indent(tasks, '    ')}"
+    return blocks

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pod.modeling.shipped.experts import PodExperts
+from pod.verbosity import is_verbose
 
 TESTED = "0.19.8"
 """The DeepSpeed that all tests of this project ran with."""
@@ -86,7 +87,8 @@ def join_ranks(timeout_s: float | None) -> None:
     from deepspeed.utils import logger
 
     check_parts()
-    logger.setLevel(logging.WARNING)  # its information would break the progress bar
+    if not is_verbose():
+        logger.setLevel(logging.WARNING)  # its information would break the progress bar
     # DeepSpeed's own calls
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     # The shared-memory op serves DeepSpeed's inference all-reduce only, and compiling it takes 75 s and a compiler.

@@ -47,8 +47,9 @@ TINY = [
 def make_bench(lead, *settings, bits=None):
     """Dense and planned model of one set of weights."""
     recipe = load_recipe(None, [*TINY, *settings])
-    sizes = replace(run.subject(recipe)[0], plan=pod.SharingPlan(lead=lead, bits=bits))
-    return run.load(recipe, sizes, CPU)
+    measured = run.subject(recipe)
+    sizes = replace(measured.sizes, plan=pod.SharingPlan(lead=lead, bits=bits))
+    return run.load(recipe, measured._replace(sizes=sizes), CPU)
 
 
 @pytest.fixture(autouse=True)
@@ -322,7 +323,7 @@ def test_what_the_engine_does_not_serve_runs_through_the_ordinary_cache_and_says
     one, note = entrant(bench, contestant(text), 2, 200, 250, "auto")
     has_engine = one.cache.engine is not None
     assert has_engine == (note is None) and one.cache.get_seq_length() == 200
-    assert has_engine or note.startswith("ordinary cache, no engine: ")
+    assert has_engine or note == "without the decode engine, which does not support this method"
     assert one.decode(3) > 0 and one.cache.get_seq_length() == 203
     assert bench.dense.config.attention_backend == bench.planned.config.attention_backend == "auto"
     full, _ = entrant(bench, FULL, 2, 200, 250, "auto")
@@ -468,7 +469,7 @@ def test_a_run_writes_and_prints_every_setting(tmp_path, capsys):
     assert written["share_followers"] == 0.75
     assert {"commit", "versions", "hardware"} <= set(written["environment"])
     output = capsys.readouterr().out
-    assert "batch 2, 40 tokens; full holds" in output and "windows 2 + 6" in output
+    assert "batch 2, 40 tokens; the dense cache" in output and "2 sink and 6 recent tokens" in output
 
 
 OWN = ["bench.shapes=null", "bench.lengths=[300]", "bench.methods=pod"]
@@ -484,7 +485,7 @@ def test_a_model_of_ones_own_with_a_plan(tmp_path, bits):
     assert result["plan"] == str(tmp_path / "p.json") and result["share_followers"] == 1 / 2
     rows = result["settings"][0]["methods"]
     assert "error" not in rows["transformers"]
-    held, sizes = rows["pod"]["bytes_by_part"], run.subject(recipe_of(tmp_path, *settings))[0]
+    held, sizes = rows["pod"]["bytes_by_part"], run.subject(recipe_of(tmp_path, *settings)).sizes
     native = 300 * 16 * 4  # of a head's keys or values
     assert sizes.plan.bits == bits
     assert (held["values"] < 7.5 * native) == (bits is not None)
@@ -494,7 +495,12 @@ def test_a_model_of_ones_own_with_a_plan(tmp_path, bits):
 def test_models_of_other_kinds(tmp_path, kind):
     """An export under its own plan; layers trained with windows, which `full` keeps; biases, which the stock model has too."""
     if kind == "export":
-        pod.load_model("package:tiny", plan=pod.SharingPlan(lead=LEAD)).save_pretrained(tmp_path / "m")
+        own_windows = {"num_sink_tokens": 3, "num_recent_tokens": 29}
+        made = pod.load_model("package:tiny", plan=pod.SharingPlan(lead=LEAD), **own_windows)
+        made.save_pretrained(tmp_path / "m")
+        other = tmp_path / "plan" / "plan.json"  # of another model, and not asked for
+        other.parent.mkdir()
+        pod.SharingPlan(lead=((0,) * 2,) * 4).save(other)
     else:
         sizes = SHAPES["tiny"] | {"max_position_embeddings": 1024}
         config = {
@@ -504,7 +510,10 @@ def test_models_of_other_kinds(tmp_path, kind):
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
     result = run.run_bench(recipe_of(tmp_path, *OWN, f"model.path={tmp_path / 'm'}"))
     rows, full = result["settings"][0]["methods"], result["settings"][0]["full"]
-    assert "error" not in rows["pod"] and ("error" in rows["transformers"]) == (kind == "export")
+    assert not any("error" in row for row in rows.values())
+    assert ("not_measured" in rows["transformers"]) == (kind == "export")
+    assert result["windows"] == ([3, 29] if kind == "export" else [2, 6])
+    assert kind != "export" or result["share_followers"] == 1 / 2
     assert (result["plan"] == "the model's own") == (kind == "export")
     dense = 2 * 8 * 308 * 16 * 4  # keys and values of 8 pairs
     stored = sum(
@@ -518,11 +527,11 @@ def test_models_of_other_kinds(tmp_path, kind):
     [
         (
             ["bench.shapes=null", "model.path=package:tiny", "bench.lengths=[8192]"],
-            "pass the model's 8192 positions",
+            "are more than the model's 8192 positions",
         ),
         (
             ["bench.batch_sizes=[100000000]"],
-            r"batch 100000000 at 8192 tokens: pod needs [\d.]+ GB beside full",
+            r"batch 100000000 at 8192 tokens: pod needs [\d.]+ GB next to the dense cache",
         ),
         (["bench.methods=pod[tua=0.7]"], "no parameter 'tua'"),
         (["bench.methods=snapkv"], "budget"),
@@ -538,7 +547,7 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(tmp_path, monkeyp
 
 def test_the_stock_model_is_left_out_where_it_does_not_fit(tmp_path, monkeypatch):
     recipe = recipe_of(tmp_path, "bench.lengths=[40,400]", "bench.methods=pod")
-    sizes = run.subject(recipe)[0]
+    sizes = run.subject(recipe).sizes
     full, own, other = (held_per_row(sizes, one, 408, True) for one in (FULL, POD, STOCK))
     assert needed(sizes, POD, 1, 408, True) == sizes.weights + full + own and own < other
     monkeypatch.setattr("pod.measure.memory.free_memory", lambda _: sizes.weights + full + own + 1)
@@ -548,5 +557,8 @@ def test_the_stock_model_is_left_out_where_it_does_not_fit(tmp_path, monkeypatch
 
 def test_dry_run_states_bytes_and_ceilings(root):
     text = run.estimate(load_recipe(root / "configs" / "bench_llama3_8b.yaml"))
+    assert text.startswith(
+        "Plan: generated, 70% of the pairs follow, 0% keep their window; windows of 16 sink and 4080"
+    )
     assert "Weights: 16.06 GB, of which a decode step reads 15.01 GB. 179 of 256" in text
-    assert "62.364 read  1.343x" in text and "69.391 held" in text
+    assert "62.364 read  1.343x" in text and "69.391 size" in text

@@ -52,7 +52,7 @@ def test_whole_data(packed_folder, run):
     folder = packed_folder()
     code, out, err = run("verify", folder)
     assert (code, err) == (0, [])
-    assert out == [f"{folder} is whole: 8 rows, 498 tokens, 49 documents"]
+    assert out == [f"no damage in {folder}: 8 rows, 498 tokens, 49 documents"]
 
 
 @pytest.mark.parametrize("name", [*LISTED, "manifest.json"])

@@ -8,6 +8,7 @@ from tqdm import tqdm
 from pod.data.balance.intervals import interval_name, share_of, share_out
 from pod.data.balance.kept import Kept
 from pod.data.rows.pictures import short_bytes
+from pod.verbosity import is_quiet
 
 
 class Progress:
@@ -18,7 +19,7 @@ class Progress:
         self.began = time.monotonic()
         self.slowest: tuple[str, float] | None = None
         """Name and filled share of the interval that is filled least."""
-        self._bar = tqdm(bar_format="{desc}", mininterval=1)
+        self._bar = tqdm(bar_format="{desc}", mininterval=1, disable=is_quiet())
 
     def read(self, num_bytes: int) -> None:
         """Count bytes of text that were read."""

@@ -15,6 +15,7 @@ from pod.data.rows.shards import DEFAULT_SHARD_BYTES, Row, rows_per_shard, write
 from pod.data.run.job import Job
 from pod.data.run.workers import Count, in_order
 from pod.files import read_json, write_json
+from pod.verbosity import is_quiet
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def write_rows(job: Job, packed: Packed) -> list[dict]:
     task = _Task(job, packed)
     calls = ((number,) for number in range(-(-packed.num_rows // task.rows_per_shard)))
     with (
-        tqdm(total=packed.num_rows, unit=" rows", desc="write", mininterval=1) as bar,
+        tqdm(total=packed.num_rows, unit=" rows", desc="write", mininterval=1, disable=is_quiet()) as bar,
         closing(in_order(task, calls, job.workers, bar.update)) as done,
     ):
         return list(done)

@@ -21,6 +21,7 @@ from pod.eval.answer.methods import safe_name
 from pod.eval.results import fingerprint, one_line
 from pod.files import write_json
 from pod.measure.machine import environment
+from pod.verbosity import is_quiet
 
 if TYPE_CHECKING:
     from pod.eval.answer.ranks import Ranks
@@ -157,7 +158,10 @@ class Shelf:
         if not batches:
             return found
         total, silent = sum(map(len, batches)), not self.ranks.is_first
-        with self._file() as write, tqdm(total=total, desc=self.label, unit="sample", disable=silent) as bar:
+        with (
+            self._file() as write,
+            tqdm(total=total, desc=self.label, unit="sample", disable=silent or is_quiet()) as bar,
+        ):
             for batch in batches:
                 began, names = time.perf_counter(), [key(item) for item in batch]
                 line: Record = {"answers": dict(zip(names, compute(batch), strict=True))}

@@ -27,6 +27,7 @@ from pod.schema import one_line
 from pod.training.args import TrainArgs
 from pod.training.predict.shapes import Shapes, causal_pairs, proximal_pairs
 from pod.training.predict.step_time import known_device, model_flops
+from pod.verbosity import is_quiet
 
 Values = dict[str, Any]
 """Numbers by name, and lists of them, which no tracker shows."""
@@ -177,7 +178,8 @@ class Monitor:
         self._start_record(first_step)
         redraw = 1.0 if sys.stderr.isatty() else 30.0  # seconds; every drawing is one more line of a log file
         steps: dict[str, Any] = {"total": args.max_steps, "initial": first_step}
-        self.bar = tqdm(desc="train", unit="step", mininterval=redraw, disable=not enabled, **steps)
+        is_silent = not enabled or is_quiet()
+        self.bar = tqdm(desc="train", unit="step", mininterval=redraw, disable=is_silent, **steps)
         self.trackers: list[JsonLines | Wandb | TensorBoard] = []
         if enabled:
             self.trackers.append(JsonLines(folder / "metrics.jsonl", first_step))

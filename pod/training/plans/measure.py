@@ -42,6 +42,7 @@ from pod.training.plans.costs import (
 from pod.training.plans.exploration import MATCHING_SEQUENCES, Exploration
 from pod.training.plans.similarity import jensen_shannon_similarity
 from pod.training.run.mesh import from_rank_0
+from pod.verbosity import is_quiet
 
 COSTS_NAME, HEADS_NAME = "plan_costs.safetensors", "retrieval_heads.json"
 SCHEMA_VERSION = "2"
@@ -192,7 +193,9 @@ def measure_mean(
     for index in done if rank == 0 else ():
         total += Measured.load(files[index]).tensors["units"]
     remaining = sorted({*range(len(sequences))} - {*done})
-    with tqdm(total=len(files), desc=f"explore, {folder.name}", unit="seq", disable=rank > 0) as bar:
+    with tqdm(
+        total=len(files), desc=f"explore, {folder.name}", unit="seq", disable=rank > 0 or is_quiet()
+    ) as bar:
         for count, index in enumerate(remaining[rank::world], start=1):
             units = (measure(sequences[index].reshape(1, -1)) / UNIT).round().to(torch.int64)
             Measured({"units": units}, {}).save(files[index])
@@ -320,6 +323,7 @@ def search_heads(model: Any, input_ids: Tensor, num_tokens: int) -> tuple[Any, A
         total=model.config.num_hidden_layers,
         desc=f"heads, {len(input_ids)} tokens",
         unit="layer",
+        disable=is_quiet(),
     )
     scores = [head_scores(inputs.q, inputs.k, num_tokens) for inputs in layers]
     echo, induction = (tuple(tuple(one.tolist()) for one in kind) for kind in zip(*scores, strict=True))

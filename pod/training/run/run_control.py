@@ -35,6 +35,9 @@ def work_at_risk(args: TrainArgs, step_seconds: float) -> float:
 class RunControl:
     """Watches one run; every method is called by all ranks at the same places.
 
+    Attributes:
+        stop_signal: the signal that asks this rank to stop; ctrl_c: one of them was Ctrl-C.
+
     Args:
         folder: <output_dir>/train.
         clock, age: seconds, and how many of them this process has run already; None = ask the system.
@@ -50,6 +53,7 @@ class RunControl:
     ):
         self.args, self.mesh, self.folder, self.clock = args, mesh, folder, clock
         self.stop_signal: int | None = None
+        self.ctrl_c = False
         if age is None:
             age = max(0.0, time.time() - psutil.Process().create_time())
         self.started = clock() - age
@@ -72,6 +76,7 @@ class RunControl:
             if number == signal.SIGINT and self.stop_signal == number:
                 raise KeyboardInterrupt
             self.stop_signal = number
+            self.ctrl_c = self.ctrl_c or number == signal.SIGINT
 
         previous = {number: signal.signal(number, note) for number in _SIGNALS}
         self._saved_at = self.clock()

@@ -89,6 +89,8 @@ def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> None:
             flush=True,
         )
     stop_processes()
+    if trainer.control.ctrl_c:  # the checkpoint is complete; the command ends as others do after Ctrl-C
+        raise KeyboardInterrupt
 
 
 def group_timeout_s(args: TrainRecipe) -> float:

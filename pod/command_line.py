@@ -1,0 +1,45 @@
+"""What all parts of the command line share: a parser that suggests the nearest option, and `-q` and `-v`."""
+
+import argparse
+import sys
+import typing
+from collections.abc import Sequence
+
+from pod.schema import nearest
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser without abbreviations; paragraphs stay as they are written; an unknown option gets a suggestion."""
+
+    def __init__(self, **settings: typing.Any):
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(**{"formatter_class": layout, "allow_abbrev": False} | settings)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Like argparse's; an unknown option ends the process with code 2 and names the nearest known one."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            options = [name for name in self._option_string_actions if name.startswith("--")]
+            word = unknown[0].partition("=")[0]
+            near = nearest(word, options) if word.startswith("-") else ""
+            self.error(f"unknown argument {unknown[0]}{near}")
+        return found
+
+    def error(self, message: str) -> typing.NoReturn:
+        """One line and where to read more, exit code 2."""
+        print(f"error: {self.prog}: {message}; `{self.prog} --help` explains the options", file=sys.stderr)
+        sys.exit(2)
+
+
+def add_verbosity(parser: argparse.ArgumentParser) -> None:
+    """`-q` and `-v`, as `verbosity`; None when neither is given."""
+    either = parser.add_mutually_exclusive_group()
+    quiet = "print warnings and errors only; results are still written to their files"
+    verbose = "also print the messages of libraries, and a traceback with each error"
+    for short, long, value, text in (
+        ("-q", "--quiet", "quiet", quiet),
+        ("-v", "--verbose", "verbose", verbose),
+    ):
+        either.add_argument(short, long, dest="verbosity", action="store_const", const=value, help=text)
