@@ -19,7 +19,7 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         """Like argparse's; an unknown option ends the process with code 2 and names the nearest known one."""
-        found, unknown = self.parse_known_args(args, namespace)
+        found, unknown = self.parse_known_args(args, namespace or argparse.Namespace())
         if unknown:
             options = [name for name in self._option_string_actions if name.startswith("--")]
             word = unknown[0].partition("=")[0]
