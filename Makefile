@@ -1,7 +1,7 @@
 # `make test` and `make demo` work from a fresh clone: they create .venv, install into it once, and run.
 #   PYTHON=python3.12      another interpreter (3.11 or newer)
 #   PIP_ARGS="…"           more arguments for every pip install, e.g. an index with CPU builds of torch
-#   ARGS="-k recipe -x"    arguments for pytest (make test) or for benchmarks/gpu_rows.py (make bench-gpu)
+#   ARGS="-k recipe -x"    arguments for pytest (make test, test-all, test-rest) or for benchmarks/gpu_rows.py (make bench-gpu)
 #   DEMO_TINY=1            make demo with a random four-layer model: minutes become seconds, the numbers mean nothing
 
 SHELL := /bin/bash
@@ -15,17 +15,26 @@ STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 # ninja and deepspeed are looked up by name
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python
+PYTEST := $(RUN) -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install tools test demo data docs check-export lint format bench bench-gpu clean
+.PHONY: help install tools test test-all test-rest demo data docs check-export lint format bench bench-gpu clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 16
 
 install: $(STAMP)  ## create .venv and install everything (test, demo, lint and bench do it themselves)
 
-test: $(STAMP)  ## run the test suite
-	@echo "== test: pytest $(ARGS)"
-	@$(RUN) -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: $(STAMP)  ## the quick level of the test suite, minutes on two cores
+	@echo "== test: pytest --level quick $(ARGS)"
+	@$(PYTEST) --level quick $(ARGS)
+
+test-all: $(STAMP)  ## every test
+	@echo "== test-all: pytest $(ARGS)"
+	@$(PYTEST) --level all $(ARGS)
+
+test-rest: $(STAMP)  ## what test leaves out of test-all
+	@echo "== test-rest: pytest --level rest $(ARGS)"
+	@$(PYTEST) --level rest $(ARGS)
 
 demo: $(STAMP)  ## the whole chain on SmolLM2-135M: explore, prepare, train on 2 ranks, export, evaluate, report
 	@echo "== demo"

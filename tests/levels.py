@@ -1,0 +1,65 @@
+"""Which tests `make test` runs, and in which order.
+
+The quick level answers within minutes whether a change broke something. The rest, which CI runs too, has all cases
+of every parametrised test, the simulations, the interpreter and most tests of several processes.
+"""
+
+import pytest
+
+LONGEST = "test_notebook.py", "test_triton_decode.py", "test_step.py", "/training/"
+"""Parts of paths of test files that take minutes. They begin first, so that no worker is left alone with one."""
+
+CASES_PER_FUNCTION = 2
+"""How many cases of a parametrised test belong to the quick level."""
+
+
+def split_by_level(items: list[pytest.Item], level: str) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Tests of `level` ("quick", "rest" or "all"), and the others, each in the order of `items`."""
+    if level == "all":
+        return list(items), []
+    quick = quick_cases(items)
+    kept = []
+    left_out = []
+    for item in items:
+        is_quick = item.nodeid in quick
+        if is_quick == (level == "quick"):
+            kept.append(item)
+        else:
+            left_out.append(item)
+    return kept, left_out
+
+
+def quick_cases(items: list[pytest.Item]) -> set[str]:
+    """Ids of the tests of the quick level.
+
+    A test marked `slow` is not among them. Of the cases of one parametrised function, the first and the last are:
+    they differ in every parameter. Example: a function with the cases `[a-1]`, `[a-2]`, `[b-1]`, `[b-2]` keeps
+    `[a-1]` and `[b-2]`.
+    """
+    cases: dict[str, list[str]] = {}
+    for item in items:
+        if item.get_closest_marker("slow"):
+            continue
+        function = item.nodeid.partition("[")[0]
+        cases.setdefault(function, []).append(item.nodeid)
+    quick = set()
+    for ids in cases.values():
+        quick.update(spread(ids, CASES_PER_FUNCTION))
+    return quick
+
+
+def spread(values: list[str], most: int) -> list[str]:
+    """At most `most` (two or more) of the values, from the first to the last at equal distances."""
+    if len(values) <= most:
+        return values
+    last = len(values) - 1
+    return [values[round(step * last / (most - 1))] for step in range(most)]
+
+
+def place_in_line(item: pytest.Item) -> int:
+    """0 for tests of the file that takes longest, more for shorter ones."""
+    path = item.path.as_posix()
+    for place, part in enumerate(LONGEST):
+        if part in path:
+            return place
+    return len(LONGEST)

@@ -1,0 +1,70 @@
+"""The levels of the suite: two spread cases of a function, nothing slow, and nothing lost between the levels."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import levels
+import pytest
+
+
+def make_item(nodeid: str, *, slow: bool = False) -> SimpleNamespace:
+    """What the levels read of a pytest item."""
+
+    def get_closest_marker(name: str) -> str | None:
+        return name if slow and name == "slow" else None
+
+    path = Path(nodeid.partition("::")[0])
+    return SimpleNamespace(nodeid=nodeid, path=path, get_closest_marker=get_closest_marker)
+
+
+ITEMS = [
+    make_item("a.py::test_once"),
+    make_item("a.py::test_pair[x]"),
+    make_item("a.py::test_pair[y]"),
+    *[make_item(f"a.py::test_many[{value}]") for value in range(9)],
+    make_item("b.py::test_many[one file has one count]"),
+    make_item("b.py::test_marked", slow=True),
+    make_item("b.py::test_partly[0]", slow=True),
+    make_item("b.py::test_partly[1]"),
+]
+
+
+def ids(items: list) -> list[str]:
+    return [item.nodeid for item in items]
+
+
+def test_the_quick_level_keeps_the_first_and_the_last_case_of_a_function():
+    kept, _ = levels.split_by_level(ITEMS, "quick")
+    assert ids(kept) == [
+        "a.py::test_once",
+        "a.py::test_pair[x]",
+        "a.py::test_pair[y]",
+        "a.py::test_many[0]",
+        "a.py::test_many[8]",
+        "b.py::test_many[one file has one count]",
+        "b.py::test_partly[1]",
+    ]
+
+
+def test_both_levels_together_are_everything():
+    quick, not_quick = levels.split_by_level(ITEMS, "quick")
+    rest, not_rest = levels.split_by_level(ITEMS, "rest")
+    assert ids(not_quick) == ids(rest)
+    assert ids(not_rest) == ids(quick)
+    everything, nothing = levels.split_by_level(ITEMS, "all")
+    assert sorted(ids(quick) + ids(rest)) == sorted(ids(everything)) == sorted(ids(ITEMS))
+    assert nothing == []
+
+
+@pytest.mark.parametrize(
+    ("number", "most", "places"),
+    [(1, 2, [0]), (2, 2, [0, 1]), (5, 2, [0, 4]), (5, 3, [0, 2, 4]), (10, 4, [0, 3, 6, 9])],
+)
+def test_cases_are_spread_from_the_first_to_the_last(number, most, places):
+    assert levels.spread(list(range(number)), most) == places
+
+
+def test_the_longest_files_begin():
+    notebook = make_item("tests/test_notebook.py::test_it")
+    other = make_item("tests/test_files.py::test_it")
+    assert levels.place_in_line(notebook) < levels.place_in_line(other)
