@@ -9,6 +9,12 @@ import pytest
 LONGEST = "test_notebook.py", "test_triton_decode.py", "test_step.py", "/training/"
 """Parts of paths of test files that take minutes. They begin first, so that no worker is left alone with one."""
 
+SLOW_MARKS = ("slow", "multiprocess")
+"""Tests with one of these marks wait for `make test-all`, unless they are marked `quick` too."""
+
+SLOW_FIXTURES = ("interpreted",)
+"""So do tests that use one of these: Triton's interpreter runs all cases of a file at once."""
+
 CASES_PER_FUNCTION = 2
 """How many cases of a parametrised test belong to the quick level."""
 
@@ -32,13 +38,13 @@ def split_by_level(items: list[pytest.Item], level: str) -> tuple[list[pytest.It
 def quick_cases(items: list[pytest.Item]) -> set[str]:
     """Ids of the tests of the quick level.
 
-    A test marked `slow` is not among them. Of the cases of one parametrised function, the first and the last are:
-    they differ in every parameter. Example: a function with the cases `[a-1]`, `[a-2]`, `[b-1]`, `[b-2]` keeps
-    `[a-1]` and `[b-2]`.
+    Slow tests are not among them. Of the cases of one parametrised function, the first and the last are: they differ
+    in every parameter. Example: a function with the cases `[a-1]`, `[a-2]`, `[b-1]`, `[b-2]` keeps `[a-1]` and
+    `[b-2]`.
     """
     cases: dict[str, list[str]] = {}
     for item in items:
-        if item.get_closest_marker("slow"):
+        if is_slow(item):
             continue
         function = item.nodeid.partition("[")[0]
         cases.setdefault(function, []).append(item.nodeid)
@@ -46,6 +52,15 @@ def quick_cases(items: list[pytest.Item]) -> set[str]:
     for ids in cases.values():
         quick.update(spread(ids, CASES_PER_FUNCTION))
     return quick
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Whether a test is left to `make test-all` in all of its cases."""
+    if item.get_closest_marker("quick"):
+        return False
+    if any(item.get_closest_marker(name) for name in SLOW_MARKS):
+        return True
+    return any(name in SLOW_FIXTURES for name in getattr(item, "fixturenames", ()))
 
 
 def spread(values: list[str], most: int) -> list[str]:

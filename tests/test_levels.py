@@ -7,14 +7,16 @@ import levels
 import pytest
 
 
-def make_item(nodeid: str, *, slow: bool = False) -> SimpleNamespace:
+def make_item(nodeid: str, *marks: str, fixtures: tuple[str, ...] = ()) -> SimpleNamespace:
     """What the levels read of a pytest item."""
 
     def get_closest_marker(name: str) -> str | None:
-        return name if slow and name == "slow" else None
+        return name if name in marks else None
 
     path = Path(nodeid.partition("::")[0])
-    return SimpleNamespace(nodeid=nodeid, path=path, get_closest_marker=get_closest_marker)
+    return SimpleNamespace(
+        nodeid=nodeid, path=path, fixturenames=fixtures, get_closest_marker=get_closest_marker
+    )
 
 
 ITEMS = [
@@ -23,9 +25,13 @@ ITEMS = [
     make_item("a.py::test_pair[y]"),
     *[make_item(f"a.py::test_many[{value}]") for value in range(9)],
     make_item("b.py::test_many[one file has one count]"),
-    make_item("b.py::test_marked", slow=True),
-    make_item("b.py::test_partly[0]", slow=True),
+    make_item("b.py::test_marked", "slow"),
+    make_item("b.py::test_partly[0]", "slow"),
     make_item("b.py::test_partly[1]"),
+    make_item("b.py::test_ranks", "multiprocess"),
+    make_item("b.py::test_few_ranks", "multiprocess", "quick"),
+    make_item("b.py::test_kernel", fixtures=("interpreted", "tmp_path")),
+    make_item("b.py::test_folder", fixtures=("tmp_path",)),
 ]
 
 
@@ -43,6 +49,8 @@ def test_the_quick_level_keeps_the_first_and_the_last_case_of_a_function():
         "a.py::test_many[8]",
         "b.py::test_many[one file has one count]",
         "b.py::test_partly[1]",
+        "b.py::test_few_ranks",
+        "b.py::test_folder",
     ]
 
 

@@ -297,6 +297,7 @@ def graded(rng, number):
     return np.where(kind < 0.3, 0.0, np.where(kind < 0.4, 1.0, rng.beta(2, 3, number))).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file", sorted(Path(__file__).parents[2].glob("configs/*.yaml")), ids=lambda file: file.stem
 )
@@ -314,6 +315,7 @@ def test_sizes_of_recipes_are_simulated(file):
     assert {number for number in asked if number is not None} <= {*SIZES} | smoke
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("texts", SIZES)
 def test_means_of_texts_and_changes_of_perplexity_cover(texts):
     drawn = [lambda r: r.normal(3.0, 0.5, texts), lambda r: r.gamma(6, 0.5, texts)]
@@ -326,12 +328,14 @@ def test_means_of_texts_and_changes_of_perplexity_cover(texts):
     holds(coverage(verdicts.perplexity_change, [(changed, math.expm1(0.06))], 1500))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", SIZES)
 def test_shares_cover_on_average_over_shares(number):
     shares = np.linspace(0.05, 0.95, 10)
     holds(coverage(intervals.share, [(lambda r, s=s: answers(r, number, s), s) for s in shares]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", SIZES)
 def test_scores_cover(number):
     """Of three and five items, as RULER's, and as F1 gives them."""
@@ -343,6 +347,7 @@ def test_scores_cover(number):
     holds(coverage(intervals.share, [*cases, (lambda r: (graded(r, number),), 0.34)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("texts", "each"), CLUSTERS)
 @pytest.mark.parametrize("items", [1, 5])
 def test_shares_and_scores_of_clustered_questions_cover(texts, each, items):
@@ -354,6 +359,7 @@ def test_shares_and_scores_of_clustered_questions_cover(texts, each, items):
     holds(coverage(intervals.share, cases), few=texts < 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", SIZES)
 @pytest.mark.parametrize(("estimate", "items"), [(intervals.paired_share, 1), (intervals.paired_mean, 5)])
 def test_paired_shares_and_scores_cover(number, estimate, items):
@@ -361,6 +367,7 @@ def test_paired_shares_and_scores_cover(number, estimate, items):
     holds(coverage(estimate, cases), few=number < (12 if items == 1 else 6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("texts", "each"), CLUSTERS)
 @pytest.mark.parametrize(("estimate", "items"), [(intervals.paired_share, 1), (intervals.paired_mean, 5)])
 def test_paired_shares_and_scores_of_clustered_questions_cover(texts, each, estimate, items):
@@ -368,6 +375,7 @@ def test_paired_shares_and_scores_of_clustered_questions_cover(texts, each, esti
     holds(coverage(estimate, cases), few=items == 1 and texts < 30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tasks", "number"), [(4, 12), (9, 10), (13, 20)])
 def test_means_of_tasks_and_of_their_changes_cover(tasks, number):
     """Half of the tasks in 0/1, half in scores."""
@@ -389,6 +397,7 @@ def test_means_of_tasks_and_of_their_changes_cover(tasks, number):
     holds(coverage(change_of, [(drawn, 0.2 * shares.mean())], 1000), few=number < 50)
 
 
+@pytest.mark.slow
 def test_false_marks_of_a_page_are_rare():
     """200 pages of 40 comparisons in which nothing differs: at most one page in twelve has a mark."""
     rng, pages = np.random.default_rng(0), 0

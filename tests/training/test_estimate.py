@@ -88,6 +88,7 @@ def test_peak_of_real_steps_within_five_percent(estimate_results, name):
     assert result["ratio"] == pytest.approx(1, abs=0.05), result["parts"]
 
 
+@pytest.mark.slow
 def test_todays_estimates_are_within_seven_percent_of_what_was_measured(tmp_path):
     """On at least twelve configurations; in a process of its own, because the script makes DeepSpeed's buckets small."""
     file = shutil.copy(ROOT / "benchmarks" / "results" / "estimate_memory.json", tmp_path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 WORKER = Path(__file__).with_name("worker_layouts.py")
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.quick]
 
 
 @pytest.fixture(scope="module")
