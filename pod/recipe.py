@@ -1,6 +1,6 @@
-"""One YAML file for every launcher: reading, checking, overriding and explaining it.
+"""The recipe, one YAML file for all commands: reading, checking, overriding and explaining it.
 
-The string literal under each field is its documentation, which `--help` prints. `run` is the command line that all launchers share.
+The string under each field is its documentation, which `--help` prints. `run` is the command line that the commands share.
 """
 
 import argparse
@@ -46,34 +46,36 @@ def _folder(name: str, doc: str) -> Any:
 
 @section
 class Recipe:
-    """Everything one run needs; each launcher reads the sections that concern it."""
+    """All settings of a run; each command reads some of the sections."""
 
     output_dir: str = "runs/run"
-    """Folder of everything the run writes: plan/, data/, train/, export/, eval/. Relative to the current folder."""
+    """Folder for everything that the run writes: data/, plan/, train/, export/, eval/, bench/. Relative to
+    the current folder."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seed of every random choice (sampling of documents, order of rows, LoRA initialisation)."""
+    """Seed of every random choice: documents, order of rows, initial LoRA weights."""
 
     model: ModelArgs = field(default_factory=ModelArgs)
-    """The model to start from and its attention windows."""
+    """The model to start from, its windows and its layout."""
 
     explore: ExploreArgs = field(default_factory=ExploreArgs)
-    """How attention similarity is measured and turned into a sharing plan."""
+    """How costs of sharing are measured and turned into a plan."""
 
     data: DataArgs = field(default_factory=DataArgs)
-    """Where text comes from and how it is balanced and packed."""
+    """Where text comes from, and how it is balanced and packed into rows."""
 
     train: TrainRecipe = field(default_factory=TrainRecipe)
-    """How the model is adapted to the plan."""
+    """How the model is fine-tuned under the plan. Settings that are null are chosen to fit the ranks and
+    devices."""
 
     export: ExportArgs = field(default_factory=ExportArgs)
-    """How the adapted model is written for Hugging Face transformers."""
+    """How the trained model is written as a Hugging Face folder."""
 
     eval: EvalArgs = field(default_factory=EvalArgs)
-    """What is measured and which methods are compared."""
+    """What is measured, and for which methods."""
 
     bench: BenchArgs = field(default_factory=BenchArgs)
-    """Decode speed: shapes, lengths, batch sizes, methods."""
+    """What `pod bench` measures: lengths, batch sizes, methods. Methods are compared with the dense cache."""
 
     @property
     def held_out_tokens(self) -> int:
@@ -89,7 +91,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if not self.output_dir:
-            raise ValueError("output_dir is empty: name the folder that the run may write to, e.g. runs/demo")
+            raise ValueError(
+                "output_dir is empty: name a folder for the files of the run, for example runs/demo"
+            )
 
     plan_dir = _folder("plan", "Where `pod explore` writes plan.json, the costs and the pictures.")
     data_dir = _folder("data", "Where `pod data` writes the packed shards.")
@@ -132,7 +136,7 @@ def run(
         `parser.add_argument("--threshold", dest="explore.threshold")` equals `--set explore.threshold=…` and wins over it.
         One whose `dest` is a parameter of `main` is handed to it: `main(recipe, overwrite=True)`.
     check_arguments: called with the parsed arguments; raises ValueError for options that do not go together.
-    Ends the process with code 2 and one line on stderr for ValueError, OSError, RuntimeError and ImportError; POD_TRACEBACK=1 shows where.
+    Ends the process with code 2 and one line on stderr for ValueError, OSError, RuntimeError and ImportError; `-v` adds the traceback.
     """
     parser = _parser(sections, description)
     if add_arguments is not None:
@@ -189,7 +193,7 @@ def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = 
 
 
 def _find_recipe(path: Path) -> Path:
-    """A file as it is named, else the recipe of that name, with or without .yaml, that comes along: `demo`, `paper/pod_3`."""
+    """The file of this path, else the recipe of this name that comes with pod, with or without .yaml: `demo`, `paper/pod_3`."""
     inside = path.relative_to("configs") if path.is_relative_to("configs") else path
     names = (RECIPES / path, RECIPES / f"{path}.yaml", RECIPES / inside)
     return path if path.exists() else next((file for file in names if file.is_file()), path)
@@ -200,11 +204,13 @@ def _apply_override(content: dict[str, Any], override: str) -> None:
     name, sign, text = override.partition("=")
     *sections, last = name.strip().split(".")
     if not sign or not all([*sections, last]):
-        raise ValueError(f"--set {override!r}: expected section.field=value, e.g. --set train.max_steps=10")
+        raise ValueError(f"--set {override!r}: expected NAME=VALUE, for example --set train.max_steps=10")
     for key in sections:
         inner = content[key] = content.get(key) or {}
         if not isinstance(inner, dict):
-            raise ValueError(f"--set {override!r}: {key} is not a section")
+            raise ValueError(
+                f"--set {override!r}: {key} is a setting, not a section with settings of its own"
+            )
         content = inner
     try:
         value = yaml.load(text, Loader=Loader)
@@ -215,15 +221,16 @@ def _apply_override(content: dict[str, Any], override: str) -> None:
 
 
 def _read_recipe(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A file's sections; with `extends: NAME`, a recipe beside it or one that comes along, what it leaves out is as that recipe has it,
-    field by field."""
+    """A file's sections. With `extends: NAME` (a recipe in the same folder, or one that comes with pod), settings that the file does not
+    have are taken from that recipe."""
     own = _read_yaml(path)
     name, above = own.pop("extends", None), (*above, path.resolve())
     if name is None:
         return own
     if not isinstance(name, str) or (path.parent / name).resolve() in above:
         raise ValueError(
-            f"--config {path}: extends is {name!r}, expected the name of another recipe, beside it or in {RECIPES}"
+            f"--config {path}: extends is {name!r}: it should be the name of another recipe, in the same folder or one of "
+            "`pod recipes`"
         )
     content = _read_recipe(_find_extended(path.parent, name, above), above)
     for key, value in own.items():
@@ -255,7 +262,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ValueError(f"--config {path}: not valid YAML: {one_line(error)}") from None
     if not isinstance(content, dict | None):
         expected = ", ".join(fields_of(Recipe))
-        raise ValueError(f"--config {path}: holds {type(content).__name__}, expected sections ({expected})")
+        raise ValueError(
+            f"--config {path}: the file is a {type(content).__name__}; it should have sections: {expected}"
+        )
     return content or {}
 
 
@@ -284,13 +293,13 @@ def _parser(sections: Sequence[str], description: str | None) -> argparse.Argume
 
 
 def exit_with(error: Exception) -> typing.NoReturn:
-    """One line on stderr and exit code 2. A RuntimeError of several lines is no message for a user: it keeps its traceback."""
+    """One line on stderr and exit code 2. A RuntimeError of several lines is a bug: it keeps its traceback."""
     if isinstance(error, BrokenPipeError):
-        raise error  # whoever reads what is printed has seen enough
+        raise error  # the reader of the output has closed it, as `head` does
     is_bug = isinstance(error, RuntimeError) and "\n" in str(error).strip()
     if is_bug or os.environ.get("POD_TRACEBACK") == "1":
         traceback.print_exc()
-    hint = " (POD_TRACEBACK=1 shows where)" if isinstance(error, RuntimeError) else ""
+    hint = " (-v shows where)" if isinstance(error, RuntimeError) else ""
     prefix = "error" if _rank() == 0 else f"error (rank {_rank()})"
     if not (_rank() and said_by_all(error)):
         print(f"{prefix}: {one_line(error) or type(error).__name__}{hint}", file=sys.stderr, flush=True)
@@ -298,8 +307,8 @@ def exit_with(error: Exception) -> typing.NoReturn:
 
 
 def said_by_all(error: Exception) -> bool:
-    """Whether every rank raises this, so that rank 0 may speak for all: what is wrong with a recipe is found before ranks talk, and the
-    first rank of a machine says what is wrong with that."""
+    """Whether every rank raises this error, so that one message is enough: errors in a recipe are found before ranks communicate, and
+    are printed once on each machine."""
     ranks: Any = sys.modules.get("torch.distributed")
     alone = ranks is None or not ranks.is_initialized()
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"

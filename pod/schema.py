@@ -106,11 +106,13 @@ def _told(error: ValidationError, cls: type, where: str) -> str:
     if kind == "value_error":
         return _located(str(found["ctx"]["error"]), _section_at(cls, found["loc"]), place)
     if kind == "missing":
-        return f"{place} is missing: set it in the config or with --set {place}=…"
+        return f"{place} is missing: set it in the recipe or with --set {place}=…"
     choices = re.findall(r"'([^']*)'", found["msg"]) if kind == "literal_error" else []
     should = found["msg"].removeprefix("Input ")
     if kind == "dataclass_type":
-        should = f"should be a section of fields: {', '.join(fields_of(_section_at(cls, found['loc'])))}"
+        should = (
+            f"should be a section with the settings {', '.join(fields_of(_section_at(cls, found['loc'])))}"
+        )
     return f"{place or 'the recipe'} is {value!r}: it {should}{nearest(value, choices)}"
 
 
@@ -161,7 +163,7 @@ class Loader(yaml.SafeLoader):
         keys = [key.value for key, _ in node.value if key.value != "<<"]
         twice = [key for number, key in enumerate(keys) if key in keys[:number]]
         if twice:
-            problem = f"key {twice[0]!r} stands twice"
+            problem = f"key {twice[0]!r} occurs twice"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return super().construct_mapping(node, deep)
 
@@ -200,10 +202,17 @@ def explain(cls: Any, where: str, skip_sections: bool = False) -> list[str]:
         if dataclasses.is_dataclass(hint) and skip_sections:
             continue
         if not item.is_required():
-            default = f"default {item.get_default(call_default_factory=True)!r}"
+            default = f"default {_as_yaml(item.get_default(call_default_factory=True))}"
         lines.append(f"  {_place(where, [name])}  ({type_name(hint)}, {default})")
         lines += textwrap.wrap(docs.get(name, ""), 100, initial_indent=indent, subsequent_indent=indent)
     return lines
+
+
+def _as_yaml(value: Any) -> str:
+    """A default as a recipe would have it: null and true, not None and True."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def type_name(hint: Any) -> str:

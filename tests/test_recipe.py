@@ -54,13 +54,13 @@ def test_defaults_and_overrides(tmp_path):
             "model: {dtype: bfloat}",
             "model.dtype is 'bfloat': it should be 'float32', 'bfloat16' or 'float64' (did you mean 'bfloat16'?)",
         ),
-        ("model: [1]", "model is [1]: it should be a section of fields: path, "),
+        ("model: [1]", "model is [1]: it should be a section with the settings path, "),
         ("seed: 1:30", "seed is '1:30': it should be a valid integer"),
         ("train: {learning_rate: .inf}", "train.learning_rate is inf: it should be a finite number"),
         ("seed: -3", "seed is -3"),
-        ("seed: 1\nseed: 2", "key 'seed' stands twice"),
+        ("seed: 1\nseed: 2", "key 'seed' occurs twice"),
         ("model: {", "not valid YAML"),
-        ("- a", "holds list, expected sections (output_dir"),
+        ("- a", "the file is a list; it should have sections: output_dir"),
         ("data: {sources: {a: 1}}", "data.sources is {'a': 1}: it should be a valid list"),
         ("data: {sources: [[a]]}", "data.sources[0] is ['a']: it should be a valid string"),
     ],
@@ -79,11 +79,11 @@ def test_mistakes_in_the_file(tmp_path, text, message):
     [
         ("train.max_step=3", "unknown key 'max_step' in train (did you mean 'train.max_steps'?)"),
         ("max_steps=3", "(did you mean 'train.max_steps'?)"),
-        ("train.max_steps", "expected section.field=value"),
-        (".max_steps=3", "expected section.field=value"),
+        ("train.max_steps", "expected NAME=VALUE"),
+        (".max_steps=3", "expected NAME=VALUE"),
         ("train.max_steps=[", "the value is not valid YAML"),
         ("train.max_steps=ten", "train.max_steps is 'ten': it should be a valid integer"),
-        ("train=3", "train is 3: it should be a section of fields"),
+        ("train=3", "train is 3: it should be a section with the settings"),
     ],
 )
 def test_mistakes_in_overrides(override, message):
@@ -113,7 +113,7 @@ def test_a_recipe_extends_another_field_by_field(tmp_path):
 def test_a_recipe_extends_the_name_of_another(tmp_path, name):
     own = tmp_path / "own.yaml"
     own.write_text(f"extends: {name}")
-    with pytest.raises(ValueError, match=r"own.yaml: extends is .*, expected the name of another recipe"):
+    with pytest.raises(ValueError, match=r"own.yaml: extends is .*: it should be the name of another recipe"):
         load_recipe(own)
 
 
@@ -124,7 +124,7 @@ def test_a_recipe_extends_one_that_comes_along_by_its_name(tmp_path, name, file)
     own = tmp_path / file
     own.write_text(f"extends: {name}\nseed: 7")
     if name == file:
-        with pytest.raises(ValueError, match="expected the name of another recipe"):
+        with pytest.raises(ValueError, match="it should be the name of another recipe"):
             load_recipe(own)
         return
     recipe, base = load_recipe(own), load_recipe("demo_tiny")
@@ -237,7 +237,7 @@ def test_every_kind_of_type():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({}, "inner is missing: set it in the config or with --set inner=…"),
+        ({}, "inner is missing: set it in the recipe or with --set inner=…"),
         ({"inner": {}}, "inner.rate is missing"),
         ({"inner": {"rate": "x"}}, "inner.rate is 'x': it should be a valid number"),
         (
@@ -369,7 +369,7 @@ def test_help_explains_the_sections_asked_for_and_no_others(capsys):
         started(print, ["--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    assert "model.num_recent_tokens  (int | null, default None)" in text
+    assert "model.num_recent_tokens  (int | null, default null)" in text
     assert "output_dir  (str" in text
     assert "train.max_steps  (" not in text
 

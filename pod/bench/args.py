@@ -49,38 +49,39 @@ class BenchArgs:
     """The `bench` section: decode speed of methods beside the dense cache, which takes the fastest attention that runs."""
 
     shapes: str | None = None
-    """random weights of this shape in place of model.path: llama3-8b, llama-1b, cpu (four layers with heads of 128) or
-    tiny; null = the model of model.path"""
+    """Random weights of a known shape in place of model.path: llama3-8b, llama-1b, cpu (four layers with
+    heads of 128) or tiny. null = the model of model.path."""
 
     share_followers: BelowOne = 0.7
-    """share of the (layer, KV head) pairs that follow in the plan that is made up when there is neither model.plan nor a
-    plan in <output_dir>/plan; the speed of PoD depends on this share, not on which pairs follow"""
+    """Share of the (layer, KV head) pairs that follow, when there is no plan and one is generated. Speed
+    depends on this share, not on which pairs follow."""
 
     share_windows: Share = 0.0
-    """share of the pairs that keep their window only in that plan; the others lead"""
+    """Share of the pairs that keep their window only, in a generated plan. The remaining pairs lead."""
 
     lengths: list[PositiveInt] = field(default_factory=lambda: [8192, 32768])
-    """tokens in the cache when decoding starts"""
+    """Tokens in the cache when decoding starts."""
 
     batch_sizes: list[PositiveInt] = field(default_factory=lambda: [1])
-    """rows decoded together"""
+    """Sequences that are decoded together."""
 
     methods: list[str] = field(default_factory=lambda: ["pod", "pod[tau=0.7]", "pod+int4"])
-    """what races the dense cache (`full`, which always runs), named as in eval.methods: `pod[tau=0.7]`, `snapkv@4096`. Keys and
-    values are random; `pod[tau=0.7,skip_share=0.5]` makes half of the following heads pass the gate, which random keys alone
-    hardly ever do."""
+    """Cache methods to compare with the dense cache (`full`, which always runs), written as in
+    eval.methods, for example `snapkv@4096` or `pod[tau=0.7]`. Keys and values are random, so that the
+    gate of tau hardly ever opens: `pod[tau=0.7,skip_share=0.5]` makes half of the following heads pass
+    it."""
 
     steps: PositiveInt = 16
-    """tokens decoded per row and timed round"""
+    """Tokens decoded per sequence in each timed round."""
 
     repeats: PositiveInt = 5
-    """timed rounds per method; in each round the method and the dense cache take turns"""
+    """Timed rounds per method. In each round the method and the dense cache take turns."""
 
     stock: bool = True
-    """also run the stock transformers model with its own cache, where it fits into memory"""
+    """Also measure stock transformers with its own cache, when it fits into memory."""
 
     device: str = "auto"
-    """torch device; auto = cuda when there is one, else cpu"""
+    """Torch device, for example cuda:1. auto = cuda when there is a GPU, else cpu."""
 
     def __post_init__(self) -> None:
         if self.shapes is not None and self.shapes not in SHAPES:

@@ -18,67 +18,83 @@ class DataArgs:
     """Which documents, how many tokens of each length interval, and how they are packed into rows."""
 
     sources: list[str] = field(default_factory=lambda: ["stdlib:", ESSAYS])
-    """Where the documents are: files, folders or globs (jsonl, json, parquet, arrow, and texts: txt, md, code …; also .gz .zst .bz2
-    .xz) of this machine or by URL (s3://, gs://, https://), MosaicML shards (a folder with index.json),
-    `hub:<id>[:<config>][@<split>]`, `stdlib:[<folder>]` (the running Python's standard library), `package:<import name>/<file>`
-    (a file of an installed package). `#essays` or `#chapters=<characters>` at the end splits each text."""
+    """Where the documents are. Files, folders or patterns, local or by URL (s3://, gs://, https://):
+    jsonl, json, parquet, arrow, and text (txt, md, code, …), also compressed (.gz .zst .bz2 .xz);
+    MosaicML shards (a folder with index.json); `hub:<id>[:<config>][@<split>]` for a dataset of the
+    Hugging Face hub; `stdlib:[<folder>]` for the source code of Python's standard library;
+    `package:<import name>/<file>` for a file of an installed package. `#essays` or
+    `#chapters=<characters>` at the end splits each text."""
     weights: list[float] = field(default_factory=list)
-    """Share of each source in the tokens of every length interval, in the order of `sources`; scaled to sum 1. Empty = all
-    sources are one heap. A source that runs dry in an interval leaves its rest to the others, and the report says so."""
+    """Share of each source in the tokens of every length interval, in the order of `sources`, for example
+    [3, 1]. They are scaled to sum 1. Empty = the sources are not told apart. When a source has too few
+    tokens in an interval, the others fill it, and the report shows this."""
     text_field: str = "text"
-    """Name of the field with the document's text in jsonl, json, parquet, MDS and hub records."""
+    """Name of the field that has the document's text, in jsonl, json, parquet, MDS and hub records."""
     token_field: str | None = None
-    """Name of a field that holds token ids: its records are taken as they are, without text, tokenizer or boundary tokens
-    (ProLong: `input_ids`). They must come from the tokenizer of the model."""
+    """Name of a field that has token ids, for data that is tokenized already (ProLong: `input_ids`). The
+    ids are used as they are, without boundary tokens, and must come from the model's tokenizer. null =
+    tokenize the text."""
     token_bounds_field: str | None = None
-    """Name of a field with [start, stop) pairs that cut a record's token ids into documents (ProLong: `indices`)."""
+    """Name of a field with [start, stop) pairs that cut a record's token ids into documents (ProLong:
+    `indices`)."""
     tokenizer: str | None = None
-    """Folder, hub id or tokenizer.json; null = the model's."""
+    """Tokenizer: a folder, hub id or tokenizer.json. null = the model's."""
     include: list[str] = field(default_factory=list)
-    """File name patterns (`*.log`) of what is read, whatever its kind; empty = files of known kinds, others are an error."""
+    """Patterns of file names to read, such as `*.log`, whatever their type. Empty = all files of known
+    types; a file of another type is an error."""
     unreadable: Literal["error", "skip"] = "error"
-    """What cannot be read: `error` stops and names it; `skip` leaves out a bad record (not JSON, not UTF-8, without the field,
-    too long) or the rest of a damaged file, counts it and lists the first ones in the manifest. The few deliberately broken
-    files of `stdlib:` are always skipped."""
+    """What to do with records that cannot be read (not JSON, not UTF-8, no text field, too long) and
+    damaged files. `error` stops and names the place; `skip` leaves out the record, or the rest of the
+    file, and counts it in the manifest. A few files of `stdlib:` are broken on purpose and always
+    skipped."""
     max_record_bytes: PositiveInt = 16 * 2**20
-    """Longest record (line, text file) in bytes of UTF-8; longer ones are unreadable. Tokenising needs about a hundred times
-    this in memory for each worker."""
+    """Longest record (a line, or a text file) in bytes. Longer ones count as unreadable. Each worker needs
+    about a hundred times this much memory."""
     deduplicate: bool = True
-    """Keep only one of documents with identical text; with `weights` that of the first source."""
+    """Keep only one of several documents with the same text; with `weights`, that of the first source."""
     min_tokens: PositiveInt = 2
-    """Pieces with fewer tokens are left out; a single token has no next one to predict."""
+    """Documents, and pieces of long ones, with fewer tokens are left out."""
     document_filter: str | None = None
-    """`module:function` of your own: called with each `pod.data.Document`, keeps those for which it returns True."""
+    """A function of your own, as `module:function`. It is called with each `pod.data.Document`; documents
+    for which it returns True are kept."""
 
     context_length: AtLeast2 = 2048
     """Tokens per row, and the longest document."""
     target_tokens: PositiveInt | None = None
-    """Training tokens to draw, divided equally over the length intervals; preparing needs it. Reading stops when every interval
-    has its share, so a large corpus is not read to its end."""
+    """Training tokens to prepare, divided equally among the length intervals. Must be set. Reading stops
+    when every interval is full, so that a large corpus is not read to its end."""
     shortest_interval: AtLeast2 = 1024
-    """Tokens at which the first length interval starts; the next ones start at 2x, 4x, … up to the context."""
+    """Tokens at which the first length interval starts. The next ones start at 2x, 4x, … up to the context
+    length."""
     intervals: list[int] = field(default_factory=list)
-    """Tokens at which the length intervals start, ascending, instead of powers of two; empty = by `shortest_interval`."""
+    """Tokens at which the length intervals start, for example [1024, 8192]. Empty = powers of two from
+    `shortest_interval`."""
     short_documents: Literal["keep", "drop"] = "keep"
-    """Documents below `shortest_interval`: `keep` makes them one more interval, `drop` leaves them out."""
+    """Documents shorter than `shortest_interval`: `keep` puts them into an interval of their own, `drop`
+    leaves them out."""
     long_documents: Literal["cut", "skip"] = "cut"
-    """Documents above the context: `cut` into pieces of the context's size (the rest stays a document of its own), or `skip`."""
+    """Documents longer than the context: `cut` divides them into pieces of the context's length, `skip`
+    leaves them out."""
     exhausted: Literal["stop", "repeat", "redistribute"] = "redistribute"
-    """When an interval has fewer tokens than its share: `stop` gives every interval only as much as the scarcest one (stays
-    equal), `repeat` uses its documents again, `redistribute` takes the missing tokens from the other intervals."""
+    """What to do when an interval has fewer tokens than its share. `redistribute` takes the missing tokens
+    from the other intervals; `repeat` uses its documents again; `stop` reduces all intervals to the
+    scarcest one."""
     boundary_tokens: Literal["tokenizer", "none", "bos", "eos", "bos+eos"] = "tokenizer"
-    """Special tokens around each document: what the tokenizer itself adds to a text, none, or the named ones."""
+    """Special tokens around each document: `tokenizer` = those that the tokenizer adds by itself, `none`,
+    or the named ones."""
 
     packing: Literal["best_fit", "one_per_row"] = "best_fit"
-    """`best_fit`: whole documents packed by best-fit decreasing; `one_per_row`: one document per row, padded."""
+    """`best_fit`: each row is filled with whole documents that fit best; `one_per_row`: one document per
+    row, padded."""
     packing_window: AtLeast2 = 4096
-    """Documents that best-fit packing sees at a time. Larger = less padding, rows less random."""
+    """Documents that packing considers at a time. A larger number means less padding, and rows that are
+    less random."""
     held_out_tokens: NonNegativeInt | None = None
-    """Tokens of whole documents that never enter training rows and serve similarity search, training's and eval's perplexity; null =
-    as many as explore, train and eval ask for. At most a fifth of the documents are held out."""
+    """Tokens of whole documents that are kept out of training, for explore, for eval and for the
+    evaluation during training. null = as many as these ask for. At most a fifth of the documents."""
 
     workers: PositiveInt | None = None
-    """Processes that read, tokenise and write; null = one per core. The result does not depend on it."""
+    """Processes that read and tokenize. null = one per CPU core. The result is the same for any number."""
 
     def __post_init__(self) -> None:
         if not self.sources:

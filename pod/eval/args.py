@@ -20,112 +20,121 @@ class EvalArgs:
     methods: list[str] = field(
         default_factory=lambda: ["full", "pod", "pod-unadapted", "streamingllm", "snapkv"]
     )
-    """methods to compare; `pod` runs on the adapted export, `pod-unadapted` on the dense weights under the plan, the rest on
-    the dense model. Any method of `pod eval --list-methods` and any combination, as `pod+snapkv`. The methods that drop
-    tokens get the budget that fills the bytes that PoD holds at the same length with keys and values as the model computes
-    them; what a method really holds is in its results."""
+    """Cache methods to compare: names of `pod eval --list-methods` and combinations such as `pod+snapkv`.
+    `pod` runs on the trained export, `pod-unadapted` on the original weights under the plan, all others
+    on the original model. A method that drops tokens gets as many bytes as PoD takes at the same
+    length, unless a budget follows: `snapkv@1024` (tokens), `snapkv@25%` (of the tokens)."""
 
     method_options: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """parameters of methods by name, as `{razor: {heads: runs/x/plan/retrieval_heads.json}, h2o: {num_recent_tokens: 64}}`;
-    `pod eval --list-methods` shows what each one takes. Variants of a method in one run have them in their names:
-    `simlayerkv[threshold=0.8]`, `d2o[merge=average,alpha=2]@25%`"""
+    """Parameters of methods, by name: `{h2o: {num_recent_tokens: 64}}`. `pod eval --list-methods NAME`
+    shows the parameters of a method. To compare several variants in one run, write parameters into the
+    name: `simlayerkv[threshold=0.8]`."""
 
     preset: str | None = None
-    """fills method_options as a paper set its methods and baselines: pod, simlayerkv, d2o, razorattention, duoattention or imdc
-    (pod/eval/presets.py says what and where it is printed); what method_options say themselves goes first"""
+    """Parameters of all methods as a paper set them: pod, simlayerkv, d2o, razorattention, duoattention or
+    imdc (sources in pod/eval/presets.py). method_options override them. null = no preset."""
 
     tasks: list[str] = field(default_factory=lambda: list(TASKS))
-    """what to measure: perplexity, passkey, efficiency, the other tasks of `pod eval --list-tasks`, and any task or group of lm-eval,
-    those of pod/eval/suites included (pod_longbench, pod_leval, pod_infinitebench_32k, pod_ruler_4k …)"""
+    """What to measure: perplexity, passkey, efficiency, other tasks of `pod eval --list-tasks`, and any
+    task or group of lm-eval, for example niah, pod_longbench, pod_ruler_4k or gsm8k."""
 
     task_options: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """options of tasks by name, as `{niah: {lengths: [4096, 8192]}}`; `pod eval --list-tasks` shows what each one takes"""
+    """Options of tasks, by name: `{niah: {lengths: [4096, 8192]}}`. `pod eval --list-tasks NAME` shows the
+    options of a task."""
 
     models: dict[str, str] = field(default_factory=dict)
-    """more models to compare, by a name of yours: `{cla: runs/demo_cla/export}` is the method `model:cla`; a plan.json stands for the dense
-    weights under that plan, and `…@16+240` gives either other windows (sink + recent tokens). `dense_trained` is the dense model trained
-    on the tokens of PoD's adaptation: the report holds `pod` against it"""
+    """More models to compare, under names of your own: `{cla: runs/demo_cla/export}` adds the method
+    `model:cla`. A path of a plan.json means the original weights under that plan. `PATH@16+240` sets
+    other windows (sink + recent tokens). The name `dense_trained` is for a dense model trained on the
+    same tokens as PoD; the report then compares PoD with it."""
 
     data_dir: str | None = None
-    """folder with local copies of benchmark data in their official files, one folder per suite (pod/eval/suites/README.md lists them);
-    without it they are read from the hub"""
+    """Folder with local copies of the benchmarks' data, one folder per suite (pod/eval/suites/README.md
+    lists the files). null = read them from the Hugging Face hub."""
 
     limit: PositiveInt | None = None
-    """samples per lm-eval task, the first ones; null = all"""
+    """Samples per lm-eval task, for a quick look: the first ones. null = all."""
 
     chat_template: Literal["auto", "on", "off"] = "auto"
-    """put the prompts of lm-eval tasks into the tokenizer's chat template: each task's own rule (auto; tasks without one: off), always, never"""
+    """Whether lm-eval prompts are put into the tokenizer's chat template: `on`, `off`, or `auto` = as each
+    task defines it (off where it defines nothing)."""
 
     too_long: Literal["truncate", "skip", "error"] = "truncate"
-    """lm-eval prompts that exceed what the model reads: shorten as the task says (its middle, where the task does not say), skip them
-    (counted and named in the report), or stop before anything is computed"""
+    """What to do with lm-eval prompts that are longer than the model reads: `truncate` (as the task
+    defines it, else in the middle), `skip` (counted in the report), or `error` before anything is
+    computed."""
 
     max_length: PositiveInt | None = None
-    """the longest sequence of lm-eval tasks (tokens), as 131072 for papers' prompts cut to 128K; default: what every compared model reads.
-    Methods whose model reads less are not run, those that take input without end are (streamingllm, lm_infinite, fm, im, imdc)"""
+    """Longest sequence of lm-eval tasks, in tokens, for example 131072. null = what every compared model
+    reads. Methods whose model reads less are left out; streamingllm, lm_infinite, fm, im and imdc read
+    any length."""
 
     question_aware: bool = False
-    """whether methods see a prompt's question when they compress it, as in most papers; false: the text is compressed first and asked about
-    then, as where several questions follow or nobody knows them (passkey, niah and the suites of this package, where prompts end in one)"""
+    """Whether a method sees the question when it compresses the text. true: text and question are
+    compressed together, as in most papers. false: the text is compressed first and the question comes
+    after it, as when several questions follow. Applies to passkey, niah and the suites of pod."""
 
     unsafe_code: bool = False
-    """allow tasks to run what the model writes without a sandbox (lm-eval's humaneval; pod_humaneval where bubblewrap is missing): only on
-    machines where that may do harm"""
+    """Allow tasks to run code that the model wrote without a sandbox: lm-eval's humaneval, and
+    pod_humaneval where bubblewrap is not installed. Only for machines where such code can do no harm."""
 
     pod_model: str | None = None
-    """folder of the adapted PoD export; default is where `pod export` writes, <output_dir>/export"""
+    """Folder of the trained PoD export. null = where `pod export` writes it, <output_dir>/export."""
 
     text: list[str] | None = None
-    """files or folders to measure perplexity on; default: the text that the prepared data holds out of training"""
+    """Files or folders for perplexity. null = the text that `pod data` held out of training."""
 
     text_length: PositiveInt = 2048
-    """length of each perplexity sequence (tokens)"""
+    """Tokens of each text for perplexity."""
 
     text_sequences: PositiveInt = 8
-    """number of perplexity sequences; the confidence intervals are over these"""
+    """Number of texts for perplexity; more give narrower confidence intervals."""
 
     min_context: AtLeast2 = 256
-    """shortest context before the first scored token (tokens): position buckets start here and double up to text_length"""
+    """Tokens before the first scored token. Scores are grouped by position: the first group starts here,
+    each next one at twice the position, up to text_length."""
 
     scored_tokens: PositiveInt = 128
-    """tokens scored at the end of every position bucket, at most; the rest of the bucket is context"""
+    """Tokens that are scored at the end of each group of positions, at most; the others are context."""
 
     passkey_lengths: list[AtLeast2] = field(default_factory=lambda: [1024, 2048])
-    """lengths of the passkey prompts (tokens, a chat template included)"""
+    """Lengths of the passkey prompts in tokens, chat template included."""
 
     passkey_depths: list[Share] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
-    """where the key stands in the prompt: 0 = start, 1 = end"""
+    """Where the key is in the prompt: 0 = at the beginning, 1 = at the end."""
 
     passkey_samples: PositiveInt = 2
-    """prompts per length and depth"""
+    """Prompts for each length and depth."""
 
     passkey_new_tokens: PositiveInt = 12
-    """tokens generated per passkey prompt"""
+    """Tokens generated for each passkey prompt."""
 
     passkey_chat_template: bool = False
-    """put the passkey question into the tokenizer's chat template instead of asking it as plain text (the paper's format)"""
+    """Put the passkey question into the tokenizer's chat template; false = plain text, as in the paper."""
 
     batch_size: PositiveInt = 4
-    """sequences or prompts run together"""
+    """Texts or prompts that are processed together."""
 
     efficiency_lengths: list[AtLeast2] = field(default_factory=lambda: [2048])
-    """prompt lengths at which decode speed, time to first token and bytes are measured (tokens)"""
+    """Prompt lengths, in tokens, at which the task efficiency measures decode speed, time to first token
+    and bytes."""
 
     efficiency_tokens: PositiveInt = 16
-    """tokens decoded per repeat"""
+    """Tokens decoded in each timed round of the task efficiency."""
 
     efficiency_repeats: PositiveInt = 5
-    """timed repeats per method, interleaved between the methods"""
+    """Timed rounds per method; the methods take turns."""
 
     reuse: bool = True
-    """take answers that are kept for what is asked again; false asks the models once more"""
+    """Use saved answers of earlier runs with the same model, method and prompt. false = compute all
+    answers again."""
 
     steps: list[str] = field(default_factory=lambda: list(STEPS))
-    """what to do: answer (ask the models what is not answered yet), score (make the result files of the answers) and report (write the page);
-    the last two need no model and take seconds"""
+    """Parts of the work: answer (run the models on what has no saved answer), score (compute the result
+    files), report (write the page). score and report need no model and take seconds."""
 
     device: str = "auto"
-    """torch device; auto = cuda when there is one, else cpu"""
+    """Torch device, for example cuda:1. auto = cuda when there is a GPU, else cpu."""
 
     def __post_init__(self) -> None:
         check_names("method", self.methods, find_method)

@@ -14,175 +14,199 @@ class TrainRecipe:
     and device (`pod.training.predict.planner`)."""
 
     total_tokens: PositiveInt | None = None
-    """Tokens of the whole run, padding included; total_tokens / tokens_per_step steps, rounded down."""
+    """Tokens of the whole run, padding included. The number of steps is total_tokens / tokens_per_step,
+    rounded down. null = use max_steps."""
 
     max_steps: PositiveInt | None = None
-    """Optimizer steps of the whole run. Where it is set total_tokens is not used; without both a run takes 100 steps."""
+    """Optimizer steps of the whole run; overrides total_tokens. When neither is set: 100 steps."""
 
     tokens_per_step: PositiveInt | None = None
-    """Tokens of one optimizer step over all ranks, padding included: a multiple of data.context_length; null = one row."""
+    """Tokens of one optimizer step over all ranks, padding included: a multiple of data.context_length.
+    null = one row."""
 
     allow_repeats: bool = False
-    """Let the run read the data more than once; otherwise more tokens than the data has are refused."""
+    """Allow the run to read the data more than once. false = asking for more tokens than the data has is
+    an error."""
 
     sequence_parallel_size: PositiveInt | None = None
-    """Ranks that share one row (Ulysses); contiguous ranks form a group. Allowed: 1 to the number of query heads."""
+    """Ranks that share one row (Ulysses sequence parallelism), from 1 to the number of query heads. null =
+    chosen to fit the devices."""
 
     micro_batch_size: PositiveInt | None = None
-    """Packed rows that a sequence-parallel group takes through one forward and backward."""
+    """Rows in one forward and backward pass of a sequence-parallel group. null = chosen to fit the
+    devices."""
 
     gradient_accumulation_steps: PositiveInt | None = None
-    """Micro-batches per optimizer step: rows per step / micro_batch_size / (ranks / sequence_parallel_size)."""
+    """Passes per optimizer step: rows per step / micro_batch_size / (ranks / sequence_parallel_size). null
+    = computed."""
 
     zero_stage: Literal[1, 2, 3] | None = None
-    """What DeepSpeed divides among all ranks: 1 optimizer states, 2 gradients too, 3 weights too."""
+    """What DeepSpeed ZeRO divides among all ranks: 1 = optimizer states, 2 = gradients too, 3 = weights
+    too. null = chosen to fit the devices."""
 
     gradient_checkpointing: Literal["full", "none"] | None = None
-    """`full`: keep one hidden state (and the carry) per layer and recompute the rest in backward; `none`: keep everything."""
+    """`full` saves memory: one hidden state per layer is kept and the rest is computed again in the
+    backward pass. `none` keeps all activations. null = chosen to fit the devices."""
 
     carry: Literal["keep", "offload", "recompute"] | None = None
-    """Where the queries and keys that lead layers hand on wait for backward under gradient_checkpointing: `keep` on the device,
-    `offload` in host memory (one copy each way), `recompute` nowhere: projected again (1 to 3 % more arithmetic). The loss is the same."""
+    """With gradient_checkpointing, where the queries and keys of leading heads wait for the backward pass:
+    `keep` on the device, `offload` in host memory (one copy each way), `recompute` nowhere: they are
+    computed again (1 to 3 % more arithmetic). The loss is the same. null = chosen to fit the devices."""
 
     mlp_tile_tokens: NonNegativeInt | None = None
-    """Tokens per rank that a feed-forward layer works on at a time; tiles are computed once more in backward, so that no
-    [tokens, intermediate_size] is ever held whole; 0 = no tiles."""
+    """Tokens per rank that a feed-forward layer processes at a time. Tiles save memory and are computed a
+    second time in the backward pass. 0 = no tiles; null = chosen to fit the devices."""
 
     offload_checkpoints: bool | None = None
-    """Let the hidden states that gradient_checkpointing keeps wait in host memory: one copy each way per layer."""
+    """Keep the hidden states of gradient_checkpointing in host memory; one copy each way per layer. null =
+    chosen to fit the devices."""
 
     offload_optimizer: Literal["none", "cpu"] | None = None
-    """`cpu`: hold master weights, moments and reduced gradients (16 bytes per trained weight over all ranks) and update there. Needs
-    zero_stage 3."""
+    """`cpu`: master weights, moments and gradients are in host memory, 16 bytes per trained weight over
+    all ranks, and are updated there. Needs zero_stage 3. null = chosen to fit the devices."""
 
     offload_parameters: Literal["none", "cpu"] | None = None
-    """`cpu`: hold each rank's share of the weights there and bring a layer to the device when it is used. Needs zero_stage 3."""
+    """`cpu`: weights are in host memory, and each layer is copied to the device when it is used. Needs
+    zero_stage 3. null = chosen to fit the devices."""
 
     fused_layers: Literal["auto", "compile", "none"] = "auto"
-    """Compute norms, rotary embedding and gated activations in one kernel each, by `torch.compile`; `auto`: where there is a GPU. The
-    loss differs by rounding."""
+    """Run norms, rotary embedding and gated activations as one kernel each, by `torch.compile`. `auto` =
+    on GPUs. The loss differs by rounding only."""
 
     prefetch_steps: NonNegativeInt = 2
-    """Steps whose rows a thread reads ahead; 0 = read when they are needed. Metrics tell what is left to wait for (`data_wait_s`)."""
+    """Steps whose rows are read ahead in the background. 0 = read when needed. The metric data_wait_s
+    shows how long training waits for data."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of weights, activations and gradients. Master weights and Adam's moments are float32 either way."""
+    """Type of weights, activations and gradients. Master weights and Adam's moments are always float32."""
 
     learning_rate: PositiveFloat = 1e-5
-    """Peak learning rate (paper: 1e-5)."""
+    """Highest learning rate (paper: 1e-5)."""
 
     min_lr_ratio: Share = 0.1
-    """Learning rate at the last step as a share of the peak, where the cosine ends (PoD names the cosine, no final rate)."""
+    """Learning rate of the last step divided by the highest one; it falls along a cosine."""
 
     warmup_ratio: BelowOne = 0.0
-    """Share of the steps in which the learning rate rises linearly from 0 to the peak (PoD names none)."""
+    """Share of the steps in which the learning rate rises linearly from 0, for example 0.02."""
 
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of AdamW on matrices; norms and biases have none."""
+    """Decoupled weight decay of AdamW, on matrices only; norms and biases have none."""
 
     adam_beta1: BelowOne = 0.9
-    """Decay of Adam's first moment."""
+    """Decay rate of Adam's first moment."""
 
     adam_beta2: BelowOne = 0.95
-    """Decay of Adam's second moment."""
+    """Decay rate of Adam's second moment."""
 
     adam_epsilon: PositiveFloat = 1e-8
-    """Term that keeps Adam's denominator from 0."""
+    """Small number that Adam adds to its denominator."""
 
     max_grad_norm: NonNegativeFloat = 1.0
-    """Gradients are scaled down to this global 2-norm; 0 = no clipping."""
+    """Gradients with a larger global norm are scaled down to it. 0 = no clipping."""
 
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which gradients are summed over ranks and micro-batches; bfloat16 halves the traffic, rounds every sum."""
+    """Type in which gradients are summed over ranks and passes. bfloat16 halves the traffic and is less
+    exact."""
 
     loss_chunk_mib: PositiveInt = 256
-    """MiB of float32 logits that the loss holds at a time."""
+    """MiB of float32 logits that the loss computes at a time; smaller saves memory."""
 
     spike_factor: float = 0.0
-    """A loss above this x the median of the last spike_window good steps is a bad step; 0 = only NaN and infinity are, else above 1."""
+    """A step is bad when its loss is above spike_factor times the median of the last good steps, for
+    example 2. 0 = only NaN and infinity are bad."""
 
     spike_window: PositiveInt = 64
-    """Good steps whose median loss spike_factor multiplies; none is a spike until a quarter of them have passed."""
+    """Number of good steps for that median. Spikes are recognised after a quarter of them."""
 
     bad_step: Literal["skip", "rewind"] = "skip"
-    """What follows a bad step. `skip`: its update is left out. `rewind`: the run returns to its last checkpoint and goes on behind
-    the rows of the bad step."""
+    """What to do with a bad step. `skip`: do not apply its update. `rewind`: return to the last checkpoint
+    and continue after the rows of the bad step."""
 
     max_skipped_steps: PositiveInt = 3
-    """Bad steps in a row (each is skipped) after which the run stops."""
+    """The run stops with an error after this many bad steps in a row."""
 
     max_rewinds: NonNegativeInt = 3
-    """Returns to a checkpoint, over the whole run, after which the next bad step stops the run."""
+    """The run stops with an error at a bad step after this many rewinds."""
 
     max_hours: NonNegativeFloat = 0.0
-    """The run saves and ends with code 0 before so many hours have passed; the same command continues it. 0 = no limit."""
+    """Save and end, with exit code 0, before this many hours have passed. The same command continues the
+    run. 0 = no limit."""
 
     hang_timeout_s: NonNegativeFloat = 900.0
-    """Seconds without progress (a micro-batch, an update, a written file) after which every rank writes its threads' stacks to
-    <output_dir>/train/hang-rank*.txt; 0 = no watchdog."""
+    """Seconds without progress after which every rank writes what its threads are doing to
+    <output_dir>/train/hang-rank*.txt. 0 = no watchdog."""
 
     hang_action: Literal["report", "abort"] = "report"
-    """After a hang: `report` keeps waiting, `abort` ends the rank with code 75 so that a scheduler starts the run again."""
+    """What to do then: `report` writes the files and waits; `abort` also ends the rank with exit code 75,
+    so that a scheduler can start the run again."""
 
     method: Literal["full", "lora"] = "full"
-    """`full` trains every weight, `lora` low-rank adapters only (peft)."""
+    """`full` trains all weights; `lora` trains low-rank adapters only (peft)."""
 
     lora_rank: PositiveInt = 16
     """Rank of the LoRA adapters."""
 
     lora_alpha: PositiveFloat = 32.0
-    """LoRA scale: the adapters' output is multiplied by lora_alpha / lora_rank."""
+    """Scale of LoRA: the adapters' output is multiplied by lora_alpha / lora_rank."""
 
     lora_dropout: BelowOne = 0.0
-    """Dropout before the adapters, in [0, 1)."""
+    """Dropout before the adapters, from 0 to below 1."""
 
     lora_target_modules: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
     """Names of the linear layers that get an adapter."""
 
     save_every_steps: NonNegativeInt | None = None
-    """Steps between checkpoints; 0 = only at the end, null = so that no more than 30 minutes of work can be lost."""
+    """Steps between checkpoints. 0 = only at the end; null = often enough that at most 30 minutes of work
+    can be lost."""
 
     save_mode: Literal["sync", "async"] = "sync"
-    """`sync`: training waits until a checkpoint is on disk; `async`: until it is copied to host memory (divided among the ranks)."""
+    """`sync`: training waits until a checkpoint is on disk. `async`: it waits only until the checkpoint is
+    copied to host memory."""
 
     keep_last: PositiveInt = 2
-    """Checkpoints that are kept; older ones are removed after a newer one is complete."""
+    """Number of checkpoints to keep. An older one is removed when a newer one is complete."""
 
     keep_every_steps: NonNegativeInt = 0
-    """Checkpoints of steps that this divides are never removed; 0 = all rotate."""
+    """Never remove checkpoints of steps that are multiples of this number. 0 = keep none of them for that
+    reason."""
 
     resume: Literal["auto", "never"] = "auto"
-    """`auto` continues from <output_dir>/train/latest when there is one, on any ranks; `never` refuses to start there."""
+    """`auto` continues from the newest checkpoint in <output_dir>/train, on any number of ranks. `never`
+    refuses to start when there is one."""
 
     log_every_steps: PositiveInt = 1
-    """Steps between two lines of metrics.jsonl (and of the tracker)."""
+    """Steps between two lines of metrics.jsonl and of the tracker."""
 
     peak_tflops: NonNegativeFloat = 0.0
-    """TFLOP/s of one device in `dtype`, for the metric `mfu`; 0 = the data sheet's figure when the device is known, else no `mfu`."""
+    """TFLOP/s of one device in `dtype`, for the metric mfu. 0 = from the data sheet; unknown devices have
+    no mfu."""
 
     eval_every_steps: NonNegativeInt = 0
-    """Steps between two evaluations on held-out rows: loss by position, and passkeys; 0 = never."""
+    """Steps between evaluations on held-out text: loss by position, and passkeys. 0 = none."""
 
     eval_rows: PositiveInt = 8
-    """Held-out rows of data.context_length tokens per evaluation, over all ranks."""
+    """Held-out rows of data.context_length tokens in each evaluation, over all ranks."""
 
     eval_passkeys: NonNegativeInt = 0
-    """Passkey prompts per evaluation, of data.context_length tokens, at depths spread over them."""
+    """Passkey prompts in each evaluation, of data.context_length tokens. 0 = none."""
 
     tracker: Literal["none", "wandb", "tensorboard"] = "none"
-    """Where metrics go besides <output_dir>/train/metrics.jsonl: to Weights & Biases, or to <output_dir>/train/tensorboard."""
+    """Where metrics are logged in addition to <output_dir>/train/metrics.jsonl: Weights & Biases, or
+    TensorBoard files in <output_dir>/train/tensorboard."""
 
     wandb_project: str | None = None
-    """Project on wandb; null = the environment's WANDB_PROJECT, else pod-kv."""
+    """Project on wandb. null = the environment variable WANDB_PROJECT, else pod-kv."""
 
     wandb_entity: str | None = None
-    """User or team that the wandb run belongs to; null = wandb's default (WANDB_ENTITY, else your own account)."""
+    """User or team on wandb. null = the environment variable WANDB_ENTITY, else your own account."""
 
     wandb_run_name: str | None = None
-    """Name of the run on wandb; null = WANDB_NAME, else wandb invents one."""
+    """Name of the run on wandb. null = the environment variable WANDB_NAME, else a name that wandb
+    invents."""
 
     wandb_mode: Literal["offline", "online", "disabled"] | None = None
-    """`offline` writes a run folder for `wandb sync` and contacts no server; null = WANDB_MODE, else online."""
+    """`online` sends metrics to the server; `offline` writes a folder for `wandb sync`. null = the
+    environment variable WANDB_MODE, else online."""
 
     def __post_init__(self) -> None:
         """Settings that do not go together."""
@@ -267,19 +291,21 @@ class ExportArgs:
     """Section `export` of a recipe: `pod export`."""
 
     path: str | None = None
-    """Folder to write; null is <output_dir>/export. An existing one is replaced when the new one is complete."""
+    """Folder to write. null = <output_dir>/export. An existing folder is replaced when the new one is
+    complete."""
 
     checkpoint: str | None = None
-    """Checkpoint folder to export; null is the newest one, <output_dir>/train/latest."""
+    """Checkpoint folder to export, for example runs/demo/train/step-00000120. null = the newest one."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the exported weights; `auto` is the type that was trained in (its logits are exactly the trained ones)."""
+    """Type of the exported weights. auto = as trained, so that the logits are exactly the trained ones."""
 
     max_shard_size: str = "5GB"
-    """Largest safetensors file."""
+    """Size of the largest safetensors file, for example 5GB."""
 
     adapter: bool = False
-    """Write the LoRA adapters alone (peft's format, a few MB) in place of the whole model with the adapters merged into it."""
+    """Write only the LoRA adapters, a few MB in peft's format. false = the whole model with merged
+    adapters."""
 
 
 @section
@@ -287,72 +313,77 @@ class ExploreArgs:
     """Section `explore` of a recipe: `pod explore`."""
 
     algorithm: Literal["dp", "greedy"] = "dp"
-    """`dp`: the plan of least cost at `target_saving`; `greedy`: the paper's Algorithm 1 at `threshold` (with cost=similarity)."""
+    """`dp` finds the plan of least total cost at target_saving. `greedy` is the paper's Algorithm 1 at
+    threshold; it needs cost=similarity."""
 
     threshold: Share = 0.5
-    """Greedy only: similarity from which two layers may share, 0 to 1 (paper: 0.5)."""
+    """For greedy: similarity from which two layers may share, 0 to 1 (paper: 0.5)."""
 
     target_saving: BelowOne = 0.35
-    """Dp only: share of the KV cache bytes to save at `budget_length` tokens, 0 to below 1; followers save half of theirs at most.
-    Layers that were trained with windows do not count."""
+    """For dp: share of the cache's bytes to save at budget_length tokens, from 0 to below 1, for example
+    0.5. Pairs that follow save at most half of their bytes; windows and 4 bits save more."""
 
     budget_length: NonNegativeInt | None = None
-    """Dp only: tokens at which `target_saving` is meant; 0 = in the limit of long sequences (paper), empty = `sequence_length`."""
+    """For dp: length in tokens at which target_saving is measured. 0 = infinitely long sequences (paper);
+    null = sequence_length."""
 
     cost: Literal["projected", "similarity"] = "projected"
-    """What a role costs. `projected`: squared error behind the output projection relative to the residual stream, on text and on
-    repeated random tokens; needs sequences longer than the windows. `similarity`: the paper's, 1 - similarity of whole attention
-    rows, which can price followers only (roles=follow)."""
+    """How costs are measured. `projected`: how much the layer's output changes, relative to the residual
+    stream, on text and on repeated random tokens; sequences must be longer than the windows.
+    `similarity`: the paper's measure, 1 - similarity of attention rows, for roles=follow only."""
 
     roles: list[Literal["follow", "window"]] = field(default_factory=lambda: ["follow", "window"])
-    """What heads may do beside leading: `follow` a lower layer's attention to distant tokens (own values stay), or keep their
-    `window` (sinks and recent tokens, nothing else)."""
+    """What a head may do besides leading. `follow`: use a lower layer's attention to distant tokens, with
+    its own values. `window`: keep only the first and the recent tokens."""
 
     bits: list[int] = field(default_factory=lambda: [16])
-    """Projected only: bits in which a layer may hold the keys and values of every token: 16 (as the model computes), or 16 and 4
-    (packed as the cache method int4; the plan says which layers)."""
+    """With projected: bits in which layers may store keys and values. [16] = as computed; [16, 4] = the
+    plan may also pack layers into 4 bits, like the method int4."""
 
     align_heads: bool = True
-    """Projected and follow only: re-order the KV heads of every layer, and the query heads of a KV head, so that heads that fit each
-    other share (the model computes the same). The plan records the order."""
+    """With projected and follow: reorder the KV heads of each layer so that similar heads share. The model
+    computes the same; the plan records the order."""
 
     retrieval_sequences: NonNegativeInt = 2
-    """Projected only: sequences of random tokens, repeated four times, that are measured beside the text, which seldom needs heads
-    that find earlier copies; 0 = text alone."""
+    """With projected: sequences of random tokens, repeated four times, that are measured in addition to
+    the text. They find heads that copy earlier tokens, which text seldom shows. 0 = text only."""
 
     retrieval_weight: NonNegativeFloat = 1.0
-    """Projected only: weight of the cost on repeated tokens; that on text has weight 1. Both are in the same units."""
+    """With projected: weight of the cost on repeated tokens, relative to the cost on text."""
 
     loss_sequences: NonNegativeInt = 4
-    """Projected only: on how many of the num_sequences sequences, beside those of repeated tokens, the loss of the dense model and
-    of the chosen plan is measured; 0 = it is not."""
+    """With projected: number of sequences on which the loss of the model is measured, with and without the
+    plan. 0 = do not measure it."""
 
     sources: list[str] = field(default_factory=list)
-    """Where the long texts come from, as in data.sources; empty = the text that the prepared data holds out of training."""
+    """Texts to measure on, written as in data.sources. Empty = the text that `pod data` held out of
+    training."""
 
     num_sequences: PositiveInt = 64
-    """Sequences N to average over (paper: 1000)."""
+    """Number of texts to measure on (paper: 1000)."""
 
     sequence_length: PositiveInt = 8192
-    """Tokens n per sequence, more than the windows hold (paper: 32768)."""
+    """Tokens of each text; must be longer than the windows (paper: 32768)."""
 
     num_queries: PositiveInt = 16
-    """Last query positions q per sequence whose attention rows are compared (paper: 16)."""
+    """Last positions of each text whose attention is measured (paper: 16)."""
 
     heads: bool = False
-    """Search for retrieval heads (RazorAttention) instead of making a plan; short: `--heads`. Needs no text."""
+    """Search for retrieval heads (RazorAttention) and make no plan; same as `--heads`. Needs no text."""
 
     head_tokens: AtLeast2 = 2500
-    """Heads only: distinct random tokens K (paper: 2500), at most the model's context over `head_repeats`."""
+    """For heads: distinct random tokens (paper: 2500), at most the model's context / head_repeats."""
 
     head_repeats: AtLeast2 = 4
-    """Heads only: how often the K tokens are repeated (paper: 4)."""
+    """For heads: how often the tokens are repeated (paper: 4)."""
 
     induction_share: Share = 0.14
-    """Heads only: share of the query heads kept for their attention to what followed earlier copies of a token (paper: 0.14)."""
+    """For heads: share of the query heads to protect because they attend to what followed an earlier copy
+    of a token (paper: 0.14)."""
 
     echo_share: Share = 0.01
-    """Heads only: share of the query heads kept for their attention to earlier copies of a token (paper: 0.01)."""
+    """For heads: share of the query heads to protect because they attend to earlier copies of a token
+    (paper: 0.01)."""
 
     def __post_init__(self) -> None:
         if not self.roles or len(set(self.roles)) < len(self.roles):

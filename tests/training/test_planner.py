@@ -269,7 +269,7 @@ def test_ranks_of_a_dry_run_are_whole_numbers_from_one(option, value, capsys):
     assert parser.parse_args([option, "8"])
     with pytest.raises(SystemExit):
         parser.parse_args([f"{option}={value}"])
-    assert f"{option}: {value!r} is not a whole number of at least 1" in capsys.readouterr().err
+    assert f"{option}: {value!r} is not allowed: give a whole number of at least 1" in capsys.readouterr().err
 
 
 def test_the_table_says_what_a_kill_can_lose():

@@ -19,29 +19,31 @@ class SpeedOptions:
     """What `efficiency` measures besides decode speed, and how."""
 
     prefill_repeats: PositiveInt = 1
-    """timed readings of the prompt, interleaved between the methods: time to first token is their median"""
+    """How often the prompt is processed for each method; the median is the time to first token."""
 
     memory: bool = True
-    """peak memory of reading the prompt and of decoding, split into weights, keys and values by part, and activations; one more
-    reading of the prompt per method"""
+    """Also measure peak memory during the prompt and during decoding, divided into weights, parts of the
+    cache, and activations. Processes the prompt once more for each method."""
 
     max_batch: list[tuple[PositiveInt, PositiveInt]] = field(default_factory=list)
-    """pairs [prompt tokens, generated tokens] for which the largest batch that fits is searched (PoD Table 3, D2O Table 3)"""
+    """Pairs [prompt tokens, generated tokens] for which the largest batch that fits is searched, for
+    example [[2048, 8192]] (PoD Table 3, D2O Table 3)."""
 
     memory_limit_gib: PositiveFloat | None = None
-    """what weights, cache and activations may take in that search (GiB); null = until the GPU is full. Needed without a GPU"""
+    """GiB that weights, cache and activations may take in the search for the largest batch or prompt. null
+    = all memory of the GPU. Must be set on a CPU."""
 
     max_batch_rows: PositiveInt = 256
-    """the search stops at so many rows"""
+    """The search for the largest batch stops at this many sequences."""
 
     longest_prompt: NonNegativeInt = 0
-    """the longest prompt that fits is searched in steps of so many tokens (IMDC Table 1); 0 = it is not"""
+    """Search for the longest prompt that fits, in steps of this many tokens (IMDC Table 1). 0 = do not."""
 
     longest_prompt_tokens: PositiveInt = 4_194_304
-    """the search stops at so many tokens"""
+    """The search for the longest prompt stops at this many tokens."""
 
     throughput: bool = True
-    """generated tokens per second at the largest batch, in one more run of it"""
+    """Also measure generated tokens per second at the largest batch, in one more run."""
 
     @property
     def memory_limit(self) -> int | None:

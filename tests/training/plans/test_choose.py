@@ -437,7 +437,7 @@ def test_dry_run_names_the_cost(overrides, capsys):
         sections=("model", "explore"),
         estimate=explore.estimate,
         add_arguments=explore.add_arguments,
-        argv=[*argv, "--roles", "window", "--dry-run"],
+        argv=[*argv, "--roles", "window", "--dry-run", "--print-config"],
     )
     printed = capsys.readouterr().out
     assert "roles: [window]" in printed

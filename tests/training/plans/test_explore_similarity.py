@@ -147,7 +147,16 @@ def test_bad_input_is_one_line_and_writes_no_plan(explore_refused, overrides, ch
 
 def test_shorthands_and_dry_run(overrides, capsys):
     argv = [part for override in overrides for part in ("--set", override)]
-    argv += ["--algorithm", "greedy", "--threshold", "0.42", "--target-saving", "0.1", "--dry-run"]
+    argv += [
+        "--algorithm",
+        "greedy",
+        "--threshold",
+        "0.42",
+        "--target-saving",
+        "0.1",
+        "--dry-run",
+        "--print-config",
+    ]
     run(
         explore.main,
         sections=("model", "explore"),
