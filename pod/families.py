@@ -145,7 +145,8 @@ def stored_names(name: str, have: Container[str], config: Any) -> list[str]:
         names = [f"{head}{layer}.{one.format(i)}" for i in experts for one in theirs]
         if names[0] in have:
             return names
-    inside = f"language_model.{name}", f"model.language_model.{name.removeprefix('model.')}"
+    bare = name.removeprefix("model.")  # as the decoder without its head is saved
+    inside = f"language_model.{name}", f"model.language_model.{bare}", bare
     return [next((one for one in inside if one in have and name not in have), name)]
 
 

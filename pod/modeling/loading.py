@@ -9,9 +9,17 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 from pod.families import OTHER_PARTS, fields_of, read_weight, stored_names
+from pod.modeling.checkpoints import EMBEDDING, HEAD, has_own_head
 from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM, PodModel
@@ -58,10 +66,15 @@ def from_dense(source: PreTrainedModel, config: PodConfig, owned: bool = False) 
     Heads move to ``config.head_order`` from the order of the source, a layer at a time: into new tensors, and with ``owned``
     those of the source go as they are replaced. For a ``cla`` layout the key and value weights of a lead start as the mean over the layers of its block.
 
+    An output projection of its own is kept, and ``config`` says so afterwards, whatever it said of tied embeddings.
+
     Raises:
         ValueError: parameters that are missing, unexpected or of another shape.
     """
-    model, state = empty_model(config), source.state_dict()
+    state = source.state_dict()
+    if has_own_head(state, state.__getitem__, config):
+        config.tie_word_embeddings = False
+    model = empty_model(config)
     now = getattr(source.config, "head_order", None)
     expected = model.state_dict()
     check_fit({name: weight.shape for name, weight in state.items()}, config, model)
@@ -70,11 +83,20 @@ def from_dense(source: PreTrainedModel, config: PodConfig, owned: bool = False) 
         if owned and name in state and made is not state[name]:
             source.get_parameter(name).data = made
         expected[name] = state[name] = made
+    if not config.tie_word_embeddings and expected[HEAD].data_ptr() == expected[EMBEDDING].data_ptr():
+        expected[HEAD] = expected[HEAD].clone()  # two weights, as the configuration says
     model.load_state_dict(expected, assign=True)
     model.tie_weights()
     if source.generation_config is not None:
-        model.generation_config = source.generation_config
+        model.generation_config = caching(source.generation_config)
     return model
+
+
+def caching(generation_config: GenerationConfig) -> GenerationConfig:
+    """The same with ``use_cache``: what trained with activation checkpointing says no, and it is for training."""
+    changed = copy.deepcopy(generation_config)
+    changed.use_cache = True
+    return changed
 
 
 def empty_model(config: PodConfig) -> PodForCausalLM:
@@ -108,11 +130,12 @@ def _refuse(found: Mapping[str, Iterable[Any]]) -> None:
 def sources_of(name: str, have: Container[str], config: PodConfig) -> list[str]:
     """The weights of a checkpoint that has the names ``have`` of which the model's weight ``name`` is made.
 
-    One but for keys and values of a ``cla`` layout, whose lead starts from all layers of its block; a tied output projection that
-    is not stored is the embedding.
+    One but for keys and values of a ``cla`` layout, whose lead starts from all layers of its block; where output projection and
+    embedding are tied and one of them is not stored, it is the other.
     """
-    if name == "lm_head.weight" and config.tie_word_embeddings and name not in have:
-        return ["model.embed_tokens.weight"]
+    if config.tie_word_embeddings and name in (HEAD, EMBEDDING):
+        stored = [one for one in (EMBEDDING, HEAD) if stored_names(one, have, config)[0] in have]
+        return [name] if name in stored else stored or [EMBEDDING]
     found = re.fullmatch(r"model\.layers\.(\d+)\.(self_attn\.[kv]_.*)", name)
     if config.layout != "cla" or found is None:
         return [name]
@@ -231,7 +254,7 @@ def target_config(
         )
     # another layout than the checkpoint's leaves its plan and windows behind
     fresh: dict[str, Any] = {**plan_fields(None), "num_sink_tokens": None, "num_recent_tokens": None}
-    return PodConfig(**(source.to_dict() | ({} if stays else fresh) | changes))
+    return PodConfig(**(source.to_dict() | ({} if stays else fresh) | changes | {"use_cache": True}))
 
 
 def _read_config(source: str, **places: Any) -> Any:

@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from worker_start import CASES
 
 import pod
-from pod.training.run.start_weights import hollow_model, weight_files
+from pod.modeling.checkpoints import weight_files
+from pod.training.run.start_weights import hollow_model
 
 
 @pytest.mark.multiprocess

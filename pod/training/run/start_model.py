@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
-from pod.modeling.loading import target_config
+from pod.modeling.checkpoints import has_own_head, weight_files
+from pod.modeling.loading import caching, target_config
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.models import KNOWN_SIZES, PACKAGE, ModelArgs, resolve_model
 from pod.training.run.longer_context import extend
+from pod.training.run.mesh import from_rank_0
 from pod.training.run.start_weights import StartWeights, hollow_model, weight_reader
 
 Plan = SharingPlan | str | Path | None
@@ -26,13 +28,24 @@ def hollow_start_model(
     The master weights of a run in bfloat16 are made from bfloat16."""
     path, source = resolve_model(model_args.path), source_config(model_args)[0]
     config = start_config(model_args, plan, source)
+    if from_rank_0(lambda: has_head_of_its_own(model_args, config)):
+        config.tie_word_embeddings = False
     kind = config.dtype = getattr(torch, dtype)
     model = hollow_model(config, kind)
     with contextlib.suppress(OSError):  # most checkpoints have none of their own
-        model.generation_config = GenerationConfig.from_pretrained(path)
+        model.generation_config = caching(GenerationConfig.from_pretrained(path))
     # means of weights are taken before they are rounded
     read_as = torch.float32 if config.layout == "cla" else kind
     return model, StartWeights(model, partial(weight_reader, path, config, read_as, model_args.gguf_file))
+
+
+def has_head_of_its_own(model_args: ModelArgs, config: Any, **places: Any) -> bool:
+    """Whether the checkpoint's files hold an output projection that differs from the embedding to which `config`
+    ties it; `places` and errors as in `weight_files`."""
+    if model_args.gguf_file is not None or not config.tie_word_embeddings:
+        return False  # the configuration of a GGUF file is made from its weights
+    files = weight_files(resolve_model(model_args.path), **places)
+    return files is not None and has_own_head(*files, config)
 
 
 def load_start_model(model_args: ModelArgs, plan: Plan, dtype: str = "float32") -> PodForCausalLM:
@@ -89,6 +102,8 @@ def model_config(
     if model_args.layout == "pod" and plan is None and not own and target_saving is not None:
         plan = stand_in_plan(source.num_hidden_layers, source.num_key_value_heads, target_saving)
     config = start_config(model_args, plan, source)
+    if has_head_of_its_own(model_args, config, local_files_only=True):  # nothing is downloaded for an estimate
+        config.tie_word_embeddings = False
     return config, plan or config.sharing_plan
 
 

@@ -4,28 +4,17 @@ A model is built without values (`hollow_model`): every weight has its shape and
 loss are put around it as around any other; `bridge.place_weights` then fills and divides it weight by weight.
 """
 
-import contextlib
-import os
 from collections.abc import Callable
-from functools import lru_cache, partial
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from pod.modeling.checkpoints import Reader, weight_files
 from pod.modeling.loading import check_fit, empty_model, load_model, made_weight
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.training.checkpoint.identity import Samples, sample_of
-
-Reader = Callable[[str], Tensor]
-"""A weight by its name; it may lie in mapped pages of a file: copy it, never write to it."""
-
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_IGNORED = "rotary_emb.inv_freq"
-"""Old checkpoints hold tables that are computed today."""
 
 
 def hollow_model(config: PodConfig, dtype: torch.dtype) -> PodForCausalLM:
@@ -38,11 +27,11 @@ def hollow_model(config: PodConfig, dtype: torch.dtype) -> PodForCausalLM:
 
 
 def weight_reader(path: str, config: PodConfig, dtype: torch.dtype, gguf_file: str | None = None) -> Reader:
-    """Reads the weights of a model with `config` from a checkpoint, in `dtype`: one at a time from safetensors files, or all. ValueError or
+    """Reads the weights of a model with `config` from a checkpoint, in `dtype`: one at a time from its files, or all of a GGUF file. ValueError or
     OSError for a checkpoint that cannot be read, or does not fit."""
     files = None if gguf_file else weight_files(path)
     if files is None:
-        print(f"note: {path} has no safetensors files: one rank loads it whole", flush=True)
+        print(f"note: {gguf_file or path} is no file of single weights: one rank loads it whole", flush=True)
         whole = load_model(path, dtype=dtype, gguf_file=gguf_file)
         state, order = whole.state_dict(), whole.config.head_order
         shapes, read = {name: tuple(weight.shape) for name, weight in state.items()}, state.__getitem__
@@ -51,30 +40,6 @@ def weight_reader(path: str, config: PodConfig, dtype: torch.dtype, gguf_file: s
         order = PreTrainedConfig.get_config_dict(path)[0].get("head_order")
     check_fit(shapes, config, empty_model(config))
     return lambda name: made_weight(name, lambda one: read(one).to(dtype), shapes, config, order)
-
-
-def weight_files(source: str | os.PathLike) -> tuple[dict[str, tuple[int, ...]], Reader] | None:
-    """Shapes by the names in the safetensors files of a folder or hub id, and what reads a weight of them; None without such files."""
-    opened = lru_cache(maxsize=1)(partial(safe_open, framework="pt"))  # pages of one file stay mapped
-    place: dict[str, str] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in _files(source):
-        for name in opened(file).keys():  # noqa: SIM118  not a dictionary
-            if not name.endswith(_IGNORED):
-                place[name], shapes[name] = file, tuple(opened(file).get_slice(name).get_shape())
-    return (shapes, lambda name: opened(place[name]).get_tensor(name)) if place else None
-
-
-def _files(source: str | os.PathLike) -> list[str]:
-    for name in (_INDEX, _SINGLE):
-        found = None
-        with contextlib.suppress(OSError):  # no such file, or no such model
-            found = cached_file(source, name)
-        if found is not None and name == _INDEX:
-            return list(get_checkpoint_shard_files(str(source), found)[0] or ())
-        if found is not None:
-            return [found]
-    return []
 
 
 class StartWeights:

@@ -1,0 +1,172 @@
+"""What the files of a checkpoint hold, whatever its configuration says: names, shapes, one weight at a time."""
+
+import contextlib
+import json
+import os
+import zipfile
+from collections.abc import Callable, Container, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from pod.families import stored_names
+
+Reader = Callable[[str], Tensor]
+"""A weight by its name; it may lie in mapped pages of a file: copy it, never write to it."""
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+"""Where weights are looked for, in the order of transformers."""
+_IGNORED = "rotary_emb.inv_freq"
+"""Old checkpoints hold tables that are computed today."""
+_ROWS_AT_A_TIME = 16_384  # of two matrices that are compared
+_FLOATING = ("F", "BF")
+"""How the names of floating-point types begin in safetensors files."""
+
+
+class SafetensorsFile:
+    """Names, shapes and weights of a ``.safetensors`` file, whose pages are mapped."""
+
+    def __init__(self, file: str):
+        self._opened = safe_open(file, framework="pt")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        names = self._opened.keys()
+        return {name: tuple(self._opened.get_slice(name).get_shape()) for name in names}
+
+    def is_floating(self, name: str) -> bool:
+        return self._opened.get_slice(name).get_dtype().startswith(_FLOATING)
+
+    def read(self, name: str) -> Tensor:
+        return self._opened.get_tensor(name)
+
+
+class TorchFile:
+    """The same of a ``.bin`` file of ``torch.save``; only weights are read, never code."""
+
+    def __init__(self, file: str):
+        mapped = zipfile.is_zipfile(file)  # files of torch before 1.6 are read whole
+        self._weights = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(weight.shape) for name, weight in self._weights.items()}
+
+    def is_floating(self, name: str) -> bool:
+        return self._weights[name].is_floating_point()
+
+    def read(self, name: str) -> Tensor:
+        return self._weights[name]
+
+
+def weight_files(
+    source: str | os.PathLike, **places: Any
+) -> tuple[dict[str, tuple[int, ...]], Reader] | None:
+    """Shapes by the names in the weight files of a folder or hub id, and what reads a weight of them.
+
+    Args:
+        places: of ``cached_file`` of transformers: ``revision``, ``token``, ``cache_dir``, ``local_files_only``.
+
+    Returns:
+        None where there are no such files (a GGUF file, or a model that is not on this machine).
+
+    Raises:
+        ValueError: a file that is missing or cannot be read, weights that are no floating-point numbers, and a
+            name with different weights in two files.
+    """
+    opened = lru_cache(maxsize=1)(_open)  # pages of one file stay mapped
+    place: dict[str, str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _files(source, places):
+        for name, shape in opened(file).shapes().items():
+            if name.endswith(_IGNORED):
+                continue
+            if not opened(file).is_floating(name):
+                raise ValueError(
+                    f"{name} in {file} is no floating-point weight: the checkpoint is quantized, load the one that "
+                    "it was made from"
+                )
+            if name in place:
+                _check_same(name, opened(place[name]).read(name), opened(file).read(name), place[name], file)
+            place[name], shapes[name] = file, shape
+    return (shapes, lambda name: opened(place[name]).read(name)) if place else None
+
+
+def _check_same(name: str, first: Tensor, second: Tensor, *files: str) -> None:
+    if not same_values(first, second):
+        names = " and ".join(Path(file).name for file in files)
+        raise ValueError(
+            f"{name} stands in {names} with different values: remove the file that is left from another save"
+        )
+
+
+def _open(file: str) -> SafetensorsFile | TorchFile:
+    if not Path(file).is_file():
+        raise ValueError(
+            f"{file} is named by the checkpoint's index and is not there: copy or download it again"
+        )
+    try:
+        return SafetensorsFile(file) if file.endswith(".safetensors") else TorchFile(file)
+    except (SafetensorError, RuntimeError, EOFError, OSError) as error:
+        raise ValueError(
+            f"{file} cannot be read ({str(error).splitlines()[0]}): copy or download it again"
+        ) from error
+
+
+def _files(source: str | os.PathLike, places: Mapping[str, Any]) -> list[str]:
+    for name in _FILES:
+        found = None
+        with contextlib.suppress(OSError):  # no such file, or no such model
+            found = cached_file(source, name, **places)
+        if found is not None and name.endswith(".json"):
+            return _shards(source, found, places)
+        if found is not None:
+            return [found]
+    return []
+
+
+def _shards(source: str | os.PathLike, index: str, places: Mapping[str, Any]) -> list[str]:
+    try:
+        return sorted(get_checkpoint_shard_files(str(source), index, **places)[0] or ())
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{index} is no index of weights (it needs metadata and weight_map): copy or download it again"
+        ) from error
+
+
+def same_values(first: Tensor, second: Tensor) -> bool:
+    """Whether two weights are equal, compared in parts: two of 2 GB need not be in memory at once."""
+    if first.shape != second.shape:
+        return False
+    if first.data_ptr() == second.data_ptr() and first.stride() == second.stride():
+        return True
+    parts = zip(first.split(_ROWS_AT_A_TIME), second.split(_ROWS_AT_A_TIME), strict=True)
+    return all(torch.equal(one, other.to(one)) for one, other in parts)
+
+
+def has_own_head(have: Container[str], read: Reader, config: Any) -> bool:
+    """Whether a checkpoint whose configuration ties the output projection to the embedding holds another one.
+
+    What is stored wins over ``tie_word_embeddings``, as in transformers: a head of its own is what remains of an
+    adapter with ``modules_to_save=["lm_head"]``, or of a training that had the two apart.
+
+    Args:
+        have: names of the weights; ``read(name)`` gives one.
+    """
+    if not config.tie_word_embeddings:
+        return False
+    head, embedding = (stored_names(name, have, config)[0] for name in (HEAD, EMBEDDING))
+    if head not in have or embedding not in have:
+        return False
+    first, second = read(head), read(embedding)
+    return "meta" not in (first.device.type, second.device.type) and not same_values(first, second)
+
