@@ -169,4 +169,3 @@ def has_own_head(have: Container[str], read: Reader, config: Any) -> bool:
         return False
     first, second = read(head), read(embedding)
     return "meta" not in (first.device.type, second.device.type) and not same_values(first, second)
-

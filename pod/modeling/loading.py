@@ -1,6 +1,7 @@
 """Loading: a checkpoint of one of the families, or a PoD export, into the one decoder; with heads in another order."""
 
 import copy
+import inspect
 import os
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -18,8 +19,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from pod.families import OTHER_PARTS, fields_of, read_weight, stored_names
-from pod.modeling.checkpoints import EMBEDDING, HEAD, has_own_head
+from pod.families import FAMILIES, OTHER_PARTS, fields_of, read_weight, stored_names
+from pod.modeling.checkpoints import EMBEDDING, HEAD, has_own_head, weight_files
+from pod.modeling.load_options import LoadOptions, load_options
 from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM, PodModel
@@ -35,9 +37,6 @@ _PROJECTION = re.compile(
 )
 Order = Sequence[Sequence[int]]
 """``[L][Hq]``: which query head of the original weights stands at each place, as ``SharingPlan.head_order``."""
-
-_PLACES = {"cache_dir", "device_map", "gguf_file", "local_files_only", "revision", "token"}
-"""Where a checkpoint is and where to, as ``from_pretrained`` of transformers takes it."""
 
 
 def convert_config(source: Any, **changes: Any) -> PodConfig:
@@ -169,7 +168,7 @@ def load_model(
     attention_backend: str = "auto",
     device: torch.device | str | None = None,
     layout: str | None = None,
-    **places: Any,
+    **others: Any,
 ) -> PodForCausalLM:
     """Load a dense checkpoint or a PoD export, in evaluation mode.
 
@@ -182,44 +181,65 @@ def load_model(
             plan's are a warning.
         dtype: of the weights; None and ``"auto"`` keep the checkpoint's.
         attention_backend: ``auto`` or a registered name.
-        device: where to put the model; None = where it is read to: the CPU, or as ``device_map`` says.
+        device: where to put the model; None = the CPU, or where a model in memory is.
         layout: ``pod``, ``cla`` or ``window``, see ``PodConfig``; None keeps the checkpoint's (``pod`` for stock ones).
             Another layout than the checkpoint's is where training starts, with the checkpoint's plan and windows left
             behind; a ``cla`` model starts from the mean key and value weights of each block of layers. ``dense`` is
             ``pod`` without sharing, whatever plan the checkpoint has.
-        places: of ``_PLACES``; a ``device_map`` names one device, ``gguf_file`` a GGUF file inside ``source``.
+        others: ``cache_dir``, ``local_files_only``, ``revision`` and ``token`` as in transformers, ``gguf_file`` a GGUF
+            file inside ``source``; ``torch_dtype`` is ``dtype``; ``device_map`` names one device, to which weights are read
+            straight away; ``attn_implementation`` is a backend (``sdpa``: auto, ``eager``: reference, ``flash_attention_2``:
+            flash). ``trust_remote_code`` is taken and changes nothing: code of this package runs, never a checkpoint's.
+
+    What the files hold wins over the configuration where the two can be reconciled: an output projection that differs from
+    the embedding stays its own, whatever ``tie_word_embeddings`` says. The model caches, whatever ``use_cache`` says.
 
     Raises:
-        ValueError: families, keys, plans or layouts that do not fit, several devices, quantization; the message says what would.
+        ValueError: names, families, keys, plans or layouts that do not fit, several devices, quantization, files that
+            contradict each other or the configuration; the message says what would fit.
     """
-    places = {name: value for name, value in places.items() if value is not None}
-    if unknown := sorted(places.keys() - _PLACES):
-        said = f"load_model does not take {', '.join(unknown)}: beside its own arguments it takes {', '.join(sorted(_PLACES))}"
-        raise ValueError(f"{said} (weights stay whole, 'pod+int4' packs caches)")
+    options = load_options(dtype, attention_backend, device, others, _OWN_NAMES)
     plan = plan if plan is None or isinstance(plan, SharingPlan) else SharingPlan.load(plan)
-    wishes: dict[str, Any] = {"plan": plan, "layout": layout, "attention_backend": attention_backend}
+    wishes: dict[str, Any] = {"plan": plan, "layout": layout, "attention_backend": options.attention_backend}
     windows: dict[str, Any] = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
     wishes |= windows if plan is None else plan.choose_windows(**windows)
-    kind: Any = None if dtype in (None, "auto") else getattr(torch, str(dtype).removeprefix("torch."), dtype)
-    if not isinstance(kind, torch.dtype | None):
-        raise ValueError(f"dtype = {dtype!r} is no type of torch: name one as 'bfloat16', or 'auto'")
     if isinstance(source, PreTrainedModel):
-        if places:
-            raise ValueError(f"the model is in memory already: leave {', '.join(places)} out")
-        dense: Any = source if kind in (None, source.dtype) else copy.deepcopy(source).to(dtype=kind)  # type: ignore[call-arg]
+        dense = _in_memory(source, options)
     else:
         source = resolve_model(source)
-        target_config(_read_config(source, **places), **wishes)  # refused before weights are read
-        places |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-        dense, about = _read(AutoModelForCausalLM, source, dtype=kind or "auto", **places)
-        # transformers would draw them at random, or drop them
-        _refuse({what: about[f"{what}_keys"] for what in ("missing", "unexpected", "mismatched")})
-        if len(set(getattr(dense, "hf_device_map", {"": 0}).values())) > 1:
-            raise ValueError(f"device_map = {places['device_map']!r}: name one device for all, as 'cuda:0'")
+        target_config(_read_config(source, **options.places), **wishes)  # refused before weights are read
+        dense = _from_files(source, options)
     config = target_config(dense.config, **wishes)
     config.dtype = dense.dtype
     model: Any = from_dense(dense, config, owned=dense is not source)
-    return model.to(device=dense.device if device is None else device).eval()
+    return model.to(device=dense.device if options.device is None else options.device).eval()
+
+
+_OWN_NAMES = frozenset(inspect.signature(load_model).parameters) - {"others"}
+
+
+def _in_memory(source: PreTrainedModel, options: LoadOptions) -> Any:
+    """The model itself, or a copy in another type."""
+    if options.places:
+        raise ValueError(f"the model is in memory already: leave {', '.join(options.places)} out")
+    if options.dtype in (None, source.dtype):
+        return source
+    return copy.deepcopy(source).to(dtype=options.dtype)  # type: ignore[call-arg]
+
+
+def _from_files(source: str, options: LoadOptions) -> Any:
+    """The stock model of a folder or hub id with all of its weights."""
+    if os.path.isdir(source) and "gguf_file" not in options.places:
+        weight_files(source)  # refuses files that contradict each other
+    reading: dict[str, Any] = {**options.places, "dtype": options.dtype or "auto"}
+    if options.is_read_there:
+        reading["device_map"] = {"": options.device}
+    dense, about = _read(
+        AutoModelForCausalLM, source, ignore_mismatched_sizes=True, output_loading_info=True, **reading
+    )
+    # transformers would draw them at random, or drop them
+    _refuse({what: about[f"{what}_keys"] for what in ("missing", "unexpected", "mismatched")})
+    return dense
 
 
 def target_config(
@@ -258,7 +278,16 @@ def target_config(
 
 
 def _read_config(source: str, **places: Any) -> Any:
-    config = _read(AutoConfig, source, **places)
+    try:
+        config = _read(AutoConfig, source, trust_remote_code=False, **places)
+    except ValueError as error:  # of transformers in several lines, as for code of a checkpoint's own
+        first, *more = str(error).splitlines()
+        if not more and "custom code" not in first:
+            raise
+        reason = "it needs code of its own" if "custom code" in first else first.rstrip(". ")
+        raise ValueError(
+            f"cannot load a model from {source}: {reason}; supported are the families {', '.join(FAMILIES)}"
+        ) from error
     if quantized := getattr(config, "quantization_config", None):
         raise ValueError(f"{source} is quantized ({quantized}): load the checkpoint that it was made from")
     return config

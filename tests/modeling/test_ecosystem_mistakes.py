@@ -151,7 +151,7 @@ def test_weights_that_are_not_in_the_files_are_never_drawn(tools, tmp_path):
         assert re.search(f"checkpoint does not fit: {says}", complaint(pod.load_model, tmp_path))
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
-    assert f"cannot load a model from {tmp_path}: Error while" in complaint(pod.load_model, tmp_path)
+    assert f"{file} cannot be read (" in complaint(pod.load_model, tmp_path)
     file.unlink()
     assert f"cannot load a model from {tmp_path}: Error no file" in complaint(pod.load_model, tmp_path)
     angles = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # of old files; no weight
@@ -174,8 +174,6 @@ def test_names_of_types_devices_and_packages(tools, tmp_path):
         with pytest.raises((RuntimeError, AssertionError)):
             pod.load_model(tmp_path, device=0)
     assert pod.load_model("package:tiny").config.vocab_size == len(pod.load_tokenizer("package:tiny"))
-    said = complaint(pod.load_model, tmp_path, attn_implementation="sdpa")
-    assert said.startswith("load_model does not take attn_implementation: beside its own arguments it takes")
 
 
 AUTO = """

@@ -204,8 +204,11 @@ def test_quantized_weights_are_refused_before_any_is_read(folder, monkeypatch, t
 
 
 def test_what_load_model_does_not_take_is_named(folder, tools):
-    assert "num_recent_token:" in complaint(folder, num_recent_token=4)
-    assert "max_memory, tp_plan:" in complaint(folder, tp_plan="auto", max_memory={0: "1GB"})
+    said = complaint(folder, num_recent_token=4)
+    assert said.endswith("take num_recent_token; num_recent_token: did you mean num_recent_tokens?")
+    said = complaint(folder, tp_plan="auto", max_memory={0: "1GB"})
+    assert "not take max_memory, tp_plan; max_memory: a model stands on one device" in said
+    assert "it takes attention_backend, attn_implementation, cache_dir" in complaint(folder, xyzzy=1)
     said = complaint(tools.make_stock(), revision="main", token="x")
     assert "revision, token" in said and "in memory" in said
 

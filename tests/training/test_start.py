@@ -21,6 +21,7 @@ def test_placed_weights_train_the_same_bits_as_whole_models(start_results, case)
         placed, whole = (start_results[f"{case}_rank{rank}"][way] for way in ("placed", "whole"))
         assert placed == whole
         assert placed["generation"] == [88, 87], "the checkpoint's own generation configuration is kept"
+        assert ("lm_head.weight" in placed["names"]) == (case in ("untied", "own_head"))
     assert placed["losses"][-1] < placed["losses"][0]
 
 

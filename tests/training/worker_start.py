@@ -1,5 +1,7 @@
 """Weights that rank 0 reads one at a time against whole models on every rank, and one rank's trouble. `worker_start.py OUT`."""
 
+import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,11 +21,12 @@ CASES: dict[str, tuple[dict, dict]] = {
     "cla_lora": ({"layout": "cla"}, {"zero_stage": 3, **LORA}),
     "window": ({"layout": "window", "num_sink_tokens": 0}, {"zero_stage": 3, "offload_parameters": "cpu"}),
     "untied": ({"layout": "pod"}, {"zero_stage": 3, "dtype": "float32"}),
+    "own_head": ({"layout": "pod"}, {"zero_stage": 3, "dtype": "float32"}),
 }
 
 
 def checkpoint_of(name: str, out: Path) -> Path:
-    return out / ("untied" if name == "untied" else "start")
+    return out / (name if name in ("untied", "own_head") else "start")
 
 
 def model_args(name: str, out: Path):
@@ -79,6 +82,7 @@ def train(name: str, out: Path) -> None:
         trainer = Trainer(args, model, data, mesh, out / f"{name}-{way}", weights=weights)
         results[way] = {"losses": [trainer.step()["loss"] for _ in range(STEPS)]}
         results[way] |= {"hash": optimizer_hash(trainer), "identity": trainer.state.identity}
+        results[way]["names"] = [name for name, _ in model.named_parameters()]
         results[way]["generation"] = model.generation_config.to_diff_dict().get("eos_token_id")
         trainer.batches.close()
     tiny.write_result(out, f"{name}_rank{mesh.rank}", results)
@@ -121,6 +125,9 @@ def main(out: Path) -> None:
         stock.save_pretrained(out / name, max_shard_size="20KB")
         pod.SharingPlan(lead=tiny.plan_rows(), head_order=order).save(out / name / "plan.json")
     assert len(list((out / "start").glob("*.safetensors"))) > 3
+    shutil.copytree(out / "untied", out / "own_head")  # whose configuration says that it has none
+    config = json.loads((out / "own_head" / "config.json").read_text())
+    (out / "own_head" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     for name in CASES:
         tiny.run_ranks(2, train, name, out)
     tiny.run_ranks(2, damaged, out)

@@ -36,8 +36,19 @@ class PodGenerationMixin(GenerationMixin):
     config: PodConfig
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """See transformers; ``ImportError`` when the installed version does not call what is supplied here."""
+        """See transformers. A cache that is given is used, whatever ``use_cache`` of a configuration says.
+
+        Raises:
+            ImportError: the installed version does not call what is supplied here.
+            ValueError: ``use_cache=False`` beside a cache, and what cannot go on behind a cache.
+        """
         check_hooks()
+        if kwargs.get("past_key_values") is not None:
+            if kwargs.get("use_cache") is False:
+                raise ValueError(
+                    "generate() got past_key_values and use_cache=False: leave one of both out (a cache in hand is used)"
+                )
+            kwargs["use_cache"] = True
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def generate_batch(self, *args: Any, **kwargs: Any):

@@ -164,9 +164,20 @@ class PodPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """See transformers; the folder has this code too, which auto classes load with ``trust_remote_code``. It adds its own class."""
+        """See transformers; the folder has this code too, which auto classes load with ``trust_remote_code``. It adds its own class.
+
+        What is saved caches, also where training with activation checkpointing has set ``use_cache`` to False.
+        """
         self.config.auto_map = {"AutoConfig": "config.PodConfig", "AutoModel": "llama.PodModel"}
-        super().save_pretrained(*args, **kwargs)
+        configs = [one for one in (self.config, getattr(self, "generation_config", None)) if one is not None]
+        before = [one.use_cache for one in configs]
+        for config in configs:
+            config.use_cache = True
+        try:
+            super().save_pretrained(*args, **kwargs)
+        finally:
+            for config, use_cache in zip(configs, before, strict=True):
+                config.use_cache = use_cache
 
     def _check_and_adjust_attn_implementation(self, asked: str | None, *args: Any, **kwargs: Any) -> str:
         if asked not in (None, *_STOCK_BACKENDS):

@@ -67,7 +67,9 @@ def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> None:
         record_collectives(folder)
     timeout_s = group_timeout_s(how)
     join_ranks(timeout_s)
-    agree(config, folder, {"the plan": sha256_of(plan.lead), "the data": sha256_of(dataset.manifest)})
+    facts = {"the plan": sha256_of(plan.lead), "the data": sha256_of(dataset.manifest)}
+    facts["the model's output head"] = "tied" if planned.tie_word_embeddings else "its own"
+    agree(config, folder, facts)
     note_neighbours()
     fit = agree_on_layout(fit, how)
     args = fit.job.args

@@ -44,6 +44,8 @@ def has_head_of_its_own(model_args: ModelArgs, config: Any, **places: Any) -> bo
     ties it; `places` and errors as in `weight_files`."""
     if model_args.gguf_file is not None or not config.tie_word_embeddings:
         return False  # the configuration of a GGUF file is made from its weights
+    if model_args.path.startswith(PACKAGE):
+        return False  # written by this project, at a cost
     files = weight_files(resolve_model(model_args.path), **places)
     return files is not None and has_own_head(*files, config)
 
@@ -102,7 +104,9 @@ def model_config(
     if model_args.layout == "pod" and plan is None and not own and target_saving is not None:
         plan = stand_in_plan(source.num_hidden_layers, source.num_key_value_heads, target_saving)
     config = start_config(model_args, plan, source)
-    if has_head_of_its_own(model_args, config, local_files_only=True):  # nothing is downloaded for an estimate
+    if has_head_of_its_own(
+        model_args, config, local_files_only=True
+    ):  # nothing is downloaded for an estimate
         config.tie_word_embeddings = False
     return config, plan or config.sharing_plan
 

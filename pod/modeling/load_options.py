@@ -1,0 +1,146 @@
+"""The arguments of ``load_model`` that go by transformers' names: what each is here, or why it is none."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+PLACES = frozenset({"cache_dir", "gguf_file", "local_files_only", "revision", "token"})
+"""Where a checkpoint is, as ``from_pretrained`` of transformers takes it."""
+ATTENTION = {"eager": "reference", "flash_attention_2": "flash", "sdpa": "auto"}
+"""Our backend for an ``attn_implementation``."""
+_WITHOUT_EFFECT = frozenset({"low_cpu_mem_usage", "trust_remote_code", "use_safetensors"})
+"""Taken, and true of every load: weights are mapped, and only code of this package runs."""
+_TRANSLATED = frozenset({"attn_implementation", "device_map", "torch_dtype"})
+_REASONS = {
+    "load_in_4bit": "weights stay whole here, 'pod+int4' packs caches",
+    "load_in_8bit": "weights stay whole here, 'pod+int4' packs caches",
+    "quantization_config": "weights stay whole here, 'pod+int4' packs caches",
+    "max_memory": "a model stands on one device: name it as device='cuda:0'",
+    "offload_folder": "a model stands on one device: name it as device='cuda:0'",
+    "tp_plan": "a model stands on one device: name it as device='cuda:0'",
+    "subfolder": "name the folder itself as the source",
+    "use_cache": "a model caches, and forward and generate() take use_cache",
+    "config": "the configuration is the checkpoint's, set what plan, layout and windows change by their names",
+}
+_WHOLE_MODEL_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+class LoadOptions(NamedTuple):
+    """Arguments of ``load_model`` in our own words.
+
+    Attributes:
+        dtype: of the weights; None = the checkpoint's.
+        device: where the model ends; None = where it is.
+        is_read_there: whether weights are read straight to that device (a ``device_map``).
+        places: those of ``PLACES`` that were given.
+    """
+
+    dtype: torch.dtype | None
+    attention_backend: str
+    device: Any
+    is_read_there: bool
+    places: dict[str, Any]
+
+
+def load_options(
+    dtype: Any, attention_backend: str, device: Any, others: Mapping[str, Any], own: Iterable[str]
+) -> LoadOptions:
+    """Read the arguments.
+
+    Args:
+        others: what ``load_model`` was given beside its own arguments, whose names are ``own``.
+
+    Raises:
+        ValueError: a name that is not taken, two names that disagree, several devices; says what to do.
+    """
+    given = {name: value for name, value in others.items() if value is not None}
+    _check_names(given, own)
+    dtype = _one(
+        "dtype", _dtype("dtype", dtype), "torch_dtype", _dtype("torch_dtype", given.get("torch_dtype"))
+    )
+    asked = None if attention_backend == "auto" else attention_backend
+    backend = _one(
+        "attention_backend", asked, "attn_implementation", _backend(given.get("attn_implementation"))
+    )
+    mapped = _device_of(given.get("device_map"))
+    wanted = _one("device", device, "device_map", mapped)
+    places = {name: value for name, value in given.items() if name in PLACES}
+    return LoadOptions(dtype, backend or "auto", wanted, mapped is not None and device is None, places)
+
+
+def _check_names(given: Mapping[str, Any], own: Iterable[str]) -> None:
+    known = {*own, *PLACES, *_TRANSLATED, *_WITHOUT_EFFECT}
+    unknown = sorted(given.keys() - known)
+    if not unknown:
+        return
+    told = [f"load_model does not take {', '.join(unknown)}"]
+    for name in unknown:
+        near = difflib.get_close_matches(name, known, n=1)
+        if name in _REASONS:
+            told.append(f"{name}: {_REASONS[name]}")
+        elif near:
+            told.append(f"{name}: did you mean {near[0]}?")
+    if len(told) == 1:
+        told.append(f"it takes {', '.join(sorted(known))}")
+    raise ValueError("; ".join(told))
+
+
+def _dtype(name: str, asked: Any) -> torch.dtype | None:
+    if asked is None or asked == "auto":
+        return None
+    found = getattr(torch, str(asked).removeprefix("torch."), asked)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name} = {asked!r} is no type of torch: name one as 'bfloat16', or 'auto'")
+    if not found.is_floating_point:
+        raise ValueError(f"{name} = {asked!r} is no floating-point type: name one as 'bfloat16', or 'auto'")
+    return found
+
+
+def _backend(asked: Any) -> str | None:
+    if asked is not None and asked not in ATTENTION:
+        raise ValueError(
+            f"attn_implementation = {asked!r} is none of {', '.join(ATTENTION)}: leave it out, or name a backend as "
+            "attention_backend"
+        )
+    return None if asked is None else ATTENTION[asked]
+
+
+def _one(ours: str, own: Any, theirs: str, other: Any) -> Any:
+    """The value of an argument with two names."""
+    if own is not None and other is not None and str(own) != str(other):
+        raise ValueError(
+            f"{ours} = {own!r} and {theirs} = {str(other)!r} are the same setting: give one of both"
+        )
+    return other if own is None else own
+
+
+def _device_of(device_map: Any) -> torch.device | None:
+    """The one device that a ``device_map`` names."""
+    if device_map is None:
+        return None
+    if isinstance(device_map, str) and device_map in _WHOLE_MODEL_MAPS:
+        return _only_device(device_map)
+    asked = list(device_map.values()) if isinstance(device_map, Mapping) else [device_map]
+    try:
+        devices = {torch.device(one) for one in asked}
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"device_map = {device_map!r}: name one device for all, as 'cuda:0' ({reason})"
+        ) from None
+    if len(devices) != 1:
+        raise ValueError(f"device_map = {device_map!r}: name one device for all, as 'cuda:0'")
+    return devices.pop()
+
+
+def _only_device(device_map: str) -> torch.device:
+    """The accelerator of a machine that has one, the CPU of a machine that has none."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = 0 if accelerator is None else torch.accelerator.device_count()
+    if count > 1:
+        raise ValueError(
+            f"device_map = {device_map!r} would spread the model over {count} devices: name one device for all, as 'cuda:0'"
+        )
+    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
