@@ -63,6 +63,13 @@ def test_a_training_is_kept_for_the_same_recipe_and_put_away_for_another(chain, 
     ]
 
 
+def test_a_recipe_that_lies_in_the_output_folder_stays_as_it_is(chain, tmp_path):
+    own = tmp_path / "recipe.yaml"
+    own.write_text("# mine\nseed: 3\n")
+    chain()
+    assert own.read_text() == "# mine\nseed: 3\n"
+
+
 def test_rows_of_other_settings_are_put_away(chain, tmp_path, byte_rows):
     rows = lambda name: (tmp_path / name / "manifest.json").is_file()  # noqa: E731
     settings = byte_rows("data.context_length=64")
@@ -103,7 +110,7 @@ def test_a_cpu_without_bfloat16_trains_in_float32(chain, tmp_path, monkeypatch):
     ):
         monkeypatch.setattr(step_time, "bfloat16_speed", lambda speed=speed: speed)
         chain(None, *settings)
-        assert load_recipe(tmp_path / "recipe.yaml").train.dtype == expected
+        assert load_recipe(tmp_path / demo.RESOLVED).train.dtype == expected
 
 
 def test_how_fast_bfloat16_is_is_measured():
@@ -145,7 +152,7 @@ def wait_for(condition) -> None:
 
 def test_training_runs_through_the_real_launcher_with_two_ranks(tmp_path):
     recipe = load_recipe("demo_tiny")
-    step = next(step for step in demo.steps_of(recipe, tmp_path / "recipe.yaml") if step.name == "train")
+    step = next(step for step in demo.steps_of(recipe, tmp_path / demo.RESOLVED) if step.name == "train")
     assert Path(step.command[0]).name == "deepspeed"
     assert step.command[1:3] == ["--num_gpus", "2"]
     assert "--master_port" in step.command

@@ -28,6 +28,8 @@ from pod.schema import to_yaml
 from pod.verbosity import is_quiet
 
 BIN = Path(sys.executable).parent
+RESOLVED = "demo_recipe.yaml"
+"""The recipe of a demo with every field, in its output_dir; a recipe.yaml that lies there may be the user's own."""
 RANKS = 2  # the smallest number with which ZeRO and Ulysses have something to divide
 _CTRL_C_SECONDS = 30  # for the step to save and end by itself; then it gets SIGTERM
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore::FutureWarning"}
@@ -79,10 +81,10 @@ def main(recipe: Recipe) -> None:
     if gpus == 0 and recipe.train.dtype == "bfloat16" and bfloat16_speed() < 1:
         recipe = replace(recipe, train=replace(recipe.train, dtype="float32"))
         print("training in float32: bfloat16 is slower on this CPU")
-    atomic_write_text(folder / "recipe.yaml", to_yaml(recipe))
+    atomic_write_text(folder / RESOLVED, to_yaml(recipe))
     put_away_other_training(recipe)
     put_away_other_data(recipe)
-    steps = steps_of(recipe, folder / "recipe.yaml", 1 if gpus == 1 else RANKS)
+    steps = steps_of(recipe, folder / RESOLVED, 1 if gpus == 1 else RANKS)
     for number, step in enumerate(steps, start=1):
         shown = [os.path.relpath(part) if os.path.isabs(part) else part for part in step.command]
         print(f"\n[{number}/{len(steps)}] {step.name}: {step.title}\n$ {shlex.join(shown)}", flush=True)
@@ -164,7 +166,7 @@ def summary(recipe: Recipe) -> str:
 
 def estimate(recipe: Recipe) -> str:
     """The commands, in order."""
-    steps = steps_of(recipe, Path(recipe.output_dir) / "recipe.yaml")
+    steps = steps_of(recipe, Path(recipe.output_dir) / RESOLVED)
     lines = (f"{step.name}: {step.title}\n" for step in steps)
     return (
         "".join(lines)
