@@ -148,6 +148,15 @@ def sha256_file(path: PathLike) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def keep_old(path: Path) -> Path | None:
+    """Move a file out of the way of a new one, under a name with the hash of its content; returns that name, None where there is no file."""
+    if not path.is_file():
+        return None
+    kept = path.with_name(f"{path.stem}-{sha256_file(path)[:8]}{path.suffix}")
+    os.replace(path, kept)
+    return kept
+
+
 def move_into_place(temporary: Path, target: Path, replace: bool = True) -> None:
     """Rename a complete folder to `target` on the same file system; an older `target` is replaced, or kept with `replace=False`."""
     try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pod.bench.args import FULL, SHAPES, STOCK, BenchArgs
 from pod.bench.decode_bytes import Sizes, held_per_row, is_modelled, needed, read_per_step, spread_plan
-from pod.files import write_json
+from pod.files import keep_old, write_json
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.models import resolve_model
 
@@ -176,6 +176,9 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
     for method in args.contestants:  # refused before anything is measured
         for length in args.lengths:
             make_cache(bench, method, length, length)
+    earlier = keep_old(recipe.bench_dir / "bench.json")
+    if earlier is not None:
+        print(f"the figures of an earlier run are kept as {earlier}")
     result: dict[str, Any] = {
         "schema": 2,
         "environment": environment(),

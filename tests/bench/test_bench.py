@@ -472,6 +472,16 @@ def test_a_run_writes_and_prints_every_setting(tmp_path, capsys):
     assert "batch 2, 40 tokens; the dense cache" in output and "2 sink and 6 recent tokens" in output
 
 
+def test_the_figures_of_an_earlier_run_are_kept(tmp_path, capsys):
+    (tmp_path / "bench").mkdir()
+    file = tmp_path / "bench" / "bench.json"
+    file.write_text("measured before")
+    run.run_bench(recipe_of(tmp_path, "bench.lengths=[40]", "bench.batch_sizes=[1]", "bench.methods=pod"))
+    (kept,) = tmp_path.glob("bench/bench-????????.json")
+    assert kept.read_text() == "measured before" and f"are kept as {kept}" in capsys.readouterr().out
+    assert json.loads(file.read_text())["settings"]
+
+
 OWN = ["bench.shapes=null", "bench.lengths=[300]", "bench.methods=pod"]
 
 

@@ -24,7 +24,7 @@ from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
-from pod.files import atomic_write_bytes, sha256_file
+from pod.files import atomic_write_bytes, keep_old
 from pod.identity import content_of
 from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.modeling.shipped.llama import PodForCausalLM
@@ -264,12 +264,6 @@ def reusable(path: Path, load: Callable[[Path], Any], wanted: dict[str, Any], sa
         return found
     say(f"explore: {path} differs in {', '.join(changed)}: measuring again, the old file is kept")
     return None
-
-
-def keep_old(path: Path) -> None:
-    """Move a file of other settings out of the way, under a name with its hash."""
-    if path.exists():
-        os.replace(path, path.with_name(f"{path.stem}-{sha256_file(path)[:8]}{path.suffix}"))
 
 
 def repeated_tokens(
