@@ -20,10 +20,11 @@ names razor, or alone with --heads, and written to <output_dir>/plan/retrieval_h
 import argparse
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from pod.commands import note_on_data
-from pod.files import atomic_write_text, write_json
+from pod.files import atomic_write_text, keep_old, write_json
 from pod.recipe import Recipe
 
 SECTIONS = "model", "explore", "data"
@@ -108,9 +109,28 @@ def write_plan(exploration: Any, choice: Any) -> None:
         report.save_picture(figure, folder / name)
     text = report.summary(plan, explore, exploration.windows)
     atomic_write_text(folder / "summary.txt", text + "\n")
-    in_all_layers(plan).save(folder / "plan.json")
+    plan = in_all_layers(plan)
+    keep_other_plan(folder / "plan.json", plan)
+    plan.save(folder / "plan.json")
     print(text)
     print(f"written: {folder / 'plan.json'}, {', '.join(figures)}")
+
+
+def keep_other_plan(path: Path, plan: Any) -> None:
+    """Keep what stands at `path` under another name unless it is the same plan: a training or an export may need it."""
+    from pod.modeling.shipped.sharing import SharingPlan
+
+    def decisions(one: Any) -> tuple[Any, ...]:
+        return one, one.num_sink_tokens, one.num_recent_tokens
+
+    try:
+        if not path.exists() or decisions(SharingPlan.load(path)) == decisions(plan):
+            return
+    except ValueError:  # damaged: kept too
+        pass
+    kept = keep_old(path)
+    if kept is not None:
+        print(f"note: another plan was there; it is kept as {kept}")
 
 
 def estimate(recipe: Recipe) -> str:

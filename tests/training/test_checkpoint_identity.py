@@ -3,7 +3,7 @@
 import pytest
 
 from pod import SharingPlan
-from pod.commands.explore import note_on_training
+from pod.commands.explore import keep_other_plan, note_on_training
 from pod.recipe import load_recipe
 from pod.training.checkpoint.identity import (
     TrainState,
@@ -99,7 +99,32 @@ def test_exploring_says_where_a_training_has_another_plan(tmp_path, capsys, now,
     SharingPlan([[0, 0], [0, 1]]).save(checkpoint / "plan.json")
     now.save(recipe.plan_dir / "plan.json")
     note_on_training(recipe)
-    assert ("was trained with another plan" in capsys.readouterr().out) is told
+    assert ("was trained with another plan" in capsys.readouterr().err) is told
     (recipe.train_dir / "latest").write_text("gone")
     note_on_training(recipe)
-    assert not capsys.readouterr().out
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "is_kept"),
+    [
+        ({}, False),
+        ({"provenance": {"cost": 1.0}}, False),
+        ({"lead": [[0, 0], [0, 0]]}, True),
+        ({"bits": (16, 4)}, True),
+        ({"num_sink_tokens": 4, "num_recent_tokens": 28}, True),
+        (None, True),
+    ],
+)
+def test_another_plan_is_kept_when_a_new_one_is_written(tmp_path, capsys, change, is_kept):
+    path, old = tmp_path / "plan.json", SharingPlan([[0, 0], [0, 1]])
+    old.save(path)
+    if change is None:
+        path.write_text("{")
+    before = path.read_bytes()
+    keep_other_plan(path, SharingPlan(**({"lead": [[0, 0], [0, 1]]} | (change or {}))))
+    kept = list(tmp_path.glob("plan-????????.json"))
+    assert len(kept) == is_kept and path.exists() == (not is_kept)
+    assert all(file.read_bytes() == before for file in kept)
+    assert ("is kept as" in capsys.readouterr().out) == is_kept
+    keep_other_plan(tmp_path / "none.json", old)
