@@ -211,6 +211,7 @@ def load_model(
         dense = _from_files(source, options)
     config = target_config(dense.config, **wishes)
     config.dtype = dense.dtype
+    config.name_or_path = dense.name_or_path  # where its tokenizer is
     model: Any = from_dense(dense, config, owned=dense is not source)
     return model.to(device=dense.device if options.device is None else options.device).eval()
 

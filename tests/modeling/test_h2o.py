@@ -194,7 +194,7 @@ def test_requests_that_cannot_work_are_refused(tools):
         (dense, {"budget": 8, "num_recent_tokens": 0}, "num_recent_tokens = 0"),
         (dense, {"budget": 8, "num_recent_tokens": 2.5}, "whole number"),
         (dense, {"budget": 8, "prefill": "lazy"}, "choose exact or streaming"),
-        (dense, {}, "needs budget"),
+        (dense, {}, "needs a budget"),
         (shared, {"budget": 8}, "without a sharing plan"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -248,7 +248,7 @@ def test_generate(tools):
 def test_refusals(tools):
     dense, shared = tools.make_pod("llama", plan=False), tools.make_pod("llama")
     for model, spec, options, message in [
-        (dense, "imdc", {}, "needs budget"),
+        (dense, "imdc", {}, "needs a budget"),
         (dense, "imdc", {"budget": 64, "function": "cubic"}, "choose linear, sqrt"),
         (dense, "imdc", {"budget": 64, "chunk_size": 0}, "chunk_size = 0 must be at least 1"),
         (dense, "imdc", {"budget": 32}, "budget = 32 must exceed window = 32"),

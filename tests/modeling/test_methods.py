@@ -156,7 +156,7 @@ def test_requests_that_cannot_work_are_refused(tools):
     for model, spec, options, message in [
         (dense, "snap", {}, "unknown method 'snap'"),
         (dense, "snapkv+streamingllm", {}, "both say which tokens stay"),
-        (dense, "snapkv", {}, "needs budget"),
+        (dense, "snapkv", {}, "needs a budget"),
         (dense, "full", {"budget": 4}, "takes no budget"),
         (dense, "snapkv", {"budget": 30}, "must exceed window = 32"),
         (dense, "snapkv", {"budget": 60, "windw": 3}, "did you mean 'window'"),

@@ -163,7 +163,7 @@ def test_what_cannot_be_is_refused(tools):
     model, dense = tools.make_pod(), tools.make_pod(plan=False)
     with pytest.raises(ValueError, match="dense checkpoint, or name the layout, as in 'pod.quest'"):
         pod.make_cache(model, "quest", budget=64)
-    with pytest.raises(ValueError, match="needs budget"):
+    with pytest.raises(ValueError, match="needs a budget"):
         pod.make_cache(dense, "quest")
     with pytest.raises(ValueError, match="quest: page_size = 0 must be at least 1"):
         pod.make_cache(dense, "quest", budget=64, page_size=0)

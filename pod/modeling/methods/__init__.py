@@ -1,6 +1,5 @@
 """Methods by name: a method is a cache that you hand to ``generate()``. One file each; registered here once."""
 
-from functools import partial
 from typing import Any
 
 from pod.modeling.methods import (
@@ -22,11 +21,12 @@ from pod.modeling.methods import (
     think,
     windowed,
 )
-from pod.modeling.methods.base import Method, build_cache
+from pod.modeling.methods.base import Method, build_cache, in_order
+from pod.modeling.methods.budgets import cache_of_budget, one_budget
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.llama import PodForCausalLM
-from pod.modeling.shipped.rows import GroupedCache
 from pod.modeling.shipped.state import PACKAGES
+from pod.notation import parse
 
 PACKAGES.add(__name__)
 
@@ -45,16 +45,31 @@ def methods() -> dict[str, Method]:
 
 
 def make_cache(
-    model: PodForCausalLM, spec: str | None = None, budget: int | list[int] | None = None, **params
+    model: PodForCausalLM,
+    spec: str | None = None,
+    budget: int | float | str | list[int] | None = None,
+    compression_ratio: float | None = None,
+    **params: Any,
 ) -> PodCache:
     """A new, empty cache for ``model``.
 
+    ``make_cache(model, "pod+snapkv[window=16]+int4@25%")``: everything may stand in the spec, written as everywhere
+    (``pod.notation``); ``budget`` and ``params`` are for what Python computes.
+
     Args:
-        spec: a method, or methods of different axes joined by ``+``, as ``pod+snapkv+int4``; None = the model's own
-            layout: ``full``, ``pod`` with a sharing plan, ``cla`` or ``window``.
-        budget: tokens per KV head and layer, sinks and windows included; for methods that drop tokens. A list gives each row of
-            the batch its own.
+        spec: a method, or methods of different axes joined by ``+``; None = the model's own layout: ``full``, ``pod`` with a
+            sharing plan, ``cla`` or ``window``.
+        budget: what stands behind the ``@``; for methods that drop tokens, per KV head and layer, sinks and windows included:
+            4096 tokens; ``"25%"`` or 0.25 of the prompt; ``"pod"``, as many tokens as fill what the model's plan holds of the
+            prompt. A list of tokens gives each row of the batch its own.
+        compression_ratio: as kvpress names it, the share that goes: 0.75 is the budget ``25%``, a quarter stays.
         params: parameters of the methods in the spec, see ``methods()``.
+
+    A share is taken of each row's own tokens when its first prompt begins, and rounded down: of 1,002 tokens 25 % are 250, of a row
+    of 403 tokens beside it 100. Later prompts and decoded tokens do not change it. A method that needs more than that (``snapkv``
+    one token more than its ``window``) gets the least that it takes, so a short prompt stays whole. Methods that compress while
+    they read (``streamingllm``, ``imdc``, ``prefill=streaming``) must know the prompt's length when it begins: ``generate()`` says
+    it; before a prompt in several forward passes call ``cache.begin_prompt(tokens)``, or each pass is a prompt.
 
     Raises:
         ValueError: unknown name or parameter, methods that do not go together (with the reason), a budget that is too
@@ -64,12 +79,16 @@ def make_cache(
     if not hasattr(config, "own_method"):
         kind = type(model).__name__
         raise ValueError(f"a {kind} has no PoD cache: give the model that pod.load_model(…) makes of it")
-    name = config.own_method if spec is None else spec
-    build = partial(build_cache, _METHODS, config, name, params=params)
-    if isinstance(budget, list):
-        sizes = list(dict.fromkeys(budget)) or [0]  # which is refused
-        cache = GroupedCache.of_kinds([build(size) for size in sizes], [sizes.index(size) for size in budget])
-    else:
-        cache = build(budget)
-    cache.made_with = budget, params
+    written = in_order(_METHODS, parse(config.own_method if spec is None else spec))
+    for name in params.keys() & written.params.keys():
+        raise ValueError(f"{name} stands in {str(written)!r} and beside it: leave it out of one of them")
+    kept = one_budget(written, budget, compression_ratio)
+    params = kvzip.with_requests(model, written.names, written.params | params)
+
+    def build(tokens: int | None) -> PodCache:
+        return build_cache(_METHODS, config, written, tokens, params)
+
+    cache = cache_of_budget(build, kept, written, config)
+    said = kept if isinstance(kept, list) or kept is None else kept.tokens or str(kept)
+    cache.made_with = said, params
     return cache

@@ -5,8 +5,6 @@ A cache is made along three independent axes: the *layout* says which layers hol
 ways: whole, or chunk by chunk.
 """
 
-import difflib
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +20,7 @@ from pod.modeling.shipped.generation import planned_codec
 from pod.modeling.shipped.rows import FixedChunks, GroupedCache
 from pod.modeling.shipped.step import CacheLayer
 from pod.modeling.shipped.stores import NATIVE, Codec
+from pod.notation import Part, Spec, parse, unknown, unknown_parameter
 
 
 class Parameter(NamedTuple):
@@ -72,7 +71,7 @@ class Request:
     """What ``make_cache`` asks a method to build.
 
     Attributes:
-        spec: as the user wrote it; for reports and errors.
+        spec: the methods without parameters and budget; for reports and errors.
         params: every parameter of the methods in the spec, defaults filled in.
         budget: tokens per KV head and layer; 0 for methods that take none.
         codec: makes the stores.
@@ -174,24 +173,32 @@ AXES = {
 
 
 def build_cache(
-    registry: Mapping[str, Method], config: PodConfig, spec: str, budget: int | None, params: dict[str, Any]
+    registry: Mapping[str, Method],
+    config: PodConfig,
+    spec: Spec,
+    budget: int | None,
+    params: Mapping[str, Any],
 ) -> PodCache:
-    """The cache of a spec; see ``make_cache``."""
-    if not isinstance(spec, str):
-        raise ValueError(f"spec = {spec!r} must be a string, such as 'snapkv' or 'pod+int4'")
+    """The cache of a spec whose parts stand in order; see ``make_cache``.
+
+    Args:
+        budget: tokens per KV head and layer, None for methods that take none.
+        params: those of the spec, and those beside it.
+    """
+    name = spec.plain
     windows_alone = config.layer_windows is not None and config.lead is None  # 'full' holds them as they are
-    chosen, inner = parse(registry, "pod" if spec == "full" and windows_alone else spec)
+    chosen, inner = chosen_methods(registry, parse("pod") if name == "full" and windows_alone else spec)
     layout = chosen.get("layout") or registry["full"]
     selection, channels, codec = map(chosen.get, ("selection", "channels", "codec"))
     if (reason := refusal(layout, *chosen.values())) is not None:
-        raise ValueError(f"{spec!r} is not possible: {reason}")
-    _check_model(registry, spec, config, chosen)
+        raise ValueError(f"{name!r} is not possible: {reason}")
+    _check_model(registry, name, config, chosen)
     builder = selection or channels or layout
     # where a selection builds the cache, what only a layout's own cache can do is not on offer
     offered = [method for method in chosen.values() if builder is layout or method is not layout]
-    values = all_parameters(spec, offered, params)
-    _check_budget(spec, builder, budget)
-    request = Request(spec=spec, params=values, budget=budget or 0, inner=inner)
+    values = all_parameters(name, offered, params)
+    _check_budget(name, builder, budget)
+    request = Request(spec=name, params=values, budget=budget or 0, inner=inner)
     if codec is not None:
         request = replace(request, codec=codec.build(config, request))
     elif layout.name == "pod":
@@ -204,37 +211,59 @@ def build_cache(
 def _check_budget(spec: str, builder: Method, budget: int | None) -> None:
     if builder.takes_budget and (type(budget) is not int or budget < 1):
         raise ValueError(
-            f"{spec} needs budget=…, the tokens to keep per KV head and layer, a whole number of at least 1; "
-            f"got {budget!r}"
+            f"{spec} needs a budget, what to keep per KV head and layer: {spec}@4096 (tokens), {spec}@25% (of each row's prompt), "
+            f"or the same as budget=…, a list of tokens for the rows of a batch; got {budget!r}"
         )
     if not builder.takes_budget and budget is not None:
-        raise ValueError(f"{spec} takes no budget: its parameters say what it keeps; leave budget out")
+        raise ValueError(f"{spec} takes no budget: its parameters say what it keeps; leave the budget out")
 
 
-def parse(registry: Mapping[str, Method], spec: str) -> tuple[dict[str, Method], str | None]:
-    """The methods of a spec by axis, and what stands in brackets behind the selection."""
+def in_order(registry: Mapping[str, Method], spec: Spec) -> Spec:
+    """With the parts as they are built: layout, selection, channels, codec.
+
+    Raises:
+        ValueError: a name that is not in the registry, with the nearest.
+    """
+    for part in spec.parts:
+        if part.name not in registry:
+            raise unknown("method", part.name, registry)
+    places = {name: list(AXES).index(method.axis) for name, method in registry.items()}
+    return spec.in_order(places.__getitem__)
+
+
+def chosen_methods(registry: Mapping[str, Method], spec: Spec) -> tuple[dict[str, Method], str | None]:
+    """The methods of a spec by axis, and the method inside the selection's brackets.
+
+    Raises:
+        ValueError: two methods of an axis, a method inside that does not fit, a parameter that stands behind another part than its own.
+    """
     chosen: dict[str, Method] = {}
     inner = None
-    for part in spec.split("+"):
-        match = re.fullmatch(r"\s*([\w-]+)\s*(?:\(\s*([\w-]+)\s*\))?\s*", part)
-        if match is None or match[1] not in registry:
-            near = difflib.get_close_matches(part.strip().lower(), registry, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(
-                f"unknown method {part.strip()!r} in {spec!r}; {hint}choose from {', '.join(registry)}"
-            )
-        method = registry[match[1]]
+    for part in spec.parts:
+        method = registry[part.name]
         if method.axis in chosen:
             raise ValueError(
-                f"{spec!r}: {chosen[method.axis].name} and {method.name} both say {AXES[method.axis]}; take one of them"
+                f"{spec.plain!r}: {chosen[method.axis].name} and {method.name} both say {AXES[method.axis]}; take one of them"
             )
-        if match[2] is not None and match[2] not in method.inner:
+        if part.inner is not None and part.inner not in method.inner:
             allowed = ", ".join(f"{method.name}({name})" for name in method.inner) or f"{method.name} alone"
-            raise ValueError(f"{part.strip()!r} is not possible; choose {allowed}")
+            raise ValueError(f"{part.plain!r} is not possible; choose {allowed}")
         if method.inner:
-            inner = match[2] or method.inner[0]
+            inner = part.inner or method.inner[0]
+        for name in part.params:
+            if name not in method.parameters:
+                _refuse_parameter(registry, spec, part, name)
         chosen[method.axis] = method
     return chosen, inner
+
+
+def _refuse_parameter(registry: Mapping[str, Method], spec: Spec, part: Part, name: str) -> None:
+    for other in spec.parts:
+        if name in registry[other.name].parameters:
+            raise ValueError(
+                f"{part.plain} has no parameter {name!r}, {other.plain} has: write {other.name}[{name}={part.params[name]}]"
+            )
+    raise unknown_parameter(part.plain, name, registry[part.name].parameters)
 
 
 def refusal(layout: Method, *others: Method) -> str | None:
@@ -282,9 +311,7 @@ def all_parameters(spec: str, chosen: list[Method], params: Mapping[str, Any]) -
     known = {name: parameter for method in chosen for name, parameter in method.parameters.items()}
     for name, value in params.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
-            raise ValueError(f"{spec} has no parameter {name!r}; {hint}")
+            raise unknown_parameter(spec, name, known)
         if (reason := known[name].refusal(value)) is not None:
             raise ValueError(f"{spec}: {name} = {value!r} {reason}")
     return {name: parameter.default for name, parameter in known.items()} | dict(params)

@@ -13,10 +13,12 @@ answers, stays whole.
 import copy
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoTokenizer
 
 from pod.kernels.statistics import attention_rows
 from pod.modeling.methods import adakv
@@ -121,13 +123,47 @@ class RepeatingCache(GroupedCache):
         return [[*ids, *end, *text[at : at + size]] for ids, at in zip(asked, starts, strict=True)]
 
 
+_REPEAT = "\n\nRepeat the previous context exactly."
+_REPEAT_FROM = "\n\nRepeat the part of the previous context exactly, starting with "
+"""Requests: for the first chunk of a text, and for a later one."""
+
+
+def repeat_ids(tokenizer: Any) -> list[list[int]]:
+    """The requests in a tokenizer's ids, in the words of KVzip's authors: to repeat a text's first chunk; a later one, before the tokens
+    that it names; and what stands behind a request: the end of a question in the chat template, a line break without one."""
+    end = "\n"
+    if getattr(tokenizer, "chat_template", None):
+        asked = [{"role": "user", "content": _REPEAT.strip()}]
+        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        end = text.rpartition(_REPEAT.strip())[2]
+    return [list(tokenizer.encode(x, add_special_tokens=False)) for x in (_REPEAT, _REPEAT_FROM, end)]
+
+
+def with_requests(model: Any, names: Sequence[str], params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of the methods ``names``, with KVzip's requests by the tokenizer of the model's own folder unless they have them."""
+    if "kvzip" not in names or params.get("repeat_ids") is not None:
+        return params
+    place = getattr(model.config, "name_or_path", "")
+    try:
+        if not place:
+            raise ValueError("the model does not say where its tokenizer is")
+        tokenizer = AutoTokenizer.from_pretrained(place)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"kvzip has the model repeat what it reads and needs the tokenizer's ids for that ({reason}): give repeat_ids="
+            "repeat_ids(tokenizer), from pod.modeling.methods.kvzip import repeat_ids"
+        ) from None
+    return params | {"repeat_ids": repeat_ids(tokenizer)}
+
+
 def _build(config: PodConfig, request: Request) -> PodCache:
     ids, size = request.params["repeat_ids"], config.vocab_size
     is_three = isinstance(ids, Sequence) and len(ids) == 3 and all(isinstance(x, Sequence) for x in ids)
     if not is_three or not all(type(i) is int and 0 <= i < size for x in ids for i in x):
         raise ValueError(
-            f"{request.spec} has the model repeat what it reads: give repeat_ids=repeat_ids(tokenizer) of pod.eval.answer.methods, three "
-            f"lists of token ids from 0 to {size - 1}; got {ids!r}"
+            f"{request.spec} has the model repeat what it reads: give repeat_ids=repeat_ids(tokenizer) of pod.modeling.methods.kvzip, "
+            f"three lists of token ids from 0 to {size - 1}; got {ids!r}"
         )
     KVzipLayer(config, 0, request)  # which checks the request
     return RepeatingCache(config, partial(KVzipLayer, request=request), request.spec, rowwise=True)
@@ -141,7 +177,7 @@ METHOD = Method(
     parameters={
         "repeat_ids": (
             None,
-            "request to repeat: three lists of token ids, see pod.eval.answer.methods.repeat_ids",
+            "request to repeat: three lists of token ids, by default those of the tokenizer in the model's folder",
         ),
         "chunk_size": (2048, "tokens of a text that are repeated at once (tokens)", 1),
         "num_sink_tokens": (4, "first tokens, always kept (tokens)", 1),

@@ -66,6 +66,11 @@ class RazorLayer(CacheLayer):
 
 
 def _build(config: PodConfig, request: Request) -> PodCache:
+    if request.params["heads"] is None:
+        raise ValueError(
+            f"{request.spec} needs the model's retrieval heads: `pod explore --heads` with model.path writes "
+            f"<output_dir>/plan/retrieval_heads.json, name it as razor[heads=FILE]; razor[heads=random] draws them"
+        )
     plan = plan_of_heads(config=config, **{name: request.params[name] for name in ("heads", "share", "seed")})
     return cache_of(RazorLayer)(config, replace(request, params=request.params | {"heads": plan}))
 

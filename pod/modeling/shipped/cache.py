@@ -27,7 +27,7 @@ class PodCache(Cache):
         spec: name shown in reports and errors.
 
     Attributes:
-        made_with: the budget, or that of every row, and the parameters given to ``pod.make_cache``.
+        made_with: the budget (tokens, that of every row, or a text as ``25%``) and the parameters given to ``pod.make_cache``.
         make_layer: as given.
         engine: what decodes one token per row in place of the layer-by-layer pass, a ``pod.engine.StaticEngine``; None = nothing.
         made_by_generate: whether ``generate()`` made it because it was given none.
@@ -36,7 +36,7 @@ class PodCache(Cache):
 
     engine: Any = None
     made_by_generate = False
-    made_with: tuple[int | list[int] | None, dict[str, Any]] = (None, {})
+    made_with: tuple[int | str | list[int] | None, dict[str, Any]] = (None, {})
     configuration = frozenset({"config", "spec", "made_with", "engine", "make_layer"})
     """Attributes that come with a new cache of the same spec, and with its device."""
     attach_engine: ClassVar[Callable[["PodCache", int, int], None] | None] = None

@@ -124,7 +124,12 @@ class GroupedCache(PodCache):
     Attributes:
         kinds: caches of the same method, each of its own budget, whose layers and chunks the rows have; kind_of_row: of which of them
             each row of a new batch has its own, None = all of the first.
+        tokens_of_prompt: budget of a row from the tokens of its first prompt, None = the budgets are known before; then the first
+            kind is a stand-in for rows without a prompt, and make_kind makes the others, of these prompt_budgets.
     """
+
+    tokens_of_prompt: Callable[[int], int] | None = None
+    make_kind: Callable[[int], PodCache] | None = None
 
     def __init__(
         self,
@@ -139,6 +144,7 @@ class GroupedCache(PodCache):
         self.make_child, self.rowwise, self.chunks = make_layer, rowwise, chunks
         self.kinds = [self]
         self.kind_of_row: list[int] | None = None
+        self.prompt_budgets: list[int] = []
         self.decide, self.after_layers = decide, after_layers
         self.groups: list[RowGroup] = []
         super().__init__(config, partial(_GroupedLayer, self), spec)
@@ -150,9 +156,34 @@ class GroupedCache(PodCache):
     @classmethod
     def of_kinds(cls, caches: list[PodCache], kind_of_row: list[int]) -> "GroupedCache":
         """An empty cache for rows of unlike budgets, from empty caches of these budgets."""
-        kinds = [x if isinstance(x, cls) else cls(x.config, x.make_layer, x.spec) for x in caches]
+        kinds = [cls.grouped(cache) for cache in caches]
         kinds[0].kinds, kinds[0].kind_of_row = kinds, kind_of_row
         return kinds[0]
+
+    @classmethod
+    def by_prompt(
+        cls, stand_in: PodCache, tokens_of_prompt: Callable[[int], int], make_kind: Callable[[int], PodCache]
+    ) -> "GroupedCache":
+        """An empty cache whose rows get their budgets, in tokens, when the first prompt of each begins.
+
+        stand_in: an empty cache of any budget; make_kind: one of the budget that ``tokens_of_prompt`` gives for a prompt.
+        """
+        cache = cls.grouped(stand_in)
+        cache.tokens_of_prompt, cache.make_kind = tokens_of_prompt, make_kind
+        return cache
+
+    @classmethod
+    def grouped(cls, cache: PodCache) -> "GroupedCache":
+        """An empty cache as one of groups."""
+        return cache if isinstance(cache, cls) else cls(cache.config, cache.make_layer, cache.spec)
+
+    def kind(self, number: int) -> "GroupedCache":
+        """One of the kinds, made when it is first needed."""
+        while len(self.kinds) <= number:
+            assert self.make_kind is not None, "only caches whose budgets follow the prompt add kinds"
+            made = self.make_kind(self.prompt_budgets[len(self.kinds) - 1])
+            self.kinds.append(self.grouped(made))
+        return self.kinds[number]
 
     def new_layer(self, layer_idx: int) -> CacheLayer:
         return self.make_child(self.config, layer_idx)
@@ -188,9 +219,17 @@ class GroupedCache(PodCache):
             labels = [(counts[row], self._prompt_length(group, counts[row], step)) for row in group.rows]
             for (_, length), part in group.parts(labels).items():
                 part.prompt_length = length
-                make = self.kinds[part.kind].new_layer
+                if self.tokens_of_prompt is not None and length and not part.seen:
+                    part.kind, part.layers = self._kind_of_prompt(self.tokens_of_prompt(length)), []
+                make = self.kind(part.kind).new_layer
                 part.layers = part.layers or [make(i) for i in range(self.config.num_hidden_layers)]
                 self.groups.append(part)
+
+    def _kind_of_prompt(self, tokens: int) -> int:
+        """The number of the kind of this budget."""
+        if tokens not in self.prompt_budgets:
+            self.prompt_budgets.append(tokens)
+        return 1 + self.prompt_budgets.index(tokens)
 
     def _new_groups(self, count: int) -> list[RowGroup]:
         kinds = self.kind_of_row or [0] * count
@@ -217,7 +256,7 @@ class GroupedCache(PodCache):
     def _plan_chunks(self, step: Step, counts: list[int]) -> None:
         """Start schedules of prompts: from a row's prompt length, which padding behind the row's last token belies."""
         for group in self.groups:
-            chunks = self.kinds[group.kind].chunks
+            chunks = self.kind(group.kind).chunks
             length, fed = group.prompt_length, group.prompt_done + counts[group.rows[0]]
             if chunks is None or length is None or (step.is_decode and group.seen):
                 continue

@@ -1,0 +1,88 @@
+"""From a budget as it is written to tokens per KV head and layer: known at once, or when a row's prompt begins."""
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+from pod.modeling.shipped.cache import PodCache
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.rows import GroupedCache
+from pod.notation import Budget, Spec, parse_budget
+
+NO_LIMIT = 1 << 20
+"""Tokens; a budget under which nothing is dropped, also by methods that give some layers less than others."""
+
+Build = Callable[[int | None], PodCache]
+"""An empty cache of a budget in tokens."""
+
+
+def one_budget(spec: Spec, budget: Any, compression_ratio: float | None) -> Budget | list[int] | None:
+    """What the arguments of ``make_cache`` say of the budget; see there.
+
+    Raises:
+        ValueError: more than one of them, or something else than a budget.
+    """
+    said = {f"@{spec.budget}": spec.budget, f"budget={budget}": budget}
+    said[f"compression_ratio={compression_ratio}"] = compression_ratio
+    given = [text for text, value in said.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{spec.plain} has {' and '.join(given)}: name one of them")
+    if compression_ratio is not None:
+        is_number = isinstance(compression_ratio, int | float) and not isinstance(compression_ratio, bool)
+        if not is_number or not 0 <= compression_ratio < 1:
+            raise ValueError(
+                f"compression_ratio = {compression_ratio!r} must be a number of at least 0 and less than 1: 0.75 leaves a quarter"
+            )
+        return Budget(share=1 - Fraction(str(compression_ratio)))
+    if budget is None or isinstance(budget, list):
+        return spec.budget if budget is None else budget
+    return parse_budget(budget)
+
+
+def cache_of_budget(
+    build: Build, budget: Budget | list[int] | None, spec: Spec, config: PodConfig
+) -> PodCache:
+    """An empty cache of a budget, or of one for each row."""
+    if isinstance(budget, list):
+        sizes = list(dict.fromkeys(budget)) or [0]  # which is refused
+        return GroupedCache.of_kinds([build(size) for size in sizes], [sizes.index(size) for size in budget])
+    if budget is None or budget.tokens is not None:
+        return build(None if budget is None else budget.tokens)
+    stand_in = build(NO_LIMIT)  # whatever else is wrong is refused now
+    of_prompt = _tokens_of_plan(spec, config) if budget.is_pod else budget.of_prompt
+    return GroupedCache.by_prompt(stand_in, of_prompt, partial(_build_at_least, build))
+
+
+def _tokens_of_plan(spec: Spec, config: PodConfig) -> Callable[[int], int]:
+    """How many tokens of full keys and values fill the bytes that the model's plan holds of a prompt; rounded down, at least 1."""
+    plan = config.sharing_plan
+    if config.own_method != "pod" or plan.is_dense:
+        raise ValueError(
+            f"{spec}: the budget pod is as much as a sharing plan holds, and this model has none: name tokens as 4096 or a share as "
+            f"25%; `pod eval` gives methods on the dense model the bytes of a plan"
+        )
+    windows = config.num_sink_tokens, config.num_recent_tokens
+    return lambda length: max(1, math.floor(length * (1 - plan.saving(length, *windows)) + 1e-9))
+
+
+def _build_at_least(build: Build, tokens: int) -> PodCache:
+    """A cache of this budget, or of the least that the method takes; some budget is taken."""
+    try:
+        return build(tokens)
+    except ValueError:
+        return build(least_budget(build, tokens))
+
+
+def least_budget(build: Build, refused: int) -> int:
+    """The least budget (tokens) that a method takes, which refuses ``refused`` and takes ``NO_LIMIT``."""
+    taken = NO_LIMIT
+    while taken - refused > 1:
+        middle = (refused + taken) // 2
+        try:
+            build(middle)
+            taken = middle
+        except ValueError:
+            refused = middle
+    return taken
