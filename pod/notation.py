@@ -1,10 +1,11 @@
-"""How a method is written, on every command line, in every recipe and in `pod.make_cache`. Standard library only.
+"""How a method is written: on every command line, in every recipe and in `pod.make_cache`.
 
     pod+snapkv[window=16,kernel=7]+int4@25%
 
-Parts joined by `+`, each a name; `(…)` behind one names the method inside it, as in `imdc(snapkv)`; `[…]` holds its parameters. Behind
-an `@`, at the end, stands the budget. Values of parameters are those of JSON, a text without quotes, or `0-15` for the list of these whole
-numbers. Inside brackets `;` may stand for `,`, as lm-eval splits its arguments at commas.
+Parts are joined by `+`. Each is a name; `(…)` behind it names the method inside it, as in `imdc(snapkv)`, and
+`[…]` holds its parameters. The budget stands behind an `@`, at the end. Values of parameters are JSON, a text
+without quotes, or `0-15` for the list of these whole numbers. Inside brackets `;` may stand for `,`, because
+lm-eval splits its arguments at commas.
 
 | budget | keeps, per KV head and layer |
 |---|---|
@@ -12,7 +13,7 @@ numbers. Inside brackets `;` may stand for `,`, as lm-eval splits its arguments 
 | `@25%`, `@0.25` | a quarter of the tokens of each row's prompt |
 | `@pod` | as many tokens as fill the bytes that PoD holds at the same length |
 
-`str(parse(text))` is the canonical spelling: no spaces, parameters by name, `0.25` as `25%`.
+`str(parse(text))` is the canonical spelling: no spaces, parameters sorted by name, `0.25` as `25%`.
 """
 
 import difflib
@@ -63,8 +64,10 @@ class Budget:
         return self == POD
 
     def of_prompt(self, length: int) -> int:
-        """Tokens to keep of a prompt of ``length`` tokens: a share is rounded down, 1 is the least: 25 % of 1,002 tokens are 250, of 3
-        tokens 1. A budget in tokens is itself, whatever the prompt.
+        """Tokens to keep of a prompt of ``length`` tokens.
+
+        A share is rounded down, and at least 1: 25 % of 1,002 tokens are 250, of 3 tokens 1. A budget in tokens is
+        itself, whatever the prompt.
 
         Raises:
             ValueError: for ``pod``, which depends on a plan.
@@ -158,12 +161,15 @@ def parse_budget(said: object) -> Budget:
     Raises:
         ValueError: in one line, for anything else.
     """
+    if isinstance(said, Budget):
+        return said
     text = str(said).strip()
     if text.lower() == "pod" and isinstance(said, str):
         return POD
     if isinstance(said, bool) or not _NUMBER.fullmatch(text):
         raise ValueError(
-            f"{text!r} is no budget; {_hint(text, ['pod'])}write tokens as 4096, a share of the prompt as 25% or 0.25, or pod"
+            f"{text!r} is no budget; {_hint(text, ['pod'])}write tokens as 4096, a share of the prompt as 25% or "
+            "0.25, or pod"
         )
     if text.endswith("%"):
         return Budget(share=Fraction(text[:-1]) / 100)
@@ -230,6 +236,11 @@ def _signs(text: str) -> Iterator[tuple[int, str, bool]]:
         is_escaped = is_quoted and sign == "\\" and not is_escaped
     if is_quoted:
         raise ValueError("a quote is not closed")
+
+
+def swap_commas(text: str) -> str:
+    """With `;` for every comma outside of quotes."""
+    return "".join(";" if sign == "," and not is_quoted else sign for _, sign, is_quoted in _signs(text))
 
 
 def _part(text: str) -> Part:

@@ -19,6 +19,8 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic_core import ArgsKwargs, to_jsonable_python
 
+from pod.notation import split
+
 _Section = TypeVar("_Section")
 Share = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
@@ -91,7 +93,10 @@ def _kinds(hint: Any) -> set[Any]:
 
 def _split_commas(text: str) -> list[str]:
     """Split at commas outside parentheses and brackets: `pod,d2o[merge=average,alpha=2]` has two parts."""
-    parts = re.findall(r"(?:[^,()\[\]]|\([^()]*\)|\[(?:[^\[\]]|\[[^\[\]]*\])*\])+", text)
+    try:
+        parts = split(text, ",")
+    except ValueError:  # brackets that do not close are for the field to refuse
+        parts = text.split(",")
     return [part.strip() for part in parts if part.strip()]
 
 

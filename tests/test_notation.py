@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from fractions import Fraction
 
 import pytest
@@ -17,6 +18,7 @@ from pod.notation import (
     parse_budget,
     read_value,
     split,
+    swap_commas,
     unknown,
     unknown_parameter,
     write_value,
@@ -185,12 +187,8 @@ def test_the_canonical_text_of_any_method_reads_as_that_method(spec):
 @given(SPECS)
 def test_semicolons_stand_for_commas_inside_brackets(spec):
     """As lm-eval's arguments need them: outside of quotes no comma is left."""
-    swapped, is_quoted, before = "", False, ""
-    for sign in str(spec):
-        if sign == '"' and before != "\\":
-            is_quoted = not is_quoted
-        swapped += ";" if sign == "," and not is_quoted else sign
-        before = "" if before == "\\" else sign
+    swapped = swap_commas(str(spec))
+    assert "," not in re.sub(r'"(?:[^"\\]|\\.)*"', "", swapped)
     assert parse(swapped) == spec
 
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from pydantic import PositiveInt
 
-from pod.eval.answer.methods import Method, find_method, unknown
+from pod.eval.answer.methods import Method, find_method
+from pod.notation import unknown
 from pod.schema import BelowOne, Share, section
 
 _SIZES = (
@@ -25,6 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """Fields of `LlamaConfig` by name. The `llama` ones are LLaMA-3-8B and LLaMA-3.2-1B."""
 FULL = find_method("full")
+POD = find_method("pod")
 STOCK = Method(name="transformers", spec=None, model="stock")
 
 
@@ -67,9 +69,9 @@ class BenchArgs:
 
     methods: list[str] = field(default_factory=lambda: ["pod", "pod[tau=0.7]", "pod+int4"])
     """Cache methods to compare with the dense cache (`full`, which always runs), written as in
-    eval.methods, for example `snapkv@4096` or `pod[tau=0.7]`. Keys and values are random, so that the
-    gate of tau hardly ever opens: `pod[tau=0.7,skip_share=0.5]` makes half of the following heads pass
-    it."""
+    eval.methods, for example `snapkv@4096` or `pod[tau=0.7]`. A share such as `@25%` is of the tokens in
+    the cache. Keys and values are random, so that the gate of tau hardly ever opens:
+    `pod[tau=0.7,skip_share=0.5]` makes half of the following heads pass it."""
 
     steps: PositiveInt = 16
     """Tokens decoded per sequence in each timed round."""
@@ -94,6 +96,7 @@ class BenchArgs:
             raise ValueError(
                 f"share_followers is {self.share_followers} and share_windows {self.share_windows}, together more than 1"
             )
+        self.methods = [contestant(name).name for name in self.methods]
         if not self.contestants or len(set(self.methods)) < len(self.methods):
             raise ValueError(
                 f"methods is {self.methods}, expected different methods, at least one besides full"

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pod.bench.args import FULL, STOCK
+from pod.bench.args import FULL, POD, STOCK
 from pod.eval.answer.methods import Method
 from pod.modeling.shipped.sharing import GROUP_SIZE, RESIDUAL, Roles, SharingPlan, channel_group, roles_of
 
@@ -163,6 +163,23 @@ def read_per_step(sizes: Sizes, method: Method, length: int, batch: int) -> floa
     return sizes.read + batch * read_per_row(sizes, method, length)
 
 
+def budget_at(sizes: Sizes, method: Method, length: int) -> int:
+    """Tokens per KV head and layer that a method keeps of `length`: its budget, or as many as fill what the plan holds."""
+    if method.budget is not None:
+        return method.budget.of_prompt(length)
+    held = stored_per_row(sizes, POD, length)
+    return max(1, min(length, int(held / (2 * sizes.plan.num_pairs * sizes.native))))
+
+
+def stored_per_row(sizes: Sizes, method: Method, capacity: int) -> float:
+    """Bytes of keys and values of a modelled method, for one row with room for `capacity` tokens."""
+    total = 0.0
+    for roles, window, key, value in sizes.layers(method, capacity):
+        total += (len(roles.leads) * (key + value) + len(roles.followers) * value) * capacity
+        total += (len(roles.followers) + 2 * len(roles.windows)) * window * sizes.native
+    return total
+
+
 def held_per_row(sizes: Sizes, method: Method, capacity: int, on_cpu: bool = False) -> float:
     """Bytes of cache and decode buffers for one row with room for `capacity` tokens.
 
@@ -173,13 +190,9 @@ def held_per_row(sizes: Sizes, method: Method, capacity: int, on_cpu: bool = Fal
     if not is_modelled(method):
         pairs = sizes.plan.num_pairs + (2 * heads if method is STOCK else 0)
         return pairs * 2 * capacity * native
-    tokens, any_lead = 0.0, False
-    for roles, window, key, value in sizes.layers(method, capacity):
-        tokens += (len(roles.leads) * (key + value) + len(roles.followers) * value) * capacity
-        tokens += (len(roles.followers) + 2 * len(roles.windows)) * window * native
-        any_lead = any_lead or bool(roles.leads)
+    any_lead = any(roles.leads for roles, *_ in sizes.layers(method, capacity))
     logits = heads * sizes.groups * capacity * max(_LOGIT, sizes.element) * (2 if on_cpu else 1)
-    return tokens + any_lead * logits
+    return stored_per_row(sizes, method, capacity) + any_lead * logits
 
 
 def needed(sizes: Sizes, method: Method, batch: int, capacity: int, on_cpu: bool) -> float:

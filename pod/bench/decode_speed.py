@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 import pod
 from pod.bench.args import FULL, STOCK, BenchArgs
-from pod.bench.decode_bytes import Sizes, is_modelled, read_per_step, uses_plan
+from pod.bench.decode_bytes import Sizes, budget_at, is_modelled, read_per_step, uses_plan
 from pod.bench.dense_decode import candidates
 from pod.eval.answer.methods import Method
 from pod.eval.results import one_line
@@ -72,7 +72,7 @@ def make_cache(
     """
     model, spec = bench.model_of(method), str(method.spec)
     options = {name: value for name, value in method.options.items() if name != "skip_share"}
-    options |= {"budget": method.fixed_budget(length)} if method.takes_budget else {}
+    options |= {"budget": budget_at(bench.sizes, method, length)} if method.takes_budget else {}
     named = {"full", "pod"} & set(spec.split("+"))
     try:
         cache = pod.make_cache(model, spec if named else f"full+{spec}", capacity=capacity, **options)

@@ -72,11 +72,11 @@ def note_on_training(recipe: Recipe) -> None:
 
 def compares_razor(recipe: Recipe) -> bool:
     """Whether eval.methods names razor without a file of heads."""
-    from pod.eval.answer.methods import find_method
+    from pod.eval.answer.methods import find_method, parts_of
 
     options = recipe.eval.method_options
     asking = [name for name in recipe.eval.methods if "heads" not in options.get(name, {})]
-    return any("razor" in (find_method(name).spec or "").split("+") for name in asking)
+    return any("razor" in parts_of(find_method(name)) for name in asking)
 
 
 def write_heads(exploration: Any, heads: Any) -> None:

@@ -20,10 +20,11 @@ class EvalArgs:
     methods: list[str] = field(
         default_factory=lambda: ["full", "pod", "pod-unadapted", "streamingllm", "snapkv"]
     )
-    """Cache methods to compare: names of `pod eval --list-methods` and combinations such as `pod+snapkv`.
-    `pod` runs on the trained export, `pod-unadapted` on the original weights under the plan, all others
-    on the original model. A method that drops tokens gets as many bytes as PoD takes at the same
-    length, unless a budget follows: `snapkv@1024` (tokens), `snapkv@25%` (of the tokens)."""
+    """Cache methods to compare: names of `pod eval --list-methods`, joined by `+`, with parameters in
+    brackets and a budget behind `@`, for example `pod+snapkv[window=16]+int4@25%`. `pod` runs on the
+    trained export, `pod-unadapted` on the original weights under the plan, all others on the original
+    model. Budgets: `@1024` (tokens), `@25%` (of each prompt), `@pod` (as many bytes as PoD takes at the
+    same length). A method that drops tokens and has no budget gets `@pod`."""
 
     method_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Parameters of methods, by name: `{h2o: {num_recent_tokens: 64}}`. `pod eval --list-methods NAME`
@@ -138,6 +139,8 @@ class EvalArgs:
 
     def __post_init__(self) -> None:
         check_names("method", self.methods, find_method)
+        self.methods = [find_method(name).name for name in self.methods]
+        check_names("method", self.methods, find_method)  # of two spellings one may be left
         # which tasks exist is known where they are made (`pod.eval.evaluation.make_tasks`), before any computation
         check_names("task", self.tasks, str)
         if not self.steps or set(self.steps) - set(STEPS):
@@ -147,9 +150,10 @@ class EvalArgs:
             if not name.isidentifier() or name in ("dense", "unadapted", "adapted"):
                 raise ValueError(f"eval.models: {name!r} must be a word other than dense, unadapted, adapted")
         # of methods not asked for now, too: a run may be narrower than its recipe
-        for name in self.method_options:
-            find_method(name)
-        self.method_options = with_preset(self.preset, self.methods, self.method_options)
+        own = {find_method(name).name: options for name, options in self.method_options.items()}
+        if len(own) < len(self.method_options):
+            raise ValueError(f"method_options names one method twice: {', '.join(self.method_options)}")
+        self.method_options = with_preset(self.preset, self.methods, own)
         for name in ("passkey_lengths", "passkey_depths", "efficiency_lengths"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty, expected at least one")

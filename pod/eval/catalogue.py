@@ -5,6 +5,13 @@ from collections.abc import Mapping
 
 from pod.modeling.methods.base import AXES, Method, refusal
 
+_WRITTEN = (
+    "Written as pod+snapkv[window=16,kernel=7]+int4@25%: joined by '+', one of each axis at most,",
+    "parameters in brackets behind their method. @BUDGET says what stays per KV head and layer:",
+    "@4096 tokens; @25% or @0.25 of each row's prompt, rounded down; @pod as many tokens as fill",
+    "the bytes of the plan, which `pod eval` takes where none is named.",
+)
+
 
 def combinations(registry: Mapping[str, Method], name: str) -> dict[str, str | None]:
     """Specs that join a method with each method of another axis, to None or the reason why they are refused."""
@@ -27,10 +34,7 @@ def describe(registry: Mapping[str, Method], width: int = 110) -> str:
         for method in registry.values():
             if method.axis == axis:
                 lines += [*_describe(registry, method, width), ""]
-    lines.append(
-        "Joined by '+', one of each axis at most: pod+snapkv+int4. Budgets are tokens per KV head and layer."
-    )
-    return "\n".join(lines)
+    return "\n".join([*lines, *_WRITTEN])
 
 
 def _describe(registry: Mapping[str, Method], method: Method, width: int) -> list[str]:
@@ -48,4 +52,4 @@ def _describe(registry: Mapping[str, Method], method: Method, width: int) -> lis
     lines += [f"not {', '.join(specs)}: {reason}" for reason, specs in reasons.items()]
     wrapper = textwrap.TextWrapper(width, initial_indent=" " * 6, subsequent_indent=" " * 8)
     wrapped = [part for line in lines for part in wrapper.wrap(line)]
-    return [f"  {name}{'  budget=…' if method.takes_budget else ''}", *wrapped]
+    return [f"  {name}{'@BUDGET' if method.takes_budget else ''}", *wrapped]

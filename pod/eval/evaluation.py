@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pod.eval.answer.budget import ByteBudgets, Subject, measure_bytes
-from pod.eval.answer.methods import Method, find_method, with_requests
+from pod.eval.answer.methods import Method, find_method, parts_of, with_requests
 from pod.eval.answer.models import Models
 from pod.eval.answer.ranks import Ranks
 from pod.eval.answer.store import Shelf, Store, key_of
@@ -60,14 +60,16 @@ class Evaluation:
 
     def _check_options(self) -> None:
         """ValueError for an option that a method does not have or take."""
-        specs = {name: spec for name in self.args.method_options if (spec := find_method(name).spec)}
-        if specs:
+        named = [method for name in self.args.method_options if (method := find_method(name)).spec]
+        if named:
             import pod  # which loads torch
-            from pod.modeling.methods.base import all_parameters, parse
+            from pod.modeling.methods.base import all_parameters, chosen_methods
+            from pod.notation import parse
 
-            for name, spec in specs.items():
-                parts = parse(pod.methods(), spec)[0]
-                all_parameters(spec, list(parts.values()), self.args.method_options[name])
+            for method in named:
+                chosen_methods(pod.methods(), parse(method.name.replace("pod-unadapted", "pod")))
+                parts = [pod.methods()[part] for part in parts_of(method)]
+                all_parameters(str(method.spec), parts, self.args.method_options[method.name])
 
     def refuses(self, method: Method, task: base.Task) -> str | None:
         """Why a method is not measured by a task, in one line; None when it is."""
@@ -109,9 +111,9 @@ class Evaluation:
 
     def options(self, method: Method) -> dict[str, Any]:
         """Parameters of a method's caches; razor finds the heads that were searched for this recipe, kvzip its requests."""
-        options = with_requests(method.spec, self.args.method_options.get(method.name, {}), self.tokenizer)
+        options = with_requests(method, self.args.method_options.get(method.name, {}), self.tokenizer)
         heads = self.recipe.plan_dir / "retrieval_heads.json"
-        if "razor" in (method.spec or "").split("+") and "heads" not in options and heads.is_file():
+        if "razor" in parts_of(method) and "heads" not in options and heads.is_file():
             return options | {"heads": str(heads)}
         return options
 
@@ -127,7 +129,7 @@ class Evaluation:
             try:
                 budget, prompt = subject.budget(span), task.prompt_of(method, span)
                 if budget not in chunks:
-                    chunks[budget] = getattr(subject.cache(span), "chunks", None)
+                    chunks[budget] = getattr(subject.trial(span), "chunks", None)
                 # whether a method that compresses chunk by chunk has a chunk left to read everywhere in such a prompt
                 if chunks[budget] is not None and prompt > 0:
                     chunks[budget].start_prompt(prompt, 0, [SimpleNamespace(held=0)])

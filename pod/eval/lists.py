@@ -6,13 +6,13 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from pod.eval.answer.methods import unknown
 from pod.eval.lm.tasks import LmTask
 from pod.eval.speed.args import SpeedOptions
 from pod.eval.suites import base
 from pod.eval.suites.configs import suite_configs
 from pod.files import atomic_write_text
 from pod.models import cache_dir
+from pod.notation import unknown
 from pod.schema import explain
 
 _WIDTH = 100

@@ -7,7 +7,8 @@ stands in the recipe.
 from collections.abc import Sequence
 from typing import Any
 
-from pod.eval.answer.methods import find_method, unknown
+from pod.eval.answer.methods import find_method, parts_of
+from pod.notation import unknown
 
 Options = dict[str, Any]
 
@@ -66,5 +67,6 @@ def with_preset(preset: str | None, methods: Sequence[str], own: dict[str, Optio
 
 def _options(preset: dict[str, Options], method: str) -> Options:
     """Those of all parts of a method: of `pod+snapkv@4096` snapkv's, of `imdc(snapkv)@1024` imdc's."""
-    parts = (part.partition("(")[0] for part in (find_method(method).spec or "").split("+"))
-    return {key: value for part in parts for key, value in preset.get(part, {}).items()}
+    return {
+        key: value for part in parts_of(find_method(method)) for key, value in preset.get(part, {}).items()
+    }

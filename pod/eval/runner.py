@@ -69,7 +69,7 @@ def _evaluate(run: Evaluation) -> dict[str, dict]:
 
 def _method_results(run: Evaluation, method: Method) -> RunResults:
     header = {"title": method.title, "spec": method.spec, "seed": run.recipe.seed, "config": asdict(run.args)}
-    follows = (method.takes_budget and method.budget is None) or method.spec == "pod"
+    follows = method.fills_pod_bytes or method.spec == "pod"
     # plan and windows behind the budget: results under another plan are no more of the same row
     bytes_of = fingerprint(run.models.reference_layout())[:16] if follows else None
     model, options = run.models.identity(method.model), with_files(run.options(method))

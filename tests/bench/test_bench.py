@@ -13,6 +13,7 @@ from pod.bench import decode_speed, run
 from pod.bench.args import FULL, SHAPES, STOCK, BenchArgs, contestant
 from pod.bench.decode_bytes import (
     Sizes,
+    budget_at,
     held_per_row,
     is_modelled,
     needed,
@@ -89,7 +90,8 @@ def test_methods_are_those_of_evaluations():
         ({"methods": ["model:cla"]}, "weights and room are the benchmark's own"),
         ({"methods": ["pod[capacity=9]"]}, "weights and room are the benchmark's own"),
         ({"methods": ["pod[tau=0.7,skip_share=2]"]}, "skip_share = 2"),
-        ({"methods": [" "]}, "unknown method ' '"),
+        ({"methods": [" "]}, "method ' ': '' is no part"),
+        ({"methods": ["pod+int4", "int4 + pod"]}, "expected different methods"),
         ({"shapes": "llama3-7b"}, "did you mean 'llama3-8b'"),
         ({"lengths": [8, 8]}, "lengths is .8, 8., allowed are different"),
         ({"batch_sizes": [0]}, "batch_sizes.0. is 0: it should be greater than 0"),
@@ -339,6 +341,14 @@ def test_all_models_share_their_weights(bench):
     assert len({model.lm_head.weight.data_ptr() for model in models}) == 1
 
 
+def test_budgets_are_taken_at_the_length(bench):
+    """In tokens, as a share, or as many as fill what the plan holds."""
+    sizes = bench.sizes
+    found = [budget_at(sizes, contestant(f"snapkv{budget}"), 200) for budget in ("@40", "@12.5%", "@pod", "")]
+    share = 1 - sizes.plan.saving(200, *sizes.windows[0])
+    assert found == [40, 25, int(200 * share), int(200 * share)] and 0.4 < share < 0.95
+
+
 # -- duels -----------------------------------------------------------------------------------------------------------
 
 
@@ -545,7 +555,7 @@ def test_models_of_other_kinds(tmp_path, kind):
             r"batch 100000000 at 8192 tokens: pod needs [\d.]+ GB next to the dense cache",
         ),
         (["bench.methods=pod[tua=0.7]"], "no parameter 'tua'"),
-        (["bench.methods=snapkv"], "budget"),
+        (["bench.methods=snapkv@20"], "budget = 20 must exceed window"),
         (["model.plan=nowhere.json"], "nowhere.json does not exist"),
     ],
 )

@@ -11,6 +11,7 @@ from pod.eval.answer.methods import Method
 from pod.eval.lm.model import PodLM
 from pod.eval.lm.requests import Encoder
 from pod.models import resolve_model
+from pod.notation import parse_budget
 
 PLAN = pod.SharingPlan(lead=[[0, 0], [0, 1], [0, 1], [3, 1]])
 
@@ -78,7 +79,7 @@ def around(spec: str = "full", kind: str | None = None, dtype: str = "float64", 
     encoder = options.pop("encoder", None) or Encoder(tokenizer(), loaded.config.max_position_embeddings)
     one_shot = options.pop("one_shot", False)
     params = SMALL.get(spec, {}) | options
-    budget = params.pop("budget", None)
+    budget = parse_budget(params.pop("budget")) if "budget" in params else None
     method = Method(
         name=spec, spec=spec, model="dense", takes_budget=budget is not None, budget=budget, one_shot=one_shot
     )

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 import pod
-from pod.eval.answer.methods import METHODS, find_method
+from pod.eval.answer.methods import AXES, METHODS, find_method
 from pod.eval.args import EvalArgs
 from pod.eval.estimate import token_counts
 from pod.eval.evaluation import Evaluation
 from pod.eval.suites.buckets import position_buckets
+from pod.modeling.methods import base
 from pod.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +51,22 @@ def test_table_knows_every_method_that_weights_can_be_evaluated_with():
     assert set(METHODS) - {"pod-unadapted"} == set(registry)
     for name, method in registry.items():
         assert METHODS[name].takes_budget == method.takes_budget, name
+        assert METHODS[name].axis == method.axis, name
+    assert tuple(base.AXES) == AXES
+
+
+def test_a_name_is_canonical_however_it_is_written():
+    args = EvalArgs(
+        methods=["full", "int4 + snapkv[window=8; kernel=3] @0.25", "h2o@pod"],
+        method_options={"snapkv[kernel=3,window=8]+int4@25%": {"residual": 8}},
+    )
+    assert args.methods == ["full", "snapkv[kernel=3,window=8]+int4@25%", "h2o"]
+    assert args.method_options[args.methods[1]] == {"residual": 8, "kernel": 3, "window": 8}
+    for twice in (["snapkv", "snapkv@pod"], ["snapkv@25%", "snapkv@0.25"], ["pod+int4", "int4+pod"]):
+        with pytest.raises(ValueError, match="names one method twice"):
+            EvalArgs(methods=twice)
+    with pytest.raises(ValueError, match="method_options names one method twice"):
+        EvalArgs(methods=["full"], method_options={"snapkv@25%": {}, "snapkv@0.25": {}})
 
 
 def test_combinations_are_methods_too():
@@ -58,7 +75,7 @@ def test_combinations_are_methods_too():
     assert find_method("pod-unadapted+int4").spec == "pod+int4"
     assert find_method("pod-unadapted+int4").model == "unadapted"
     assert find_method("imdc(streamingllm)").takes_budget
-    with pytest.raises(ValueError, match="unknown method 'pod.snap'"):
+    with pytest.raises(ValueError, match="unknown method 'snap'"):
         find_method("pod+snap")
 
 

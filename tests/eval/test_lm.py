@@ -116,13 +116,13 @@ BUDGETED = [name for name in EVERY if "budget" in lm_tools.SMALL[name]]
 
 @pytest.mark.parametrize("spec", BUDGETED)
 def test_prompts_with_budgets_of_their_own_share_a_batch(spec):
-    """A share of the tokens: two length classes, so two budgets; scores, answers and what is held are those of each prompt alone."""
+    """A share of the tokens: every length has its own budget; scores, answers and what is held are those of each prompt alone."""
     alone, together = (lm_tools.around(spec, budget=0.4, batch_size=size) for size in (1, 5))
     assert differences(answers(alone), answers(together)) <= 1e-9
     requests = lm_tools.generations()
     assert alone.generate_until(requests) == together.generate_until(requests)
     records = list(zip(alone.records.values(), together.records.values(), strict=True))
-    assert len({one["budget_tokens"] for one, _ in records}) == 2
+    assert len({one["budget_tokens"] for one, _ in records}) >= 4
     for one, other in records:
         assert one["budget_tokens"] == other["budget_tokens"]
         if one["held_tokens"] == other["held_tokens"]:  # a row that ends before others is fed on

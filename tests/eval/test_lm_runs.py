@@ -14,6 +14,7 @@ import worker_lm
 from lm_eval.api.model import CachingLM
 
 from pod.eval.answer.budget import Span, measure_bytes
+from pod.eval.answer.methods import find_method
 from pod.eval.lm.cli import arguments, main
 from pod.eval.lm.command import CommandLM, make_subject
 from pod.eval.lm.index import own_rule
@@ -119,12 +120,14 @@ def plan(tmp_path_factory):
 
 def test_model_arguments_make_the_method(plan):
     """As in --model_args; budgets in tokens, shares and PoD's bytes."""
-    found = make(method="snapkv", budget=20, window=6).loglikelihood(lm_tools.choices())
+    found = make(method="snapkv[window=6]@20").loglikelihood(lm_tools.choices())
     assert found == lm_tools.around("snapkv").loglikelihood(lm_tools.choices())
     assert make().loglikelihood(lm_tools.choices()) == lm_tools.around(one_shot=True).loglikelihood(
         lm_tools.choices()
     )
-    assert make(method="snapkv", budget="25%", window=4).subject.budget(Span(64, 2)) == 16
+    quarter = make(method=" snapkv[window = 4] @ 0.25").subject
+    assert (quarter.budget(Span(66, 2)), quarter.room(Span(66, 2))) == (16, "25%")
+    assert quarter.method.name == "snapkv[window=4]@25%"
     windows = {"plan": plan, "num_sink_tokens": 4, "num_recent_tokens": 12}
     pod_lm = make(method="pod", **windows)
     assert pod_lm.one_shot and pod_lm.model.config.own_method == "pod"
@@ -132,16 +135,16 @@ def test_model_arguments_make_the_method(plan):
         lm_tools.choices()
     )
     # 4 of 8 (layer, head) pairs do not lead: they hold 16 of 128 keys, so PoD holds 128 - 112 * 4 / 16 = 100 tokens' bytes, and bookkeeping
-    equal = make(method="streamingllm", budget="pod", **windows)
+    equal = make(method="streamingllm@pod", **windows)
     assert not equal.one_shot and equal.model.config.own_method == "full"
     assert equal.subject.budget(Span(128, 4)) == 101
-    assert not make(method="pod", tau=0.7, **windows).one_shot  # the gate skip is no part of one forward
+    assert not make(method="pod[tau=0.7]", **windows).one_shot  # the gate skip is no part of one forward
 
 
 def test_nothing_is_dropped_where_pod_drops_nothing(plan):
     """Also by methods that give some layers less than others."""
     wide = {"plan": plan, "num_sink_tokens": 4, "num_recent_tokens": 124}
-    lm = make(method="pyramidkv", budget="pod", window=4, **wide)
+    lm = make(method="pyramidkv[window=4]@pod", **wide)
     full = make().loglikelihood(lm_tools.choices())
     assert lm.loglikelihood(lm_tools.choices()) == [
         (pytest.approx(value, abs=1e-9), same) for value, same in full
@@ -151,14 +154,18 @@ def test_nothing_is_dropped_where_pod_drops_nothing(plan):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"method": "snapvk", "budget": 9}, "unknown method 'snapvk'; did you mean 'snapkv'"),
-        ({"method": "snapkv"}, "method 'snapkv' needs a budget: budget=1024"),
-        ({"method": "snapkv", "budget": 20}, "must exceed window = 32"),
-        ({"method": "snapkv", "budget": "pod"}, "budget=pod needs plan=PLAN.json"),
-        ({"method": "snapkv", "budget": "many"}, "after @ stands a budget"),
-        ({"method": "full", "budget": 9}, "takes no budget"),
-        ({"method": "snapkv@99", "budget": 9}, "has its budget behind the @"),
-        ({"method": "snapkv", "budget": 99, "widnow": 4}, "widnow"),
+        ({"method": "snapvk@9"}, "unknown method 'snapvk'; did you mean 'snapkv'"),
+        ({"method": "snapkv"}, "method 'snapkv' needs a budget: method=snapkv@1024 .*, or plan=PLAN.json"),
+        ({"method": "snapkv@20"}, "must exceed window = 32"),
+        ({"method": "snapkv@pod"}, "or plan=PLAN.json"),
+        ({"method": "snapkv@many"}, "'many' is no budget"),
+        ({"method": "full@9"}, "takes no budget"),
+        (
+            {"method": "snapkv", "budget": 9},
+            "unknown model argument budget=9; write it .* as method=snapkv@9",
+        ),
+        ({"method": "snapkv", "window": 4}, "stand in brackets, as method=snapkv.window=4.@25%"),
+        ({"method": "snapkv[widnow=4]@99"}, "snapkv has no parameter 'widnow'; did you mean 'window'"),
         ({"batch_size": "auto"}, "batch_size = 'auto': a number"),
         ({"too_long": "cut"}, "too_long = 'cut'"),
         ({"too_long": "skip"}, "score the prompts that are left out as wrong"),
@@ -174,11 +181,11 @@ def test_wrong_model_arguments_are_one_line(arguments, message):
 def test_answers_of_the_command_line_are_kept_by_what_answers(tmp_path, monkeypatch):
     """lm-eval's own keys (--use_cache) name the prompt only, and are refused: a second method would read the first one's answers."""
     requests, place = lm_tools.choices()[:2], str(tmp_path / "answers")
-    answers = make(method="snapkv", budget=20, window=6, store=place).loglikelihood(requests)
-    other = make(method="snapkv", budget=30, window=6, store=place).loglikelihood(requests)
-    assert other != answers and other == make(method="snapkv", budget=30, window=6).loglikelihood(requests)
+    answers = make(method="snapkv[window=6]@20", store=place).loglikelihood(requests)
+    other = make(method="snapkv[window=6]@30", store=place).loglikelihood(requests)
+    assert other != answers and other == make(method="snapkv[window=6]@30").loglikelihood(requests)
     monkeypatch.setattr(PodLM, "_decode", lambda *_: pytest.fail("answered again"))
-    assert make(method="snapkv", budget=20, window=6, store=place).loglikelihood(requests) == answers
+    assert make(method="snapkv[window=6]@20", store=place).loglikelihood(requests) == answers
     with pytest.raises(ValueError, match="store=FOLDER"):
         CachingLM(make(), str(tmp_path / "answers.db"))
 
@@ -187,6 +194,10 @@ def test_arguments_of_the_command_line():
     given = arguments(["--tasks", "arc_easy", "--output_path", "out", "--log_samples", "-L", "2"])
     assert given[:3] == ["run", "--tasks", "arc_easy"] and given[-2:] == ["--model", "pod"]
     assert "--model" not in arguments(["run", "-M", "hf"])
+    model = "pretrained=x,method=pod+snapkv[window=4,pool=avg]+int4@25%,dtype=float32"
+    swapped = model.replace("4,pool", "4;pool")
+    assert arguments(["--model_args", model])[2] == swapped
+    assert arguments([f"--model_args={model}"])[1] == f"--model_args={swapped}"
     assert arguments(["ls", "tasks"]) == ["ls", "tasks"]
     others = arguments(
         ["--tasks", "arc_easy", "--output_path", "out", "--log_samples", "-L", "2"], first=False
@@ -201,7 +212,7 @@ def test_rules_of_our_tasks_hold_on_the_command_line_too():
 
 
 def test_command_line_runs_a_task_of_ours(tmp_path):
-    model = f"pretrained={resolve_model('package:tiny')},method=snapkv,budget=25%,window=4"
+    model = f"pretrained={resolve_model('package:tiny')},method=snapkv[window=4,kernel=3]@25%,max_length=2048"
     options = f"--tasks pod_longbench_qasper --limit 1 --gen_kwargs max_gen_toks=4 --output_path {tmp_path}/out --log_samples"
     done = subprocess.run(
         [
@@ -223,12 +234,12 @@ def test_command_line_runs_a_task_of_ours(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert "|pod_longbench_qasper|" in done.stdout
     results = json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())
-    assert results["config"]["pod"]["method"] == "snapkv@25%"
+    assert results["config"]["pod"]["method"] == "snapkv[kernel=3,window=4]@25%"
 
 
 def test_command_line_ends_with_one_line(monkeypatch, capsys):
     def refuse():
-        make(method="snapkv", budget=99, widnow=4)
+        make(method="snapkv[widnow=4]@99")
 
     monkeypatch.setattr("lm_eval.__main__.cli_evaluate", refuse)
     with pytest.raises(SystemExit) as end:
@@ -246,7 +257,9 @@ def test_pod_bytes_are_measured_for_all_lengths_at_once(monkeypatch):
         return measure_bytes(model, spec, lengths)
 
     monkeypatch.setattr("pod.eval.lm.command.measure_bytes", measure)
-    subject = make_subject(lm_tools.model(), "h2o", "pod", lm_tools.model("pod"), {"num_recent_tokens": 6})
+    subject = make_subject(
+        lm_tools.model(), find_method("h2o[num_recent_tokens=6]@pod"), lm_tools.model("pod")
+    )
     lm = PodLM(subject, Encoder(lm_tools.tokenizer(), 8192), batch_size=3)
     lm.loglikelihood(lm_tools.choices())
     assert prepared == [[64, 128]]

@@ -7,7 +7,8 @@ import torch
 from oracle_tools import run_cache
 
 import pod
-from pod.eval.answer.methods import repeat_ids, with_requests
+from pod.eval.answer.methods import find_method, with_requests
+from pod.modeling.methods.kvzip import repeat_ids
 
 ASKED = [[5, 9, 3], [7, 2], [4]]
 OPTIONS = {"budget": 20, "chunk_size": 16, "num_sink_tokens": 2, "repeat_ids": ASKED}
@@ -212,6 +213,9 @@ def test_requests_are_those_of_the_authors():
 def test_options_of_an_evaluation_have_the_requests():
     asked = repeat_ids(Words())
     for name in ("kvzip", "kvzip+int4", "kvzip[chunk_size=512]@25%"):
-        assert with_requests(name, {"budget": 3}, Words()) == {"budget": 3, "repeat_ids": asked}
-    assert with_requests("kvzip", {"repeat_ids": ASKED}, Words()) == {"repeat_ids": ASKED}
-    assert with_requests("snapkv", {}, Words()) == with_requests(None, {}, Words()) == {}
+        assert with_requests(find_method(name), {"chunk_size": 3}, Words()) == {
+            "chunk_size": 3,
+            "repeat_ids": asked,
+        }
+    assert with_requests(find_method("kvzip"), {"repeat_ids": ASKED}, Words()) == {"repeat_ids": ASKED}
+    assert with_requests(find_method("snapkv"), {}, Words()) == {}

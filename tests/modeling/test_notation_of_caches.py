@@ -1,4 +1,4 @@
-"""`make_cache` takes the one notation: what stands in the text is what arguments say, and shares follow each row's prompt."""
+"""`make_cache` takes the one notation; shares follow each row's prompt."""
 
 import copy
 

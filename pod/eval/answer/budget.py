@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import torch
 
 LENGTH_CLASS = 64  # tokens
+NO_LIMIT = 1 << 20
+"""Tokens; a budget under which nothing is dropped, also by methods that give some layers less than others."""
 
 
 def length_class(length: int) -> int:
@@ -19,10 +21,6 @@ def length_class(length: int) -> int:
     So few budgets and cache sizes exist, however ragged the lengths are.
     """
     return -(-length // LENGTH_CLASS) * LENGTH_CLASS
-
-
-NO_LIMIT = 1 << 20
-"""Tokens; a budget under which nothing is dropped, also by methods that give some layers less than others."""
 
 
 @dataclass(frozen=True, order=True)
@@ -113,23 +111,30 @@ class Subject:
 
     def budget(self, span: Span) -> int | None:
         """Tokens per KV head and layer; None for a method that takes no budget."""
-        method = self.method
-        if not method.takes_budget:
-            return None
-        return (
-            self.budgets.tokens(method, span) if method.budget is None else method.fixed_budget(span.length)
-        )
+        if self.method.fills_pod_bytes:
+            return self.budgets.tokens(self.method, span)
+        budget = self.method.budget
+        return None if budget is None else budget.of_prompt(span.length - span.fed)
 
-    def room(self, span: Span) -> int | None:
-        """The budget that a cache is made with: no limit where it follows PoD's bytes and PoD has dropped nothing yet."""
+    def room(self, span: Span) -> int | str | None:
+        """The budget that a cache is made with: a share as it is written, which each row takes of its own prompt; no limit where it
+        follows PoD's bytes and PoD has dropped nothing yet."""
+        if self.method.budget is not None:
+            return self.method.budget.tokens or str(self.method.budget)
         budget = self.budget(span)
-        unlimited = self.method.budget is None and budget is not None and budget >= span.length
-        return NO_LIMIT if unlimited else budget
+        return NO_LIMIT if budget is not None and budget >= span.length else budget
 
     def cache(self, *spans: Span) -> Any:
         """A new cache; of several spans, for a batch whose rows are of these."""
         rooms = [room for span in spans if (room := self.room(span)) is not None]
-        budget = rooms if len(set(rooms)) > 1 else next(iter(rooms), None)
+        return self._new_cache(rooms if len(set(rooms)) > 1 else next(iter(rooms), None))
+
+    def trial(self, span: Span) -> Any:
+        """A cache whose budget is in tokens, which refuses a share of the prompt that is less than the method takes."""
+        room = self.room(span)
+        return self._new_cache(self.budget(span) if isinstance(room, str) else room)
+
+    def _new_cache(self, budget: Any) -> Any:
         return pod.make_cache(self.model, self.method.spec, budget=budget, **self.options)
 
     def stated(self, span: Span, held: Sequence[int]) -> dict[str, Any]:

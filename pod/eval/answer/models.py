@@ -84,7 +84,7 @@ class Models:
             self._check_fits(plan)
         if {"adapted", "unadapted"} <= set(self.kinds):
             self._check_same_plan()
-        budgeted = [method.name for method in chosen if method.takes_budget and method.budget is None]
+        budgeted = [method.name for method in chosen if method.fills_pod_bytes]
         if self.reference_kind is None and budgeted:
             raise ValueError(_NO_BUDGET.format(", ".join(budgeted), self.export))
 

@@ -10,7 +10,6 @@ imdc, fm; `prefill=streaming`) the whole text is one prompt: a token is scored g
 chunk, the first of a chunk given the chunk before, which is compressed behind it (IMDC §4.4, Figure 5).
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pod.eval.answer.methods import Method
+from pod.eval.answer.methods import Method, parts_of
 from pod.eval.answer.reading import judge_ahead
 from pod.eval.suites.buckets import Bucket
 
@@ -135,10 +134,7 @@ def predict_by_window(model: Any, tokens: Tensor, last: int, window: int, rows_a
 
 def reads_on(method: Method, options: dict[str, Any]) -> bool:
     """Whether a method with these options (`eval.method_options`) compresses while it reads a prompt."""
-    return (
-        re.split(r"[(+]", method.spec or "")[0] in ("im", "imdc", "fm")
-        or options.get("prefill") == "streaming"
-    )
+    return bool({"im", "imdc", "fm"} & {*parts_of(method)}) or options.get("prefill") == "streaming"
 
 
 def chunk_of(method: Method, chunk_size: int, options: dict[str, Any]) -> int:

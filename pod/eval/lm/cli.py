@@ -2,10 +2,12 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 
 from pod.eval.results import one_line
+from pod.notation import split, swap_commas
 
 
 def main(argv: Sequence[str]) -> None:
@@ -43,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
 
 def arguments(argv: Sequence[str], first: bool = True) -> list[str]:
     """lm-eval's arguments with our defaults; ranks that are not the first write nothing."""
-    given = list(argv)
+    given = [_with_semicolons(item) for item in argv]
     if not given or given[0] in ("ls", "validate", "-h", "--help"):
         return given
     if given[0] != "run":
@@ -54,3 +56,16 @@ def arguments(argv: Sequence[str], first: bool = True) -> list[str]:
     writes.add_argument("--output_path", "-o")
     writes.add_argument("--log_samples", "-s", action="store_true")
     return given if first else writes.parse_known_args(given)[1]
+
+
+def _with_semicolons(argument: str) -> str:
+    """A model argument `method=…` with `;` for the commas inside its brackets, at which lm-eval would split it."""
+    start = re.search(r"(?:^|[=,])method=", argument)
+    if start is None:
+        return argument
+    head, tail = argument[: start.end()], argument[start.end() :]
+    try:
+        first = split(tail, ",")[0]
+    except ValueError:  # brackets that do not close: refused later, with the method's name
+        return argument
+    return head + swap_commas(first) + tail[len(first) :]

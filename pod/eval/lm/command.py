@@ -1,10 +1,9 @@
-"""The model `pod` of lm-eval's command line: a method and its budget from lm-eval's model arguments.
+"""The model `pod` of lm-eval's command line: a method from lm-eval's model arguments.
 
-`--model_args pretrained=…,method=snapkv,budget=25%` are the arguments of `CommandLM`, which importing this module registers.
+`--model_args pretrained=…,method=snapkv[window=16]@25%` are the arguments of `CommandLM`, which importing this module registers.
 """
 
 import functools
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,55 +20,39 @@ from pod.eval.lm.model import PodLM
 from pod.eval.lm.requests import Encoder
 from pod.eval.results import code_identity, with_files
 from pod.identity import content_of, plan_of
+from pod.notation import parse
 
 _RANKS: list[Ranks] = []
-POD_BYTES = "pod"
 
 
 def make_subject(
-    model: Any,
-    method: str | None = None,
-    budget: int | str | None = None,
-    reference: Any = None,
-    options: dict[str, Any] | None = None,
+    model: Any, method: Method, reference: Any = None, options: dict[str, Any] | None = None
 ) -> Subject:
     """A method on a loaded model.
 
     Args:
-        method: a spec of `pod.make_cache`, or with its budget as `snapkv@1024`; None: the layout of the model itself.
-        budget: tokens per KV head and layer, a share of the tokens as "25%", or "pod": as many as fill the bytes that PoD holds.
-        reference: for the budget "pod": a model with the sharing plan.
-        options: the method's own parameters.
+        method: `method_of` the model.
+        reference: for a budget that fills PoD's bytes: a model with the sharing plan.
+        options: parameters beside those in the method's name.
     Raises: ValueError for whatever does not go together, by making one cache at once.
     """
-    found = _method(method, model, budget)
-    options = found.options | (options or {})
-    follows = found.takes_budget and found.budget is None
-    if follows and reference is None:
-        raise ValueError(
-            f"method {found.name!r} needs a budget: budget=1024 (tokens), budget=25% (of the tokens seen), or budget=pod "
-            "with plan=PLAN.json (as many as fill PoD's bytes)"
-        )
+    options = method.options | (options or {})
     # one forward equals the decode path: no gate skip (tau), no plan that packs
-    one_shot = found.one_shot and not options and not model.config.sharing_plan.packs
+    one_shot = method.one_shot and not options and not model.config.sharing_plan.packs
     measure = None if reference is None else functools.partial(measure_bytes, reference, "pod")
     budgets = ByteBudgets(native_bytes_per_token(model), measure)
-    pod.make_cache(model, found.spec, budget=NO_LIMIT if follows else found.fixed_budget(NO_LIMIT), **options)
-    return Subject(replace(found, one_shot=one_shot), lambda: model, options, budgets)
+    subject = Subject(replace(method, one_shot=one_shot), lambda: model, options, budgets)
+    budget = NO_LIMIT if method.fills_pod_bytes else method.budget and (method.budget.tokens or NO_LIMIT)
+    pod.make_cache(model, method.spec, budget=budget, **options)
+    return subject
 
 
-def _method(name: str | None, model: Any, budget: int | str | None) -> Method:
+def method_of(model: Any, name: str | None) -> Method:
+    """The method that `name` writes, or without one the layout of the model itself."""
     own = model.config.own_method
     if name is None or name == own:
-        if budget is not None:
-            raise ValueError(f"method {own!r} takes no budget; leave out budget={budget}")
         return Method(name=own, spec=None, model="dense", one_shot=True)
-    found = find_method(name)
-    if budget is None or (budget == POD_BYTES and found.takes_budget):
-        return found
-    if found.budget is not None:
-        raise ValueError(f"method {name!r} has its budget behind the @; leave out budget={budget}")
-    return find_method(f"{name}@{budget}")
+    return find_method(name)
 
 
 class CommandLM(PodLM):
@@ -79,7 +62,6 @@ class CommandLM(PodLM):
         self,
         pretrained: str,
         method: str | None = None,
-        budget: int | str | None = None,
         plan: str | None = None,
         num_sink_tokens: int | None = None,
         num_recent_tokens: int | None = None,
@@ -93,14 +75,15 @@ class CommandLM(PodLM):
         question_aware: bool = False,
         attention_backend: str = "auto",
         store: str | None = None,
-        **options: Any,
+        **others: Any,
     ):
         """
         Args:
             pretrained: folder or hub id: a dense model or an export of this project.
-            method: a spec of `pod.make_cache`, as `snapkv` or `pod+snapkv+int4`; default: the layout of the model itself.
-            budget: tokens per KV head and layer, a share of the tokens as `25%`, or `pod`: as many as fill PoD's bytes.
-            plan: plan.json for the method `pod` on dense weights and for `budget=pod`; an export has its own.
+            method: as everywhere (`pod.notation`), with `;` between parameters, as lm-eval splits its arguments at commas:
+                `pod+snapkv[window=16;kernel=7]+int4@25%`; `pod eval lm-eval` takes commas there too. Default: the layout of the model
+                itself. The budget `pod`, or none, fills PoD's bytes.
+            plan: plan.json for the method `pod` on dense weights and for the budget `pod`; an export has its own.
             num_sink_tokens, num_recent_tokens: PoD's windows (tokens), default those that the plan was made
                 for.
             gguf_file: name of a GGUF file in `pretrained`; dtype: of the weights, default the checkpoint's.
@@ -109,14 +92,15 @@ class CommandLM(PodLM):
             max_length: longest sequence (tokens), default what the model reads; too_long: truncate or error (skip: in recipes).
             question_aware: methods see the question when they compress a prompt (see eval.question_aware).
             store: folder that keeps answers by model, method, budget and prompt: a run that was killed goes on, nothing is asked twice.
-            options: parameters of the method (`pod eval --list-methods`).
+            others: none; they are refused by name.
         Raises: ValueError, before any computation, for whatever does not go together.
         """
         _check(batch_size, max_batch_size, too_long)
+        _check_others(others)
         ranks = Ranks()
         _RANKS.append(ranks)
         # for other methods the plan only says how many bytes PoD would hold
-        parts = [re.split(r"[\[@]", part)[0].strip() for part in (method or "pod").split("+")]
+        parts = parse(method or "pod").names
         model = pod.load_model(
             pretrained,
             plan=plan if {"pod", "pod-unadapted"} & set(parts) else None,
@@ -128,16 +112,15 @@ class CommandLM(PodLM):
             device=_device(device, ranks),
         )
         tokenizer = pod.load_tokenizer(pretrained, gguf_file=gguf_file)
-        options = with_requests(method, options, tokenizer)
+        found = method_of(model, method)
+        options = with_requests(found, found.options, tokenizer)
         windows = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
-        reference = _reference(model, plan, budget, windows)
-        subject = make_subject(model, method, budget, reference, options)
+        subject = make_subject(model, found, _reference(model, plan, found, windows), options)
         length = int(max_length or model.config.max_position_embeddings)
         encoder = Encoder(tokenizer, length, too_long, question_aware)
         self.identity = {
             "pretrained": content_of(pretrained),
             "method": subject.method.name,
-            "budget": budget,
             "plan": None if plan is None else plan_of(plan),
             "windows": [model.config.num_sink_tokens, model.config.num_recent_tokens],
             "model": [gguf_file, str(model.dtype), attention_backend],
@@ -177,16 +160,28 @@ def _device(asked: str | None, ranks: Ranks) -> str:
     return f"cuda:{ranks.local_rank}" if ranks.world_size > 1 else asked or "cuda"
 
 
-def _reference(model: Any, plan: str | None, budget: int | str | None, windows: dict[str, Any]) -> Any:
+def _reference(model: Any, plan: str | None, method: Method, windows: dict[str, Any]) -> Any:
     """A model that tells PoD's bytes: the model itself when it has a plan, else the same weights under
     `plan`, with its windows where none are given."""
-    if budget != POD_BYTES:
+    if not method.fills_pod_bytes:
         return None
     if model.config.own_method == "pod":
         return model
     if plan is None:
-        raise ValueError("budget=pod needs plan=PLAN.json: it says which bytes PoD would hold")
+        name = method.name
+        raise ValueError(
+            f"method {name!r} needs a budget: method={name}@1024 (tokens), method={name}@25% (of each prompt), or plan=PLAN.json (as "
+            "many as fill PoD's bytes)"
+        )
     return pod.load_model(model, plan=plan, attention_backend=model.config.attention_backend, **windows)
+
+
+def _check_others(others: dict[str, Any]) -> None:
+    """ValueError for arguments that there are not: a budget and a method's parameters stand in the method's name."""
+    for name, value in others.items():
+        where = f"write it behind the method, as method=snapkv@{value}" if name == "budget" else ""
+        where = where or f"parameters of a method stand in brackets, as method=snapkv[{name}={value}]@25%"
+        raise ValueError(f"unknown model argument {name}={value}; {where} (between parameters stands ;)")
 
 
 def _check(batch_size: int | str, max_batch_size: int | None, too_long: str) -> None:

@@ -53,23 +53,27 @@ def make_cache(
 ) -> PodCache:
     """A new, empty cache for ``model``.
 
-    ``make_cache(model, "pod+snapkv[window=16]+int4@25%")``: everything may stand in the spec, written as everywhere
-    (``pod.notation``); ``budget`` and ``params`` are for what Python computes.
+    Everything may stand in the spec, written as everywhere (``pod.notation``):
+    ``make_cache(model, "pod+snapkv[window=16]+int4@25%")``. ``budget`` and ``params`` are for what Python computes.
 
     Args:
-        spec: a method, or methods of different axes joined by ``+``; None = the model's own layout: ``full``, ``pod`` with a
-            sharing plan, ``cla`` or ``window``.
-        budget: what stands behind the ``@``; for methods that drop tokens, per KV head and layer, sinks and windows included:
-            4096 tokens; ``"25%"`` or 0.25 of the prompt; ``"pod"``, as many tokens as fill what the model's plan holds of the
-            prompt. A list of tokens gives each row of the batch its own.
-        compression_ratio: as kvpress names it, the share that goes: 0.75 is the budget ``25%``, a quarter stays.
+        spec: a method, or methods of different axes joined by ``+``; None = the model's own layout: ``full``,
+            ``pod`` with a sharing plan, ``cla`` or ``window``.
+        budget: what stands behind the ``@``, for methods that drop tokens: what to keep per KV head and layer, sinks
+            and windows included. 4096 = tokens; ``"25%"`` or 0.25 = a share of the prompt; ``"pod"`` = as many
+            tokens as fill what the model's plan holds of the prompt. A list of tokens gives each row of the batch
+            its own.
+        compression_ratio: as kvpress names it, the share that goes: with 0.75 a quarter stays, as with ``@25%``.
         params: parameters of the methods in the spec, see ``methods()``.
 
-    A share is taken of each row's own tokens when its first prompt begins, and rounded down: of 1,002 tokens 25 % are 250, of a row
-    of 403 tokens beside it 100. Later prompts and decoded tokens do not change it. A method that needs more than that (``snapkv``
-    one token more than its ``window``) gets the least that it takes, so a short prompt stays whole. Methods that compress while
-    they read (``streamingllm``, ``imdc``, ``prefill=streaming``) must know the prompt's length when it begins: ``generate()`` says
-    it; before a prompt in several forward passes call ``cache.begin_prompt(tokens)``, or each pass is a prompt.
+    A share is taken of each row's own tokens when its first prompt begins, and rounded down: of 1,002 tokens 25 %
+    are 250, of a row of 403 tokens beside it 100. Later prompts and decoded tokens do not change it. A method that
+    needs more than that (``snapkv`` needs one token more than its ``window``) gets the least that it takes, so a
+    short prompt stays whole.
+
+    Methods that compress while they read (``streamingllm``, ``imdc``, ``prefill=streaming``) must know the prompt's
+    length when it begins. ``generate()`` tells it. Before a prompt that you feed in several forward passes call
+    ``cache.begin_prompt(tokens)``; without it each pass is a prompt, and the first one decides.
 
     Raises:
         ValueError: unknown name or parameter, methods that do not go together (with the reason), a budget that is too

@@ -1,4 +1,4 @@
-"""From a budget as it is written to tokens per KV head and layer: known at once, or when a row's prompt begins."""
+"""From a budget as it is written to tokens per KV head and layer, at once or when a row's prompt begins."""
 
 import math
 from collections.abc import Callable
@@ -33,7 +33,8 @@ def one_budget(spec: Spec, budget: Any, compression_ratio: float | None) -> Budg
         is_number = isinstance(compression_ratio, int | float) and not isinstance(compression_ratio, bool)
         if not is_number or not 0 <= compression_ratio < 1:
             raise ValueError(
-                f"compression_ratio = {compression_ratio!r} must be a number of at least 0 and less than 1: 0.75 leaves a quarter"
+                f"compression_ratio = {compression_ratio!r} must be a number of at least 0 and less than 1: 0.75 "
+                "leaves a quarter"
             )
         return Budget(share=1 - Fraction(str(compression_ratio)))
     if budget is None or isinstance(budget, list):
@@ -56,12 +57,15 @@ def cache_of_budget(
 
 
 def _tokens_of_plan(spec: Spec, config: PodConfig) -> Callable[[int], int]:
-    """How many tokens of full keys and values fill the bytes that the model's plan holds of a prompt; rounded down, at least 1."""
+    """How many tokens of full keys and values fill the bytes that the model's plan holds of a prompt.
+
+    Rounded down, at least 1.
+    """
     plan = config.sharing_plan
     if config.own_method != "pod" or plan.is_dense:
         raise ValueError(
-            f"{spec}: the budget pod is as much as a sharing plan holds, and this model has none: name tokens as 4096 or a share as "
-            f"25%; `pod eval` gives methods on the dense model the bytes of a plan"
+            f"{spec}: the budget pod is as much as a sharing plan holds, and this model has none: name tokens as "
+            "4096 or a share as 25%; `pod eval` gives methods on the dense model the bytes of a plan"
         )
     windows = config.num_sink_tokens, config.num_recent_tokens
     return lambda length: max(1, math.floor(length * (1 - plan.saving(length, *windows)) + 1e-9))

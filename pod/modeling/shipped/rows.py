@@ -142,7 +142,7 @@ class GroupedCache(PodCache):
         after_layers: Callable[[list, Step, Any], None] | None = None,
     ):
         self.make_child, self.rowwise, self.chunks = make_layer, rowwise, chunks
-        self.kinds = [self]
+        self.kinds: list[GroupedCache] = [self]
         self.kind_of_row: list[int] | None = None
         self.prompt_budgets: list[int] = []
         self.decide, self.after_layers = decide, after_layers

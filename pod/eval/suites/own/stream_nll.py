@@ -88,7 +88,7 @@ class StreamNll(TextTask):
         return prompt, 0 if chunked else behind * -(-options.sequences // self.args.batch_size)
 
     def refuses(self, method: Method) -> str | None:
-        if method.takes_budget and method.grows and method.budget is None:
+        if method.fills_pod_bytes and method.grows:
             return (
                 f"{method.name} has no constant budget of PoD's bytes while a text streams, for it keeps every token behind its prompt or "
                 f"compresses on the way; give it a budget of its own, as {method.name}@1024"
