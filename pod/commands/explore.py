@@ -31,8 +31,8 @@ SECTIONS = "model", "explore", "data"
 
 
 def main(recipe: Recipe) -> None:
-    """Measure, write the plan, find retrieval heads if they are needed."""
-    from pod.training.plans.choose import find_plan
+    """Measure, write the plan, measure its loss, find retrieval heads if they are needed."""
+    from pod.training.plans.choose import find_plan, with_losses
     from pod.training.plans.exploration import Exploration, process_group
     from pod.training.plans.measure import find_heads
 
@@ -44,6 +44,9 @@ def main(recipe: Recipe) -> None:
             choice = find_plan(exploration)
             if rank == 0:
                 write_plan(exploration, choice)
+            choice = with_losses(exploration, choice)
+            if rank == 0:
+                print(write_summary(exploration, choice))
                 note_on_training(recipe)
         if heads_wanted:
             heads = find_heads(exploration)
@@ -91,10 +94,10 @@ def write_heads(exploration: Any, heads: Any) -> None:
 
 
 def write_plan(exploration: Any, choice: Any) -> None:
-    """plan.json, pareto.json, summary.txt and the pictures."""
+    """plan.json, pareto.json, summary.txt and the pictures: the plan first, whose curve may take minutes."""
     from pod.training.plans import report
-    from pod.training.plans.choose import in_all_layers
 
+    write_summary(exploration, choice)
     folder, plan, explore = exploration.folder, choice.plan, exploration.explore
     subject = report.about_plan(plan, explore)
     figures = {"blocks.png": report.block_picture(plan, subject)}
@@ -107,13 +110,22 @@ def write_plan(exploration: Any, choice: Any) -> None:
         figures["similarity.png"] = report.similarity_picture(choice.similarity, heads, subject)
     for name, figure in figures.items():
         report.save_picture(figure, folder / name)
-    text = report.summary(plan, explore, exploration.windows)
-    atomic_write_text(folder / "summary.txt", text + "\n")
-    plan = in_all_layers(plan)
+    print(f"written: {folder / 'plan.json'}, {', '.join(figures)}", flush=True)
+
+
+def write_summary(exploration: Any, choice: Any) -> str:
+    """plan.json and summary.txt, with the losses where they are measured; what the summary says."""
+    from pod.training.plans import report
+    from pod.training.plans.choose import in_all_layers
+
+    folder = exploration.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = in_all_layers(choice.plan)
     keep_other_plan(folder / "plan.json", plan)
     plan.save(folder / "plan.json")
-    print(text)
-    print(f"written: {folder / 'plan.json'}, {', '.join(figures)}")
+    text = report.summary(choice.plan, exploration.explore, exploration.windows)
+    atomic_write_text(folder / "summary.txt", text + "\n")
+    return text
 
 
 def keep_other_plan(path: Path, plan: Any) -> None:

@@ -213,6 +213,12 @@ class SharingPlan:
     def of_leads(cls, leads: Sequence[Sequence[int]], num_key_value_heads: int) -> "SharingPlan":
         """The plan in which the heads ``leads[layer]`` lead and all others keep their windows: RazorAttention's and DuoAttention's."""
         heads = range(num_key_value_heads)
+        for layer, row in enumerate(leads):
+            if others := [head for head in row if head not in heads]:
+                raise ValueError(
+                    f"sharing plan: leads[{layer}] names KV heads {others}, allowed are 0 to "
+                    f"{num_key_value_heads - 1}: number the KV heads of a layer from 0"
+                )
         rows = ([layer if head in row else None for head in heads] for layer, row in enumerate(leads))
         return cls(lead=tuple(map(tuple, rows)))
 

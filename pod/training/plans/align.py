@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from pod.modeling.shipped.sharing import SharingPlan, is_followed
+from pod.training.plans.checks import check_costs
+from pod.training.plans.progress import steps
 from pod.training.plans.solve import PAIR_UNITS, Floats, solve
 
 Order = NDArray[np.intp]  # [L, H]: the original KV head at each place
@@ -44,15 +46,18 @@ def align(follow: Floats, window: Floats | None, units: int, restarts: int = 200
         follow: ``[L, L, H, H]`` = [lead, layer, KV head of the lead, KV head of the layer], read where lead < layer.
         window: ``[L, H]``, see ``solve``.
         restarts: sweeps from a disturbed order; the same seed gives the same order.
-    Raises: ValueError for units that no plan in the original order saves.
+    Raises: ValueError for costs of other shapes, NaN, and units that no plan in the original order saves.
     """
+    sizes = check_costs("follow", follow, "L L H H")
+    if window is not None:
+        check_costs("window", window, "L H", sizes)
     order = np.tile(np.arange(follow.shape[-1]), (len(follow), 1))
     frontier = solve(*placed_costs(follow, window, order))
     frontier.plan(units)  # refuses what cannot be
     best = float(frontier.costs[units])
     rng = np.random.default_rng(seed)
     low, high = _slopes(frontier.costs, units)
-    for restart in range(restarts + 1):
+    for restart in steps(range(restarts + 1), "order of heads"):
         start = order.copy()
         for _ in range(1 + restart % _MOST_SWAPS if restart else 0):
             _swap(start, rng)

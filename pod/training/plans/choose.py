@@ -2,11 +2,13 @@
 costs of roles add up (``costs.py``) and errors of one layer change what the next ones see."""
 
 import math
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pod.modeling.loading import load_model
@@ -14,14 +16,20 @@ from pod.modeling.methods import make_cache
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import GROUP_SIZE, SharingPlan
 from pod.training.args import ExploreArgs
+from pod.training.checkpoint.identity import sha256_of
 from pod.training.observe.validation import token_scores
 from pod.training.plans.align import align
 from pod.training.plans.costs import total_costs
 from pod.training.plans.exploration import Exploration, allowed, packed_costs
-from pod.training.plans.measure import Measured, find_costs, find_similarity, repeated_sequences
+from pod.training.plans.measure import (
+    Measured,
+    find_costs,
+    find_similarity,
+    measure_mean,
+    repeated_sequences,
+)
 from pod.training.plans.similarity import dissimilarity, greedy_plan
 from pod.training.plans.solve import Floats, Frontier, PackedFrontier, solve, solve_packed
-from pod.training.run.mesh import from_rank_0
 
 Order = tuple[tuple[int, ...], ...]
 
@@ -50,10 +58,18 @@ def find_plan(exploration: Exploration) -> Choice:
     explore = exploration.explore
     if explore.cost == "similarity":
         return choose_by_similarity(find_similarity(exploration), explore, exploration.windows)
-    choice = choose(find_costs(exploration), explore, exploration.windows)
-    if not explore.loss_sequences:
+    return choose(find_costs(exploration), explore, exploration.windows)
+
+
+def with_losses(exploration: Exploration, choice: Choice) -> Choice:
+    """The choice with the measured losses of the dense model and of its plan; as it is where the settings
+    want none.
+
+    All ranks call this together. What was measured before an interruption is kept.
+    """
+    if exploration.explore.cost == "similarity" or not exploration.explore.loss_sequences:
         return choice
-    losses = from_rank_0(lambda: _losses(exploration, choice.plan))
+    losses = _losses(exploration, choice.plan)
     plan = replace(choice.plan, provenance=choice.plan.provenance | {"losses": losses})
     return replace(choice, plan=plan)
 
@@ -63,26 +79,32 @@ def choose_by_similarity(measured: Measured, explore: ExploreArgs, windows: dict
     similarity, provenance = measured.tensors["similarity"], measured.provenance
     heads = provenance["num_key_value_heads"]
     if explore.algorithm == "greedy":
-        return Choice(greedy_plan(similarity, heads, explore.threshold, provenance), similarity=similarity)
+        plan = greedy_plan(similarity, heads, explore.threshold, provenance)
+        return Choice(_made_for(plan, windows), similarity=similarity)
     frontier = solve(dissimilarity(similarity, heads), None)
     units = frontier.units_for(explore.target_saving, explore.budget_tokens, **windows)
     plan = frontier.plan(units, provenance | _settings(explore, frontier, units))
-    return Choice(plan, frontier, units, similarity=similarity)
+    return Choice(_made_for(plan, windows), frontier, units, similarity=similarity)
+
+
+def _made_for(plan: SharingPlan, windows: dict[str, int]) -> SharingPlan:
+    """The plan with the windows and the head_dim that it was made for."""
+    return replace(plan, **windows, head_dim=plan.provenance.get("head_dim"))
 
 
 def choose(costs: Measured, explore: ExploreArgs, windows: dict[str, int]) -> Choice:
     """The plan of least cost at the target saving, heads aligned for it, and what forbidding each role, or packing, costs."""
-    total = total_costs(costs.tensors, explore.retrieval_weight)
-    frontier, units, kv_order = _solve(total, explore, windows)
+    total, head_dim = total_costs(costs.tensors, explore.retrieval_weight), costs.provenance.get("head_dim")
+    frontier, units, kv_order = _solve(total, explore, windows, head_dim)
     provenance = costs.provenance | windows | {"retrieval_weight": explore.retrieval_weight}
     provenance |= _settings(explore, frontier, units)
     if isinstance(frontier, PackedFrontier):
         provenance |= {"bits": list(explore.bits), "plan_cost_bound": float(frontier.bound[units:].min())}
     without = {}
     for name, rest in _forbidding(explore).items():
-        without[name], *_ = _solve(total, rest, windows, units / frontier.pair_units)
+        without[name], *_ = _solve(total, rest, windows, head_dim, units / frontier.pair_units)
         provenance[f"plan_cost_without_{name}"] = without[name].cost_of(units, frontier.pair_units)
-    plan = frontier.plan(units, provenance)
+    plan = _made_for(frontier.plan(units, provenance), windows)
     if kv_order is not None:
         plan = replace(plan, head_order=head_order(plan, kv_order, costs.tensors["order"]))
     return Choice(plan, frontier, units, without)
@@ -99,7 +121,11 @@ def _forbidding(explore: ExploreArgs) -> dict[str, ExploreArgs]:
 
 
 def _solve(
-    total: dict[str, Floats], explore: ExploreArgs, windows: dict[str, int], pairs: float | None = None
+    total: dict[str, Floats],
+    explore: ExploreArgs,
+    windows: dict[str, int],
+    head_dim: int | None,
+    pairs: float | None = None,
 ) -> tuple[Frontier | PackedFrontier, int, Order | None]:
     """The least cost of every saving, the units of the target saving (or of so many pairs' bytes if that is given, or as many as can
     be saved), and ``[L][H]``, the KV head at each place; None = where they were, as where layers may be packed: hardly any head follows
@@ -113,7 +139,7 @@ def _solve(
 
     kv_order = None
     if 4 in explore.bits:
-        packed = solve_packed(packed_costs(explore, total, windows))
+        packed = solve_packed(packed_costs(explore, total, windows, head_dim))
         units = units_of(packed)
         frontier = packed.improved(units)
     else:
@@ -166,13 +192,21 @@ def _losses(exploration: Exploration, plan: SharingPlan) -> dict[str, Any]:
     """Of the dense model and of the plan, on text and on repeated tokens, and on how many sequences."""
     dense = SharingPlan.dense(plan.num_layers, plan.num_key_value_heads)
     dense = in_all_layers(replace(dense, head_order=plan.head_order, provenance=plan.provenance))
+    made = sha256_of([plan.lead, plan.head_order, plan.bits, plan.provenance])
+    partial = exploration.folder / f"losses.partial-{made[:8]}"
     model, plan = exploration.load_model(dense), in_all_layers(plan)
     text = exploration.read()[: exploration.explore.loss_sequences]
     texts = {"text": text, "repeated": repeated_sequences(exploration, model.config)}
-    losses = {
-        name: {kind: plan_loss(model, one, sequences) for kind, sequences in texts.items() if sequences}
-        for name, one in (("dense", dense), ("plan", plan))
-    }
+    losses: dict[str, Any] = {"dense": {}, "plan": {}}
+    for name, one in (("dense", dense), ("plan", plan)):
+        under = _under(model, one)
+        for kind, sequences in texts.items():
+            if sequences:
+                folder = partial / f"loss, {name}, {kind}"
+                found = measure_mean(mean_loss(under), (), sequences, folder)
+                losses[name][kind] = found.item()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
     return losses | {"sequences": len(text), "repeated_sequences": len(texts["repeated"])}
 
 
@@ -180,9 +214,25 @@ def _losses(exploration: Exploration, plan: SharingPlan) -> dict[str, Any]:
 def plan_loss(model: PodForCausalLM, plan: SharingPlan, sequences: Sequence[Tensor]) -> float:
     """Mean next-token loss on N sequences ``[n]`` under a plan, in nats per token; packed layers as the cache holds them, as in decoding.
     model: dense weights with the windows that the plan is for."""
-    shared = load_model(model, plan=plan, attention_backend=model.config.attention_backend)
+    shared = _under(model, plan)
     total = sum(_summed_loss(shared, row.reshape(1, -1).to(model.device)) for row in sequences)
     return total / sum(len(row) - 1 for row in sequences)
+
+
+def _under(model: PodForCausalLM, plan: SharingPlan) -> PodForCausalLM:
+    """The same weights under a plan."""
+    return load_model(model, plan=plan, attention_backend=model.config.attention_backend)
+
+
+def mean_loss(model: PodForCausalLM) -> Callable[[Tensor], Tensor]:
+    """``[1, n]`` tokens to their mean next-token loss, in nats per token, as `measure_mean` takes it."""
+
+    @torch.no_grad()
+    def measure(input_ids: Tensor) -> Tensor:
+        tokens = input_ids.to(model.device)
+        return torch.tensor(_summed_loss(model, tokens) / (tokens.shape[1] - 1), dtype=torch.float64)
+
+    return measure
 
 
 def _summed_loss(model: PodForCausalLM, tokens: Tensor) -> float:

@@ -30,6 +30,7 @@ from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodDecoderLayer, PodForCausalLM
 from pod.modeling.shipped.packed import Packing
 from pod.modeling.shipped.sharing import GROUP_SIZE, RESIDUAL
+from pod.training.plans.checks import check_array, check_costs, check_groups
 from pod.training.plans.solve import Floats
 
 
@@ -115,6 +116,9 @@ def sample_queries(n: int, num_queries: int, num_sink_tokens: int, num_recent_to
     return Sample(positions, key > query, (key >= num_sink_tokens) & (key <= query - num_recent_tokens))
 
 
+_AXES = {"window": "L H", "follow": "L L H H", "in_place": "L L H", "lead4": "L H", "follow4": "L H"}
+
+
 def cost_shapes(layers: int, heads: int) -> dict[str, tuple[int, ...]]:
     """The shape of each measured cost; heads: of keys and values."""
     return {
@@ -127,7 +131,15 @@ def cost_shapes(layers: int, heads: int) -> dict[str, tuple[int, ...]]:
 
 
 def total_costs(tensors: Mapping[str, Tensor], retrieval_weight: float) -> dict[str, Floats]:
-    """Cost on text plus `retrieval_weight` times that on repeated tokens, by role."""
+    """Cost on text plus `retrieval_weight` times that on repeated tokens, by role; ValueError for costs that
+    are missing or do not fit each other."""
+    missing = sorted(cost_shapes(1, 1).keys() - tensors.keys())
+    if missing:
+        raise ValueError(f"costs of {', '.join(missing)} are missing: measure them again with `pod explore`")
+    sizes: dict[str, int] = {}
+    for name, axes in _AXES.items():
+        for one in (name, name + RETRIEVAL):
+            sizes = check_costs(one, tensors[one], axes, sizes) if one in tensors else sizes
     return {
         name: (tensors[name] + retrieval_weight * tensors.get(name + RETRIEVAL, 0.0)).numpy()
         for name in cost_shapes(1, 1)
@@ -147,6 +159,7 @@ def measure_costs(
     """
     heads, groups = model.config.num_key_value_heads, model.config.num_key_value_groups
     shapes = cost_shapes(len(planned_layers(model.config)), heads)
+    check_array("order", order, "L L H H G", {"L": shapes["window"][0], "H": heads, "G": groups})
     costs = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     served_by = order.argsort(-1)  # [.., g]: the lead's query head that serves query head g of the follower
     head, group = torch.arange(heads)[:, None], torch.arange(groups)
@@ -180,7 +193,9 @@ def measure_query_head_errors(model: PodForCausalLM, input_ids: Tensor, num_quer
 
 def match_query_heads(errors: Tensor, num_key_value_heads: int) -> Tensor:
     """The order of the query heads of every follower that costs least, each query head counted alone: ``[L, L, H, H, G]``, which query
-    head of the follower's group stands at each place when it follows, those of the lead standing as they are."""
+    head of the follower's group stands at each place when it follows, those of the lead standing as they are.
+    ValueError for errors of another shape than ``[L, L, Hq, Hq]``, and NaN."""
+    check_groups("errors", check_costs("errors", errors, "L L Hq Hq")["Hq"], num_key_value_heads)
     heads, groups = num_key_value_heads, errors.shape[-1] // num_key_value_heads
     by_pair = errors.unflatten(3, (heads, groups)).unflatten(2, (heads, groups)).transpose(3, 4).numpy()
     order = torch.arange(groups).expand(*by_pair.shape[:4], groups).clone()

@@ -16,7 +16,7 @@ from pod.data import held_out_documents, long_sequences, source_documents
 from pod.data.rows.manifest import MANIFEST_NAME, read_manifest
 from pod.modeling.loading import load_model, load_tokenizer
 from pod.modeling.shipped.llama import PodForCausalLM
-from pod.modeling.shipped.sharing import SharingPlan
+from pod.modeling.shipped.sharing import SharingPlan, check_bits
 from pod.models import resolve_model
 from pod.training.args import ExploreArgs
 from pod.training.plans.costs import cost_shapes, planned_layers, sample_queries
@@ -108,6 +108,8 @@ def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> N
     """Refuse, before hours of measuring, a length the model cannot read, sequences that the windows cover whole, and a saving that its
     layers cannot reach, or a model that has no layer to plan."""
     shapes = cost_shapes(len(planned_layers(config)), config.num_key_value_heads)
+    if 4 in explore.bits:
+        check_bits(4, config.head_dim, f"explore.bits is {explore.bits}")
     if explore.sequence_length > config.max_position_embeddings:
         raise ValueError(
             f"explore.sequence_length is {explore.sequence_length}, the model reads {config.max_position_embeddings} "
@@ -118,7 +120,7 @@ def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> N
     if explore.algorithm == "dp":
         free = {name: np.zeros(shape) for name, shape in shapes.items()}
         if 4 in explore.bits:
-            frontier = packed_costs(explore, free, windows).solve(None)
+            frontier = packed_costs(explore, free, windows, config.head_dim).solve(None)
         else:
             frontier = solve(*allowed(explore, free["in_place"], free["window"]))
         frontier.units_for(explore.target_saving, explore.budget_tokens, **windows)
@@ -129,10 +131,13 @@ def allowed(explore: ExploreArgs, follow: Any, window: Any) -> tuple[Any, Any]:
     return follow if "follow" in explore.roles else None, window if "window" in explore.roles else None
 
 
-def packed_costs(explore: ExploreArgs, total: dict[str, Floats], windows: dict[str, int]) -> PackedCosts:
-    """The costs of the roles that the settings allow where layers may be packed."""
+def packed_costs(
+    explore: ExploreArgs, total: dict[str, Floats], windows: dict[str, int], head_dim: int | None
+) -> PackedCosts:
+    """The costs of the roles that the settings allow where layers may be packed; head_dim: of the model."""
     roles, near = allowed(explore, total["in_place"], total["window"]), sum(windows.values())
-    return PackedCosts(*roles, total["lead4"], total["follow4"], explore.budget_tokens, near)
+    four = total["lead4"], total["follow4"]
+    return PackedCosts(*roles, *four, explore.budget_tokens, near, head_dim)
 
 
 @contextmanager

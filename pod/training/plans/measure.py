@@ -29,6 +29,7 @@ from pod.identity import content_of
 from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.training.checkpoint.identity import sha256_of
+from pod.training.plans.checks import check_array, check_groups
 from pod.training.plans.costs import (
     RETRIEVAL,
     cost_shapes,
@@ -156,6 +157,7 @@ def _find(exploration: Exploration, name: str, measure: Any, wanted: dict[str, A
     sequences = exploration.read()
     provenance = wanted | {
         "num_key_value_heads": model.config.num_key_value_heads,
+        "head_dim": model.config.head_dim,
         "tokens_sha256": hashlib.sha256(torch.stack(sequences).numpy().tobytes()).hexdigest(),
     }
     if model.config.layer_windows is not None:
@@ -289,8 +291,15 @@ def head_scores(
     Args:
         q: ``[Hq, n, d]``; k: ``[H, n, d]``, rotated.
         block_elements: logits held at a time; memory is O(n) beside it.
+    Raises: ValueError for other shapes, and for num_tokens that are not repeated.
     """
+    sizes = check_array("q", q, "Hq n d")
+    check_groups("q", sizes["Hq"], check_array("k", k, "H n d", sizes)["H"])
     heads, n, _ = q.shape
+    if not 1 <= num_tokens < n:
+        raise ValueError(
+            f"num_tokens is {num_tokens}, allowed are 1 to {n - 1}: fewer than the {n} tokens of q"
+        )
     compute = torch.promote_types(q.dtype, torch.float32)
     scaled = q.to(compute).unflatten(0, (k.shape[0], -1)) * q.shape[-1] ** -0.5
     keys = k.to(compute).transpose(1, 2)

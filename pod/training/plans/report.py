@@ -4,6 +4,7 @@ the plans along it have (paper Figures 1d and 5)."""
 import io
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,9 @@ from pod.files import atomic_write_bytes
 from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.args import ExploreArgs
+from pod.training.plans.checks import check_array, check_groups
 from pod.training.plans.choose import Choice
+from pod.training.plans.progress import steps
 
 SCHEMA_VERSION = 1
 FORBIDDEN = {
@@ -43,8 +46,8 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
     frontier, chosen, pair = choice.frontier, choice.units, choice.frontier.pair_units
     every = {frontier.cheapest(units) for units in range(0, len(frontier.costs), pair // 2)} | {chosen}
     points = []
-    for units in sorted(every):
-        plan = frontier.plan(units)
+    for units in steps(sorted(every), "curve"):
+        plan = replace(frontier.plan(units), head_dim=choice.plan.head_dim)
         point = {
             "units": units,
             "saving": plan.saving(explore.budget_tokens, **windows),
@@ -83,6 +86,10 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
         describe_plan(plan),
         f"KV saving at {n:,} tokens with {sinks} sink and {recent} recent tokens: {plan.saving(n, sinks, recent):.1%}",
     ]
+    if "units" in found:
+        there = plan.saving(explore.budget_tokens, sinks, recent)
+        where = f"at {explore.budget_length:,} tokens" if explore.budget_length else "in the limit"
+        lines[2:] = [f"asked for {explore.target_saving:.1%} {where}: it saves {there:.1%} there", *lines[2:]]
     if "layers" in found:
         taking = f"{len(found['layers'])} of {found['num_layers']} layers take part"
         others = "the others keep the windows that they were trained with"
@@ -175,6 +182,7 @@ def map_picture(maps: Sequence[Map], title: str, meaning: str, xlabel: str, colu
 
 def similarity_picture(similarity: ArrayLike, num_key_value_heads: int, subject: str) -> Figure:
     """A map of layer and layer per query head; similarity: ``[L, L, Hq]``."""
+    check_groups("similarity", check_array("similarity", similarity, "L L Hq")["Hq"], num_key_value_heads)
     heads = np.moveaxis(np.asarray(similarity, dtype=np.float64), 2, 0)
     group = len(heads) // num_key_value_heads
     maps = [Map(f"query head {head} (KV head {head // group})", one) for head, one in enumerate(heads)]

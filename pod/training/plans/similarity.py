@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from pod.modeling.shipped.sharing import SharingPlan
+from pod.training.plans.checks import check_array, check_similarity, check_threshold
 from pod.training.plans.solve import Floats
 
 
@@ -25,8 +26,9 @@ def jensen_shannon_similarity(rows: Tensor, tile_elements: int | None = None) ->
         rows: attention probabilities ``[L, Hq, q, n]``; each row is normalised in fp64 first.
         tile_elements: positions (of q·n) compared at a time, in about ``24 · L · tile_elements`` bytes beside a head's rows in fp64.
     Returns: ``[L, L, Hq]`` fp64 on the CPU, symmetric, diagonal 1.
-    Raises: ValueError when a row is no distribution.
+    Raises: ValueError for another shape, and when a row is no distribution.
     """
+    check_array("rows", rows, "L Hq q n")
     tile = tile_elements or (1 << 20 if rows.is_cuda else 1 << 14)  # in cache on a CPU, about 256 MB on a GPU
     heads = [_head_similarity(rows[:, head], tile) for head in range(rows.shape[1])]
     return torch.stack(heads, dim=-1).cpu()
@@ -64,8 +66,16 @@ def greedy_plan(
     """Algorithm 1 (paper §2.1): a layer joins the current block iff it is similar to every layer of the block.
 
     Two layers are similar for a KV head when a strict majority of its G query heads have similarity >= ``threshold``
-    (paper B.2). The lead of a block is its lowest layer. similarity: ``[L, L, Hq]``.
+    (paper B.2). The lead of a block is its lowest layer.
+
+    Args:
+        similarity: ``[L, L, Hq]``, from 0 to 1, the same both ways.
+        num_key_value_heads: H, of which Hq is a multiple.
+        threshold: from 0 to 1.
+        provenance: what the plan shall say about where it came from.
+    Raises: ValueError for arrays of other shapes or values, and another threshold.
     """
+    check_threshold(threshold)
     votes = group_query_heads(similarity, num_key_value_heads) >= threshold
     similar = 2 * votes.sum(axis=-1) > votes.shape[-1]  # [L, L, H]
     num_layers = len(similar)
@@ -86,6 +96,7 @@ def dissimilarity(similarity: ArrayLike, num_key_value_heads: int) -> Floats:
 
 
 def group_query_heads(similarity: ArrayLike, num_key_value_heads: int) -> Floats:
-    """``[L, L, Hq]`` → fp64 ``[L, L, H, G]``."""
+    """``[L, L, Hq]`` → fp64 ``[L, L, H, G]``; ValueError for what is no similarity."""
+    check_similarity(similarity, num_key_value_heads)
     values = np.asarray(similarity, dtype=np.float64)
     return values.reshape(*values.shape[:2], num_key_value_heads, -1)

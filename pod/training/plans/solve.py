@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pod.modeling.shipped.sharing import NATIVE_TOKENS, SharingPlan, bits_per_number
+from pod.training.plans.checks import check_costs
+from pod.training.plans.progress import counter, steps
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
@@ -67,19 +69,23 @@ class Curve:
         return float(least) if np.isfinite(least) else None
 
     def units_for(self, target_saving: float, n: int, num_sink_tokens: int, num_recent_tokens: int) -> int:
-        """The number of units whose saving is nearest to a share of the KV bytes at ``n`` tokens (ties: fewer). ValueError for a saving
-        that these roles miss at that length by more than half a unit."""
+        """The least number of units that saves this share of the KV bytes at ``n`` tokens (to 1e-6), or more.
+
+        Raises: ValueError for a saving that these roles do not reach at that length.
+        """
         layers, heads = self.sizes
         unit = max(0, n - num_sink_tokens - num_recent_tokens) / n / (self.pair_units * layers * heads)
         reachable = self.targets
         least, most = reachable[0] * unit, reachable[-1] * unit
-        if not least - unit / 2 <= target_saving <= most + unit / 2:
+        enough = reachable[reachable * unit >= target_saving - 1e-6]
+        if target_saving < 0 or not len(enough):
             raise ValueError(
-                f"explore.target_saving is {target_saving}, but the allowed roles save {least:.3f} to {most:.3f} of the bytes at {n} "
-                f"tokens, of which {num_sink_tokens} + {num_recent_tokens} are in every window: choose a saving between, more "
-                "tokens, or more roles (followers save half of their bytes at most)"
+                f"explore.target_saving is {target_saving}, but the allowed roles save {least:.3f} to "
+                f"{most:.3f} of the bytes at {n} tokens, of which {num_sink_tokens} + {num_recent_tokens} are in every "
+                "window: choose a saving between, more tokens, or more roles (followers save half of their "
+                "bytes at most)"
             )
-        return int(reachable[np.abs(reachable * unit - target_saving).argmin()])
+        return int(enough[0])
 
 
 @dataclass(frozen=True)
@@ -115,13 +121,21 @@ def solve(follow: ArrayLike | None, window: ArrayLike | None) -> Frontier:
         follow: cost of a follower ``[L, L, H]`` = [lead, layer, KV head], read where lead < layer; it saves 1 unit (keys).
             A head follows the lead that it had last; windows may stand between. None = nobody follows.
         window: cost of a window ``[L, H]``; it saves 2 units (keys and values). None = no windows. inf in either = not allowed there.
-    Raises: ValueError for no costs at all.
+    Raises: ValueError for no costs at all, other shapes, and NaN.
     """
+    _check_roles(follow, window)
     table = [] if follow is None else [Role("follow", 1, np.asarray(follow, dtype=np.float64))]
     table += [] if window is None else [Role("window", PAIR_UNITS, np.asarray(window, dtype=np.float64))]
     if not table:
         raise ValueError("costs of followers and of windows are None: give one of them, or every head leads")
     return solve_table([Role("lead", 0, np.zeros(table[0].costs.shape[-2:])), *table], PAIR_UNITS)
+
+
+def _check_roles(follow: ArrayLike | None, window: ArrayLike | None) -> dict[str, int]:
+    """Sizes of the costs of followers and windows; ValueError where they do not fit each other, and for
+    NaN."""
+    sizes = {} if follow is None else check_costs("follow", follow, "L L H")
+    return sizes if window is None else check_costs("window", window, "L H", sizes)
 
 
 def solve_table(table: Sequence[Role], pair_units: int) -> Frontier:
@@ -226,6 +240,11 @@ class PackedCosts:
     near: int
     head_dim: int | None = None
 
+    def __post_init__(self) -> None:
+        sizes = _check_roles(self.follow, self.window)
+        for name in ("lead4", "follow4"):
+            sizes = check_costs(name, getattr(self, name), "L H", sizes)
+
     @cached_property
     def units(self) -> tuple[int, int, int]:
         """Units of a pair's distant bytes, and those that a packed lead and follower save: of such a number that rounding down
@@ -284,11 +303,14 @@ class PackedFrontier(Curve):
         if len(solved) == 2 ** self.sizes[0]:
             return self
 
-        def cost_of(choice: Choice) -> float:
-            solved[choice] = self._solve(choice).costs
-            return float(solved[choice][wanted].min(initial=np.inf))
+        with counter("bits at this saving") as bar:
 
-        _descend(min(solved, key=lambda choice: self._cost_of(choice, wanted)), cost_of)
+            def cost_of(choice: Choice) -> float:
+                solved[choice] = self._solve(choice).costs
+                bar.update()
+                return float(solved[choice][wanted].min(initial=np.inf))
+
+            _descend(min(solved, key=lambda choice: self._cost_of(choice, wanted)), cost_of)
         return _least_of(self, solved)
 
     def _cost_of(self, choice: Choice, units: slice) -> float:
@@ -302,7 +324,8 @@ def solve_packed(costs: PackedCosts) -> PackedFrontier:
     few = 2**layers <= _FEW
     choices: Iterable[Choice] = product((False, True), repeat=layers) if few else _found(costs, free.costs)
     empty = PackedFrontier(free.sizes, free.pair_units, free.costs, free.costs, {}, solve)
-    return _least_of(empty, {choice: solve(choice).costs for choice in choices})
+    shown = steps(list(choices), "choices of bits")
+    return _least_of(empty, {choice: solve(choice).costs for choice in shown})
 
 
 def _least_of(frontier: PackedFrontier, solved: dict[Choice, Floats]) -> PackedFrontier:
@@ -320,7 +343,7 @@ def _found(costs: PackedCosts, bound: Floats) -> list[Choice]:
     least = np.minimum.accumulate(bound[::-1])[::-1][marks]
     found = [(False,) * layers]
     cheapest = costs.lead4.sum(axis=1).argsort()
-    for price in [*np.diff(least) / np.diff(marks), None]:
+    for price in steps([*np.diff(least) / np.diff(marks), None], "bits at every saving"):
         packed = (True,) * layers
         if price is not None:
             packed = _descend(found[-1], lambda choice, at=price: float(costs.solve(choice, at).costs[0]))

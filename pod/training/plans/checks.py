@@ -1,0 +1,86 @@
+"""Arrays of similarities and costs as users may hand them in: what came, what is allowed, and what to do, in one line."""
+
+from typing import Any
+
+import numpy as np
+
+_AXES = {"L": "layers", "H": "KV heads", "Hq": "query heads", "q": "queries", "n": "tokens", "d": "head_dim"}
+
+
+def check_array(name: str, values: Any, axes: str, sizes: dict[str, int] | None = None) -> dict[str, int]:
+    """The sizes of an array by axis; ``ValueError`` when its shape does not fit.
+
+    Args:
+        name: of the array, for the message.
+        values: anything with a shape.
+        axes: one name per dimension, as ``"L L Hq"``; equal names have equal sizes, at least 1.
+        sizes: those that are known already, from other arrays.
+
+    Returns:
+        The known sizes and those that this array has.
+    """
+    found, shape, names = dict(sizes or {}), tuple(np.shape(values)), axes.split()
+    fits = len(shape) == len(names) and all(size >= 1 for size in shape)
+    for axis, size in zip(names, shape, strict=False):
+        fits = fits and found.setdefault(axis, size) == size
+    if not fits:
+        known = [f"{axis} = {size}" for axis, size in (sizes or {}).items() if axis in names]
+        meaning = [f"{axis}: {_AXES[axis]}" for axis in dict.fromkeys(names) if axis in _AXES]
+        raise ValueError(
+            f"{name} has shape {list(shape)}, it must be [{', '.join(names)}]"
+            f"{' with ' + ', '.join(known) if known else ''} ({', '.join(meaning)}): bring the axes into this order"
+        )
+    return found
+
+
+def check_groups(name: str, query_heads: int, kv_heads: Any) -> None:
+    """``ValueError`` unless the query heads of an array are a multiple of the KV heads."""
+    if isinstance(kv_heads, bool) or not isinstance(kv_heads, int | np.integer) or kv_heads < 1:
+        raise ValueError(
+            f"num_key_value_heads is {kv_heads!r}, it must be an integer of at least 1: see the model's config"
+        )
+    if query_heads % kv_heads:
+        raise ValueError(
+            f"{name} has {query_heads} query heads, which must be a multiple of num_key_value_heads = "
+            f"{kv_heads}: give those of the model's config"
+        )
+
+
+def check_similarity(similarity: Any, num_key_value_heads: Any) -> None:
+    """``ValueError`` unless ``similarity`` ``[L, L, Hq]`` can be one: finite, from 0 to 1, and the same both ways.
+
+    Both ways tells the order of axes where a model has as many query heads as layers.
+    """
+    values = np.asarray(similarity, dtype=np.float64)
+    sizes = check_array("similarity", values, "L L Hq")
+    check_groups("similarity", sizes["Hq"], num_key_value_heads)
+    if not np.isfinite(values).all() or values.min() < -1e-6 or values.max() > 1 + 1e-6:
+        raise ValueError(
+            f"similarity holds values from {values.min():.4g} to {values.max():.4g}, it must be finite and from 0 "
+            "to 1: measure it again, or scale it"
+        )
+    if not np.allclose(values, values.transpose(1, 0, 2), rtol=0, atol=1e-6):
+        raise ValueError(
+            "similarity is not the same from layer a to b as from b to a, [L, L, Hq] must be: bring the axes into "
+            "this order"
+        )
+
+
+def check_costs(name: str, costs: Any, axes: str, sizes: dict[str, int] | None = None) -> dict[str, int]:
+    """``check_array`` of costs, which are numbers or inf (not allowed there); of pairs of layers where lead < layer."""
+    found = check_array(name, costs, axes, sizes)
+    values = np.asarray(costs, dtype=np.float64)
+    if axes.startswith("L L"):
+        values = values[np.triu_indices(found["L"], 1)]
+    if np.isnan(values).any() or np.isneginf(values).any():
+        raise ValueError(
+            f"{name} holds NaN or -inf, costs must be numbers, or inf where a role is not "
+            "allowed: measure them again"
+        )
+    return found
+
+
+def check_threshold(threshold: Any) -> None:
+    """``ValueError`` for a threshold of similarity that is not from 0 to 1."""
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"threshold is {threshold}, it must be from 0 to 1: the paper's is 0.5")
