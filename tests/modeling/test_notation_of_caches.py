@@ -8,6 +8,7 @@ import torch
 import pod
 from pod.modeling.methods.budgets import least_budget
 from pod.modeling.methods.kvzip import repeat_ids
+from pod.models import resolve_model
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +167,7 @@ def test_kvzip_and_razor_from_a_spec_alone(tools, model):
 
 
 def test_kvzip_finds_the_tokenizer_in_the_models_folder():
-    place = pod.models.resolve_model("package:tiny")
+    place = resolve_model("package:tiny")
     loaded = pod.load_model(place)
     cache = pod.make_cache(loaded, "kvzip@25%")
     assert cache.made_with[1]["repeat_ids"] == repeat_ids(pod.load_tokenizer(place))
