@@ -209,8 +209,10 @@ def test_ctrl_c_is_a_signal_and_the_second_one_ends(tmp_path, monkeypatch):
     try:
         with control.watching():
             assert not control.interrupted()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert control.interrupted() and not control.ctrl_c
             os.kill(os.getpid(), signal.SIGINT)
-            assert control.interrupted()
+            assert control.interrupted() and control.ctrl_c
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)
                 signal.pause()
