@@ -87,11 +87,13 @@ def check_replaceable(path: Path) -> None:
     model, adapter = read_mapping(path / "config.json") or {}, read_mapping(path / CONFIG_NAME) or {}
     is_export = PodConfig.model_type in (model.get("model_type"), adapter.get("model_type"))
     if not is_export or (path / STATE_NAME).exists():
-        raise ValueError(f"{path} holds files and is no earlier export, which alone is replaced: {way_out}")
+        raise ValueError(
+            f"{path} has files and is not an earlier export, and nothing else is replaced: {way_out}"
+        )
     strangers = sorted(file.name for file in path.iterdir() if not _OF_EXPORT.fullmatch(file.name))
     if strangers:
         raise ValueError(
-            f"{path} is an earlier export and holds {strangers[0]!r} besides, which would be lost with it ({len(strangers)} "
+            f"{path} is an earlier export and also has {strangers[0]!r}, which would be lost ({len(strangers)} "
             "such files): move them, or set another export.path"
         )
 

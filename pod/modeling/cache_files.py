@@ -58,14 +58,18 @@ def load_cache(model: PodForCausalLM, path: str | os.PathLike) -> PodCache:
     try:
         if metadata["dtype"] != str(model.dtype):
             held = metadata["dtype"]
-            raise ValueError(f"holds a cache in {held}, the model is in {model.dtype}: load it in {held}")
+            raise ValueError(
+                f"has a cache in {held}, the model is in {model.dtype}: load the model in {held}"
+            )
         made, facts = json.loads(metadata["cache"]), json.loads(metadata["facts"])
         cache = make_cache(model, made["spec"], made["budget"], **made["params"])
         if made["engine"] is not None and cache.engine is None:
             attach(cache, **made["engine"])
         cache.from_state(CacheState(tensors, facts))
         if metadata["weights"] != _fingerprint(model):
-            raise ValueError("a model with other weights filled this cache: load it, or make the cache anew")
+            raise ValueError(
+                "this cache was filled by a model with other weights: load that model, or fill a new cache"
+            )
         cache.check_integrity()
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

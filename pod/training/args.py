@@ -219,12 +219,12 @@ class TrainRecipe:
         moves = self.offload_checkpoints or self.carry not in (None, "keep")
         if self.gradient_checkpointing == "none" and moves:
             raise ValueError(
-                f"carry is {self.carry} and offload_checkpoints {self.offload_checkpoints}: they move what checkpoints hold; "
+                f"carry is {self.carry} and offload_checkpoints {self.offload_checkpoints}: they move what gradient checkpointing keeps; "
                 "set gradient_checkpointing=full, or carry=keep and offload_checkpoints=false"
             )
         if self.carry == "recompute" and self.method == "lora" and self.lora_dropout:
             raise ValueError(
-                f"carry is recompute with lora_dropout {self.lora_dropout}: the dropout would be drawn anew; set "
+                f"carry is recompute with lora_dropout {self.lora_dropout}: the dropout would be drawn a second time; set "
                 "carry=offload, or lora_dropout=0"
             )
         for name in ("offload_optimizer", "offload_parameters"):
@@ -240,7 +240,7 @@ class TrainRecipe:
             below = tokens - tokens % context_length
             near = ", ".join(f"{one:,}" for one in (below, below + context_length) if one)
             raise ValueError(
-                f"train.tokens_per_step is {tokens:,}, which are no whole rows of {context_length:,} tokens: nearest are {near}"
+                f"train.tokens_per_step is {tokens:,}, which is not a multiple of the rows' {context_length:,} tokens: nearest are {near}"
             )
         return tokens // context_length
 
@@ -390,7 +390,7 @@ class ExploreArgs:
             raise ValueError(f"roles is {self.roles}, allowed are follow, window, or both")
         if sorted(self.bits) not in ([16], [4, 16]) or (4 in self.bits and self.cost == "similarity"):
             raise ValueError(
-                f"bits is {self.bits}, allowed are [16], or [16, 4] with cost=projected: which layers are packed is for the plan"
+                f"bits is {self.bits}, allowed are [16], or [16, 4] with cost=projected: the plan chooses the layers that are packed"
             )
         if self.cost == "similarity" and self.roles != ["follow"]:
             raise ValueError(

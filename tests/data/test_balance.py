@@ -199,7 +199,7 @@ def test_notes_of_dry_intervals():
         balance = balance_report(settings(target_tokens=16_000, exhausted=exhausted), reports, [])
         assert balance["equal_share_tokens"] == 4000
         dry = f"interval 256–512 ran dry: 2,000 tokens for an equal share of 4,000; {what}"
-        coarse = [note for note in balance["notes"] if "do not come closer" in note]
+        coarse = [note for note in balance["notes"] if "comes closer" in note]
         assert [dry, *coarse] == balance["notes"] and len(coarse) == (2 if exhausted == "redistribute" else 0)
         worst = max(abs(report.tokens_after - 4000) for report in reports) / 4000
         assert balance["largest_deviation"] == worst
@@ -222,6 +222,6 @@ def test_note_when_documents_are_too_coarse():
     args = settings(target_tokens=900, intervals=[64, 300])
     _, reports = run([10] * 100 + [200] * 10 + [400] * 10, 900, intervals=[64, 300])
     assert balance_report(args, reports, [])["notes"] == [
-        "interval 64–300 has 200 tokens, 33.3 % less than its quota of 300: its whole documents do not come closer",
-        "interval 300–512 has 0 tokens, 100.0 % less than its quota of 300: its whole documents do not come closer",
+        "interval 64–300 has 200 tokens, 33.3 % less than its quota of 300: no choice of whole documents comes closer",
+        "interval 300–512 has 0 tokens, 100.0 % less than its quota of 300: no choice of whole documents comes closer",
     ]

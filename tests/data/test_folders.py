@@ -33,7 +33,7 @@ def test_a_folder_with_other_files_is_never_replaced(args, tokenizer, tmp_path):
     folder.mkdir()
     (folder / "corpus.jsonl").write_text('{"text": "w1 w2 w3"}\n')
     with pytest.raises(
-        ValueError, match=r"data holds 'corpus.jsonl', which is none of its own files.*output_dir"
+        ValueError, match=r"data holds 'corpus.jsonl', which `pod data` did not write.*output_dir"
     ) as info:
         prepare(replace(args, sources=[str(folder / "corpus.jsonl")]), tokenizer, folder)
     assert "\n" not in str(info.value)

@@ -104,14 +104,14 @@ def test_prepared_data_is_closed(args, tokenizer, tmp_path, capsys):
 
 
 def test_held_out_text_that_cannot_be_read_is_one_line(args, tokenizer, byte_tokenizer, tmp_path):
-    with pytest.raises(ValueError, match=r"holds no manifest.json: run `pod data` first"):
+    with pytest.raises(ValueError, match=r"has no manifest.json: run `pod data` first"):
         held_out_documents(tmp_path / "data")
     prepare(args, tokenizer, tmp_path / "data")
     with pytest.raises(ValueError, match="prepared with another tokenizer than the model's"):
         held_out_documents(tmp_path / "data", byte_tokenizer)
     file = tmp_path / "data" / "held_out.tokens.bin"
     file.write_bytes(file.read_bytes()[:200])
-    with pytest.raises(ValueError, match=r"held_out.tokens.bin has 200 bytes, the manifest says \d+"):
+    with pytest.raises(ValueError, match=r"held_out.tokens.bin has 200 bytes, the manifest has \d+"):
         held_out_documents(tmp_path / "data")
 
 

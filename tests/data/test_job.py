@@ -108,7 +108,7 @@ def test_interrupted_reading_goes_on(texts, tokenizer, tmp_path, small_steps, mo
     assert data.manifest["read"]["sources"][0]["skipped"] == 1
     prepare(settings(texts, unreadable="skip"), tokenizer, tmp_path / "fresh")
     assert content(tmp_path / "out/data") == content(tmp_path / "fresh")
-    with pytest.raises(ValueError, match=r"of other settings \(data.unreadable\)"):
+    with pytest.raises(ValueError, match=r"with other settings \(data.unreadable\)"):
         prepare(settings(texts), tokenizer, tmp_path / "out/data")
     with pytest.raises(ValueError, match=r"00020.txt"):
         prepare(settings(texts), tokenizer, tmp_path / "out/data", overwrite=True)
@@ -209,7 +209,7 @@ def test_weights_and_origins_reach_the_manifest(corpus, tokenizer, tmp_path):
 
 def test_token_ids_outside_the_vocabulary_are_refused(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": [1, 2, 999_999]}) + "\n")
-    with pytest.raises(ValueError, match=r"a.jsonl.* holds token id 999999, the tokenizer has 5003"):
+    with pytest.raises(ValueError, match=r"a.jsonl.* has token id 999999, the tokenizer has 5003"):
         prepare(settings(tmp_path / "a.jsonl", token_field="input_ids"), tokenizer, tmp_path / "data")
 
 
@@ -292,7 +292,7 @@ def test_worker_that_is_killed_is_named(texts, tokenizer, tmp_path, small_steps,
 
 def test_without_a_target_the_setting_is_asked_for(texts, tokenizer, tmp_path):
     with pytest.raises(
-        ValueError, match="data.target_tokens is not set: say how many tokens to draw"
+        ValueError, match="data.target_tokens is not set: set it to the number of training tokens to prepare"
     ) as info:
         prepare(settings(texts, target_tokens=None), tokenizer, tmp_path / "data")
     assert "\n" not in str(info.value)

@@ -119,15 +119,15 @@ def test_data_for_something_else_is_refused(folder):
 
 
 def test_damaged_folders_are_named(folder, tmp_path):
-    with pytest.raises(ValueError, match="holds no manifest.json: run `pod data`"):
+    with pytest.raises(ValueError, match="has no manifest.json: run `pod data`"):
         PackedDataset(tmp_path / "nothing")
     shard = folder / "shard-00001.tokens.npy"
     original = shard.read_bytes()
     shard.write_bytes(original[:-4])
-    with pytest.raises(ValueError, match="shard-00001.tokens.npy has 220 bytes, the manifest says 224"):
+    with pytest.raises(ValueError, match="shard-00001.tokens.npy has 220 bytes, the manifest has 224"):
         PackedDataset(folder)
     shard.write_bytes(original + b"\x00")
-    with pytest.raises(ValueError, match="shard-00001.tokens.npy has 225 bytes, the manifest says 224"):
+    with pytest.raises(ValueError, match="shard-00001.tokens.npy has 225 bytes, the manifest has 224"):
         PackedDataset(folder)
     shard.write_bytes(b"\x00" * len(original))
     with pytest.raises(ValueError, match="not a readable .npy array"):
@@ -143,10 +143,10 @@ def test_damaged_folders_are_named(folder, tmp_path):
         ({"format": "other"}, "not a manifest of packed rows"),
         ({"schema_version": 1}, "schema version 1, this program reads 3: prepare the data again"),
         ({"context_length": None}, "lacks 'context_length'"),
-        ({"context_length": 8}, "holds uint16 .3, 16., expected uint16 .3, 8."),
-        ({"vocab_size": 2**16 + 1}, "holds uint16 .3, 16., expected uint32 .3, 16."),
-        ({"num_rows": 11}, "hold 10 rows, the manifest says 11"),
-        ({"num_documents": 21}, "hold 20 documents, the manifest says 21"),
+        ({"context_length": 8}, "is uint16 .3, 16., expected uint16 .3, 8."),
+        ({"vocab_size": 2**16 + 1}, "is uint16 .3, 16., expected uint32 .3, 16."),
+        ({"num_rows": 11}, "have 10 rows, the manifest has 11"),
+        ({"num_documents": 21}, "have 20 documents, the manifest has 21"),
         ({"shards": [{"rows": 1}]}, "incomplete shard entry"),
         ({"shards": [{"rows": 1, "documents": 1, "tokens": 1, "lengths": 1, "starts": 1}]}, "incomplete"),
         ({"shards": []}, "incomplete shard entry"),
@@ -219,7 +219,7 @@ def test_shard_outside_the_folder_is_refused(folder):
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["shards"][0]["tokens"]["file"] = "../elsewhere.npy"
     edit_manifest(folder, shards=manifest["shards"])
-    with pytest.raises(ValueError, match="lies outside the folder"):
+    with pytest.raises(ValueError, match="is outside the folder"):
         PackedDataset(folder)
 
 
@@ -233,7 +233,7 @@ def test_failed_writes_leave_the_old_folder(folder, tmp_path):
         write_packed_rows(
             folder, broken(), context_length=CONTEXT, vocab_size=1000, tokenizer_sha256="ab" * 32
         )
-    with pytest.raises(ValueError, match="no packed row"):
+    with pytest.raises(ValueError, match="there is nothing to write"):
         write_packed_rows(folder, [], context_length=CONTEXT, vocab_size=1000, tokenizer_sha256="ab" * 32)
     with pytest.raises(ValueError, match="do not fit a vocabulary of 10"):
         write_packed_rows(

@@ -82,7 +82,7 @@ def test_size_damage_is_one_line(packed_folder, run, name, damage):
         (folder / name).write_bytes({"truncate": content[:-1], "grow": content + b"\0", "empty": b""}[damage])
     code, out, _ = run("verify", folder)
     assert code == 1 and len(out) == 1
-    assert name in out[0] and ("is missing" if damage == "delete" else "bytes, the manifest says") in out[0]
+    assert name in out[0] and ("is missing" if damage == "delete" else "bytes, the manifest has") in out[0]
 
 
 def test_several_damages_are_all_named(packed_folder, run):
@@ -106,8 +106,8 @@ def test_extra_file(packed_folder, run, name):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda m: m.update(num_rows=9), "the shards hold 8 rows, the manifest says 9"),
-        (lambda m: m.update(num_documents=50), "hold 49 documents, the manifest says 50"),
+        (lambda m: m.update(num_rows=9), "the shards have 8 rows, the manifest has 9"),
+        (lambda m: m.update(num_documents=50), "have 49 documents, the manifest has 50"),
     ],
 )
 def test_counts_that_do_not_agree(packed_folder, run, change, message):
@@ -120,8 +120,16 @@ def test_counts_that_do_not_agree(packed_folder, run, change, message):
 @pytest.mark.parametrize(
     "tokens, lengths, message",
     [
-        (np.full(39, 7), [10, 5, 5, 5, 5, 10], "holds 39 tokens, held_out.lengths.npy says 40"),
-        (np.full(40, 7), [10, 5, 5, 5, 5, 9], "holds 40 tokens, held_out.lengths.npy says 39"),
+        (
+            np.full(39, 7),
+            [10, 5, 5, 5, 5, 10],
+            "has 39 tokens, according to held_out.lengths.npy it should have 40",
+        ),
+        (
+            np.full(40, 7),
+            [10, 5, 5, 5, 5, 9],
+            "has 40 tokens, according to held_out.lengths.npy it should have 39",
+        ),
     ],
 )
 def test_held_out_text_that_does_not_agree(packed_folder, run, tokens, lengths, message):
@@ -182,7 +190,7 @@ def test_a_file_outside_the_folder_is_not_read(packed_folder, run):
     folder = packed_folder()
     rewrite(folder, lambda manifest: manifest["held_out"]["files"][0].update(file="../secret"))
     code, out, _ = run("verify", folder)
-    assert code == 1 and any("'../secret' lies outside the folder" in line for line in out)
+    assert code == 1 and any("'../secret' is outside the folder" in line for line in out)
 
 
 def test_foreign_folders_are_wrong_use(tmp_path, packed_folder, run):
@@ -194,7 +202,7 @@ def test_foreign_folders_are_wrong_use(tmp_path, packed_folder, run):
     cases = [
         ("missing", "does not exist"),
         ("file", "is a file"),
-        ("empty", "holds no prepared data"),
+        ("empty", "has no prepared data"),
         ("run", f"did you mean {folder}?"),
         ("other", "not a manifest of packed rows"),
     ]

@@ -269,7 +269,7 @@ def test_files_beside_shards_are_named_not_read(tmp_path):
     assert [one.text for one in documents] == ["b", "a"] and report.skipped == 2
     assert [
         "README.md" in report.skipped_files[0],
-        "shard.00009.mds stands beside" in report.skipped_files[1],
+        "shard.00009.mds is next to" in report.skipped_files[1],
     ] == [True, True]
     assert texts_of(tmp_path, include=["*.mds", "*.md"], unreadable="skip") == ["not a document", "b", "a"]
     before = plan_units(DataArgs(sources=[str(tmp_path)]))[0].fingerprint()
@@ -308,13 +308,13 @@ def test_wrong_indexes_are_refused(tmp_path, change, message):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"samples": 4}, "holds 3 samples, its index.json says 4"),
+        ({"samples": 4}, "has 3 samples, according to index.json it should have 4"),
         ({"column_sizes": [8, 8]}, "its columns do not add up"),
         ({"raw": "x.mds.br"}, r"x.mds.br is compressed as '.br', readable are .gz, .bz2, .xz, .zst, .zstd"),
         ({"column_encodings": ["int", "ndarray:U9"]}, "encoding 'ndarray:U9', which is no array type"),
-        ({"column_encodings": ["int", "jpeg"]}, "encoded as 'jpeg', which holds no text or token ids"),
+        ({"column_encodings": ["int", "jpeg"]}, "encoded as 'jpeg', which is neither text nor token ids"),
         ({"raw": "gone.mds"}, "gone.mds is missing or no regular file"),
-        ({"bytes": 7}, "has 136 bytes, its index.json says 7"),
+        ({"bytes": 7}, "has 136 bytes, according to index.json it should have 7"),
     ],
 )
 def test_shards_unlike_their_index_are_unreadable(tmp_path, change, message):

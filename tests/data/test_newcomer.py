@@ -58,7 +58,7 @@ def test_notes_beside_records_are_named_and_not_read(tmp_path, name):
     (tmp_path / "more" / name).write_text("a text among texts")
     documents, report = read_all(DataArgs(sources=[str(tmp_path)]))
     assert [one.text for one in documents] == ["one", "two", "a text among texts"]
-    assert f"{name} stands beside" in report.skipped_files[0] and "data.include" in report.skipped_files[0]
+    assert f"{name} is next to" in report.skipped_files[0] and "data.include" in report.skipped_files[0]
     assert texts_of(DataArgs(sources=[str(tmp_path)], include=[name])) == [
         "about the corpus",
         "a text among texts",

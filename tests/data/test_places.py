@@ -83,5 +83,5 @@ def test_a_closed_folder_is_skipped_and_named(closed):
 
 
 def test_a_source_that_is_closed_as_a_whole(closed):
-    with pytest.raises(ValueError, match=r"holds no file that can be read \(folder .* cannot be listed"):
+    with pytest.raises(ValueError, match=r"has no file that can be read \(folder .* cannot be listed"):
         plan_units(DataArgs(sources=[str(closed / "closed")], unreadable="skip"))

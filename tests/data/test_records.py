@@ -104,8 +104,8 @@ def test_wrong_token_ids_are_bad_records(tmp_path, ids, message):
 @pytest.mark.parametrize(
     "bounds, message, left",
     [
-        ([[0, 2], [3, 5]], "holds 1 token ids that lie in no document", [[0, 1], [3, 4]]),
-        ([], "holds 5 token ids that lie in no document", []),
+        ([[0, 2], [3, 5]], "holds 1 token ids that are in no document", [[0, 1], [3, 4]]),
+        ([], "holds 5 token ids that are in no document", []),
         ([[0, 3], [2, 5]], "must ascend from 0 to 5 without overlap", []),
         ([[0, 6]], "must ascend from 0 to 5", []),
         ([[-1, 5]], "must ascend from 0 to 5", []),

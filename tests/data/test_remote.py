@@ -59,7 +59,7 @@ def test_files_patterns_and_folders(site):
     documents, report = read_all(DataArgs(sources=[url], unreadable="error"))
     assert [one.text for one in documents] == ["one", "two", "three", "four"]
     assert [one.name for one in documents][::3] == [f"{url}a.jsonl:0", f"{url}sub/c.parquet:0"]
-    assert report.files == 3 and "README.md stands beside records" in report.skipped_files[0]
+    assert report.files == 3 and "README.md is next to records" in report.skipped_files[0]
     assert not copies()
 
 

@@ -54,7 +54,7 @@ def test_rows_that_a_training_goes_on_with_are_not_replaced(args, tokenizer, tmp
     before = content(tmp_path / "data")
     prepare(replace(args, held_out_tokens=200), tokenizer, tmp_path / "data", used_by=train)
     for other in (replace(args, target_tokens=2_000), replace(args, held_out_tokens=400)):
-        with pytest.raises(ValueError, match=f"checkpoints in {train} go on with its rows only"):
+        with pytest.raises(ValueError, match=f"checkpoints in {train} can continue with its rows only"):
             prepare(other, tokenizer, tmp_path / "data", used_by=train)
     assert content(tmp_path / "data") == before
 
@@ -79,7 +79,7 @@ def test_rows_without_a_readable_manifest_are_kept_unless_overwriting_is_asked_f
     file.unlink() if manifest is None else file.write_text(manifest)
     before = content(tmp_path / "data")
     for used_by in (None, tmp_path / "train"):
-        with pytest.raises(ValueError, match="nothing says of which settings .*--overwrite") as raised:
+        with pytest.raises(ValueError, match="has rows of unknown settings .*--overwrite") as raised:
             prepare(args, tokenizer, tmp_path / "data", used_by=used_by)
         assert "\n" not in str(raised.value)
     assert content(tmp_path / "data") == before
@@ -91,10 +91,10 @@ def test_rows_of_other_settings_are_kept_unless_overwriting_is_asked_for(args, t
     before = content(prepare(args, tokenizer, tmp_path / "data").path)
     for other, seed, says in (
         (replace(args, min_tokens=5, target_tokens=2_000), 0, "(data.min_tokens, data.target_tokens)"),
-        (args, 1, "of other settings (seed)"),
-        (replace(args, held_out_tokens=300), 0, "with 0 tokens held out, and 300 are asked for"),
+        (args, 1, "with other settings (seed)"),
+        (replace(args, held_out_tokens=300), 0, "with 0 tokens held out, and 300 are needed"),
     ):
-        with pytest.raises(ValueError, match="holds finished rows .* or set another output_dir") as raised:
+        with pytest.raises(ValueError, match="has finished rows .* or set another output_dir") as raised:
             prepare(other, tokenizer, tmp_path / "data", seed=seed)
         assert says in str(raised.value) and "\n" not in str(raised.value)
         assert content(tmp_path / "data") == before and not (tmp_path / "data.work").exists()
@@ -104,7 +104,7 @@ def test_rows_of_other_settings_are_kept_unless_overwriting_is_asked_for(args, t
 
 def test_rows_of_another_tokenizer_are_kept(args, tokenizer, byte_tokenizer, tmp_path):
     before = content(prepare(args, tokenizer, tmp_path / "data").path)
-    with pytest.raises(ValueError, match=r"of other settings \(tokenizer\)"):
+    with pytest.raises(ValueError, match=r"with other settings \(tokenizer\)"):
         prepare(args, byte_tokenizer, tmp_path / "data")
     assert content(tmp_path / "data") == before
 
@@ -239,11 +239,11 @@ def test_an_output_inside_a_source_is_refused(args, tokenizer, tmp_path):
     """Its files would be read by the next run."""
     source = args.sources[0]
     with pytest.raises(
-        ValueError, match=r"output_dir .*data lies inside the source .*set another one, or data.include"
+        ValueError, match=r"output_dir .*data is inside the source .*set another one, or data.include"
     ):
         prepare(args, tokenizer, f"{source}/run/data")
     assert not os.path.exists(f"{source}/run")
-    with pytest.raises(ValueError, match="lies inside the source"):
+    with pytest.raises(ValueError, match="is inside the source"):
         prepare(replace(args, sources=[f"{source}/**/*"]), tokenizer, f"{source}/run/data")
     prepare(replace(args, include=["*.txt"]), tokenizer, f"{source}/run/data")
     prepare(replace(args, sources=[f"{source}/**/*.txt"]), tokenizer, f"{source}/other/data")
@@ -259,12 +259,13 @@ def test_work_of_other_settings_is_kept_unless_overwriting_is_asked_for(
         (tmp_path / "data.work" / "work.json").unlink()
         seed = 0
     work = content_of_work(tmp_path)
-    with pytest.raises(ValueError, match="unfinished work of other settings.* is kept: .*--overwrite"):
+    with pytest.raises(ValueError, match="unfinished work with other settings.* is kept: .*--overwrite"):
         prepare(args, tokenizer, tmp_path / "data", seed=seed)
     assert any(name.startswith("unit-") for name in work) and content_of_work(tmp_path) == work
     prepare(args, tokenizer, tmp_path / "data", seed=seed, overwrite=True)
     assert (
-        "unfinished work of other settings, seed, tokenizer or sources is removed" in capsys.readouterr().out
+        "unfinished work with other settings, seed, tokenizer or sources is removed"
+        in capsys.readouterr().out
     )
     prepare(args, tokenizer, tmp_path / "fresh", seed=seed)
     assert content(tmp_path / "data") == content(tmp_path / "fresh")

@@ -80,7 +80,7 @@ def test_manifest_counts_and_keeps_details(tmp_path):
 @pytest.mark.parametrize(
     "rows, changes, message",
     [
-        ([], {}, "no packed row to write"),
+        ([], {}, "there is nothing to write"),
         (
             [[np.array([70_000])]],
             {},
@@ -93,7 +93,7 @@ def test_manifest_counts_and_keeps_details(tmp_path):
 def test_what_cannot_be_a_shard_leaves_nothing(tmp_path, rows, changes, message):
     with pytest.raises(ValueError, match=message):
         write_shard(tmp_path, 0, rows, **(SIZES | changes))
-    with pytest.raises(ValueError, match="no packed row to write"):
+    with pytest.raises(ValueError, match="there is nothing to write"):
         write_manifest(tmp_path, [], **SIZES, tokenizer_sha256="ab")
     assert content(tmp_path) == {}
 

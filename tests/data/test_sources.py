@@ -98,7 +98,7 @@ def test_folders_and_globs_in_name_order(tmp_path):
     assert texts_of(tmp_path, include=["*.py", "*.md"]) == ["text of c.md", "text of a/1.py"]
     assert texts_of(f"{tmp_path}/*/*.txt") == ["text of b/2.txt"]
     with pytest.raises(
-        ValueError, match=r"holds no file matching \*\.rs: correct data.sources or data.include"
+        ValueError, match=r"has no file matching \*\.rs: correct data.sources or data.include"
     ):
         texts_of(tmp_path, include=["*.rs"])
     with pytest.raises(ValueError, match="no file matches"):
@@ -158,7 +158,7 @@ def test_sources_of_bad_records_only_are_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": 1}\n{bad\n')
     with pytest.raises(
         ValueError,
-        match="holds no text: 1 files read, 0 empty documents, 0 filtered out, 2 unreadable .*line 1 has no",
+        match="has no text: 1 files read, 0 empty documents, 0 filtered out, 2 unreadable .*line 1 has no",
     ):
         texts_of(tmp_path, unreadable="skip")
 
@@ -167,7 +167,7 @@ def test_sources_of_bad_records_only_are_refused(tmp_path):
 def test_empty_sources_are_refused(tmp_path, name):
     path = tmp_path / name
     path.write_text(" \n" if name == "blank.txt" else "")
-    with pytest.raises(ValueError, match=rf"{name}' holds no text: 1 files read"):
+    with pytest.raises(ValueError, match=rf"{name}' has no text: 1 files read"):
         texts_of(path)
     (tmp_path / "full.txt").write_text("text")
     assert texts_of(tmp_path) == ["text"]
@@ -183,7 +183,7 @@ def test_standard_library_parts():
         "tool.py",
     ]
     assert report.characters == sum(len(document.text) for document in documents)
-    with pytest.raises(ValueError, match="holds no file matching"):
+    with pytest.raises(ValueError, match="has no file matching"):
         texts_of("stdlib:no_such_part")
 
 

@@ -302,7 +302,7 @@ def test_prompts_that_do_not_fit_without_their_document_are_refused():
         ValueError, match="the prompt has 7 tokens without its document, and only 7 tokens may be read"
     ):
         cut_document("one two doc doc doc three", "doc doc doc", "start", 7, words_and_one)
-    with pytest.raises(ValueError, match="does not hold its document"):
+    with pytest.raises(ValueError, match="does not contain its document"):
         cut_document("one two three", "four", "start", 3, words_and_one)
 
 

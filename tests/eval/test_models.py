@@ -97,8 +97,8 @@ def test_a_plan_that_packs_is_scored_token_by_token(place):
     ("text", "message"),
     [
         ("/nowhere.json", "/nowhere.json does not exist: make a plan with `pod explore`"),
-        ("/nowhere", "eval.models.x = /nowhere holds no model"),
-        ("PLACE/export@4", "holds no model"),
+        ("/nowhere", "eval.models.x = /nowhere has no model"),
+        ("PLACE/export@4", "has no model"),
         ("", "eval.models.x is ''; it must be the folder of an export or a plan.json"),
         ("PLACE/big.json", "is for 6 layers x 5 KV heads, the model has 4 x 2"),
         ("PLACE/bad.json", "is not a sharing plan of schema 1"),

@@ -216,7 +216,7 @@ def test_other_questions_are_answered_and_equal_ones_are_not(place, monkeypatch)
             r"a needle prompt of 100 tokens is too short: question and needles alone take \d+",
         ),
         ({"depths": [1.5]}, r"eval\.task_options\.niah\.depths is \[1\.5\], allowed are numbers from 0"),
-        ({"depths": [0.5, 0.5]}, "each may stand once"),
+        ({"depths": [0.5, 0.5]}, "each may occur once only"),
         ({"needles": 99}, "needles is 99, allowed are 1 to"),
         ({"form": "statement", "needles": 2}, "form=statement hides one sentence"),
         ({"form": "poem"}, "form is 'poem': it should be 'number' or 'statement'"),

@@ -360,7 +360,7 @@ def test_parts_of_a_group_count_and_the_user_may_name_the_model(tmp_path, publis
 
 
 def test_wrong_files_are_one_line(tmp_path):
-    with pytest.raises(ValueError, match="holds no CSV files with the columns paper, table"):
+    with pytest.raises(ValueError, match="has no CSV files with the columns paper, table"):
         load(tmp_path)
     file = tmp_path / "x.csv"
     file.write_text("paper,value\n")

@@ -17,10 +17,10 @@ def test_without_a_launcher_there_is_one_rank(monkeypatch):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'; a whole number is expected"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 and no RANK"),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2, allowed are 0 to 1"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'; it should be a whole number"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 and RANK is not set"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is 2, allowed are 0 to 1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0"),
     ],
 )
 def test_an_environment_that_is_not_whole_is_one_line(monkeypatch, environment, message):

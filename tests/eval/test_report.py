@@ -264,7 +264,7 @@ def test_a_missing_part_leaves_dashes(recipe):
 
 
 def test_report_without_results_says_what_to_do(tmp_path):
-    with pytest.raises(ValueError, match="holds no evaluation results: run `pod eval`"):
+    with pytest.raises(ValueError, match="has no evaluation results: run `pod eval`"):
         write_report(Recipe(output_dir=str(tmp_path)))
 
 

@@ -349,7 +349,7 @@ def test_command_line(two_runs, tmp_path, capsys, monkeypatch):
     monkeypatch.undo()
     assert main([str(tmp_path), "--out", str(tmp_path / "r")]) == 2
     error = capsys.readouterr().err
-    assert error == f"error: {tmp_path} holds no evaluation results: run `pod eval` first\n"
+    assert error == f"error: {tmp_path} has no evaluation results: run `pod eval` first\n"
 
 
 def test_page_escapes_and_sorts():

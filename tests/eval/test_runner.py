@@ -310,7 +310,7 @@ def test_failed_method_is_recorded_and_the_others_go_on(place, tmp_path, monkeyp
     [
         (
             {"eval.pod_model": "/nowhere"},
-            "'pod' needs the adapted model, and /nowhere holds none: run `pod export`",
+            "'pod' needs the trained model, and there is none in /nowhere: run `pod export`",
         ),
         (
             {"eval.text_sequences": 3000},
@@ -383,7 +383,9 @@ def test_export_under_another_plan_is_refused_before_any_computation(place, tmp_
 
 def test_methods_with_budget_need_a_plan(place, tmp_path):
     recipe = recipe_of(place, output_dir=str(tmp_path), **{"eval.methods": ["full", "snapkv"]})
-    with pytest.raises(ValueError, match="snapkv: the byte budget is what PoD holds, and there is neither"):
+    with pytest.raises(
+        ValueError, match="snapkv: its budget is the size of PoD's cache, and there is neither"
+    ):
         runner.evaluate(recipe, log=lambda line: None)
 
 

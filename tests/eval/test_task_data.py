@@ -53,7 +53,7 @@ def test_csv_and_tsv(folder):
 def test_member_of_a_local_archive(folder):
     with data.use(folder):
         assert data.load_rows("suite", "zipped.jsonl", "some/set", "data.zip/data/zipped.jsonl") == ROWS
-        with pytest.raises(ValueError, match=r"data\.zip holds no data/none\.jsonl"):
+        with pytest.raises(ValueError, match=r"data\.zip does not have data/none\.jsonl"):
             data.load_rows("suite", "none.jsonl", "some/set", "data.zip/data/none.jsonl")
 
 
@@ -73,7 +73,7 @@ def test_environment_names_the_folder_and_the_recipe_wins(folder, tmp_path, monk
     with data.use(other), pytest.raises(ValueError, match="a.jsonl is missing"):
         data.load_rows("suite", "a.jsonl")
     monkeypatch.setenv(data.ENVIRONMENT, "/nowhere")
-    with pytest.raises(ValueError, match="POD_EVAL_DATA = /nowhere is no folder"):
+    with pytest.raises(ValueError, match="POD_EVAL_DATA = /nowhere is not a folder"):
         data.load_rows("suite", "a.jsonl")
 
 
@@ -118,12 +118,12 @@ def test_hub_files_and_members_are_read(folder, monkeypatch):
     [
         ("a.jsonl", b'{"a": 1}\n{"a": \n', r"a\.jsonl, line 2: no JSON"),
         ("a.jsonl", b"[1]\n", r"line 1: a JSON object is expected, found list"),
-        ("a.jsonl", b"\n", "holds no row"),
+        ("a.jsonl", b"\n", "has no rows"),
         ("a.jsonl", b"\xff\xfe", "is not UTF-8 text"),
         ("a.json", b'{"rows_of": []}', "a list of objects is expected, alone or under 'data' or"),
-        ("a.parquet", b"PAR1", "no whole parquet file"),
-        ("a.jsonl.gz", b"no", "no whole gzip file"),
-        ("data.zip", b"PK", "no whole zip archive"),
+        ("a.parquet", b"PAR1", "not a complete parquet file"),
+        ("a.jsonl.gz", b"no", "not a complete gzip file"),
+        ("data.zip", b"PK", "not a complete zip archive"),
         ("a.txt", b"x", r"the ending must be one of \.jsonl"),
     ],
 )

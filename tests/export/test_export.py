@@ -95,10 +95,10 @@ def test_only_an_earlier_export_is_replaced(tmp_path):
         (lambda folder: (folder / "notes.md").write_text("mine"), "holds 'notes.md' besides"),
         (lambda folder: (folder / "results.json").write_text("{}"), "holds 'results.json' besides"),
         (lambda folder: (folder / "model.gguf").write_text(""), "holds 'model.gguf' besides"),
-        (lambda folder: (folder / "config.json").unlink(), "is no earlier export"),
-        (lambda folder: (folder / "config.json").write_text(""), "is no earlier export"),
-        (lambda folder: LlamaConfig().save_pretrained(folder), "is no earlier export"),
-        (lambda folder: TrainState().save(folder), "is no earlier export"),
+        (lambda folder: (folder / "config.json").unlink(), "is not an earlier export"),
+        (lambda folder: (folder / "config.json").write_text(""), "is not an earlier export"),
+        (lambda folder: LlamaConfig().save_pretrained(folder), "is not an earlier export"),
+        (lambda folder: TrainState().save(folder), "is not an earlier export"),
     ],
 )
 def test_a_folder_with_anything_else_in_it_is_not_replaced(tmp_path, spoil, says):

@@ -65,7 +65,7 @@ def test_a_damaged_checkpoint_names_the_one_to_go_back_to(tmp_path):
     damaged = tmp_path / "step-00000004" / "checkpoint.json"
     damaged.write_text(damaged.read_text()[:20])
     (tmp_path / "latest").write_text("step-00000004\n")
-    says = f"to go on from step-00000002, write that name into {tmp_path / 'latest'}"
+    says = f"to continue from step-00000002, write this name into {tmp_path / 'latest'}"
     with pytest.raises(ValueError, match=says):
         read_state(tmp_path / "step-00000004")
     damaged.unlink()
@@ -76,7 +76,7 @@ def test_a_damaged_checkpoint_names_the_one_to_go_back_to(tmp_path):
     with pytest.raises(ValueError, match="there is no other checkpoint"):
         latest_checkpoint(tmp_path)
     damaged.write_text('{"schema": 2}')
-    with pytest.raises(ValueError, match="of version 2, this program goes on with version 3"):
+    with pytest.raises(ValueError, match="of version 2, this program continues version 3 only"):
         read_state(tmp_path / "step-00000004")
 
 

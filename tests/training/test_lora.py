@@ -107,7 +107,7 @@ def test_adapters_are_written_in_the_asked_type(checkpoint, tmp_path):
 def test_wrong_adapter_folders_and_checkpoints_are_refused(checkpoint, tmp_path):
     folder, _, state = checkpoint
     with pytest.raises(
-        ValueError, match="holds no pod_config.json: name a folder written with export.adapter=true"
+        ValueError, match="has no pod_config.json: name a folder that was written with export.adapter=true"
     ):
         load_adapter(tmp_path, "base")
     state.lora = None

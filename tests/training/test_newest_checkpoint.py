@@ -78,7 +78,7 @@ def test_the_file_latest_wins(folder, capsys):
 
 def test_a_step_that_latest_names_and_that_is_gone_is_refused(folder):
     (folder / "latest").write_text("step-00000012\n")
-    with pytest.raises(ValueError, match="to go on from step-00000010, write that name into"):
+    with pytest.raises(ValueError, match="to continue from step-00000010, write this name into"):
         latest_checkpoint(folder)
 
 

@@ -233,7 +233,7 @@ def test_ranks_rows_and_heads_that_do_not_meet_are_refused():
     assert "every rank needs a query head; use a size from 1 to 9" in refused(
         small, 16, 1, sequence_parallel_size=16
     )
-    assert "no whole rows of 512 tokens: nearest are 512, 1,024" in refused(
+    assert "not a multiple of the rows' 512 tokens: nearest are 512, 1,024" in refused(
         plan, TrainRecipe(tokens_per_step=700), SMALL, ((0,) * 3,), 512, machine(1)
     )
     assert "allowed are 1,024 (one step) and more" in refused(small, 1, rows=2, total_tokens=1000)

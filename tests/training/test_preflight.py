@@ -61,7 +61,7 @@ def test_a_run_that_is_fine_is_not_refused(tmp_path):
         ({"settings": {"sequence_parallel_size": 2}, "world_size": 3}, "3 ranks cannot form groups"),
         ({"settings": {"tokens_per_step": 16 * 64}}, "a step takes 16 rows of 64 tokens (train.tokens_per_step), the data has 12"),
         ({"settings": {"max_steps": 13}}, "13 steps of 1 rows read the data's 12 rows 1.08 times: prepare more data"),
-        ({"settings": {"tokens_per_step": 65}}, "no whole rows of 64 tokens: nearest are 64, 128"),
+        ({"settings": {"tokens_per_step": 65}}, "not a multiple of the rows' 64 tokens: nearest are 64, 128"),
         ({"world_size": 4, "manifest": {"context_length": 3}}, "1 rows of 3 tokens per step cannot be dealt to 4 ranks"),
     ],
 )  # fmt: skip

@@ -90,7 +90,7 @@ def test_run_stops_after_three_skipped_steps(runs_results):
         ("method", "belongs to another train.method"),
         ("dtype", "belongs to another train.dtype"),
         ("rows", "belongs to another seed or train.tokens_per_step"),
-        ("never", "already holds checkpoints: set train.resume=auto"),
+        ("never", "already has checkpoints: set train.resume=auto"),
     ],
 )
 def test_checkpoint_that_belongs_elsewhere_is_refused(runs_results, case, says):

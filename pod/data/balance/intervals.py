@@ -238,7 +238,7 @@ def balance_report(
         if missing > NOTED_DEVIATION:
             notes.append(
                 f"interval {interval.name} has {interval.tokens_after:,} tokens, {100 * missing:.1f} % less than its quota of "
-                f"{interval.quota:,}: its whole documents do not come closer"
+                f"{interval.quota:,}: no choice of whole documents comes closer"
             )
     quotas = {interval.name: interval.quota for interval in intervals}
     for one in shares:

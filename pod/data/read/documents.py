@@ -61,7 +61,7 @@ class SourceReport:
             return
         detail = f" ({self.skipped_files[0]})" if self.skipped_files else ""
         raise ValueError(
-            f"source {self.source!r} holds no text: {self.files} files read, {self.empty} empty documents, {self.filtered} "
+            f"source {self.source!r} has no text: {self.files} files read, {self.empty} empty documents, {self.filtered} "
             f"filtered out, {self.skips} unreadable{detail}; remove it from data.sources or correct it"
         )
 

@@ -117,14 +117,18 @@ def _check_file(shard: MdsShard) -> None:
         raise UnreadableFile(f"{shard.path} is compressed as {suffix!r}, readable are {', '.join(OPENERS)}")
     size = os.stat(shard.path).st_size
     if size != shard.file_bytes:
-        raise UnreadableFile(f"{shard.path} has {size:,} bytes, its index.json says {shard.file_bytes:,}")
+        raise UnreadableFile(
+            f"{shard.path} has {size:,} bytes, according to index.json it should have {shard.file_bytes:,}"
+        )
 
 
 def _sample_sizes(stream: IO[bytes], shard: MdsShard) -> np.ndarray:
     """int64 [samples], after which the stream stands at the first sample."""
     samples = int(np.frombuffer(_exactly(stream, 4, shard), "<u4")[0])
     if samples != shard.samples:
-        raise UnreadableFile(f"{shard.path} holds {samples} samples, its index.json says {shard.samples}")
+        raise UnreadableFile(
+            f"{shard.path} has {samples} samples, according to index.json it should have {shard.samples}"
+        )
     offsets = np.frombuffer(_exactly(stream, 4 * (samples + 1), shard), "<u4").astype(np.int64)
     header = int(offsets[0]) - 4 * (samples + 2)
     sizes = np.diff(offsets)
@@ -199,7 +203,7 @@ def _decoder(column: MdsColumn, shard: MdsShard) -> Decoder:
     if kind == "json":
         return json.loads
     raise UnreadableFile(
-        f"{shard.path}: field {column.name!r} is encoded as {column.encoding!r}, which holds no text or token ids; readable "
+        f"{shard.path}: field {column.name!r} is encoded as {column.encoding!r}, which is neither text nor token ids; readable "
         "are str, json and ndarray"
     )
 

@@ -106,7 +106,7 @@ def _folder_files(folder: Path, include: tuple[str, ...], outside: frozenset[str
     if not files.found:
         wanted = f" matching {', '.join(include)}" if include else ""
         why = f" that can be read ({files.unreadable[0]})" if files.unreadable else ""
-        raise ValueError(f"folder {folder} holds no file{wanted}{why}: correct data.sources or data.include")
+        raise ValueError(f"folder {folder} has no file{wanted}{why}: correct data.sources or data.include")
     return files
 
 
@@ -120,7 +120,9 @@ def _found(paths: list[str], include: tuple[str, ...], beside_shards: bool = Fal
         folder, name = os.path.split(path)
         if beside_shards or (folder in folders and _NOTES.fullmatch(name.lower())):
             what = "MDS shards" if beside_shards else "records"
-            files.left_out.append(f"{path} stands beside {what} and is not read; data.include can ask for it")
+            files.left_out.append(
+                f"{path} is next to {what} and is not read; to read it, name it in data.include"
+            )
         elif is_known(path):
             files.found += _file_or_shards(path)
         else:

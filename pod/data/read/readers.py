@@ -152,7 +152,7 @@ def _read_text(path: Path, fields: Fields, bad: Bad) -> Iterator[Record]:
     except LookupError as error:  # a codec that is not one of text
         raise UnreadableFile(f"{path} declares an encoding that does not read it ({error})") from error
     if "\0" in text:
-        raise UnreadableFile(f"{path} is binary (it holds NUL characters), expected text")
+        raise UnreadableFile(f"{path} is binary (it has NUL characters), expected text")
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
     yield Record(None, text)

@@ -213,7 +213,7 @@ def _documents(part: FilePart | None, unit: Unit, fields: Fields, bad: Bad) -> I
             tokens = record.tokens[start:stop].copy()
             yield Document("", unit.spec, f"{name}:{number}", tokens, record.origin)
         if left := len(record.tokens) - int(np.diff(record.bounds).sum()):
-            bad(f"{name} holds {left} token ids that lie in no document of its bounds")
+            bad(f"{name} holds {left} token ids that are in no document of its bounds")
 
 
 def _groups(files: Files, target_tokens: int | None, may_cut: bool) -> Iterator[tuple[FilePart, ...]]:

@@ -63,7 +63,7 @@ def map_held_out(folder: Path, manifest: dict[str, Any]) -> list[np.ndarray]:
     tokens = np.memmap(folder / HELD_OUT_TOKENS, dtype=held_out["token_dtype"], mode="r")
     if len(tokens) != lengths.sum():
         raise ValueError(
-            f"{folder / HELD_OUT_TOKENS} holds {len(tokens):,} tokens, {HELD_OUT_LENGTHS} says {lengths.sum():,}: {REPAIR}"
+            f"{folder / HELD_OUT_TOKENS} has {len(tokens):,} tokens, according to {HELD_OUT_LENGTHS} it should have {lengths.sum():,}: {REPAIR}"
         )
     return np.split(tokens, np.cumsum(lengths)[:-1])
 

@@ -77,7 +77,7 @@ class PackedDataset:
             held, expected = sum(shard[name] for shard in shards), self.manifest[f"num_{name}"]
             if held != expected:
                 raise ValueError(
-                    f"{self.path}: the shards hold {held} {name}, the manifest says {expected}: {REPAIR}"
+                    f"{self.path}: the shards have {held} {name}, the manifest has {expected}: {REPAIR}"
                 )
         self._shard = lru_cache(OPEN_SHARDS)(self._open)
 
@@ -162,6 +162,6 @@ class PackedDataset:
             )
         if vocab_size is not None and vocab_size < self.manifest["vocab_size"]:
             raise ValueError(
-                f"{self.path} holds token ids up to {self.manifest['vocab_size'] - 1}, the model's vocabulary has "
+                f"{self.path} has token ids up to {self.manifest['vocab_size'] - 1}, the model's vocabulary has "
                 f"{vocab_size}: use the model whose tokenizer made the data or {REPAIR}"
             )

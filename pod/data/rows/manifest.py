@@ -41,7 +41,7 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     file = path / MANIFEST_NAME
     if not file.is_file():
-        raise ValueError(f"{path} holds no {MANIFEST_NAME}: run `pod data` first or set another output_dir")
+        raise ValueError(f"{path} has no {MANIFEST_NAME}: run `pod data` first or set another output_dir")
     manifest = read_json(file)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{file} is not a manifest of packed rows (no format {FORMAT!r}): {REPAIR}")
@@ -98,12 +98,12 @@ def check_file(folder: Path, entry: dict[str, Any], verify: bool) -> Path:
     """The file of a manifest entry, with the recorded size and, with `verify`, the recorded checksum; else `ValueError`."""
     file = folder / entry["file"]
     if file.parent != folder:
-        raise ValueError(f"{folder / MANIFEST_NAME}: file {entry['file']!r} lies outside the folder")
+        raise ValueError(f"{folder / MANIFEST_NAME}: file {entry['file']!r} is outside the folder")
     if not file.is_file():
         raise ValueError(f"{file} is missing: {REPAIR}")
     size = file.stat().st_size
     if size != entry["bytes"]:
-        raise ValueError(f"{file} has {size} bytes, the manifest says {entry['bytes']}: {REPAIR}")
+        raise ValueError(f"{file} has {size} bytes, the manifest has {entry['bytes']}: {REPAIR}")
     if verify and sha256_file(file) != entry["sha256"]:
         raise ValueError(f"{file} does not match its checksum (changed or damaged): {REPAIR}")
     return file
@@ -123,7 +123,7 @@ def open_array(folder: Path, manifest: dict[str, Any], shard: dict[str, Any], na
     }[name]
     if array.shape != shape or array.dtype != dtype:
         raise ValueError(
-            f"{file} holds {array.dtype} {list(array.shape)}, expected {dtype} {list(shape)}: {REPAIR}"
+            f"{file} is {array.dtype} {list(array.shape)}, expected {dtype} {list(shape)}: {REPAIR}"
         )
     return array
 

@@ -98,7 +98,9 @@ def write_manifest(
     """
     folder = Path(folder)
     if not entries:
-        raise ValueError("no packed row to write: the sources hold no document that the data settings keep")
+        raise ValueError(
+            "there is nothing to write: the data settings leave out every document of the sources"
+        )
     rows, tokens = sum(entry["rows"] for entry in entries), sum(entry["num_tokens"] for entry in entries)
     manifest = {
         "format": FORMAT,
@@ -178,7 +180,7 @@ def _write_rows(
         lengths.append(own)
         counts.append(len(own))
     if not counts:
-        raise ValueError("no packed row to write: a shard needs at least one")
+        raise ValueError("there is nothing to write: a shard needs at least one row")
     return np.concatenate(lengths), np.array(counts, dtype=np.int64)
 
 

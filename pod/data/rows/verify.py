@@ -34,7 +34,7 @@ def open_manifest(folder: Path) -> dict[str, Any]:
         inside = folder / "data"
         is_run = (inside / MANIFEST_NAME).is_file()
         hint = f"did you mean {inside}?" if is_run else "give the folder that `pod data` wrote"
-        raise ValueError(f"{folder} holds no prepared data (no {MANIFEST_NAME}): {hint}")
+        raise ValueError(f"{folder} has no prepared data (no {MANIFEST_NAME}): {hint}")
     try:
         return read_manifest(folder)
     except ValueError as error:

@@ -31,7 +31,7 @@ def check_replaceable(folder: Path, own: re.Pattern = _OF_PREPARED_DATA) -> None
     strangers = sorted(file.name for file in folder.iterdir() if not own.fullmatch(file.name))
     if strangers:
         raise ValueError(
-            f"{folder} holds {strangers[0]!r}, which is none of its own files and would be lost with it "
+            f"{folder} holds {strangers[0]!r}, which `pod data` did not write and which would be lost "
             f"({len(strangers)} such files): move them or set another output_dir"
         )
 
@@ -43,7 +43,7 @@ def check_outside(output_dir: Path, sources: Iterable[str]) -> None:
         is_matched = "**" in place.parts and fnmatch(str(folder / MANIFEST_NAME), str(place))
         if is_matched or folder.is_relative_to(place):
             raise ValueError(
-                f"output_dir {output_dir} lies inside the source {source}: set another one, or data.include"
+                f"output_dir {output_dir} is inside the source {source}: set another one, or data.include"
             )
 
 

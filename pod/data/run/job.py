@@ -50,8 +50,8 @@ class Job:
     def __init__(self, args: DataArgs, tokenizer: Any, output_dir: str | Path, seed: int = 0):
         if args.target_tokens is None:
             raise ValueError(
-                "data.target_tokens is not set: say how many tokens to draw for training (of a small corpus, more than it "
-                "holds draws everything)"
+                "data.target_tokens is not set: set it to the number of training tokens to prepare (a number larger than a small "
+                "corpus has takes everything)"
             )
         self.args, self.seed, self.output_dir = args, seed, Path(output_dir)
         if self.output_dir.is_symlink():  # to a larger disk, say: the link stays
@@ -193,7 +193,7 @@ class Job:
                 rest.unlink()
             return
         if any(self.work_dir.glob("unit-*")):
-            work = f"{self.work_dir}: unfinished work of other settings, seed, tokenizer or sources"
+            work = f"{self.work_dir}: unfinished work with other settings, seed, tokenizer or sources"
             if not overwrite and found.get("request") != self._of_work:
                 raise ValueError(
                     f"{work} is kept: run again with --overwrite to remove it, or set another output_dir"

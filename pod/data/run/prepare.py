@@ -86,8 +86,8 @@ def _check_unused(job: Job, used_by: str | Path) -> None:
         return
     if not job.is_answered_by(manifest):
         raise ValueError(
-            f"{job.output_dir} is of other settings, seed or tokenizer or holds out less than is asked for, and the checkpoints in "
-            f"{used_by} go on with its rows only: set another output_dir, or move {used_by} away"
+            f"{job.output_dir} was made with other settings, seed or tokenizer, or has less held-out text than needed, and the checkpoints in "
+            f"{used_by} can continue with its rows only: set another output_dir, or move {used_by} away"
         )
 
 
@@ -100,12 +100,10 @@ def _check_nothing_is_lost(job: Job) -> None:
     try:
         manifest = read_manifest(folder)
     except ValueError as error:
-        raise ValueError(
-            f"{folder} holds rows, and nothing says of which settings ({one_line(error)}): {way_out}"
-        ) from None
+        raise ValueError(f"{folder} has rows of unknown settings ({one_line(error)}): {way_out}") from None
     if job.is_answered_by(manifest):
         return
-    raise ValueError(f"{folder} holds finished rows {_difference(job, manifest)}: {way_out}")
+    raise ValueError(f"{folder} has finished rows {_difference(job, manifest)}: {way_out}")
 
 
 def _difference(job: Job, manifest: dict[str, Any]) -> str:
@@ -117,11 +115,11 @@ def _difference(job: Job, manifest: dict[str, Any]) -> str:
     if before.get("tokenizer_sha256") != job.request["tokenizer_sha256"]:
         other.append("tokenizer")
     if other:
-        return f"of other settings ({', '.join(other)})"
+        return f"with other settings ({', '.join(other)})"
     if before == job.request:
         asked = (manifest.get("held_out") or {}).get("asked", 0)
-        return f"with {asked:,} tokens held out, and {job.held_out_tokens:,} are asked for"
-    return "of other settings"
+        return f"with {asked:,} tokens held out, and {job.held_out_tokens:,} are needed"
+    return "with other settings"
 
 
 def _make(job: Job, overwrite: bool) -> None:
@@ -145,7 +143,9 @@ def estimate(args: DataArgs) -> str:
     names = [interval_name(*pair) for pair in pairwise(bounds)]
     lines = [f"length intervals [tokens]: {', '.join(names)}"]
     if args.target_tokens is None:
-        return "\n".join([*lines, "data.target_tokens is not set: say how many tokens to draw"])
+        return "\n".join(
+            [*lines, "data.target_tokens is not set: set it to the number of training tokens to prepare"]
+        )
     size = 2 * args.target_tokens
     lines.append(
         f"target: {args.target_tokens:,} tokens, {args.target_tokens // len(names):,} per interval; rows need {short_bytes(size)}, "

@@ -140,7 +140,7 @@ def encode(job: Job, batch: list[Document]) -> list[np.ndarray]:
             continue
         if len(document.tokens) and int(document.tokens.max()) >= job.vocab_size:
             raise ValueError(
-                f"{document.name} holds token id {document.tokens.max()}, the tokenizer has {job.vocab_size}: set "
+                f"{document.name} has token id {document.tokens.max()}, the tokenizer has {job.vocab_size}: set "
                 "data.tokenizer to the one that made the ids"
             )
         tokens.append(document.tokens)

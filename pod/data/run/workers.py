@@ -77,7 +77,7 @@ def _in_processes(task: Task, calls: Iterator[tuple[Any, ...]], workers: int, co
     except BrokenProcessPool as error:
         raise ValueError(
             "a worker process was killed, probably for lack of memory: lower data.workers or data.max_record_bytes; the "
-            "same command goes on where it stopped"
+            "same command continues where it stopped"
         ) from error
     finally:
         if given:  # what is finished is on disk; a task at work could take an hour to its end

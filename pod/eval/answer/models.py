@@ -15,7 +15,7 @@ from pod.models import resolve_model
 if TYPE_CHECKING:
     from pod.recipe import Recipe
 
-_NO_BUDGET = "{}: the byte budget is what PoD holds, and there is neither a PoD export in {} nor a plan; run `pod explore` or set model.plan"
+_NO_BUDGET = "{}: its budget is the size of PoD's cache, and there is neither a PoD export in {} nor a plan: run `pod explore`, or set model.plan"
 
 
 def _dtype(name: str) -> Any:
@@ -112,14 +112,14 @@ class Models:
             return Source(plan=Path(place), windows=given or self._windows(Path(place)))
         if not (Path(place) / "config.json").is_file():
             raise ValueError(
-                f"eval.models.{kind} = {own[kind]} holds no model: export one there with `pod export`"
+                f"eval.models.{kind} = {own[kind]} has no model: write one there with `pod export`"
             )
         return Source(place, windows=given)
 
     def _check_available(self) -> None:
         if "adapted" in self.kinds and not (self.export / "config.json").is_file():
             raise ValueError(
-                f"method 'pod' needs the adapted model, and {self.export} holds none: run `pod export`, set "
+                f"method 'pod' needs the trained model, and there is none in {self.export}: run `pod export`, set "
                 "eval.pod_model, or compare 'pod-unadapted' instead"
             )
         if "unadapted" in self.kinds and self.plan is None:
@@ -183,7 +183,7 @@ class Models:
         limits = [limit for limit in map(self.limit, self.kinds) if limit is not None]
         if not limits:
             raise ValueError(
-                "no model says how many tokens it reads (max_position_embeddings in its config.json)"
+                "the longest sequence is unknown: no model has max_position_embeddings in its config.json"
             )
         return min(limits)
 

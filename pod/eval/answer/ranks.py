@@ -22,13 +22,15 @@ class Ranks:
         self.world_size, self.rank = _number("WORLD_SIZE", 1), _number("RANK", 0)
         self.local_rank, self._started = _number("LOCAL_RANK", 0), False
         if self.world_size < 1:
-            raise ValueError("the environment says WORLD_SIZE=0: unset it or start with torchrun")
+            raise ValueError("the environment variable WORLD_SIZE is 0: unset it or start with torchrun")
         if self.world_size > 1 and "RANK" not in os.environ:
             raise ValueError(
-                f"the environment says WORLD_SIZE={self.world_size} and no RANK: start with torchrun"
+                f"the environment variable WORLD_SIZE is {self.world_size} and RANK is not set: start with torchrun"
             )
         if self.rank >= self.world_size:
-            raise ValueError(f"the environment says RANK={self.rank}, allowed are 0 to {self.world_size - 1}")
+            raise ValueError(
+                f"the environment variable RANK is {self.rank}, allowed are 0 to {self.world_size - 1}"
+            )
         if self.world_size > 1:
             self._join()
 
@@ -82,6 +84,6 @@ def _number(name: str, default: int) -> int:
         return default
     if not text.isdecimal():
         raise ValueError(
-            f"the environment says {name}={text!r}; a whole number is expected (set by torchrun)"
+            f"the environment variable {name} is {text!r}; it should be a whole number (torchrun sets it)"
         )
     return int(text)

@@ -112,7 +112,7 @@ def load(name: str, metadata: dict[str, Any]) -> Loaded:
             """Refuse before the task's module is imported: some load a metric that executes code on import."""
             if (entry.cfg or {}).get("unsafe_code") and not data.unsafe_code():
                 raise ValueError(
-                    f"task {entry.name} executes code that the model writes: set eval.unsafe_code to true on a machine where that may do harm"
+                    f"task {entry.name} executes code that the model writes: set eval.unsafe_code to true on a machine where such code can do no harm"
                 )
             return super()._load_full_config(entry, overrides)
 
@@ -151,7 +151,9 @@ def lm_eval_file() -> str:
     """Where lm-eval is installed. Raises: ValueError where it is not."""
     spec = importlib.util.find_spec("lm_eval")
     if spec is None or spec.origin is None:
-        raise ValueError("tasks of lm-eval need its package: pip install 'pod-kv[eval]'")
+        raise ValueError(
+            "tasks of lm-eval need its package: run pip install '.[eval]' in a clone of the repository"
+        )
     return spec.origin
 
 

@@ -101,7 +101,7 @@ def cut_document(
         document = document.strip()
     if not document or document not in prompt:
         raise Unanswerable(
-            "the prompt is too long and does not hold its document as it is, so nothing can be cut"
+            "the prompt is too long and does not contain its document unchanged, so nothing can be cut"
         )
     before, _, after = prompt.partition(document)
     rest = count(before + after)

@@ -263,7 +263,7 @@ class Encoder:
         if self.too_long == "error":
             raise ValueError(
                 f"{request.task_name}, document {request.doc_id}: a prompt of {tokens} tokens exceeds the {max(room, 0)} that there is "
-                "room for; too_long = truncate or skip goes on, or lower the task's length"
+                "room for; set too_long to truncate or skip, or lower the task's length"
             )
         # equal causes are counted by their reason: no numbers in it
         skip = self.too_long == "skip"

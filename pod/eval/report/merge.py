@@ -208,7 +208,7 @@ def read_run(folder: str | os.PathLike, shared: dict[Any, Any] | None = None) ->
         else:  # speeds had a file of their own
             left_out.append(f"{name} is of an older form (schema {content.get('schema')}): measure again")
     if not results:
-        raise ValueError(f"{place} holds no evaluation results: run `pod eval` first")
+        raise ValueError(f"{place} has no evaluation results: run `pod eval` first")
     newest = max(results.values(), key=lambda content: content["environment"]["date"])
     strange = [name for name, content in results.items() if content.get("dense") != newest.get("dense")]
     left_out += [f"{name} was measured on another dense model" for name in strange]

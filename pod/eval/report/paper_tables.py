@@ -53,7 +53,7 @@ def load(folder: str | Path | None = None) -> list[Published]:
     place = Path(__file__).with_name("papers") if folder is None else Path(folder)
     files = sorted(place.glob("*.csv"))
     if not files:
-        raise ValueError(f"{place} holds no CSV files with the columns {', '.join(COLUMNS)}")
+        raise ValueError(f"{place} has no CSV files with the columns {', '.join(COLUMNS)}")
     return [row for file in files for row in _read(file)]
 
 

@@ -67,7 +67,9 @@ def data_dir() -> Path | None:
     if folder is None and os.environ.get(ENVIRONMENT):
         folder, setting = Path(os.environ[ENVIRONMENT]), ENVIRONMENT
     if folder is not None and not folder.is_dir():
-        raise ValueError(f"{setting} = {folder} is no folder: give one that holds a folder per benchmark")
+        raise ValueError(
+            f"{setting} = {folder} is not a folder: give a folder that has one folder for each benchmark"
+        )
     return folder
 
 
@@ -169,7 +171,7 @@ def dataset(rows: list[dict[str, Any]], split: str = "test") -> dict[str, Any]:
     from datasets import Dataset
 
     if not rows:
-        raise ValueError("the data hold no row for this task")
+        raise ValueError("the data has no row for this task")
     keys = list(dict.fromkeys(key for row in rows for key in row))
     return {split: Dataset.from_list([{key: row.get(key) for key in keys} for row in rows])}
 
@@ -184,21 +186,21 @@ def _readable(what: str, then: str = "") -> Iterator[None]:
 
 
 def _member(archive: Path, member: str) -> bytes:
-    with _readable(f"{archive} is no whole zip archive", _AGAIN), zipfile.ZipFile(archive) as opened:
+    with _readable(f"{archive} is not a complete zip archive", _AGAIN), zipfile.ZipFile(archive) as opened:
         if member in opened.namelist():
             return opened.read(member)
-    raise ValueError(f"{archive} holds no {member}")
+    raise ValueError(f"{archive} does not have {member}")
 
 
 def _parse(name: str, content: bytes) -> list[dict[str, Any]]:
     if name.endswith(".gz"):
         name = name.removesuffix(".gz")
-        with _readable(f"{name} is no whole gzip file", _AGAIN):
+        with _readable(f"{name} is not a complete gzip file", _AGAIN):
             content = gzip.decompress(content)
     if name.endswith(".parquet"):
         from pyarrow import parquet
 
-        with _readable(f"{name} is no whole parquet file", _AGAIN):
+        with _readable(f"{name} is not a complete parquet file", _AGAIN):
             return parquet.read_table(io.BytesIO(content)).to_pylist()
     with _readable(f"{name} is not UTF-8 text"):
         text = content.decode("utf-8-sig")
@@ -211,7 +213,7 @@ def _parse(name: str, content: bytes) -> list[dict[str, Any]]:
     else:
         raise ValueError(f"{name}: the ending must be one of {', '.join(FORMATS)}")
     if not rows:
-        raise ValueError(f"{name} holds no row")
+        raise ValueError(f"{name} has no rows")
     return rows
 
 

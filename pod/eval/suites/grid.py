@@ -24,7 +24,7 @@ def check_grid(lengths: list[int], depths: list[float] | None = None) -> None:
         raise ValueError(f"depths is {depths}, allowed are numbers from 0 (start) to 1 (end)")
     for name, values in (("lengths", lengths), ("depths", depths or [])):
         if len(set(values)) < len(values):
-            raise ValueError(f"{name} is {values}: each may stand once")
+            raise ValueError(f"{name} is {values}: each may occur once only")
 
 
 @dataclass(frozen=True)

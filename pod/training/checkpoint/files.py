@@ -327,7 +327,7 @@ def sync_to_disk(path: str | os.PathLike[str]) -> None:
 def _files(folder: Path) -> list[Path]:
     found = sorted(folder.glob("weights-*.safetensors"))
     if not found:
-        raise ValueError("it holds no weights")
+        raise ValueError("it has no weights")
     return found
 
 

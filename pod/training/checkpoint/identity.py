@@ -73,7 +73,7 @@ def read_state(checkpoint: Path) -> TrainState:
         raise ValueError(f"{file} is missing or damaged: {way_back(Path(checkpoint))}")
     if (version := content.pop("schema", None)) != SCHEMA_VERSION:
         raise ValueError(
-            f"{file} is a training checkpoint of version {version}, this program goes on with version {SCHEMA_VERSION}: finish the run with "
+            f"{file} is a training checkpoint of version {version}, this program continues version {SCHEMA_VERSION} only: finish the run with "
             "the release that wrote it, or set another output_dir"
         )
     return TrainState(**content)
@@ -84,7 +84,7 @@ def way_back(checkpoint: Path) -> str:
     folder = checkpoint.parent
     others = {file.parent.name for file in folder.glob(f"step-*/{STATE_NAME}")} - {checkpoint.name}
     if others:
-        return f"to go on from {max(others)}, write that name into {folder / LATEST_NAME}"
+        return f"to continue from {max(others)}, write this name into {folder / LATEST_NAME}"
     return f"there is no other checkpoint in {folder}; remove that folder to begin again"
 
 

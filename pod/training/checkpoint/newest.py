@@ -144,7 +144,7 @@ def checkpoint_to_resume(folder: Path, resume: str, identity: dict[str, Any]) ->
     """
     if resume == "never" and step_folders(folder):
         raise ValueError(
-            f"{folder} already holds checkpoints: set train.resume=auto to continue, or another output_dir"
+            f"{folder} already has checkpoints: set train.resume=auto to continue, or another output_dir"
         )
     checkpoint = latest_checkpoint(folder)
     if checkpoint is None:
@@ -160,7 +160,5 @@ def checkpoint_to_export(train_folder: Path, checkpoint: str | None) -> Path:
     """The named checkpoint folder, else the newest one; ValueError when there is none."""
     found = Path(checkpoint) if checkpoint is not None else latest_checkpoint(train_folder)
     if found is None:
-        raise ValueError(
-            f"{train_folder} holds no checkpoint: run `pod train` first or set export.checkpoint"
-        )
+        raise ValueError(f"{train_folder} has no checkpoint: run `pod train` first, or set export.checkpoint")
     return found

@@ -67,7 +67,9 @@ def load_adapter(folder: Path | str, base: Any, **options: Any) -> Any:
 
     file = Path(folder) / CONFIG_NAME
     if not file.is_file():
-        raise ValueError(f"{folder} holds no {CONFIG_NAME}: name a folder written with export.adapter=true")
+        raise ValueError(
+            f"{folder} has no {CONFIG_NAME}: name a folder that was written with export.adapter=true"
+        )
     config = PodConfig.from_json_file(str(file))
     windows = {name: getattr(config, name) for name in ("num_sink_tokens", "num_recent_tokens")}
     model = load_model(base, plan=config.sharing_plan, layout=config.layout, **windows, **options)

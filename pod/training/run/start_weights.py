@@ -31,7 +31,8 @@ def weight_reader(path: str, config: PodConfig, dtype: torch.dtype, gguf_file: s
     OSError for a checkpoint that cannot be read, or does not fit."""
     files = None if gguf_file else weight_files(path)
     if files is None:
-        print(f"note: {gguf_file or path} is no file of single weights: one rank loads it whole", flush=True)
+        name = gguf_file or path
+        print(f"note: {name} is not stored weight by weight: one rank loads the whole model", flush=True)
         whole = load_model(path, dtype=dtype, gguf_file=gguf_file)
         state, order = whole.state_dict(), whole.config.head_order
         shapes, read = {name: tuple(weight.shape) for name, weight in state.items()}, state.__getitem__

@@ -252,7 +252,7 @@ class Trainer:
         self.state.cursor, self.state.guard = cursor, self.guard.state_dict()
         self.saved_at = self.state.step
         self.monitor.rewind(self.state.step)
-        self.monitor.note(f"back to step {self.state.step}; data goes on behind the rows of step {bad_step}")
+        self.monitor.note(f"back to step {self.state.step}; data continues after the rows of step {bad_step}")
 
     def step(self) -> dict[str, float]:
         """One optimizer step over the next rows. Returns `loss` (mean cross entropy), `learning_rate`, `grad_norm`, `labels`, `data_wait_s`,

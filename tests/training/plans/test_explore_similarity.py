@@ -178,7 +178,7 @@ def test_without_sources_of_its_own_it_reads_the_held_out_text_of_prepared_data(
     )
     kept = [item for item in overrides if not item.startswith("explore.sources")]
     recipe = load_recipe(None, [*kept, "data.sources=[gone.txt]"])
-    with pytest.raises(ValueError, match="holds no manifest.json: run .* first") as error:
+    with pytest.raises(ValueError, match="has no manifest.json: run .* first") as error:
         explore.main(recipe)
     assert "\n" not in str(error.value)
     exploration = explore_module.Exploration.of(recipe)

@@ -28,7 +28,7 @@ def check_permission() -> None:
     if not sandbox.available() and not data.unsafe_code():
         raise ValueError(
             "HumanEval runs code that a model wrote, and bubblewrap (bwrap 0.8 or newer) is missing or not allowed here: install it, or set "
-            "eval.unsafe_code to true (lm-eval's command line: --confirm_run_unsafe_code) on a machine where that may do harm"
+            "eval.unsafe_code to true (lm-eval's command line: --confirm_run_unsafe_code) on a machine where such code can do no harm"
         )
 
 

@@ -56,7 +56,7 @@ class MultiQueryOptions:
     def __post_init__(self) -> None:
         if self.question_in_prompt and self.chat_template:
             raise ValueError(
-                "question_in_prompt goes on in plain text behind the first answer: set chat_template=false"
+                "question_in_prompt continues in plain text after the first answer: set chat_template=false"
             )
         check_grid(self.lengths)
         if not 1 <= self.questions <= len(PEOPLE):
