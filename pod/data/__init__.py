@@ -7,7 +7,8 @@ from pod.data.rows.held_out import held_out_documents, long_sequences, source_do
 from pod.data.rows.loader import PackedDataset, RowCursor
 from pod.data.rows.shards import write_packed_rows
 from pod.data.run.prepare import prepare
-from pod.data.tokens.tokenizers import load_tokenizer, tokenizer_sha256
+from pod.data.tokens.tokenizers import tokenizer_sha256
+from pod.tokenizer import load_tokenizer
 
 __all__ = [
     "DataArgs",

@@ -14,7 +14,6 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
 )
@@ -299,11 +298,6 @@ def _read(kind: Any, source: str, **options: Any) -> Any:
         return kind.from_pretrained(source, **options)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"cannot load a model from {source}: {str(error).splitlines()[0]}") from error
-
-
-def load_tokenizer(source: str | os.PathLike, **places: Any):
-    """The tokenizer that belongs to a checkpoint; arguments and errors as in ``load_model``."""
-    return AutoTokenizer.from_pretrained(resolve_model(source), **places)
 
 
 def reordered(name: str, weight: Tensor, config: PodConfig, now: Order | None) -> Tensor:

@@ -10,7 +10,8 @@ from pod.data import DataArgs, held_out_documents, long_sequences, prepare, sour
 from pod.data.read.documents import Document, SourceReport
 from pod.data.run.job import Job
 from pod.data.run.reading import documents_of, encode
-from pod.data.tokens.tokenizers import BoundaryTokens, identity, load_tokenizer
+from pod.data.tokens.tokenizers import BoundaryTokens, identity
+from pod.tokenizer import load_tokenizer
 
 SIZES = np.random.default_rng(3).integers(10, 90, 120)
 pytestmark = pytest.mark.usefixtures("no_pictures")

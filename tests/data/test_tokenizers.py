@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,10 +17,10 @@ from pod.data.tokens.tokenizers import (
     BoundaryTokens,
     Encoder,
     identity,
-    load_tokenizer,
     tokenizer_sha256,
     vocabulary_size,
 )
+from pod.tokenizer import load_tokenizer
 
 
 @pytest.fixture
@@ -254,7 +255,9 @@ def test_paths_are_loaded_by_what_they_are(chat_tokenizer, tmp_path, monkeypatch
     assert load_tokenizer(alone) is alone
     calls = []
     monkeypatch.setattr(
-        AutoTokenizer, "from_pretrained", lambda source, **options: calls.append((source, options))
+        AutoTokenizer,
+        "from_pretrained",
+        lambda source, **options: calls.append((str(source), options)) or SimpleNamespace(),
     )
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     load_tokenizer(tmp_path / "model.gguf")
@@ -262,8 +265,8 @@ def test_paths_are_loaded_by_what_they_are(chat_tokenizer, tmp_path, monkeypatch
     load_tokenizer("owner/name")
     no_code = {"trust_remote_code": False}
     assert calls == [
-        (tmp_path, no_code | {"gguf_file": "model.gguf"}),
-        (tmp_path, no_code | {"gguf_file": "model.gguf"}),
+        (str(tmp_path), no_code | {"gguf_file": "model.gguf"}),
+        (str(tmp_path), no_code | {"gguf_file": "model.gguf"}),
         ("owner/name", no_code),
     ]
 

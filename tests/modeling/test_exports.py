@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -224,8 +225,9 @@ def test_dtypes_of_files_and_of_models_in_memory(folder, dtype, tools):
 def test_a_tokenizer_is_read_at_the_same_revision(monkeypatch):
     asked = {}
     monkeypatch.setattr(
-        "pod.modeling.loading.AutoTokenizer.from_pretrained",
-        lambda name, **options: asked.update(options, name=name),
+        "transformers.AutoTokenizer.from_pretrained",
+        lambda name, **options: asked.update(options, name=name) or SimpleNamespace(),
     )
     pod.load_tokenizer("owner/name", revision="v2", token="secret")
-    assert asked == {"name": "owner/name", "revision": "v2", "token": "secret"}
+    places = {"revision": "v2", "token": "secret"}
+    assert asked == {"name": "owner/name", "trust_remote_code": False, **places}

@@ -11,6 +11,7 @@ from pod.data.read.sources import load_documents
 from pod.data.rows.manifest import REPAIR, check_file, read_manifest, token_dtype
 from pod.data.tokens.tokenizers import BoundaryTokens, Encoder, tokenizer_sha256
 from pod.files import sha256_file
+from pod.tokenizer import check_ids, model_vocabulary
 
 HELD_OUT_TOKENS, HELD_OUT_LENGTHS = "held_out.tokens.bin", "held_out.lengths.npy"
 
@@ -38,13 +39,18 @@ def write_held_out(folder: Path, documents: Iterable[np.ndarray], vocab_size: in
 def held_out_documents(path: str | Path, tokenizer: Any = None) -> list[np.ndarray]:
     """The held-out documents of prepared data, ids [n] each, mapped from their file, in the order of their places.
 
-    Raises `ValueError` in one line for a folder without prepared data, for damaged files, and for data of another `tokenizer`.
+    Raises `ValueError` in one line for a folder without prepared data, for damaged files, for data of another `tokenizer`, and for
+    tokens that its model does not have.
     """
     folder = Path(path)
     manifest = read_manifest(folder)
     if tokenizer is not None and tokenizer_sha256(tokenizer) != manifest["tokenizer_sha256"]:
         raise ValueError(f"{folder} was prepared with another tokenizer than the model's: {REPAIR}")
-    return map_held_out(folder, manifest)
+    documents = map_held_out(folder, manifest)
+    if tokenizer is not None and manifest["vocab_size"] > model_vocabulary(tokenizer):
+        for one in documents:
+            check_ids(tokenizer, np.unique(one))
+    return documents
 
 
 def map_held_out(folder: Path, manifest: dict[str, Any]) -> list[np.ndarray]:

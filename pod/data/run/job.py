@@ -30,11 +30,10 @@ from pod.data.tokens.store import UnitFile
 from pod.data.tokens.tokenizers import (
     BoundaryTokens,
     Encoder,
-    load_tokenizer,
     tokenizer_sha256,
-    vocabulary_size,
 )
 from pod.files import read_json, write_json
+from pod.tokenizer import load_tokenizer, model_vocabulary, pad_id
 
 WORK_NAME = "work.json"
 
@@ -76,8 +75,8 @@ class Job:
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest token id."""
-        return vocabulary_size(self.tokenizer)
+        """One more than the largest token id that a document may hold."""
+        return model_vocabulary(self.tokenizer)
 
     @property
     def dtype(self) -> np.dtype:
@@ -86,11 +85,8 @@ class Job:
 
     @property
     def pad_token_id(self) -> int:
-        """Id for positions without a token: the tokenizer's padding, else its end of text, else 0."""
-        for name in ("pad_token_id", "eos_token_id"):
-            if getattr(self.tokenizer, name, None) is not None:
-                return int(getattr(self.tokenizer, name))
-        return 0
+        """Id for positions without a token, as `pad_id` finds it."""
+        return pad_id(self.tokenizer)
 
     @property
     def tokenizer_source(self) -> str | None:
@@ -150,7 +146,9 @@ class Job:
             return False
 
     def is_answered_by(self, manifest: dict[str, Any]) -> bool:
-        """Whether data of this manifest is of this request, with as much held-out text or more."""
+        """Whether data of this manifest is of this request, with as much held-out text or more, and no ids that the model lacks."""
+        if manifest.get("vocab_size", 0) > self.vocab_size:  # made when the model's size was not asked for
+            return False
         held_out = (manifest.get("held_out") or {}).get("asked", 0)
         return manifest.get("request") == self.request and held_out >= self.held_out_tokens
 

@@ -1,74 +1,28 @@
-"""Tokenizers: loading, identity, boundary tokens, encoding; and what tells documents apart."""
+"""Tokenizers: identity, boundary tokens, encoding; and what tells documents apart."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pod.data.read.documents import Document
-from pod.data.read.records import one_line
+from pod.tokenizer import check_ids
 
 SLACK_TOKENS = 16
 """That a tokenizer may add to any text, as SentencePiece's first space."""
 OPENING_WORDS = 48
 OPENING_TOKENS = 64
 PROBE = "Zwölf 12,345 naïve café — def f(x):\n\treturn x**2  # 中文 😀 I'll we'VE\r\n\n   end"
-_ADVICE = "give its folder, its hub id or its tokenizer.json"
 _WORD = re.compile(r"[^\W_]+")
 _ASCII_WORDS = bytes(number if chr(number).isalnum() and number < 128 else 32 for number in range(256))
 """For `bytes.translate`: what is no letter or digit becomes a space."""
-
-
-def load_tokenizer(tokenizer: Any, gguf_file: str | None = None) -> Any:
-    """`tokenizer` itself if it is one already, else the one of a folder, hub id or file.
-
-    Folders and hub ids are transformers' business (`AutoTokenizer`, which never runs code of theirs here), also a GGUF file
-    (named itself, or as `gguf_file` in a folder or hub id) and a `tokenizer.json`, with the `tokenizer_config.json` beside it
-    if there is one. Training loads them in the same way.
-
-    Raises `ValueError` in one line when there is no tokenizer or it is damaged.
-    """
-    if not isinstance(tokenizer, str | os.PathLike):
-        return tokenizer
-    path = Path(tokenizer)
-    if path.is_file():
-        if path.suffix == ".gguf":
-            return _loaded(path.parent, _from_transformers, gguf_file=path.name)
-        if path.name == "tokenizer.json" and (path.parent / "tokenizer_config.json").is_file():
-            return _loaded(path.parent, _from_transformers)
-        return _loaded(path, _from_json)
-    if path.suffix in (".model", ".json", ".gguf") and not path.exists():
-        raise ValueError(f"no tokenizer in {str(tokenizer)!r} (no such file): {_ADVICE}")
-    return _loaded(tokenizer, _from_transformers, **({"gguf_file": gguf_file} if gguf_file else {}))
-
-
-def _loaded(source: str | os.PathLike[str], load: Callable[..., Any], **options: str) -> Any:
-    try:
-        return load(source, **options)
-    except Exception as error:  # damaged files end in bare Exception, KeyError, TypeError, ImportError …
-        raise ValueError(f"no tokenizer in {str(source)!r} ({one_line(error)}): {_ADVICE}") from error
-
-
-def _from_transformers(source: str | os.PathLike[str], **options: str) -> Any:
-    from transformers import AutoTokenizer
-
-    # Said outright, transformers does not stop to ask whether it may run a checkpoint's code.
-    return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
-
-
-def _from_json(path: Path) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(tokenizer_file=str(path))
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
@@ -113,6 +67,7 @@ class BoundaryTokens:
                 )
         before = (tokenizer.bos_token_id,) if "bos" in policy else ()
         after = (tokenizer.eos_token_id,) if "eos" in policy else ()
+        check_ids(tokenizer, (*before, *after))
         return cls(before, after)
 
 
@@ -140,7 +95,8 @@ class Encoder:
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, uint32 [n] each, without special tokens around them, in the order given.
 
-        A pair of surrogates becomes its character, a lone one U+FFFD: UTF-8 has neither.
+        A pair of surrogates becomes its character, a lone one U+FFFD: UTF-8 has neither. ValueError for tokens that the model of
+        this tokenizer does not have.
         """
         self.holds_special = [False] * len(texts)
         if not texts:
@@ -152,6 +108,8 @@ class Encoder:
             if not all(isinstance(text, str) for text in texts):
                 raise
             encoded = self._encode([without_surrogates(text) for text in texts])
+        for ids in encoded:
+            check_ids(self.tokenizer, ids)
         arrays = [np.array(ids, dtype=np.uint32) for ids in encoded]
         if len(self._is_special):
             self.holds_special = list(map(self._holds_special, texts, arrays))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pod.eval.answer import gates
 from pod.eval.answer.store import key_of
+from pod.tokenizer import pad_id
 
 
 class Asked(Protocol):
@@ -34,11 +35,6 @@ def left_padded(
     ids = [[pad] * (longest - len(row)) + list(row) for row in rows]
     mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
-
-
-def pad_id(tokenizer: Any) -> int:
-    """The id to pad with; what it is does not matter, because it is masked."""
-    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
 
 
 def branch(cache: Any) -> Any:

@@ -12,6 +12,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from pod.eval.answer import gates
 from pod.eval.answer.reading import behind, decided, held, in_parts, read_prompts
 from pod.eval.lm.requests import Encoded
+from pod.tokenizer import pad_id
 
 _MARGIN = 4  # tokens looked at beyond the longest stop string
 
@@ -89,7 +90,7 @@ def generate(model: Any, tokenizer: Any, cache: Any, items: Sequence[Encoded]) -
     settings, seed = items[0].settings, " ".join(item.key for item in items)
     options = _options(settings)
     ends, stops = _ends(model, tokenizer, settings["until"], at_once=not options.get("min_new_tokens"))
-    pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0])
+    pad = pad_id(tokenizer, (ends or [0])[0])
     gates.watch(cache)
     before, rows = in_parts(items)
     mask = None if before is None else read_prompts(model, cache, before, pad)

@@ -20,6 +20,7 @@ from pod.eval.lm.index import Rule, quiet_logger
 from pod.eval.lm.payload import largest
 from pod.eval.lm.requests import Encoded, Encoder
 from pod.eval.lm.scoring import score_by_decode
+from pod.tokenizer import pad_id
 
 _log = logging.getLogger(__name__)
 _Stock: Any = HFLM  # lm-eval's decorator hides its type
@@ -181,7 +182,7 @@ class PodLM(LM):
 
     def _decode(self, units: list[Unit]) -> list[dict[str, Any]]:
         cache = self.subject.cache(*(unit.span for unit in units))
-        pad = int(self.tokenizer.pad_token_id or 0)
+        pad = pad_id(self.tokenizer)
         return score_by_decode(self.model, cache, units, pad, self.batch_size)
 
     def _forward(self, units: list[Unit]) -> list[dict[str, Any]]:

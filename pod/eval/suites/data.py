@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pod
 from pod.eval.suites.base import prompt_hash
 
 ENVIRONMENT = "POD_EVAL_DATA"
@@ -86,11 +87,7 @@ def load_tokenizer(metadata: dict[str, Any] | None = None) -> Any:
         raise ValueError(
             "this task builds prompts of a length: give the model's tokenizer as pretrained=… or tokenizer=…"
         )
-    from transformers import AutoTokenizer
-
-    from pod.models import resolve_model
-
-    return AutoTokenizer.from_pretrained(resolve_model(name))
+    return pod.load_tokenizer(name)
 
 
 def load_rows(

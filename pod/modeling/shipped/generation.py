@@ -85,6 +85,9 @@ class PodGenerationMixin(GenerationMixin):
             raise ValueError(
                 "attention_mask ends with padding, behind which generate() would go on: tokenize with padding_side='left'"
             )
+        pad = generation_config.pad_token_id
+        if pad is not None and pad >= self.config.vocab_size:
+            model_kwargs["pads_beyond"] = True
         if cache is not None:
             check_cache(cache)
             cache._is_user_defined = True

@@ -246,7 +246,9 @@ class PodModel(PodPreTrainedModel):
             raise ValueError("output_router_logits=True: experts have no balancing loss here: leave it out")
         if unknown := sorted(others.keys() - _SAID_TWICE):
             logger.warning_once(f"PodModel ignores arguments that it does not know: {', '.join(unknown)}")
-        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden_states: Any = inputs_embeds
+        if input_ids is not None:
+            hidden_states = self.embed_tokens(without_padding(input_ids, attention_mask))
         if hidden_states.dim() != 3:
             raise ValueError(f"the tokens are {list(hidden_states.shape[:-1])}, expected [rows, tokens]")
         if doc_ids is None and self.sequence_parallel is None:
@@ -399,6 +401,8 @@ class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):
         if kwargs.pop("feeds_all", False) and next_sequence_length is None:
             next_sequence_length = input_ids.shape[1] - kwargs["past_key_values"].get_seq_length()
         kwargs["inputs_embeds"] = inputs_embeds
+        if kwargs.pop("pads_beyond", False):  # rows that ended are fed padding
+            input_ids = input_ids.clamp(max=self.config.vocab_size - 1)
         return super().prepare_inputs_for_generation(input_ids, next_sequence_length, **kwargs)  # type: ignore[misc]
 
     @can_return_tuple
@@ -439,6 +443,15 @@ class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
         )
+
+
+def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """``input_ids`` ``[B, n]`` with 0 where the mask ``[B, seen + n]`` has padding: its id may be one that the model has no embedding
+    for, and what stands there is never seen."""
+    real = None if attention_mask is None else attention_mask[:, -input_ids.shape[-1] :]
+    if real is None or real.shape != input_ids.shape:  # a mask that does not fit is refused later
+        return input_ids
+    return input_ids.masked_fill(real == 0, 0)
 
 
 def next_token_loss(

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from pod.data import held_out_documents, long_sequences, source_documents
 from pod.data.rows.manifest import MANIFEST_NAME, read_manifest
-from pod.modeling.loading import load_model, load_tokenizer
+from pod.modeling.loading import load_model
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan, check_bits
 from pod.models import resolve_model
+from pod.tokenizer import load_tokenizer
 from pod.training.args import ExploreArgs
 from pod.training.plans.costs import cost_shapes, planned_layers, sample_queries
 from pod.training.plans.solve import Floats, PackedCosts, solve

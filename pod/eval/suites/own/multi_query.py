@@ -19,6 +19,7 @@ from pod.eval.suites.grid import GridTask, Record, check_grid
 from pod.eval.suites.haystack import ASK, fitted, load_sentences, question_frame, start_of
 from pod.eval.suites.own.niah import facts, recall
 from pod.schema import section
+from pod.tokenizer import pad_id
 
 PEOPLE = (
     "Mary", "Bob", "Alice", "John", "Emma", "Peter", "Laura", "Frank", "Helen", "Oscar", "Nina", "Victor",
@@ -122,7 +123,7 @@ class MultiQuery(GridTask):
     def ask(self, subject: Subject, cache: Any, batch: list[Document]) -> list[Record]:
         """A record per text: answers, bytes held for it after each."""
         reading, tokenizer, model = answer.reading, self.run.tokenizer, subject.model
-        mask = reading.read_prompts(model, cache, [d.prompt for d in batch], reading.pad_id(tokenizer))
+        mask = reading.read_prompts(model, cache, [d.prompt for d in batch], pad_id(tokenizer))
         said, held = [], []
         for number in range(self.options.questions):
             copy = reading.branch(cache)

@@ -1,0 +1,165 @@
+"""Tokenizers as all commands load them: by their files alone, padding on the left, and within the vocabulary of their model."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+_ADVICE = "give its folder, its hub id or its tokenizer.json"
+_LIMIT = "model_vocab_size"
+"""Attribute of a tokenizer that has more tokens than its model."""
+
+
+def load_tokenizer(source: Any, **places: Any) -> Any:
+    """The tokenizer of a checkpoint, which pads on the left as ``generate()`` needs it. A tokenizer that is loaded already comes back as it is.
+
+    Args:
+        source: folder, hub id or name of a model as in ``load_model``; also a ``tokenizer.json``, with the ``tokenizer_config.json``
+            beside it if there is one, or a GGUF file.
+        places: where it is, as ``from_pretrained`` of transformers takes it (``gguf_file``, ``revision``, ``token`` …).
+
+    The result depends on the files alone, not on other packages that are installed (see ``_from_transformers``). Code of a
+    checkpoint is never run. Where the tokenizer has more tokens than the model of the same folder, a text that holds one of them is
+    refused when it is encoded (see ``limit_to_model``).
+
+    Raises:
+        ValueError: in one line, when there is no tokenizer or it is damaged.
+    """
+    if not isinstance(source, str | os.PathLike):
+        return source
+    places = {name: value for name, value in places.items() if value is not None}
+    path = Path(source)
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return _loaded(path.parent, _from_transformers, gguf_file=path.name)
+        if path.name == "tokenizer.json" and (path.parent / "tokenizer_config.json").is_file():
+            return _loaded(path.parent, _from_transformers, **places)
+        return _loaded(path, _from_json)
+    if path.suffix in (".model", ".json", ".gguf"):
+        raise ValueError(f"no tokenizer in {str(source)!r} (no such file): {_ADVICE}")
+    from pod.models import resolve_model
+
+    return _loaded(resolve_model(source), _from_transformers, **places)
+
+
+def _loaded(source: str | os.PathLike[str], load: Callable[..., Any], **places: Any) -> Any:
+    try:
+        tokenizer = load(source, **places)
+    except Exception as error:  # damaged files end in bare Exception, KeyError, TypeError, ImportError …
+        lines = str(error).splitlines() or [type(error).__name__]
+        reason, advice = lines[0], _ADVICE
+        if "tiktoken" in reason:
+            reason = "its tokenizer.model is no SentencePiece model, and tiktoken is needed to read it as the other format"
+            advice = "run pip install tiktoken, or put the model's tokenizer.json beside it"
+        raise ValueError(f"no tokenizer in {str(source)!r} ({reason}): {advice}") from error
+    tokenizer.padding_side = "left"
+    return tokenizer
+
+
+def _from_json(path: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_file=str(path))
+
+
+def _from_transformers(source: str | os.PathLike[str], **places: Any) -> Any:
+    """The tokenizer that transformers makes of a folder or hub id.
+
+    Where mistral-common is installed (vLLM brings it), transformers hands Mistral's families to that package, whose tokenizer is of
+    another kind, or fails where that package is incomplete. The generic class reads the same files and is what transformers takes
+    where mistral-common is absent.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    config = {} if "gguf_file" in places else _config_of(source, places)
+    kind = PreTrainedTokenizerFast if _is_mistral(source, config, places) else AutoTokenizer
+    # said outright, transformers does not stop to ask whether it may run a checkpoint's code
+    tokenizer = kind.from_pretrained(source, trust_remote_code=False, **places)
+    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    return tokenizer if size is None else limit_to_model(tokenizer, int(size))
+
+
+def _config_of(source: str | os.PathLike[str], places: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's configuration as it is written; {} where there is none."""
+    from transformers import PreTrainedConfig
+
+    try:
+        return PreTrainedConfig.get_config_dict(source, **places)[0]
+    except (
+        OSError,
+        ValueError,
+    ):  # a folder of a tokenizer alone; what is wrong with others is said where they are read
+        return {}
+
+
+def _is_mistral(source: str | os.PathLike[str], config: Mapping[str, Any], places: Mapping[str, Any]) -> bool:
+    """Whether transformers would take mistral-common's tokenizer for this checkpoint if that package is installed."""
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, get_tokenizer_config
+
+    mistral = "MistralCommon"
+    if (TOKENIZER_MAPPING_NAMES.get(config.get("model_type", "")) or "").startswith(mistral):
+        return True
+    if "gguf_file" in places:
+        return False
+    own = get_tokenizer_config(source, **places).get("tokenizer_class") or ""
+    return own.startswith(mistral)
+
+
+def limit_to_model(tokenizer: Any, vocab_size: int) -> Any:
+    """The tokenizer itself; where it has ids of `vocab_size` and more, for which the model has no embedding, texts that hold them are
+    refused from now on.
+
+    Such tokens are often added later and never trained: a padding token, or those of a chat template.
+    """
+    if max(tokenizer.get_vocab().values(), default=0) >= vocab_size and not hasattr(tokenizer, _LIMIT):
+        setattr(tokenizer, _LIMIT, vocab_size)
+        tokenizer._encode_plus = partial(_checked_encoding, tokenizer, tokenizer._encode_plus)
+    return tokenizer
+
+
+def _checked_encoding(tokenizer: Any, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `encode` makes of a text or texts, checked where it holds text."""
+    found = encode(*args, **kwargs)
+    ids, mask = found["input_ids"], found.get("attention_mask")
+    if hasattr(ids, "tolist"):
+        ids, mask = ids.tolist(), None if mask is None else mask.tolist()
+    rows = ids if ids and isinstance(ids[0], list) else [ids]
+    masks = [None] * len(rows) if mask is None else mask if rows is ids else [mask]
+    for row, seen in zip(rows, masks, strict=True):
+        check_ids(
+            tokenizer, row if seen is None else [one for one, real in zip(row, seen, strict=True) if real]
+        )
+    return found
+
+
+def check_ids(tokenizer: Any, ids: Iterable[int]) -> None:
+    """Raise ValueError in one line when ids of a text hold a token that the tokenizer's model has no embedding for."""
+    limit = getattr(tokenizer, _LIMIT, None)
+    if limit is None:
+        return
+    beyond = next((int(one) for one in ids if one >= limit), None)
+    if beyond is None:
+        return
+    size = max(tokenizer.get_vocab().values()) + 1
+    raise ValueError(
+        f"the text holds the token {tokenizer.convert_ids_to_tokens(beyond)!r} (id {beyond}), which the model has no embedding for: "
+        f"the tokenizer has {size} tokens, the model {limit}; take such tokens out of the text, or add them to the model by "
+        f"resize_token_embeddings({size}) and train them"
+    )
+
+
+def model_vocabulary(tokenizer: Any) -> int:
+    """One more than the largest id that a text of this tokenizer may hold."""
+    size = max(tokenizer.get_vocab().values()) + 1
+    return min(size, getattr(tokenizer, _LIMIT, size))
+
+
+def pad_id(tokenizer: Any, default: int = 0) -> int:
+    """The id to pad with, one that the model has: the tokenizer's padding, else its end of text, else `default`. It is masked."""
+    limit = getattr(tokenizer, _LIMIT, None)
+    for name in ("pad_token_id", "eos_token_id"):
+        found = getattr(tokenizer, name, None)
+        if found is not None and (limit is None or found < limit):
+            return int(found)
+    return default
