@@ -24,19 +24,20 @@ SOURCES = sorted(
 # Which parts of pod a part may import. `files` and `schema` may be imported by all; the files at the top of pod are parts of their own, and so
 # is `shipped`, which exported checkpoints carry.
 ARROWS = {
-    "__init__": {"shipped", "kernels", "modeling", "engine"},
+    "__init__": {"shipped", "kernels", "modeling", "engine", "tokenizer"},
     "files": set(),
     "notation": set(),
     "remote": set(),
     "families": set(),
     "schema": {"notation"},
     "models": set(),
+    "tokenizer": {"models"},
     "identity": {"models", "shipped"},
     "shipped": set(),
     "kernels": {"shipped"},
     "engine": {"shipped", "kernels"},
     "modeling": {"shipped", "kernels", "engine", "families", "models", "notation"},
-    "data": {"remote"},
+    "data": {"remote", "tokenizer"},
     "training": {"shipped", "modeling", "kernels", "data"},
     "export": {"shipped", "modeling", "training", "models", "__init__"},
     "measure": {"shipped"},
@@ -53,13 +54,14 @@ ARROWS = {
         "bench",
         "modeling",
         "shipped",
+        "tokenizer",
         "__init__",
     },
     "__main__": {"commands"},
 }
 # Reading a recipe's model names and the package's public interface is allowed to the two that work on whole models.
-ARROWS["training"] |= {"__init__", "models", "identity", "recipe"}
-ARROWS["eval"] |= {"__init__", "models", "identity", "recipe", "schema"}
+ARROWS["training"] |= {"__init__", "models", "identity", "recipe", "tokenizer"}
+ARROWS["eval"] |= {"__init__", "models", "identity", "recipe", "schema", "tokenizer"}
 
 
 def imported_parts(file: Path) -> set[str]:
