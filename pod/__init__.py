@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pod.modeling.cache_files import load_cache, save_cache
-    from pod.modeling.loading import load_model
+    from pod.modeling.loading import load_adapter, load_model
     from pod.modeling.methods import make_cache, methods
     from pod.modeling.shipped.cache import PodCache
     from pod.modeling.shipped.config import PodConfig
@@ -24,6 +24,7 @@ __all__ = [
     "PodForCausalLM",
     "PodModel",
     "SharingPlan",
+    "load_adapter",
     "load_cache",
     "load_model",
     "load_tokenizer",
@@ -34,7 +35,7 @@ __all__ = [
 
 _HOMES = {  # imported when first used: `--help` of a launcher needs no torch
     "modeling.cache_files": ("load_cache", "save_cache"),
-    "modeling.loading": ("load_model",),
+    "modeling.loading": ("load_adapter", "load_model"),
     "modeling.methods": ("make_cache", "methods"),
     "modeling.shipped.cache": ("PodCache",),
     "modeling.shipped.config": ("PodConfig",),

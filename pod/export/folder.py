@@ -18,12 +18,13 @@ from torch import nn
 from pod.export.card import Origin, card
 from pod.export.licences import add_licences
 from pod.files import atomic_dir, read_json, read_mapping, write_json
+from pod.modeling.adapters import BASE, CONFIG_NAME
 from pod.modeling.loading import load_model
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.checkpoint.files import restore_model, trained_weights
 from pod.training.checkpoint.identity import STATE_NAME, TrainState, read_state
-from pod.training.run.lora import CONFIG_NAME, lora_config
+from pod.training.run.lora import lora_config
 from pod.training.run.mesh import name_accelerator
 
 
@@ -132,7 +133,7 @@ def export_adapter(checkpoint: Path, path: Path, base: str, dtype: str = "auto")
     adapter_config.json names no base model: transformers would load that one without its plan and put the adapter on it.
 
     Args:
-        base: the start model as the recipe names it, for the README.
+        base: the start model as the recipe names it, for the README and for `pod.load_adapter`.
     """
     check_replaceable(path)
     state = read_state(checkpoint)
@@ -148,7 +149,7 @@ def export_adapter(checkpoint: Path, path: Path, base: str, dtype: str = "auto")
     with atomic_dir(path) as folder:
         lora_config({**state.lora, "lora_dropout": 0.0}).save_pretrained(str(folder))
         save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        write_json(folder / CONFIG_NAME, config.to_dict())
+        write_json(folder / CONFIG_NAME, {**config.to_dict(), BASE: base})
         shutil.copyfile(checkpoint / "plan.json", folder / "plan.json")
         (folder / "README.md").write_text(_ADAPTER_README.format(base=base), encoding="utf-8")
 
@@ -169,10 +170,10 @@ _OF_EXPORT = re.compile(
 _ADAPTER_README = """# LoRA adapter for {base} under a sharing plan
 
 ```python
-from pod.training.run.lora import load_adapter
+import pod
 
-model = load_adapter("this folder", "{base}")  # base model, plan, windows, RoPE and adapter
-model = model.merge_and_unload()  # optional: a plain model
+model = pod.load_model("this folder")  # {base} with plan, windows, RoPE and the adapter merged into it
+adapted = pod.load_adapter("this folder", "{base}")  # or a `PeftModel`, with another place of the base
 ```
 It was trained with the plan of `plan.json` and the windows and RoPE of `pod_config.json` and fits no other model: with
 `peft` alone, `PeftModel.from_pretrained(model, "this folder")` needs a model that was loaded with them.

@@ -27,6 +27,7 @@ _FILES = (
     "pytorch_model.bin.index.json",
 )
 """Where weights are looked for, in the order of transformers."""
+ADAPTER_CONFIG = "adapter_config.json"
 _IGNORED = "rotary_emb.inv_freq"
 """Old checkpoints hold tables that are computed today."""
 _ROWS_AT_A_TIME = 16_384  # of two matrices that are compared
@@ -132,6 +133,19 @@ def _files(source: str | os.PathLike, places: Mapping[str, Any]) -> list[str]:
         if found is not None:
             return [found]
     return []
+
+
+def is_adapter(source: str) -> bool:
+    """Whether a folder holds an adapter of peft. ValueError where it holds a whole model too: transformers would go to
+    the adapter's base then, whatever stands here."""
+    folder = Path(source)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return False
+    if whole := [name for name in _FILES if (folder / name).is_file()]:
+        raise ValueError(
+            f"{source} holds an adapter ({ADAPTER_CONFIG}) and a whole model ({whole[0]}): keep one of both in a folder"
+        )
+    return True
 
 
 def _shards(source: str | os.PathLike, index: str, places: Mapping[str, Any]) -> list[str]:

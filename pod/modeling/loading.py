@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from transformers import (
 )
 
 from pod.families import FAMILIES, OTHER_PARTS, fields_of, read_weight, stored_names
-from pod.modeling.checkpoints import EMBEDDING, HEAD, has_own_head, weight_files
+from pod.files import read_json
+from pod.modeling.adapters import CONFIG_NAME, base_of, is_of_a_plan, merged, put_on
+from pod.modeling.checkpoints import ADAPTER_CONFIG, EMBEDDING, HEAD, has_own_head, is_adapter, weight_files
 from pod.modeling.load_options import LoadOptions, load_options
 from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.config import PodConfig
@@ -169,10 +172,11 @@ def load_model(
     layout: str | None = None,
     **others: Any,
 ) -> PodForCausalLM:
-    """Load a dense checkpoint or a PoD export, in evaluation mode.
+    """Load a dense checkpoint, a PoD export, or an adapter merged into its base, in evaluation mode.
 
     Args:
-        source: as ``resolve_model`` takes it, or a transformers model in memory: its weights are shared but for heads that move.
+        source: as ``resolve_model`` takes it, a folder with an adapter of peft that names its base, or a transformers model in memory:
+            its weights are shared but for heads that move.
         plan: sharing plan or path of a ``plan.json``; None keeps the checkpoint's own (dense for stock ones). The heads of the
             weights are moved to the order that the plan names, or back to the original one if it names none.
         num_sink_tokens, num_recent_tokens: windows in tokens; None takes those that ``plan`` was made for,
@@ -206,16 +210,75 @@ def load_model(
         dense = _in_memory(source, options)
     else:
         source = resolve_model(source)
+        if is_adapter(source):
+            return _from_adapter(source, wishes, options)
         target_config(_read_config(source, **options.places), **wishes)  # refused before weights are read
         dense = _from_files(source, options)
+    return _converted(dense, wishes, options, owned=dense is not source)
+
+
+def _converted(dense: Any, wishes: dict[str, Any], options: LoadOptions, owned: bool) -> PodForCausalLM:
     config = target_config(dense.config, **wishes)
     config.dtype = dense.dtype
     config.name_or_path = dense.name_or_path  # where its tokenizer is
-    model: Any = from_dense(dense, config, owned=dense is not source)
+    model: Any = from_dense(dense, config, owned=owned)
     return model.to(device=dense.device if options.device is None else options.device).eval()
 
 
 _OWN_NAMES = frozenset(inspect.signature(load_model).parameters) - {"others"}
+
+
+def _from_adapter(folder: str, wishes: dict[str, Any], options: LoadOptions) -> PodForCausalLM:
+    """The base of an adapter with the adapter merged into it: before heads move, or with the adapter's own plan."""
+    if not is_of_a_plan(folder):
+        base = base_of(Path(folder))
+        target_config(_read_config(base, **options.places), **wishes)  # refused before weights are read
+        stock = merged(put_on(_from_files(base, options), Path(folder)), folder)
+        return _converted(stock, wishes, options, owned=True)
+    backend = wishes["attention_backend"]
+    if given := [name for name, value in wishes.items() if value is not None and name != "attention_backend"]:
+        raise ValueError(
+            f"the adapter in {folder} brings plan, layout and windows: leave {', '.join(given)} out"
+        )
+    where = {"dtype": options.dtype, "device": options.device, **options.places}
+    return merged(load_adapter(folder, attention_backend=backend, **where), folder).eval()
+
+
+def load_adapter(folder: str | os.PathLike, base: Any = None, **options: Any) -> Any:
+    """The model that an adapter was trained on, and the adapter on it (a `PeftModel`); `pod.load_model(folder)` merges the two.
+
+    An adapter that `pod export` wrote brings its plan, windows and RoPE; another one goes onto the model that
+    `pod.load_model(base, **options)` gives.
+
+    Args:
+        folder: holds `adapter_config.json` and the adapter's weights.
+        base: the checkpoint that training started from: a folder, a hub id, or a transformers model; None = as the
+            adapter names it.
+        options: of `pod.load_model` (dtype, gguf_file, device, attention_backend).
+
+    Raises: ValueError for a folder that holds no adapter, a base that is not named or does not fit, a missing peft.
+    """
+    folder = Path(folder)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"{folder} holds no {ADAPTER_CONFIG}: name the folder of an adapter, or use pod.load_model"
+        )
+    if not is_of_a_plan(str(folder)):
+        model = load_model(base_of(folder) if base is None else base, **options)
+        if model.config.head_order is not None:
+            raise ValueError(
+                f"the adapter in {folder} is for heads in their first order, and this plan moves them: use "
+                "pod.load_model(folder, plan=…), which merges before heads move"
+            )
+        return put_on(model, folder)
+    config = PodConfig.from_dict(read_json(folder / CONFIG_NAME))
+    windows = {name: getattr(config, name) for name in ("num_sink_tokens", "num_recent_tokens")}
+    source = base_of(folder) if base is None else base
+    model = load_model(source, plan=config.sharing_plan, layout=config.layout, **windows, **options)
+    # nothing has asked for a rotation yet: the tables are made from these at the first forward pass
+    model.config.rope_parameters = config.rope_parameters
+    model.config.max_position_embeddings = config.max_position_embeddings
+    return put_on(model, folder)
 
 
 def _in_memory(source: PreTrainedModel, options: LoadOptions) -> Any:

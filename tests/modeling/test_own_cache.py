@@ -81,3 +81,40 @@ def test_assisted_decoding_over_packed_layers(tools):
     plain = model.generate(ids, max_new_tokens=12, do_sample=False)
     assisted = model.generate(ids, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=4)
     assert torch.equal(plain, assisted)
+
+
+@torch.no_grad()
+def test_a_cache_tells_its_method_tokens_and_bytes(tools):
+    model, ids = tools.make_pod(dtype=torch.float32), tools.random_ids(2, 40)
+    cache = pod.make_cache(model, "pod+int4")
+    assert repr(cache) == "<pod cache pod+int4: empty>"
+    model(ids, past_key_values=cache)
+    assert repr(cache) == f"<pod cache pod+int4: 40 tokens in each of 2 rows, {cache.nbytes:,} bytes>"
+    mask, model = torch.ones_like(ids), tools.make_pod(plan=False, dtype=torch.float32)
+    mask[1, :30] = 0
+    cache = pod.make_cache(model, "streamingllm", budget=16)
+    model(ids, attention_mask=mask, past_key_values=cache)
+    named = "streamingllm, budget 16: 10 to 40 tokens in each of 2 rows"
+    assert repr(cache) == f"<pod cache {named}, {cache.nbytes:,} bytes>"
+    full = pod.make_cache(model, "full")
+    model(torch.zeros(1, 1234, dtype=torch.long), past_key_values=full)
+    assert repr(full).startswith("<pod cache full: 1,234 tokens in 1 row, ")
+
+
+@torch.no_grad()
+def test_a_crop_that_a_window_has_overwritten_names_the_slots_that_make_it_possible(tools):
+    model, ids = tools.make_pod(dtype=torch.float32), tools.random_ids(1, 60)
+    cache = pod.make_cache(model)
+    model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"feed again, or make the cache with extra_slots=5, which keeps"):
+        cache.crop(-5)
+    roomy = pod.make_cache(model, "pod", extra_slots=5)
+    model(ids, past_key_values=roomy)
+    roomy.crop(-5)
+    again = model(ids[:, -5:], past_key_values=roomy).logits
+    assert (again - model(ids).logits[:, -5:]).abs().max() <= 2e-5 * again.abs().max()
+    model = tools.make_pod(plan=False, dtype=torch.float32)
+    selected = pod.make_cache(model, "streamingllm", budget=16)
+    model(ids, past_key_values=selected)
+    with pytest.raises(ValueError, match=r"reset\(\) and feed again$"):
+        selected.crop(-5)

@@ -2,15 +2,20 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
 from pod.export import export_adapter
 from pod.export import folder as export_folder
+from pod.models import ModelArgs
 from pod.training.args import TrainArgs
 from pod.training.checkpoint import files
 from pod.training.checkpoint.files import restore_model
 from pod.training.checkpoint.identity import TrainState, sample_of, start_identity_of
-from pod.training.run.lora import add_lora, load_adapter, lora_settings
+from pod.training.run.lora import add_lora, lora_settings
+from pod.training.run.start_model import source_config
 
 LEAD = [[0, 0], [0, 1], [2, 1]]
 ORDER = [[2, 3, 0, 1], [0, 1, 3, 2], [3, 2, 1, 0]]
@@ -81,7 +86,7 @@ def test_an_adapter_brings_plan_windows_and_rope(checkpoint, tmp_path):
     folder, adapted, _ = checkpoint
     export_adapter(folder, tmp_path / "adapter", "the/base")
     make_model().save_pretrained(tmp_path / "base")
-    loaded = load_adapter(tmp_path / "adapter", str(tmp_path / "base"), attention_backend="reference")
+    loaded = pod.load_adapter(tmp_path / "adapter", str(tmp_path / "base"), attention_backend="reference")
     with torch.no_grad():
         got, expected = loaded.eval()(input_ids=IDS).logits, adapted(input_ids=IDS).logits
         base = make_model()(input_ids=IDS).logits
@@ -94,9 +99,25 @@ def test_an_adapter_brings_plan_windows_and_rope(checkpoint, tmp_path):
     assert "the/base" in (tmp_path / "adapter" / "README.md").read_text()
 
 
-def test_adapters_are_written_in_the_asked_type(checkpoint, tmp_path):
-    from safetensors.torch import load_file
+@torch.no_grad()
+@pytest.mark.parametrize("checkpoint", [ORDER], indirect=True)
+def test_load_model_merges_an_adapter_of_ours_into_the_base_that_it_names(checkpoint, tmp_path):
+    folder, adapted, _ = checkpoint
+    export_adapter(folder, tmp_path / "adapter", str(tmp_path / "base"))
+    make_model().save_pretrained(tmp_path / "base")
+    loaded = pod.load_model(tmp_path / "adapter", attention_backend="reference")
+    assert type(loaded) is pod.PodForCausalLM and loaded.config.num_recent_tokens == 4
+    got, expected = (model(input_ids=IDS).logits for model in (loaded, adapted))
+    assert (got - expected).abs().max() <= 2e-5 * expected.abs().max()
+    adapted = pod.load_adapter(tmp_path / "adapter", attention_backend="reference").eval()
+    assert torch.equal(adapted(input_ids=IDS).logits, expected)
+    with pytest.raises(
+        ValueError, match="brings plan, layout and windows: leave layout, num_recent_tokens out"
+    ):
+        pod.load_model(tmp_path / "adapter", layout="dense", num_recent_tokens=9)
 
+
+def test_adapters_are_written_in_the_asked_type(checkpoint, tmp_path):
     export_adapter(checkpoint[0], tmp_path / "adapter", "base", "bfloat16")
     weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
@@ -106,10 +127,8 @@ def test_adapters_are_written_in_the_asked_type(checkpoint, tmp_path):
 
 def test_wrong_adapter_folders_and_checkpoints_are_refused(checkpoint, tmp_path):
     folder, _, state = checkpoint
-    with pytest.raises(
-        ValueError, match="has no pod_config.json: name a folder that was written with export.adapter=true"
-    ):
-        load_adapter(tmp_path, "base")
+    with pytest.raises(ValueError, match="holds no adapter_config.json: name the folder of an adapter"):
+        pod.load_adapter(tmp_path, "base")
     state.lora = None
     with pytest.raises(ValueError, match="was trained with train.method=full and has no adapters"):
         export_adapter(folder, tmp_path / "adapter", "base")
@@ -146,3 +165,47 @@ def test_adapters_are_merged_into_their_own_start_model_only(checkpoint):
     for message, start_model in others.items():
         with pytest.raises(ValueError, match=f"^the adapters of checkpoint .* were trained with {message}"):
             restore_model(folder, state, start_model)
+
+
+@torch.no_grad()
+def test_an_adapter_of_anybody_is_merged_before_heads_move(tmp_path):
+    """As a trainer saves it that knows transformers and peft only, with a head of its own beside it."""
+    stock = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=37, hidden_size=24, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=32, initializer_range=0.2, tie_word_embeddings=True,
+        )
+    ).eval()  # fmt: skip
+    stock.save_pretrained(tmp_path / "base")
+    stock = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = get_peft_model(
+        stock, LoraConfig(target_modules=["q_proj", "o_proj"], modules_to_save=["lm_head"])
+    )
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    adapter = tmp_path / "adapter"
+    adapted.save_pretrained(adapter)
+    expected = adapted.eval()(input_ids=IDS).logits
+    order = pod.SharingPlan([[layer] * 2 for layer in range(3)], head_order=ORDER)
+    for model in (
+        pod.load_model(adapter),
+        pod.load_model(adapter, plan=order),
+        pod.load_adapter(adapter).eval(),
+    ):
+        assert (model(input_ids=IDS).logits - expected).abs().max() <= 2e-5 * expected.abs().max()
+    with pytest.raises(ValueError, match="this plan moves them: use pod.load_model"):
+        pod.load_adapter(adapter, plan=order)
+    with pytest.raises(ValueError, match="is an adapter: write the merged model first"):
+        source_config(ModelArgs(path=str(adapter)))
+    weights = load_file(adapter / "adapter_model.safetensors")
+    save_file({f"{name}.x" if "layers.1" in name else name: one for name, one in weights.items()},
+              adapter / "adapter_model.safetensors")  # fmt: skip
+    with pytest.raises(ValueError, match="does not fit its base: missing .*layers.1"):
+        pod.load_model(adapter)
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match="there is no such folder; give another as pod.load_adapter"):
+        pod.load_model(adapter)
+    (adapter / "model.safetensors").touch()
+    with pytest.raises(ValueError, match="holds an adapter .* and a whole model"):
+        pod.load_model(adapter)

@@ -260,9 +260,9 @@ def adapter(out, folder) -> None:
     from safetensors.torch import load_file
 
     import pod
+    from pod import load_adapter
     from pod.export import export_adapter
     from pod.training.checkpoint.newest import checkpoint_to_export
-    from pod.training.run.lora import load_adapter
 
     export_adapter(checkpoint_to_export(folder, None), out / "adapter", "tiny")
     dense = pod.PodForCausalLM(pod.PodConfig(**{**tiny.make_model().config.to_dict(), "lead": None}))

@@ -61,6 +61,20 @@ class PodCache(Cache):
         self._prompt_columns_left = 0
         self._pending: tuple | None = None  # what a pass in progress will give to _count when it ends
 
+    def __repr__(self) -> str:
+        """Spec, budget, tokens and bytes: ``<pod cache snapkv, budget 512: 2,000 tokens in 2 rows, 1,182,984 bytes>``."""
+        budget = self.made_with[0]
+        # a spec may say its budget itself, as `snapkv@25%`
+        named = self.spec if budget is None or "@" in self.spec else f"{self.spec}, budget {budget}"
+        if self._lengths is None:
+            return f"<pod cache {named}: empty>"
+        lengths = self._lengths.tolist()
+        low, high = min(lengths), max(lengths)
+        tokens = f"{high:,}" if low == high else f"{low:,} to {high:,}"
+        rows = "1 row" if len(lengths) == 1 else f"each of {len(lengths)} rows"
+        failed = ", the last pass failed: call reset()" if self._pending is not None else ""
+        return f"<pod cache {named}: {tokens} tokens in {rows}, {self.nbytes:,} bytes{failed}>"
+
     # -- what the model calls --------------------------------------------------------------------------------
 
     def begin_prompt(self, num_columns: int) -> None:
@@ -464,7 +478,8 @@ class PodCache(Cache):
         if count > most:
             raise ValueError(
                 f"crop({tokens_to_remove}) is not possible: this {self.spec} cache can take back {most} of its {self._columns} "
-                "columns, as what it dropped, packed or overwrote does not come back; crop less, or reset() and feed again"
+                "columns, as what it dropped, packed or overwrote does not come back; crop less, reset() and feed again"
+                + self._room_to_crop(count)
             )
         left = self._prompt_columns_left
         if count == self._columns:
@@ -472,6 +487,13 @@ class PodCache(Cache):
         else:
             self._crop(count)
         self._prompt_columns_left = left + count if left else 0
+
+    def _room_to_crop(self, count: int) -> str:
+        """How a cache can be made that takes back so many columns, where slots of windows are all that was lost."""
+        config = self.config
+        if self.spec != "pod" or config.layer_windows is not None or config.kv_bits is not None:
+            return ""
+        return f", or make the cache with extra_slots={count}, which keeps what left the windows"
 
     def _crop(self, count: int) -> None:
         counts = torch.full_like(self.lengths, count)

@@ -1,19 +1,14 @@
-"""Low-rank adapters through `peft`: wrap a model for training, and load exported adapters onto their start model."""
+"""Low-rank adapters through `peft`: wrap a model for training. `pod.load_adapter` loads what was trained."""
 
 import warnings
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from pod.modeling.loading import load_model
-from pod.modeling.shipped.config import PodConfig
 from pod.training.args import TrainArgs
 
 SETTINGS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
-CONFIG_NAME = "pod_config.json"
-"""The model's configuration in an adapter's folder. Not config.json: transformers would take the folder for a model."""
 
 
 def lora_settings(args: TrainArgs) -> dict[str, Any]:
@@ -51,29 +46,3 @@ def lora_config(settings: dict[str, Any]) -> Any:
     names = {"lora_rank": "r", "lora_target_modules": "target_modules"}
     named = {names.get(name, name): value for name, value in settings.items()}
     return LoraConfig(task_type="CAUSAL_LM", **named)
-
-
-def load_adapter(folder: Path | str, base: Any, **options: Any) -> Any:
-    """The start model of an exported adapter with its plan, windows and RoPE, and the adapter on it (a `PeftModel`).
-
-    Args:
-        folder: written by `pod export` with export.adapter=true.
-        base: the checkpoint that training started from: a recipe's model.path, or a transformers model.
-        options: of `pod.load_model` (dtype, gguf_file, device, attention_backend).
-
-    Raises: ValueError for a folder that holds no adapter of ours, or a base that does not fit.
-    """
-    from peft import PeftModel
-
-    file = Path(folder) / CONFIG_NAME
-    if not file.is_file():
-        raise ValueError(
-            f"{folder} has no {CONFIG_NAME}: name a folder that was written with export.adapter=true"
-        )
-    config = PodConfig.from_json_file(str(file))
-    windows = {name: getattr(config, name) for name in ("num_sink_tokens", "num_recent_tokens")}
-    model = load_model(base, plan=config.sharing_plan, layout=config.layout, **windows, **options)
-    # nothing has asked for a rotation yet: the tables are made from these at the first forward pass
-    model.config.rope_parameters = config.rope_parameters
-    model.config.max_position_embeddings = config.max_position_embeddings
-    return PeftModel.from_pretrained(model, str(folder))

@@ -1,6 +1,7 @@
 """The model that a run starts from: its plan and configuration."""
 
 import contextlib
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
-from pod.modeling.checkpoints import has_own_head, weight_files
+from pod.modeling.checkpoints import has_own_head, is_adapter, weight_files
 from pod.modeling.loading import caching, target_config
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
@@ -128,6 +129,11 @@ def source_config(model_args: ModelArgs) -> tuple[Any, str | None]:
     Raises: ValueError for neither a model on this machine nor a known one, when the hub cannot be asked.
     """
     name = model_args.path
+    if is_adapter(os.path.expanduser(name)):
+        raise ValueError(
+            f"model.path = {name} is an adapter: write the merged model first, by "
+            "pod.load_model(adapter).save_pretrained(folder), and name that folder"
+        )
     if name.startswith(PACKAGE) and name in KNOWN_SIZES:
         return _known_config(name), None  # of one version only; reading it would convert the weights first
     try:
