@@ -200,7 +200,8 @@ def test_weights_that_give_no_numbers_are_one_line(model, input_ids):
 
 
 def test_retrieval_adds_with_its_weight():
-    tensors = {name + end: torch.rand(2, 2) for name in cost_shapes(2, 2) for end in ("", "_retrieval")}
+    shapes = cost_shapes(2, 2)
+    tensors = {name + end: torch.rand(shapes[name]) for name in shapes for end in ("", "_retrieval")}
     total = total_costs(tensors, 0.5)
     assert set(total) == set(cost_shapes(2, 2))
     expected = tensors["window"] + 0.5 * tensors["window_retrieval"]
