@@ -121,8 +121,12 @@ class Rope:
         return self.rotate(x, self._other_tables[name])
 
     def for_rows(self, rows: Tensor | None, num_new: int) -> "Rope":
-        """The same rotation for some rows of the batch (None = all) and their first ``num_new`` columns."""
+        """The same rotation for some rows of the batch (None = all) and their first ``num_new`` columns.
+
+        Tables of other positions are these rows' own: rows with as many tokens may have other budgets, and so other positions.
+        """
         part = copy(self)
+        part._other_tables = {}
         part.own_tables = tuple(
             (table if rows is None or table.shape[0] == 1 else table[rows])[:, :, :num_new]
             for table in self.own_tables
