@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +13,7 @@ from pod.eval.suites import base
 from pod.eval.suites.configs import suite_configs
 from pod.files import atomic_write_text
 from pod.models import cache_dir
-from pod.notation import unknown
-from pod.schema import explain
+from pod.schema import explain, nearest
 
 _WIDTH = 100
 
@@ -26,16 +26,20 @@ def list_methods(names: Sequence[str] = ()) -> str:
     text = _all_methods()
     if not names:
         return text
-    blocks = {
-        block.split()[0].partition("(")[0]: block for block in text.split("\n\n") if block.startswith("  ")
-    }
+    blocks = {}
+    for block in text.split("\n\n"):
+        heading = re.match(r"  (\w+)", block)  # snapkv@BUDGET, imdc(inner)
+        if heading is not None:
+            blocks[heading[1]] = block
     return "\n\n".join(_chosen("method", names, blocks))
 
 
 def _chosen(kind: str, names: Sequence[str], blocks: dict[str, str]) -> list[str]:
     for name in names:
         if name not in blocks:
-            raise unknown(kind, name, blocks)
+            raise ValueError(
+                f"unknown {kind} {name!r}{nearest(name, list(blocks))}; `pod eval --list-{kind}s` lists all"
+            )
     return [blocks[name] for name in names]
 
 
