@@ -123,7 +123,7 @@ class Rope:
     def for_rows(self, rows: Tensor | None, num_new: int) -> "Rope":
         """The same rotation for some rows of the batch (None = all) and their first ``num_new`` columns.
 
-        Tables of other positions are these rows' own: rows with as many tokens may have other budgets, and so other positions.
+        Tables of other positions are these rows' own: rows of as many tokens but another budget need others.
         """
         part = copy(self)
         part._other_tables = {}
