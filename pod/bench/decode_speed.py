@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
 import pod
@@ -24,13 +23,10 @@ from pod.bench.decode_bytes import Sizes, budget_at, is_modelled, read_per_step,
 from pod.bench.dense_decode import candidates
 from pod.eval.answer.methods import Method
 from pod.eval.results import one_line
-from pod.measure.max_batch import random_rows
-from pod.measure.race import Contestant, race, spread, without_attention
-from pod.modeling.shipped.layout import PodCacheLayer
+from pod.measure.fill import fill
+from pod.measure.race import Contestant, race, spread
 
 _WARM_UP = 2  # tokens; the first compiles and captures
-_CHUNK = 1 << 26  # random numbers written to a store at a time
-_LOUD = 100.0  # standard deviation of window keys whose logits drown those of distant tokens, also of small queries
 _TRIAL_STEPS = 8  # tokens by which backends for the dense cache are compared
 
 
@@ -85,50 +81,6 @@ def make_cache(
     engine: Any = cache.engine
     engine.backend = backend
     return cache, None
-
-
-@torch.no_grad()
-def fill(model: Any, cache: Any, batch: int, length: int, skip_share: float = 0.0) -> None:
-    """Let a cache hold ``length`` random tokens in each of ``batch`` rows, more than one.
-
-    Args:
-        skip_share: this share of the following pairs, spread over the layers, gets window keys so loud that proximal
-            tokens hold nearly all attention of their query heads.
-    """
-    layers = [layer for layer in cache.layers if isinstance(layer, PodCacheLayer)]
-    if type(cache) is not pod.PodCache or len(layers) < len(cache.layers):
-        with without_attention(model):
-            model(input_ids=random_rows(model, batch, length), past_key_values=cache, logits_to_keep=1)
-        return
-    model(
-        input_ids=random_rows(model, batch, 1), past_key_values=cache, logits_to_keep=1
-    )  # stores take their place
-    weight = model.lm_head.weight
-    step, _ = cache.begin_step(weight.new_empty(batch, length - 1, 0), None, None)
-    generator = torch.Generator(weight.device).manual_seed(length)
-    seen = 0.0
-    for layer in layers:
-        loud = weight.new_ones(len(layer.roles.followers), 1, 1)
-        for index in range(len(loud)):
-            seen += skip_share
-            if seen >= 1 - 1e-9:
-                seen, loud[index] = seen - 1, _LOUD
-        for name, store in layer.stores().items():
-            _append_random(store, length, loud if name == "window_keys" else 1.0, generator)
-    cache.end_step(step)
-
-
-def _append_random(store: Any, length: int, factor: Tensor | float, generator: torch.Generator) -> None:
-    """Random tokens behind the first, times a factor per head, a part at a time; of a window only those that stay."""
-    batch, heads, _, head_dim = store.target.shape
-    size = max(1, _CHUNK // (batch * heads * head_dim) // 64) * 64
-    for first in range(1, length, size):
-        rows = min(size, length - first)
-        if first > 1 and store.has_window and first + rows <= length - store.num_recent_tokens:
-            continue
-        x = store.target.new_empty(batch, heads, rows, head_dim).normal_(generator=generator)
-        store.append(x * factor, first)
-        store.settle(first + rows)
 
 
 # -- contestants -----------------------------------------------------------------------------------------------------

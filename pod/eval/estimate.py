@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from pod.eval.answer.methods import find_method
 from pod.eval.args import EvalArgs
+from pod.eval.speed.args import speed_options
 from pod.eval.suites.buckets import position_buckets
 
 if TYPE_CHECKING:
@@ -72,5 +73,6 @@ def token_counts(args: EvalArgs, name: str) -> tuple[int, int]:
         steps += -(-cells // args.batch_size) * len(args.passkey_lengths) * args.passkey_new_tokens
     if "efficiency" in args.tasks:
         prompt += sum(args.efficiency_lengths)
-        steps += len(args.efficiency_lengths) * args.efficiency_tokens * (args.efficiency_repeats + 1)
+        lengths = len(args.efficiency_lengths) + len(speed_options(args).decode_lengths)
+        steps += lengths * args.efficiency_tokens * (args.efficiency_repeats + 1)
     return prompt, steps

@@ -51,7 +51,9 @@ class Evaluation:
         lengths = "its lengths (eval.text_length, eval.passkey_lengths …)"
         asked = [(name, task.longest(), all, lengths) for name, task in self.tasks.items()]
         if SPEED_RUN in self.args.tasks:
-            longest = max(self.args.longest_speed_run(), *self.speed.lengths(), 0)
+            decoded = self.args.longest_speed_run() - max(self.args.efficiency_lengths)
+            filled = [length + decoded for length in self.speed.decode_lengths]
+            longest = max(self.args.longest_speed_run(), *self.speed.lengths(), *filled, 0)
             asked.append((SPEED_RUN, longest, any, "eval.efficiency_lengths"))
         for name, longest, refused, settings in asked:
             found = [self.models.too_long(find_method(method), longest) for method in self.args.methods]

@@ -22,8 +22,10 @@ from pod.bench.decode_bytes import (
     spread_plan,
     uses_plan,
 )
-from pod.bench.decode_speed import entrant, fill, make_cache
+from pod.bench.decode_speed import entrant, make_cache
 from pod.bench.dense_decode import PEERS, dense_peers
+from pod.measure import fill as fill_module
+from pod.measure.fill import fill
 from pod.measure.race import Contestant
 from pod.modeling.shipped.decode import DECODERS
 from pod.modeling.shipped.stores import TokenStore
@@ -266,7 +268,7 @@ def test_bytes_held_are_those_of_a_real_cache(lead):
 @pytest.mark.parametrize("length", [2, 5, 8, 9, 70, 300])
 @pytest.mark.parametrize(("lead", "method"), [(LEAD, FULL), (LEAD, POD), (ROLES, POD)])
 def test_filled_caches_have_random_numbers_in_every_used_slot(lead, method, monkeypatch, length):
-    monkeypatch.setattr(decode_speed, "_CHUNK", 64 * 2 * 2 * 16)  # 64 tokens at a time
+    monkeypatch.setattr(fill_module, "_CHUNK", 64 * 2 * 2 * 16)  # 64 tokens at a time
     written, append = {}, TokenStore.append
 
     def recorded(store, x, past):

@@ -233,14 +233,16 @@ def test_metrics_of_all_rows_share_a_unit(tmp_path):
 
 def test_the_headline_says_what_the_judge_says(comparison, tmp_path):
     pod = next(entry for entry in comparison.entries if entry.label == "pod")
-    verdicts, _, _ = report_notes.headline(comparison).partition(". ")
-    said = dict.fromkeys(("worse on", "these samples do not decide"), "")
-    for piece in verdicts.partition("dense speed, against full: ")[2].split("; "):
+    verdicts = (
+        report_notes.headline(comparison).partition("PoD against the dense model: ")[2].partition(". ")[0]
+    )
+    said = dict.fromkeys(("worse on", "too few samples to tell on"), "")
+    for piece in verdicts.split("; "):
         said[next(words for words in said if piece.startswith(words))] = piece
     assert len(said) == 2
     for title, tasks in comparison.columns().items():
         mark = comparison.against(pod, tasks).mark
-        words = {"worse": "worse on", "": "these samples do not decide"}[mark]
+        words = {"worse": "worse on", "": "too few samples to tell on"}[mark]
         assert f" {title} " in said[words]
     alone = merge([write(tmp_path, pod=result_file("pod", {"t": payload([0.5, 0.6])}))])
     assert report_notes.headline(alone).startswith("PoD: without full to compare t 55.0. ")

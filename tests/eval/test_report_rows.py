@@ -1,6 +1,7 @@
 """Several runs as rows and pairs: which go together, what is held against what. Result files are made up (tests/eval/synthetic.py)."""
 
 import copy
+from copy import deepcopy
 
 import pytest
 from synthetic import (
@@ -218,7 +219,7 @@ def test_adapted_weights_are_held_against_dense_trained_on_the_same_tokens(tmp_p
     rows = report_tables.task_table(comparison, "niah").rows
     assert ["to model:dense_trained" in row[2].small for row in rows] == [False, False, True, False]
     del files["trained"]
-    assert "against full: " in report_notes.headline(merge([write(tmp_path / "b", **files)]))
+    assert "against the dense model: " in report_notes.headline(merge([write(tmp_path / "b", **files)]))
 
 
 def test_a_task_that_dense_trained_lacks_is_held_against_full_and_says_so(tmp_path):
@@ -235,7 +236,32 @@ def test_the_headline_of_a_run_that_only_timed_methods(tmp_path):
     timed = speed_parts(["full", "pod"], 3000)
     files = {m: result_file(m, {"efficiency": timed[m]}) for m in timed}
     said = report_notes.headline(merge([write(tmp_path, **files)]))
-    assert said.startswith("PoD, with ") and said.endswith("× the dense speed. 2 methods.")
+    assert said.startswith("PoD keeps ") and said.endswith("× the dense speed after 3,000 tokens. 2 methods.")
+
+
+def test_the_headline_says_what_a_plan_is_for(tmp_path):
+    """Faster after the longest prompt, or memory alone; beside int4 where that and PoD under it were measured."""
+    names = ["full", "int4", "pod", "pod+int4"]
+
+    def said(name: str, speed: float, *left_out: str) -> str:
+        known = speed_parts(["full", "pod"], 3000)
+        timed = {method: deepcopy(known["full" if method == "full" else "pod"]) for method in names}
+        for method, factor in zip(names, (10, 4, 6, 2), strict=True):
+            timed[method]["lengths"][0]["bytes"] |= {"bytes": factor * 1000, "dense_bytes": 10_000}
+        row = timed["pod"]["lengths"][0] | {"length": 8000}
+        timed["pod"]["decoding"] = [row | {"speed_over_full": {"median": speed}}]
+        kept = [method for method in names if method not in left_out]
+        files = {m: result_file(m, {"efficiency": timed[m]}) for m in kept}
+        return report_notes.headline(merge([write(tmp_path / name, **files)]))
+
+    both = "PoD keeps 60% of the dense KV cache at 3,000 tokens (20% with its numbers in 4 bits, where int4 alone keeps 40%)"
+    assert said("a", 1.3).startswith(f"{both} and decodes at 1.30× the dense speed after 8,000 tokens. ")
+    assert said("b", 0.6).startswith(
+        f"{both}; it saves memory here, not time: it decodes at 0.60× the dense speed"
+    )
+    assert said("c", 1.3, "int4").startswith(
+        "PoD keeps 60% of the dense KV cache at 3,000 tokens and decodes at 1.30×"
+    )
 
 
 def test_answers_that_end_early_are_held_against_a_dense_cache_of_their_length(tmp_path):

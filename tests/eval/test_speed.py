@@ -14,6 +14,7 @@ from pod.eval.args import EvalArgs
 from pod.eval.speed import task as speed
 from pod.eval.speed.args import SpeedOptions, speed_options
 from pod.measure import race
+from pod.measure.fill import fill
 from pod.measure.max_batch import LongTries
 from pod.measure.memory import weight_bytes
 from pod.measure.race import Contestant
@@ -213,3 +214,55 @@ def test_budget_below_the_minimum_is_refused_before_measuring(place):
     run = make_run(place, "efficiency", ["snapkv@16"], {}, **CHANGES)
     with pytest.raises(ValueError, match="snapkv: budget = 16 must exceed window = 32"):
         speed.check(run)
+
+
+def test_longer_prompts_are_decoded_without_being_read(place):
+    """Caches that are filled with random tokens hold the bytes of those that read a prompt; what chooses by the prompt is left out."""
+    names = ["full", "int4", "pod-unadapted", "pod-unadapted+int4", "snapkv", "razor"]
+    options = {"decode_lengths": [500, 400], "memory": False}
+    heads = {"eval__method_options": {"razor": {"heads": [[0], [1], [0, 1], []]}}}
+    run = make_run(place, "efficiency", names, options, **(CHANGES | heads))
+    rows = {name: content["parts"]["efficiency"]["decoding"] for name, content in measured(run).items()}
+    assert rows["snapkv"] == rows["razor"] == []
+    for name in names[:4]:
+        assert [row["length"] for row in rows[name]] == [500, 400]
+        method = run.method(name)
+        for row in rows[name]:
+            cache = pod.make_cache(run.models.get(method.model), method.spec)
+            with torch.no_grad():
+                prompt = torch.zeros(1, row["length"], dtype=torch.long)
+                run.models.get(method.model)(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
+            dense = rows["full"][[500, 400].index(row["length"])]["bytes"]
+            # full rows grow with a slack of their own; ids of what was fed are bookkeeping of 4 bytes a token
+            assert row["bytes"] == pytest.approx(cache.nbytes, rel=0.02)
+            assert row["bytes_over_full"] == row["bytes"] / dense
+            assert row["decode_tokens_per_second"]["repeats"] == row["speed_over_full"]["repeats"] == 2
+    with pytest.raises(ValueError, match="lower eval.efficiency_lengths"):
+        make_run(place, "efficiency", names[:1], {"decode_lengths": [100_000]})
+
+
+def test_a_packed_window_is_filled_as_a_prompt_fills_it():
+    config = pod.PodConfig(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=32,
+        max_position_embeddings=512,
+        num_sink_tokens=2,
+        num_recent_tokens=100,
+        lead=[[0, None], [None, None]],
+    )
+    torch.manual_seed(0)
+    model = pod.PodForCausalLM(config).eval()
+    filled, read = (pod.make_cache(model, "pod+int4") for _ in range(2))
+    fill(model, filled, 1, 300)
+    with torch.no_grad():
+        model(input_ids=torch.zeros(1, 300, dtype=torch.long), past_key_values=read)
+    filled.check_integrity()
+    expected = {name: size for name, size in read.nbytes_by_part().items() if name != "bookkeeping"}
+    assert set(expected) == {"keys", "values", "near_keys", "near_values"}
+    for name, size in expected.items():
+        assert filled.nbytes_by_part()[name] == pytest.approx(size, rel=0.02), name

@@ -54,7 +54,8 @@ class Run:
 class Entry:
     """One row of the comparison: a method of a model, with the tasks that one or several runs measured.
 
-    parts, refused, failed: by task; sources: the run of every part; speed: of all its runs, by length.
+    parts, refused, failed: by task; sources: the run of every part; speed: of all its runs, by length; decoding: the same after prompts
+    that were not read.
     """
 
     label: str
@@ -66,13 +67,16 @@ class Entry:
     refused: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     speed: list[dict[str, Any]] = field(default_factory=list)
+    decoding: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self, run: Run, content: dict[str, Any]) -> None:
         """Add what a run measured for this method."""
         parts = tasks_of(content)
         self.parts |= parts
         self.sources |= dict.fromkeys(parts, run)
-        self.speed += run.speed.get(self.method, {}).get("lengths", [])
+        raced = run.speed.get(self.method, {})
+        self.speed += raced.get("lengths", [])
+        self.decoding += raced.get("decoding", [])
         self.refused |= content.get("refused") or {}
         self.failed |= content.get("failed") or {}
 

@@ -35,7 +35,22 @@ def headline(comparison: Comparison) -> str:
     facts = {"comparison": comparison, "shown": shown, "held": held, "verdicts": verdicts, **counts}
     facts["tasks"] = sum(bool(comparison.measured(task)) for task in comparison.tasks)
     facts["trained"] = shown and len(_against_trained(comparison, shown))
+    facts["decoded"] = shown and max(
+        [*shown.speed, *shown.decoding], key=lambda row: row["length"], default={}
+    )
+    facts["packed"] = _packed(rows, held["length"]) if held else {}
     return " ".join(sentences("headline", **facts))
+
+
+def _packed(rows: dict[str, Entry], length: int) -> dict[str, float]:
+    """Share of the dense bytes that 4 bits keep, alone and under PoD, at a length where both were measured; else nothing."""
+    found = {}
+    for method in ("pod+int4", "int4"):
+        row = bytes_at(rows[method], length) if method in rows else None
+        if row is None or row["length"] != length:
+            return {}
+        found[method] = row["bytes"] / row["dense"]
+    return found
 
 
 def _gains_and_losses(comparison: Comparison, shown: Entry) -> dict[str, list[str]]:

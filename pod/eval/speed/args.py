@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from pod.schema import build, section
+from pod.schema import AtLeast2, build, section
 
 if TYPE_CHECKING:
     from pod.eval.args import EvalArgs
@@ -24,6 +24,10 @@ class SpeedOptions:
     memory: bool = True
     """Also measure peak memory during the prompt and during decoding, divided into weights, parts of the
     cache, and activations. Processes the prompt once more for each method."""
+
+    decode_lengths: list[AtLeast2] = field(default_factory=list)
+    """more prompt lengths (tokens) at which decoding alone is timed. No prompt is read: caches are filled with random tokens, which changes
+    neither bytes nor time; methods that choose by what the prompt says, whose caches cannot be filled so, are left out"""
 
     max_batch: list[tuple[PositiveInt, PositiveInt]] = field(default_factory=list)
     """Pairs [prompt tokens, generated tokens] for which the largest batch that fits is searched, for

@@ -14,6 +14,7 @@ from pod.eval.answer.methods import BASE, find_method
 from pod.eval.results import RunResults, code_identity, fingerprint, one_line
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.measure import max_batch, memory, race
+from pod.measure.fill import fill, is_filled_directly
 from pod.measure.machine import environment
 from pod.measure.race import spread
 
@@ -34,10 +35,12 @@ def measure_speed(run: "Evaluation", results: dict[str, RunResults]) -> None:
     lengths = [_race(run, length, errors) for length in run.args.efficiency_lengths]
     batches = [_largest_batches(run, prompt, new, errors) for prompt, new in run.speed.max_batch]
     batches += [_longest_prompts(run, errors)] if run.speed.longest_prompt else []
+    decoding = [_race_filled(run, length, errors) for length in run.speed.decode_lengths]
     seconds = time.perf_counter() - began
     race_of_all = {"asked": row_of(run), "options": asdict(run.speed), "environment": environment()}
     for name, result in results.items():
         part = {"lengths": _own(lengths, name), "max_batch": _own(batches, name)}
+        part["decoding"] = _own(decoding, name)
         if name in errors:
             result.fail(SPEED_RUN, errors[name])
             run.log(f"{name}: {SPEED_RUN} FAILED: {one_line(errors[name])}")
@@ -118,6 +121,36 @@ def _race(run: "Evaluation", length: int, errors: dict[str, Exception]) -> dict[
     return {one.name: rows[one.name] | speeds(one, base, args.efficiency_tokens) for one in contestants}
 
 
+def _race_filled(run: "Evaluation", length: int, errors: dict[str, Exception]) -> dict[str, dict[str, Any]]:
+    """Decoding at a length that no prompt was read for: a row per method whose cache can be filled. Adds failures to `errors`."""
+    contestants = []
+    for one in map(race.Contestant, run.args.methods):
+        method = find_method(one.name)
+        if method.takes_budget:
+            continue
+        with one.trying():
+            one.model = run.models.get(method.model)
+            one.cache = run.subject(method).cache()
+            if is_filled_directly(one.cache):
+                fill(one.model, one.cache, 1, length)
+                one.token = _prompt(run, one.model, 1)
+                contestants.append(one)
+        if one.failed is not None:
+            contestants.append(one)
+    contestants = _still_in(contestants, errors)
+    held = {one.name: one.cache.nbytes for one in contestants}
+    race.race(contestants, run.args.efficiency_tokens, run.args.efficiency_repeats)
+    contestants = _still_in(contestants, errors)
+    base = next((one for one in contestants if one.name == BASE), None)
+    rows: dict[str, dict[str, Any]] = {}
+    for one in contestants:
+        rows[one.name] = {"length": length, "bytes": held[one.name]}
+        rows[one.name] |= decode_speeds(one, base, run.args.efficiency_tokens)
+        if base is not None:
+            rows[one.name]["bytes_over_full"] = held[one.name] / held[BASE]
+    return rows
+
+
 def _still_in(contestants: list[race.Contestant], errors: dict[str, Exception]) -> list[race.Contestant]:
     """Those that did not fail; the errors of the others go to `errors`."""
     errors |= {one.name: one.failed for one in contestants if one.failed is not None}
@@ -192,11 +225,22 @@ def _searched(
 def speeds(contestant: race.Contestant, base: race.Contestant | None, steps: int) -> dict[str, Any]:
     """Seconds to the first token and tokens per second (median, min, max over the repeats), and the ratios to `base`, taken round by round."""
     first = spread(contestant.prompt_seconds)
-    rates = spread([steps / seconds for seconds in contestant.seconds])
     found: dict[str, Any] = {"time_to_first_token_seconds": first["median"], "time_to_first_token": first}
-    found["decode_tokens_per_second"] = rates
+    found |= decode_speeds(contestant, base, steps)
     if base is not None:
-        for name, of in (("speed_over_full", "seconds"), ("prefill_speed_over_full", "prompt_seconds")):
-            pairs = zip(getattr(base, of), getattr(contestant, of), strict=True)
-            found[name] = spread([other / own for other, own in pairs])
+        found["prefill_speed_over_full"] = _ratios(base.prompt_seconds, contestant.prompt_seconds)
     return found
+
+
+def decode_speeds(contestant: race.Contestant, base: race.Contestant | None, steps: int) -> dict[str, Any]:
+    """Tokens per second of decoding (median, min, max over the repeats), and the ratio to `base`, taken round by round."""
+    rates = spread([steps / seconds for seconds in contestant.seconds])
+    found: dict[str, Any] = {"decode_tokens_per_second": rates}
+    if base is not None:
+        found["speed_over_full"] = _ratios(base.seconds, contestant.seconds)
+    return found
+
+
+def _ratios(theirs: list[float], own: list[float]) -> dict[str, float | int]:
+    """How many times as fast as `theirs`, round by round."""
+    return spread([other / mine for other, mine in zip(theirs, own, strict=True)])
