@@ -19,6 +19,7 @@ from synthetic import (
 
 from pod.eval.judge.verdicts import compare, paired_samples
 from pod.eval.report import notes as report_notes
+from pod.eval.report import speed as report_speed
 from pod.eval.report import tables as report_tables
 from pod.eval.report.merge import byte_share, held_rows, merge
 
@@ -300,3 +301,14 @@ def test_a_merged_row_keeps_its_speed(tmp_path):
         [first, tmp_path / "b", write(tmp_path / "c", full=result_file("full", {"niah": needles("full")}))]
     )
     assert [len(entry.speed) for entry in again.entries] == [1, 0]  # those of another run are not its own
+
+
+def test_decoding_after_longer_prompts_has_its_table(tmp_path):
+    timed = speed_parts(["full", "pod"], 3000)
+    row = {"length": 8000, "decode_tokens_per_second": {"median": 5.0}, "bytes": 2_000_000}
+    for method, speed, share in (("full", 1.0, 1.0), ("pod", 1.25, 0.55)):
+        more = {"speed_over_full": {"median": speed}, "bytes_over_full": share}
+        timed[method]["decoding"] = [row | more]
+    table = report_speed.decoding_table(timed, "")
+    assert [cell.text for cell in table.rows[1]] == ["pod", "8,000", "5.00", "1.25", "2.00", "55.0%"]
+    assert report_speed.decoding_table(speed_parts(["full"], 3000), "").rows == []

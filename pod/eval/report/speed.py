@@ -24,7 +24,7 @@ def speed_blocks(runs: list[Run]) -> list[Block]:
     for run in (run for run in runs if run.speed):
         name = f" ({run.label})" if len(runs) > 1 else ""
         blocks += [speed_table(run.speed, f"Speed{name}"), *memory_tables(run.speed, name)]
-        blocks.append(batch_table(run.speed, name))
+        blocks += [decoding_table(run.speed, name), batch_table(run.speed, name)]
     return blocks
 
 
@@ -56,6 +56,17 @@ def speed_table(parts: Parts, title: str = "") -> Table:
             rows[-1] += [cell(_mb(own["bytes_by_part"].get(part)), digits) for part in held_parts]
     named = [_PART_NAMES.get(part, part.replace("_", " ")) for part in held_parts]
     return Table([*heads, *[f"{part}, MB" for part in named]], rows, title, "cards")
+
+
+def decoding_table(parts: Parts, name: str) -> Table:
+    """Decoding after longer prompts, where it was measured; no prompt was read, the caches hold random tokens."""
+    heads = {"method": "method", "length": "prompt tokens", "decode_tokens_per_second": "tokens/s"}
+    heads |= {"speed_over_full": "× full", "bytes": "KV MB", "bytes_over_full": "of full's bytes"}
+    rows = []
+    for method, own in ((method, own) for method, part in parts.items() for own in part.get("decoding", [])):
+        row = {key: median(own.get(key)) for key in heads}
+        rows.append(row | {"method": method, "bytes": _mb(own["bytes"])})
+    return plain_table(rows, heads, f"Decoding after longer prompts{name}")
 
 
 def memory_tables(parts: Parts, name: str) -> list[Block]:
