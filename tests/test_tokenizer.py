@@ -8,77 +8,35 @@ import sys
 import pytest
 import sentencepiece
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from hub_tokenizers import FAMILIES, write_files
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
+from pod.commands import data, evaluate, explore, train
 from pod.data.tokens.tokenizers import Encoder
 from pod.models import byte_tokenizer
+from pod.recipe import load_recipe
 from pod.tokenizer import pad_id
 
 TEXT = "Hello  12 naïve\n\tdef f(x):"
-SPECIAL = ["<unk>", "<s>", "</s>"]
-
-
-def byte_level():
-    """As in the files of Llama 3, Qwen, Granite, Phi-4, OLMo 2 and SmolLM3: bytes as letters, here without merges."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return backend
-
-
-def with_byte_fallback(prefix="▁"):
-    """As in the files of Llama 2, Mistral, Mixtral, Phi-3 and Gemma: spaces as ▁, bytes for what is not in the vocabulary."""
-    pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyzH"]
-    vocab = {piece: number for number, piece in enumerate(pieces)}
-    backend = Tokenizer(
-        models.BPE(vocab=vocab, merges=[], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
-    parts = [normalizers.Prepend(prefix)] if prefix else []
-    backend.normalizer = normalizers.Sequence([*parts, normalizers.Replace(" ", "▁")])
-    return backend
-
-
-FAMILIES = {
-    "llama": ("PreTrainedTokenizerFast", byte_level),
-    "mistral": ("LlamaTokenizer", with_byte_fallback),
-    "mixtral": ("LlamaTokenizer", with_byte_fallback),
-    "qwen2": ("Qwen2Tokenizer", byte_level),
-    "qwen3": ("Qwen2Tokenizer", byte_level),
-    "qwen3_moe": ("Qwen2Tokenizer", byte_level),
-    "phi3": ("GPT2Tokenizer", byte_level),
-    "granite": ("GPT2Tokenizer", byte_level),
-    "smollm3": ("PreTrainedTokenizerFast", byte_level),
-    "olmo2": ("GPT2Tokenizer", byte_level),
-    "gemma3_text": ("GemmaTokenizer", lambda: with_byte_fallback("")),
-}
-
-
-def write_files(folder, model_type, tokenizer_class, make):
-    backend = make()
-    backend.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": tokenizer_class}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    config = {"model_type": model_type, "vocab_size": 400}
-    (folder / "config.json").write_text(json.dumps(config))
-    return backend
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_files_of_every_family_load_and_pad_left(model_type, tmp_path):
-    backend = write_files(tmp_path, model_type, *FAMILIES[model_type])
+    backend = write_files(tmp_path, model_type)
     tokenizer = pod.load_tokenizer(tmp_path)
     text = "hello def" if model_type.startswith(("qwen", "gemma")) else TEXT  # their classes bring a regex
-    assert tokenizer(text, add_special_tokens=False)["input_ids"] == backend.encode(text).ids
+    assert (
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+        == backend.encode(text, add_special_tokens=False).ids
+    )
     assert tokenizer.padding_side == "left"
 
 
 @pytest.mark.parametrize("model_type, tokenizer_class", [("mistral", "LlamaTokenizer"), ("mixtral", None)])
 def test_mistral_loads_where_mistral_common_is_installed(model_type, tokenizer_class, tmp_path):
     """A package of that name, newer than transformers asks for, without the modules that transformers imports of it."""
-    backend = write_files(tmp_path, model_type, tokenizer_class, with_byte_fallback)
+    backend = write_files(tmp_path, model_type, tokenizer_class)
     site = tmp_path / "site"
     for name in ("mistral_common", "mistral_common-99.0.dist-info"):
         (site / name).mkdir(parents=True)
@@ -167,3 +125,52 @@ def test_text_with_a_token_that_the_model_does_not_have_is_refused_by_name(beyon
     with pytest.raises(ValueError, match=said):
         Encoder(tokenizer)(["a", "<|im_start|>"])
     assert tokenizer.decode(tokenizer("a b")["input_ids"]) == "a b"
+
+
+BEYOND = r"^(text for perplexity .*: )?the text holds the token '<\|im_start\|>' \(id 259\), which the model has no embedding for: [^\n]*$"
+
+
+@pytest.fixture
+def chats(beyond):
+    """Sixty chats that hold such a token, and what every recipe for them and the model sets."""
+    lines = [
+        json.dumps({"text": f"<|im_start|>user {number} " + f"word{number} " * 30}) for number in range(60)
+    ]
+    file = beyond / "chats.jsonl"
+    file.write_text("\n".join(lines))
+    lengths = ["data.context_length=128", "data.shortest_interval=64", "data.target_tokens=2048"]
+    lengths += ["explore.sequence_length=128", "explore.num_sequences=1", "explore.num_queries=8"]
+    lengths += [
+        "eval.text_length=128",
+        "eval.text_sequences=1",
+        "eval.min_context=32",
+        "eval.scored_tokens=8",
+    ]
+    steps = ["train.max_steps=1", "train.tokens_per_step=128", "train.dtype=float32"]
+    where = [f"model.path={beyond}", f"output_dir={beyond / 'run'}", f"data.sources=[{file}]"]
+    model = ["model.dtype=float32", "model.num_sink_tokens=4", "model.num_recent_tokens=28", "data.workers=1"]
+    return file, [*where, *model, *lengths, *steps]
+
+
+def test_every_command_refuses_texts_with_a_token_that_the_model_does_not_have(chats):
+    file, settings = chats
+    evaluated = ["eval.methods=[full]", "eval.tasks=[perplexity]", f"eval.text=[{file}]"]
+    for command, own in (
+        (data, []),
+        (explore, [f"explore.sources=[{file}]"]),
+        (evaluate, evaluated),
+    ):
+        with pytest.raises(ValueError, match=BEYOND):
+            command.main(load_recipe(None, [*settings, *own]))
+
+
+def test_rows_of_a_tokenizer_without_its_model_are_refused_by_the_token_that_they_hold(chats, tmp_path):
+    """`data.tokenizer` names a folder without a configuration, so that `pod data` cannot know the model's vocabulary."""
+    _, settings = chats
+    pod.load_tokenizer(tmp_path).save_pretrained(tmp_path / "tokenizer")
+    settings = [*settings, "model.layout=dense"]
+    data.main(load_recipe(None, [*settings, f"data.tokenizer={tmp_path / 'tokenizer'}"]))
+    evaluated = ["eval.methods=[full]", "eval.tasks=[perplexity]"]
+    for command, own in ((explore, ["model.layout=pod"]), (train, []), (evaluate, evaluated)):
+        with pytest.raises(ValueError, match=BEYOND):
+            command.main(load_recipe(None, [*settings, *own]))

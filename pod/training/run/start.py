@@ -12,6 +12,7 @@ from pod.data.run.folders import LOCK_SECONDS, locked
 from pod.data.tokens.tokenizers import tokenizer_sha256
 from pod.models import resolve_model
 from pod.recipe import Recipe
+from pod.tokenizer import check_ids
 from pod.training.args import TrainRecipe
 from pod.training.checkpoint.identity import sha256_of
 from pod.training.observe.metrics import check_tracker
@@ -33,11 +34,20 @@ GROUP_TIMEOUT_S = 1350.0  # PyTorch's own limit is 30 minutes
 
 
 def open_data(recipe: Recipe, config: Any) -> PackedDataset:
-    """The prepared rows; ValueError for none, another tokenizer or vocabulary, or rows of another length than the recipe's."""
+    """The prepared rows; ValueError for none, another tokenizer or vocabulary, or rows of another length than the recipe's.
+
+    Where the rows' vocabulary is larger than the model's, the error names the first token of their texts that the model lacks.
+    """
     import pod
 
     model, folder = recipe.model, recipe.data_dir
-    sha256 = tokenizer_sha256(pod.load_tokenizer(resolve_model(model.path), gguf_file=model.gguf_file))
+    tokenizer = pod.load_tokenizer(resolve_model(model.path), gguf_file=model.gguf_file)
+    sha256 = tokenizer_sha256(tokenizer)
+    dataset = PackedDataset(folder, tokenizer_sha256=sha256)
+    if dataset.manifest["vocab_size"] > config.vocab_size:
+        for index in range(len(dataset)):
+            for document in dataset.documents(index):
+                check_ids(tokenizer, document)
     dataset = PackedDataset(folder, tokenizer_sha256=sha256, vocab_size=config.vocab_size)
     preflight.check_length(recipe.data.context_length, dataset.context_length, folder)
     return dataset
