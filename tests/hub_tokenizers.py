@@ -62,7 +62,7 @@ FAMILIES = {
     "granite": Hub(
         "GPT2Tokenizer",
         "bytes",
-        {name: _END_OF_TEXT for name in ("bos_token", "eos_token", "pad_token", "unk_token")},
+        dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), _END_OF_TEXT),
     ),
     "smollm3": Hub(
         "PreTrainedTokenizerFast", "bytes", {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
