@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 _ADVICE = "give its folder, its hub id or its tokenizer.json"
+_ENOUGH = ("tokenizer.json", "tokenizer.model")
+"""Files of which each makes a tokenizer, whatever the family."""
+_NOT_ENOUGH = ("tekken.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
+"""Files of tokenizers that some or none of the families can read."""
 _LIMIT = "model_vocab_size"
 """Attribute of a tokenizer that has more tokens than its model."""
 
@@ -46,15 +50,42 @@ def load_tokenizer(source: Any, **places: Any) -> Any:
 def _loaded(source: str | os.PathLike[str], load: Callable[..., Any], **places: Any) -> Any:
     try:
         tokenizer = load(source, **places)
+        _check_not_empty(tokenizer)
     except Exception as error:  # damaged files end in bare Exception, KeyError, TypeError, ImportError …
-        lines = str(error).splitlines() or [type(error).__name__]
-        reason, advice = lines[0], _ADVICE
-        if "tiktoken" in reason:
-            reason = "its tokenizer.model is no SentencePiece model, and tiktoken is needed to read it as the other format"
-            advice = "run pip install tiktoken, or put the model's tokenizer.json beside it"
+        reason, advice = _explained(Path(source), error, "gguf_file" in places)
         raise ValueError(f"no tokenizer in {str(source)!r} ({reason}): {advice}") from error
     tokenizer.padding_side = "left"
     return tokenizer
+
+
+def _check_not_empty(tokenizer: Any) -> None:
+    """ValueError for special tokens alone: what transformers makes where a class finds none of its files."""
+    words = set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()) - set(tokenizer.all_special_tokens)
+    if not words:
+        raise ValueError("it has special tokens only")
+
+
+def _explained(source: Path, error: Exception, is_gguf: bool) -> tuple[str, str]:
+    """Why there is no tokenizer, in one line, and what to do."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    reason = lines[0]
+    if source.is_dir() and not is_gguf and not any((source / name).is_file() for name in _ENOUGH):
+        others = [name for name in _NOT_ENOUGH if (source / name).is_file()]
+        found = f"only {' and '.join(others)}" if others else "no tokenizer file"
+        return (
+            f"it has {found}, and no tokenizer can be made of that",
+            "put the model's tokenizer.json into it",
+        )
+    if "tiktoken" not in reason:
+        return reason, _ADVICE
+    if source.is_dir():
+        reason = "its tokenizer.model is no SentencePiece model"
+    else:
+        reason = "it has neither a tokenizer.json nor a tokenizer.model of SentencePiece"
+    return (
+        f"{reason}, and tiktoken is needed to read it as the other format",
+        "run pip install tiktoken, or put the model's tokenizer.json beside it",
+    )
 
 
 def _from_json(path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Tokenizer files of every family that loads, in the format of its checkpoints on the hub, with small vocabularies."""
+"""Tokenizer files of every family that loads, as its checkpoints on the hub have them, with few tokens."""
 
 import json
 from pathlib import Path
@@ -80,7 +80,7 @@ FAMILIES = {
 
 
 def byte_level() -> Tokenizer:
-    """As in the files of Llama 3, Qwen, Granite, OLMo 2 and SmolLM3: bytes as letters, here without merges."""
+    """As in the files of Llama 3, Qwen, Granite, OLMo 2 and SmolLM3: bytes as letters, without merges."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -89,7 +89,7 @@ def byte_level() -> Tokenizer:
 
 
 def with_byte_fallback(hub: Hub) -> Tokenizer:
-    """As in the files of Llama 2, Mistral, Mixtral, Phi-3 and Gemma: spaces as ▁, and bytes for other letters."""
+    """As in the files of Llama 2, Mistral, Mixtral, Phi-3 and Gemma: spaces as ▁, bytes for other letters."""
     special = list(dict.fromkeys(hub.tokens.values()))
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     pieces = [*special, *bytes_, "▁", *"abcdefghijklmnopqrstuvwxyzH"]

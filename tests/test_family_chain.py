@@ -1,4 +1,4 @@
-"""A checkpoint of every family, with tokenizer files as the hub has them, through data, explore, export and eval."""
+"""A checkpoint of every family, with files as the hub has them, through data, explore, export and eval."""
 
 import json
 import random
@@ -104,7 +104,7 @@ def test_a_checkpoint_goes_through_the_commands_and_its_export_is_the_model(
 ):
     """The export has the plan that was found. Within the plan's windows it is the stock model.
 
-    `pod export` needs a training, which a process can do once: what it calls is called for the model and its plan.
+    `pod export` needs a training, which a process can do once: the export is made of the model and its plan.
     """
     monkeypatch.chdir(tmp_path)
     write_checkpoint(tmp_path / "model", model_type)

@@ -9,6 +9,7 @@ import pytest
 import sentencepiece
 import torch
 from hub_tokenizers import FAMILIES, write_files
+from tokenizers import pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
@@ -78,6 +79,56 @@ def test_a_sentencepiece_file_alone_is_enough(tmp_path):
     text = "the lazy fox jumps over the dog"
     found = pod.load_tokenizer(tmp_path)(text, add_special_tokens=False)["input_ids"]
     assert found == own.encode(text) and len(found) < len(text)
+
+
+def write_alone(folder, model_type, files):
+    """A checkpoint whose only tokenizer files are `files`: tekken.json, or those of GPT-2's format."""
+    config = {"model_type": model_type, "vocab_size": 400}
+    (folder / "config.json").write_text(json.dumps(config))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: number for number, token in enumerate([*alphabet, "he", "<|endoftext|>"])}
+    content = {
+        "tekken.json": json.dumps({"config": {"pattern": ".", "version": "v3"}, "vocab": []}),
+        "vocab.json": json.dumps(vocab),
+        "merges.txt": "#version: 0.2\nh e\n",
+    }
+    for name in files:
+        (folder / name).write_text(content[name])
+    return vocab
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen3_moe"])
+def test_vocab_and_merges_alone_are_enough_for_families_that_have_them(model_type, tmp_path):
+    vocab = write_alone(tmp_path, model_type, ["vocab.json", "merges.txt"])
+    tokenizer = pod.load_tokenizer(tmp_path)
+    ids = tokenizer("hello")["input_ids"]
+    assert ids == [vocab[token] for token in ("he", "l", "l", "o")]
+    assert tokenizer.decode(ids) == "hello"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "files"),
+    [
+        ("mistral", ["tekken.json"]),
+        ("llama", ["tekken.json"]),
+        ("gemma3_text", ["tekken.json"]),
+        ("mistral", ["vocab.json", "merges.txt"]),
+        ("granite", ["vocab.json", "merges.txt"]),
+        ("gemma3_text", ["vocab.json", "merges.txt"]),
+        ("qwen2", ["vocab.json"]),
+        ("qwen2", []),
+        ("gemma3_text", []),
+        ("llama", []),
+    ],
+)
+def test_files_that_no_tokenizer_can_be_made_of_are_refused_by_name(model_type, files, tmp_path):
+    """transformers makes a tokenizer of special tokens alone where its class finds none of its files."""
+    write_alone(tmp_path, model_type, files)
+    have = f"(it has only {' and '.join(files)}, and no" if files else "(it has no tokenizer file, and no"
+    with pytest.raises(ValueError) as caught:
+        pod.load_tokenizer(tmp_path)
+    message = str(caught.value)
+    assert "\n" not in message and have in message and "tokenizer.json" in message
 
 
 @pytest.fixture
@@ -165,7 +216,7 @@ def test_every_command_refuses_texts_with_a_token_that_the_model_does_not_have(c
 
 
 def test_rows_of_a_tokenizer_without_its_model_are_refused_by_the_token_that_they_hold(chats, tmp_path):
-    """`data.tokenizer` names a folder without a configuration, so that `pod data` cannot know the model's vocabulary."""
+    """`data.tokenizer` names a folder without config.json: `pod data` cannot know the model's vocabulary."""
     _, settings = chats
     pod.load_tokenizer(tmp_path).save_pretrained(tmp_path / "tokenizer")
     settings = [*settings, "model.layout=dense"]
