@@ -211,10 +211,25 @@ def test_the_doctor_names_what_is_missing_and_how_to_get_it(monkeypatch, capsys)
         lambda _: ["torch>=2.11", "deepspeed>=0.19,<0.20", "numpy>=2", "jieba>=1; extra == 'eval'"],
     )
     monkeypatch.setattr(doctor, "installed", versions.get)
+    monkeypatch.setattr(doctor, "dependencies_of_clone", list)
     code, out, _ = said(monkeypatch, capsys, "doctor")
     assert code == 1
     assert "ok   torch" in out and "bad  deepspeed       missing" in out and "jieba" not in out
     assert "\ndeepspeed: pip install 'deepspeed<0.20,>=0.19'\nnumpy: pip install 'numpy>=2'\n" in out
+
+
+def test_the_doctor_knows_a_package_that_a_clone_requires_since_it_was_installed(monkeypatch, capsys):
+    """`pip install -e` wrote the metadata when sentencepiece was not required yet."""
+    found = doctor.importlib.metadata.requires("pod-kv")
+    before = [line for line in found if not line.startswith("sentencepiece")]
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda _: before)
+    version_of = doctor.installed
+    monkeypatch.setattr(
+        doctor, "installed", lambda name: None if name == "sentencepiece" else version_of(name)
+    )
+    code, out, _ = said(monkeypatch, capsys, "doctor")
+    assert code == 1 and "bad  sentencepiece   missing" in out
+    assert out.endswith("\nsentencepiece: pip install 'sentencepiece>=0.2'\n")
 
 
 def test_the_doctor_says_where_pod_kv_is_not_installed(monkeypatch, capsys):

@@ -8,15 +8,18 @@ import os
 import platform
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import pod
 from pod.command_line import Parser
 from pod.commands import INSTALL
 
 OPTIONAL = {
+    "tiktoken": "a tokenizer.model in tiktoken's format: pip install tiktoken",
     "triton": "GPU kernels; it comes with CUDA builds of torch",
     "flash-attn": "a faster peer in `pod bench`: pip install flash-attn --no-build-isolation",
     "lm-eval": "benchmarks in `pod eval`: pip install '.[eval]' in a clone of the repository",
@@ -60,14 +63,33 @@ def packages() -> list[str]:
 
 
 def requirements() -> list[Requirement]:
-    """What pod-kv needs without extras, from the metadata of its installation; nothing where it is not installed."""
+    """What pod-kv needs without extras: from the metadata of its installation, and from pyproject.toml in a clone.
+
+    The metadata of a clone that was installed with `pip install -e` stay as they were when it is updated. Nothing
+    where pod-kv is not installed.
+    """
     try:
         lines = importlib.metadata.requires("pod-kv") or []
     except importlib.metadata.PackageNotFoundError:
         say("note", "pod-kv", "is not installed: required versions are unknown")
         return []
-    all_of_them = (Requirement(text) for text in lines)
-    return [one for one in all_of_them if one.marker is None or one.marker.evaluate({"extra": ""})]
+    needed = map(Requirement, [*lines, *dependencies_of_clone()])
+    newest = {canonicalize_name(one.name): one for one in needed if is_required(one)}
+    return list(newest.values())
+
+
+def is_required(requirement: Requirement) -> bool:
+    """Whether it is needed here without extras."""
+    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+
+
+def dependencies_of_clone() -> list[str]:
+    """The dependencies in the pyproject.toml beside the package; nothing where pod-kv is not a clone."""
+    file = Path(pod.__file__).parents[1] / "pyproject.toml"
+    if not file.is_file():
+        return []
+    project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
+    return project.get("dependencies", []) if project.get("name") == "pod-kv" else []
 
 
 def installed(name: str) -> str | None:
