@@ -69,6 +69,8 @@ def _explained(source: Path, error: Exception, is_gguf: bool) -> tuple[str, str]
     """Why there is no tokenizer, in one line, and what to do."""
     lines = str(error).splitlines() or [type(error).__name__]
     reason = lines[0]
+    if "custom code" in reason:
+        return reason, _ADVICE
     if source.is_dir() and not is_gguf and not any((source / name).is_file() for name in _ENOUGH):
         others = [name for name in _NOT_ENOUGH if (source / name).is_file()]
         found = f"only {' and '.join(others)}" if others else "no tokenizer file"

@@ -131,6 +131,15 @@ def test_files_that_no_tokenizer_can_be_made_of_are_refused_by_name(model_type, 
     assert "\n" not in message and have in message and "tokenizer.json" in message
 
 
+def test_a_tokenizer_of_own_code_without_files_is_refused_for_its_code(tmp_path):
+    write_alone(tmp_path, "own", [])
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "own.py").write_text("raise SystemExit('this ran')\n")
+    with pytest.raises(ValueError, match=r"^no tokenizer in .*contains custom code[^\n]*$"):
+        pod.load_tokenizer(tmp_path)
+
+
 @pytest.fixture
 def beyond(tmp_path):
     """A model of 258 tokens whose tokenizer has 260: a padding token and one of a chat template were added."""
