@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import pod
 from pod.measure.max_batch import random_rows
 from pod.measure.race import without_attention
+from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.rows import GroupedCache
 from pod.modeling.shipped.stores import TokenStore
@@ -18,7 +18,7 @@ _LOUD = 100.0  # standard deviation of window keys whose logits drown those of d
 
 def is_filled_directly(cache: Any) -> bool:
     """Whether ``fill`` writes into the stores of a cache, so that no prompt is read: what it holds follows from the plan alone."""
-    if type(cache) not in (pod.PodCache, GroupedCache) or getattr(cache, "chunks", None) is not None:
+    if type(cache) not in (PodCache, GroupedCache) or getattr(cache, "chunks", None) is not None:
         return False
     layer = cache.new_layer(0)
     return isinstance(layer, PodCacheLayer) and not layer.evicts
