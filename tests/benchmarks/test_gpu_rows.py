@@ -171,6 +171,7 @@ def test_the_shipped_rows_fit_into_the_time(script):
     assert len({row.name for row in rows.ROWS}) == len(rows.ROWS)
 
 
+@pytest.mark.slow
 def test_stopping_the_driver_stops_the_row(tmp_path):
     """SIGTERM while a row runs: its processes end with the driver, and no result is left."""
     code = f"""

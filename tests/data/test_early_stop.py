@@ -54,6 +54,7 @@ def read_until_full(units, order, args, seed):
     raise AssertionError("some interval never fills")
 
 
+@pytest.mark.slow
 def test_early_stopping_is_unbiased_over_two_hundred_seeds():
     units, sources = corpus()
     args = DataArgs(sources=list(SOURCES), context_length=512, shortest_interval=64, target_tokens=40_000)

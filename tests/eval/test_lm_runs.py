@@ -25,6 +25,7 @@ from pod.models import resolve_model
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one_bit_for_bit(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -211,6 +212,7 @@ def test_rules_of_our_tasks_hold_on_the_command_line_too():
     assert own_rule("arc_easy").chat_template is False
 
 
+@pytest.mark.slow
 def test_command_line_runs_a_task_of_ours(tmp_path):
     model = f"pretrained={resolve_model('package:tiny')},method=snapkv[window=4,kernel=3]@25%,max_length=2048"
     options = f"--tasks pod_longbench_qasper --limit 1 --gen_kwargs max_gen_toks=4 --output_path {tmp_path}/out --log_samples"

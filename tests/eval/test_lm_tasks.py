@@ -66,6 +66,7 @@ def stock(tmp_path_factory):
         return measure(tmp_path_factory.mktemp("stock"), STOCK, ["full", "snapkv@40"])
 
 
+@pytest.mark.slow
 def test_stock_tasks_run_offline_with_their_metrics(stock):
     expected = {
         "hellaswag": ("acc_norm", "binary"),
@@ -190,6 +191,7 @@ def fixtures():
     return data.use(DATA)
 
 
+@pytest.mark.slow
 def test_samples_know_which_text_they_ask_about(tmp_path):
     names = [
         "pod_leval_coursera",

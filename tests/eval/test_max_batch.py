@@ -44,6 +44,7 @@ def test_the_batch_fits_and_one_more_does_not(dense_model):
     assert found["bytes_per_row"] * batch + weight_bytes(tries.model) == pytest.approx(limit, rel=0.1)
 
 
+@pytest.mark.slow
 def test_pod_fits_more_rows_than_the_dense_cache(dense_model, pod_model):
     full, shared = (
         search(tries_of(model, 700_000, prompt=4, generated=40), 200) for model in (dense_model, pod_model)

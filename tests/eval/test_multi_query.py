@@ -145,6 +145,7 @@ def test_payload_of_right_and_wrong_answers(place, monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_run_through_methods(place):
     methods = ["full", "pod-unadapted", "snapkv", "streamingllm", "snapkv@1000"]
     one = make_run(place, "multi_query", methods, options_of(place), eval__batch_size=1)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 TASKS = ["passkey", "arc_easy", "gsm8k"]
 SETTINGS = {

@@ -472,6 +472,7 @@ def test_the_overview_of_a_whole_run(finished):
     assert common_length(comparison.entries) == max(row["length"] for row in held)
 
 
+@pytest.mark.slow
 def test_command_line(place, tmp_path):
     """The launcher from another folder: unknown names are one line and exit code 2; --dry-run estimates, also tasks of lm-eval."""
 

@@ -9,6 +9,7 @@ import mmap
 from dataclasses import replace
 
 import interpreter
+import pytest
 import torch
 from interpreter import needs_triton
 
@@ -135,6 +136,7 @@ def interpret() -> dict:
     return {part.__name__: part() for part in parts}
 
 
+@pytest.mark.slow
 @needs_triton
 def test_offsets_are_computed_in_64_bits():
     found = interpreter.answers(__file__)

@@ -51,6 +51,7 @@ def test_gradients_equal_finite_differences(tools, backend):
         assert (slope - (grads[name] * direction).sum()).abs() <= 1e-6 * slope.abs().clamp(min=1e-2)
 
 
+@pytest.mark.slow
 def test_compiles_without_graph_breaks(tools):
     model = tools.make_pod("llama", backend="reference").eval()
     ids = tools.random_ids(1, 50)

@@ -175,6 +175,7 @@ def test_catalogue_names_everything():
     assert all(len(line) <= 110 for line in text.splitlines())
 
 
+@pytest.mark.slow
 def test_run_eval_lists_methods():
     script = Path(__file__).parents[2] / "launch" / "run_eval.py"
     done = subprocess.run(

@@ -188,6 +188,7 @@ assert pod.make_cache(model, "pod+int4").spec == "pod+int4"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pod_first", [True, False])
 def test_auto_classes_know_the_model_once_pod_is_imported(tools, tmp_path, pod_first):
     """An export's own code is not asked for, and `trust_remote_code` neither."""

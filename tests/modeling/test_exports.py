@@ -83,6 +83,7 @@ def stock_user(tmp_path_factory):
     return ask(STOCK_USER, second, json.dumps(ids.tolist()), third, cwd=second), model, ids
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_what_load_model_gave_can_be_saved_for_transformers_alone(stock_user):
     """Logits are those of the model, for the causal model and for the base model; and again after another save."""

@@ -109,6 +109,7 @@ def renamed(tmp_path_factory):
     return ask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("kind", ["package", "export"])
 def test_a_renamed_hook_of_transformers_is_an_error_that_names_it(renamed, kind, hook):

@@ -165,6 +165,7 @@ def test_a_checkpoint_that_stands_in_the_way_is_kept(tmp_path, capsys):
 # Whole trainings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "began", "latest"), [("missing", 4, 8), ("empty", 4, 4), ("cut", 2, 6)])
 def test_a_training_goes_on_from_the_newest_complete_checkpoint(newest_results, name, began, latest):
     result = newest_results["newest"][name]

@@ -285,6 +285,7 @@ def test_measured_losses_are_those_of_a_model_with_the_plan(overrides, tmp_path)
             assert plan.provenance["losses"][name][kind] == pytest.approx(sum(losses) / len(losses), rel=1e-9)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_measured_loss_of_a_packed_plan_is_that_of_decoding_through_its_cache(
     overrides, tmp_path, capsys
@@ -323,6 +324,7 @@ def test_the_measured_loss_of_a_packed_plan_is_that_of_decoding_through_its_cach
     assert chosen["packed_layers"] == [layer for layer, bits in enumerate(plan.bits) if bits == 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", ["model.num_recent_tokens=9", "explore.num_queries=4", "explore.retrieval_sequences=1"]
 )
