@@ -207,7 +207,7 @@ def test_launcher(tmp_path):
         "data.held_out_tokens=500",
     )
     assert done.returncode == 0, done.stderr
-    assert "picture:" in done.stdout
+    assert "with a picture of the lengths in lengths.png" in done.stdout
     manifest = json.loads((tmp_path / "run/data/manifest.json").read_text())
     rows = re.search(r"rows +([\d,]+) of 512 tokens", done.stdout)
     assert rows is not None and int(rows[1].replace(",", "")) == manifest["num_rows"]

@@ -511,5 +511,5 @@ def test_list_of_tasks_names_options_suites_and_defaults():
     text = list_tasks()
     assert "\nniah: needle in a haystack" in text
     assert "  samples  (int, default 1)\n      prompts per length and depth" in text
-    assert "pod_longbench_14" in text and "  num_fewshot  (int | null, default None)" in text
+    assert "pod_longbench_14" in text and "  num_fewshot  (int | null, default null)" in text
     assert "\nefficiency: " in text and "max_batch  (list[" in text

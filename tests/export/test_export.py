@@ -92,9 +92,9 @@ def test_only_an_earlier_export_is_replaced(tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda folder: (folder / "notes.md").write_text("mine"), "holds 'notes.md' besides"),
-        (lambda folder: (folder / "results.json").write_text("{}"), "holds 'results.json' besides"),
-        (lambda folder: (folder / "model.gguf").write_text(""), "holds 'model.gguf' besides"),
+        (lambda folder: (folder / "notes.md").write_text("mine"), "also has 'notes.md'"),
+        (lambda folder: (folder / "results.json").write_text("{}"), "also has 'results.json'"),
+        (lambda folder: (folder / "model.gguf").write_text(""), "also has 'model.gguf'"),
         (lambda folder: (folder / "config.json").unlink(), "is not an earlier export"),
         (lambda folder: (folder / "config.json").write_text(""), "is not an earlier export"),
         (lambda folder: LlamaConfig().save_pretrained(folder), "is not an earlier export"),

@@ -119,9 +119,8 @@ WRONG = {
 def test_a_value_of_another_kind_is_refused_in_one_line(tools, spec):
     """Before anything is computed: a text where a number belongs must not surface in a comparison later."""
     model, method = tools.make_pod("llama", plan=False), pod.methods()[spec]
-    options = ({"budget": 64} if method.takes_budget else {}) | (
-        {"heads": [[]] * 5} if spec == "razor" else {}
-    )
+    needed = {"razor": {"heads": [[]] * 5}, "kvzip": {"repeat_ids": [[3], [4], [5]]}}
+    options = ({"budget": 64} if method.takes_budget else {}) | needed.get(spec, {})
     for name, parameter in method.parameters.items():
         for value in WRONG.get(type(parameter.default), ()):
             with pytest.raises(

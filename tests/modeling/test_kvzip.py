@@ -164,7 +164,7 @@ def test_what_fails_half_way_leaves_the_cache_unusable(tools, model, monkeypatch
     [
         (
             {"repeat_ids": None},
-            "does not say where its tokenizer is): give repeat_ids=repeat_ids(tokenizer)",
+            "has the model repeat what it reads: give repeat_ids=repeat_ids(tokenizer)",
         ),
         ({"repeat_ids": [[1], [2]]}, "three lists of token ids from 0 to"),
         ({"repeat_ids": [[1], [2], [10**6]]}, "got [[1], [2], [1000000]]"),

@@ -273,7 +273,7 @@ def test_refusals(tools):
             "num_sink_tokens = -1 must be at least 0",
         ),
         (dense, "wa", {}, "needs a budget"),
-        (dense, "wa", {"budget": 0}, "needs a budget"),
+        (dense, "wa", {"budget": 0}, "a budget is at least 1 token, got 0"),
         (dense, "local_window", {"budget": 9, "prefill": "chunked"}, "choose exact or streaming"),
         (shared, "pod+streamingllm", {"budget": 40}, "no distant token"),
         (shared, "pod+wa", {"budget": 40}, "no distant token"),

@@ -148,7 +148,7 @@ def test_where_no_checkpoint_is_complete_the_run_is_refused_and_nothing_goes(fol
 
 
 def test_resume_never_refuses_folders_without_the_file_latest(folder, tmp_path):
-    with pytest.raises(ValueError, match="already holds checkpoints"):
+    with pytest.raises(ValueError, match="already has checkpoints"):
         checkpoint_to_resume(folder, "never", {})
     assert checkpoint_to_resume(tmp_path / "none", "never", {}) is None
     assert latest_checkpoint(tmp_path / "none") is None

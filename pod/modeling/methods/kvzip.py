@@ -144,9 +144,9 @@ def with_requests(model: Any, names: Sequence[str], params: dict[str, Any]) -> d
     if "kvzip" not in names or params.get("repeat_ids") is not None:
         return params
     place = getattr(model.config, "name_or_path", "")
+    if not place:
+        return params  # a model made in memory: building the cache refuses it, if nothing else is wrong
     try:
-        if not place:
-            raise ValueError("the model does not say where its tokenizer is")
         tokenizer = AutoTokenizer.from_pretrained(place)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
@@ -162,7 +162,8 @@ def _build(config: PodConfig, request: Request) -> PodCache:
     is_three = isinstance(ids, Sequence) and len(ids) == 3 and all(isinstance(x, Sequence) for x in ids)
     if not is_three or not all(type(i) is int and 0 <= i < size for x in ids for i in x):
         raise ValueError(
-            f"{request.spec} has the model repeat what it reads: give repeat_ids=repeat_ids(tokenizer) of pod.modeling.methods.kvzip, "
+            f"{request.spec} has the model repeat what it reads: give repeat_ids=repeat_ids(tokenizer), "
+            "from pod.modeling.methods.kvzip import repeat_ids: "
             f"three lists of token ids from 0 to {size - 1}; got {ids!r}"
         )
     KVzipLayer(config, 0, request)  # which checks the request
