@@ -175,6 +175,6 @@ def answers(
     return [{"answer": text, "bytes": size, **one} for text, size, one in said]
 
 
-def key_of_prompt(prompt: Asked, new_tokens: int, room: int | None) -> str:
+def key_of_prompt(prompt: Asked, new_tokens: int, room: int | str | None) -> str:
     """What `answers` is asked; room: the budget of its cache."""
     return key_of("greedy", prompt.token_ids, prompt.num_asked, new_tokens, room)

@@ -74,7 +74,7 @@ class GridTask(Task):
         self.span = {n: Span(held + new_tokens - 1, new_tokens) for n, held in longest.items()}
 
     @abstractmethod
-    def key(self, item: Any, room: int | None) -> str:
+    def key(self, item: Any, room: int | str | None) -> str:
         """What an item asks of a cache with this budget."""
 
     @abstractmethod
@@ -140,7 +140,7 @@ class PromptTask(GridTask):
         steps = len(self.batches(self.items)) * self.new_tokens
         return sum(len(prompt.token_ids) for prompt in self.items), steps
 
-    def key(self, item: Prompt, room: int | None) -> str:
+    def key(self, item: Prompt, room: int | str | None) -> str:
         return answer.reading.key_of_prompt(item, self.new_tokens, room)
 
     def ask(self, subject: Subject, cache: Any, batch: list[Prompt]) -> list[Record]:

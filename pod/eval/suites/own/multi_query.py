@@ -117,7 +117,7 @@ class MultiQuery(GridTask):
             "haystack": options.haystack or "Paul Graham's essays",
         }
 
-    def key(self, item: Document, room: int | None) -> str:
+    def key(self, item: Document, room: int | str | None) -> str:
         return key_of("questions", item.prompt, item.questions, self.new_tokens, room)
 
     def ask(self, subject: Subject, cache: Any, batch: list[Document]) -> list[Record]:
