@@ -273,7 +273,7 @@ REFUSED = [
     ({"tasks": ["arc_esay"]}, r"unknown task 'arc_esay'; did you mean 'arc_easy'\?.*--list-tasks"),
     ({"tasks": ["pod_longbench_quasper"]}, r"unknown task.*did you mean 'pod_longbench_qasper'\?"),
     ({"tasks": ["winogrande"]}, r"data of winogrande: no file in .*allenai/winogrande.*eval\.data_dir"),
-    ({"tasks": ["arc_easy"], "eval__data_dir": "/nowhere"}, "eval.data_dir = /nowhere is no folder"),
+    ({"tasks": ["arc_easy"], "eval__data_dir": "/nowhere"}, "eval.data_dir = /nowhere is not a folder"),
     ({"tasks": ["arc_easy"], "eval__task_options": {"arc_easy": {"num_fewshoot": 1}}}, "num_fewshot"),
     (
         {"tasks": ["arc_easy"], "eval__task_options": {"arc_easy": {"metric": "f2"}}},
