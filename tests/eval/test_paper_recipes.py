@@ -36,7 +36,7 @@ def place(tmp_path_factory):
     (folder / "dense" / "config.json").write_text(json.dumps(config))
     pod.load_model(str(folder / "dense"), plan=PLAN).save_pretrained(folder / "export")
     shutil.copytree(folder / "dense", folder / "words")
-    words = Tokenizer(models.WordLevel({"<unk>": 0}, "<unk>"))
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "word": 1}, "<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<unk>").save_pretrained(folder / "words")
     deep = AutoConfig.from_pretrained(folder / "dense", num_hidden_layers=32)
