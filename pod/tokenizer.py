@@ -1,6 +1,9 @@
 """Tokenizers as all commands load them: by their files alone, padding on the left, and within the vocabulary of their model."""
 
+import copy
+import inspect
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,6 +16,8 @@ _NOT_ENOUGH = ("tekken.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.m
 """Files of tokenizers that some or none of the families can read."""
 _LIMIT = "model_vocab_size"
 """Attribute of a tokenizer that has more tokens than its model."""
+_VARIABLES = "chat_template_kwargs"
+"""Attribute of a tokenizer whose chat template gets variables."""
 
 
 def load_tokenizer(source: Any, **places: Any) -> Any:
@@ -196,3 +201,82 @@ def pad_id(tokenizer: Any, default: int = 0) -> int:
         if found is not None and (limit is None or found < limit):
             return int(found)
     return default
+
+
+def with_template_variables(
+    tokenizer: Any, variables: Mapping[str, Any], where: str, warn: Callable[[str], Any]
+) -> Any:
+    """A tokenizer whose chat template always gets these variables; without any, the tokenizer itself.
+
+    Args:
+        variables: by name, for example ``{"enable_thinking": False}``.
+        where: the setting that they come from, for messages.
+        warn: called once, with one line, when the template does not use some of them.
+
+    Raises: ValueError for a name that is an argument of ``apply_chat_template`` and not a variable.
+    """
+    if not variables:
+        return tokenizer
+    reserved = sorted(_arguments_of_template(tokenizer) & set(variables))
+    if reserved:
+        raise ValueError(f"{where}: {reserved[0]} is set by the evaluation itself: take it out")
+    warning = _unused(tokenizer, variables)
+    if warning is not None:
+        warn(f"{where}: {warning}")
+    found = copy.copy(tokenizer)
+    found.apply_chat_template = partial(found.apply_chat_template, **variables)
+    setattr(found, _VARIABLES, dict(variables))
+    return found
+
+
+def template_variables(tokenizer: Any) -> dict[str, Any]:
+    """The variables that the tokenizer's chat template always gets (see ``with_template_variables``)."""
+    return getattr(tokenizer, _VARIABLES, {})
+
+
+def _arguments_of_template(tokenizer: Any) -> set[str]:
+    """What ``apply_chat_template`` takes for itself; `tools` and `documents` reach the template."""
+    parameters = inspect.signature(tokenizer.apply_chat_template).parameters.values()
+    named = {one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD}
+    return (named | {"messages"}) - {"tools", "documents"}
+
+
+def _unused(tokenizer: Any, variables: Mapping[str, Any]) -> str | None:
+    """What to say of variables that the chat template does not use; None when it uses them all."""
+    if not getattr(tokenizer, "chat_template", None):
+        return f"the tokenizer has no chat template, so {', '.join(variables)} changes nothing"
+    used = _used_by_template(tokenizer)
+    unused = [name for name in variables if name not in used]
+    if not unused:
+        return None
+    own = used - _arguments_of_template(tokenizer) - set(tokenizer.special_tokens_map)
+    listed = ", ".join(sorted(own)) or "no variables of its own"
+    return f"the tokenizer's chat template does not use {', '.join(unused)}; it uses {listed}"
+
+
+def _used_by_template(tokenizer: Any) -> set[str]:
+    """Names that the chat template takes from outside; functions that are always there do not count."""
+    from jinja2 import Environment, meta
+
+    # transformers adds the tag `generation`, which this environment does not know, and two functions
+    template = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", tokenizer.get_chat_template())
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    names = meta.find_undeclared_variables(environment.parse(template))
+    return names - set(environment.globals) - {"raise_exception", "strftime_now"}
+
+
+def template_arguments(enable_thinking: Any, chat_template_args: Any) -> dict[str, Any]:
+    """Variables for a chat template from lm-eval's model arguments.
+
+    Raises: ValueError for a value of another type.
+    """
+    if enable_thinking is not None and not isinstance(enable_thinking, bool):
+        raise ValueError(f"enable_thinking={enable_thinking!r}: give true or false")
+    if chat_template_args is not None and not isinstance(chat_template_args, dict):
+        raise ValueError(
+            f"chat_template_args={chat_template_args!r}: a mapping is needed; "
+            "give all model arguments as JSON, as "
+            """--model_args '{"pretrained": "MODEL", "chat_template_args": {"enable_thinking": false}}'"""
+        )
+    own = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    return (chat_template_args or {}) | own

@@ -60,6 +60,11 @@ class EvalArgs:
     """Whether lm-eval prompts are put into the tokenizer's chat template: `on`, `off`, or `auto` = as each
     task defines it (off where it defines nothing)."""
 
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables for the tokenizer's chat template, by name, wherever a task uses the template: for example
+    `{enable_thinking: false}` for Qwen3. Which variables there are depends on the template; one that it does
+    not use gives a warning that lists those it uses. Other variables mean other answers and other results."""
+
     too_long: Literal["truncate", "skip", "error"] = "truncate"
     """What to do with lm-eval prompts that are longer than the model reads: `truncate` (as the task
     defines it, else in the middle), `skip` (counted in the report), or `error` before anything is
@@ -167,6 +172,10 @@ class EvalArgs:
         return (
             "seen when the text is compressed" if self.question_aware else "put after the text is compressed"
         )
+
+    def template_settings(self) -> dict[str, Any]:
+        """What identities and results say of the chat template's variables: nothing where there are none."""
+        return {"chat_template_kwargs": self.chat_template_kwargs} if self.chat_template_kwargs else {}
 
     def longest_speed_run(self) -> int:
         """The longest sequence of the task `efficiency` (tokens)."""

@@ -15,6 +15,7 @@ from pod.eval.results import code_identity, one_line, with_files
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.speed.args import speed_options
 from pod.eval.suites import base, data
+from pod.tokenizer import with_template_variables
 
 if TYPE_CHECKING:
     from pod.recipe import Recipe
@@ -34,7 +35,12 @@ class Evaluation:
         self.ranks = ranks or Ranks()
         self.log: Log = log if self.ranks.is_first else lambda line: None
         self.models = Models(recipe)
-        self.tokenizer = self.models.tokenizer()
+        self.tokenizer = with_template_variables(
+            self.models.tokenizer(),
+            self.args.chat_template_kwargs,
+            "eval.chat_template_kwargs",
+            lambda line: self.log(f"warning: {line}"),
+        )
         self.store = Store(recipe.eval_dir / "answers", self.ranks, self.args.reuse)
         self._bytes = Store(recipe.eval_dir / "answers", self.ranks).shelf("bytes", {"code": code_identity()})
         measure = None if self.models.reference_kind is None else self._pod_bytes
@@ -149,7 +155,7 @@ class Evaluation:
             "model": self.models.identity(method.model),
             "code": code_identity(),
         }
-        return self.store.shelf(method.name, identity)
+        return self.store.shelf(method.name, identity | self.args.template_settings())
 
     def measure(self, method: Method, task: base.Task, is_open: bool) -> dict[str, Any]:
         """The part of a result file that a method's answers to a task come to.

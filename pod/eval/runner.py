@@ -73,7 +73,8 @@ def _method_results(run: Evaluation, method: Method) -> RunResults:
     # plan and windows behind the budget: results under another plan are no more of the same row
     bytes_of = fingerprint(run.models.reference_layout())[:16] if follows else None
     model, options = run.models.identity(method.model), with_files(run.options(method))
-    header["row"] = fingerprint([method.spec, options, model, bytes_of])[:16]
+    asked = [run.args.template_settings()] if run.args.chat_template_kwargs else []
+    header["row"] = fingerprint([method.spec, options, model, bytes_of, *asked])[:16]
     header["dense"] = fingerprint(run.models.identity("dense"))[:16]
     results = RunResults(run.recipe.eval_dir / method.file_name, method.name, header, run.ranks.is_first)
     if results.left_out:

@@ -4,6 +4,7 @@
 """
 
 import functools
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from pod.eval.lm.requests import Encoder
 from pod.eval.results import code_identity, with_files
 from pod.identity import content_of, plan_of
 from pod.notation import parse
+from pod.tokenizer import template_arguments, with_template_variables
 
 _RANKS: list[Ranks] = []
+_log = logging.getLogger(__name__)
 
 
 def make_subject(
@@ -74,6 +77,8 @@ class CommandLM(PodLM):
         too_long: str = "truncate",
         question_aware: bool = False,
         attention_backend: str = "auto",
+        enable_thinking: bool | None = None,
+        chat_template_args: dict[str, Any] | None = None,
         store: str | None = None,
         **others: Any,
     ):
@@ -91,12 +96,16 @@ class CommandLM(PodLM):
             device: default a GPU where there is one.
             max_length: longest sequence (tokens), default what the model reads; too_long: truncate or error (skip: in recipes).
             question_aware: methods see the question when they compress a prompt (see eval.question_aware).
+            enable_thinking, chat_template_args: variables for the chat template, named as in lm-eval's own
+                model class; the first is short for `{enable_thinking: …}` in the second and goes before it.
+                Thoughts stay in the answers.
             store: folder that keeps answers by model, method, budget and prompt: a run that was killed goes on, nothing is asked twice.
             others: none; they are refused by name.
         Raises: ValueError, before any computation, for whatever does not go together.
         """
         _check(batch_size, max_batch_size, too_long)
         _check_others(others)
+        variables = template_arguments(enable_thinking, chat_template_args)
         ranks = Ranks()
         _RANKS.append(ranks)
         # for other methods the plan only says how many bytes PoD would hold
@@ -111,14 +120,14 @@ class CommandLM(PodLM):
             attention_backend=attention_backend,
             device=_device(device, ranks),
         )
-        tokenizer = pod.load_tokenizer(pretrained, gguf_file=gguf_file)
+        tokenizer = _tokenizer(pretrained, gguf_file, variables, ranks)
         found = method_of(model, method)
         options = with_requests(found, found.options, tokenizer)
         windows = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
         subject = make_subject(model, found, _reference(model, plan, found, windows), options)
         length = int(max_length or model.config.max_position_embeddings)
         encoder = Encoder(tokenizer, length, too_long, question_aware)
-        self.identity = {
+        self.identity: dict[str, Any] = {
             "pretrained": content_of(pretrained),
             "method": subject.method.name,
             "plan": None if plan is None else plan_of(plan),
@@ -127,6 +136,8 @@ class CommandLM(PodLM):
             "limits": [length, too_long, question_aware],
             "options": with_files(options),
         }
+        if variables:
+            self.identity["chat_template_args"] = variables
         kept = Store(None if store is None else Path(store), ranks)
         shelf = kept.shelf(subject.method.name, {**self.identity, "code": code_identity()})
         super().__init__(subject, encoder, int(batch_size), shelf)
@@ -149,6 +160,13 @@ def close_ranks() -> None:
     """Leave the process group that a `CommandLM` of this process has joined."""
     while _RANKS:
         _RANKS.pop().close()
+
+
+def _tokenizer(pretrained: str, gguf_file: str | None, variables: dict[str, Any], ranks: Ranks) -> Any:
+    """The tokenizer, whose chat template gets `variables`; the first rank warns of unused ones."""
+    tokenizer = pod.load_tokenizer(pretrained, gguf_file=gguf_file)
+    warn = _log.warning if ranks.is_first else _log.debug
+    return with_template_variables(tokenizer, variables, "chat_template_args", warn)
 
 
 def _device(asked: str | None, ranks: Ranks) -> str:
@@ -178,6 +196,11 @@ def _reference(model: Any, plan: str | None, method: Method, windows: dict[str, 
 
 def _check_others(others: dict[str, Any]) -> None:
     """ValueError for arguments that there are not: a budget and a method's parameters stand in the method's name."""
+    if others.get("think_end_token") is not None:
+        raise ValueError(
+            "think_end_token is not supported, thoughts stay in the answers: "
+            "turn them off by enable_thinking=False"
+        )
     for name, value in others.items():
         where = f"write it behind the method, as method=snapkv@{value}" if name == "budget" else ""
         where = where or f"parameters of a method stand in brackets, as method=snapkv[{name}={value}]@25%"

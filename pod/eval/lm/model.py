@@ -20,7 +20,8 @@ from pod.eval.lm.index import Rule, quiet_logger
 from pod.eval.lm.payload import largest
 from pod.eval.lm.requests import Encoded, Encoder
 from pod.eval.lm.scoring import score_by_decode
-from pod.tokenizer import pad_id
+from pod.eval.results import fingerprint
+from pod.tokenizer import pad_id, template_variables
 
 _log = logging.getLogger(__name__)
 _Stock: Any = HFLM  # lm-eval's decorator hides its type
@@ -111,7 +112,10 @@ class PodLM(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        return self.tokenizer.name_or_path.replace("/", "__")
+        """The name of finished prompts for `--cache_requests`; other template variables make other prompts."""
+        name = self.tokenizer.name_or_path.replace("/", "__")
+        variables = template_variables(self.tokenizer)
+        return f"{name}.{fingerprint(variables)[:12]}" if variables else name
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         """Raises: ValueError for a `--use_cache`, whose keys name the prompt only."""

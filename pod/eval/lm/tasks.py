@@ -172,5 +172,9 @@ class LmTask(Task):
             records,
             budgets=lm.subject.budgets,
             prefix=f"{leaf.name}/" if self.loaded.is_group else "",
-            settings={"limit": self.limit, "too_long": self.args.too_long},
+            settings={
+                "limit": self.limit,
+                "too_long": self.args.too_long,
+                **self.args.template_settings(),
+            },
         )

@@ -27,6 +27,7 @@ from unittest import mock
 
 import pod
 from pod.eval.suites.base import prompt_hash
+from pod.tokenizer import template_arguments, with_template_variables
 
 ENVIRONMENT = "POD_EVAL_DATA"
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".tsv")
@@ -87,7 +88,12 @@ def load_tokenizer(metadata: dict[str, Any] | None = None) -> Any:
         raise ValueError(
             "this task builds prompts of a length: give the model's tokenizer as pretrained=… or tokenizer=…"
         )
-    return pod.load_tokenizer(name)
+    given = metadata or {}
+    variables = template_arguments(given.get("enable_thinking"), given.get("chat_template_args"))
+    # the model class has warned of unused ones
+    return with_template_variables(
+        pod.load_tokenizer(name), variables, "chat_template_args", lambda line: None
+    )
 
 
 def load_rows(

@@ -118,7 +118,11 @@ class GridTask(Task):
             self.metric,
             samples,
             bytes_rows=[{"prompt_length": n, **subject.stated(s, held[n])} for n, s in self.span.items()],
-            settings={**self.settings(), "new_tokens": self.new_tokens},
+            settings={
+                **self.settings(),
+                **self.args.template_settings(),
+                "new_tokens": self.new_tokens,
+            },
             metrics=self.metrics(samples),
             cells=cells_of(samples),
         )
