@@ -4,7 +4,6 @@ import copy
 import hashlib
 import json
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -254,11 +253,12 @@ def test_paths_are_loaded_by_what_they_are(chat_tokenizer, tmp_path, monkeypatch
     assert sha256 == tokenizer_sha256(alone) and alone.eos_token is None
     assert load_tokenizer(alone) is alone
     calls = []
-    monkeypatch.setattr(
-        AutoTokenizer,
-        "from_pretrained",
-        lambda source, **options: calls.append((str(source), options)) or SimpleNamespace(),
-    )
+
+    def from_pretrained(source, **options):
+        calls.append((str(source), options))
+        return copy.copy(alone)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     load_tokenizer(tmp_path / "model.gguf")
     load_tokenizer(tmp_path, gguf_file="model.gguf")

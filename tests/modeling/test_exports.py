@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -225,10 +224,13 @@ def test_dtypes_of_files_and_of_models_in_memory(folder, dtype, tools):
 
 def test_a_tokenizer_is_read_at_the_same_revision(monkeypatch):
     asked = {}
-    monkeypatch.setattr(
-        "transformers.AutoTokenizer.from_pretrained",
-        lambda name, **options: asked.update(options, name=name) or SimpleNamespace(),
-    )
+    tokenizer = pod.load_tokenizer("package:tiny")
+
+    def from_pretrained(name, **options):
+        asked.update(options, name=name)
+        return tokenizer
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", from_pretrained)
     pod.load_tokenizer("owner/name", revision="v2", token="secret")
     places = {"revision": "v2", "token": "secret"}
     assert asked == {"name": "owner/name", "trust_remote_code": False, **places}

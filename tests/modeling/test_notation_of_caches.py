@@ -156,7 +156,7 @@ def test_the_budget_pod_is_what_the_plan_holds(tools):
 
 def test_kvzip_and_razor_from_a_spec_alone(tools, model):
     with pytest.raises(
-        ValueError, match=r"where its tokenizer is\): give repeat_ids=repeat_ids\(tokenizer\)"
+        ValueError, match=r"the model repeat what it reads: give repeat_ids=repeat_ids\(tokenizer\)"
     ) as no_ids:
         pod.make_cache(model, "kvzip@25%")
     with pytest.raises(
