@@ -86,6 +86,8 @@ class Budget:
 
 POD = Budget()
 """As many tokens as fill the bytes that PoD holds."""
+NO_LIMIT = 1 << 20
+"""Tokens; a budget under which nothing is dropped, also by methods that give some layers less than others."""
 
 
 @dataclass(frozen=True)

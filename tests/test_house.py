@@ -38,7 +38,7 @@ ARROWS = {
     "shipped": set(),
     "kernels": {"shipped"},
     "engine": {"shipped", "kernels"},
-    "modeling": {"shipped", "kernels", "engine", "families", "models", "notation"},
+    "modeling": {"shipped", "kernels", "engine", "families", "models", "notation", "tokenizer"},
     "data": {"remote", "tokenizer", "verbosity"},
     "training": {"shipped", "modeling", "kernels", "data", "verbosity"},
     "export": {"shipped", "modeling", "training", "models", "__init__"},

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pod
 from pod.eval.answer.methods import Method
+from pod.notation import NO_LIMIT
 
 if TYPE_CHECKING:
     import torch
 
 LENGTH_CLASS = 64  # tokens
-NO_LIMIT = 1 << 20
-"""Tokens; a budget under which nothing is dropped, also by methods that give some layers less than others."""
 
 
 def length_class(length: int) -> int:

@@ -13,7 +13,7 @@ import torch
 from lm_eval.api.registry import register_model
 
 import pod
-from pod.eval.answer.budget import NO_LIMIT, ByteBudgets, Subject, measure_bytes, native_bytes_per_token
+from pod.eval.answer.budget import ByteBudgets, Subject, measure_bytes, native_bytes_per_token
 from pod.eval.answer.methods import Method, find_method, with_requests
 from pod.eval.answer.ranks import Ranks
 from pod.eval.answer.store import Store
@@ -21,7 +21,7 @@ from pod.eval.lm.model import PodLM
 from pod.eval.lm.requests import Encoder
 from pod.eval.results import code_identity, with_files
 from pod.identity import content_of, plan_of
-from pod.notation import parse
+from pod.notation import NO_LIMIT, parse
 from pod.tokenizer import template_arguments, with_template_variables
 
 _RANKS: list[Ranks] = []

@@ -9,10 +9,7 @@ from typing import Any
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.rows import GroupedCache
-from pod.notation import Budget, Spec, parse_budget
-
-NO_LIMIT = 1 << 20
-"""Tokens; a budget under which nothing is dropped, also by methods that give some layers less than others."""
+from pod.notation import NO_LIMIT, Budget, Spec, parse_budget
 
 Build = Callable[[int | None], PodCache]
 """An empty cache of a budget in tokens."""

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoTokenizer
 
 from pod.kernels.statistics import attention_rows
 from pod.modeling.methods import adakv
@@ -29,6 +28,7 @@ from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.rows import GroupedCache
 from pod.modeling.shipped.step import Step
+from pod.tokenizer import load_tokenizer
 
 
 class KVzipLayer(adakv.AdaLayer):
@@ -147,11 +147,10 @@ def with_requests(model: Any, names: Sequence[str], params: dict[str, Any]) -> d
     if not place:
         return params  # a model made in memory: building the cache refuses it, if nothing else is wrong
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        tokenizer = load_tokenizer(place)
+    except ValueError as error:
         raise ValueError(
-            f"kvzip has the model repeat what it reads and needs the tokenizer's ids for that ({reason}): give repeat_ids="
+            f"kvzip has the model repeat what it reads and needs the tokenizer's ids for that ({error}): give repeat_ids="
             "repeat_ids(tokenizer), from pod.modeling.methods.kvzip import repeat_ids"
         ) from None
     return params | {"repeat_ids": repeat_ids(tokenizer)}

@@ -62,7 +62,7 @@ class PodCache(Cache):
         self._pending: tuple | None = None  # what a pass in progress will give to _count when it ends
 
     def __repr__(self) -> str:
-        """Spec, budget, tokens and bytes: ``<pod cache snapkv, budget 512: 2,000 tokens in 2 rows, 1,182,984 bytes>``."""
+        """Spec, budget, tokens and bytes: ``<pod cache snapkv, budget 512: 2,000 tokens in 1 row, 1,182,984 bytes>``."""
         budget = self.made_with[0]
         # a spec may say its budget itself, as `snapkv@25%`
         named = self.spec if budget is None or "@" in self.spec else f"{self.spec}, budget {budget}"

@@ -10,11 +10,8 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 SCHEMA_VERSION = 3
-_READABLE = (
-    1,
-    2,
-    SCHEMA_VERSION,
-)  # 1 has no windows, no order of heads and no bits; 2 has no sizes of windows
+_READABLE = (1, 2, SCHEMA_VERSION)
+"""Schemas that are read. 1 has no windows, no order of heads and no bits; 2 has no sizes of windows."""
 GROUP_SIZE, RESIDUAL = 32, 128  # of a codec: numbers that share a scale, newest tokens that stay native
 NATIVE_TOKENS = RESIDUAL + (GROUP_SIZE - 1) / 2  # on average, since tokens are packed a group at a time
 BITS = (16, 8, 4)
