@@ -32,7 +32,19 @@ def checkpoint(folder, head_dim):
 
 @pytest.mark.parametrize(
     ("head_dim", "group"),
-    [(64, 32), (80, 40), (96, 32), (112, 28), (120, 30), (128, 32), (256, 32), (16, 16), (72, 36), (74, 37)],
+    [
+        (64, 32),
+        (80, 40),
+        (96, 32),
+        (112, 28),
+        (120, 30),
+        (128, 32),
+        (256, 32),
+        (16, 16),
+        (72, 36),
+        (74, 37),
+        (88, 44),
+    ],
 )
 def test_groups_of_channels_divide_the_head(head_dim, group):
     assert channel_group(head_dim) == group
