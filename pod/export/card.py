@@ -1,4 +1,4 @@
-"""The model card of an export: what is shared, what that saves, where the weights come from, how they are loaded."""
+"""The model card of an export: what the model is, what memory it saves, how to load it, its training data and its limits."""
 
 import re
 from collections.abc import Iterator
@@ -18,9 +18,14 @@ _PAPERS = {
     "cla": "[Reducing Transformer Key-Value Cache Size with Cross-Layer Attention](https://arxiv.org/abs/2405.12981)",
     "window": "[Longformer: The Long-Document Transformer](https://arxiv.org/abs/2004.05150)",
 }
+_IDEAS = {
+    "pod": "Some attention heads reuse the attention of a lower layer or keep only nearby tokens.",
+    "cla": "Groups of neighbouring layers share one set of keys and values.",
+    "window": "Every layer sees and keeps only the most recent tokens.",
+}
 _LOADING = """## How to load it
 
-With transformers alone; the code stands beside the weights.
+You need transformers only. The modeling code is in this folder.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -32,7 +37,7 @@ inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=30)[0]))
 ```
 
-`generate()` makes the cache that holds less. `attn_implementation` may be `"sdpa"` (the fastest here), `"flash_attention_2"` or `"eager"`."""
+`generate()` makes the smaller cache by itself. `attn_implementation` can be `"sdpa"`, `"flash_attention_2"` or `"eager"`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +84,12 @@ def card(
         fields["base_model"] = base
     sections = [
         f"---\n{yaml.safe_dump(fields, sort_keys=True)}---\n# {name}",
-        *_sharing(config, base),
+        *_savings(config, base),
+        _LOADING,
+        *_heads(config),
         *_training(origin),
         *_measured(results),
-        _LOADING,
+        _limits(config),
         _licence(licence, base),
     ]
     return "\n\n".join(sections) + "\n"
@@ -120,33 +127,61 @@ def _window_pairs(config: PodConfig) -> int:
     return len(_own_windows(config)) * config.num_key_value_heads
 
 
-def _sharing(config: PodConfig, base: str | None) -> Iterator[str]:
-    plan, model, own = config.sharing_plan, base or "A language model", _own_windows(config)
-    trained = f"{len(own)} of {plan.num_layers} layers were trained to see their last {max(own, default=0):,} tokens and hold these"
-    if config.layout == "pod" and not plan.packs and plan.num_leads == plan.num_pairs - _window_pairs(config):
-        said = "with the keys and values of every token in every layer: nothing is shared"
-        yield f"{model}, {said}; {trained}." if own else f"{model}, {said}."
+def _is_dense(config: PodConfig) -> bool:
+    """Whether the model keeps all that its base keeps: the plan changes no layer."""
+    plan = config.sharing_plan
+    leads = plan.num_pairs - _window_pairs(config)
+    return config.layout == "pod" and not plan.packs and plan.num_leads == leads
+
+
+def _trained_windows(config: PodConfig) -> str:
+    """A sentence about layers that were trained with windows; empty where there are none."""
+    own = _own_windows(config)
+    layers = f"{len(own)} of {config.num_hidden_layers} layers"
+    seen = f"were trained to see only their last {max(own, default=0):,} tokens and keep only these"
+    return f" {layers} {seen}." if own else ""
+
+
+def _savings(config: PodConfig, base: str | None) -> Iterator[str]:
+    """What the model is, and megabytes of its cache beside the dense one's."""
+    model = base or "a language model"
+    if _is_dense(config):
+        kept = "It keeps the keys and values of every token in every layer: no layer shares them."
+        own = f"It shares no keys and values between layers.{_trained_windows(config)}"
+        yield f"This is {model} with an ordinary KV cache. {own if _own_windows(config) else kept}"
         return
     most = config.max_position_embeddings
     lengths = [n for n in LENGTHS if n <= most] or [most]
     share = saved_share(config, lengths[-1])
-    yield f"{model} with {share:.0%} less KV cache at {lengths[-1]:,} tokens ({_PAPERS[config.layout]})."
-    each = 4e-6 * plan.num_key_value_heads * config.head_dim  # MB per layer and token
+    saving = f"takes {share:.0%} less memory at {lengths[-1]:,} tokens than the original one"
+    paper = f"The method comes from {_PAPERS[config.layout]}."
+    yield f"This is {model} with a KV cache that {saving}. {_IDEAS[config.layout]} {paper}"
+    each = 4e-6 * config.num_key_value_heads * config.head_dim  # MB per layer and token
     rows = [
         f"| {n:,} | {dense:,.1f} | {dense * (1 - saved):,.1f} | {saved:.1%} |"
         for n, dense, saved in ((n, dense_tokens(config, n) * each, saved_share(config, n)) for n in lengths)
     ]
-    yield "\n".join(
-        ["| tokens | dense KV cache, MB in 16 bits | this model, MB | saved |", "|---|---|---|---|", *rows]
-    )
-    yield "## Who shares what"
-    yield f"{_roles(config)} {trained}." if own else _roles(config)
+    heads = "| tokens | original KV cache, MB (16 bits) | this model, MB | saved |"
+    yield "\n".join([heads, "|---|---|---|---|", *rows])
+    yield "The sizes are for one sequence."
+
+
+def _heads(config: PodConfig) -> Iterator[str]:
+    """Which heads keep what, as sentences and as a map."""
+    if _is_dense(config):
+        return
+    plan = config.sharing_plan
+    yield "## Which heads keep what"
+    yield _roles(config) + _trained_windows(config)
     signs = [
         "".join(_sign(lead, layer) for layer, lead in enumerate(heads))
         for heads in zip(*plan.lead, strict=True)
     ]
-    heads = "\n".join(f"KV head {head:2}  {row}" for head, row in enumerate(signs))
-    yield f"Layers from left to right: `L` leads, `f` follows the last lead on its left, `.` keeps its window.\n\n```\n{heads}\n```"
+    rows = "\n".join(f"KV head {head:2}  {row}" for head, row in enumerate(signs))
+    yield (
+        "The map shows the first layer on the left. `L` leads, `f` follows the nearest lead on its left, `.` keeps "
+        f"nearby tokens only.\n\n```\n{rows}\n```"
+    )
 
 
 def _sign(lead: int | None, layer: int) -> str:
@@ -156,29 +191,37 @@ def _sign(lead: int | None, layer: int) -> str:
 def _roles(config: PodConfig) -> str:
     plan = config.sharing_plan
     windows = plan.num_windows - _window_pairs(config)
-    near = f"{config.num_sink_tokens} first and {config.num_recent_tokens} last tokens"
-    follows = "hold nothing and use its keys and values"
+    first = f"the first {config.num_sink_tokens} and " if config.num_sink_tokens else ""
+    near = f"{first}the last {config.num_recent_tokens} tokens"
+    follows = "They store nothing and read its keys and values."
     if config.layout != "cla":
-        follows = f"use its attention beyond the {near}, and hold values but no distant keys"
+        follows = f"They reuse its attention for all tokens except {near}. They keep all values, but no distant keys."
     shared = sum(any(lead not in (layer, None) for lead in row) for layer, row in enumerate(plan.lead))
-    said = [
-        f"Of {plan.num_pairs} (layer, KV head) pairs {plan.num_leads} lead and hold every key and value, {plan.num_followers} in "
-        f"{shared} of {plan.num_layers} layers follow a lead below: they {follows}",
-        f"; {windows} see and hold the {near} only" if windows else "",
-    ]
+    said = [f"The model has {plan.num_pairs} pairs of a layer and a KV head."]
+    if plan.num_leads:
+        said.append(f"{plan.num_leads} pairs lead: they keep every key and value.")
+    if plan.num_followers:
+        where = f"in {shared} of {plan.num_layers} layers"
+        said.append(f"{plan.num_followers} pairs {where} follow a lead in a lower layer. {follows}")
+    if windows:
+        said.append(
+            f"{windows} {'pair sees and keeps' if windows == 1 else 'pairs see and keep'} only {near}."
+        )
     if config.kv_bits is not None:
-        packed = [f"{bits} bits in {config.kv_bits.count(bits)}" for bits in sorted(set(config.kv_bits))]
-        said.append(f". Bits of keys and values: {', '.join(packed)} layers")
-    return "".join(said) + "."
+        packed = [
+            f"{bits} bits in {config.kv_bits.count(bits)} layers" for bits in sorted(set(config.kv_bits))
+        ]
+        said.append(f"Keys and values are stored in {', '.join(packed)}.")
+    return " ".join(said)
 
 
 def _training(origin: Origin) -> Iterator[str]:
     if not origin.sources:
         return
     read = "" if origin.num_tokens is None else f" on {origin.num_tokens:,} tokens"
-    length = "" if origin.context_length is None else f", in sequences of {origin.context_length:,}"
+    length = "" if origin.context_length is None else f" in sequences of {origin.context_length:,}"
     sources = "\n".join(f"* {_shown(source)}" for source in origin.sources)
-    yield f"## Training data\n\nAdapted{read}{length}, of:\n\n{sources}"
+    yield f"## Training data\n\nThe model was trained{read}{length}. The text comes from:\n\n{sources}"
 
 
 def _measured(results: list[dict[str, Any]]) -> Iterator[str]:
@@ -192,7 +235,7 @@ def _measured(results: list[dict[str, Any]]) -> Iterator[str]:
     ]
     titles = ["task", "metric", *(one["title"] for one in results)]
     lines = [f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows)]
-    yield "## Measured\n\n" + "\n".join(lines) + "\n\nIn brackets: 95 % intervals."
+    yield "## Measured\n\n" + "\n".join(lines) + "\n\nBrackets hold 95 % intervals."
 
 
 def _value(part: dict[str, Any] | None) -> str:
@@ -202,9 +245,21 @@ def _value(part: dict[str, Any] | None) -> str:
     return f"{part['value']:.4g}" + (f" [{low:.4g}, {high:.4g}]" if low is not None else "")
 
 
+def _limits(config: PodConfig) -> str:
+    lines = [f"The model reads up to {config.max_position_embeddings:,} tokens."]
+    if not _is_dense(config):
+        if config.layout != "cla" and not config.sharing_plan.packs:
+            near = config.num_sink_tokens + config.num_recent_tokens
+            lines.append(f"Up to {near:,} tokens the KV cache is as large as the original one.")
+        lines.append("vLLM and SGLang cannot run this cache layout yet. Use transformers or pod-kv.")
+    lines.append("`trust_remote_code=True` runs the Python code in this folder.")
+    return "## Limits\n\n" + "\n".join(f"* {line}" for line in lines)
+
+
 def _licence(licence: Licence, base: str | None) -> str:
     model = base or "the model that they were made from"
     found = licence.fields["license"]
-    known = f"`{found}`" if found != "unknown" else "not told beside it: look it up before you pass them on"
+    known = f"`{found}`" if found != "unknown" else "unknown here, so look it up before you pass them on"
     files = f" ({', '.join(f'`{name}`' for name in licence.files)})" if licence.files else ""
-    return f"## Licences\n\nThe weights are under the licence of {model}: {known}{files}. The code is under `LICENSE`."
+    weights = f"The weights have the licence of {model}: {known}{files}."
+    return f"## Licences\n\n{weights} The file `LICENSE` holds the licence of the code."

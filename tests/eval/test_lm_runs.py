@@ -156,7 +156,10 @@ def test_nothing_is_dropped_where_pod_drops_nothing(plan):
     ("arguments", "message"),
     [
         ({"method": "snapvk@9"}, "unknown method 'snapvk'; did you mean 'snapkv'"),
-        ({"method": "snapkv"}, "method 'snapkv' needs a budget: method=snapkv@1024 .*, or plan=PLAN.json"),
+        (
+            {"method": "snapkv"},
+            "method 'snapkv' needs a budget: write method=snapkv@1024 .* or give plan=PLAN.json",
+        ),
         ({"method": "snapkv@20"}, "must exceed window = 32"),
         ({"method": "snapkv@pod"}, "or plan=PLAN.json"),
         ({"method": "snapkv@many"}, "'many' is no budget"),
@@ -165,7 +168,7 @@ def test_nothing_is_dropped_where_pod_drops_nothing(plan):
             {"method": "snapkv", "budget": 9},
             "unknown model argument budget=9; write it .* as method=snapkv@9",
         ),
-        ({"method": "snapkv", "window": 4}, "stand in brackets, as method=snapkv.window=4.@25%"),
+        ({"method": "snapkv", "window": 4}, "in brackets, separated by ;, as in method=snapkv.window=4.@25%"),
         ({"method": "snapkv[widnow=4]@99"}, "snapkv has no parameter 'widnow'; did you mean 'window'"),
         ({"batch_size": "auto"}, "batch_size = 'auto': a number"),
         ({"too_long": "cut"}, "too_long = 'cut'"),

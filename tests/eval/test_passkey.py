@@ -64,7 +64,7 @@ def test_keys_depend_on_the_seed_only(tokenizer):
 
 def test_too_short_length_is_refused(tokenizer):
     with pytest.raises(
-        ValueError, match=r"passkey prompt of 100 tokens is too short: the question alone takes \d+"
+        ValueError, match=r"passkey prompt of 100 tokens is too short, because the question alone takes \d+"
     ):
         passkey.make_prompts(tokenizer, [100], [0.5], 1, seed=0)
 

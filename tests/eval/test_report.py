@@ -186,7 +186,7 @@ def test_other_tables(recipe):
 def test_notes_state_budgets_and_lengths(recipe):
     notes = " ".join(overview_notes(merge([recipe.eval_dir])))
     assert "snapkv 60" in notes and "of 99 tokens" in notes and "after 90 tokens" in notes
-    assert "Nothing is saved" not in notes
+    assert "No method saves memory" not in notes
 
 
 class Page(HTMLParser):
@@ -235,7 +235,7 @@ def test_page_is_whole_and_self_contained(recipe):
     assert (
         f"| pod | 0.0 | 40% | {math.exp(2.6):.2f} +10.5% worse [" in markdown
         and "PoD keeps 60% of the dense KV cache at 99 tokens and decodes at 1.25× the dense speed after 90 tokens. "
-        "PoD against the dense model: "
+        "Compared with the dense model, PoD "
         in markdown
         and "perplexity 13.46 (+10.5%)" in markdown
     )

@@ -89,15 +89,18 @@ def test_the_mean_of_a_suite_weighs_tasks_equally(comparison):
 
 def test_warnings_say_what_cannot_be_compared(comparison):
     lines = "\n".join(report_notes.warnings(comparison))
-    assert "pod_longbench_trec: 30 of 30 samples had different prompts in different rows" in lines
+    assert (
+        "pod_longbench_trec: 30 of 30 samples had different prompts in different rows, which the report"
+        in lines
+    )
     assert "pod_longbench_trec: the runs differ in chat_template (run_a: False, run_b: True)." in lines
     assert (
-        "pod_longbench_trec: snapkv@12.5%, snapkv@25%, snapkv@50% share no sample of the same prompt with full: no Δ."
+        "pod_longbench_trec: snapkv@12.5%, snapkv@25%, snapkv@50% cannot be compared with full, because no sample has the same prompt."
         in lines
     )
     assert (
-        "pod_longbench_gov_report: snapkv@12.5%, snapkv@25%, snapkv@50% share 27 samples with full, 3 are on one side"
-        in lines
+        "pod_longbench_gov_report: snapkv@12.5%, snapkv@25%, snapkv@50% and full are compared on the 27 samples that both have; "
+        "3 are left out." in lines
     )
     assert "qasper" not in lines and "niah" not in lines
 
@@ -109,7 +112,7 @@ def test_partly_shared_samples_are_said(tmp_path):
         "snapkv": result_file("snapkv", {"t": less}),
     }
     lines = report_notes.warnings(merge([write(tmp_path, **contents)]))
-    assert lines == ["t: snapkv share 10 samples with full, 2 are on one side only."]
+    assert lines == ["t: snapkv and full are compared on the 10 samples that both have; 2 are left out."]
 
 
 def test_settings_of_methods_are_no_difference_of_runs(tmp_path):
@@ -134,7 +137,9 @@ def test_more_tasks_than_the_overview_shows_are_named(tmp_path):
 
 def test_skipped_refused_and_failed_are_counted(comparison):
     skipped = report_notes.sentences("skipped", entries=comparison.entries)
-    assert "pod, pod_longbench_gov_report: 3 samples of 30 skipped: longer than the model reads" in skipped
+    assert (
+        "pod, pod_longbench_gov_report: 3 samples of 30 were skipped: longer than the model reads" in skipped
+    )
     assert "razor, tau_curve: not run: razor has no gate: only PoD methods skip distant tokens" in skipped
     assert report_notes.sentences("failed", entries=comparison.entries) == [
         "streamingllm: mmlu: out of memory"
@@ -158,9 +163,11 @@ def test_what_methods_decided_is_said(tmp_path):
     entries = merge([write(tmp_path, **files)]).entries
     lines = [line for line in report_notes.sentences("scoring", entries=entries) if ", t: " in line]
     assert lines == [
-        "h2o, t: 100% of the layers were lazy; share of samples by layer: 1.00 1.00.",
-        "d2o, t: mean tokens per KV head by layer: 1,500 20; variances that decided: 0.00123.",
-        "simlayerkv, t: 50% of the layers were lazy (layer ratio 2.00); share of samples by layer: 0.00 1.00 0.50 0.50.",
+        "h2o, t: 100% of the layers were lazy, so they kept a window only; "
+        "share of samples with a lazy layer, by layer: 1.00 1.00.",
+        "d2o, t: mean tokens kept per KV head, by layer: 1,500 20; attention variances that set them: 0.00123.",
+        "simlayerkv, t: 50% of the layers were lazy, so they kept a window only (layer ratio 2.00); "
+        "share of samples with a lazy layer, by layer: 0.00 1.00 0.50 0.50.",
     ]
 
 
@@ -170,7 +177,7 @@ def test_files_of_another_schema_are_named(tmp_path):
     folder = write(tmp_path, full=result_file("full", {"niah": needles("full")}), h2o=old, efficiency=speeds)
     lines = report_notes.warnings(merge([folder]))
     assert lines == [
-        f"{tmp_path.name}: {name}.json is of an older form (schema {schema}): measure again"
+        f"{tmp_path.name}: {name}.json comes from an older version (schema {schema}): run `pod eval` again"
         for name, schema in (("efficiency", 2), ("h2o", 1))
     ]
 
@@ -233,19 +240,18 @@ def test_metrics_of_all_rows_share_a_unit(tmp_path):
 
 def test_the_headline_says_what_the_judge_says(comparison, tmp_path):
     pod = next(entry for entry in comparison.entries if entry.label == "pod")
-    verdicts = (
-        report_notes.headline(comparison).partition("PoD against the dense model: ")[2].partition(". ")[0]
-    )
-    said = dict.fromkeys(("worse on", "too few samples to tell on"), "")
+    before = "Compared with the dense model, PoD "
+    verdicts = report_notes.headline(comparison).partition(before)[2].partition(". ")[0]
+    said = dict.fromkeys(("is worse on", "has too few samples to tell on"), "")
     for piece in verdicts.split("; "):
         said[next(words for words in said if piece.startswith(words))] = piece
     assert len(said) == 2
     for title, tasks in comparison.columns().items():
         mark = comparison.against(pod, tasks).mark
-        words = {"worse": "worse on", "": "too few samples to tell on"}[mark]
+        words = {"worse": "is worse on", "": "has too few samples to tell on"}[mark]
         assert f" {title} " in said[words]
     alone = merge([write(tmp_path, pod=result_file("pod", {"t": payload([0.5, 0.6])}))])
-    assert report_notes.headline(alone).startswith("PoD: without full to compare t 55.0. ")
+    assert report_notes.headline(alone).startswith("PoD has no dense result beside it on t 55.0. ")
 
 
 def test_bars_are_shares_of_the_largest():

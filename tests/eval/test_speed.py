@@ -190,7 +190,7 @@ def args_of(**options) -> EvalArgs:
     ("options", "message"),
     [
         ({"max_batch": [[64, 3]]}, "only a GPU survives: set eval.task_options.efficiency.memory_limit_gib"),
-        ({"longest_prompt": 64}, "longest_prompt searches until memory is full, which only a GPU survives"),
+        ({"longest_prompt": 64}, "longest_prompt fills all memory, which is safe on a GPU only"),
         ({"max_batch": [[64]], "memory_limit_gib": 1}, r"max_batch\[0\]\[1\] is missing"),
         ({"prefill_repeats": 0}, "prefill_repeats is 0: it should be greater than 0"),
         ({"memory_limit_gib": 0}, "memory_limit_gib is 0: it should be greater than 0"),

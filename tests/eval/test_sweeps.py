@@ -136,10 +136,10 @@ def test_what_methods_decided_is_in_results_and_report(place, tmp_path):
         assert parts[name]["decisions"][key] == pytest.approx(means, abs=1e-9) and len(set(means)) == 4
     page = (tmp_path / "eval" / "report.md").read_text()
     assert (
-        "50% of the layers were lazy (layer ratio 2.00); share of samples by layer: 0.00 1.00 0.00 1.00."
-        in page
+        "50% of the layers were lazy, so they kept a window only (layer ratio 2.00); "
+        "share of samples with a lazy layer, by layer: 0.00 1.00 0.00 1.00." in page
     )
-    assert "mean tokens per KV head by layer" in page
+    assert "mean tokens kept per KV head, by layer" in page
 
 
 def test_a_sweep_in_one_run(place, tmp_path):

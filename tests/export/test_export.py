@@ -158,7 +158,10 @@ def test_a_card_tells_roles_and_savings(tmp_path):
         "pipeline_tag": "text-generation",
         "tags": ["pod-kv", "kv-cache", "pod"],
     }
-    assert "# tiny" in text and "owner/base with 37% less KV cache at 32,768 tokens" in text
+    assert (
+        "# tiny" in text
+        and "This is owner/base with a KV cache that takes 37% less memory at 32,768 tokens" in text
+    )
     # of 16 halves (keys, values of 8 pairs) 4 are those of windows and 2 the keys of followers; near tokens are held by all
     n, near = 8192, 2 + 9
     saved = (1 - near / n) * 6 / 16
@@ -167,9 +170,10 @@ def test_a_card_tells_roles_and_savings(tmp_path):
     assert "| 131,072 |" not in text
     assert "KV head  0  Lf.L\nKV head  1  LLf." in text
     assert (
-        "4 lead" in text
-        and "2 in 2 of 4 layers follow" in text
-        and "2 see and hold the 2 first and 9 last" in text
+        "4 pairs lead" in text
+        and "2 pairs in 2 of 4 layers follow" in text
+        and "2 pairs see and keep only the first 2 and the last 9 tokens" in text
+        and "Up to 11 tokens the KV cache is as large as the original one" in text
     )
     assert "2412.02252" in text and "Training data" not in text and "Measured" not in text
 
@@ -205,10 +209,11 @@ def test_layers_that_were_trained_with_windows_save_nothing(tmp_path, n, windows
         held.append(cache.nbytes)
         export(model, tmp_path / "export")
         text = read_card(tmp_path / "export")[1]
-        assert "2 of 4 layers were trained to see their last" in text
-        assert ("nothing is shared" in text) == (lead is None) == ("| saved |" not in text)
+        assert "2 of 4 layers were trained to see only their last" in text
+        assert ("an ordinary KV cache" in text) == (lead is None) == ("| saved |" not in text)
         assert saved_share(model.config, n) == pytest.approx(1 - held[-1] / held[0], abs=0.03)
-    assert "Of 8 (layer, KV head) pairs 2 lead" in text and "; 1 see and hold the 4 first" in text
+    assert "has 8 pairs of a layer and a KV head. 2 pairs lead" in text
+    assert "1 pair sees and keeps only the first 4" in text
 
 
 def test_the_code_of_a_card_runs_and_asks_nothing(tmp_path):
@@ -228,7 +233,7 @@ def test_the_code_of_a_card_runs_and_asks_nothing(tmp_path):
 def test_a_dense_model_says_that_nothing_is_shared(tmp_path):
     export(make_model(lead=None), tmp_path / "dense")
     fields, text = read_card(tmp_path / "dense")
-    assert "nothing is shared" in text and "| saved |" not in text and fields["tags"][-1] == "full"
+    assert "an ordinary KV cache" in text and "| saved |" not in text and fields["tags"][-1] == "full"
 
 
 def test_a_card_tells_the_training_data_and_no_folders_of_this_machine(tmp_path):
@@ -242,8 +247,11 @@ def test_a_card_tells_the_training_data_and_no_folders_of_this_machine(tmp_path)
     assert origin.num_tokens == 12 * 256
     export(make_model(), tmp_path / "out", origin=origin)
     fields, text = read_card(tmp_path / "out")
-    assert "Adapted on 3,072 tokens, in sequences of 256, of:\n\n* stdlib:email\n* books.jsonl" in text
-    assert str(tmp_path) not in text and "base with" in text and "base_model" not in fields
+    assert (
+        "trained on 3,072 tokens in sequences of 256. The text comes from:\n\n* stdlib:email\n* books.jsonl"
+        in text
+    )
+    assert str(tmp_path) not in text and "This is base with" in text and "base_model" not in fields
     assert origin_of(TrainState()) == Origin()
 
 

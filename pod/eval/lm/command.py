@@ -1,4 +1,4 @@
-"""The model `pod` of lm-eval's command line: a method from lm-eval's model arguments.
+"""The model `pod` of lm-eval's command line: it takes a cache method from lm-eval's model arguments.
 
 `--model_args pretrained=…,method=snapkv[window=16]@25%` are the arguments of `CommandLM`, which importing this module registers.
 """
@@ -59,7 +59,7 @@ def method_of(model: Any, name: str | None) -> Method:
 
 
 class CommandLM(PodLM):
-    """A dense model or an export of this project, under a method."""
+    """A dense model or an export of this project, with a cache method."""
 
     def __init__(
         self,
@@ -85,23 +85,24 @@ class CommandLM(PodLM):
         """
         Args:
             pretrained: folder or hub id: a dense model or an export of this project.
-            method: as everywhere (`pod.notation`), with `;` between parameters, as lm-eval splits its arguments at commas:
-                `pod+snapkv[window=16;kernel=7]+int4@25%`; `pod eval lm-eval` takes commas there too. Default: the layout of the model
-                itself. The budget `pod`, or none, fills PoD's bytes.
-            plan: plan.json for the method `pod` on dense weights and for the budget `pod`; an export has its own.
-            num_sink_tokens, num_recent_tokens: PoD's windows (tokens), default those that the plan was made
-                for.
-            gguf_file: name of a GGUF file in `pretrained`; dtype: of the weights, default the checkpoint's.
-            batch_size: sequences that run together (a number; `auto` is not supported).
-            device: default a GPU where there is one.
-            max_length: longest sequence (tokens), default what the model reads; too_long: truncate or error (skip: in recipes).
+            method: written as in `pod.make_cache`, for example `pod+snapkv[window=16;kernel=7]+int4@25%`. Write `;` between
+                parameters, because lm-eval splits its arguments at commas; `pod eval lm-eval` takes commas too. Default: the
+                model's own layout. A method without a budget, or with the budget `pod`, gets as many bytes as PoD uses.
+            plan: plan.json for the method `pod` on dense weights, or for the budget `pod`. An export has its own.
+            num_sink_tokens, num_recent_tokens: PoD's windows in tokens. Default: those recorded in the plan.
+            gguf_file: name of a GGUF file in `pretrained`.
+            dtype: of the weights. Default: the checkpoint's.
+            batch_size: number of sequences that run together; `auto` is not supported.
+            device: default a GPU, if there is one.
+            max_length: longest sequence in tokens. Default: the most that the model reads.
+            too_long: truncate or error. Recipes also allow skip.
             question_aware: methods see the question when they compress a prompt (see eval.question_aware).
-            enable_thinking, chat_template_args: variables for the chat template, named as in lm-eval's own
-                model class; the first is short for `{enable_thinking: …}` in the second and goes before it.
-                Thoughts stay in the answers.
-            store: folder that keeps answers by model, method, budget and prompt: a run that was killed goes on, nothing is asked twice.
-            others: none; they are refused by name.
-        Raises: ValueError, before any computation, for whatever does not go together.
+            chat_template_args: variables for the chat template, as in lm-eval's own model class.
+            enable_thinking: short for `{enable_thinking: …}` in chat_template_args, which it overrides. Thoughts stay in
+                the answers.
+            store: folder that keeps answers by model, method, budget and prompt. A killed run continues from it.
+            others: none. Each of them is an error that names the argument.
+        Raises: ValueError, before any computation, for arguments that do not go together.
         """
         _check(batch_size, max_batch_size, too_long)
         _check_others(others)
@@ -188,8 +189,8 @@ def _reference(model: Any, plan: str | None, method: Method, windows: dict[str, 
     if plan is None:
         name = method.name
         raise ValueError(
-            f"method {name!r} needs a budget: method={name}@1024 (tokens), method={name}@25% (of each prompt), or plan=PLAN.json (as "
-            "many as fill PoD's bytes)"
+            f"method {name!r} needs a budget: write method={name}@1024 (tokens) or method={name}@25% (of each prompt), or "
+            "give plan=PLAN.json, whose bytes it then fills"
         )
     return pod.load_model(model, plan=plan, attention_backend=model.config.attention_backend, **windows)
 
@@ -198,23 +199,25 @@ def _check_others(others: dict[str, Any]) -> None:
     """ValueError for arguments that there are not: a budget and a method's parameters stand in the method's name."""
     if others.get("think_end_token") is not None:
         raise ValueError(
-            "think_end_token is not supported, thoughts stay in the answers: "
-            "turn them off by enable_thinking=False"
+            "think_end_token is not supported, because thoughts stay in the answers: turn them off with "
+            "enable_thinking=False"
         )
     for name, value in others.items():
-        where = f"write it behind the method, as method=snapkv@{value}" if name == "budget" else ""
-        where = where or f"parameters of a method stand in brackets, as method=snapkv[{name}={value}]@25%"
-        raise ValueError(f"unknown model argument {name}={value}; {where} (between parameters stands ;)")
+        where = f"write it after the method: method=snapkv@{value}" if name == "budget" else ""
+        where = where or (
+            f"write a method's parameters in brackets, separated by ;, as in method=snapkv[{name}={value}]@25%"
+        )
+        raise ValueError(f"unknown model argument {name}={value}: {where}")
 
 
 def _check(batch_size: int | str, max_batch_size: int | None, too_long: str) -> None:
     if not str(batch_size).isdecimal() or int(batch_size) < 1 or max_batch_size is not None:
         raise ValueError(
-            f"batch_size = {batch_size!r}: a number of sequences is needed (auto and max_batch_size are not supported: what runs "
-            "together would depend on the machine)"
+            f"batch_size = {batch_size!r} must be a number of sequences; auto and max_batch_size are not supported, because "
+            "results would depend on the machine"
         )
     if too_long == "skip":
         raise ValueError(
-            "too_long=skip: lm-eval's command line would score the prompts that are left out as wrong; take truncate or error, or run "
-            "the tasks by a recipe, which counts them apart (eval.too_long)"
+            "too_long=skip is not supported here, because lm-eval would count skipped prompts as wrong: set truncate or "
+            "error, or use a recipe with eval.too_long, which counts them separately"
         )

@@ -210,12 +210,14 @@ def read_run(folder: str | os.PathLike, shared: dict[Any, Any] | None = None) ->
         if content.get("schema") == SCHEMA_VERSION and content["method"] != SPEED_RUN:
             results[content["method"]] = content
         else:  # speeds had a file of their own
-            left_out.append(f"{name} is of an older form (schema {content.get('schema')}): measure again")
+            left_out.append(
+                f"{name} comes from an older version (schema {content.get('schema')}): run `pod eval` again"
+            )
     if not results:
         raise ValueError(f"{place} has no evaluation results: run `pod eval` first")
     newest = max(results.values(), key=lambda content: content["environment"]["date"])
     strange = [name for name, content in results.items() if content.get("dense") != newest.get("dense")]
-    left_out += [f"{name} was measured on another dense model" for name in strange]
+    left_out += [f"{name} was measured on another dense model and is left out" for name in strange]
     ordered = {name: results[name] for name in sorted(results, key=_rank) if name not in strange}
     path = place.resolve()
     label = path.parent.name if path.name == "eval" else path.name

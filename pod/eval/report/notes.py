@@ -95,6 +95,8 @@ def overview_notes(comparison: Comparison) -> list[str]:
     speeds = sorted({found["length"] for entry in comparison.entries if (found := speed_of(entry))})
     return sentences(
         "overview",
+        methods=list(dict.fromkeys(entry.method for entry in comparison.entries)),
+        scored=bool(comparison.columns()),
         length=length,
         budgets=[f"{e.label} {row['budget_tokens']:,}" for e, row in held if row.get("budget_tokens")],
         unsaved=bool(savings) and max(savings) < 0.005,

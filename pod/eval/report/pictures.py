@@ -127,7 +127,7 @@ def score_over_bytes(points: list[dict[str, Any]], y_label: str, higher_is_bette
         _log_if_wide(axes, [*(point["value"] for point in points), *ends_of])
     names = {place: ", ".join(point["label"] for point in found) for place, found in places.items()}
     _names_at_the_right(figure, axes, names)
-    return _finished(figure, axes, "KV bytes held (% of the dense cache)", y_label)
+    return _finished(figure, axes, "KV cache memory (% of the dense cache)", y_label)
 
 
 def _names_at_the_right(figure: Figure, axes: Axes, names: dict[tuple[float, float], str]) -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from pod.eval.report.merge import Run
+from pod.eval.report.notes import sentences
 from pod.eval.report.page import Block, Cell, Table, bar, cell, listed
 from pod.eval.report.tables import median, plain_table
 
@@ -23,8 +24,9 @@ def speed_blocks(runs: list[Run]) -> list[Block]:
     blocks: list[Block] = []
     for run in (run for run in runs if run.speed):
         name = f" ({run.label})" if len(runs) > 1 else ""
-        blocks += [speed_table(run.speed, f"Speed{name}"), *memory_tables(run.speed, name)]
-        blocks += [decoding_table(run.speed, name), batch_table(run.speed, name)]
+        blocks += [speed_table(run.speed, f"Speed{name}"), *listed(sentences("speed"))]
+        blocks += [*memory_tables(run.speed, name), decoding_table(run.speed, name)]
+        blocks.append(batch_table(run.speed, name))
     return blocks
 
 

@@ -1,4 +1,4 @@
-"""report.html, report.md and report.csv out of the result files of one or several runs.
+"""Write report.html, report.md and report.csv from the results of one or several runs.
 
     python -m pod.eval.report RUN_FOLDER… --out FOLDER
 
@@ -83,7 +83,7 @@ def sections(comparison: Comparison) -> list[Section]:
             found.append(Section(plain(title), task_blocks(comparison, tasks[0])))
         else:
             found.append(Section(title, suite_blocks(comparison, tasks)))
-    return [*found, Section("Bytes held and decode speed", speed_blocks(comparison.runs))]
+    return [*found, Section("Memory and decode speed", speed_blocks(comparison.runs))]
 
 
 def task_blocks(comparison: Comparison, task: str) -> list[Block]:
@@ -145,7 +145,7 @@ def _over_bytes(points: list[dict[str, Any]], label: str) -> list[Block]:
     if len(points) < 3 or len({round(point["share"], 3) for point in points}) < 2:
         return []
     svg = pictures.score_over_bytes(points, label, points[0]["higher_is_better"])
-    return [Picture(svg, f"{label} over bytes held")]
+    return [Picture(svg, f"{label} over KV cache memory")]
 
 
 def _curves(comparison: Comparison, task: str) -> list[Block]:
@@ -212,11 +212,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m pod.eval.report", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("runs", nargs="+", help="output folders of runs (or their eval folders)")
+    parser.add_argument("runs", nargs="+", help="output folders of runs, or the eval folders inside them")
     parser.add_argument("--out", required=True, help="folder for report.html, report.md and report.csv")
-    parser.add_argument("--papers", help="folder of published tables (default: those that come along)")
     parser.add_argument(
-        "--model", help="the papers' name of the model (LLaMA3-8B-32K), where its path does not tell"
+        "--papers", help="folder with CSV files of published results (default: the tables that pod ships)"
+    )
+    parser.add_argument(
+        "--model",
+        help="name of the model in the papers, for example LLaMA3-8B-32K (default: taken from its path)",
     )
     asked = parser.parse_args(arguments)
     try:

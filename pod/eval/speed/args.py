@@ -26,8 +26,8 @@ class SpeedOptions:
     cache, and activations. Processes the prompt once more for each method."""
 
     decode_lengths: list[AtLeast2] = field(default_factory=list)
-    """more prompt lengths (tokens) at which decoding alone is timed. No prompt is read: caches are filled with random tokens, which changes
-    neither bytes nor time; methods that choose by what the prompt says, whose caches cannot be filled so, are left out"""
+    """More prompt lengths in tokens, at which only decoding is timed. Random tokens fill the caches, so no prompt is
+    processed; bytes and time stay the same. Methods that select tokens by the prompt are left out."""
 
     max_batch: list[tuple[PositiveInt, PositiveInt]] = field(default_factory=list)
     """Pairs [prompt tokens, generated tokens] for which the largest batch that fits is searched, for
@@ -68,8 +68,8 @@ def speed_options(args: "EvalArgs") -> SpeedOptions:
     searched = "max_batch" if options.max_batch else "longest_prompt"
     if getattr(options, searched) and options.memory_limit is None and not _has_gpu(args.device):
         raise ValueError(
-            f"eval.task_options.{NAME}.{searched} searches until memory is full, which only a GPU survives: "
-            f"set eval.task_options.{NAME}.memory_limit_gib"
+            f"eval.task_options.{NAME}.{searched} fills all memory, which is safe on a GPU only: set "
+            f"eval.task_options.{NAME}.memory_limit_gib"
         )
     return options
 

@@ -48,9 +48,7 @@ def planned_layers(config: PodConfig) -> list[int]:
     """The layers that plans are made for: those that were trained to see everything. ValueError for a model without any."""
     found = [layer for layer in range(config.num_hidden_layers) if config.window_of(layer) is None]
     if not found:
-        raise ValueError(
-            "every layer of this model was trained with a window, and keeps it: there is nothing to plan"
-        )
+        raise ValueError("every layer of this model was trained with a window: there is nothing to plan")
     return found
 
 
@@ -61,7 +59,9 @@ def record_attention_inputs(model: PodForCausalLM, input_ids: Tensor) -> Iterato
     config: PodConfig = model.config
     planned, plan = set(planned_layers(config)), config.sharing_plan
     if config.layout != "pod" or plan.packs or any(set(plan.lead[layer]) != {layer} for layer in planned):
-        raise ValueError("attention is measured on the dense model: load it without a plan, layout = 'pod'")
+        raise ValueError(
+            "attention is measured on the dense model: load it with layout = 'pod' and without a plan"
+        )
     if input_ids.shape[0] != 1:
         raise ValueError(f"need input_ids [1, n], got {list(input_ids.shape)}")
     decoder = model.model
@@ -107,9 +107,9 @@ def sample_queries(n: int, num_queries: int, num_sink_tokens: int, num_recent_to
     first = num_sink_tokens + num_recent_tokens
     if n - first < num_queries:
         raise ValueError(
-            f"{num_queries} queries with distant tokens asked for, a sequence of {n} tokens has {max(0, n - first)} behind "
-            f"{num_sink_tokens} sink and {num_recent_tokens} recent tokens: lower explore.num_queries or the windows, "
-            "or raise explore.sequence_length"
+            f"explore.num_queries is {num_queries}, but only {max(0, n - first)} positions of a sequence of {n} tokens "
+            f"have distant tokens, with windows of {num_sink_tokens} sink and {num_recent_tokens} recent tokens: lower "
+            "explore.num_queries or the windows, or raise explore.sequence_length"
         )
     positions = (n - 1 - torch.arange(num_queries) * (n - first) // num_queries).flip(0)
     key, query = torch.arange(n), positions[:, None]

@@ -113,8 +113,8 @@ def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> N
         check_bits(4, config.head_dim, f"explore.bits is {explore.bits}")
     if explore.sequence_length > config.max_position_embeddings:
         raise ValueError(
-            f"explore.sequence_length is {explore.sequence_length}, the model reads {config.max_position_embeddings} "
-            "tokens: lower it, or extend the model first"
+            f"explore.sequence_length is {explore.sequence_length}, but the model reads only "
+            f"{config.max_position_embeddings} tokens: lower it, or extend the model first"
         )
     if explore.cost == "projected":
         sample_queries(explore.sequence_length, explore.num_queries, **windows)
@@ -168,6 +168,7 @@ def describe_cost(config: Any, explore: ExploreArgs) -> str:
     if explore.cost == "projected":
         repeated = explore.retrieval_sequences
         matching, losses = repeated + min(count, MATCHING_SEQUENCES), min(count, explore.loss_sequences)
-        what += f" and {repeated} x {n} repeated ones, one more over {matching} of them, two over {losses} for the loss"
+        what += f" and {repeated} x {n} repeated tokens, one pass over {matching} sequences to match heads"
+        what += f", two over {losses} for the loss"
     rows = f"{4e-6 * layers * heads * q * n:.0f} MB of attention rows ({layers} layers x {heads} heads x {q} x {n} fp32)"
     return f"{what}, divided among the ranks\nmemory per rank: the model, {rows}"

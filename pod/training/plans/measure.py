@@ -123,13 +123,13 @@ def _search(exploration: Exploration, wanted: dict[str, Any]) -> RetrievalHeads:
     model, asked, repeats = exploration.load(), wanted["head_tokens"], wanted["head_repeats"]
     if model.config.layer_windows is not None:
         raise ValueError(
-            "layers of this model were trained with windows, and razor, which needs these heads, does not take it"
+            "some layers of this model were trained with windows: razor cannot run it and needs no retrieval heads"
         )
     ids = ordinary_tokens(exploration.load_tokenizer(), model.config, asked, repeats, wanted["seed"])
     num_tokens = len(ids) // repeats
     if num_tokens < asked:
         print(
-            f"retrieval heads: {num_tokens} distinct tokens instead of {asked}: the model's context has no more"
+            f"retrieval heads: {num_tokens} distinct tokens instead of {asked}, because the model's context is too short"
         )
     echo, induction = search_heads(model, ids, num_tokens)
     return RetrievalHeads(
@@ -262,9 +262,10 @@ def reusable(path: Path, load: Callable[[Path], Any], wanted: dict[str, Any], sa
     found = load(path)
     changed = sorted(key for key, value in wanted.items() if found.provenance.get(key) != value)
     if not changed:
-        say(f"explore: {path} is of these settings, nothing is measured again")
+        say(f"explore: {path} fits the settings and is used again")
         return found
-    say(f"explore: {path} differs in {', '.join(changed)}: measuring again, the old file is kept")
+    again = "it is measured again, and the old file is kept"
+    say(f"explore: {path} differs in {', '.join(changed)} from the recipe: {again}")
     return None
 
 
@@ -275,7 +276,7 @@ def repeated_tokens(
     has fewer than K tokens left."""
     candidates = torch.tensor(sorted({*range(vocab_size)} - {*excluded}))
     if num_tokens < 2 or num_tokens > len(candidates):
-        raise ValueError(f"{num_tokens} distinct tokens asked for, allowed are 2 to {len(candidates)}")
+        raise ValueError(f"num_tokens is {num_tokens}, it must be from 2 to {len(candidates)}")
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
     return candidates[order[:num_tokens]].repeat(repeats)
 
@@ -298,7 +299,7 @@ def head_scores(
     heads, n, _ = q.shape
     if not 1 <= num_tokens < n:
         raise ValueError(
-            f"num_tokens is {num_tokens}, allowed are 1 to {n - 1}: fewer than the {n} tokens of q"
+            f"num_tokens is {num_tokens}, it must be from 1 to {n - 1}: below the {n} tokens of q"
         )
     compute = torch.promote_types(q.dtype, torch.float32)
     scaled = q.to(compute).unflatten(0, (k.shape[0], -1)) * q.shape[-1] ** -0.5
@@ -344,6 +345,6 @@ def ordinary_tokens(tokenizer: Any, config: Any, wanted: int, repeats: int, seed
     if num_tokens < 2:
         raise ValueError(
             f"explore.head_repeats is {repeats}: a context of {context} tokens and {vocab - len(special)} ordinary tokens leave fewer "
-            "than 2 distinct ones; repeat less often"
+            "than 2 distinct ones: lower it"
         )
     return repeated_tokens(num_tokens, repeats, vocab, special, seed)

@@ -29,9 +29,9 @@ from pod.training.plans.progress import steps
 
 SCHEMA_VERSION = 1
 FORBIDDEN = {
-    "follow": "when no head may follow",
-    "window": "when no head may keep its window",
-    "4_bits": "when every layer keeps 16 bits",
+    "follow": "without followers",
+    "window": "without windows",
+    "4_bits": "with 16 bits in every layer",
 }
 
 
@@ -70,7 +70,7 @@ def about_plan(plan: SharingPlan, explore: ExploreArgs) -> str:
     found, length = plan.provenance, explore.budget_length
     how = f"greedy at threshold {explore.threshold:g}"
     if explore.algorithm == "dp":
-        where = f"at {length:,} tokens" if length else "in the limit"
+        where = f"at {length:,} tokens" if length else "on very long texts"
         how = f"dp by {explore.cost}, target {explore.target_saving:.1%} {where}"
     name = found["model"].rstrip("/").split("/")[-1].removeprefix("package:")
     text = f"{found['num_sequences']} x {found['sequence_length']:,} tokens, {found['num_queries']} queries"
@@ -88,18 +88,20 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
     ]
     if "units" in found:
         there = plan.saving(explore.budget_tokens, sinks, recent)
-        where = f"at {explore.budget_length:,} tokens" if explore.budget_length else "in the limit"
-        lines[2:] = [f"asked for {explore.target_saving:.1%} {where}: it saves {there:.1%} there", *lines[2:]]
+        where = f"at {explore.budget_length:,} tokens" if explore.budget_length else "on very long texts"
+        lines[2:] = [
+            f"target: save {explore.target_saving:.1%} {where}; the plan saves {there:.1%}",
+            *lines[2:],
+        ]
     if "layers" in found:
-        taking = f"{len(found['layers'])} of {found['num_layers']} layers take part"
-        others = "the others keep the windows that they were trained with"
-        lines.insert(2, f"{taking}, and savings are shares of their bytes; {others}")
+        planned = f"the plan covers {len(found['layers'])} of {found['num_layers']} layers, and savings count only these"
+        lines.insert(2, f"{planned}; the others keep the windows that they were trained with")
     if plan.head_order is not None:
         moved = sum(row != tuple(range(len(row))) for row in plan.head_order)
         layers = f"{moved} of {plan.num_layers} layers"
-        lines.append(f"heads are re-ordered in {layers}; the model computes the same")
+        lines.append(f"heads change their order in {layers}; the output of the model stays the same")
     if "plan_cost" in found:
-        costs = [f"least cost at this saving: {found['plan_cost']:.4g}"]
+        costs = [f"cost of the plan, the lowest at this saving: {found['plan_cost']:.4g}"]
         for name, what in FORBIDDEN.items():
             cost = found.get(f"plan_cost_without_{name}", math.nan)
             if cost is None or not math.isnan(cost):
@@ -199,7 +201,7 @@ def head_score_picture(heads: RetrievalHeads, subject: str) -> Figure:
         Map("what followed (induction)", heads.induction, dots),
         Map("earlier copies (echo)", heads.echo, dots),
     ]
-    title = f"Heads that look far back; dots: those chosen\n{subject}"
+    title = f"Retrieval heads: they look far back; dots mark the chosen ones\n{subject}"
     return map_picture(maps, title, "mean attention, 0 to 1", "query head")
 
 
@@ -217,7 +219,7 @@ def pareto_picture(curve: dict[str, Any], subject: str) -> Figure:
     if any(point["packed_layers"] for point in points):
         pairs = sum(points[0][role] for role in ROLES)
         packed = [pairs * len(point["packed_layers"]) / curve["num_layers"] for point in points]
-        below.plot(saving, packed, color="black", linestyle="--", label="stand in layers of 4 bits")
+        below.plot(saving, packed, color="black", linestyle="--", label="are in layers with 4 bits")
     below.set_ylabel("(layer, KV head)\npairs that …")
     below.legend(loc="lower left", fontsize=9)
     for axes in (above, below):
@@ -225,7 +227,7 @@ def pareto_picture(curve: dict[str, Any], subject: str) -> Figure:
     length = curve["budget_length"]
     where = f"at {length:,} tokens" if length else "of long sequences"
     below.set_xlabel(f"share of KV bytes saved {where} (%)", fontsize=11)
-    figure.suptitle(f"The least cost of every saving, and who pays it\n{subject}", fontsize=12)
+    figure.suptitle(f"Lowest cost of each saving, and the roles that reach it\n{subject}", fontsize=12)
     return figure
 
 
@@ -264,7 +266,7 @@ def block_picture(plan: SharingPlan, subject: str) -> Figure:
         axes.axvline(edge, color="black", linewidth=0.8)
     axes.tick_params(length=0, labelsize=8)
     axes.set_title(
-        f"What layers do about distant tokens\n{subject.replace('; ', chr(10))}\nKV saving {plan.asymptotic_saving:.1%}: {plan.num_leads} lead, "
+        f"How each KV head treats distant tokens\n{subject.replace('; ', chr(10))}\nKV saving {plan.asymptotic_saving:.1%}: {plan.num_leads} lead, "
         f"{plan.num_followers} follow, {plan.num_windows} keep their window",
         fontsize=11,
     )
@@ -272,7 +274,7 @@ def block_picture(plan: SharingPlan, subject: str) -> Figure:
         Line2D([], [], linestyle="", marker="o", color="black", label="lead of a block"),
         Patch(facecolor=BLOCK_COLOURS[0], label="a block (colours only separate neighbours)"),
         Patch(facecolor=SINGLE_COLOUR, label="leads alone"),
-        Patch(facecolor="white", edgecolor="black", label="keeps its window: sinks and recent tokens"),
+        Patch(facecolor="white", edgecolor="black", label="keeps only its window: sinks and recent tokens"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
     return figure

@@ -81,9 +81,9 @@ class Curve:
         if target_saving < 0 or not len(enough):
             raise ValueError(
                 f"explore.target_saving is {target_saving}, but the allowed roles save {least:.3f} to "
-                f"{most:.3f} of the bytes at {n} tokens, of which {num_sink_tokens} + {num_recent_tokens} are in every "
-                "window: choose a saving between, more tokens, or more roles (followers save half of their "
-                "bytes at most)"
+                f"{most:.3f} of the bytes at {n} tokens (the windows hold {num_sink_tokens} + {num_recent_tokens} of "
+                "them): choose a saving in this range, a larger explore.budget_length, or more explore.roles; a follower "
+                "saves half of its bytes at most"
             )
         return int(enough[0])
 
@@ -127,7 +127,7 @@ def solve(follow: ArrayLike | None, window: ArrayLike | None) -> Frontier:
     table = [] if follow is None else [Role("follow", 1, np.asarray(follow, dtype=np.float64))]
     table += [] if window is None else [Role("window", PAIR_UNITS, np.asarray(window, dtype=np.float64))]
     if not table:
-        raise ValueError("costs of followers and of windows are None: give one of them, or every head leads")
+        raise ValueError("the costs of followers and of windows are both None: give at least one of them")
     return solve_table([Role("lead", 0, np.zeros(table[0].costs.shape[-2:])), *table], PAIR_UNITS)
 
 
@@ -145,7 +145,7 @@ def solve_table(table: Sequence[Role], pair_units: int) -> Frontier:
     shares, reached = _divide(heads.least)
     finite = np.flatnonzero(np.isfinite(reached))
     if not len(finite):
-        raise ValueError("the costs allow no plan: some (layer, KV head) may do nothing")
+        raise ValueError("the costs allow no plan: every role of some (layer, KV head) pair costs inf")
     layers, width = table[0].costs.shape[-2:]
     return Frontier((layers, width), pair_units, reached[: finite[-1] + 1], tuple(table), heads, shares)
 

@@ -239,7 +239,7 @@ def test_explore_measures_chooses_and_writes(overrides, tmp_path, monkeypatch, c
     assert len(found["tokens_sha256"]) == 64 and found["losses"]["sequences"] == 2
     printed = capsys.readouterr().out
     assert "dp by projected, target 40.0% at 48 tokens" in printed
-    assert "when no head may follow" in printed and "when no head may keep its window" in printed
+    assert "without followers" in printed and "without windows" in printed
     assert (
         f"dense {found['losses']['dense']['text']:.4f}, plan {found['losses']['plan']['text']:.4f}" in printed
     )
@@ -318,7 +318,7 @@ def test_the_measured_loss_of_a_packed_plan_is_that_of_decoding_through_its_cach
         assert found == pytest.approx(sum(losses) / len(losses), rel=1e-9)
         alone = plan_loss(model, replace(plan, bits=None), sequences)
         assert abs(found - alone) > 1e-7
-    assert "when every layer keeps 16 bits" in capsys.readouterr().out
+    assert "with 16 bits in every layer" in capsys.readouterr().out
     curve = json.loads((tmp_path / "run" / "plan" / "pareto.json").read_text())
     chosen = next(x for x in curve["points"] if x["units"] == curve["chosen"]["units"])
     assert chosen["packed_layers"] == [layer for layer, bits in enumerate(plan.bits) if bits == 4]
@@ -414,7 +414,10 @@ def test_two_ranks_make_the_plan_of_one(overrides, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (["model.num_recent_tokens=46"], "a sequence of 48 tokens has 0 behind 2 sink and 46 recent tokens"),
+        (
+            ["model.num_recent_tokens=46"],
+            "only 0 positions of a sequence of 48 tokens have distant tokens, with windows of 2 sink and 46",
+        ),
         (["explore.algorithm=greedy"], "cost is 'projected', but algorithm=greedy"),
         (
             ["explore.roles=follow", "explore.target_saving=0.6"],
@@ -424,7 +427,7 @@ def test_two_ranks_make_the_plan_of_one(overrides, tmp_path):
             ["explore.bits=[16,4]", "explore.target_saving=0.99"],
             "0.99, but the allowed roles save 0.000 to 0.854",
         ),
-        (["explore.budget_length=7"], "2 + 5 are in every window"),
+        (["explore.budget_length=7"], "the windows hold 2 . 5 of them"),
         (["explore.cost=output"], "cost is 'output': it should be 'projected' or 'similarity'"),
     ],
 )

@@ -217,7 +217,7 @@ def test_queries_are_spread_over_all_positions_with_distant_tokens():
     assert sample.distant[0].nonzero().flatten().tolist() == list(range(2, 11))
     assert sample.future[0].nonzero().flatten().tolist() == list(range(16, 41))
     with pytest.raises(
-        ValueError, match="35 queries with distant tokens asked for, a sequence of 41 tokens has 34"
+        ValueError, match="num_queries is 35, but only 34 positions of a sequence of 41 tokens"
     ):
         sample_queries(41, 35, 2, 5)
 

@@ -63,7 +63,7 @@ def test_the_plan_stands_before_its_loss_and_a_killed_run_continues(overrides, t
     assert not list(folder.glob("*.partial-*"))
     printed = capfd.readouterr()
     assert "loss, plan, text" in printed.err, "a bar while losses are measured"
-    assert "asked for 40.0% at 48 tokens: it saves" in printed.out
+    assert "target: save 40.0% at 48 tokens; the plan saves" in printed.out
     explore.main(load_recipe(None, overrides))
     again = SharingPlan.load(folder / "plan.json").provenance["losses"]
     assert again == plan.provenance["losses"], "the same as without an interruption"

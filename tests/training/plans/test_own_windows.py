@@ -95,7 +95,7 @@ def test_explore_plans_the_layers_that_see_everything(explore_overrides, tmp_pat
         more = ["explore.cost=similarity", "explore.roles=[follow]", "explore.target_saving=0.2"]
     recipe = load_recipe(None, [*settings, *more])
     explore.main(recipe)
-    assert "4 of 7 layers take part" in capsys.readouterr().out
+    assert "the plan covers 4 of 7 layers" in capsys.readouterr().out
     plan = SharingPlan.load(tmp_path / "run" / "plan" / "plan.json")
     assert [set(plan.lead[layer]) for layer in (0, 2, 4)] == [{None}] * 3
     assert plan.num_leads < 8 and {lead for row in plan.lead for lead in row} <= {None, 1, 3, 5, 6}
@@ -127,7 +127,7 @@ def test_without_a_layer_to_plan_nothing_is_measured(explore_overrides, tmp_path
         (
             "sf",
             ["explore.heads=true", "explore.head_tokens=16"],
-            "razor, which needs these heads, does not take it",
+            "razor cannot run it and needs no retrieval heads",
         ),
     ):
         folder = gemma(tmp_path / kinds, kinds)

@@ -27,28 +27,31 @@ class ConsistencyOptions:
     """`eval.task_options.consistency`."""
 
     text: list[str] | None = None
-    """files, folders or other sources; default: eval.text, else the held-out part of data.sources"""
+    """Files, folders or other sources. Default: eval.text, or else the held-out part of data.sources."""
 
     length: int = 2048
-    """tokens of each text (paper: 32K)"""
+    """Tokens of each text (paper: 32K)."""
 
     sequences: PositiveInt = 8
-    """texts (paper: 1000)"""
+    """Number of texts (paper: 1000)."""
 
     predictions: PositiveInt = 100
-    """last tokens of each text whose predictions are compared (paper: 100)"""
+    """The task compares the predictions of the last tokens of each text; this is their number (paper: 100)."""
 
     windows: list[PositiveInt] = field(default_factory=lambda: [256, 512, 1024])
-    """window sizes for the method `full` (tokens; paper: 256 to 4096)"""
+    """Window sizes in tokens for the method `full` (paper: 256 to 4096)."""
 
     def __post_init__(self) -> None:
         if self.length < self.predictions + 2:
-            raise ValueError(f"length is {self.length}, it must exceed predictions = {self.predictions} by 2")
+            raise ValueError(
+                f"length is {self.length}, it must exceed predictions = {self.predictions} by at least 2"
+            )
         if len(set(self.windows)) < len(self.windows):
-            raise ValueError(f"windows is {self.windows}, allowed are different sizes")
+            raise ValueError(f"windows is {self.windows}, but every size may appear only once")
         if self.windows and max(self.windows) > self.length - self.predictions:
             raise ValueError(
-                f"windows is {self.windows}: a window above length - predictions = {self.length - self.predictions} is no restriction"
+                f"windows is {self.windows}, but a window above length - predictions = "
+                f"{self.length - self.predictions} drops no token: lower it"
             )
 
 

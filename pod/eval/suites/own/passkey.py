@@ -84,7 +84,7 @@ def _filler_that_fits(frame: Frame, length: int) -> int:
 
     if tokens(0) > length:
         raise ValueError(
-            f"a passkey prompt of {length} tokens is too short: the question alone takes {tokens(0)} tokens"
+            f"a passkey prompt of {length} tokens is too short, because the question alone takes {tokens(0)}"
         )
     return bisect.bisect_right(range(length), length, key=tokens) - 1
 

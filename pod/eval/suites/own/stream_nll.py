@@ -25,23 +25,25 @@ class StreamNllOptions:
     """`eval.task_options.stream_nll`."""
 
     text: list[str] | None = None
-    """files, folders or other sources; default: eval.text, else the held-out part of data.sources"""
+    """Files, folders or other sources. Default: eval.text, or else the held-out part of data.sources."""
 
     length: int = 4096
-    """tokens of each text; beyond what a model reads only methods go on whose distances do not grow (streamingllm, lm_infinite, im, imdc, fm)"""
+    """Tokens of each text. Only streamingllm, lm_infinite, im, imdc and fm read beyond the model's limit, because their
+    distances do not grow with the text."""
 
     sequences: PositiveInt = 2
-    """texts; the confidence intervals are over these"""
+    """Number of texts. The confidence intervals are over texts."""
 
     prompt_tokens: AtLeast2 = 256
-    """tokens at the start that are not scored; methods that compress behind a prompt do so behind them"""
+    """The first tokens of each text serve as a prompt; this is their number. They are not scored, and methods that
+    compress a prompt do so after them."""
 
     every: PositiveInt = 256
-    """tokens between two points of the curve"""
+    """Tokens between two points of the curve."""
 
     chunk_size: PositiveInt = 512
-    """tokens fed at once to methods whose chunks equal single tokens, and to those that compress while they read, by chunks of their own;
-    the others take one at a time"""
+    """Tokens fed at once, to methods for which chunks give the same result as single tokens. Methods that compress
+    while they read use their own chunks. All others read one token at a time."""
 
     def __post_init__(self) -> None:
         if self.length <= self.prompt_tokens:
@@ -68,7 +70,7 @@ class StreamNll(TextTask):
         self.common = min(options.length, self.limit)
         if self.common <= options.prompt_tokens:
             raise ValueError(
-                f"eval.task_options.stream_nll.prompt_tokens is {options.prompt_tokens} and the model reads {self.limit} tokens: "
+                f"eval.task_options.stream_nll.prompt_tokens is {options.prompt_tokens}, but the model reads only {self.limit} tokens: "
                 "lower it"
             )
         ends_of = answer.texts.ends_of
