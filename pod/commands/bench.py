@@ -1,9 +1,15 @@
 """Measure how fast cache methods decode, compared with the dense cache.
 
-Uses your model (model.path, model.plan) or random weights of a known shape (bench.shapes). Caches are filled with
-random keys and values, so no prompt has to be processed. Prints tokens per second, the speed relative to the dense
-cache, the highest such ratio that the bytes read allow, the share of it that was reached, and the size of the cache.
-Writes <output_dir>/bench/bench.json.
+The command uses your model (model.path, model.plan) or random weights of a known shape (bench.shapes). It fills the
+caches with random keys and values, so it needs no prompt. Its table shows, for each method:
+  tokens/s    decoding speed
+  full        speed of the dense cache, measured in turns with the method
+  x full      tokens/s divided by full
+  min–max     lowest and highest x full of all rounds
+  ceiling     highest ratio possible, if time depended only on the bytes that decoding reads
+  reached     x full as a share of the ceiling
+  GB          size of the cache
+It also writes <output_dir>/bench/bench.json.
 
   pod bench --config bench_cpu                         a minute on a CPU
   pod bench --shapes llama3-8b --lengths 32768,131072 --methods pod,pod+int4,snapkv@25% --set model.dtype=bfloat16"""

@@ -1,8 +1,9 @@
 """Turn text into packed training rows.
 
-Reads documents, tokenizes them, takes the same number of tokens from every interval of document lengths, and packs
-whole documents into rows of data.context_length tokens. Some text is held out for explore, train and eval. Writes
-shards, held-out text, manifest.json and lengths.png into <output_dir>/data; the other commands read this folder only.
+The command reads and tokenizes documents. It takes the same number of tokens from every interval of document lengths
+and packs whole documents into rows of data.context_length tokens. It keeps some text out of training, for explore and
+eval. The results are in <output_dir>/data, the only folder that the other commands read: shards, held-out text,
+manifest.json and lengths.png.
 
   pod data --config demo                       prepare the data of a recipe
   pod data "my_text/**/*.txt" --set data.target_tokens=1000000 --set output_dir=runs/mine

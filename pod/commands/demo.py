@@ -1,8 +1,8 @@
 """Run all steps on one machine: prepare data, explore, train, export, reload, evaluate.
 
-Without --config it runs the recipe demo (SmolLM2-135M). With DEMO_TINY=1 it runs demo_tiny: a random model, seconds
-instead of minutes, numbers without meaning. Each step is a command of its own, which is printed before it starts.
-Finished steps are kept: the same command continues an interrupted run.
+Without --config the command runs the recipe demo (SmolLM2-135M). With DEMO_TINY=1 it runs demo_tiny: a random model that
+takes seconds and gives numbers without meaning. Each step is a command of its own, which is printed before it starts.
+To continue an interrupted run, use the same command again; it keeps finished steps.
 
   pod demo
   pod demo --config demo_tiny

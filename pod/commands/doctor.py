@@ -1,7 +1,7 @@
 """Check the installation: required and optional packages, compiler, GPUs, and where files are kept.
 
 Each line begins with ok (found), bad (a required package is missing or has the wrong version) or - (an optional
-package is missing; the line says what it is for). Exit code 1 when a line is bad."""
+package is missing; the line tells what needs it). The exit code is 1 when a line is bad."""
 
 import importlib.metadata
 import os

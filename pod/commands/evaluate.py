@@ -1,8 +1,8 @@
 """Compare cache methods at equal memory: PoD, the dense model, and methods that drop, merge or quantize tokens.
 
-Measures perplexity, retrieval (passkey, needle in a haystack), the benchmarks of the papers, any task of lm-eval,
-speed and memory. Writes one JSON file per method and report.html into <output_dir>/eval. A run that was
-interrupted continues where it stopped.
+The command measures perplexity, retrieval (passkey, needle in a haystack), the benchmarks of the papers, any task of
+lm-eval, speed and memory. It writes one JSON file per method and report.html into <output_dir>/eval. An interrupted
+run continues where it stopped.
 
   pod eval --config demo                               evaluate a trained model
   pod eval --config demo --methods full,pod,snapkv@25% --tasks niah

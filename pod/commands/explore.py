@@ -1,21 +1,21 @@
 """Measure which attention heads can share keys and values, and write a plan.
 
-For every (layer, KV head) pair, measures on long held-out text what it costs the model's output when the pair follows
-another layer's attention, or keeps only a window of recent tokens. The plan saves explore.target_saving of the bytes at
-the least total cost. Writes into <output_dir>/plan: plan.json, summary.txt, the measured costs
-(plan_costs.safetensors), the least cost of every saving (pareto.json), and pictures. Measured costs are used again:
-another --target-saving or --roles takes seconds. An interrupted run continues. Several processes (torchrun or
-deepspeed) share the work.
+A KV head can reuse the attention of a lower layer (it follows) or keep only recent tokens (a window). The command
+measures on long held-out text how much each choice changes the output of the head's layer. The plan saves
+explore.target_saving of the bytes at the lowest total cost. The results are in <output_dir>/plan: plan.json, summary.txt,
+the measured costs (plan_costs.safetensors), the lowest cost of every saving (pareto.json) and pictures. Measured costs
+serve again: another --target-saving or --roles takes seconds. An interrupted run continues. Several processes
+(torchrun or deepspeed) share the work.
 
   pod explore --config demo --target-saving 0.5
 
 The plans of the PoD paper, from the similarity of attention rows:
 
-  pod explore --config demo --cost similarity --roles follow                  least total cost
+  pod explore --config demo --cost similarity --roles follow                  lowest total cost
   pod explore --config demo --cost similarity --roles follow --algorithm greedy --threshold 0.5   Algorithm 1
 
-The method razor (RazorAttention) needs the model's retrieval heads. They are searched on random tokens when eval.methods
-names razor, or alone with --heads, and written to <output_dir>/plan/retrieval_heads.json."""
+The method razor (RazorAttention) needs the model's retrieval heads. The command searches for them on random tokens when
+eval.methods names razor, and with --heads it does only this. It writes <output_dir>/plan/retrieval_heads.json."""
 
 import argparse
 import sys
@@ -163,9 +163,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", dest="explore.heads", action="store_const", const="true", help=heads)
     shorthands = {
         "target_saving": "share of the cache's bytes to save, for example 0.5",
-        "roles": "what pairs may do besides leading: follow, window, or follow,window",
+        "roles": "what heads may do to save memory: follow, window, or follow,window",
         "cost": "projected (change of the layer's output) or similarity (of attention rows, as in the paper)",
-        "algorithm": "dp (least total cost) or greedy (the paper's Algorithm 1)",
+        "algorithm": "dp (lowest total cost) or greedy (the paper's Algorithm 1)",
         "threshold": "similarity from which greedy lets two layers share, 0 to 1",
     }
     for name, text in shorthands.items():

@@ -1,7 +1,7 @@
 """Write a training checkpoint as a Hugging Face model folder that loads with plain transformers.
 
-Reads <output_dir>/train, writes <output_dir>/export: safetensors, configuration, tokenizer, modeling code, model card
-and licences. Run it again after `pod eval`, and the model card shows the results.
+The command reads <output_dir>/train and writes <output_dir>/export: safetensors, configuration, tokenizer, modeling
+code, model card and licences. Run it again after `pod eval` to show the results in the model card.
 
   pod export --config demo                              the newest checkpoint
   pod export --config demo_lora --set export.adapter=true   only the LoRA adapters, in peft's format"""

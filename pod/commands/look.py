@@ -46,8 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="pod data", description=DESCRIPTION)
     commands = parser.add_subparsers(metavar="verify|inspect", required=True)
-    check = commands.add_parser("verify", help="compare every file with the checksums in manifest.json")
-    look = commands.add_parser("inspect", help="print numbers of documents and tokens, and rows as text")
+    checks = "compare every file with the checksums in manifest.json"
+    shows = "print numbers of documents and tokens, and rows as text"
+    check = commands.add_parser("verify", help=checks, description=f"Check prepared data: {checks}.")
+    look = commands.add_parser("inspect", help=shows, description=f"Show prepared data: {shows}.")
     for command, run in ((check, _verify), (look, _inspect)):
         command.add_argument("folder", type=Path, help="folder of prepared data, for example runs/demo/data")
         add_verbosity(command)

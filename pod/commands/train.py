@@ -1,8 +1,8 @@
 """Fine-tune a model so that it works with the smaller KV cache of its plan.
 
-Runs on one device or, with DeepSpeed ZeRO and Ulysses sequence parallelism, on many. Reads <output_dir>/data and
-<output_dir>/plan/plan.json, writes checkpoints and metrics into <output_dir>/train. model.layout selects what is
-trained: PoD, dense, CLA or window attention.
+The command runs on one device or, with DeepSpeed ZeRO and Ulysses sequence parallelism, on many. It reads
+<output_dir>/data and <output_dir>/plan/plan.json and writes checkpoints and metrics into <output_dir>/train.
+model.layout selects the kind of model: PoD, dense, CLA or window attention.
 
   pod train --config demo                                                      one device
   deepspeed --module pod.commands.train --config llama3_8b_32k_pod             all GPUs of this machine

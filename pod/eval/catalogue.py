@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from pod.modeling.methods.base import AXES, Method, refusal
 
 _WRITTEN = (
-    "Written as pod+snapkv[window=16,kernel=7]+int4@25%: joined by '+', one of each axis at most,",
-    "parameters in brackets behind their method. @BUDGET says what stays per KV head and layer:",
-    "@4096 tokens; @25% or @0.25 of each row's prompt, rounded down; @pod as many tokens as fill",
-    "the bytes of the plan, which `pod eval` takes where none is named.",
+    "How to write a method, for example pod+snapkv[window=16,kernel=7]+int4@25%:",
+    "  +         joins methods, at most one of each kind (layout, selection, channels, codec)",
+    "  [...]     sets parameters of the method before it; above, brackets show their defaults",
+    "  @BUDGET   tokens to keep per KV head and layer: @4096 is a number of tokens, @25% or @0.25 a",
+    "            share of each prompt, @pod as many tokens as fill the plan's bytes. `pod eval` takes",
+    "            @pod when a method needs a budget and has none.",
 )
 
 
@@ -43,13 +45,13 @@ def _describe(registry: Mapping[str, Method], method: Method, width: int) -> lis
     allowed = [spec for spec, reason in together.items() if reason is None]
     lines = [f"source: {method.paper}", f"frees: {method.frees}"]
     lines += [f"{key} [{default}] {meaning}" for key, (default, meaning, *_) in method.parameters.items()]
-    lines += [f"goes with: {', '.join(allowed)}"] if allowed else []
+    lines += [f"combines with: {', '.join(allowed)}"] if allowed else []
     reasons: dict[str, list[str]] = {}
     for spec, reason in together.items():
         of_layout = registry[spec.split("+")[0]].trained and method.axis != "layout"  # said once, there
         if reason is not None and not of_layout:
             reasons.setdefault(reason, []).append(spec)
-    lines += [f"not {', '.join(specs)}: {reason}" for reason, specs in reasons.items()]
+    lines += [f"cannot combine: {', '.join(specs)}: {reason}" for reason, specs in reasons.items()]
     wrapper = textwrap.TextWrapper(width, initial_indent=" " * 6, subsequent_indent=" " * 8)
     wrapped = [part for line in lines for part in wrapper.wrap(line)]
     return [f"  {name}{'@BUDGET' if method.takes_budget else ''}", *wrapped]

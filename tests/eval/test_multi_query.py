@@ -167,7 +167,7 @@ def test_run_through_methods(place):
         ({"lengths": [150]}, "a needle prompt of 150 tokens is too short"),
         ({"questions": 0}, r"eval\.task_options\.multi_query\.questions is 0, it must be from 1 to 24"),
         ({"chat_template": True}, "multi_query.chat_template is true and the tokenizer has no chat template"),
-        ({"chat_template": True, "question_in_prompt": True}, "question_in_prompt continues in plain text"),
+        ({"chat_template": True, "question_in_prompt": True}, "question_in_prompt works in plain text only"),
         ({"samples": 0}, "samples is 0"),
     ],
 )

@@ -189,7 +189,7 @@ def args_of(**options) -> EvalArgs:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_batch": [[64, 3]]}, "only a GPU survives: set eval.task_options.efficiency.memory_limit_gib"),
+        ({"max_batch": [[64, 3]]}, "on a GPU only: set eval.task_options.efficiency.memory_limit_gib"),
         ({"longest_prompt": 64}, "longest_prompt fills all memory, which is safe on a GPU only"),
         ({"max_batch": [[64]], "memory_limit_gib": 1}, r"max_batch\[0\]\[1\] is missing"),
         ({"prefill_repeats": 0}, "prefill_repeats is 0: it should be greater than 0"),

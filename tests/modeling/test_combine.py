@@ -69,12 +69,12 @@ def test_order_and_spaces_do_not_matter():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("snapkv+h2o", "snapkv and h2o both say which tokens stay; take one of them"),
-        ("int4+int8", "int4 and int8 both say in which form they are held"),
-        ("full+pod", "full and pod both say which layers hold keys and values"),
+        ("snapkv+h2o", "snapkv and h2o both decide which tokens stay: use one of them"),
+        ("int4+int8", "int4 and int8 both decide how many bits each number has"),
+        ("full+pod", "full and pod both decide which layers keep keys and values"),
         (
             "h2o+think",
-            "think thins what a ranking of the prompt leaves: snapkv, pyramidkv, adakv, expected_attention",
+            "think works only after a method that ranks the prompt: snapkv, pyramidkv, adakv, expected_attention",
         ),
         ("pod+snapkv+think", "heads of this layout"),
         ("snapkw", "did you mean 'snapkv'"),
@@ -85,7 +85,7 @@ def test_order_and_spaces_do_not_matter():
         ("imdc(snapkv", "is not closed"),
         ("int4[window=8]+snapkv", r"int4 has no parameter 'window', snapkv has: write snapkv\[window=8\]"),
         ("snapkv[windwo=8]", "snapkv has no parameter 'windwo'; did you mean 'window'"),
-        ("pod+h2o", "'pod\\+h2o' is not possible: it drops a token"),
+        ("pod+h2o", "'pod\\+h2o' is not possible: each layer drops tokens"),
         ("pod+streamingllm", "'pod\\+streamingllm' is not possible: "),
         ("pod+imdc(snapkv)", "is not possible: "),
     ],

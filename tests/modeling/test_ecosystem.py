@@ -83,7 +83,7 @@ def test_from_pretrained_refuses_what_only_load_model_converts(tools, tmp_path, 
 
 def test_a_pod_cache_of_a_dense_model_says_that_it_is_full(tools, recwarn):
     dense, sharing = tools.make_pod(plan=False), tools.make_pod()
-    with pytest.warns(UserWarning, match="'pod' holds what 'full' holds.*load_model"):
+    with pytest.warns(UserWarning, match="'pod' keeps the same cache as 'full'.*load_model"):
         pod.make_cache(dense, "pod")
     recwarn.clear()
     (

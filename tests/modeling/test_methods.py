@@ -155,7 +155,7 @@ def test_requests_that_cannot_work_are_refused(tools):
     dense, shared = tools.make_pod("llama", plan=False), tools.make_pod("llama")
     for model, spec, options, message in [
         (dense, "snap", {}, "unknown method 'snap'"),
-        (dense, "snapkv+streamingllm", {}, "both say which tokens stay"),
+        (dense, "snapkv+streamingllm", {}, "both decide which tokens stay"),
         (dense, "snapkv", {}, "needs a budget"),
         (dense, "full", {"budget": 4}, "takes no budget"),
         (dense, "snapkv", {"budget": 30}, "must exceed window = 32"),

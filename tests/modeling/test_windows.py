@@ -277,7 +277,7 @@ def test_refusals(tools):
         (dense, "local_window", {"budget": 9, "prefill": "chunked"}, "choose exact or streaming"),
         (shared, "pod+streamingllm", {"budget": 40}, "no distant token"),
         (shared, "pod+wa", {"budget": 40}, "no distant token"),
-        (dense, "wa+streamingllm", {"budget": 40}, "both say which tokens stay"),
+        (dense, "wa+streamingllm", {"budget": 40}, "both decide which tokens stay"),
     ]:
         with pytest.raises(ValueError, match=message):
             pod.make_cache(model, spec, **options)

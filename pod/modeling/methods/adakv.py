@@ -45,6 +45,6 @@ METHOD = Method(
     | {"safeguard": (0.2, "share of the budget that every head has, whatever the others need", 0, 1)}
     | PREFILL_PARAMETERS,
     takes_budget=True,
-    refuses_pod="a lead that wins tokens from the heads of its layer would win them in every layer of its block, where none of the "
-    "other heads has lost them",
+    refuses_pod="this method moves budget between the heads of a layer; followers copy the choice of their lead, so their layers "
+    "could exceed the budget",
 )

@@ -165,10 +165,10 @@ def cache_of(
 
 
 AXES = {
-    "layout": "which layers hold keys and values",
+    "layout": "which layers keep keys and values",
     "selection": "which tokens stay",
     "channels": "which channels of keys stay",
-    "codec": "in which form they are held",
+    "codec": "how many bits each number has",
 }
 
 
@@ -243,7 +243,7 @@ def chosen_methods(registry: Mapping[str, Method], spec: Spec) -> tuple[dict[str
         method = registry[part.name]
         if method.axis in chosen:
             raise ValueError(
-                f"{spec.plain!r}: {chosen[method.axis].name} and {method.name} both say {AXES[method.axis]}; take one of them"
+                f"{spec.plain!r}: {chosen[method.axis].name} and {method.name} both decide {AXES[method.axis]}: use one of them"
             )
         if part.inner is not None and part.inner not in method.inner:
             allowed = ", ".join(f"{method.name}({name})" for name in method.inner) or f"{method.name} alone"
@@ -269,11 +269,13 @@ def _refuse_parameter(registry: Mapping[str, Method], spec: Spec, part: Part, na
 def refusal(layout: Method, *others: Method) -> str | None:
     """Why methods of different axes cannot be combined; None when they can."""
     if layout.trained and any(method.axis in ("selection", "channels") for method in others):
-        return f"models with layout {layout.name} were trained to hold just what they hold"
+        return f"a model with layout {layout.name} was trained with a fixed cache: only a codec can change it"
     selections = [method.name for method in others if method.axis == "selection"]
     for method in others:
         if method.axis == "channels" and not {*selections} <= {*method.behind}:
-            return f"{method.name} thins what a ranking of the prompt leaves: {', '.join(method.behind)}"
+            return (
+                f"{method.name} works only after a method that ranks the prompt: {', '.join(method.behind)}"
+            )
         if layout.name == "pod" and method.refuses_pod is not None:
             return method.refuses_pod
     return None
@@ -293,12 +295,12 @@ def _check_model(
             whose = "windows of its own: name nothing"
         raise ValueError(f"{spec} needs a model without {whose}{hint}")
     if config.layout == named == "pod" and config.sharing_plan.is_dense:
-        what = "the model shares nothing, so that 'pod' holds what 'full' holds"
+        what = "the model shares nothing, so 'pod' keeps the same cache as 'full'"
         warnings.warn(f"{what}: load it with pod.load_model(…, plan=…)", stacklevel=4)
     if config.layout != "pod" and (named != config.layout or "selection" in chosen):
         raise ValueError(
-            f"{spec!r} does not fit this model: it was trained with layout = {config.layout!r}, which decides what its "
-            f"cache holds; use {config.layout!r}, alone or with a codec"
+            f"{spec!r} does not fit this model: it was trained with layout = {config.layout!r}, which fixes its "
+            f"cache: use {config.layout!r}, alone or with a codec"
         )
     if config.layout == "pod" and named in LAYOUTS and named != "pod":
         raise ValueError(

@@ -305,7 +305,7 @@ METHOD = Method(
         "num_sink_tokens": (4, "first tokens, always kept (tokens)", 0),
         "alpha": (3.0, "budget of a layer with dense attention over that of the others", 1, 1000),
         "gate": (100.0, "variance of attention sums above which a layer is not dense; grows with the prompt"),
-        "normalize_gate": (False, "the gate is for variance / tokens, from 0 to 1: alike at any length"),
+        "normalize_gate": (False, "compare the gate with variance / tokens, from 0 to 1 at any length"),
         "beta": (0.5, "weight of the newest similarity in the merging threshold", 0, 1),
         "recent_share": (0.25, "recent tokens among all but the sinks: M / (N + M), so 3:1 is 0.25", 0, 1),
         "budget_rule": Parameter(
@@ -315,13 +315,14 @@ METHOD = Method(
         ),
         "similarity": Parameter(
             "keys",
-            "what must be alike to merge; both: keys by keys, values by values",
+            "what to compare before a merge; both: keys with keys, values with values",
             choices=tuple(_MATCHES),
         ),
-        "merge": Parameter("weighted", "by similarity, or their average", choices=("weighted", "average")),
+        "merge": Parameter(
+            "weighted", "weights in a merge: by similarity, or all equal", choices=("weighted", "average")
+        ),
     }
     | PREFILL_PARAMETERS,
     takes_budget=True,
-    refuses_pod="d2o merges keys within one layer, while followers of a PoD block use the lead's keys, of which each layer "
-    "would need its own merge",
+    refuses_pod="d2o merges keys in each layer separately, while followers read the keys of their lead",
 )

@@ -76,7 +76,7 @@ class ExpectedLayer(SharedSelectionLayer):
 METHOD = Method(
     name="expected_attention",
     paper="Expected Attention (Devoto et al., 2025)",
-    frees="prompt tokens that queries to come are not expected to attend to; decoded tokens stay",
+    frees="prompt tokens to which future queries are not expected to attend; decoded tokens stay",
     build=cache_of(ExpectedLayer, after_layers=free_own_keys),
     parameters={
         "num_sink_tokens": (4, "first tokens, always kept and not observed (tokens)", 0),

@@ -170,6 +170,6 @@ METHOD = Method(
     parameters={"num_recent_tokens": (None, "last tokens, always kept; None = half the budget (tokens)", 1)}
     | PREFILL_PARAMETERS,
     takes_budget=True,
-    refuses_pod="it drops a token per decoded token in each layer by that layer's own statistics, while followers of a PoD block use "
-    "the lead's keys and logits slot by slot",
+    refuses_pod="each layer drops tokens by its own statistics, while followers read the keys and logits of their lead slot by "
+    "slot",
 )

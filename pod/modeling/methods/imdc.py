@@ -303,7 +303,7 @@ _PARAMETERS = {
 }
 _FUNCTION = {
     "function": Parameter(FUNCTIONS[0], f"growth of the memory: {', '.join(FUNCTIONS)}", choices=FUNCTIONS),
-    "update": (True, "whether memory and chunk are compressed together; else the chunk, and appended (B.4)"),
+    "update": (True, "compress memory and chunk together; False: compress the chunk and append it (B.4)"),
 }
 
 
@@ -311,12 +311,12 @@ METHODS = tuple(
     Method(
         name=name,
         paper='IMDC, "Memorize Step by Step" (Zeng et al., 2024)',
-        frees=f"what a pruner drops after each chunk of a prompt; memories {growth}",
+        frees=f"tokens that a pruner drops after each chunk of a prompt; memories {growth}",
         build=partial(_build, name),
         parameters=_PARAMETERS | function,
         takes_budget=True,
         inner=("snapkv", "streamingllm"),
-        refuses_pod="each layer counts positions over its own memory, so that a block has no common distant keys",
+        refuses_pod="each layer counts positions in its own memory, so layers have no common distant keys",
     )
     for name, growth, function in (
         ("imdc", "grow to the budget as chunks shrink", _FUNCTION),

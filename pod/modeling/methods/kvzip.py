@@ -172,14 +172,14 @@ def _build(config: PodConfig, request: Request) -> PodCache:
 METHOD = Method(
     name="kvzip",
     paper="KVzip (Kim et al., 2025)",
-    frees="what the model does not attend to when it repeats a text; later prompts and decoded tokens stay",
+    frees="tokens to which the model does not attend when it repeats the text; later prompts and decoded tokens stay",
     build=_build,
     parameters={
         "repeat_ids": (
             None,
-            "request to repeat: three lists of token ids, by default those of the tokenizer in the model's folder",
+            "the request to repeat the text, as three lists of token ids; None: made by the tokenizer in the model's folder",
         ),
-        "chunk_size": (2048, "tokens of a text that are repeated at once (tokens)", 1),
+        "chunk_size": (2048, "the model repeats this many tokens at a time (tokens)", 1),
         "num_sink_tokens": (4, "first tokens, always kept (tokens)", 1),
     },
     takes_budget=True,

@@ -20,10 +20,14 @@ from pod.modeling.shipped.quantized import make_codec
 from pod.modeling.shipped.sharing import GROUP_SIZE, RESIDUAL
 from pod.modeling.shipped.stores import Codec
 
-_CAPACITY = {"capacity": (None, "tokens per row to have room for; then the engine (pod.engine) decodes")}
+_CAPACITY = {"capacity": (None, "tokens per row to reserve space for; pod.engine then decodes")}
 _OF_POD = {
     "tau": (None, "gate from which a follower's query head skips distant tokens; None = never", 0.0, 1.0),
-    "extra_slots": (0, "tokens held behind windows, which can be taken back: crop, assisted decoding", 0),
+    "extra_slots": (
+        0,
+        "extra tokens kept after windows, so that crop and assisted decoding can remove tokens",
+        0,
+    ),
 }
 _OF_CODECS = {
     "group_size": (GROUP_SIZE, "numbers that share a scale: tokens (keys) or channels (values)", 2),
@@ -59,7 +63,7 @@ LAYOUTS = (
     Method(
         name="cla",
         paper="Cross-layer attention (Brandon et al., 2024); for models trained with layout='cla'",
-        frees="keys and values of every layer of a block but its first; no token is dropped",
+        frees="keys and values of all layers in a block except the first; no token is dropped",
         axis="layout",
         build=_build,
         trained=True,
@@ -84,7 +88,7 @@ CODECS = tuple(
     Method(
         name=name,
         paper="KIVI (Liu et al., 2024)",
-        frees=f"{16 - bits} of 16 bits of every number but the newest tokens', less 1 bit for fp16 scale and zero",
+        frees=f"{16 - bits} of 16 bits per number, minus 1 bit for scale and zero in fp16; the newest tokens stay in 16 bits",
         axis="codec",
         build=partial(_build_codec, name, bits),
         parameters=_OF_CODECS,

@@ -191,8 +191,8 @@ METHOD = Method(
     parameters={
         "block": (128, "decoded tokens that are merged at once (tokens)", 1),
         "share": (0.05, "tokens of each merge that stay native, those with the largest angle (share)", 0, 1),
-        "retained": (None, "so many stay native in all, in place of the share (tokens)", 0),
+        "retained": (None, "total number of tokens that stay native; overrides share (tokens)", 0),
         "t": (0.6, "where the shared direction lies, from the shallower (0) to the deeper layer's (1)", 0, 1),
     },
-    refuses_pod="both share between layers: there are no two layers' own keys left to merge",
+    refuses_pod="both methods share between layers, so no two layers have keys of their own to merge",
 )

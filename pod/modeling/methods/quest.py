@@ -137,8 +137,8 @@ def _taken(x: Tensor, slots: Tensor) -> Tensor:
 METHOD = Method(
     name="quest",
     paper="Quest (Tang et al., 2024)",
-    frees="nothing: all tokens stay, with 1 / page_size more bytes for the bounds; decoding reads budget tokens per query "
-    "head (behind a codec all are unpacked first: bytes are saved, time is not)",
+    frees="nothing: all tokens stay, and page bounds add 1 / page_size to the bytes. Decoding reads only budget tokens per "
+    "query head. A codec unpacks all tokens first, so it saves bytes but no time",
     build=cache_of(QuestLayer),
     parameters={
         "page_size": (16, "consecutive tokens that are read or skipped together (tokens)", 1),

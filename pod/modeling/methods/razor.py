@@ -83,11 +83,11 @@ METHOD = Method(
     parameters={
         "heads": (None, "file of `pod explore --heads`, gates (.tsv), a plan, lists of KV heads, or random"),
         "share": (None, "share of KV heads that hold all, best first; None = the file's choice", 0.0, 1.0),
-        "seed": (0, "of random heads, 0.15 of all without a share", 0),
+        "seed": (0, "seed of random heads; without share these are 15 % of all", 0),
         "num_sink_tokens": (4, "first tokens that the other heads hold (tokens)", 0),
         "num_recent_tokens": (4000, "recent tokens that the other heads hold at least (tokens)", 1),
         "compression": (5.0, "the others hold at least 1/compression of what a prompt's end has seen", 1),
-        "compensation": (True, "whether dropped tokens live on in one mean token"),
+        "compensation": (True, "keep the mean of all dropped tokens as one token"),
     },
-    refuses_pod="heads that follow a lead have no keys of their own far back: there is nothing to keep or to average",
+    refuses_pod="followers have no distant keys of their own, so there is nothing to keep or to average",
 )

@@ -153,7 +153,7 @@ def lazy_mass(rows: Tensor, num_sink_tokens: int, num_recent_tokens: int) -> Ten
 METHOD = Method(
     name="simlayerkv",
     paper="SimLayerKV (Zhang et al., 2024), §5, eqs. 1 to 3",
-    frees="tokens between the first and the last ones, in layers that attend to little else; the other layers hold all",
+    frees="tokens between the first and the last ones, in layers that attend to little else; the other layers keep all",
     build=cache_of(SimLayer, rowwise=True),
     parameters={
         "threshold": (
@@ -170,9 +170,9 @@ METHOD = Method(
         "num_last_queries": (32, "prefill detector: queries at the prompt's end to average over (tokens)", 1),
         "exempt_last_layer": (False, "whether the last layer holds everything (the authors' Qwen setting)"),
         "lazy_layers": (None, "lazy layers in place of those that a detector finds, as [0, 3] (a list)"),
-        "num_lazy_layers": (None, "so many of lazy_layers, or of all layers, drawn at random (layers)", 0),
-        "seed": (0, "of that draw"),
+        "num_lazy_layers": (None, "draw this number of lazy_layers, or of all layers, at random (layers)", 0),
+        "seed": (0, "seed of that draw"),
     }
     | PREFILL_PARAMETERS,
-    refuses_pod="which layers hold their tokens is decided while it runs, so no layer can rely on the keys of another",
+    refuses_pod="the method decides while it runs which layers keep their tokens, so no layer can rely on the keys of another",
 )

@@ -121,7 +121,7 @@ class WholeLayer(SharedSelectionLayer):
 METHOD = Method(
     name="think",
     paper="ThinK (Xu et al., 2024)",
-    frees="the share ratio of the channels of the prompt's keys (a fifth of the bytes at 0.4); no token is dropped",
+    frees="a share (ratio) of the channels in the prompt's keys, a fifth of the bytes at 0.4; no token is dropped",
     axis="channels",
     build=cache_of(WholeLayer),
     wraps=ThinCodec,
@@ -131,5 +131,5 @@ METHOD = Method(
         "recent": (32, "tokens at the end of a prompt whose keys stay whole (tokens)", 0),
     },
     behind=("snapkv", "pyramidkv", "adakv", "expected_attention"),
-    refuses_pod="heads of this layout do not all hold every key of their own, which is what loses channels",
+    refuses_pod="some heads of this layout keep no distant keys, and ThinK drops channels of keys",
 )

@@ -28,7 +28,7 @@ from pod.modeling.shipped.sharing import SharingPlan
 from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import Recent
 
-WINDOW_REFUSES_POD = "a window has no distant token whose keys a block could share"
+WINDOW_REFUSES_POD = "this method keeps no distant tokens whose keys layers could share"
 
 
 def with_windows(config: PodConfig, num_sink_tokens: int, num_recent_tokens: int) -> PodConfig:

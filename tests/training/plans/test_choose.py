@@ -427,7 +427,7 @@ def test_two_ranks_make_the_plan_of_one(overrides, tmp_path):
             ["explore.bits=[16,4]", "explore.target_saving=0.99"],
             "0.99, but the allowed roles save 0.000 to 0.854",
         ),
-        (["explore.budget_length=7"], "the windows hold 2 . 5 of them"),
+        (["explore.budget_length=7"], "the windows hold 2 + 5 of them"),
         (["explore.cost=output"], "cost is 'output': it should be 'projected' or 'similarity'"),
     ],
 )
@@ -446,4 +446,4 @@ def test_dry_run_names_the_cost(overrides, capsys):
     )
     printed = capsys.readouterr().out
     assert "roles: [window]" in printed
-    assert "projected: one forward pass over 3 x 48 = 144 tokens and 2 x 48 repeated ones" in printed
+    assert "projected: one forward pass over 3 x 48 = 144 tokens and 2 x 48 repeated tokens" in printed
