@@ -113,7 +113,7 @@ def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> N
         check_bits(4, config.head_dim, f"explore.bits is {explore.bits}")
     if explore.sequence_length > config.max_position_embeddings:
         raise ValueError(
-            f"explore.sequence_length is {explore.sequence_length}, but the model reads only "
+            f"explore.sequence_length is {explore.sequence_length}, but the model reads "
             f"{config.max_position_embeddings} tokens: lower it, or extend the model first"
         )
     if explore.cost == "projected":
