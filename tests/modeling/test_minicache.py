@@ -209,7 +209,7 @@ def test_padded_rows_equal_rows_alone_in_any_chunking(tools, chunks):
 
 def test_what_cannot_be_is_refused(tools):
     model, dense = tools.make_pod(), tools.make_pod(plan=False)
-    with pytest.raises(ValueError, match="both share between layers"):
+    with pytest.raises(ValueError, match="both methods share between layers"):
         pod.make_cache(model, "pod+minicache")
     with pytest.raises(ValueError, match="takes no budget"):
         pod.make_cache(dense, "minicache", budget=100)

@@ -190,7 +190,7 @@ def test_without_its_safeguard_a_head_may_keep_its_window_alone():
 @pytest.mark.parametrize(
     ("spec", "options", "message"),
     [
-        ("pod+adakv", {"budget": 40}, "where none of the other heads has lost them"),
+        ("pod+adakv", {"budget": 40}, "followers copy the choice of their lead"),
         ("adakv", {"budget": 32}, "budget = 32 must exceed window = 32: raise the budget"),
         ("adakv", {"budget": 40, "kernel": 4}, "adakv: kernel = 4 must be odd"),
         ("adakv", {"budget": 40, "safeguard": 1.5}, "safeguard = 1.5 must lie between 0 and 1"),

@@ -308,7 +308,7 @@ def test_requests_that_cannot_work_are_refused(tools):
         with pytest.raises(ValueError, match=message) as error:
             make(target, **options)
         assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="decided while it runs"):
+    with pytest.raises(ValueError, match="decides while it runs"):
         make(shared, "pod+simlayerkv")
 
 
