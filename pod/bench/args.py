@@ -38,7 +38,7 @@ def contestant(name: str) -> Method:
     method = find_method(name)
     if method.model not in ("dense", "adapted") or "capacity" in method.options:
         raise ValueError(
-            f"methods: {name!r}: weights and room are the benchmark's own; write as 'pod[tau=0.7]'"
+            f"methods: {name!r}: the benchmark sets weights and capacity itself: write for example 'pod[tau=0.7]'"
         )
     share = method.options.get("skip_share", 0)
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _ELEMENT = {"float32": 4, "bfloat16": 2, "float64": 8}
 _RANDOM_LONGEST = 1 << 20  # positions of random models, which read any length alike
 _OF_EXPORTS = (
-    "model.path is an export with PoD weights; give the dense model to compare with stock transformers"
+    "model.path is an export with PoD weights; set it to the dense model to compare with stock transformers"
 )
 
 
@@ -38,8 +38,8 @@ def estimate(recipe: "Recipe") -> str:
         f"Plan: {measured.describe()}",
         f"Weights: {sizes.weights / 1e9:.2f} GB, of which a decode step reads {sizes.read / 1e9:.2f} GB. "
         f"{plan.num_followers} of {plan.num_pairs} (layer, KV head) pairs follow, {plan.num_windows} keep their window.",
-        "Size of each cache at its end (GB), bytes that a step reads, weights included (GB), and the speed relative to full "
-        "that these bytes allow:",
+        "Each line shows the size of the full-grown cache (GB), what a step reads of it and of the weights (GB), and the "
+        "highest possible speed relative to full if time depended on these bytes only:",
     ]
     for batch, length in settings(args):
         lines.append(f"  batch {batch}, {length:,} tokens:")
@@ -48,7 +48,7 @@ def estimate(recipe: "Recipe") -> str:
             held = batch * held_per_row(sizes, method, args.room(length)) / 1e9
             read = read_per_step(sizes, method, length, batch)
             known = f"{held:8.3f} size  {read / 1e9:8.3f} read  {full / read:.3f}x"
-            unknown = f"at most {held:.3f} size; there is no model of what a step reads"
+            unknown = f"at most {held:.3f} size; what a step reads is unknown"
             lines.append(f"    {method.name:<30} {known if is_modelled(method) else unknown}")
     return "\n".join(lines)
 

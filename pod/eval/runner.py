@@ -51,7 +51,7 @@ def _evaluate(run: Evaluation) -> dict[str, dict]:
             _answer(run, methods[name], results[name], tasks)
     elif any(pending.values()):
         missing = "; ".join(f"{name}: {', '.join(tasks)}" for name, tasks in pending.items() if tasks)
-        run.log(f"not answered yet, the step `answer` does it: {missing}")
+        run.log(f"no saved answers yet; the step `answer` computes them: {missing}")
     if run.ranks.is_first:
         if timed:
             measure_speed(run, results)

@@ -242,13 +242,13 @@ def test_the_headline_says_what_the_judge_says(comparison, tmp_path):
     pod = next(entry for entry in comparison.entries if entry.label == "pod")
     before = "Compared with the dense model, PoD "
     verdicts = report_notes.headline(comparison).partition(before)[2].partition(". ")[0]
-    said = dict.fromkeys(("is worse on", "has too few samples to tell on"), "")
+    said = dict.fromkeys(("is worse on", "shows no clear difference (too few samples to tell) on"), "")
     for piece in verdicts.split("; "):
         said[next(words for words in said if piece.startswith(words))] = piece
     assert len(said) == 2
     for title, tasks in comparison.columns().items():
         mark = comparison.against(pod, tasks).mark
-        words = {"worse": "is worse on", "": "has too few samples to tell on"}[mark]
+        words = {"worse": "is worse on", "": "shows no clear difference (too few samples to tell) on"}[mark]
         assert f" {title} " in said[words]
     alone = merge([write(tmp_path, pod=result_file("pod", {"t": payload([0.5, 0.6])}))])
     assert report_notes.headline(alone).startswith("PoD has no dense result beside it on t 55.0. ")

@@ -198,7 +198,7 @@ def test_steps_can_run_one_by_one(place, tmp_path, monkeypatch):
         return runner.evaluate(recipe, log=lines.append), lines
 
     _, lines = go("score")
-    assert "not answered yet, the step `answer` does it: full: passkey; snapkv@60: passkey" in lines
+    assert "no saved answers yet; the step `answer` computes them: full: passkey; snapkv@60: passkey" in lines
     go("answer")
     assert not (tmp_path / "eval" / "report.html").exists()
     assert not (tmp_path / "eval" / "full.json").exists()
@@ -510,6 +510,6 @@ def test_an_estimate_says_what_stands_in_the_way(place, tmp_path):
 def test_list_of_tasks_names_options_suites_and_defaults():
     text = list_tasks()
     assert "\nniah: needle in a haystack" in text
-    assert "  samples  (int, default 1)\n      prompts per length and depth" in text
+    assert "  samples  (int, default 1)\n      Number of prompts per length and depth" in text
     assert "pod_longbench_14" in text and "  num_fewshot  (int | null, default null)" in text
     assert "\nefficiency: " in text and "max_batch  (list[" in text

@@ -62,40 +62,52 @@ TRAINED = "model:dense_trained"
 METHODS = {
     method.name: method
     for method in (
-        _dense("full", "dense model, every key and value", False, one_shot=True, axis="layout"),
-        _dense("pod", "PoD, adapted weights", False, one_shot=True, model="adapted", axis="layout"),
+        _dense("full", "the dense model with its whole cache", False, one_shot=True, axis="layout"),
+        _dense("pod", "PoD, trained with the plan", False, one_shot=True, model="adapted", axis="layout"),
         _dense(
             "pod-unadapted",
-            "PoD, dense weights + plan",
+            "PoD without training: the dense weights with a plan",
             False,
             one_shot=True,
             model="unadapted",
             spec="pod",
             axis="layout",
         ),
-        _dense("streamingllm", "sinks + recent", grows=False, unbounded=True),
-        _dense("lm_infinite", "sinks + recent, distances capped", grows=False, unbounded=True),
-        _dense("wa", "recent tokens only, prompt masked too", grows=False),
-        _dense("local_window", "recent tokens only, full prompt", grows=False),
-        _dense("snapkv", "tokens picked by the prompt's end"),
-        _dense("pyramidkv", "tokens picked by the prompt's end, fewer in higher layers"),
-        _dense("adakv", "tokens picked by the prompt's end, more of them in heads that need them"),
-        _dense("expected_attention", "tokens that queries to come should attend to"),
-        _dense("kvzip", "what the model reads when it repeats the text"),
-        _dense("h2o", "heavy hitters + recent", grows=False),
-        _dense("roco", "robust heavy hitters", grows=False),
-        _dense("d2o", "dropped tokens merged into kept ones", grows=False),
-        _dense("imdc", "growing memory, shrinking chunks", unbounded=True),
-        _dense("im", "growing memory", unbounded=True),
-        _dense("fm", "fixed memory", unbounded=True),
-        _dense("quest", "reads the best pages, holds all"),
-        _dense("simlayerkv", "lazy layers keep a window", takes_budget=False),
-        _dense("razor", "retrieval heads whole, others a window", takes_budget=False),
-        _dense("minicache", "pairs of layers share directions", takes_budget=False),
-        _dense("think", "prompt's keys without their least channels", takes_budget=False, axis="channels"),
-        _dense("kivi", "2 bits per number", takes_budget=False, axis="codec"),
-        _dense("int4", "4 bits per number", takes_budget=False, axis="codec"),
-        _dense("int8", "8 bits per number", takes_budget=False, axis="codec"),
+        _dense("streamingllm", "keeps the first and the recent tokens", grows=False, unbounded=True),
+        _dense(
+            "lm_infinite",
+            "keeps the first and the recent tokens, with capped distances",
+            grows=False,
+            unbounded=True,
+        ),
+        _dense("wa", "keeps the recent tokens only, while it reads the prompt too", grows=False),
+        _dense("local_window", "reads the whole prompt, then keeps the recent tokens only", grows=False),
+        _dense("snapkv", "keeps tokens to which the end of the prompt attends"),
+        _dense("pyramidkv", "like snapkv, with fewer tokens in higher layers"),
+        _dense("adakv", "like snapkv, with more tokens in heads that need them"),
+        _dense("expected_attention", "keeps tokens to which future queries are expected to attend"),
+        _dense("kvzip", "keeps tokens that the model reads when it repeats the text"),
+        _dense("h2o", "keeps the recent tokens and those with the most attention so far", grows=False),
+        _dense("roco", "keeps tokens with high mean attention, or attention that varies a lot", grows=False),
+        _dense("d2o", "merges dropped tokens into similar ones that it keeps", grows=False),
+        _dense("imdc", "reads the prompt in shrinking chunks into a growing memory", unbounded=True),
+        _dense("im", "reads the prompt in chunks into a growing memory", unbounded=True),
+        _dense("fm", "reads the prompt in chunks into a fixed memory", unbounded=True),
+        _dense("quest", "keeps all tokens and reads only the best pages"),
+        _dense("simlayerkv", "lazy layers keep only a window", takes_budget=False),
+        _dense("razor", "retrieval heads keep all tokens, the others a window", takes_budget=False),
+        _dense(
+            "minicache", "pairs of layers share the directions of their keys and values", takes_budget=False
+        ),
+        _dense(
+            "think",
+            "drops the least important channels of the prompt's keys",
+            takes_budget=False,
+            axis="channels",
+        ),
+        _dense("kivi", "stores keys and values in 2 bits", takes_budget=False, axis="codec"),
+        _dense("int4", "stores keys and values in 4 bits", takes_budget=False, axis="codec"),
+        _dense("int8", "stores keys and values in 8 bits", takes_budget=False, axis="codec"),
     )
 }
 
@@ -123,7 +135,7 @@ def find_method(name: str) -> Method:
         written = written.in_order(lambda part: AXES.index(METHODS[part].axis))
         found = _joined([METHODS[part] for part in written.names], written.plain)
     if written.budget is not None and not found.takes_budget:
-        raise ValueError(f"method {name!r}: {written.plain} takes no budget; leave out @{written.budget}")
+        raise ValueError(f"method {name!r}: {written.plain} takes no budget: leave out @{written.budget}")
     budget = None if written.budget is None or written.budget.is_pod else written.budget
     said = str(replace(written, budget=budget))
     if not written.params:
@@ -136,7 +148,9 @@ def find_method(name: str) -> Method:
 def _own_model(name: str) -> Method:
     kind = name.removeprefix("model:")
     if not kind.isidentifier() or kind in ("dense", "unadapted", "adapted"):
-        raise ValueError(f"method {name!r}: after `model:` stands a name in eval.models, a word of its own")
+        raise ValueError(
+            f"method {name!r}: write a name of eval.models after `model:`, other than dense, unadapted and adapted"
+        )
     return Method(name=name, spec=None, model=kind, title=f"the model {kind} with its own layout")
 
 

@@ -121,7 +121,7 @@ class PodLM(LM):
         """Raises: ValueError for a `--use_cache`, whose keys name the prompt only."""
         if cache_hook.dbdict is not None:
             raise ValueError(
-                "--use_cache would mix methods and budgets up: give the model argument store=FOLDER, which keeps answers by these, too"
+                "--use_cache does not tell methods and budgets apart: use the model argument store=FOLDER instead"
             )
         super().set_cache_hook(cache_hook)
 

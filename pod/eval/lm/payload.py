@@ -65,7 +65,7 @@ def primary_metric(name: str, task: Any, rule: Rule, asked: str | None) -> tuple
         wanted = next((m for m in (*_PREFERRED, *_PERPLEXITIES, *per_sample) if m in has), None)
     if wanted is None:
         raise ValueError(
-            f"task {name} has only metrics over all samples at once ({', '.join(has)}), which have no paired interval: it cannot be compared here"
+            f"task {name} cannot be compared here: its metrics ({', '.join(has)}) give no score per sample"
         )
     metric, _, filtered = wanted.partition(",")
     filters = [ensemble.name for ensemble in task._filters]
@@ -74,7 +74,7 @@ def primary_metric(name: str, task: Any, rule: Rule, asked: str | None) -> tuple
         raise ValueError(f"task {name} has no metric {wanted!r}: it has {known}")
     if metric in _OF_ALL:
         raise ValueError(
-            f"task {name}: {metric} is one number over all samples, which has no paired interval: take another metric"
+            f"task {name}: {metric} gives no score per sample, so methods cannot be compared: choose another metric"
         )
     kind = (asked is None and rule.kind) or _kind_of(metric, task)
     return (metric, filtered or None), kind

@@ -262,8 +262,8 @@ class Encoder:
     def _too_long(self, request: Any, tokens: int, room: int) -> Unanswerable:
         if self.too_long == "error":
             raise ValueError(
-                f"{request.task_name}, document {request.doc_id}: a prompt of {tokens} tokens exceeds the {max(room, 0)} that there is "
-                "room for; set too_long to truncate or skip, or lower the task's length"
+                f"{request.task_name}, document {request.doc_id}: a prompt of {tokens} tokens exceeds the {max(room, 0)} tokens "
+                "that fit: set too_long to truncate or skip, or lower the task's length"
             )
         # equal causes are counted by their reason: no numbers in it
         skip = self.too_long == "skip"

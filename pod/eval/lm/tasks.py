@@ -22,16 +22,17 @@ class LmOptions:
     """Options of any task of lm-eval."""
 
     num_fewshot: NonNegativeInt | None = None
-    """examples before the question; null = the task's own number"""
+    """Number of examples before the question. null = the task's own number."""
 
     limit: PositiveInt | None = None
-    """samples per leaf task, the first ones; null = eval.limit"""
+    """Use only the first samples of each task; this is their number. null = eval.limit."""
 
     metric: str | None = None
-    """the metric that tables and intervals are made of, as exact_match or exact_match,flexible-extract; null = the task's first"""
+    """The metric for tables and intervals, for example exact_match or exact_match,flexible-extract. null = the task's
+    first metric."""
 
     metadata: dict[str, Any] = field(default_factory=dict)
-    """values for tasks that make their own prompts, as {max_seq_lengths: [4096]} for lm-eval's ruler"""
+    """Values for tasks that generate their prompts, for example {max_seq_lengths: [4096]} for lm-eval's ruler."""
 
 
 def make_lm_tasks(run: base.Run, names: list[str]) -> dict[str, Task]:

@@ -92,8 +92,8 @@ class StreamNll(TextTask):
     def refuses(self, method: Method) -> str | None:
         if method.fills_pod_bytes and method.grows:
             return (
-                f"{method.name} has no constant budget of PoD's bytes while a text streams, for it keeps every token behind its prompt or "
-                f"compresses on the way; give it a budget of its own, as {method.name}@1024"
+                f"PoD's bytes give {method.name} no constant budget while a text streams: write a budget, for example "
+                f"{method.name}@1024"
             )
         return None
 
