@@ -223,7 +223,7 @@ def test_growing_methods_need_a_budget_of_their_own(place):
     task = run.tasks["stream_nll"]
     reasons = {name: task.refuses(find_method(name)) for name in run.args.methods}
     assert (
-        reasons["snapkv"].endswith("give it a budget of its own, as snapkv@1024")
+        reasons["snapkv"].endswith("write a budget, for example snapkv@1024")
         and "\n" not in reasons["snapkv"]
     )
     assert [name for name, reason in reasons.items() if reason] == ["snapkv"]
