@@ -1,4 +1,4 @@
-"""`pod bench` from a checkout."""
+"""Start `pod bench` from a checkout of the repository, without installing it."""
 
 from pod.commands import start
 

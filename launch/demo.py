@@ -1,4 +1,4 @@
-"""`pod demo` from a checkout."""
+"""Start `pod demo` from a checkout of the repository, without installing it."""
 
 from pod.commands import start
 

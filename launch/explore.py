@@ -1,4 +1,4 @@
-"""`pod explore` from a checkout."""
+"""Start `pod explore` from a checkout of the repository, without installing it."""
 
 from pod.commands import start
 

@@ -1,4 +1,4 @@
-"""`pod export` from a checkout."""
+"""Start `pod export` from a checkout of the repository, without installing it."""
 
 from pod.commands import start
 

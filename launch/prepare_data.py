@@ -1,4 +1,4 @@
-"""`pod data` from a checkout."""
+"""Start `pod data` from a checkout of the repository, without installing it."""
 
 from pod.commands import start
 

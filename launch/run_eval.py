@@ -1,4 +1,4 @@
-"""`pod eval` from a checkout."""
+"""Start `pod eval` from a checkout of the repository, without installing it."""
 
 from pod.commands import start
 

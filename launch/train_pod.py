@@ -1,4 +1,4 @@
-"""`pod train` from a checkout."""
+"""Start `pod train` from a checkout of the repository, without installing it."""
 
 from pod.commands import start
 

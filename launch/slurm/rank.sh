@@ -1,5 +1,5 @@
 #!/bin/bash
-# One rank of launch/slurm/train.sbatch: Slurm's variables become those that torch.distributed reads.
+# Start one rank of launch/slurm/train.sbatch. It sets the variables of torch.distributed from those of Slurm.
 set -eu
 export RANK=$SLURM_PROCID
 export LOCAL_RANK=$SLURM_LOCALID
