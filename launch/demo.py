@@ -1,4 +1,4 @@
-"""Start `pod demo` from a checkout of the repository, without installing it."""
+"""Start `pod demo` from a checkout of the repository."""
 
 from pod.commands import start
 

@@ -1,4 +1,4 @@
-"""Start `pod explore` from a checkout of the repository, without installing it."""
+"""Start `pod explore` from a checkout of the repository."""
 
 from pod.commands import start
 

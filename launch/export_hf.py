@@ -1,4 +1,4 @@
-"""Start `pod export` from a checkout of the repository, without installing it."""
+"""Start `pod export` from a checkout of the repository."""
 
 from pod.commands import start
 

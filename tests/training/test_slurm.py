@@ -116,4 +116,4 @@ def test_no_recipe_is_one_line(slurm):
     job = start()
     _, error = job.communicate(timeout=3600)
     assert job.returncode == 2
-    assert error.decode().startswith("error: no recipe: sbatch launch/slurm/train.sbatch RECIPE.yaml")
+    assert error.decode().startswith("error: no recipe given: sbatch launch/slurm/train.sbatch RECIPE.yaml")
