@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """`pod data FILE …` for `--set data.sources=…`, and the consent to replace finished rows."""
     sources = "files, folders or patterns to read in place of data.sources"
     parser.add_argument("data.sources", nargs="*", metavar="SOURCE", help=sources)
-    text = "replace finished rows that were prepared with other settings; without it they are kept and the command stops"
+    text = "read the sources again and replace finished rows; without it rows of other settings are kept and the command stops"
     parser.add_argument("--overwrite", action="store_true", help=text)
 
 

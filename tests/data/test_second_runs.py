@@ -1,11 +1,13 @@
 """What a later, a second or an unlucky run does to work that is there: nothing is lost that somebody still needs."""
 
 import errno
+import json
 import os
 import random
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from data_helpers import content
@@ -45,6 +47,33 @@ def fail_if_read(*_):
 
 def no_space(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def change_a_source(args, tmp_path):
+    """Another text in a file of the sources, and a time of change behind that of the rows."""
+    file = next(path for path in Path(args.sources[0]).rglob("*") if path.is_file())
+    file.write_text(json.dumps({"text": "a changed text " * 400}) + "\n", encoding="utf-8")
+    later = (tmp_path / "data/manifest.json").stat().st_mtime + 10
+    os.utime(file, (later, later))
+    return file
+
+
+def test_a_source_that_was_changed_is_told_and_overwrite_reads_it(args, tokenizer, tmp_path, capsys):
+    prepare(args, tokenizer, tmp_path / "data")
+    before = content(tmp_path / "data")
+    prepare(args, tokenizer, tmp_path / "data")
+    assert "warning" not in capsys.readouterr().out
+    file = change_a_source(args, tmp_path)
+    prepare(args, tokenizer, tmp_path / "data")
+    assert f"warning: {file} was changed after {tmp_path / 'data'} was made" in capsys.readouterr().out
+    assert content(tmp_path / "data") == before
+    prepare(args, tokenizer, tmp_path / "data", overwrite=True)
+    assert content(tmp_path / "data") != before
+    prepare(args, tokenizer, tmp_path / "data")  # made later than the change
+    made = content(tmp_path / "data")
+    with pytest.raises(ValueError, match="cannot be overwritten: the checkpoints in"):
+        prepare(args, tokenizer, tmp_path / "data", overwrite=True, used_by=tmp_path / "train")
+    assert content(tmp_path / "data") == made
 
 
 def test_rows_that_a_training_goes_on_with_are_not_replaced(args, tokenizer, tmp_path):

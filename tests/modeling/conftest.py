@@ -1,5 +1,7 @@
 """Tiny models of every family, and a decoder written independently of ours as the oracle."""
 
+import functools
+
 import pytest
 import torch
 import transformers
@@ -177,3 +179,17 @@ def tools():
     return types.SimpleNamespace(
         make_stock=make_stock, make_pod=make_pod, random_ids=random_ids, naive_logits=naive_logits, lead=LEAD
     )
+
+
+@functools.cache
+def _model_of_layout(layout: str, dtype: torch.dtype):
+    if layout in ("dense", "pod"):
+        return make_pod("llama", dtype, plan=layout == "pod")
+    windows = {"num_sink_tokens": 0, "num_recent_tokens": 20} if layout == "window" else {}
+    return pod.load_model(make_stock("llama", dtype), layout=layout, **windows)
+
+
+@pytest.fixture(scope="session")
+def model_of():
+    """``(layout, dtype) -> model`` for a row of ``method_table``; made once, so tests must not change it."""
+    return lambda layout, dtype=torch.float64: _model_of_layout(layout, dtype)

@@ -121,7 +121,7 @@ class LocalWindow(Streaming, NaiveDecoder):
 class SnapKV(Streaming, NaiveDecoder):
     """Pooled attention of the last queries of a prompt."""
 
-    def setup(self, budget: int, window: int, kernel: int, pool: str, chunk_size: int = 0) -> None:
+    def setup(self, budget: int, window: int, kernel: int, pool: str = "avg", chunk_size: int = 0) -> None:
         self.window, self.kernel, self.pool, self.chunk_size = window, kernel, pool, chunk_size
         self.budgets = [budget] * self.num_layers
 
@@ -371,6 +371,10 @@ class RoCo(H2O):
     after_decode = after_prompt
 
 
+ROUNDING = 1e-13
+"""Cosines that differ by less are equal: in layer 0 values depend on the token alone, and tokens come twice."""
+
+
 class D2O(H2O):
     """Layer budgets by the variance of column sums; evicted tokens merge into their nearest kept key."""
 
@@ -442,13 +446,16 @@ class D2O(H2O):
         nearest = {}
         for i in evicted:
             cosines = cosine(xs[i], torch.stack([xs[j] for j in kept])).tolist()
-            place = max(range(len(kept)), key=lambda c: (cosines[c], -c))
+            largest = max(cosines) - ROUNDING
+            place = next(c for c, u in enumerate(cosines) if u >= largest)
             nearest[i] = kept[place], cosines[place]
         mean = sum(u for _, u in nearest.values()) / len(nearest)
         old = self.tau.get((layer, head, name))
         tau = self.beta * mean + (1 - self.beta) * old if self.is_decode and old is not None else mean
         self.tau[layer, head, name] = tau
-        return {j: [(i, u) for i, (to, u) in nearest.items() if to == j and u >= tau] for j in kept}
+        return {
+            j: [(i, u) for i, (to, u) in nearest.items() if to == j and u >= tau - ROUNDING] for j in kept
+        }
 
     def merged(self, entries: list[Entry], j: int, of_keys, of_values) -> Entry:
         """Eqs. 10 and 11 for one kept token."""

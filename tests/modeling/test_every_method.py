@@ -17,20 +17,6 @@ BUDGETED = [row for row in ROWS if "budget" in row.options]
 TURNS = [("prompt", 27), ("decode", 3), ("prompt", 8), ("decode", 3)]
 
 
-@pytest.fixture
-def model_of(tools):
-    """``(row, dtype) -> model``, built once."""
-    return functools.partial(_model, tools.make_pod, tools.make_stock)
-
-
-@functools.cache
-def _model(make_pod, make_stock, layout, dtype=torch.float64):
-    if layout in ("dense", "pod"):
-        return make_pod("llama", dtype, plan=layout == "pod")
-    windows = {"num_sink_tokens": 0, "num_recent_tokens": 20} if layout == "window" else {}
-    return pod.load_model(make_stock("llama", dtype), layout=layout, **windows)
-
-
 def make(model, row: Row, **changes):
     return pod.make_cache(model, row.spec, **(row.options | changes))
 

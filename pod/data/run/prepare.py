@@ -1,5 +1,6 @@
 """Data preparation in one call: read → tokenise → keep or drop → pack → publish, on the processes of this machine."""
 
+import os
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 from pod.data.args import DataArgs
 from pod.data.balance.draw import draw
 from pod.data.balance.intervals import bounds_of, interval_name
+from pod.data.read.books import split_fragment
+from pod.data.read.places import files_of, hub_spec
 from pod.data.read.records import one_line
 from pod.data.read.units import plan_units
 from pod.data.rows.loader import PackedDataset
@@ -21,6 +24,7 @@ from pod.data.run.reading import read_sources
 from pod.data.run.workers import cores
 from pod.data.run.writing import pack, write_rows
 from pod.files import check_can_write, explain_disk_full
+from pod.remote import is_remote
 
 # Measured by benchmarks/data_pipeline.py with SmolLM2's tokenizer on Python source.
 BYTES_PER_TOKEN = 3.6
@@ -44,27 +48,32 @@ def prepare(
 
     `tokenizer` is a tokenizer, its folder, file or hub id. The same settings, sources and seed give the same bytes, whatever
     the number of workers and however often the work was interrupted. Data of the same settings, seed and tokenizer is kept as it
-    is; no source is looked at then. The folder appears in one step; what an error, a full disk or a kill interrupted stays in
-    `<output_dir>.work`, from where the same call goes on.
+    is; one line warns where a local source was changed later. The folder appears in one step; what an error, a full disk or a
+    kill interrupted stays in `<output_dir>.work`, from where the same call continues.
 
     Rows of other settings, and rows without a readable manifest, stay where they are: that is a `ValueError`. `overwrite` replaces
-    them. `used_by` names checkpoints that can go on with the rows in `output_dir` only: these are not replaced by others either way.
+    them, and reads the sources again for rows of the same settings. `used_by` names checkpoints that can continue with the rows in
+    `output_dir` only: these rows are not replaced by others either way.
 
     Raises `ValueError` in one line for settings, sources and tokenizers that cannot work, `OSError` when the disk is full.
     """
     job = Job(args, tokenizer, output_dir, seed)
-    if job.is_current():
+    if job.is_current() and not overwrite:
         # another run may work beside it
         with suppress(ValueError, OSError), locked(job.lock_file, 0, "busy"):
             check_replaceable(job.work_dir, OF_WORK)
             if job.has_work():
                 job.clean()
         print(
-            f"{job.output_dir} is up to date: the same settings, seed and tokenizer; to read its sources again, remove it"
+            f"{job.output_dir} is up to date: the same settings, seed and tokenizer; --overwrite reads its sources again"
         )
+        if (changed := newer_source(args, job.output_dir)) is not None:
+            print(
+                f"warning: {changed} was changed after {job.output_dir} was made: --overwrite reads it again"
+            )
         return PackedDataset(job.output_dir)
     if used_by is not None:
-        _check_unused(job, used_by)
+        _check_unused(job, used_by, overwrite)
     check_replaceable(job.output_dir)
     check_replaceable(job.work_dir, OF_WORK)
     if not overwrite:
@@ -73,22 +82,38 @@ def prepare(
     check_can_write(job.output_dir.parent, "output_dir")
     message = f"another process is preparing {job.output_dir}: wait for it, or stop it and run the same command again"
     with locked(job.lock_file, LOCK_SECONDS, message):
-        if not job.is_current():  # the run that held the lock may have had the same request
+        if overwrite or not job.is_current():  # the run that held the lock may have had the same request
             _make(job, overwrite)
     return PackedDataset(job.output_dir)
 
 
-def _check_unused(job: Job, used_by: str | Path) -> None:
-    """ValueError where other rows lie in the job's folder. Damaged ones of this request are made again, the same bytes."""
+def newer_source(args: DataArgs, folder: Path) -> str | None:
+    """A file of the local sources that was changed later than the rows in `folder` were made; None without one."""
+    made = (folder / MANIFEST_NAME).stat().st_mtime_ns
+    for source in args.sources:
+        place, _ = split_fragment(source)
+        if is_remote(place) or hub_spec(place) is not None:
+            continue
+        with suppress(ValueError, OSError):  # a source that is gone is no news: the rows are complete
+            for file in files_of(place, tuple(args.include)).found:
+                if os.stat(file.path).st_mtime_ns > made:
+                    return file.path
+    return None
+
+
+def _check_unused(job: Job, used_by: str | Path, overwrite: bool) -> None:
+    """ValueError where rows lie in the job's folder that would change. Damaged ones of this request are made again, the same bytes."""
     try:
         manifest = read_manifest(job.output_dir)
     except ValueError:  # there are none, or nobody can go on with them
         return
+    wish = f"the checkpoints in {used_by} can continue with its rows only: set another output_dir, or move {used_by} away"
     if not job.is_answered_by(manifest):
         raise ValueError(
-            f"{job.output_dir} was made with other settings, seed or tokenizer, or has less held-out text than needed, and the checkpoints in "
-            f"{used_by} can continue with its rows only: set another output_dir, or move {used_by} away"
+            f"{job.output_dir} was made with other settings, seed or tokenizer, or has less held-out text than needed, and {wish}"
         )
+    if overwrite and job.is_current():
+        raise ValueError(f"{job.output_dir} cannot be overwritten: {wish}")
 
 
 def _check_nothing_is_lost(job: Job) -> None:

@@ -110,7 +110,8 @@ class D2OLayer(AccumulatingLayer):
         tokens = [store.read(self.held) for store in stores]
         for by, parts in self.matches:
             similarity, nearest = nearest_kept(tokens[by], kept, dropped)
-            merged = similarity >= self._next_threshold(by, similarity.mean(-1, keepdim=True), beta)
+            threshold = self._next_threshold(by, similarity.mean(-1, keepdim=True), beta)
+            merged = similarity >= threshold - rounding(similarity)
             similarity = torch.zeros_like(similarity) if self.averages else similarity  # all count the same
             weights = merge_weights(similarity, nearest, merged, kept.shape[2])
             for part in parts:
@@ -128,7 +129,7 @@ class D2OLayer(AccumulatingLayer):
         tokens = [store.read(self.held) for store in stores]
         for by, parts in self.matches:
             similarity, nearest = nearest_slot(tokens[by], gone[by])
-            merged = similarity >= self._next_threshold(by, similarity, beta)
+            merged = similarity >= self._next_threshold(by, similarity, beta) - rounding(similarity)
             similarity = torch.zeros_like(similarity) if self.averages else similarity
             share = share_of_one(similarity, merged)
             for part in parts:
@@ -216,8 +217,24 @@ def nearest_kept(keys: Tensor, kept: Tensor, dropped: Tensor) -> tuple[Tensor, T
     nearest = torch.empty_like(dropped)
     for block in _blocks(count, batch * heads * kept.shape[2]):
         queries = F.normalize(take_slots(keys, dropped[..., block]).to(compute), dim=-1)
-        similarity[..., block], nearest[..., block] = (queries @ candidates).max(dim=-1)
+        similarity[..., block], nearest[..., block] = first_largest(queries @ candidates)
     return similarity.sub_(1), nearest
+
+
+def rounding(cosines: Tensor) -> float:
+    """Cosines that differ by less are equal.
+
+    Values of the first layer depend on the token alone, so that tokens that come twice tie. The last bits of a
+    product depend on where a row stands in its matrix: they must not decide such a tie.
+    """
+    return 64 * torch.finfo(cosines.dtype).eps
+
+
+def first_largest(cosines: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest cosine ``[…]`` of ``[…, c]``, and the lowest index with it; see ``rounding`` for ties."""
+    largest = cosines.amax(dim=-1, keepdim=True)
+    ties = cosines >= largest - rounding(cosines)
+    return largest.squeeze(-1), ties.byte().argmax(dim=-1)
 
 
 def merge_weights(
@@ -268,7 +285,9 @@ def nearest_slot(keys: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     products = (wide @ key.transpose(2, 3)).squeeze(3)
     lengths = (torch.linalg.vector_norm(x, dim=-1) for x in (wide, key))
     tiny, minus_one = _numbers(compute, keys.device)
-    return torch.addcdiv(minus_one, products, torch.addcmul(tiny, *lengths)).max(dim=-1, keepdim=True)
+    similarity = torch.addcdiv(minus_one, products, torch.addcmul(tiny, *lengths))
+    largest, nearest = first_largest(similarity)
+    return largest[..., None], nearest[..., None]
 
 
 def share_of_one(similarity: Tensor, merged: Tensor) -> Tensor:
