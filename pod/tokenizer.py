@@ -211,7 +211,8 @@ def with_template_variables(
     Args:
         variables: by name, for example ``{"enable_thinking": False}``.
         where: the setting that they come from, for messages.
-        warn: called once, with one line, when the template does not use some of them.
+        warn: called with one line when the template does not use some of them, and with another when they ask the
+            model to think.
 
     Raises: ValueError for a name that is an argument of ``apply_chat_template`` and not a variable.
     """
@@ -223,6 +224,10 @@ def with_template_variables(
     warning = _unused(tokenizer, variables)
     if warning is not None:
         warn(f"{where}: {warning}")
+    if variables.get("enable_thinking"):
+        warn(
+            f"{where}: enable_thinking is true: the model's thoughts are part of its answers and are scored with them"
+        )
     found = copy.copy(tokenizer)
     found.apply_chat_template = partial(found.apply_chat_template, **variables)
     setattr(found, _VARIABLES, dict(variables))

@@ -175,6 +175,19 @@ def test_lm_evals_model_arguments(place, arguments):
     assert lm.tokenizer_name != stock.tokenizer_name
 
 
+def test_our_tasks_warn_of_thoughts_that_are_scored():
+    tokenizer = pod.load_tokenizer("package:tiny")
+    lines = []
+    with_template_variables(tokenizer, {"enable_thinking": True}, "eval.chat_template_kwargs", lines.append)
+    assert (
+        "eval.chat_template_kwargs: enable_thinking is true: the model's thoughts are part of its answers"
+        in lines[-1]
+    )
+    lines.clear()
+    with_template_variables(tokenizer, QUIET, "eval.chat_template_kwargs", lines.append)
+    assert not any("thoughts" in line for line in lines)
+
+
 def test_enable_thinking_goes_before_the_mapping_as_in_hflm(place):
     lm = CommandLM(str(place / "model"), enable_thinking=False, chat_template_args={"enable_thinking": True})
     assert lm.apply_chat_template(ASK).endswith("<no thoughts>")
@@ -185,6 +198,8 @@ def test_enable_thinking_goes_before_the_mapping_as_in_hflm(place):
     [
         ({"enable_thinking": "no"}, "enable_thinking='no': give true or false"),
         ({"chat_template_args": "low"}, "chat_template_args='low': a mapping is needed"),
+        ({"enable_thinking": True}, "the thoughts would stay in the answers and be scored"),
+        ({"chat_template_args": {"enable_thinking": True}}, "enable_thinking=True is not supported"),
         ({"think_end_token": "</think>"}, "think_end_token is not supported"),
         ({"chat_template_args": {"tokenize": True}}, "chat_template_args: tokenize is set by"),
     ],

@@ -98,8 +98,8 @@ class CommandLM(PodLM):
             too_long: truncate or error. Recipes also allow skip.
             question_aware: methods see the question when they compress a prompt (see eval.question_aware).
             chat_template_args: variables for the chat template, as in lm-eval's own model class.
-            enable_thinking: short for `{enable_thinking: …}` in chat_template_args, which it overrides. Thoughts stay in
-                the answers.
+            enable_thinking: short for `{enable_thinking: …}` in chat_template_args, which it overrides. True is an
+                error: the thoughts would stay in the answers and be scored.
             store: folder that keeps answers by model, method, budget and prompt. A killed run continues from it.
             others: none. Each of them is an error that names the argument.
         Raises: ValueError, before any computation, for arguments that do not go together.
@@ -107,6 +107,7 @@ class CommandLM(PodLM):
         _check(batch_size, max_batch_size, too_long)
         _check_others(others)
         variables = template_arguments(enable_thinking, chat_template_args)
+        _check_no_thoughts(variables)
         ranks = Ranks()
         _RANKS.append(ranks)
         # for other methods the plan only says how many bytes PoD would hold
@@ -193,6 +194,14 @@ def _reference(model: Any, plan: str | None, method: Method, windows: dict[str, 
             "give plan=PLAN.json, whose bytes it then fills"
         )
     return pod.load_model(model, plan=plan, attention_backend=model.config.attention_backend, **windows)
+
+
+def _check_no_thoughts(variables: dict[str, Any]) -> None:
+    """ValueError where the model is asked to think: lm-eval itself takes that only with a token that ends the thoughts."""
+    if variables.get("enable_thinking"):
+        raise ValueError(
+            "enable_thinking=True is not supported: the thoughts would stay in the answers and be scored; set enable_thinking=False"
+        )
 
 
 def _check_others(others: dict[str, Any]) -> None:
