@@ -1,5 +1,7 @@
 """Shared by all tests: no network, few threads, and the way to run a launcher."""
 
+import atexit
+import gc
 import os
 import subprocess
 import sys
@@ -36,6 +38,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
     items[:] = sorted(kept, key=levels.place_in_line)
     skip_gpu_tests_without_a_gpu(items)
+
+
+def pytest_collection_finish() -> None:
+    """Take what is imported so far out of garbage collection, which tests and DeepSpeed ask for again and again."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # else extension modules complain of leaks at the end
 
 
 def skip_gpu_tests_without_a_gpu(items: list[pytest.Item]) -> None:

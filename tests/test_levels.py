@@ -29,7 +29,7 @@ ITEMS = [
     make_item("b.py::test_partly[0]", "slow"),
     make_item("b.py::test_partly[1]"),
     make_item("b.py::test_ranks", "multiprocess"),
-    make_item("b.py::test_few_ranks", "multiprocess", "quick"),
+    *[make_item(f"b.py::test_few_ranks[{value}]", "multiprocess", "quick") for value in range(3)],
     make_item("b.py::test_kernel", fixtures=("interpreted", "tmp_path")),
     make_item("b.py::test_folder", fixtures=("tmp_path",)),
 ]
@@ -39,7 +39,7 @@ def ids(items: list) -> list[str]:
     return [item.nodeid for item in items]
 
 
-def test_the_quick_level_keeps_the_first_and_the_last_case_of_a_function():
+def test_the_quick_level_keeps_the_first_and_the_last_case_of_a_function_and_all_that_are_marked():
     kept, _ = levels.split_by_level(ITEMS, "quick")
     assert ids(kept) == [
         "a.py::test_once",
@@ -49,7 +49,9 @@ def test_the_quick_level_keeps_the_first_and_the_last_case_of_a_function():
         "a.py::test_many[8]",
         "b.py::test_many[one file has one count]",
         "b.py::test_partly[1]",
-        "b.py::test_few_ranks",
+        "b.py::test_few_ranks[0]",
+        "b.py::test_few_ranks[1]",
+        "b.py::test_few_ranks[2]",
         "b.py::test_folder",
     ]
 

@@ -29,5 +29,5 @@ def test_the_notebook_runs_and_finds_the_passkey(tmp_path):
     said = {line[:14].strip(): line[14:] for line in lines if " MiB  " in line}
     held = {name: float(line.split()[0]) for name, line in said.items()}
     assert key in said["full"] and key in said["int4"] and key in said["dense"]
-    assert held["with the plan"] < 0.6 * held["dense"]
+    assert held["with the plan"] < 0.7 * held["dense"]
     assert key in lines[-1] or key not in said["with the plan"]

@@ -10,7 +10,10 @@ LONGEST = "test_notebook.py", "test_triton_decode.py", "test_step.py", "/trainin
 """Parts of paths of test files that take minutes. They begin first, so that no worker is left alone with one."""
 
 SLOW_MARKS = ("slow", "multiprocess")
-"""Tests with one of these marks wait for `make test-all`, unless they are marked `quick` too."""
+"""Tests with one of these marks wait for `make test-all`, unless they are marked `quick` too.
+
+A `quick` mark takes all cases of a function along: they share what takes the time, a run of several processes.
+"""
 
 SLOW_FIXTURES = ("interpreted",)
 """So do tests that use one of these: Triton's interpreter runs all cases of a file at once."""
@@ -43,12 +46,14 @@ def quick_cases(items: list[pytest.Item]) -> set[str]:
     `[b-2]`.
     """
     cases: dict[str, list[str]] = {}
+    quick = set()
     for item in items:
+        if item.get_closest_marker("quick"):
+            quick.add(item.nodeid)
         if is_slow(item):
             continue
         function = item.nodeid.partition("[")[0]
         cases.setdefault(function, []).append(item.nodeid)
-    quick = set()
     for ids in cases.values():
         quick.update(spread(ids, CASES_PER_FUNCTION))
     return quick

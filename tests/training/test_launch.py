@@ -142,46 +142,65 @@ def test_sigterm_to_a_rank_saves_and_every_process_exits_with_0_then_export_and_
     assert {"model.safetensors", "config.json", "tokenizer.json", "llama.py", "plan.json"} <= files
 
 
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("train.sequence_parallel_size=2", "1 ranks cannot form groups of sequence_parallel_size 2"),
-        ("model.plan=nowhere.json", "nowhere.json"),
-        ("output_dir=nothing_here", "run `pod data` first"),
-        ("train.max_step=3", "max_steps"),
-        ("train.eval_every_steps=2", "train.eval_every_steps needs held-out text, and this data has none"),
-    ],
-)
-def test_what_cannot_work_is_one_line_and_exit_code_2(config, environment, tmp_path, override, says):
-    command = [sys.executable, str(ROOT / "launch" / "train_pod.py"), "--config", str(config)]
-    command += ["--set", "train.sequence_parallel_size=1", "--set", override]
+REFUSED = {  # name: settings beside one rank per group, and what the one line says
+    "ranks": (["train.sequence_parallel_size=2"], "1 ranks cannot form groups of sequence_parallel_size 2"),
+    "plan": (["model.plan=nowhere.json"], "nowhere.json"),
+    "data": (["output_dir=nothing_here"], "run `pod data` first"),
+    "name": (["train.max_step=3"], "max_steps"),
+    "held_out": (
+        ["train.eval_every_steps=2"],
+        "train.eval_every_steps needs held-out text, and this data has none",
+    ),
+    "length": (["data.context_length=32"], "data.context_length is 32"),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(config, environment, tmp_path_factory):
+    """Name to (exit code, output, errors) of commands that end before they train, in an empty folder."""
+    folder = tmp_path_factory.mktemp("commands")
+    commands = {}
+    for name, (settings, _) in REFUSED.items():
+        settings = ["train.sequence_parallel_size=1", *settings]
+        commands[name] = ["--config", str(config), *[word for each in settings for word in ("--set", each)]]
+    commands["dry"] = ["--config", str(config), "--dry-run", "--ranks", "2", "--set", "output_dir=new"]
+    commands["no_model"] = ["--dry-run", "--set", "model.path=nobody/nothing"]
+    file = folder / "commands.json"
+    file.write_text(json.dumps(commands), encoding="utf-8")
+    worker = [sys.executable, str(Path(__file__).with_name("worker_commands.py")), str(file)]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=3600
+        worker, cwd=folder, env=environment, capture_output=True, text=True, timeout=3600, check=False
     )
-    assert done.returncode == 2, done.stderr
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1
-    assert says in errors[0]
-    assert "Traceback" not in done.stderr
-    assert "Loading weights" not in done.stderr, "refused before the model is loaded"
-
-
-def test_dry_run_prints_bytes_by_part_and_starts_nothing(config, environment, tmp_path):
-    command = [
-        sys.executable,
-        str(ROOT / "launch" / "train_pod.py"),
-        "--config",
-        str(config),
-        "--dry-run",
-        "--ranks",
-        "2",
-    ]
-    done = subprocess.run(
-        [*command, "--set", f"output_dir={tmp_path / 'new'}"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=3600,
-    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for word in (
+    codes = json.loads(file.with_suffix(".codes").read_text(encoding="utf-8"))
+    assert not (folder / "new").exists(), "a dry run writes nothing"
+    return {
+        name: (code, *[(folder / f"{name}.{kind}").read_text(encoding="utf-8") for kind in ("out", "err")])
+        for name, code in codes.items()
+    }
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_one_line_and_exit_code_2(ended, name):
+    code, _, errors = ended[name]
+    assert code == 2, errors
+    lines = [line for line in errors.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1
+    assert REFUSED[name][1] in lines[0]
+    assert "Traceback" not in errors
+    assert "Loading weights" not in errors, "refused before the model is loaded"
+
+
+def test_rows_of_another_length_are_refused_with_both_lengths(ended):
+    line = ended["length"][2].strip().splitlines()[-1]
+    assert "have 64 tokens" in line
+    assert "data.context_length=64" in line
+
+
+def test_dry_run_prints_bytes_by_part_and_starts_nothing(ended):
+    code, output, errors = ended["dry"]
+    assert code == 0, errors
+    for words in (
         "2 ranks = 1 data parallel x 2 sequence parallel",
         "sequence_parallel_size 2*",
         "optimizer",
@@ -189,31 +208,10 @@ def test_dry_run_prints_bytes_by_part_and_starts_nothing(config, environment, tm
         "logits",
         "GiB per checkpoint",
     ):
-        assert word in done.stdout
-    assert not (tmp_path / "new").exists()
+        assert words in output
 
 
-def test_dry_run_without_the_model_says_so(config, environment, tmp_path):
-    command = [
-        sys.executable,
-        str(ROOT / "launch" / "train_pod.py"),
-        "--dry-run",
-        "--set",
-        "model.path=nobody/nothing",
-    ]
-    offline = {**environment, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=offline, capture_output=True, text=True, timeout=3600)
-    assert done.returncode == 2, done.stdout
-    assert "error: the configuration of model.path = nobody/nothing cannot be read here" in done.stderr
-
-
-def test_rows_of_another_length_than_the_recipes_are_refused(config, environment):
-    changes = ["data.context_length=32", "train.sequence_parallel_size=1"]
-    sets = [word for change in changes for word in ("--set", change)]
-    command = [sys.executable, "launch/train_pod.py", "--config", str(config), *sets]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600)
-    assert done.returncode != 0
-    last = done.stderr.strip().splitlines()[-1]
-    assert (
-        "data.context_length is 32" in last and "have 64 tokens" in last and "data.context_length=64" in last
-    )
+def test_dry_run_without_the_model_says_so(ended):
+    code, output, errors = ended["no_model"]
+    assert code == 2, output
+    assert "error: the configuration of model.path = nobody/nothing cannot be read here" in errors

@@ -1,5 +1,7 @@
 """Tiny models, packed rows and forked ranks for the multi-process tests; imported by the worker scripts only."""
 
+import atexit
+import gc
 import json
 import os
 import socket
@@ -112,11 +114,19 @@ def make_data(
     return folder
 
 
+def freeze_imports() -> None:
+    """Take what is imported so far out of garbage collection: DeepSpeed collects whenever it makes an engine."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # else extension modules complain of leaks at the end
+
+
 def run_ranks(world_size: int, function, *arguments) -> None:
     """Fork `world_size` ranks that call function(*arguments); imports are paid once. Raises when one fails."""
     # what every engine imports when it is made: a second of work for each rank
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
+    freeze_imports()
     sys.stdout.flush()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -4,9 +4,9 @@ import json
 import sys
 from pathlib import Path
 
+import tiny
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import pod
 from pod.training.run.ulysses import Ulysses
@@ -66,8 +66,9 @@ def compare(rank, size, layout, heads):
     return {"worst": worst, "sent": ulysses.sent_bytes["to_heads"], "moved": moved}
 
 
-def run(rank, size, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+def run(folder):
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
     cases = {"cla": ("cla", (6, 3)), "cla_replicated": ("cla", (6, 2)), "window": ("window", (6, 3))}
     cases |= {
         "roles": ("roles", (6, 3)),
@@ -81,4 +82,4 @@ def run(rank, size, folder):
 
 
 if __name__ == "__main__":
-    mp.spawn(run, args=(3, sys.argv[1]), nprocs=3)
+    tiny.run_ranks(3, run, sys.argv[1])
