@@ -97,6 +97,32 @@ MUTANTS = {
         Mutant("pod/eval/judge/verdicts.py", "weights[name] / total, of(rows)", "1 / len(tasks), of(rows)"),
     ],
     "decoder": [
+        # what tells rows of one batch apart
+        Mutant(
+            "pod/modeling/shipped/rope.py",
+            "part._other_tables = {}",
+            "part._other_tables = self._other_tables",
+        ),
+        Mutant(
+            "pod/modeling/shipped/rows.py",
+            "labels = [(counts[row], self._prompt_length(group, counts[row], step)) for row in group.rows]",
+            "labels = [(0, self._prompt_length(group, counts[row], step)) for row in group.rows]",
+        ),
+        Mutant(
+            "pod/modeling/shipped/rows.py",
+            "labels = range(count) if self.rowwise else kinds",
+            "labels = range(count) if self.rowwise else [0] * count",
+        ),
+        Mutant(
+            "pod/modeling/shipped/rows.py",
+            "labels = self.decide(group.layers, part) if self.decide else None",
+            "labels = None",
+        ),
+        Mutant(
+            "pod/modeling/methods/d2o.py",
+            "return 64 * torch.finfo(cosines.dtype).eps",
+            "return 0.0",
+        ),
         Mutant(
             "pod/modeling/shipped/reference.py",
             "query - key < see.num_recent_tokens",

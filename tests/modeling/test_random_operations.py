@@ -3,9 +3,11 @@
 A conversation is a list of operations on one cache: prompts in random pieces, announced or not, padded left or right or with holes,
 decoding (also of some rows only), rows reordered, repeated or dropped (also in the middle of a prompt), reset, the last columns taken
 back, the cache copied, or saved and loaded, and things that must be refused without harm. After each operation the cache checks itself.
-Afterwards every row is fed again, alone, turn by turn in one piece, and one row goes through the method's oracle.
+In some conversations the rows have budgets of their own, so that they begin to drop tokens at different steps: what a pass computes
+once for rows that are alike must not serve rows that differ. Afterwards every row is fed again, alone, turn by turn in one piece, and
+one row goes through the method's oracle.
 
-``POD_RANDOM_OPERATIONS=10000`` sets the number of conversations over all methods; 200 by default.
+``POD_RANDOM_OPERATIONS=10000`` sets the number of conversations over all methods, beside the written ones; 100 by default.
 """
 
 import copy
@@ -29,7 +31,7 @@ from oracles_windows import LMInfinite, StreamingLLM, WindowAttention
 
 import pod
 
-CONVERSATIONS = int(os.environ.get("POD_RANDOM_OPERATIONS", "200"))
+CONVERSATIONS = int(os.environ.get("POD_RANDOM_OPERATIONS", "100"))
 SNAP = {"budget": 7, "window": 3, "kernel": 3, "pool": "avg"}
 ROCO = {"num_sink_tokens": 1, "num_recent_tokens": 2, "protect_prefill": 0.2, "protect_decode": 0.3}
 HEADS = [[0], [], [1], [], [0, 1]]
@@ -106,6 +108,11 @@ CASES = {
     ),
     "snapkv-streaming": ("snapkv", SNAP | STREAMING, streamed(ranked.SnapKV)),
     "h2o-streaming": ("h2o", {"budget": 6} | STREAMING, streamed(ranked.H2O)),
+    "d2o-apart": (
+        "d2o",
+        {"budget": 8, "num_sink_tokens": 1, "gate": 1.0, "similarity": "both", "merge": "average"},
+        ranked.D2O,
+    ),
     "d2o-streaming": (
         "d2o",
         {"budget": 8, "num_sink_tokens": 1, "gate": 1.0} | STREAMING,
@@ -173,18 +180,36 @@ EVERYTHING = [  # a group of rows that splits into three, moves, and goes on; wi
     ("prompt", 3, [], [1, 2], "right", False, 40),
     ("decode", 1, 30),
 ]
+SIDE_BY_SIDE = [  # rows of equal length, and of budgets that differ where there are some
+    ("prompt", 11, [], [], "left", True, 40),
+    ("decode", 3, 30),
+    ("prompt", 4, [], [], "left", True, 40),
+    ("decode", 5, 30),
+]
+SHORT_ROWS = [  # which reach their budgets one after the other while they decode
+    ("prompt", 4, [], [0, 2, 1], "left", True, 40),
+    *[("decode", 5, 30)] * 3,
+    ("prompt", 5, [3], [0, 3, 1], "left", True, 40),
+    ("decode", 2, 30),
+]
+BUDGETS = st.one_of(st.none(), st.lists(st.sampled_from([0, 0, 1, 2, 4]), min_size=4, max_size=4))
+"""What each row gets beyond the budget of its case; none = one budget for all rows."""
 OPERATIONS = st.lists(st.one_of(PROMPT, PROMPT, DECODE, DECODE, MOVE, OTHER, CROP), min_size=2, max_size=8)
 
 
 @dataclass
 class Row:
-    """What one row has lived through: its turns, ``(kind, ids)``, and the logits of each of its tokens."""
+    """What one row has lived through: its turns, ``(kind, ids)``, and the logits of each of its tokens.
+
+    ``extra``: tokens that its budget has beyond that of the case.
+    """
 
     turns: list = field(default_factory=list)
     logits: list = field(default_factory=list)
+    extra: int = 0
 
     def copy(self):
-        return Row(list(self.turns), list(self.logits))
+        return Row(list(self.turns), list(self.logits), self.extra)
 
     def forget(self, count):
         """The last tokens were never fed."""
@@ -198,17 +223,17 @@ class Row:
 
 
 class Conversation:
-    """A cache and what should be in it; ``path`` is where it is saved."""
+    """A cache and what should be in it; ``path`` is where it is saved, ``extras`` what the rows' budgets have more."""
 
-    def __init__(self, model, make, batch, seed, path):
-        self.model, self.make, self.cache, self.path = model, make, make(), path
-        self.batch, self.generator = batch, torch.Generator().manual_seed(seed)
+    def __init__(self, model, cache, extras, seed, path):
+        self.model, self.cache, self.path = model, cache, path
+        self.extras, self.generator = extras, torch.Generator().manual_seed(seed)
         self.finished = []  # rows that a reset or a selection has taken away
         self.start()
 
     def start(self):
-        self.rows = [Row() for _ in range(self.batch)]
-        self.mask = torch.ones(self.batch, 0, dtype=torch.long)
+        self.rows = [Row(extra=extra) for extra in self.extras]
+        self.mask = torch.ones(len(self.extras), 0, dtype=torch.long)
 
     def run(self, operations):
         for operation, *arguments in operations:
@@ -374,16 +399,27 @@ def joined(turns):
     return torch.tensor([token for kind, ids in turns if kind != "crop" for token in ids])
 
 
-def check(model, make, make_oracle, rows):
+def with_budgets(options, extra):
+    """The options of a case with the budget of one row, or with a list of those of all rows; the same without a budget."""
+    if "budget" not in options:
+        return options
+    least = options["budget"]
+    own = [least + each for each in extra] if isinstance(extra, list) else least + extra
+    return options | {"budget": own}
+
+
+def check(model, spec, options, oracle, rows):
     """Every row that ever was, against itself alone; the longest one against the oracle. Returns how many there were."""
-    rows = {str(row.turns): row for row in rows if row.logits}.values()
+    rows = {f"{row.extra} {row.turns}": row for row in rows if row.logits}.values()
     for row in rows:
-        alone = run_cache(model, make(), joined(row.turns)[None], lengths(row.turns))[0]
+        cache = pod.make_cache(model, spec, **with_budgets(options, row.extra))
+        alone = run_cache(model, cache, joined(row.turns)[None], lengths(row.turns))[0]
         error = (torch.cat(row.logits) - alone).abs().max()
         assert error <= 1e-9, f"differs from the row alone by {error:.1e}: {lengths(row.turns)}"
-    if make_oracle is not None and rows:
+    if oracle is not None and rows:
         row = max(rows, key=lambda row: len(joined(row.turns)))
-        expected = make_oracle().run(joined(row.turns), lengths(row.turns))
+        naive = oracle(model, **with_budgets(options, row.extra))
+        expected = naive.run(joined(row.turns), lengths(row.turns))
         error = (torch.cat(row.logits) - expected).abs().max()
         assert error <= 1e-9, f"differs from the oracle by {error:.1e}: {lengths(row.turns)}"
     return len(rows)
@@ -402,7 +438,6 @@ def make_model(tools, spec):
 def test_rows_are_as_alone(tools, name, tmp_path):
     spec, options, oracle = CASES[name]
     model = make_model(tools, spec)
-    make = lambda: pod.make_cache(model, spec, **options)  # noqa: E731
     conversations = compared = 0
 
     @reproducible(
@@ -412,18 +447,36 @@ def test_rows_are_as_alone(tools, name, tmp_path):
         max_examples=-(-CONVERSATIONS // len(CASES)), deadline=None, database=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
-    @given(batch=st.sampled_from([2, 1, 3, 4]), seed=st.integers(0, 2**16), operations=OPERATIONS)
-    @example(batch=3, seed=0, operations=EVERYTHING)
-    def converse(batch, seed, operations):
+    @given(
+        batch=st.sampled_from([2, 1, 3, 4]), seed=st.integers(0, 2**16), operations=OPERATIONS, extras=BUDGETS
+    )
+    @example(batch=3, seed=0, operations=EVERYTHING, extras=None)
+    @example(batch=3, seed=1, operations=SIDE_BY_SIDE, extras=[0, 4, 1, 0])
+    @example(batch=3, seed=2, operations=SHORT_ROWS, extras=[0, 2, 1, 0])
+    def converse(batch, seed, operations, extras):
         nonlocal conversations, compared
+        extras = ([0] * 4 if extras is None or "budget" not in options else extras)[:batch]
         with torch.no_grad():
-            rows = Conversation(model, make, batch, seed, tmp_path / "cache.safetensors").run(operations)
-            compared += check(model, make, None if oracle is None else lambda: oracle(model, **options), rows)
-
+            own = with_budgets(options, extras if any(extras) else 0)
+            cache = pod.make_cache(model, spec, **own)
+            rows = Conversation(model, cache, extras, seed, tmp_path / "cache.safetensors").run(operations)
+            compared += check(model, spec, options, oracle, rows)
         conversations += 1
 
     converse()
     print(f"{name}: {conversations} conversations, {compared} rows")
+
+
+@pytest.mark.parametrize("name", ["streamingllm", "d2o", "lm_infinite"])
+@torch.no_grad()
+def test_rows_of_equal_length_and_unlike_budgets(tools, name, tmp_path):
+    """They go through each pass together, and what the pass computes for one budget must not serve another."""
+    spec, options, oracle = CASES[name]
+    model = make_model(tools, spec)
+    for operations in (SIDE_BY_SIDE, SHORT_ROWS):
+        cache = pod.make_cache(model, spec, **with_budgets(options, [0, 4, 1]))
+        rows = Conversation(model, cache, [0, 4, 1], 0, tmp_path / "cache.safetensors").run(operations)
+        assert check(model, spec, options, oracle, rows) == 3
 
 
 def test_every_method_is_here():
