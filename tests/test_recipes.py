@@ -131,7 +131,7 @@ def test_demo_variants_train_on_the_demos_tokens():
     for layout in ("dense", "window", "cla", "lora"):
         recipe = read(f"demo_{layout}.yaml")
         assert recipe.data == demo.data and recipe.seed == demo.seed
-        assert recipe.train.total_tokens == demo.train.total_tokens == 16 * recipe.train.tokens_per_step
+        assert recipe.train.total_tokens == demo.train.total_tokens == 12 * recipe.train.tokens_per_step
         assert recipe.model.layout == (layout if layout != "lora" else "pod")
     assert (
         read("demo_window.yaml").model.num_recent_tokens
