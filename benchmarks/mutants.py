@@ -4,6 +4,7 @@ Each mutant is one small change of the code. The quick level of the tests runs o
 
 python benchmarks/mutants.py                     # both parts, an hour or two on two cores
 python benchmarks/mutants.py --part judge --out runs/mutants.json
+python benchmarks/mutants.py --levels quick      # what `make test` sees; a survivor may still be killed by the rest
 """
 
 import argparse
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -255,8 +257,8 @@ MUTANTS = {
 }
 
 
-def killing_level(mutant: Mutant, tests: list[str], folder: Path) -> str:
-    """The first level whose tests refuse the mutant, made in a copy of the tree: "quick", "rest" or "none"."""
+def killing_level(mutant: Mutant, tests: list[str], folder: Path, levels: Sequence[str] = LEVELS) -> str:
+    """The first of the levels whose tests refuse the mutant, made in a copy of the tree, or "none"."""
     place = folder / mutant.file
     before = place.read_text(encoding="utf-8")
     number = before.count(mutant.old)
@@ -266,7 +268,7 @@ def killing_level(mutant: Mutant, tests: list[str], folder: Path) -> str:
         )
     place.write_text(before.replace(mutant.old, mutant.new), encoding="utf-8")
     try:
-        for level in LEVELS:
+        for level in levels:
             if not tests_pass(level, tests, folder):
                 return level
     finally:
@@ -307,19 +309,22 @@ def copy_tree(folder: Path) -> None:
             shutil.copy(ROOT / part, folder / part)
 
 
-def judge_part(part: str, folder: Path) -> list[dict[str, str]]:
+def judge_part(part: str, folder: Path, levels: Sequence[str]) -> Iterator[dict[str, str]]:
     """The killing level of every mutant of a part, printed as it is found."""
     if not tests_pass("quick", TESTS[part], folder):
         raise SystemExit(f"the quick tests of {part} fail without any change: mend them first")
-    rows = []
     for number, mutant in enumerate(MUTANTS[part], 1):
-        level = killing_level(mutant, TESTS[part], folder)
-        rows.append({"part": part, "killed_by": level, **asdict(mutant)})
+        level = killing_level(mutant, TESTS[part], folder, levels)
         print(
             f"{part} {number}/{len(MUTANTS[part])} {level}: {mutant.file}: {mutant.old} -> {mutant.new}",
             flush=True,
         )
-    return rows
+        yield {"part": part, "killed_by": level, **asdict(mutant)}
+
+
+def write_rows(file: Path, rows: list[dict[str, str]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
 def main() -> None:
@@ -327,22 +332,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", choices=list(MUTANTS), help="only this part (default: all)")
-    parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
+    parser.add_argument("--levels", nargs="+", choices=LEVELS, default=LEVELS, help="default: both")
+    parser.add_argument("--out", type=Path, help="write the rows to this JSON file, after each mutant")
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         copy_tree(folder)
         for part in [options.part] if options.part else list(MUTANTS):
-            rows += judge_part(part, folder)
+            for row in judge_part(part, folder, options.levels):
+                rows.append(row)
+                if options.out is not None:
+                    write_rows(options.out, rows)
     for part in MUTANTS:
         levels = [row["killed_by"] for row in rows if row["part"] == part]
         if levels:
             killed = {level: levels.count(level) for level in (*LEVELS, SURVIVES)}
             print(f"{part}: {len(levels)} mutants, killed by {killed}")
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     sys.exit(any(row["killed_by"] == SURVIVES for row in rows))
 
 
