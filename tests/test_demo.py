@@ -126,6 +126,7 @@ def test_a_command_gets_threads_of_its_own_without_a_gpu(monkeypatch, capfd):
     assert demo.run_command([sys.executable, "-c", "raise SystemExit(3)"], has_gpu=False) == 3
 
 
+@pytest.mark.slow
 def test_a_stopped_demo_stops_its_step(tmp_path):
     """SIGTERM goes to the demo alone; what it waits for is to save and end as well."""
     step = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"

@@ -31,6 +31,7 @@ def test_help_needs_no_torch(launcher):
 @pytest.mark.parametrize(
     "first", ["modeling.shipped.attend", "modeling.methods", "kernels.statistics", "engine.engine"]
 )
+@pytest.mark.slow
 def test_kernels_and_engine_are_there_whatever_is_imported_first(first):
     code = (
         f"import pod.{first}\nfrom pod.modeling.shipped.cache import PodCache\n"

@@ -74,6 +74,7 @@ def test_a_second_call_reads_the_cache_and_a_failed_one_leaves_nothing(cache, mo
     assert os.listdir(folder) == ["whole"]
 
 
+@pytest.mark.slow
 def test_ranks_that_start_together_write_it_once(cache):
     code = "from pod.models import resolve_model; print(resolve_model('package:tiny'))"
     ranks = [

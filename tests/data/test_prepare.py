@@ -213,6 +213,7 @@ def test_launcher(tmp_path):
     assert rows is not None and int(rows[1].replace(",", "")) == manifest["num_rows"]
 
 
+@pytest.mark.slow
 def test_launcher_error_is_one_line(tmp_path):
     done = launch(tmp_path, "data.sources=[missing.txt]", "data.target_tokens=4096")
     assert done.returncode == 2

@@ -109,6 +109,7 @@ def test_built_prompts_fill_their_length(tokenizer, task, length):
 
 
 @pytest.mark.parametrize("task", ["passkey", "number_string"])
+@pytest.mark.slow
 def test_built_prompts_can_lose_their_middle_as_in_the_paper(tokenizer, task):
     """Of 128K a quarter stays at 32K: both ends, and the keys that stand there. So few are answered: PoD's Table 4 prints 27.1."""
 

@@ -89,6 +89,7 @@ def test_stock_tasks_run_offline_with_their_metrics(stock):
     assert "exact_match (flexible-extract)" in stock["full"]["parts"]["gsm8k"]["metrics"]
 
 
+@pytest.mark.slow
 def test_methods_get_the_same_prompts_and_compression_changes_scores(stock):
     for name in STOCK:
         full, small = stock["full"]["parts"][name], stock["snapkv@40"]["parts"][name]
@@ -100,6 +101,7 @@ def test_methods_get_the_same_prompts_and_compression_changes_scores(stock):
             assert max(gaps) > 0.1, "a budget of 40 tokens changes nothing: compression is bypassed"
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_the_compressed_cache(stock):
     part = stock["snapkv@40"]["parts"]["truthfulqa_mc1"]
     row = part["bytes"][0]
@@ -113,6 +115,7 @@ def test_bytes_are_those_of_the_compressed_cache(stock):
     )
 
 
+@pytest.mark.slow
 def test_choices_are_scored_against_the_right_targets(stock):
     part = stock["full"]["parts"]["arc_easy"]
     rows = [
@@ -125,6 +128,7 @@ def test_choices_are_scored_against_the_right_targets(stock):
         assert sample["score"] == float(normed.index(max(normed)) == right) and sample["target"] == right
 
 
+@pytest.mark.slow
 def test_mmlu_is_one_task_of_57_subjects_weighted_by_samples(tmp_path):
     part = measure(tmp_path, ["mmlu"], eval__limit=1)["full"]["parts"]["mmlu"]
     assert len(part["subtasks"]) == 57 == len(part["samples"]) and part["kind"] == "binary"

@@ -145,6 +145,7 @@ def test_payload_counts_right_answers_per_cell(place, monkeypatch):
     assert payload["settings"]["needles"] == 2 and payload["skipped"] == []
 
 
+@pytest.mark.slow
 def test_answers_come_from_the_compressed_cache_whatever_the_batch(place):
     methods = ["full", "pod-unadapted", "snapkv", "snapkv@1000", "snapkv@64"]
     one = make_run(place, "niah", methods, options_of(place), eval__batch_size=1)

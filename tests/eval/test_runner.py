@@ -497,6 +497,7 @@ def test_command_line(place, tmp_path):
 TINY = ["--set", "model.path=package:tiny", "--data-dir", str(Path(__file__).parent / "data")]
 
 
+@pytest.mark.slow
 def test_an_estimate_says_what_stands_in_the_way(place, tmp_path):
     recipe = recipe_of(place, **{"eval.tasks": ["perplexity", "arc_easy"], "eval.data_dir": str(tmp_path)})
     text = estimate(recipe)

@@ -15,8 +15,8 @@ SLOW_MARKS = ("slow", "multiprocess")
 A `quick` mark takes all cases of a function along: they share what takes the time, a run of several processes.
 """
 
-SLOW_FIXTURES = ("interpreted",)
-"""So do tests that use one of these: Triton's interpreter runs all cases of a file at once."""
+SLOW_FIXTURES = ("interpreted", "newest_results")
+"""So do tests that use one of these: Triton's interpreter, or a run of training, that serves all cases of a file."""
 
 CASES_PER_FUNCTION = 2
 """How many cases of a parametrised test belong to the quick level."""

@@ -434,6 +434,7 @@ def test_padded_rows_equal_rows_alone_over_two_turns(tools, spec):
         assert (logits([row], real)[0] - together[row, real]).abs().max() <= 1e-9
 
 
+@pytest.mark.slow
 def test_generate_and_beams(tools):
     model = tools.make_pod("llama", plan=True)
     ids, mask = tools.random_ids(3, 40), torch.ones(3, 40, dtype=torch.long)

@@ -96,6 +96,7 @@ def test_what_load_model_gave_can_be_saved_for_transformers_alone(stock_user):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_attention_implementations_of_stock_models_choose_ours(stock_user):
     found, model, ids = stock_user
     logits = model(ids).logits

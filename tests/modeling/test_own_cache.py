@@ -68,6 +68,7 @@ def exports(tools, tmp_path_factory):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_an_export_alone_holds_the_bits_of_its_plan(exports, family):
     """Left padding too; tokens and bytes are those of the package."""
     expected, found = exports

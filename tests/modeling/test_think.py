@@ -95,7 +95,7 @@ def test_refusals(tools):
     model = tools.make_pod("llama")
     for spec, options, message in [
         ("think", {}, "needs a model without a sharing plan"),
-        ("pod+think", {}, "'pod\\+think' is not possible: heads of this layout"),
+        ("pod+think", {}, "'pod\\+think' is not possible: some heads of this layout keep no distant keys"),
         ("pod+think+int4", {}, "is not possible"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -68,6 +68,7 @@ def test_copies_and_files_go_on_with_the_same_bits(tools, tmp_path, row):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_a_new_process_goes_on_with_the_same_bits(tools, tmp_path):
     cases = {
         "pod": ("pod", {}),

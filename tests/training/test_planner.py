@@ -100,6 +100,7 @@ def test_layouts_fit_and_are_resolved(fits):
 
 
 @pytest.mark.parametrize("gib", [80, 40, 24])
+@pytest.mark.slow
 def test_no_layout_that_fits_is_clearly_faster(gib):
     recipe, fit = TrainRecipe(**PAPER), large(8, f"h100,memory_gib={gib}")
     for split in planner.row_splits(recipe, LLAMA3_8B, CONTEXT, 8):
