@@ -114,8 +114,18 @@ def make_data(
     return folder
 
 
-def freeze_imports() -> None:
-    """Take what is imported so far out of garbage collection: DeepSpeed collects whenever it makes an engine."""
+def import_for_ranks() -> None:
+    """Import what every rank of training needs, 5 seconds of work, so that ranks forked later have it.
+
+    What is imported is also taken out of garbage collection: DeepSpeed collects whenever it makes an engine.
+    """
+    import deepspeed.module_inject.auto_ep_layer
+    import deepspeed.runtime.sequence_parallel
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    import transformers.processing_utils  # noqa: F401
+
+    import pod.training.run.trainer  # noqa: F401
+
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # else extension modules complain of leaks at the end
@@ -123,10 +133,7 @@ def freeze_imports() -> None:
 
 def run_ranks(world_size: int, function, *arguments) -> None:
     """Fork `world_size` ranks that call function(*arguments); imports are paid once. Raises when one fails."""
-    # what every engine imports when it is made: a second of work for each rank
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
-
-    freeze_imports()
+    import_for_ranks()
     sys.stdout.flush()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -37,12 +37,7 @@ def code_of(arguments: list[str]) -> int:
 
 
 def main(file: Path) -> None:
-    import deepspeed  # noqa: F401  imported once, before the commands are forked
-    import transformers  # noqa: F401
-
-    import pod  # noqa: F401
-
-    tiny.freeze_imports()
+    tiny.import_for_ranks()
     commands = json.loads(file.read_text(encoding="utf-8"))
     codes = {
         name: run(arguments, file.parent / f"{name}.out", file.parent / f"{name}.err")

@@ -234,7 +234,7 @@ def first_largest(cosines: Tensor) -> tuple[Tensor, Tensor]:
     """Largest cosine ``[…]`` of ``[…, c]``, and the lowest index with it; see ``rounding`` for ties."""
     largest = cosines.amax(dim=-1, keepdim=True)
     ties = cosines >= largest - rounding(cosines)
-    return largest.squeeze(-1), ties.byte().argmax(dim=-1)
+    return largest.squeeze(-1), ties.max(dim=-1).indices
 
 
 def merge_weights(
