@@ -282,7 +282,7 @@ def tests_pass(level: str, tests: list[str], folder: Path) -> bool:
     Raises:
         SystemExit: pytest could not run them, so that its answer says nothing about the code.
     """
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
     options = ["--level", level, "-q", "-x", "-n", "logical", "--maxprocesses", "4", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *tests, *options],
