@@ -104,16 +104,18 @@ class DataArgs:
         if self.shortest_interval > self.context_length:
             raise ValueError(
                 f"shortest_interval {self.shortest_interval} is longer than context_length {self.context_length}: "
-                "set it to the context or below"
+                f"set it to {self.context_length} or less"
             )
         if self.target_tokens is not None and self.target_tokens < self.context_length:
             raise ValueError(
-                f"target_tokens {self.target_tokens} is less than one row of {self.context_length} tokens"
+                f"target_tokens {self.target_tokens} is less than one row of {self.context_length} tokens: "
+                "raise target_tokens, or lower context_length"
             )
         self._check_lists()
         if self.token_bounds_field is not None and self.token_field is None:
             raise ValueError(
-                "token_bounds_field cuts token ids, but token_field is not set: name the field of ids"
+                "token_bounds_field is set, but token_field is not: set token_field to the field with the "
+                "token ids"
             )
 
     def other_than(self, manifest: dict[str, Any], seed: int) -> list[str]:
@@ -139,6 +141,6 @@ class DataArgs:
             raise ValueError(f"intervals must ascend and start at 2 tokens or more, got {self.intervals}")
         if self.intervals and self.intervals[-1] >= self.context_length:
             raise ValueError(
-                f"the last of intervals starts at {self.intervals[-1]}, the context ends at {self.context_length}: "
-                "let it start below"
+                f"the last of intervals starts at {self.intervals[-1]}, but context_length is "
+                f"{self.context_length}: let every interval start below it"
             )

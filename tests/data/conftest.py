@@ -171,7 +171,8 @@ def packed_details(lengths, held_out):
             "equal_share_tokens": share,
             "largest_deviation": max(abs(count - share) for count in tokens) / share,
             "notes": [
-                "interval 32–64 ran dry: 200 tokens for an equal share of 300; the missing tokens come from the others"
+                "interval 32–64 ran dry: it has 200 tokens, but its share is 300; the missing tokens come "
+                "from the others"
             ],
         },
         "weights": weights,

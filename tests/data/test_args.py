@@ -20,10 +20,10 @@ from pod.data.args import DataArgs
         ({"intervals": [512, 256]}, r"intervals must ascend and start at 2 tokens or more, got \[512, 256\]"),
         ({"intervals": [256, 256]}, "intervals must ascend"),
         ({"intervals": [1, 256]}, "start at 2 tokens or more"),
-        ({"intervals": [2048]}, "the last of intervals starts at 2048, the context ends at 2048"),
+        ({"intervals": [2048]}, "the last of intervals starts at 2048, but context_length is 2048"),
         ({"min_tokens": 0}, "min_tokens is 0: it should be greater than 0"),
         ({"workers": 0}, "workers is 0: it should be greater than 0"),
-        ({"token_bounds_field": "indices"}, "token_bounds_field cuts token ids, but token_field is not set"),
+        ({"token_bounds_field": "indices"}, "token_bounds_field is set, but token_field is not"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):

@@ -132,7 +132,7 @@ def test_empty_intervals():
     assert [report.tokens_after for report in reports] == [1000, 1000, 0, 0]
     with pytest.raises(ValueError, match="no document is left to draw from: set data.long_documents to cut"):
         run(np.empty(0, np.int64), 4000)
-    with pytest.raises(ValueError, match="the draw is empty"):
+    with pytest.raises(ValueError, match="no document was drawn"):
         run([350, 450], 512, "stop", intervals=[300, 400], short_documents="drop")
 
 
@@ -191,14 +191,14 @@ def test_choice_does_not_need_memory_without_bound():
 
 def test_notes_of_dry_intervals():
     for exhausted, what in (
-        ("stop", "all intervals end with as much"),
+        ("stop", "all intervals are reduced to the scarcest one"),
         ("repeat", "its documents are used 2.0 times"),
         ("redistribute", "the missing tokens come from the other intervals"),
     ):
         _, reports = run(SCARCE, 16_000, exhausted)
         balance = balance_report(settings(target_tokens=16_000, exhausted=exhausted), reports, [])
         assert balance["equal_share_tokens"] == 4000
-        dry = f"interval 256–512 ran dry: 2,000 tokens for an equal share of 4,000; {what}"
+        dry = f"interval 256–512 ran dry: it has 2,000 tokens, but its share is 4,000; {what}"
         coarse = [note for note in balance["notes"] if "comes closer" in note]
         assert [dry, *coarse] == balance["notes"] and len(coarse) == (2 if exhausted == "redistribute" else 0)
         worst = max(abs(report.tokens_after - 4000) for report in reports) / 4000
@@ -213,7 +213,8 @@ def test_notes_of_dry_sources():
     _, drawn = drawn_of([100] * 50, args, 0, [1] * 10 + [0] * 40)
     notes = balance_report(args, drawn.intervals, drawn.shares)["notes"]
     assert notes == [
-        "interval 64–128: source 'b' ran dry: 1,000 tokens for a share of 2,000; the missing tokens come from the other sources"
+        "interval 64–128: source 'b' ran dry: it has 1,000 tokens, but its share is 2,000; the missing "
+        "tokens come from the other sources"
     ]
     assert drawn.intervals[0].tokens_after == 4000
 

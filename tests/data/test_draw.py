@@ -212,7 +212,7 @@ def test_same_as_reading_everything_first(corpus, seed, held_out_tokens, at_once
     try:
         drawn = draw(kept, args, seed)
     except ValueError as error:
-        assert any(reason in str(error) for reason in ("no document", "the draw is empty"))
+        assert any(reason in str(error) for reason in ("no document", "no document was drawn"))
         return
     expected = oracle(documents, args, seed % 2**64, held_out_tokens, drawn)
     assert list(zip(drawn.pieces["unit"].tolist(), drawn.pieces["start"].tolist(), strict=True)) == expected

@@ -33,7 +33,7 @@ def test_a_folder_with_other_files_is_never_replaced(args, tokenizer, tmp_path):
     folder.mkdir()
     (folder / "corpus.jsonl").write_text('{"text": "w1 w2 w3"}\n')
     with pytest.raises(
-        ValueError, match=r"data holds 'corpus.jsonl', which `pod data` did not write.*output_dir"
+        ValueError, match=r"data has files that `pod data` did not write.*'corpus.jsonl'.*output_dir"
     ) as info:
         prepare(replace(args, sources=[str(folder / "corpus.jsonl")]), tokenizer, folder)
     assert "\n" not in str(info.value)
@@ -50,14 +50,14 @@ def test_files_that_come_while_preparing_are_not_lost(args, tokenizer, tmp_path,
         return written(*arguments, **details)
 
     monkeypatch.setattr(publish, "write_manifest", slow)
-    with pytest.raises(ValueError, match=r"holds 'notes.txt'"):
+    with pytest.raises(ValueError, match=r"for example 'notes.txt' .1 in total"):
         prepare(args, tokenizer, tmp_path / "data")
     assert (tmp_path / "data/notes.txt").read_text() == "mine"
 
 
 def test_a_file_in_place_of_the_folder(args, tokenizer, tmp_path):
     (tmp_path / "data").write_text("mine")
-    with pytest.raises(ValueError, match="data is a file where the prepared data should go"):
+    with pytest.raises(ValueError, match="data is a file, but prepared data needs a folder"):
         prepare(args, tokenizer, tmp_path / "data")
     assert (tmp_path / "data").read_text() == "mine"
 

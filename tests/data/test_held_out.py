@@ -100,7 +100,7 @@ def test_prepared_data_is_closed(args, tokenizer, tmp_path, capsys):
     prepare(args, tokenizer, tmp_path / "data")
     assert "is up to date" in capsys.readouterr().out
     args.held_out_tokens = 700
-    with pytest.raises(ValueError, match="does not exist here"):
+    with pytest.raises(ValueError, match="does not exist here: give a file"):
         prepare(args, tokenizer, tmp_path / "data", overwrite=True)
 
 
@@ -112,7 +112,7 @@ def test_held_out_text_that_cannot_be_read_is_one_line(args, tokenizer, byte_tok
         held_out_documents(tmp_path / "data", byte_tokenizer)
     file = tmp_path / "data" / "held_out.tokens.bin"
     file.write_bytes(file.read_bytes()[:200])
-    with pytest.raises(ValueError, match=r"held_out.tokens.bin has 200 bytes, the manifest has \d+"):
+    with pytest.raises(ValueError, match=r"held_out.tokens.bin has 200 bytes, but the manifest says \d+"):
         held_out_documents(tmp_path / "data")
 
 
@@ -136,7 +136,7 @@ def test_all_text_makes_as_many_sequences_as_it_has_tokens_for(args, tokenizer):
     total = sum(map(len, documents))
     assert len(long_sequences(documents, total // 40, 40)) == total // 40
     with pytest.raises(
-        ValueError, match=f"{total // 40 + 1} sequences of 40 tokens asked for, {total // 40} available"
+        ValueError, match=f"{total // 40 + 1} sequences of 40 tokens, but only {total // 40} are available"
     ):
         long_sequences(documents, total // 40 + 1, 40)
 

@@ -209,7 +209,7 @@ def test_weights_and_origins_reach_the_manifest(corpus, tokenizer, tmp_path):
 
 def test_token_ids_outside_the_vocabulary_are_refused(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": [1, 2, 999_999]}) + "\n")
-    with pytest.raises(ValueError, match=r"a.jsonl.* has token id 999999, the tokenizer has 5003"):
+    with pytest.raises(ValueError, match=r"a.jsonl.* has token id 999999, but the tokenizer has only 5003"):
         prepare(settings(tmp_path / "a.jsonl", token_field="input_ids"), tokenizer, tmp_path / "data")
 
 

@@ -113,7 +113,7 @@ def test_cursor_refuses_what_cannot_work():
 def test_data_for_something_else_is_refused(folder):
     with pytest.raises(ValueError, match="another tokenizer"):
         PackedDataset(folder, tokenizer_sha256="cd" * 32)
-    with pytest.raises(ValueError, match="up to 999, the model's vocabulary has 500"):
+    with pytest.raises(ValueError, match="up to 999, but the model's vocabulary has only 500"):
         PackedDataset(folder, vocab_size=500)
     assert len(PackedDataset(folder, tokenizer_sha256="ab" * 32, vocab_size=1024)) == 10
 
@@ -124,10 +124,10 @@ def test_damaged_folders_are_named(folder, tmp_path):
     shard = folder / "shard-00001.tokens.npy"
     original = shard.read_bytes()
     shard.write_bytes(original[:-4])
-    with pytest.raises(ValueError, match="shard-00001.tokens.npy has 220 bytes, the manifest has 224"):
+    with pytest.raises(ValueError, match="shard-00001.tokens.npy has 220 bytes, but the manifest says 224"):
         PackedDataset(folder)
     shard.write_bytes(original + b"\x00")
-    with pytest.raises(ValueError, match="shard-00001.tokens.npy has 225 bytes, the manifest has 224"):
+    with pytest.raises(ValueError, match="shard-00001.tokens.npy has 225 bytes, but the manifest says 224"):
         PackedDataset(folder)
     shard.write_bytes(b"\x00" * len(original))
     with pytest.raises(ValueError, match="not a readable .npy array"):
@@ -141,12 +141,12 @@ def test_damaged_folders_are_named(folder, tmp_path):
     "changes, message",
     [
         ({"format": "other"}, "not a manifest of packed rows"),
-        ({"schema_version": 1}, "schema version 1, this program reads 3: prepare the data again"),
+        ({"schema_version": 1}, "schema version 1, but this program reads 3: prepare the data again"),
         ({"context_length": None}, "lacks 'context_length'"),
         ({"context_length": 8}, "is uint16 .3, 16., expected uint16 .3, 8."),
         ({"vocab_size": 2**16 + 1}, "is uint16 .3, 16., expected uint32 .3, 16."),
-        ({"num_rows": 11}, "have 10 rows, the manifest has 11"),
-        ({"num_documents": 21}, "have 20 documents, the manifest has 21"),
+        ({"num_rows": 11}, "have 10 rows, but the manifest says 11"),
+        ({"num_documents": 21}, "have 20 documents, but the manifest says 21"),
         ({"shards": [{"rows": 1}]}, "incomplete shard entry"),
         ({"shards": [{"rows": 1, "documents": 1, "tokens": 1, "lengths": 1, "starts": 1}]}, "incomplete"),
         ({"shards": []}, "incomplete shard entry"),

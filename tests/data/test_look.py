@@ -82,7 +82,9 @@ def test_size_damage_is_one_line(packed_folder, run, name, damage):
         (folder / name).write_bytes({"truncate": content[:-1], "grow": content + b"\0", "empty": b""}[damage])
     code, out, _ = run("verify", folder)
     assert code == 1 and len(out) == 1
-    assert name in out[0] and ("is missing" if damage == "delete" else "bytes, the manifest has") in out[0]
+    assert (
+        name in out[0] and ("is missing" if damage == "delete" else "bytes, but the manifest says") in out[0]
+    )
 
 
 def test_several_damages_are_all_named(packed_folder, run):
@@ -106,8 +108,8 @@ def test_extra_file(packed_folder, run, name):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda m: m.update(num_rows=9), "the shards have 8 rows, the manifest has 9"),
-        (lambda m: m.update(num_documents=50), "have 49 documents, the manifest has 50"),
+        (lambda m: m.update(num_rows=9), "the shards have 8 rows, but the manifest says 9"),
+        (lambda m: m.update(num_documents=50), "have 49 documents, but the manifest says 50"),
     ],
 )
 def test_counts_that_do_not_agree(packed_folder, run, change, message):
@@ -123,12 +125,12 @@ def test_counts_that_do_not_agree(packed_folder, run, change, message):
         (
             np.full(39, 7),
             [10, 5, 5, 5, 5, 10],
-            "has 39 tokens, according to held_out.lengths.npy it should have 40",
+            "has 39 tokens, but held_out.lengths.npy says 40",
         ),
         (
             np.full(40, 7),
             [10, 5, 5, 5, 5, 9],
-            "has 40 tokens, according to held_out.lengths.npy it should have 39",
+            "has 40 tokens, but held_out.lengths.npy says 39",
         ),
     ],
 )

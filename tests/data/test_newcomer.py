@@ -38,7 +38,7 @@ def test_files_of_unknown_kind_are_refused_by_name(tmp_path, name):
     (tmp_path / "good.txt").write_text("good")
     (tmp_path / name).write_bytes(b"x,y\n1,2\n")
     for source in (tmp_path, tmp_path / name):
-        with pytest.raises(ValueError, match=rf"{name} is of no kind that is read .*data.include") as info:
+        with pytest.raises(ValueError, match=rf"{name} has an unknown file type .*data.include") as info:
             plan_units(DataArgs(sources=[str(source)]))
         assert "\n" not in str(info.value)
     documents, report = read_all(DataArgs(sources=[str(tmp_path)], unreadable="skip"))

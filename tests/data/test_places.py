@@ -66,7 +66,7 @@ def test_links_in_a_circle_end(tmp_path):
 
 def test_a_closed_folder_is_an_error(closed):
     with pytest.raises(
-        ValueError, match=r"folder .*closed cannot be listed \(Permission denied\) .1 such.: correct it"
+        ValueError, match=r"folder .*closed cannot be listed \(Permission denied\) .1 in total.: correct it"
     ):
         plan_units(DataArgs(sources=[str(closed)]))
 

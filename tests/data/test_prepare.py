@@ -99,7 +99,8 @@ def test_dry_interval_is_reported(corpus, tokenizer, tmp_path):
     data = prepare(args, tokenizer, tmp_path / "data")
     notes = data.manifest["balance"]["notes"]
     assert notes[1] == (
-        "interval 32–64 ran dry: 400 tokens for an equal share of 1,000; the missing tokens come from the other intervals"
+        "interval 32–64 ran dry: it has 400 tokens, but its share is 1,000; the missing tokens come from "
+        "the other intervals"
     )
     assert len(notes) == 2 and notes[1] in overview(data)
 

@@ -89,7 +89,7 @@ def test_token_ids_are_taken_as_they_are(tmp_path, kind):
         (7, "has 0 dimensions"),
         ("text", "expected token ids"),
         ({"a": 1}, "expected token ids"),
-        ([1] * 20, "is 80 bytes long, beyond data.max_record_bytes = 79"),
+        ([1] * 20, "has 80 bytes, more than data.max_record_bytes = 79"),
     ],
 )
 def test_wrong_token_ids_are_bad_records(tmp_path, ids, message):
@@ -104,8 +104,8 @@ def test_wrong_token_ids_are_bad_records(tmp_path, ids, message):
 @pytest.mark.parametrize(
     "bounds, message, left",
     [
-        ([[0, 2], [3, 5]], "holds 1 token ids that are in no document", [[0, 1], [3, 4]]),
-        ([], "holds 5 token ids that are in no document", []),
+        ([[0, 2], [3, 5]], "has 1 token ids outside the documents of", [[0, 1], [3, 4]]),
+        ([], "has 5 token ids outside the documents of", []),
         ([[0, 3], [2, 5]], "must ascend from 0 to 5 without overlap", []),
         ([[0, 6]], "must ascend from 0 to 5", []),
         ([[-1, 5]], "must ascend from 0 to 5", []),
@@ -148,4 +148,4 @@ def test_table_rows_above_the_limit_or_not_utf8_are_bad_records(tmp_path):
     assert [one.text for one in documents] == ["good", "end"] and report.records_skipped == 2
     assert len(texts_of(DataArgs(sources=[str(tmp_path)], unreadable="skip", max_record_bytes=50))) == 3
     assert "row 1: field 'text' is not UTF-8" in report.skipped_files[0]
-    assert "row 2 is 50 bytes long" in report.skipped_files[1]
+    assert "row 2 has 50 bytes" in report.skipped_files[1]

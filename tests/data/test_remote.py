@@ -73,7 +73,7 @@ def test_messages_name_the_url_and_its_advice(site):
     assert [one.text for one in documents] == ["one", "two"] and report.records_skipped == 1
     assert report.skipped_files[0].startswith(f"{url}a.jsonl line 2")
     (folder / "b.csv").write_bytes(b"x\n")
-    with pytest.raises(ValueError, match=rf"^{url}b.csv is of no kind that is read"):
+    with pytest.raises(ValueError, match=rf"^{url}b.csv has an unknown file type"):
         plan_units(DataArgs(sources=[url + "b.csv"]))
     for missing in ("c.jsonl", "sub/*.jsonl"):
         with pytest.raises(ValueError, match=r"names no file that can be seen from here"):

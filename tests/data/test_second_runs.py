@@ -83,7 +83,7 @@ def test_rows_that_a_training_goes_on_with_are_not_replaced(args, tokenizer, tmp
     before = content(tmp_path / "data")
     prepare(replace(args, held_out_tokens=200), tokenizer, tmp_path / "data", used_by=train)
     for other in (replace(args, target_tokens=2_000), replace(args, held_out_tokens=400)):
-        with pytest.raises(ValueError, match=f"checkpoints in {train} can continue with its rows only"):
+        with pytest.raises(ValueError, match=f"checkpoints in {train} need its rows: set another output_dir"):
             prepare(other, tokenizer, tmp_path / "data", used_by=train)
     assert content(tmp_path / "data") == before
 
@@ -121,7 +121,7 @@ def test_rows_of_other_settings_are_kept_unless_overwriting_is_asked_for(args, t
     for other, seed, says in (
         (replace(args, min_tokens=5, target_tokens=2_000), 0, "(data.min_tokens, data.target_tokens)"),
         (args, 1, "with other settings (seed)"),
-        (replace(args, held_out_tokens=300), 0, "with 0 tokens held out, and 300 are needed"),
+        (replace(args, held_out_tokens=300), 0, "with 0 held-out tokens, but 300 are needed"),
     ):
         with pytest.raises(ValueError, match="has finished rows .* or set another output_dir") as raised:
             prepare(other, tokenizer, tmp_path / "data", seed=seed)
@@ -258,7 +258,7 @@ def test_a_folder_that_only_has_the_name_of_the_work_is_kept(args, tokenizer, tm
     (tmp_path / "data.work").mkdir()
     (tmp_path / "data.work/thesis.tex").write_text("mine")
     with pytest.raises(
-        ValueError, match=r"data.work holds 'thesis.tex'.*move them or set another output_dir"
+        ValueError, match=r"data.work has files.*'thesis.tex'.*move them, or set another output_dir"
     ):
         prepare(args, tokenizer, tmp_path / "data")
     assert (tmp_path / "data.work/thesis.tex").read_text() == "mine"
@@ -268,7 +268,8 @@ def test_an_output_inside_a_source_is_refused(args, tokenizer, tmp_path):
     """Its files would be read by the next run."""
     source = args.sources[0]
     with pytest.raises(
-        ValueError, match=r"output_dir .*data is inside the source .*set another one, or data.include"
+        ValueError,
+        match=r"output_dir .*data is inside the source .*another output_dir, or .*data.include",
     ):
         prepare(args, tokenizer, f"{source}/run/data")
     assert not os.path.exists(f"{source}/run")
@@ -288,17 +289,16 @@ def test_work_of_other_settings_is_kept_unless_overwriting_is_asked_for(
         (tmp_path / "data.work" / "work.json").unlink()
         seed = 0
     work = content_of_work(tmp_path)
-    with pytest.raises(ValueError, match="unfinished work with other settings.* is kept: .*--overwrite"):
+    with pytest.raises(ValueError, match="has unfinished work with other settings.*: .*--overwrite"):
         prepare(args, tokenizer, tmp_path / "data", seed=seed)
     assert any(name.startswith("unit-") for name in work) and content_of_work(tmp_path) == work
     prepare(args, tokenizer, tmp_path / "data", seed=seed, overwrite=True)
     assert (
-        "unfinished work with other settings, seed, tokenizer or sources is removed"
-        in capsys.readouterr().out
+        "removed unfinished work with other settings, seed, tokenizer or sources" in capsys.readouterr().out
     )
     prepare(args, tokenizer, tmp_path / "fresh", seed=seed)
     assert content(tmp_path / "data") == content(tmp_path / "fresh")
-    assert "is removed" not in capsys.readouterr().out
+    assert ": removed " not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("where", ["spool", "unit file"])

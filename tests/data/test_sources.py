@@ -103,7 +103,7 @@ def test_folders_and_globs_in_name_order(tmp_path):
         texts_of(tmp_path, include=["*.rs"])
     with pytest.raises(ValueError, match="no file matches"):
         texts_of(f"{tmp_path}/*.rs")
-    with pytest.raises(ValueError, match=r"missing.txt' does not exist here: expected a file"):
+    with pytest.raises(ValueError, match=r"missing.txt' does not exist here: give a file"):
         texts_of("missing.txt")
 
 
@@ -131,7 +131,7 @@ DAMAGED = {
     "list.jsonl": (b"[1, 2]\n", "line 1 is a list, expected an object"),
     "broken.json": (b'{"text": \n"cut', "broken.json is not JSON"),
     "not.gz": (b"plain", "not.gz cannot be read"),
-    "cookie.py": (b"# -*- coding: klingon -*-\n", "cookie.py declares an encoding"),
+    "cookie.py": (b"# -*- coding: klingon -*-\n", "cookie.py cannot be read in its declared encoding"),
 }
 
 
@@ -190,7 +190,7 @@ def test_standard_library_parts():
 def test_broken_files_of_the_standard_library_are_always_skipped(tmp_path, monkeypatch):
     (tmp_path / "bad.py").write_bytes(b"# -*- coding: klingon -*-\n")
     (tmp_path / "good.py").write_text("x = 1")
-    with pytest.raises(ValueError, match="bad.py declares an encoding"):
+    with pytest.raises(ValueError, match="bad.py cannot be read in its declared encoding"):
         texts_of(tmp_path)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     documents, report = read_all(DataArgs(sources=["stdlib:"]))
@@ -220,7 +220,7 @@ def test_package_files_without_import(tmp_path, monkeypatch):
     assert "carrier_pkg" not in sys.modules
     with pytest.raises(ValueError, match="source 'package:carrier_pkg/b.txt' does not exist here"):
         texts_of("package:carrier_pkg/b.txt")
-    with pytest.raises(ValueError, match="no installed package 'no_such_pkg'; pip install"):
+    with pytest.raises(ValueError, match="package 'no_such_pkg' is not installed; install it with pip"):
         texts_of("package:no_such_pkg/b.txt")
 
 

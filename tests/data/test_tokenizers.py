@@ -237,7 +237,7 @@ def test_boundary_tokens_that_cannot_be_told_are_refused(byte_tokenizer):
             return {"input_ids": [7, 8] if add_special_tokens else [1]}
 
     with pytest.raises(
-        ValueError, match=r"makes \[7, 8\] of 'a' with special tokens and \[1\] without: name"
+        ValueError, match=r"encodes 'a' as \[7, 8\] with special tokens and as \[1\] without them: set bos"
     ):
         BoundaryTokens.from_policy("tokenizer", Lower())
 

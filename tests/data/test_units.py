@@ -272,7 +272,7 @@ def test_lines_that_strain_the_parser_are_bad_records(tmp_path):
     cut = b'{"text": "a"}'  # as long as the limit, with more behind
     path.write_bytes(cut + b"\r\r and more\n" + lines("z"))
     documents, report = read_all(DataArgs(sources=[str(path)], unreadable="skip", max_record_bytes=len(cut)))
-    assert [one.text for one in documents] == ["z"] and "line 1 is 25 bytes long" in report.skipped_files[0]
+    assert [one.text for one in documents] == ["z"] and "line 1 has 25 bytes" in report.skipped_files[0]
     path.write_bytes(b"[" * 200_000 + b"\n" + b'{"text": ' + b"9" * 5000 + b"}\n" + lines("z"))
     documents, report = read_all(DataArgs(sources=[str(path)], unreadable="skip"))
     assert [one.text for one in documents] == ["z"] and report.records_skipped == 2
@@ -286,7 +286,7 @@ def test_the_limit_counts_the_bytes_of_a_line_without_its_end(tmp_path):
         times = 2 if end else 1
         assert texts_of(DataArgs(sources=[str(path)], max_record_bytes=len(line))) == ["é" * 20] * times
         with pytest.raises(
-            ValueError, match=rf"line 1 is {len(line) + len(end)} bytes long, beyond data.max_record"
+            ValueError, match=rf"line 1 has {len(line) + len(end)} bytes, more than data.max_record"
         ):
             texts_of(DataArgs(sources=[str(path)], max_record_bytes=len(line) - 1))
 
@@ -311,9 +311,9 @@ def test_a_line_of_fifty_megabytes_is_read_below_the_limit_and_never_held_above_
     assert [len(text) for text in texts_of(args)] == [6, FIFTY_MB, 5]
     documents, report, peak = peak_of(replace(args, max_record_bytes=2**20, unreadable="skip"))
     assert [one.text for one in documents] == ["before", "after"] and report.records_skipped == 1
-    assert "line at byte 19 is 50,000,013 bytes long" in report.skipped_files[0] and peak < 8
+    assert "line at byte 19 has 50,000,013 bytes" in report.skipped_files[0] and peak < 8
     with pytest.raises(
-        ValueError, match="line at byte 19 is 50,000,013 bytes long.*data.max_record_bytes = 16,777,216"
+        ValueError, match="line at byte 19 has 50,000,013 bytes, more than data.max_record_bytes = 16,777,216"
     ):
         texts_of(DataArgs(sources=[str(path)]))
 
@@ -351,7 +351,7 @@ def test_json_values(tmp_path, monkeypatch):
     documents, report = read_all(DataArgs(sources=[str(path)], unreadable="skip"))
     assert [one.text for one in documents] == ["a", "b"] and report.records_skipped == 2
     path.write_text(json.dumps(["a", "x" * 60, "b"]))
-    with pytest.raises(ValueError, match="record 1 is 60 bytes long, beyond data.max_record_bytes = 59"):
+    with pytest.raises(ValueError, match="record 1 has 60 bytes, more than data.max_record_bytes = 59"):
         texts_of(DataArgs(sources=[str(path)], max_record_bytes=59))
     assert len(texts_of(DataArgs(sources=[str(path)], max_record_bytes=60))) == 3
     path.write_text("12345")
@@ -429,7 +429,7 @@ def test_pipes_and_devices_are_not_opened(tmp_path):
     (tmp_path / "b.txt").write_text("b")
     documents, report = read_all(DataArgs(sources=[str(tmp_path)], unreadable="skip"))
     assert [one.text for one in documents] == ["b"] and report.skipped == 1
-    with pytest.raises(ValueError, match="a.txt is missing or no regular file"):
+    with pytest.raises(ValueError, match="a.txt is missing or not a regular file"):
         texts_of(DataArgs(sources=[str(tmp_path)]))
 
 
@@ -496,7 +496,7 @@ def test_hub_records_follow_the_policy(monkeypatch):
     assert [one.text for one in documents] == ["one", "two"] and report.records_skipped == 2
     assert (
         "record 1: field 'text' is a int" in report.skipped_files[0]
-        and "record 2 is 20 bytes" in report.skipped_files[1]
+        and "record 2 has 20 bytes" in report.skipped_files[1]
     )
     assert [one.name for one in documents] == ["hub:some/set:0", "hub:some/set:3"]
     with pytest.raises(

@@ -314,7 +314,7 @@ def test_failed_method_is_recorded_and_the_others_go_on(place, tmp_path, monkeyp
         ),
         (
             {"eval.text_sequences": 3000},
-            "text for perplexity .eval.text.: 3000 sequences of 256 tokens asked for, ",
+            "text for perplexity .eval.text.: asked for 3000 sequences of 256 tokens, but only ",
         ),
         ({"eval.passkey_lengths": [100]}, "passkey prompt of 100 tokens is too short"),
         ({"model.plan": "/nowhere.json"}, "model.plan: /nowhere.json does not exist"),

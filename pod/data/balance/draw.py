@@ -51,7 +51,8 @@ def draw(kept: Kept, args: DataArgs, seed: int) -> Drawn:
     found = _shuffled(drawn, pieces, seed)
     if not len(found):
         raise ValueError(
-            "the draw is empty: every document is longer than its interval's share; raise data.target_tokens"
+            "no document was drawn: each is longer than its interval's share of data.target_tokens; raise "
+            "data.target_tokens"
         )
     return Drawn(found, intervals, [share for row in shares for share in row], counted)
 

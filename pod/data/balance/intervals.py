@@ -223,12 +223,12 @@ def balance_report(
     after = [interval.tokens_after for interval in intervals]
     share = max(1, share_of(args, len(intervals)))
     what = {
-        "stop": "all intervals end with as much",
+        "stop": "all intervals are reduced to the scarcest one",
         "repeat": "its documents are used {:.1f} times",
         "redistribute": "the missing tokens come from the other intervals",
     }[args.exhausted]
     notes = [
-        f"interval {interval.name} ran dry: {interval.tokens_before:,} tokens for an equal share of "
+        f"interval {interval.name} ran dry: it has {interval.tokens_before:,} tokens, but its share is "
         f"{max(share, interval.quota):,}; {what.format(interval.passes)}"
         for interval in intervals
         if interval.ran_dry
@@ -244,8 +244,10 @@ def balance_report(
     for one in shares:
         if one.ran_dry:
             notes.append(
-                f"interval {one.interval}: source {args.sources[one.source]!r} ran dry: {one.tokens_before:,} tokens for a "
-                f"share of {round((one.weight or 0) * quotas[one.interval]):,}; the missing tokens come from the other sources"
+                f"interval {one.interval}: source {args.sources[one.source]!r} ran dry: it has "
+                f"{one.tokens_before:,} tokens, but its share is "
+                f"{round((one.weight or 0) * quotas[one.interval]):,}; the missing tokens come from the "
+                "other sources"
             )
     deviation = max(abs(tokens - share) for tokens in after) / share
     return {"equal_share_tokens": share, "largest_deviation": deviation, "notes": notes}

@@ -114,21 +114,20 @@ def read_shard(shard: MdsShard, fields: Fields, bad: Bad) -> Iterator[Record]:
 def _check_file(shard: MdsShard) -> None:
     suffix = os.path.splitext(shard.path)[1]
     if suffix not in (".mds", *OPENERS):
-        raise UnreadableFile(f"{shard.path} is compressed as {suffix!r}, readable are {', '.join(OPENERS)}")
+        raise UnreadableFile(
+            f"{shard.path} has compression {suffix!r}, which is not supported; supported are "
+            f"{', '.join(OPENERS)}"
+        )
     size = os.stat(shard.path).st_size
     if size != shard.file_bytes:
-        raise UnreadableFile(
-            f"{shard.path} has {size:,} bytes, according to index.json it should have {shard.file_bytes:,}"
-        )
+        raise UnreadableFile(f"{shard.path} has {size:,} bytes, but index.json says {shard.file_bytes:,}")
 
 
 def _sample_sizes(stream: IO[bytes], shard: MdsShard) -> np.ndarray:
     """int64 [samples], after which the stream stands at the first sample."""
     samples = int(np.frombuffer(_exactly(stream, 4, shard), "<u4")[0])
     if samples != shard.samples:
-        raise UnreadableFile(
-            f"{shard.path} has {samples} samples, according to index.json it should have {shard.samples}"
-        )
+        raise UnreadableFile(f"{shard.path} has {samples} samples, but index.json says {shard.samples}")
     offsets = np.frombuffer(_exactly(stream, 4 * (samples + 1), shard), "<u4").astype(np.int64)
     header = int(offsets[0]) - 4 * (samples + 2)
     sizes = np.diff(offsets)
@@ -203,8 +202,8 @@ def _decoder(column: MdsColumn, shard: MdsShard) -> Decoder:
     if kind == "json":
         return json.loads
     raise UnreadableFile(
-        f"{shard.path}: field {column.name!r} is encoded as {column.encoding!r}, which is neither text nor token ids; readable "
-        "are str, json and ndarray"
+        f"{shard.path}: field {column.name!r} has encoding {column.encoding!r}; supported for text and "
+        "token ids are str, json and ndarray"
     )
 
 
@@ -218,7 +217,8 @@ def _array_decoder(details: str, column: MdsColumn, shard: MdsShard) -> Decoder:
             raise ValueError(name)
     except (TypeError, ValueError) as error:
         raise UnreadableFile(
-            f"{shard.path}: field {column.name!r} has encoding {column.encoding!r}, which is no array type"
+            f"{shard.path}: field {column.name!r} has encoding {column.encoding!r}, which is not a numeric "
+            "array"
         ) from error
 
     def decode(data: bytes) -> np.ndarray:

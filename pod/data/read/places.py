@@ -54,7 +54,8 @@ def files_of(place: str, include: tuple[str, ...] = ()) -> Files:
     if path.is_file():
         if not include and not is_known(path):
             raise ValueError(
-                f"{_unknown(path)}; make it one of these, or name it in data.include to read it as one text"
+                f"{_unknown(path)}; convert it to one of these, or name it in data.include to read it as "
+                "one text"
             )
         return Files(_file_or_shards(str(path)))
     if path.is_dir():
@@ -65,8 +66,9 @@ def files_of(place: str, include: tuple[str, ...] = ()) -> Files:
             return _found(names, include)
         raise ValueError(f"no file matches {place!r}: correct data.sources")
     raise ValueError(
-        f"source {place!r} does not exist here: expected a file, folder or glob of this machine, a URL (s3://, https://), "
-        "hub:<id> for a data set of the Hugging Face hub, stdlib: or package:<name>/<file>"
+        f"source {place!r} does not exist here: give a file, folder or pattern on this machine, a URL "
+        "(s3://, https://), hub:<id> for a data set of the Hugging Face hub, stdlib: or "
+        "package:<name>/<file>"
     )
 
 
@@ -137,7 +139,7 @@ def _file_or_shards(path: str) -> list[FoundFile]:
 
 
 def _unknown(path: str | Path) -> str:
-    return f"{path} is of no kind that is read (jsonl, json, parquet, arrow, texts by their suffixes)"
+    return f"{path} has an unknown file type (known are jsonl, json, parquet, arrow, and text by its suffix)"
 
 
 def _matches(path: str, include: tuple[str, ...]) -> bool:
@@ -181,7 +183,7 @@ def _package_path(place: str) -> Path:
     folders = list(spec.submodule_search_locations or []) if spec is not None else []
     if not folders:
         raise ValueError(
-            f"source {place!r}: no installed package {name!r}; pip install what provides it or drop the source"
+            f"source {place!r}: package {name!r} is not installed; install it with pip, or remove this source"
         )
     paths = [Path(folder, relative) for folder in folders]
     return next((path for path in paths if path.exists()), paths[0])

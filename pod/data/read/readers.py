@@ -150,7 +150,7 @@ def _read_text(path: Path, fields: Fields, bad: Bad) -> Iterator[Record]:
     try:
         text = data.decode(_encoding_of(path, data))
     except LookupError as error:  # a codec that is not one of text
-        raise UnreadableFile(f"{path} declares an encoding that does not read it ({error})") from error
+        raise UnreadableFile(f"{path} cannot be read in its declared encoding ({error})") from error
     if "\0" in text:
         raise UnreadableFile(f"{path} is binary (it has NUL characters), expected text")
     if "\r" in text:
@@ -175,9 +175,7 @@ def _encoding_of(path: Path, data: bytes) -> str:
     try:
         return tokenize.detect_encoding(io.BytesIO(data).readline)[0]
     except SyntaxError as error:
-        raise UnreadableFile(
-            f"{path} declares an encoding that does not read it ({one_line(error)})"
-        ) from error
+        raise UnreadableFile(f"{path} cannot be read in its declared encoding ({one_line(error)})") from error
 
 
 def _read_lines(

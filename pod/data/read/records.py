@@ -103,8 +103,8 @@ def one_line(error: BaseException) -> str:
 
 def too_long(where: str, num_bytes: int | None, limit: int) -> str:
     """The message for a record above the limit; `num_bytes` None = its length is not known."""
-    size = f"is {num_bytes:,} bytes long" if num_bytes is not None else "goes on"
-    return f"{where} {size}, beyond data.max_record_bytes = {limit:,}"
+    size = f"{num_bytes:,} bytes, more than" if num_bytes is not None else "more bytes than"
+    return f"{where} has {size} data.max_record_bytes = {limit:,}"
 
 
 def text_of(values: Any, text_field: str, where: str) -> str:

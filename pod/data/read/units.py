@@ -117,8 +117,8 @@ def plan_units(args: DataArgs) -> list[Unit]:
         files = files_of(place, tuple(args.include))
         if files.unreadable and args.unreadable == "error" and not files.tolerate:
             raise ValueError(
-                f"{files.unreadable[0]} ({len(files.unreadable)} such): correct it, name what to read in data.include, or set "
-                "data.unreadable=skip"
+                f"{files.unreadable[0]} ({len(files.unreadable)} in total): correct it, choose the files to "
+                "read with data.include, or set data.unreadable=skip"
             )
         for number, group in enumerate(_groups(files, args.target_tokens, may_cut=not split)):
             left_out = () if number else (*files.left_out, *files.unreadable)
@@ -160,7 +160,7 @@ def _judged(
         if part is not None:
             part.check_unchanged()
             if part.size < 0:
-                raise UnreadableFile(f"{part.path} is missing or no regular file")
+                raise UnreadableFile(f"{part.path} is missing or not a regular file")
         for document in documents:
             is_empty = False
             if document.text.strip() if document.tokens is None else len(document.tokens):
@@ -213,7 +213,7 @@ def _documents(part: FilePart | None, unit: Unit, fields: Fields, bad: Bad) -> I
             tokens = record.tokens[start:stop].copy()
             yield Document("", unit.spec, f"{name}:{number}", tokens, record.origin)
         if left := len(record.tokens) - int(np.diff(record.bounds).sum()):
-            bad(f"{name} holds {left} token ids that are in no document of its bounds")
+            bad(f"{name} has {left} token ids outside the documents of data.token_bounds_field")
 
 
 def _groups(files: Files, target_tokens: int | None, may_cut: bool) -> Iterator[tuple[FilePart, ...]]:

@@ -69,7 +69,8 @@ def map_held_out(folder: Path, manifest: dict[str, Any]) -> list[np.ndarray]:
     tokens = np.memmap(folder / HELD_OUT_TOKENS, dtype=held_out["token_dtype"], mode="r")
     if len(tokens) != lengths.sum():
         raise ValueError(
-            f"{folder / HELD_OUT_TOKENS} has {len(tokens):,} tokens, according to {HELD_OUT_LENGTHS} it should have {lengths.sum():,}: {REPAIR}"
+            f"{folder / HELD_OUT_TOKENS} has {len(tokens):,} tokens, but {HELD_OUT_LENGTHS} says "
+            f"{lengths.sum():,}: {REPAIR}"
         )
     return np.split(tokens, np.cumsum(lengths)[:-1])
 
@@ -103,8 +104,9 @@ def long_sequences(
         sequences.extend(rest[: len(rest) // n * n].reshape(-1, n))
     if len(sequences) < num_sequences:
         raise ValueError(
-            f"{num_sequences} sequences of {n} tokens asked for, {len(sequences)} available ({len(documents)} documents, "
-            f"{sum(map(len, documents))} tokens): ask for fewer or shorter ones, or prepare more text"
+            f"asked for {num_sequences} sequences of {n} tokens, but only {len(sequences)} are available "
+            f"({len(documents)} documents, {sum(map(len, documents))} tokens): ask for fewer or shorter "
+            "ones, or prepare more text"
         )
     return np.stack(sequences).astype(np.int64)
 

@@ -77,7 +77,7 @@ class PackedDataset:
             held, expected = sum(shard[name] for shard in shards), self.manifest[f"num_{name}"]
             if held != expected:
                 raise ValueError(
-                    f"{self.path}: the shards have {held} {name}, the manifest has {expected}: {REPAIR}"
+                    f"{self.path}: the shards have {held} {name}, but the manifest says {expected}: {REPAIR}"
                 )
         self._shard = lru_cache(OPEN_SHARDS)(self._open)
 
@@ -138,14 +138,14 @@ class PackedDataset:
         if not fits or row.max() >= self.manifest["vocab_size"]:
             shard = self.manifest["shards"][number]
             raise ValueError(
-                f"row {at} of {self.path / shard['tokens']['file']} is damaged (its documents do not fit the row, or a "
-                f"token id the vocabulary): {REPAIR}"
+                f"row {at} of {self.path / shard['tokens']['file']} is damaged (wrong document lengths, or "
+                f"a token id outside the vocabulary): {REPAIR}"
             )
         return own, row
 
     def _locate(self, index: int) -> tuple[int, int]:
         if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)} in {self.path}")
+            raise IndexError(f"row {index} does not exist: {self.path} has {len(self)} rows")
         index %= len(self)
         shard = int(np.searchsorted(self._starts, index, side="right")) - 1
         return shard, index - int(self._starts[shard])
@@ -158,10 +158,10 @@ class PackedDataset:
         if tokenizer_sha256 is not None and tokenizer_sha256 != self.manifest["tokenizer_sha256"]:
             raise ValueError(
                 f"{self.path} was prepared with another tokenizer (sha256 {self.manifest['tokenizer_sha256'][:12]}, "
-                f"the model's is {tokenizer_sha256[:12]}): use that tokenizer's model or {REPAIR}"
+                f"the model's is {tokenizer_sha256[:12]}): use the model of the data's tokenizer, or {REPAIR}"
             )
         if vocab_size is not None and vocab_size < self.manifest["vocab_size"]:
             raise ValueError(
-                f"{self.path} has token ids up to {self.manifest['vocab_size'] - 1}, the model's vocabulary has "
-                f"{vocab_size}: use the model whose tokenizer made the data or {REPAIR}"
+                f"{self.path} has token ids up to {self.manifest['vocab_size'] - 1}, but the model's "
+                f"vocabulary has only {vocab_size}: use the model of the data's tokenizer, or {REPAIR}"
             )

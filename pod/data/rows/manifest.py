@@ -47,7 +47,8 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{file} is not a manifest of packed rows (no format {FORMAT!r}): {REPAIR}")
     if manifest.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(
-            f"{file} has schema version {manifest.get('schema_version')}, this program reads {SCHEMA_VERSION}: {REPAIR}"
+            f"{file} has schema version {manifest.get('schema_version')}, but this program reads "
+            f"{SCHEMA_VERSION}: {REPAIR}"
         )
     for name, kind in _REQUIRED.items():
         if not isinstance(manifest.get(name), kind):
@@ -103,7 +104,7 @@ def check_file(folder: Path, entry: dict[str, Any], verify: bool) -> Path:
         raise ValueError(f"{file} is missing: {REPAIR}")
     size = file.stat().st_size
     if size != entry["bytes"]:
-        raise ValueError(f"{file} has {size} bytes, the manifest has {entry['bytes']}: {REPAIR}")
+        raise ValueError(f"{file} has {size} bytes, but the manifest says {entry['bytes']}: {REPAIR}")
     if verify and sha256_file(file) != entry["sha256"]:
         raise ValueError(f"{file} does not match its checksum (changed or damaged): {REPAIR}")
     return file

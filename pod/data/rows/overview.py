@@ -23,7 +23,7 @@ LEFT_OUT = (
 _OF_SOURCES = (
     ("empty", "empty"),
     ("records_skipped", "unreadable records"),
-    ("skipped", "files not read, or not to their end"),
+    ("skipped", "files not read, or read in part"),
     ("filtered", "document_filter"),
 )
 

@@ -26,13 +26,14 @@ def check_replaceable(folder: Path, own: re.Pattern = _OF_PREPARED_DATA) -> None
         return
     if not folder.is_dir():
         raise ValueError(
-            f"{folder} is a file where the prepared data should go: move it or set another output_dir"
+            f"{folder} is a file, but prepared data needs a folder there: move the file, or set another "
+            "output_dir"
         )
     strangers = sorted(file.name for file in folder.iterdir() if not own.fullmatch(file.name))
     if strangers:
         raise ValueError(
-            f"{folder} holds {strangers[0]!r}, which `pod data` did not write and which would be lost "
-            f"({len(strangers)} such files): move them or set another output_dir"
+            f"{folder} has files that `pod data` did not write and would remove, for example "
+            f"{strangers[0]!r} ({len(strangers)} in total): move them, or set another output_dir"
         )
 
 
@@ -43,7 +44,8 @@ def check_outside(output_dir: Path, sources: Iterable[str]) -> None:
         is_matched = "**" in place.parts and fnmatch(str(folder / MANIFEST_NAME), str(place))
         if is_matched or folder.is_relative_to(place):
             raise ValueError(
-                f"output_dir {output_dir} is inside the source {source}: set another one, or data.include"
+                f"output_dir {output_dir} is inside the source {source}: set another output_dir, or choose "
+                "the files to read with data.include"
             )
 
 

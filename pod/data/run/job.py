@@ -49,8 +49,8 @@ class Job:
     def __init__(self, args: DataArgs, tokenizer: Any, output_dir: str | Path, seed: int = 0):
         if args.target_tokens is None:
             raise ValueError(
-                "data.target_tokens is not set: set it to the number of training tokens to prepare (a number larger than a small "
-                "corpus has takes everything)"
+                "data.target_tokens is not set: set it to the number of training tokens to prepare, or "
+                "above the size of the corpus to take all of it"
             )
         self.args, self.seed, self.output_dir = args, seed, Path(output_dir)
         if self.output_dir.is_symlink():  # to a larger disk, say: the link stays
@@ -191,12 +191,13 @@ class Job:
                 rest.unlink()
             return
         if any(self.work_dir.glob("unit-*")):
-            work = f"{self.work_dir}: unfinished work with other settings, seed, tokenizer or sources"
+            work = "unfinished work with other settings, seed, tokenizer or sources"
             if not overwrite and found.get("request") != self._of_work:
                 raise ValueError(
-                    f"{work} is kept: run again with --overwrite to remove it, or set another output_dir"
+                    f"{self.work_dir} has {work}: run again with --overwrite to remove it, or set another "
+                    "output_dir"
                 )
-            print(f"{work} is removed")
+            print(f"{self.work_dir}: removed {work}")
         self.clean()
         self.work_dir.mkdir(parents=True)
         write_json(self.work_dir / WORK_NAME, wanted)

@@ -107,10 +107,11 @@ def _check_unused(job: Job, used_by: str | Path, overwrite: bool) -> None:
         manifest = read_manifest(job.output_dir)
     except ValueError:  # there are none, or nobody can go on with them
         return
-    wish = f"the checkpoints in {used_by} can continue with its rows only: set another output_dir, or move {used_by} away"
+    wish = f"the checkpoints in {used_by} need its rows: set another output_dir, or move {used_by} away"
     if not job.is_answered_by(manifest):
         raise ValueError(
-            f"{job.output_dir} was made with other settings, seed or tokenizer, or has less held-out text than needed, and {wish}"
+            f"{job.output_dir} has rows of other settings, seed or tokenizer, or too little held-out text, "
+            f"but {wish}"
         )
     if overwrite and job.is_current():
         raise ValueError(f"{job.output_dir} cannot be overwritten: {wish}")
@@ -143,7 +144,7 @@ def _difference(job: Job, manifest: dict[str, Any]) -> str:
         return f"with other settings ({', '.join(other)})"
     if before == job.request:
         asked = (manifest.get("held_out") or {}).get("asked", 0)
-        return f"with {asked:,} tokens held out, and {job.held_out_tokens:,} are needed"
+        return f"with {asked:,} held-out tokens, but {job.held_out_tokens:,} are needed"
     return "with other settings"
 
 
@@ -184,15 +185,15 @@ def _cost(args: DataArgs) -> list[str]:
     try:
         size = sum(unit.text_bytes or 0 for unit in plan_units(args))
     except (ValueError, OSError) as error:
-        return [f"sources: cannot be looked at here ({one_line(error)})"]
+        return [f"sources: unknown size ({one_line(error)})"]
     if not size:
-        return ["sources: of unknown size (hub data sets)"]
+        return ["sources: unknown size (hub data sets)"]
     tokens, workers = size / BYTES_PER_TOKEN, args.workers or cores()
     time = duration(tokens / (TOKENS_PER_SECOND * workers))
     memory = PARENT_GIGABYTES + WORKER_GIGABYTES * workers
     return [
         f"sources: about {short_bytes(size)} of text or {short_number(tokens)} tokens; reading takes at most about {time} on "
-        f"{workers} core{'s' * (workers > 1)}, less where the target is met before the end",
-        f"memory: about {memory:.1f} GB, and {RECORD_FACTOR * args.max_record_bytes / 1e9:.1f} GB more for each worker that meets "
-        f"a record of {args.max_record_bytes / 1e6:.0f} MB",
+        f"{workers} core{'s' * (workers > 1)}, less if the target is met earlier",
+        f"memory: about {memory:.1f} GB, and {RECORD_FACTOR * args.max_record_bytes / 1e9:.1f} GB more for "
+        f"each worker that reads a record of {args.max_record_bytes / 1e6:.0f} MB",
     ]

@@ -140,8 +140,8 @@ def encode(job: Job, batch: list[Document]) -> list[np.ndarray]:
             continue
         if len(document.tokens) and int(document.tokens.max()) >= job.vocab_size:
             raise ValueError(
-                f"{document.name} has token id {document.tokens.max()}, the tokenizer has {job.vocab_size}: set "
-                "data.tokenizer to the one that made the ids"
+                f"{document.name} has token id {document.tokens.max()}, but the tokenizer has only "
+                f"{job.vocab_size} tokens: set data.tokenizer to the tokenizer of these ids"
             )
         tokens.append(document.tokens)
     return tokens

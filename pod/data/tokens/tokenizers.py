@@ -56,8 +56,8 @@ class BoundaryTokens:
             starts = [start for start in range(len(full)) if full[start : start + len(plain)] == plain]
             if not starts:
                 raise ValueError(
-                    f"boundary_tokens='tokenizer', but the tokenizer makes {full} of 'a' with special tokens and {plain} "
-                    "without: name them (bos, eos, bos+eos) or use 'none'"
+                    "boundary_tokens='tokenizer' does not work with this tokenizer: it encodes 'a' as "
+                    f"{full} with special tokens and as {plain} without them: set bos, eos, bos+eos or none"
                 )
             return cls(tuple(full[: starts[0]]), tuple(full[starts[0] + len(plain) :]))
         for name in ("bos", "eos"):
