@@ -69,7 +69,7 @@ def test_training_is_estimated_for_every_recipe(name, dry_run):
     }
     expected = parameters.get(name, "8,030,261,248" if "8b" in name else "134,515,008")
     assert f"{expected} parameters" in text
-    assert ("that pod/models.py knows" in text) == ("8b" in name)
+    assert ("sizes come from a built-in table" in text) == ("8b" in name)
     assert ("no plan yet" in text) == (read(name).model.layout == "pod")
     assert "longer than the model's positions" not in text
 
@@ -77,14 +77,14 @@ def test_training_is_estimated_for_every_recipe(name, dry_run):
 def test_a_dry_run_names_rows_that_are_too_long(dry_run):
     text = dry_run("train_pod.py", "llama3_8b_32k_dense.yaml", "--set", "model.max_position_embeddings=16384")
     assert (
-        "training will refuse this: the data has rows of 32768 tokens, the model's positions end at 16384"
+        "training will refuse this: the data has rows of 32768 tokens, but the model reads at most 16384"
         in text
     )
 
 
 def test_a_dry_run_refuses_attention_that_would_keep_every_logit(dry_run):
     gpu = ("--device", "h100", "--set", "train.dtype=float32")
-    with pytest.raises(AssertionError, match="all n x n logits would be kept"):
+    with pytest.raises(AssertionError, match="all n x n logits stay in memory"):
         dry_run("train_pod.py", "demo.yaml", *gpu)
     assert dry_run("train_pod.py", "demo.yaml", *gpu, "--set", "model.attention_backend=reference")
 

@@ -213,24 +213,28 @@ class TrainRecipe:
         if self.spike_factor != 0 and not self.spike_factor > 1:
             raise ValueError(f"spike_factor is {self.spike_factor}, allowed are 0 (off) and numbers above 1")
         if self.eval_passkeys and not self.eval_every_steps:
-            raise ValueError("eval_passkeys is set and eval_every_steps is 0: set eval_every_steps")
+            raise ValueError(
+                "eval_passkeys is set, but eval_every_steps is 0: set eval_every_steps, or eval_passkeys=0"
+            )
         if not self.lora_target_modules:
             raise ValueError("lora_target_modules is empty: name linear layers, for example q_proj, k_proj")
         moves = self.offload_checkpoints or self.carry not in (None, "keep")
         if self.gradient_checkpointing == "none" and moves:
             raise ValueError(
-                f"carry is {self.carry} and offload_checkpoints {self.offload_checkpoints}: they move what gradient checkpointing keeps; "
-                "set gradient_checkpointing=full, or carry=keep and offload_checkpoints=false"
+                f"carry={self.carry} and offload_checkpoints={self.offload_checkpoints} need gradient "
+                "checkpointing: set gradient_checkpointing=full, or carry=keep and "
+                "offload_checkpoints=false"
             )
         if self.carry == "recompute" and self.method == "lora" and self.lora_dropout:
             raise ValueError(
-                f"carry is recompute with lora_dropout {self.lora_dropout}: the dropout would be drawn a second time; set "
-                "carry=offload, or lora_dropout=0"
+                f"carry=recompute does not work with lora_dropout={self.lora_dropout}: recomputing would "
+                "draw another dropout; set carry=offload, or lora_dropout=0"
             )
         for name in ("offload_optimizer", "offload_parameters"):
             if getattr(self, name) == "cpu" and self.zero_stage in (1, 2):
                 raise ValueError(
-                    f"{name} is cpu with zero_stage {self.zero_stage}: only stage 3 divides weights and gradients; set zero_stage=3"
+                    f"{name}=cpu needs zero_stage=3, got zero_stage={self.zero_stage}: set zero_stage=3, or "
+                    f"{name}=none"
                 )
 
     def rows_per_step(self, context_length: int) -> int:
@@ -240,7 +244,8 @@ class TrainRecipe:
             below = tokens - tokens % context_length
             near = ", ".join(f"{one:,}" for one in (below, below + context_length) if one)
             raise ValueError(
-                f"train.tokens_per_step is {tokens:,}, which is not a multiple of the rows' {context_length:,} tokens: nearest are {near}"
+                f"train.tokens_per_step is {tokens:,}, but must be a multiple of the row length, "
+                f"{context_length:,} tokens: the nearest are {near}"
             )
         return tokens // context_length
 
@@ -251,7 +256,8 @@ class TrainRecipe:
         each = self.rows_per_step(context_length) * context_length
         if self.total_tokens < each:
             raise ValueError(
-                f"train.total_tokens is {self.total_tokens:,}, allowed are {each:,} (one step) and more"
+                f"train.total_tokens is {self.total_tokens:,}, but one step takes {each:,} tokens: raise "
+                "train.total_tokens, or lower train.tokens_per_step"
             )
         return self.total_tokens // each
 

@@ -68,8 +68,8 @@ def _other_version(problem: str) -> ValueError:
     import deepspeed
 
     return ValueError(
-        f"deepspeed {deepspeed.__version__} is installed, and {problem}; this project was tested with {TESTED}: "
-        f"pip install deepspeed=={TESTED}"
+        f"deepspeed {deepspeed.__version__} does not work here: {problem}. Install the version that this "
+        f"project was tested with: pip install deepspeed=={TESTED}"
     )
 
 

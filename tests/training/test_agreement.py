@@ -37,7 +37,7 @@ def test_one_rank_agrees_with_itself_and_leaves_no_file(alone, tmp_path):
         ({"the version of torch": "1.0"}, "rank 2 and rank 0 disagree on the version of torch"),
         ({"the recipe's train": "0" * 64}, "rank 2 and rank 0 disagree on the recipe's train:"),
         ({"the data": "y"}, "disagree on the data (x on rank 0, y on rank 2)"),
-        ({"output_dir": "not seen"}, "rank 2 cannot see what rank 0 writes"),
+        ({"output_dir": "not seen"}, "rank 2 cannot see files of rank 0"),
     ],
 )
 def test_ranks_that_disagree_are_named(alone, tmp_path, monkeypatch, change, says):
@@ -65,7 +65,7 @@ def test_ranks_that_share_a_machine_unknowingly_are_told(alone, monkeypatch, cap
     note_neighbours()
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(
-        "note: 2 ranks run on the machine of rank 0, whose launcher says 1 (LOCAL_WORLD_SIZE)"
+        "note: 2 ranks run on the machine of rank 0, but its launcher set LOCAL_WORLD_SIZE=1"
     )
 
 

@@ -38,7 +38,7 @@ def test_bad_values_are_refused_by_name(field, value):
 @pytest.mark.parametrize("field", ["offload_optimizer", "offload_parameters"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_only_stage_3_lets_optimizer_or_weights_wait_on_the_host(field, stage):
-    with pytest.raises(ValueError, match=f"{field} is cpu with zero_stage {stage}: only stage 3"):
+    with pytest.raises(ValueError, match=f"{field}=cpu needs zero_stage=3, got zero_stage={stage}"):
         TrainArgs(**{field: "cpu", "zero_stage": stage})
     assert getattr(TrainArgs(**{field: "cpu"}), field) == "cpu"
 
@@ -131,5 +131,5 @@ def test_vectors_do_not_decay():
 
 def test_lora_refuses_modules_that_are_not_there():
     settings = lora_settings(TrainArgs(method="lora", lora_target_modules=["query"]))
-    with pytest.raises(ValueError, match="names query; .* can have adapters are 0"):
+    with pytest.raises(ValueError, match="names query; allowed for this model are 0"):
         add_lora(torch.nn.Sequential(torch.nn.Linear(2, 2)), settings)

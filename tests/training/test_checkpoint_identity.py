@@ -76,7 +76,9 @@ def test_a_damaged_checkpoint_names_the_one_to_go_back_to(tmp_path):
     with pytest.raises(ValueError, match="there is no other checkpoint"):
         latest_checkpoint(tmp_path)
     damaged.write_text('{"schema": 2}')
-    with pytest.raises(ValueError, match="of version 2, this program continues version 3 only"):
+    with pytest.raises(
+        ValueError, match="has checkpoint version 2, but this program can continue only version 3"
+    ):
         read_state(tmp_path / "step-00000004")
 
 

@@ -97,7 +97,7 @@ def test_rotation_keeps_the_last_and_every_nth(restart_results):
     [
         ("cut", "(weights-00001-000.safetensors: Error while deserializing header: incomplete"),
         ("header", "(weights-00001-000.safetensors: Error while deserializing header: invalid"),
-        ("gone", " of its numbers are missing): "),
+        ("gone", " of its values are missing): "),
     ],
 )
 def test_a_damaged_checkpoint_is_one_line_on_every_rank(restart_results, case, says):
@@ -155,9 +155,9 @@ def test_pieces_are_cut_anew(tmp_path, monkeypatch):
     assert torch.equal(weights["a/b"], whole[MASTER]) and torch.equal(
         weights["c"], torch.tensor([[8.0, 9.0]])
     )
-    with pytest.raises(ValueError, match="^2 of its numbers are missing$"):
+    with pytest.raises(ValueError, match="^2 of its values are missing$"):
         read_pieces(tmp_path, [piece("d", (2,), 0, [0.0, 0.0])])
-    with pytest.raises(ValueError, match="^2 of its numbers are missing$"):
+    with pytest.raises(ValueError, match="^2 of its values are missing$"):
         read_pieces(
             tmp_path, [piece("c", (2,), 0, [0.0, 0.0], [0.0, 0.0])]
         )  # written before the first update

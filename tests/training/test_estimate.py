@@ -319,8 +319,8 @@ def test_devices_are_found_by_the_names_that_cuda_gives():
     ("text", "message"),
     [
         ("h101", "device 'h101' is unknown, known are h200, h100"),
-        ("h100,memory_gb=64", "memory_gb=64 is no figure above 0 of a device; figures are bf16_tflops"),
-        ("h100,memory_gib=0", "memory_gib=0 is no figure above 0"),
+        ("h100,memory_gb=64", "memory_gb=64 is not allowed: give a number above 0 for one of bf16_tflops"),
+        ("h100,memory_gib=0", "memory_gib=0 is not allowed: give a number above 0"),
     ],
 )
 def test_devices_that_are_not_known_are_refused(text, message):

@@ -149,7 +149,7 @@ REFUSED = {  # name: settings beside one rank per group, and what the one line s
     "name": (["train.max_step=3"], "max_steps"),
     "held_out": (
         ["train.eval_every_steps=2"],
-        "train.eval_every_steps needs held-out text, and this data has none",
+        "train.eval_every_steps needs held-out text, but the data has none",
     ),
     "length": (["data.context_length=32"], "data.context_length is 32"),
 }

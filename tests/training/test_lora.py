@@ -196,7 +196,7 @@ def test_an_adapter_of_anybody_is_merged_before_heads_move(tmp_path):
         assert (model(input_ids=IDS).logits - expected).abs().max() <= 2e-5 * expected.abs().max()
     with pytest.raises(ValueError, match="this plan moves them: use pod.load_model"):
         pod.load_adapter(adapter, plan=order)
-    with pytest.raises(ValueError, match="is an adapter: write the merged model first"):
+    with pytest.raises(ValueError, match="is an adapter: merge it first"):
         source_config(ModelArgs(path=str(adapter)))
     weights = load_file(adapter / "adapter_model.safetensors")
     save_file({f"{name}.x" if "layers.1" in name else name: one for name, one in weights.items()},

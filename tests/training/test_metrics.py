@@ -100,7 +100,7 @@ def test_waiting_for_data_is_a_mean_over_the_steps_of_a_record(tmp_path, monkeyp
     assert [line["compute_s"] for line in lines] == [2.0, 3.99]
     assert [line["tokens_per_second"] for line in lines] == [16.0, 16.0]
     assert shown == [
-        "loss 2.5000, 16 tokens/s, 50% of it waiting for data",
+        "loss 2.5000, 16 tokens/s, 50% of the time waiting for data",
         "loss 2.5000, 16 tokens/s",
     ]
 

@@ -120,7 +120,7 @@ def test_an_incomplete_checkpoint_is_passed_over_and_named(folder, capsys, damag
     spoil(folder / "step-00000010")
     assert reason in (why_incomplete(folder / "step-00000010") or "")
     assert latest_checkpoint(folder) == folder / "step-00000009"
-    assert f"passed over: step-00000010 ({reason}" in capsys.readouterr().out
+    assert f"incomplete: step-00000010 ({reason}" in capsys.readouterr().out
 
 
 def test_a_piece_that_no_rank_wrote_is_missed(tmp_path):
@@ -130,7 +130,7 @@ def test_a_piece_that_no_rank_wrote_is_missed(tmp_path):
     write_pieces(
         checkpoint, 0, [Piece("w", (2, 3), 0, {kind: torch.zeros(2) for kind in kinds})], lambda: None
     )
-    assert why_incomplete(checkpoint) == "3 of its numbers are missing"
+    assert why_incomplete(checkpoint) == "3 of its values are missing"
 
 
 def test_where_no_checkpoint_is_complete_the_run_is_refused_and_nothing_goes(folder):
@@ -159,7 +159,7 @@ def test_a_checkpoint_that_stands_in_the_way_is_kept(tmp_path, capsys):
         make_checkpoint(tmp_path, 4, ranks=1)
         put_aside(tmp_path / "step-00000004")
         assert why_incomplete(tmp_path / f"kept-{number}-step-00000004") is None
-    assert step_folders(tmp_path) == [] and "kept as kept-1-step-00000004" in capsys.readouterr().out
+    assert step_folders(tmp_path) == [] and "renamed to kept-1-step-00000004" in capsys.readouterr().out
 
 
 # Whole trainings

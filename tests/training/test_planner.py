@@ -115,7 +115,7 @@ def test_a_start_that_does_not_fit_is_told_by_its_own_size(fits, monkeypatch):
     """Where the start needs more than a step, the refusal names what it needs and not the step's peak, which would fit."""
     fit = fits[8]
     monkeypatch.setattr(planner, "start_bytes", lambda job: 100 * 2**30)
-    with pytest.raises(ValueError, match=r"needs 100\.0 GiB on a rank, usable are"):
+    with pytest.raises(ValueError, match=r"needs 100\.0 of \d+\.\d usable GiB per rank"):
         check_fits(fit)
     assert "memory  100.00 of" in table(fit, None)
 
@@ -217,9 +217,9 @@ def test_all_fields_can_be_pinned():
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"micro_batch_size": 3}, "train.micro_batch_size is 3, which 32 rows of 512 tokens per step on 4 ranks do not allow: use 1, 2, 4, 8, 16, 32"),
-        ({"sequence_parallel_size": 1, "gradient_accumulation_steps": 3}, "gradient_accumulation_steps is 3, which 32 rows of 512 tokens per step on 4 ranks do not allow: use 1, 2, 4, 8, or null"),
-        ({"micro_batch_size": 8, "gradient_accumulation_steps": 8}, "gradient_accumulation_steps is 8, which 32 rows"),
+        ({"micro_batch_size": 3}, "train.micro_batch_size is 3, but 32 rows of 512 tokens per step on 4 ranks allow only 1, 2, 4, 8, 16, 32"),
+        ({"sequence_parallel_size": 1, "gradient_accumulation_steps": 3}, "gradient_accumulation_steps is 3, but 32 rows of 512 tokens per step on 4 ranks allow only 1, 2, 4, 8: use one of these, or null"),
+        ({"micro_batch_size": 8, "gradient_accumulation_steps": 8}, "gradient_accumulation_steps is 8, but 32 rows"),
         ({"sequence_parallel_size": 3}, "4 ranks cannot form groups of sequence_parallel_size 3: use 1, 2, 4"),
     ],
 )  # fmt: skip
@@ -229,24 +229,27 @@ def test_a_pin_that_cannot_hold_is_refused_with_what_can(settings, says):
 
 def test_ranks_rows_and_heads_that_do_not_meet_are_refused():
     assert small(4, rows=3).job.args.sequence_parallel_size == 4
-    assert "3 rows of 512 tokens per step cannot be dealt to 16 ranks" in refused(small, 16, rows=3)
-    assert "1 rows of 512 tokens per step cannot be dealt to 16 ranks" in refused(small, 16, rows=1)
+    assert "3 rows of 512 tokens per step cannot be split over 16 ranks" in refused(small, 16, rows=3)
+    assert "1 rows of 512 tokens per step cannot be split over 16 ranks" in refused(small, 16, rows=1)
     assert "every rank needs a query head; use a size from 1 to 9" in refused(
         small, 16, 1, sequence_parallel_size=16
     )
-    assert "not a multiple of the rows' 512 tokens: nearest are 512, 1,024" in refused(
+    assert "a multiple of the row length, 512 tokens: the nearest are 512, 1,024" in refused(
         plan, TrainRecipe(tokens_per_step=700), SMALL, ((0,) * 3,), 512, machine(1)
     )
-    assert "allowed are 1,024 (one step) and more" in refused(small, 1, rows=2, total_tokens=1000)
+    assert "one step takes 1,024 tokens" in refused(small, 1, rows=2, total_tokens=1000)
 
 
 def test_what_fits_nowhere_says_what_would_help():
     pinned = large(8, zero_stage=1, offload_optimizer="none")
     message = refused(check_fits, pinned)
-    assert "usable are 68.5 (92% of h100): use more ranks, shorter rows or train.method=lora" in message
-    assert "leave out what is pinned (offload_optimizer=none, zero_stage=1)" in message
+    assert (
+        "of 68.5 usable GiB per rank (92% of h100): use more ranks, shorter rows or train.method=lora"
+        in message
+    )
+    assert "remove these settings from the recipe: offload_optimizer=none, zero_stage=1" in message
     assert "DOES NOT FIT" in table(pinned, None)
-    assert "pinned" not in refused(check_fits, large(1, "rtx4090"))
+    assert "remove these settings" not in refused(check_fits, large(1, "rtx4090"))
 
 
 def test_steps_come_from_one_place():
@@ -257,7 +260,7 @@ def test_steps_come_from_one_place():
     said = table(small(max_steps=5, total_tokens=10_000), 5 * 512)
     assert "5 steps (max_steps; total_tokens is not used)" in said
     assert "2,560 tokens of 2,560 = 1.00 epochs\n" in said
-    assert "2,560 tokens of 1,280 = 2.00 epochs, which are not prepared yet" in table(
+    assert "2,560 tokens of 1,280 = 2.00 epochs (data not prepared yet)" in table(
         small(max_steps=5), None, 1280
     )
 
@@ -304,7 +307,7 @@ def test_on_a_cpu_ranks_share_the_machine_and_nothing_is_offloaded(monkeypatch):
         "recompute",
     }
     monkeypatch.setattr(planner, "host_memory_bytes", lambda: 2**20)
-    assert "on a rank, usable are 0.0 (92% of cpu)" in refused(
+    assert "of 0.0 usable GiB per rank (92% of cpu)" in refused(
         check_fits, plan(recipe, SMALL, ((0,) * 3,) * 3, 2048, this_machine(2, 2))
     )
 
@@ -350,7 +353,7 @@ def test_the_table_says_what_a_plan_does_and_how_evenly():
         recipe = TrainRecipe(tokens_per_step=8 * CONTEXT, sequence_parallel_size=size)
         text = details(plan(recipe, window, lead, CONTEXT, machine(8)))
         assert "128 (layer, KV head) pairs lead, 8 follow, 120 keep their window" in text
-        shares[size] = float(text.split("in each layer for ")[1].split(" x ")[0])
+        shares[size] = float(text.split("the busiest rank computes ")[1].split(" x ")[0])
     assert shares[1] == shares[4] == 1.0
     every, near = CONTEXT * (CONTEXT + 1) / 2, CONTEXT * (CONTEXT + 1) / 2 - 28_672 * 28_673 / 2
     assert shares[8] == pytest.approx(32 * 8 * every / (136 * every + 120 * near), abs=0.005)
@@ -362,5 +365,5 @@ def test_the_table_of_hundreds_of_gpus():
     assert "256 ranks on 32 machines = 64 data parallel x 4 sequence parallel" in text
     for part in ("fits", "sequence_parallel_size 4*", "all-to-all of heads", "per checkpoint", "epochs"):
         assert part in text
-    with pytest.raises(ValueError, match="12 ranks cannot lie on machines of 8"):
+    with pytest.raises(ValueError, match="12 ranks do not fill machines of 8"):
         this_machine(12, 8, get_device("h100"))

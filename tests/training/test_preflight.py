@@ -56,13 +56,13 @@ def test_a_run_that_is_fine_is_not_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"manifest": {"context_length": 65}}, "rows of 65 tokens, the model's positions end at 64"),
+        ({"manifest": {"context_length": 65}}, "rows of 65 tokens, but the model reads at most 64"),
         ({"settings": {"sequence_parallel_size": 8}, "world_size": 8}, "every rank needs a query head"),
         ({"settings": {"sequence_parallel_size": 2}, "world_size": 3}, "3 ranks cannot form groups"),
-        ({"settings": {"tokens_per_step": 16 * 64}}, "a step takes 16 rows of 64 tokens (train.tokens_per_step), the data has 12"),
+        ({"settings": {"tokens_per_step": 16 * 64}}, "a step takes 16 rows of 64 tokens, but the data has 12"),
         ({"settings": {"max_steps": 13}}, "13 steps of 1 rows read the data's 12 rows 1.08 times: prepare more data"),
-        ({"settings": {"tokens_per_step": 65}}, "not a multiple of the rows' 64 tokens: nearest are 64, 128"),
-        ({"world_size": 4, "manifest": {"context_length": 3}}, "1 rows of 3 tokens per step cannot be dealt to 4 ranks"),
+        ({"settings": {"tokens_per_step": 65}}, "a multiple of the row length, 64 tokens: the nearest are 64, 128"),
+        ({"world_size": 4, "manifest": {"context_length": 3}}, "1 rows of 3 tokens per step cannot be split over 4 ranks"),
     ],
 )  # fmt: skip
 def test_wrong_things_are_refused_by_name(tmp_path, changes, says):
@@ -98,7 +98,7 @@ def test_disk_too_small_for_the_checkpoints_that_will_be_kept(tmp_path, monkeypa
     settings = {"max_steps": 1000, "allow_repeats": True, "zero_stage": 3}
     run(tmp_path / "train", settings=settings)
     free[0] = needed - 1
-    assert "3 checkpoints of 0.0 GiB will lie there (2 kept by keep_last, one being written)" in refused(
+    assert "3 checkpoints of 0.0 GiB each (2 by keep_last, one being written)" in refused(
         tmp_path / "train", settings=settings
     )
     run(tmp_path / "train", settings=settings | {"keep_last": 1})
@@ -124,8 +124,8 @@ def test_gpus_and_bfloat16(tmp_path, monkeypatch):
     assert "4 ranks on this machine, but 2 GPUs are visible" in refused(tmp_path, 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
-    assert "no bfloat16" in refused(tmp_path)
-    assert "all n x n logits would be kept" in refused(tmp_path, settings={"dtype": "float32"})
+    assert "no bfloat16 (it needs compute capability 8.0 or newer)" in refused(tmp_path)
+    assert "all n x n logits stay in memory" in refused(tmp_path, settings={"dtype": "float32"})
     run(tmp_path, settings={"dtype": "float32"}, model={"attention_backend": "reference"})
 
 
@@ -150,7 +150,7 @@ def test_a_dry_run_says_what_training_will_refuse(tmp_path):
         return estimate(recipe, planner.this_machine(1, 1))
 
     assert "training will refuse" not in said()
-    assert "note: training will refuse this: data.context_length is 128 and the rows in" in said(128)
+    assert "note: training will refuse this: data.context_length is 128, but the rows in" in said(128)
     assert "refuse this: 10 steps of 2 rows read the data's 8 rows 2.50 times" in said(max_steps=10)
     assert "training will refuse" not in said(max_steps=10, allow_repeats="true")
     assert "refuse this: a step takes 16 rows of 64 tokens" in said(tokens_per_step=1024, max_steps=1)

@@ -182,11 +182,12 @@ def test_the_time_at_risk_is_said_and_what_to_do(tmp_path, monkeypatch):
     steps_until_stop(control, clock, [300.0, 107.2])
     control.save_took(8.0)
     assert control.time_at_risk() == (
-        "a signal is obeyed within 6.7 s (a micro-batch), the checkpoint takes 8.0 s, and deepspeed and torchrun wait 30 s"
+        "after a stop signal, the current micro-batch takes up to 6.7 s and the checkpoint 8.0 s; "
+        "deepspeed and torchrun wait 30 s"
     )
     control.save_took(25.0)
     assert (
-        "too short, up to 30 minutes of work would be lost. To stop, send SIGUSR1" in control.time_at_risk()
+        "too short: up to 30 minutes of work would be lost. To stop, send SIGUSR1" in control.time_at_risk()
     )
 
 
@@ -198,7 +199,7 @@ def test_an_evaluation_counts_for_the_hours_and_not_for_its_step(tmp_path, monke
         with control.evaluating():
             clock.now += 400.0
         assert control.should_stop(step) is None
-    assert "within 100.0 s (a micro-batch)" in control.time_at_risk()
+    assert "the current micro-batch takes up to 100.0 s" in control.time_at_risk()
     # 3600 - 1.1 x (100 + 400 + 72) = 2970.8
     assert steps_until_stop(control, clock, [100.0] * 30, 3) == 3000.0
 

@@ -116,7 +116,7 @@ def test_passkeys_are_split_where_prompt_and_number_part():
 def test_prompts_that_do_not_fit_are_refused(tmp_path):
     rows = held_out_rows(Prepared(tmp_path, [12]), 1)
     long = Passkey(prompt=tuple(range(8)), answer=(1, 2, 3), depth=0.0)
-    with pytest.raises(ValueError, match="a passkey prompt has 11 tokens, rows have 10"):
+    with pytest.raises(ValueError, match="a passkey prompt has 11 tokens, but rows have 10"):
         Evaluation(rows, [long])
 
 

@@ -103,10 +103,10 @@ def test_parameters_after_a_change(rope, positions, changes, new_max, expected):
 @pytest.mark.parametrize(
     ("changes", "new_max", "message"),
     [
-        ({}, 128, "max_position_embeddings = 128 with the checkpoint's own RoPE, which was trained on 64 positions"),
-        ({"factor": 2.0}, None, "rope_factor belongs to linear, llama3, yarn, and rope_type is default"),
-        ({"rope_type": "linear", "beta_fast": 2.0}, None, "rope_beta_fast belongs to yarn, and rope_type is linear"),
-        ({"rope_type": "yarn"}, None, "rope_type = yarn needs rope_factor, or the max_position_embeddings to reach from 64"),
+        ({}, 128, "max_position_embeddings = 128, but the checkpoint's RoPE was trained on 64 positions"),
+        ({"factor": 2.0}, None, "rope_factor belongs to linear, llama3, yarn, but rope_type is default"),
+        ({"rope_type": "linear", "beta_fast": 2.0}, None, "rope_beta_fast belongs to yarn, but rope_type is linear"),
+        ({"rope_type": "yarn"}, None, "rope_type = yarn needs rope_factor, or max_position_embeddings above 64"),
         ({"rope_type": "yarn"}, 32, "rope_factor is 0.5, allowed are 1 and more"),
         ({"rope_type": "longrope"}, None, "rope_type = 'longrope' is not supported; choose one of default, linear"),
     ],
@@ -174,9 +174,9 @@ def test_the_plan_of_the_output_folder_is_for_pod_only(args, start, tmp_path):
 
 def test_pod_without_a_plan_is_refused_before_and_after_loading(args, tmp_path):
     chosen = replace(args, layout="pod")
-    with pytest.raises(ValueError, match=r"^model\.layout is pod, and there is no plan .* run `pod explore`"):
+    with pytest.raises(ValueError, match=r"^model\.layout is pod, but there is no plan .* run `pod explore`"):
         model_config(chosen, tmp_path)
-    with pytest.raises(ValueError, match=r"^model\.layout is pod, and there is no plan"):
+    with pytest.raises(ValueError, match=r"^model\.layout is pod, but there is no plan"):
         load_start_model(chosen, None)
 
 

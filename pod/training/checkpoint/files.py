@@ -245,7 +245,7 @@ def put_aside(checkpoint: Path) -> None:
         return
     names = (checkpoint.with_name(f"kept-{number}-{checkpoint.name}") for number in itertools.count(1))
     kept = checkpoint.rename(next(name for name in names if not name.exists()))
-    tqdm.write(f"note: {checkpoint} was there already; it is kept as {kept.name}")
+    tqdm.write(f"note: {checkpoint} existed already; it was renamed to {kept.name}")
 
 
 def _remove(checkpoint: Path) -> None:
@@ -301,7 +301,7 @@ def read_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
                     mine = wanted[name]
                     missing -= _fill(mine.values[kind], mine.start, content.get_slice(key), int(start))
     if missing:
-        raise ValueError(f"{missing} of its numbers are missing")
+        raise ValueError(f"{missing} of its values are missing")
 
 
 def whole_weights(folder: Path) -> dict[str, Tensor]:
@@ -356,8 +356,8 @@ def check_plan(checkpoint: Path, plan_file: Path) -> None:
     """Raise ValueError when `plan_file`, which a recipe names, is not the plan that the checkpoint was trained with."""
     if SharingPlan.load(plan_file) != SharingPlan.load(checkpoint / "plan.json"):
         raise ValueError(
-            f"checkpoint {checkpoint} was trained with another plan than model.plan = {plan_file}: unset model.plan to "
-            "export it with its own, or set another output_dir"
+            f"checkpoint {checkpoint} was trained with another plan than model.plan = {plan_file}: leave "
+            "model.plan empty to export the checkpoint with its own plan, or set another output_dir"
         )
 
 

@@ -24,7 +24,7 @@ _ADVICE = {
     "method": ("another train.method or other LoRA settings", "the same train.method and lora_* settings"),
     "dtype": ("another train.dtype", "the same train.dtype"),
     "rows": (
-        "another seed or train.tokens_per_step, so that its rows and steps are others",
+        "another seed or train.tokens_per_step",
         "the same seed and train.tokens_per_step",
     ),
 }
@@ -73,8 +73,8 @@ def read_state(checkpoint: Path) -> TrainState:
         raise ValueError(f"{file} is missing or damaged: {way_back(Path(checkpoint))}")
     if (version := content.pop("schema", None)) != SCHEMA_VERSION:
         raise ValueError(
-            f"{file} is a training checkpoint of version {version}, this program continues version {SCHEMA_VERSION} only: finish the run with "
-            "the release that wrote it, or set another output_dir"
+            f"{file} has checkpoint version {version}, but this program can continue only version "
+            f"{SCHEMA_VERSION}: finish the run with the release that wrote it, or set another output_dir"
         )
     return TrainState(**content)
 

@@ -71,7 +71,7 @@ def _newest_complete(folder: Path, problem: str) -> Path | None:
     for checkpoint in reversed(step_folders(folder)):
         reason = why_incomplete(checkpoint)
         if reason is None:
-            more = f"; passed over: {', '.join(passed)}" if passed else ""
+            more = f"; incomplete: {', '.join(passed)}" if passed else ""
             print(f"note: {problem}; the newest complete checkpoint is {checkpoint.name}{more}", flush=True)
             return checkpoint
         passed.append(f"{checkpoint.name} ({reason})")
@@ -127,7 +127,7 @@ def _check_all_weights(checkpoint: Path) -> None:
                 held[kind, name] += prod(content.get_slice(key).get_shape())
     missing = sum(sizes.get(name, 0) - count for (_, name), count in held.items())
     if missing or not held:
-        raise ValueError(f"{missing or 'all'} of its numbers are missing")
+        raise ValueError(f"{missing or 'all'} of its values are missing")
 
 
 def _opened(file: Path) -> Any:

@@ -271,7 +271,7 @@ def _summary(record: Values, waiting: float) -> str:
         text += f", MFU {record['mfu']:.1%}"
     if "eval_loss" in record:
         text += f", held-out loss {record['eval_loss']:.4f}"
-    return text if waiting <= 0.01 else f"{text}, {waiting:.0%} of it waiting for data"
+    return text if waiting <= 0.01 else f"{text}, {waiting:.0%} of the time waiting for data"
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -35,7 +35,7 @@ def held_out_rows(dataset: Any, count: int) -> Rows:
     length, documents = dataset.context_length, map_held_out(dataset.path, dataset.manifest)
     if not documents:
         raise ValueError(
-            "train.eval_every_steps needs held-out text, and this data has none: prepare the data again with "
+            "train.eval_every_steps needs held-out text, but the data has none: prepare the data again with "
             "data.held_out_tokens empty or above 0, or set train.eval_every_steps to 0"
         )
     rows = [[document[:length]] for document in documents if len(document) >= length][:count]
@@ -126,7 +126,7 @@ class Evaluation:
         longest = max((len(key.prompt) + len(key.answer) for key in passkeys), default=0)
         if longest > length:
             raise ValueError(
-                f"a passkey prompt has {longest} tokens, rows have {length}: prepare data with a longer "
+                f"a passkey prompt has {longest} tokens, but rows have {length}: prepare data with a longer "
                 "data.context_length, or set train.eval_passkeys to 0"
             )
         self.rows = [{name: x[at : at + 1] for name, x in rows.items()} for at in range(self.num_texts)]

@@ -37,7 +37,8 @@ class World:
     def __post_init__(self) -> None:
         if self.local_size < 1 or self.size < 1 or self.size % min(self.size, self.local_size):
             raise ValueError(
-                f"{self.size} ranks cannot lie on machines of {self.local_size}: use a multiple of {self.local_size}, or fewer"
+                f"{self.size} ranks do not fill machines of {self.local_size} ranks each: use a multiple of "
+                f"{self.local_size}, or fewer than {self.local_size}"
             )
 
     @property

@@ -182,11 +182,11 @@ def check_fits(fit: Fit) -> None:
     needed, device = fit.needed_bytes / GIB, fit.machine.device
     host, host_usable = fit.host_bytes_per_machine / GIB, HOST_SHARE * fit.machine.host_gib
     pins = ", ".join(f"{name}={getattr(fit.job.args, name)}" for name in sorted(fit.pinned))
-    what = f"{host:.1f} of {host_usable:.1f} GiB of host memory and " if host > host_usable else ""
+    at_host = f", and {host:.1f} of {host_usable:.1f} usable GiB of host memory" if host > host_usable else ""
     raise ValueError(
-        f"no layout fits: the nearest one needs {what}{needed:.1f} GiB on a rank, usable are {FIT * device.memory_gib:.1f} "
-        f"({FIT:.0%} of {device.name}): use more ranks, shorter rows or train.method=lora"
-        + (f", or leave out what is pinned ({pins})" if pins else "")
+        f"no layout fits: the closest one needs {needed:.1f} of {FIT * device.memory_gib:.1f} usable GiB "
+        f"per rank ({FIT:.0%} of {device.name}){at_host}: use more ranks, shorter rows or train.method=lora"
+        + (f", or remove these settings from the recipe: {pins}" if pins else "")
     )
 
 
@@ -212,16 +212,16 @@ def row_splits(recipe: TrainRecipe, shapes: Shapes, context_length: int, ranks: 
     ]
     if not splits:
         raise ValueError(
-            f"{rows} rows of {context_length} tokens per step cannot be dealt to {ranks} ranks: the rows, times a "
-            f"sequence_parallel_size of at most {shapes.query_heads} (query heads), must be a multiple of the ranks; change "
-            "train.tokens_per_step or the ranks"
+            f"{rows} rows of {context_length} tokens per step cannot be split over {ranks} ranks: rows "
+            f"times sequence_parallel_size (at most {shapes.query_heads}, the query heads) must be a "
+            f"multiple of {ranks}; change train.tokens_per_step or the number of ranks"
         )
     for name in ("sequence_parallel_size", "micro_batch_size", "gradient_accumulation_steps"):
         value, allowed = getattr(recipe, name), sorted({split[name] for split in splits})
         if value is not None and value not in allowed:
             raise ValueError(
-                f"train.{name} is {value}, which {rows} rows of {context_length} tokens per step on {ranks} ranks do not "
-                f"allow: use {', '.join(map(str, allowed))}, or null"
+                f"train.{name} is {value}, but {rows} rows of {context_length} tokens per step on {ranks} "
+                f"ranks allow only {', '.join(map(str, allowed))}: use one of these, or null"
             )
         splits = [split for split in splits if value in (None, split[name])]
     return [
@@ -307,8 +307,8 @@ def table(fit: Fit, data_tokens: int | None, target_tokens: int | None = None) -
         "ranks": _ranks(fit),
         "layout": layout_line(fit),
         "memory": f"{_gib(fit.needed_bytes)} of {device.memory_gib:.1f} GiB per rank ({fit.share:.0%}): {verdict}",
-        "start": f"{_gib(start_bytes(job))} GiB per rank while weights arrive and the optimizer is made",
-        "host": f"{_gib(fit.host_bytes_per_machine)} of {usable} per machine for what is offloaded",
+        "start": f"{_gib(start_bytes(job))} GiB per rank while weights load and the optimizer is made",
+        "host": f"{_gib(fit.host_bytes_per_machine)} of {usable} per machine for offloaded tensors",
         "time": f"{hours[0]:,.1f} to {hours[1]:,.1f} hours on {device.name}, {time.expected:,.2f} s a step{hint}",
         "saves": _saves(job.args, work_at_risk(job.args, time.expected)),
     }
@@ -329,7 +329,7 @@ def _data(fit: Fit, data_tokens: int | None, target_tokens: int | None) -> str:
     known = data_tokens or target_tokens
     if not known:
         return f"{tokens:,} tokens of data that is not prepared yet"
-    state = "" if data_tokens else ", which are not prepared yet"
+    state = "" if data_tokens else " (data not prepared yet)"
     return f"{tokens:,} tokens of {known:,} = {tokens / known:.2f} epochs{state}"
 
 
@@ -367,7 +367,8 @@ def details(fit: Fit) -> str:
         "offload": _parts(fit.host) + " GiB of host memory per rank",
         "disk": f"{disk} GiB per checkpoint, {args.keep_last} kept, one more while writing",
         "step": ", ".join(f"{name} {seconds:,.3f}" for name, seconds in time.parts.items())
-        + f" s at {figures}: {time.overlapped:,.3f} with traffic behind arithmetic, {time.sequential:,.3f} without",
+        + f" s at {figures}: {time.overlapped:,.3f} if traffic overlaps compute, "
+        + f"{time.sequential:,.3f} if not",
     }
     return _lines({name: text for name, text in lines.items() if not text.startswith(" ")})
 
@@ -381,8 +382,8 @@ def _plan(fit: Fit) -> str:
     alone = attention_flops(replace(job, args=replace(job.args, sequence_parallel_size=1)))
     share = attention_flops(job) * size / alone
     return (
-        f"{leads} (layer, KV head) pairs lead, {follow} follow, {windows} keep their window; attention waits in each layer for "
-        f"{share:.2f} x an even share"
+        f"{leads} (layer, KV head) pairs lead, {follow} follow, {windows} keep their window; the busiest "
+        f"rank computes {share:.2f} x an even share of attention"
     )
 
 

@@ -49,8 +49,9 @@ def check_attention(config: Any, args: TrainRecipe, machine: Machine) -> None:
     asked for by name."""
     if machine.has_gpu and args.dtype == "float32" and config.attention_backend == "auto":
         raise ValueError(
-            "train.dtype is float32, which fused attention on a GPU does not take: all n x n logits would be kept for backward; "
-            "set dtype=bfloat16, or model.attention_backend=reference to have it so"
+            "train.dtype is float32, but fused attention on a GPU needs bfloat16; without it, all n x n "
+            "logits stay in memory for the backward pass: set train.dtype=bfloat16, or "
+            "model.attention_backend=reference to accept this"
         )
 
 
@@ -59,9 +60,9 @@ def check_positions(config: Any, context_length: int) -> None:
     longest = int(config.max_position_embeddings)
     if context_length > longest:
         raise ValueError(
-            f"the data has rows of {context_length} tokens, the model's positions end at {longest}: prepare data with "
-            f"data.context_length <= {longest}, or extend the model (model.rope_theta or model.rope_type with "
-            "model.max_position_embeddings)"
+            f"the data has rows of {context_length} tokens, but the model reads at most {longest}: prepare "
+            f"data with data.context_length <= {longest}, or extend the model (model.rope_theta or "
+            "model.rope_type with model.max_position_embeddings)"
         )
 
 
@@ -69,7 +70,7 @@ def check_length(asked: int, length: int, folder: Path) -> None:
     """Raise ValueError for prepared rows of another length than the recipe's."""
     if asked != length:
         raise ValueError(
-            f"data.context_length is {asked} and the rows in {folder} have {length} tokens: "
+            f"data.context_length is {asked}, but the rows in {folder} have {length} tokens: "
             f"run `pod data` again, or set data.context_length={length}"
         )
 
@@ -79,8 +80,8 @@ def check_epochs(job: Job, rows: int) -> None:
     args, each = job.args, job.rows_per_step
     if each > rows:
         raise ValueError(
-            f"a step takes {each} rows of {job.context_length} tokens (train.tokens_per_step), the data has {rows}: lower "
-            "it, or prepare more data"
+            f"a step takes {each} rows of {job.context_length} tokens, but the data has {rows}: lower "
+            "train.tokens_per_step, or prepare more data"
         )
     if each * args.max_steps > rows and not args.allow_repeats:
         raise ValueError(
@@ -101,7 +102,7 @@ def check_gpus(args: TrainRecipe) -> None:
         )
     if args.dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(
-            "this GPU has no bfloat16 (compute capability 8.0 and newer have): set train.dtype=float32"
+            "this GPU has no bfloat16 (it needs compute capability 8.0 or newer): set train.dtype=float32"
         )
 
 
@@ -115,11 +116,13 @@ def check_disk(job: Job, folder: Path) -> None:
     place = Path(os.path.abspath(folder))
     free = shutil.disk_usage(next(one for one in (place, *place.parents) if one.exists())).free
     if each * saves > free + held:
-        kept = f", those of every {args.keep_every_steps} steps for good" if args.keep_every_steps else ""
+        kept = (
+            f", one every {args.keep_every_steps} steps by keep_every_steps" if args.keep_every_steps else ""
+        )
         raise ValueError(
-            f"{folder} has {_gib(free)} free, but {saves} checkpoints of {_gib(each)} will lie there ({args.keep_last} kept "
-            f"by keep_last{kept}, one being written): free {_gib(each * saves - free - held)}, lower "
-            "train.keep_last, or set another output_dir"
+            f"{folder} has {_gib(free)} free, but needs room for {saves} checkpoints of {_gib(each)} each "
+            f"({args.keep_last} by keep_last{kept}, one being written): free "
+            f"{_gib(each * saves - free - held)}, lower train.keep_last, or set another output_dir"
         )
 
 

@@ -112,7 +112,8 @@ def get_device(text: str) -> Device:
     for figure, value in changes.items():
         if figure not in numbers or not re.fullmatch(r"\d+\.?\d*", value) or float(value) <= 0:
             raise ValueError(
-                f"--device: {figure}={value} is no figure above 0 of a device; figures are {', '.join(numbers)}"
+                f"--device: {figure}={value} is not allowed: give a number above 0 for one of "
+                f"{', '.join(numbers)}"
             )
     return dataclasses.replace(DEVICES[name], **{figure: float(value) for figure, value in changes.items()})
 

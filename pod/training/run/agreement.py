@@ -31,8 +31,8 @@ def note_neighbours() -> None:
     for rank, (where, said) in enumerate(everyone if dist.get_rank() == 0 else ()):
         if (there := ranks_at[where]) > said:
             print(
-                f"note: {there} ranks run on the machine of rank {rank}, whose launcher says {said} (LOCAL_WORLD_SIZE): the memory of its "
-                f"host is planned for {said}",
+                f"note: {there} ranks run on the machine of rank {rank}, but its launcher set "
+                f"LOCAL_WORLD_SIZE={said}: each of them plans with 1/{said} of the host memory",
                 flush=True,
             )
             return
@@ -84,7 +84,8 @@ def agree(config: dict[str, Any], folder: Path | str, facts: dict[str, str]) -> 
         others = [rank for rank, value in enumerate(values) if value != ours]
         if others and name == _SHARED:
             raise SameOnAllRanks(
-                f"{_ranks(others)} cannot see what rank 0 writes into {folder}: put output_dir on a file system that all machines share"
+                f"{_ranks(others)} cannot see files of rank 0 in {folder}: put output_dir on a file system "
+                "that all machines share"
             )
         if others:
             theirs = values[others[0]]

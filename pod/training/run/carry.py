@@ -70,8 +70,8 @@ class _Entry:
         value = self.value
         if value is None:
             raise RuntimeError(
-                "train.carry=recompute needs the backward of a block's last layer before that of the others: take "
-                "gradients of the whole model's output, or set train.carry=offload"
+                "train.carry=recompute needs a backward pass that begins at the model's output: take "
+                "gradients of the whole output, or set train.carry=offload"
             )
         self.reads += 1
         if self.reads == self.readers:

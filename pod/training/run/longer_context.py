@@ -41,11 +41,11 @@ def change_rope(
         raise ValueError(f"rope_type = {rope_type!r} is not supported; choose one of {', '.join(_KEYS)}")
     for key in changes.keys() - _KEYS[rope_type] - {"rope_type", "rope_theta"}:
         owners = ", ".join(name for name, keys in _KEYS.items() if key in keys) or "no rope_type"
-        raise ValueError(f"rope_{key} belongs to {owners}, and rope_type is {rope_type}: leave it out")
+        raise ValueError(f"rope_{key} belongs to {owners}, but rope_type is {rope_type}: leave it out")
     if new_max is not None and new_max > max_positions and not changes:
         raise ValueError(
-            f"max_position_embeddings = {new_max} with the checkpoint's own RoPE, which was trained on {max_positions} "
-            "positions: set rope_theta, or rope_type with rope_factor, too"
+            f"max_position_embeddings = {new_max}, but the checkpoint's RoPE was trained on {max_positions} "
+            "positions: also set rope_theta, or rope_type and rope_factor"
         )
     kept = rope if rope_type == own_type else {"rope_theta": rope["rope_theta"]}
     changed = {**_DEFAULTS.get(rope_type, {}), **kept, **changes, "rope_type": rope_type}
@@ -58,7 +58,7 @@ def change_rope(
         changed["original_max_position_embeddings"] = original
     if "factor" not in changed:
         if new_max is None:
-            needs = f"rope_factor, or the max_position_embeddings to reach from {original}"
+            needs = f"rope_factor, or max_position_embeddings above {original}"
             raise ValueError(f"rope_type = {rope_type} needs {needs}")
         changed["factor"] = new_max / original
     if changed["factor"] < 1:

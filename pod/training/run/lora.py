@@ -28,8 +28,8 @@ def add_lora(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
     unknown = [name for name in settings["lora_target_modules"] if name not in present]
     if unknown:
         raise ValueError(
-            f"train.lora_target_modules names {', '.join(unknown)}; the linear layers of this model that can have "
-            f"adapters are {', '.join(sorted(present))}"
+            f"train.lora_target_modules names {', '.join(unknown)}; allowed for this model are "
+            f"{', '.join(sorted(present))}"
         )
     with warnings.catch_warnings():  # peft asks transformers 5 by an old name
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)

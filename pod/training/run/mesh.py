@@ -120,7 +120,8 @@ def join_ranks(timeout_s: float | None = None) -> None:
     if "RANK" not in os.environ:
         if (ranks := int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or "1")) > 1:
             raise ValueError(
-                f"mpirun started {ranks} processes and gave them no RANK: start them with deepspeed, torchrun or launch/slurm/"
+                f"mpirun started {ranks} processes without the variable RANK: start them with deepspeed, "
+                "torchrun or launch/slurm/"
             )
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         with socket.socket() as probe:

@@ -162,10 +162,13 @@ class RunControl:
         step = self._longest_step()
         part = step / self.args.gradient_accumulation_steps
         line = (
-            f"a signal is obeyed within {part:.1f} s (a micro-batch), the checkpoint takes {self._save_seconds:.1f} s, and "
-            f"deepspeed and torchrun wait {_GRACE:.0f} s"
+            f"after a stop signal, the current micro-batch takes up to {part:.1f} s and the checkpoint "
+            f"{self._save_seconds:.1f} s; deepspeed and torchrun wait {_GRACE:.0f} s"
         )
         if part + self._save_seconds < _GRACE:
             return line
         lost = work_at_risk(self.args, step) / 60
-        return f"{line}: too short, up to {lost:.0f} minutes of work would be lost. To stop, send SIGUSR1 to one rank's process"
+        return (
+            f"{line}, which is too short: up to {lost:.0f} minutes of work would be lost. To stop, send "
+            "SIGUSR1 to one rank's process"
+        )

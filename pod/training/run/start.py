@@ -127,8 +127,9 @@ def estimate(recipe: Recipe, machine: Machine) -> str:
     notes = [note] if note else []
     if plan.provenance.get("stand_in"):
         notes.append(
-            f"no plan yet: estimated with {plan.num_leads} (layer, KV head) pairs that lead and {plan.num_followers} that follow, which "
-            f"save {plan.asymptotic_saving:.0%} of distant tokens' keys and values"
+            f"no plan yet: the estimate assumes that {plan.num_leads} (layer, KV head) pairs lead and "
+            f"{plan.num_followers} follow, which saves {plan.asymptotic_saving:.0%} of the keys and values "
+            "of distant tokens"
         )
     with _refusal_in(notes):
         preflight.check_positions(config, length)

@@ -82,8 +82,8 @@ def start_config(model_args: ModelArgs, plan: Plan, source: Any) -> PodConfig:
     extend(config, model_args.rope, model_args.max_position_embeddings)
     if layout == "pod" and config.sharing_plan.is_dense:
         raise ValueError(
-            "model.layout is pod, and there is no plan but that in which every head leads: run `pod explore`, set "
-            "model.plan, or use layout=dense"
+            "model.layout is pod, but there is no plan (every head leads): run `pod explore`, set "
+            "model.plan, or use model.layout=dense"
         )
     return config
 
@@ -131,8 +131,8 @@ def source_config(model_args: ModelArgs) -> tuple[Any, str | None]:
     name = model_args.path
     if is_adapter(os.path.expanduser(name)):
         raise ValueError(
-            f"model.path = {name} is an adapter: write the merged model first, by "
-            "pod.load_model(adapter).save_pretrained(folder), and name that folder"
+            f"model.path = {name} is an adapter: merge it first with "
+            "pod.load_model(adapter).save_pretrained(folder), then set model.path to that folder"
         )
     if name.startswith(PACKAGE) and name in KNOWN_SIZES:
         return _known_config(name), None  # of one version only; reading it would convert the weights first
@@ -140,7 +140,7 @@ def source_config(model_args: ModelArgs) -> tuple[Any, str | None]:
         return _read_config(model_args, local_files_only=True), None
     except (OSError, ValueError) as absent:
         if name in KNOWN_SIZES:
-            note = f"{name} is not on this machine: its sizes are those that pod/models.py knows"
+            note = f"{name} is not on this machine: its sizes come from a built-in table"
             return _known_config(name), note
         if isinstance(absent, ValueError):
             raise

@@ -32,7 +32,9 @@ def weight_reader(path: str, config: PodConfig, dtype: torch.dtype, gguf_file: s
     files = None if gguf_file else weight_files(path)
     if files is None:
         name = gguf_file or path
-        print(f"note: {name} is not stored weight by weight: one rank loads the whole model", flush=True)
+        print(
+            f"note: weights of {name} cannot be read one by one, so rank 0 loads the whole model", flush=True
+        )
         whole = load_model(path, dtype=dtype, gguf_file=gguf_file)
         state, order = whole.state_dict(), whole.config.head_order
         shapes, read = {name: tuple(weight.shape) for name, weight in state.items()}, state.__getitem__

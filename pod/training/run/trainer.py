@@ -205,7 +205,7 @@ class Trainer:
             values = self.step()
         except Interrupted:  # the step before is kept; this one begins again when the run is resumed
             set_random_states(self.random_states)
-            return f"stopped by a signal in the step after step {self.state.step}, which is undone"
+            return f"stopped by a signal in step {self.state.step + 1}, which is undone"
         verdict = self._judge(values)
         self.monitor.step(self.state.step, values | self.observe())
         if verdict == "rewind":
