@@ -99,7 +99,9 @@ def check_can_write(folder: PathLike, setting: str) -> None:
     while not os.path.lexists(place):
         place = place.parent
     if not place.is_dir():
-        raise ValueError(f"{setting} = {folder}: {place} is not a folder; set another {setting} or remove it")
+        raise ValueError(
+            f"{setting} = {folder}: {place} is not a folder; set another {setting} or remove this file"
+        )
     try:
         tempfile.TemporaryFile(dir=place).close()
     except OSError as error:

@@ -38,7 +38,8 @@ def contestant(name: str) -> Method:
     method = find_method(name)
     if method.model not in ("dense", "adapted") or "capacity" in method.options:
         raise ValueError(
-            f"methods: {name!r}: the benchmark sets weights and capacity itself: write for example 'pod[tau=0.7]'"
+            f"methods: {name!r} sets weights or a capacity, but the benchmark sets both itself: leave them "
+            "out, for example 'pod[tau=0.7]'"
         )
     share = method.options.get("skip_share", 0)
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
@@ -91,15 +92,16 @@ class BenchArgs:
         for name in ("lengths", "batch_sizes"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
-                raise ValueError(f"{name} is {values}, allowed are different numbers, at least one")
+                raise ValueError(f"{name} is {values}: give at least one number, and none twice")
         if self.share_followers + self.share_windows > 1:
             raise ValueError(
-                f"share_followers is {self.share_followers} and share_windows {self.share_windows}, together more than 1"
+                f"share_followers {self.share_followers} and share_windows {self.share_windows} add up to "
+                "more than 1: lower one of them"
             )
         self.methods = [contestant(name).name for name in self.methods]
         if not self.contestants or len(set(self.methods)) < len(self.methods):
             raise ValueError(
-                f"methods is {self.methods}, expected different methods, at least one besides full"
+                f"methods is {self.methods}: name at least one method besides full, and none twice"
             )
 
     @property

@@ -74,10 +74,8 @@ def make_cache(
         cache = pod.make_cache(model, spec if named else f"full+{spec}", capacity=capacity, **options)
     except ValueError as error:
         has_no_engine = "capacity" in str(error)  # the parameter that asks for one
-        reason = (
-            "which does not support this method" if has_no_engine else f"which refuses: {one_line(error)}"
-        )
-        return pod.make_cache(model, spec, **options), f"without the decode engine, {reason}"
+        reason = "it does not support this method" if has_no_engine else one_line(error)
+        return pod.make_cache(model, spec, **options), f"without the decode engine: {reason}"
     engine: Any = cache.engine
     engine.backend = backend
     return cache, None

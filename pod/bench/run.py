@@ -38,8 +38,8 @@ def estimate(recipe: "Recipe") -> str:
         f"Plan: {measured.describe()}",
         f"Weights: {sizes.weights / 1e9:.2f} GB, of which a decode step reads {sizes.read / 1e9:.2f} GB. "
         f"{plan.num_followers} of {plan.num_pairs} (layer, KV head) pairs follow, {plan.num_windows} keep their window.",
-        "Each line shows the size of the full-grown cache (GB), what a step reads of it and of the weights (GB), and the "
-        "highest possible speed relative to full if time depended on these bytes only:",
+        "Each line: size of the cache after all rounds (GB); bytes that a step reads from cache and "
+        "weights (GB); highest possible speed relative to full, if only these bytes took time:",
     ]
     for batch, length in settings(args):
         lines.append(f"  batch {batch}, {length:,} tokens:")
@@ -48,7 +48,7 @@ def estimate(recipe: "Recipe") -> str:
             held = batch * held_per_row(sizes, method, args.room(length)) / 1e9
             read = read_per_step(sizes, method, length, batch)
             known = f"{held:8.3f} size  {read / 1e9:8.3f} read  {full / read:.3f}x"
-            unknown = f"at most {held:.3f} size; what a step reads is unknown"
+            unknown = f"at most {held:.3f} size; bytes per step unknown"
             lines.append(f"    {method.name:<30} {known if is_modelled(method) else unknown}")
     return "\n".join(lines)
 
@@ -235,8 +235,8 @@ def _check_lengths(args: BenchArgs, positions: int) -> None:
     longest = max(args.lengths)
     if args.room(longest) > positions:
         raise ValueError(
-            f"bench.lengths: {longest} tokens and the {args.room(longest) - longest} decoded in all rounds are more than "
-            f"the model's {positions} positions: lower bench.lengths, bench.steps or bench.repeats"
+            f"bench.lengths: {longest} tokens plus {args.room(longest) - longest} decoded tokens exceed the "
+            f"model's {positions} positions: lower bench.lengths, bench.steps or bench.repeats"
         )
 
 
@@ -249,8 +249,8 @@ def _check_memory(args: BenchArgs, sizes: Sizes, device: "torch.device") -> dict
         for method in [*args.contestants, STOCK]:
             size = needed(sizes, method, batch, args.room(length), device.type == "cpu")
             said = (
-                f"needs {size / 1e9:.2f} GB next to the dense cache, weights included, and {there / 1e9:.2f} GB are free on "
-                f"{device}"
+                f"needs {size / 1e9:.2f} GB with the weights and the dense cache, but {there / 1e9:.2f} GB "
+                f"are free on {device}"
             )
             if size > there and method is STOCK:
                 reasons[batch, length] = said

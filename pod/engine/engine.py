@@ -225,7 +225,8 @@ def attach(cache: PodCache, capacity: int, backend: str = "auto") -> "StaticEngi
     """
     if (reason := refusal(cache)) is not None:
         raise ValueError(
-            f"no decode engine here: {reason}; it serves full and pod caches without a codec: leave capacity out"
+            "the decode engine serves only full and pod caches in the model's dtype or in 4 bits, but "
+            f"{reason}: leave capacity out"
         )
     held = cache.get_seq_length()
     if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < max(1, held):

@@ -84,18 +84,17 @@ def check_replaceable(path: Path) -> None:
         return
     way_out = "set another export.path, or move it away"
     if not path.is_dir():
-        raise ValueError(f"{path} is a file where the export should go: {way_out}")
+        raise ValueError(f"{path} is a file, but an export needs a folder there: {way_out}")
     model, adapter = read_mapping(path / "config.json") or {}, read_mapping(path / CONFIG_NAME) or {}
     is_export = PodConfig.model_type in (model.get("model_type"), adapter.get("model_type"))
     if not is_export or (path / STATE_NAME).exists():
-        raise ValueError(
-            f"{path} has files and is not an earlier export, and nothing else is replaced: {way_out}"
-        )
+        raise ValueError(f"{path} has files but is not an earlier export, so it is not replaced: {way_out}")
     strangers = sorted(file.name for file in path.iterdir() if not _OF_EXPORT.fullmatch(file.name))
     if strangers:
         raise ValueError(
-            f"{path} is an earlier export and also has {strangers[0]!r}, which would be lost ({len(strangers)} "
-            "such files): move them, or set another export.path"
+            f"{path} is an earlier export, but has files that `pod export` did not write and would remove, "
+            f"for example {strangers[0]!r} ({len(strangers)} in total): move them, or set another "
+            "export.path"
         )
 
 
@@ -173,8 +172,9 @@ _ADAPTER_README = """# LoRA adapter for {base} under a sharing plan
 import pod
 
 model = pod.load_model("this folder")  # {base} with plan, windows, RoPE and the adapter merged into it
-adapted = pod.load_adapter("this folder", "{base}")  # or a `PeftModel`, with another place of the base
+adapted = pod.load_adapter("this folder", "{base}")  # not merged: a `PeftModel` on the base model
 ```
-It was trained with the plan of `plan.json` and the windows and RoPE of `pod_config.json` and fits no other model: with
-`peft` alone, `PeftModel.from_pretrained(model, "this folder")` needs a model that was loaded with them.
+The adapter needs the plan in `plan.json` and the windows and RoPE in `pod_config.json`; it fits no other model.
+With `peft` alone, first load the base model with these settings, then call
+`PeftModel.from_pretrained(model, "this folder")`.
 """

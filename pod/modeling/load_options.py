@@ -14,15 +14,15 @@ _WITHOUT_EFFECT = frozenset({"low_cpu_mem_usage", "trust_remote_code", "use_safe
 """Taken, and true of every load: weights are mapped, and only code of this package runs."""
 _TRANSLATED = frozenset({"attn_implementation", "device_map", "torch_dtype"})
 _REASONS = {
-    "load_in_4bit": "weights stay whole here, 'pod+int4' packs caches",
-    "load_in_8bit": "weights stay whole here, 'pod+int4' packs caches",
-    "quantization_config": "weights stay whole here, 'pod+int4' packs caches",
-    "max_memory": "a model stands on one device: name it as device='cuda:0'",
-    "offload_folder": "a model stands on one device: name it as device='cuda:0'",
-    "tp_plan": "a model stands on one device: name it as device='cuda:0'",
-    "subfolder": "name the folder itself as the source",
-    "use_cache": "a model caches, and forward and generate() take use_cache",
-    "config": "the configuration is the checkpoint's, set what plan, layout and windows change by their names",
+    "load_in_4bit": "weights are not quantized here; method 'pod+int4' packs the cache",
+    "load_in_8bit": "weights are not quantized here; method 'pod+int4' packs the cache",
+    "quantization_config": "weights are not quantized here; method 'pod+int4' packs the cache",
+    "max_memory": "a model runs on one device: set for example device='cuda:0'",
+    "offload_folder": "a model runs on one device: set for example device='cuda:0'",
+    "tp_plan": "a model runs on one device: set for example device='cuda:0'",
+    "subfolder": "give the path of that folder as the source",
+    "use_cache": "pass use_cache to forward() or generate() instead",
+    "config": "the configuration comes from the checkpoint; set plan, layout and windows as arguments",
 }
 _WHOLE_MODEL_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -92,17 +92,19 @@ def _dtype(name: str, asked: Any) -> torch.dtype | None:
         return None
     found = getattr(torch, str(asked).removeprefix("torch."), asked)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name} = {asked!r} is no type of torch: name one as 'bfloat16', or 'auto'")
+        raise ValueError(f"{name} = {asked!r} is not a torch dtype: use for example 'bfloat16', or 'auto'")
     if not found.is_floating_point:
-        raise ValueError(f"{name} = {asked!r} is no floating-point type: name one as 'bfloat16', or 'auto'")
+        raise ValueError(
+            f"{name} = {asked!r} is not a floating-point dtype: use for example 'bfloat16', or 'auto'"
+        )
     return found
 
 
 def _backend(asked: Any) -> str | None:
     if asked is not None and asked not in ATTENTION:
         raise ValueError(
-            f"attn_implementation = {asked!r} is none of {', '.join(ATTENTION)}: leave it out, or name a backend as "
-            "attention_backend"
+            f"attn_implementation = {asked!r} is not supported, allowed are {', '.join(ATTENTION)}: use one "
+            "of these, leave it out, or set attention_backend"
         )
     return None if asked is None else ATTENTION[asked]
 
@@ -111,7 +113,7 @@ def _one(ours: str, own: Any, theirs: str, other: Any) -> Any:
     """The value of an argument with two names."""
     if own is not None and other is not None and str(own) != str(other):
         raise ValueError(
-            f"{ours} = {own!r} and {theirs} = {str(other)!r} are the same setting: give one of both"
+            f"{ours} = {own!r} and {theirs} = {str(other)!r} are the same setting: give only one of them"
         )
     return other if own is None else own
 
@@ -128,10 +130,13 @@ def _device_of(device_map: Any) -> torch.device | None:
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"device_map = {device_map!r}: name one device for all, as 'cuda:0' ({reason})"
+            f"device_map = {device_map!r}: use one device for the whole model, for example 'cuda:0' "
+            f"({reason})"
         ) from None
     if len(devices) != 1:
-        raise ValueError(f"device_map = {device_map!r}: name one device for all, as 'cuda:0'")
+        raise ValueError(
+            f"device_map = {device_map!r}: use one device for the whole model, for example 'cuda:0'"
+        )
     return devices.pop()
 
 
@@ -141,6 +146,7 @@ def _only_device(device_map: str) -> torch.device:
     count = 0 if accelerator is None else torch.accelerator.device_count()
     if count > 1:
         raise ValueError(
-            f"device_map = {device_map!r} would spread the model over {count} devices: name one device for all, as 'cuda:0'"
+            f"device_map = {device_map!r} would spread the model over {count} devices: use one device, for "
+            "example 'cuda:0'"
         )
     return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)

@@ -238,7 +238,7 @@ def _from_adapter(folder: str, wishes: dict[str, Any], options: LoadOptions) -> 
     backend = wishes["attention_backend"]
     if given := [name for name, value in wishes.items() if value is not None and name != "attention_backend"]:
         raise ValueError(
-            f"the adapter in {folder} brings plan, layout and windows: leave {', '.join(given)} out"
+            f"the adapter in {folder} has its own plan, layout and windows: leave {', '.join(given)} out"
         )
     where = {"dtype": options.dtype, "device": options.device, **options.places}
     return merged(load_adapter(folder, attention_backend=backend, **where), folder).eval()
@@ -261,14 +261,14 @@ def load_adapter(folder: str | os.PathLike, base: Any = None, **options: Any) ->
     folder = Path(folder)
     if not (folder / ADAPTER_CONFIG).is_file():
         raise ValueError(
-            f"{folder} holds no {ADAPTER_CONFIG}: name the folder of an adapter, or use pod.load_model"
+            f"{folder} has no {ADAPTER_CONFIG}: give the folder of an adapter, or use pod.load_model"
         )
     if not is_of_a_plan(str(folder)):
         model = load_model(base_of(folder) if base is None else base, **options)
         if model.config.head_order is not None:
             raise ValueError(
-                f"the adapter in {folder} is for heads in their first order, and this plan moves them: use "
-                "pod.load_model(folder, plan=…), which merges before heads move"
+                f"the plan reorders heads, but the adapter in {folder} was trained with the original order: "
+                "use pod.load_model(folder, plan=…), which merges the adapter first"
             )
         return put_on(model, folder)
     config = PodConfig.from_dict(read_json(folder / CONFIG_NAME))
@@ -332,8 +332,8 @@ def target_config(
     stays = changes.get("layout", source.layout) == source.layout
     if source.layout == "cla" and not (stays and changes.get("lead", source.lead) == source.lead):
         raise ValueError(
-            "the checkpoint was trained with its own blocks of layers, of layout 'cla', and has no key and value weights for "
-            "any other: leave plan and layout out, or start from the dense checkpoint"
+            "the checkpoint has layout 'cla', with key and value weights for its own blocks of layers "
+            "only: leave plan and layout out, or start from the dense checkpoint"
         )
     # another layout than the checkpoint's leaves its plan and windows behind
     fresh: dict[str, Any] = {**plan_fields(None), "num_sink_tokens": None, "num_recent_tokens": None}
@@ -347,12 +347,14 @@ def _read_config(source: str, **places: Any) -> Any:
         first, *more = str(error).splitlines()
         if not more and "custom code" not in first:
             raise
-        reason = "it needs code of its own" if "custom code" in first else first.rstrip(". ")
+        reason = (
+            "it needs custom code, which is never run here" if "custom code" in first else first.rstrip(". ")
+        )
         raise ValueError(
             f"cannot load a model from {source}: {reason}; supported are the families {', '.join(FAMILIES)}"
         ) from error
     if quantized := getattr(config, "quantization_config", None):
-        raise ValueError(f"{source} is quantized ({quantized}): load the checkpoint that it was made from")
+        raise ValueError(f"{source} is quantized ({quantized}): load the original checkpoint")
     return config
 
 

@@ -86,21 +86,21 @@ def test_methods_are_those_of_evaluations():
     [
         ({"methods": ["pot"]}, "unknown method 'pot'; did you mean 'pod'"),
         ({"methods": ["pod[tau]"]}, "each parameter once with its value"),
-        ({"methods": ["pod", "pod"]}, "expected different methods"),
-        ({"methods": ["full"]}, "at least one besides full"),
-        ({"methods": ["pod-unadapted"]}, "the benchmark sets weights and capacity itself"),
-        ({"methods": ["model:cla"]}, "the benchmark sets weights and capacity itself"),
-        ({"methods": ["pod[capacity=9]"]}, "the benchmark sets weights and capacity itself"),
+        ({"methods": ["pod", "pod"]}, "besides full, and none twice"),
+        ({"methods": ["full"]}, "at least one method besides full"),
+        ({"methods": ["pod-unadapted"]}, "the benchmark sets both itself"),
+        ({"methods": ["model:cla"]}, "the benchmark sets both itself"),
+        ({"methods": ["pod[capacity=9]"]}, "the benchmark sets both itself"),
         ({"methods": ["pod[tau=0.7,skip_share=2]"]}, "skip_share = 2"),
         ({"methods": [" "]}, "method ' ': '' is no part"),
-        ({"methods": ["pod+int4", "int4 + pod"]}, "expected different methods"),
+        ({"methods": ["pod+int4", "int4 + pod"]}, "besides full, and none twice"),
         ({"shapes": "llama3-7b"}, "did you mean 'llama3-8b'"),
-        ({"lengths": [8, 8]}, "lengths is .8, 8., allowed are different"),
+        ({"lengths": [8, 8]}, "lengths is .8, 8.: give at least one number, and none twice"),
         ({"batch_sizes": [0]}, "batch_sizes.0. is 0: it should be greater than 0"),
         ({"steps": 0}, "steps is 0"),
         ({"repeats": 0}, "repeats is 0"),
         ({"share_followers": 1.0}, "share_followers is 1.0"),
-        ({"share_followers": 0.5, "share_windows": 0.6}, "share_windows 0.6, together more than 1"),
+        ({"share_followers": 0.5, "share_windows": 0.6}, "share_windows 0.6 add up to more than 1"),
     ],
 )
 def test_wrong_values_are_one_line(values, message):
@@ -327,7 +327,7 @@ def test_what_the_engine_does_not_serve_runs_through_the_ordinary_cache_and_says
     one, note = entrant(bench, contestant(text), 2, 200, 250, "auto")
     has_engine = one.cache.engine is not None
     assert has_engine == (note is None) and one.cache.get_seq_length() == 200
-    assert has_engine or note == "without the decode engine, which does not support this method"
+    assert has_engine or note == "without the decode engine: it does not support this method"
     assert one.decode(3) > 0 and one.cache.get_seq_length() == 203
     assert bench.dense.config.attention_backend == bench.planned.config.attention_backend == "auto"
     full, _ = entrant(bench, FULL, 2, 200, 250, "auto")
@@ -550,11 +550,11 @@ def test_models_of_other_kinds(tmp_path, kind):
     [
         (
             ["bench.shapes=null", "model.path=package:tiny", "bench.lengths=[8192]"],
-            "are more than the model's 8192 positions",
+            "exceed the model's 8192 positions",
         ),
         (
             ["bench.batch_sizes=[100000000]"],
-            r"batch 100000000 at 8192 tokens: pod needs [\d.]+ GB next to the dense cache",
+            r"batch 100000000 at 8192 tokens: pod needs [\d.]+ GB with the weights and the dense cache",
         ),
         (["bench.methods=pod[tua=0.7]"], "no parameter 'tua'"),
         (["bench.methods=snapkv@20"], "budget = 20 must exceed window"),

@@ -51,7 +51,8 @@ def test_export_under_a_plan_that_was_not_trained_is_refused(tmp_path):
     pod.SharingPlan(lead=[[0, 0], [0, 0]]).save(tmp_path / "other.json")
     check_plan(tmp_path, tmp_path / "plan.json")
     with pytest.raises(
-        ValueError, match="was trained with another plan than model.plan = .*other.json: unset model.plan"
+        ValueError,
+        match="was trained with another plan than model.plan = .*other.json: leave model.plan empty",
     ):
         check_plan(tmp_path, tmp_path / "other.json")
 
@@ -92,9 +93,9 @@ def test_only_an_earlier_export_is_replaced(tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda folder: (folder / "notes.md").write_text("mine"), "also has 'notes.md'"),
-        (lambda folder: (folder / "results.json").write_text("{}"), "also has 'results.json'"),
-        (lambda folder: (folder / "model.gguf").write_text(""), "also has 'model.gguf'"),
+        (lambda folder: (folder / "notes.md").write_text("mine"), "for example 'notes.md'"),
+        (lambda folder: (folder / "results.json").write_text("{}"), "for example 'results.json'"),
+        (lambda folder: (folder / "model.gguf").write_text(""), "for example 'model.gguf'"),
         (lambda folder: (folder / "config.json").unlink(), "is not an earlier export"),
         (lambda folder: (folder / "config.json").write_text(""), "is not an earlier export"),
         (lambda folder: LlamaConfig().save_pretrained(folder), "is not an earlier export"),
@@ -118,7 +119,7 @@ def test_a_file_in_the_place_of_an_export_is_kept(tmp_path):
         lambda: export(make_model(), tmp_path / "export"),
         lambda: export_adapter(tmp_path, tmp_path / "export", "base"),
     ):
-        with pytest.raises(ValueError, match="is a file where the export should go"):
+        with pytest.raises(ValueError, match="is a file, but an export needs a folder there"):
             call()
     assert (tmp_path / "export").read_text() == "mine"
 

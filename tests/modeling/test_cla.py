@@ -249,9 +249,9 @@ def test_save_and_load_keep_layout_and_logits(tools, tmp_path):
         == model.config.lead
     )
     for layout in ("pod", "window"):
-        with pytest.raises(ValueError, match="no key and value weights for any other: leave plan and layout"):
+        with pytest.raises(ValueError, match="for its own blocks of layers only: leave plan and layout"):
             pod.load_model(tmp_path, layout=layout)
-    with pytest.raises(ValueError, match="trained with its own blocks of layers"):
+    with pytest.raises(ValueError, match="for its own blocks of layers only"):
         pod.load_model(tmp_path, plan=pod.SharingPlan.cla(5, 2))
 
 

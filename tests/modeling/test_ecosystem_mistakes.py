@@ -169,7 +169,7 @@ def test_names_of_types_devices_and_packages(tools, tmp_path):
             assert pod.load_model(source, dtype=dtype).dtype == torch.bfloat16
         assert pod.load_model(source, dtype="auto").dtype == torch.float32
         for dtype in ("bf16", "sum"):
-            assert f"dtype = '{dtype}' is no type of torch" in complaint(pod.load_model, source, dtype=dtype)
+            assert f"dtype = '{dtype}' is not a torch dtype" in complaint(pod.load_model, source, dtype=dtype)
     if not torch.cuda.is_available():  # the first GPU is not the CPU
         with pytest.raises((RuntimeError, AssertionError)):
             pod.load_model(tmp_path, device=0)

@@ -360,15 +360,15 @@ def test_what_is_said_twice_must_agree_and_what_is_not_known_is_named(tied):
     for options, says in (
         ({"dtype": "float32", "torch_dtype": "bfloat16"}, "dtype = torch.float32 and torch_dtype = 'torch.bfloat16'"),
         ({"device": "cpu", "device_map": "meta"}, "device = 'cpu' and device_map = 'meta' are the same setting"),
-        ({"attention_backend": "flash", "attn_implementation": "eager"}, "give one of both"),
-        ({"attn_implementation": "paged|eager"}, "is none of eager, flash_attention_2, sdpa: leave it out"),
-        ({"torch_dtype": "int8"}, "torch_dtype = 'int8' is no floating-point type"),
-        ({"device_map": "gpu"}, "device_map = 'gpu': name one device for all, as 'cuda:0'"),
-        ({"device_map": {"model": "cpu", "lm_head": "disk"}}, "name one device for all"),
+        ({"attention_backend": "flash", "attn_implementation": "eager"}, "give only one of them"),
+        ({"attn_implementation": "paged|eager"}, "not supported, allowed are eager, flash_attention_2, sdpa: use"),
+        ({"torch_dtype": "int8"}, "torch_dtype = 'int8' is not a floating-point dtype"),
+        ({"device_map": "gpu"}, "device_map = 'gpu': use one device for the whole model"),
+        ({"device_map": {"model": "cpu", "lm_head": "disk"}}, "use one device for the whole model"),
         ({"attn_implementaton": "sdpa"}, "did you mean attn_implementation?"),
         ({"num_sinks": 4}, "did you mean num_sink_tokens?"),
-        ({"load_in_4bit": True}, "'pod+int4' packs caches"),
-        ({"subfolder": "a"}, "name the folder itself"),
+        ({"load_in_4bit": True}, "'pod+int4' packs the cache"),
+        ({"subfolder": "a"}, "give the path of that folder"),
     ):  # fmt: skip
         assert says in complaint(pod.load_model, folder, **options)
 
@@ -380,7 +380,7 @@ def test_auto_on_several_devices_is_refused(tied, monkeypatch):
     said = complaint(pod.load_model, folder, device_map="auto")
     assert (
         said
-        == "device_map = 'auto' would spread the model over 4 devices: name one device for all, as 'cuda:0'"
+        == "device_map = 'auto' would spread the model over 4 devices: use one device, for example 'cuda:0'"
     )
 
 
@@ -394,6 +394,8 @@ def test_code_of_a_checkpoint_is_never_run(tied):
     (folder / "config.json").write_text(json.dumps(config))
     for trusting in ({}, {"trust_remote_code": True}):
         said = complaint(pod.load_model, folder, **trusting)
-        assert "it needs code of its own; supported are the families gemma3_text, " in said
+        assert (
+            "it needs custom code, which is never run here; supported are the families gemma3_text, " in said
+        )
     (folder / "config.json").write_text(json.dumps({"model_type": "own"}))
     assert "model type `own`" in complaint(pod.load_model, folder)
