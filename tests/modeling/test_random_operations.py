@@ -7,7 +7,7 @@ In some conversations the rows have budgets of their own, so that they begin to 
 once for rows that are alike must not serve rows that differ. Afterwards every row is fed again, alone, turn by turn in one piece, and
 one row goes through the method's oracle.
 
-``POD_RANDOM_OPERATIONS=10000`` sets the number of conversations over all methods, beside the written ones; 100 by default.
+``POD_RANDOM_OPERATIONS=10000`` sets the number of conversations over all methods, beside the written ones; 50 by default.
 """
 
 import copy
@@ -31,7 +31,7 @@ from oracles_windows import LMInfinite, StreamingLLM, WindowAttention
 
 import pod
 
-CONVERSATIONS = int(os.environ.get("POD_RANDOM_OPERATIONS", "100"))
+CONVERSATIONS = int(os.environ.get("POD_RANDOM_OPERATIONS", "50"))
 SNAP = {"budget": 7, "window": 3, "kernel": 3, "pool": "avg"}
 ROCO = {"num_sink_tokens": 1, "num_recent_tokens": 2, "protect_prefill": 0.2, "protect_decode": 0.3}
 HEADS = [[0], [], [1], [], [0, 1]]
