@@ -36,6 +36,11 @@ class Mutant:
 TESTS = {
     "judge": ["tests/eval/test_report_rows.py", "tests/eval/test_judge.py"],
     "decoder": [
+        "tests/modeling/test_generation.py",
+        "tests/modeling/test_oracles_ranked.py",
+        "tests/modeling/test_oracles_windows.py",
+        "tests/modeling/test_every_method.py",
+        "tests/modeling/test_random_operations.py",
         "tests/kernels/test_attention.py",
         "tests/kernels/test_chunks.py",
         "tests/kernels/test_decode.py",
@@ -43,7 +48,8 @@ TESTS = {
         "tests/modeling",
     ],
 }
-"""Test files of each part. The decoder's are those that need neither a kernel compiler nor several processes."""
+"""Test files of each part, those first that compare most. The decoder's need neither a kernel compiler nor several
+processes."""
 
 MUTANTS = {
     "judge": [
