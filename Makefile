@@ -2,7 +2,7 @@
 #   PYTHON=python3.12      another interpreter (3.11 or newer)
 #   PIP_ARGS="…"           more arguments for every pip install, e.g. an index with CPU builds of torch
 #   ARGS="-k recipe -x"    arguments for pytest (make test, test-all, test-rest) or for benchmarks/gpu_rows.py (make bench-gpu)
-#   DEMO_TINY=1            make demo with a random four-layer model: minutes become seconds, the numbers mean nothing
+#   DEMO_TINY=1            make demo with a random four-layer model: two minutes, the numbers mean nothing
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help

@@ -74,7 +74,7 @@ def overview() -> str:
             f"  {'-h, --help':15} show this text",
             f"  {'--version':15} show the version",
             "",
-            "A first run, in seconds: pod demo --config demo_tiny",
+            "A first run, two minutes: pod demo --config demo_tiny",
         ]
     )
 
