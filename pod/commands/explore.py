@@ -47,11 +47,29 @@ def main(recipe: Recipe) -> None:
             choice = with_losses(exploration, choice)
             if rank == 0:
                 print(write_summary(exploration, choice))
+                note_on_leads(choice.plan, recipe.explore)
                 note_on_training(recipe)
         if heads_wanted:
             heads = find_heads(exploration)
             if rank == 0:
                 write_heads(exploration, heads)
+
+
+def note_on_leads(plan: Any, explore: Any) -> None:
+    """Tell when the target left no head that keeps distant tokens: the model would read its windows only.
+
+    Args:
+        plan: the SharingPlan that was chosen.
+        explore: section `explore` of the recipe.
+    """
+    if plan.num_leads:
+        return
+    length = f"{explore.budget_length:,} tokens" if explore.budget_length else "very long texts"
+    longer = "explore.sequence_length or explore.budget_length"
+    print(
+        f"note: no head keeps distant tokens: the target needs every window at {length}; lower "
+        f"explore.target_saving or model.num_recent_tokens, or raise {longer}"
+    )
 
 
 def note_on_training(recipe: Recipe) -> None:

@@ -364,6 +364,19 @@ def test_retrieval_sequences_repeat_ordinary_tokens(overrides):
     assert measure_module.repeated_sequences(exploration, config)[0].tolist() == first.tolist()
 
 
+def test_a_plan_without_a_lead_is_told(overrides, tmp_path, capsys):
+    """Windows of 7 of 60 tokens save 88.3 %: to save 88 %, no head may keep more."""
+    explore.main(load_recipe(None, [*overrides, "explore.target_saving=0.88", "explore.budget_length=60"]))
+    out = capsys.readouterr().out
+    assert "roles of 8 (layer, KV head) pairs: 0 lead, 0 follow, 8 keep their window" in out
+    assert (
+        "note: no head keeps distant tokens: the target needs every window at 60 tokens; lower explore.target_saving or "
+        "model.num_recent_tokens, or raise explore.sequence_length or explore.budget_length\n"
+    ) in out
+    explore.main(load_recipe(None, [*overrides, "explore.budget_length=60"]))
+    assert "no head keeps distant tokens" not in capsys.readouterr().out
+
+
 def test_an_interrupted_measurement_continues(overrides, tmp_path, monkeypatch):
     measure, calls = measure_module.measure_costs, []
 
