@@ -1,5 +1,6 @@
 """The command `pod`: what it dispatches, recipes by name, what the doctor says, and what a wheel carries."""
 
+import importlib
 import os
 import re
 import signal
@@ -163,11 +164,35 @@ def test_ctrl_c_is_exit_code_130_and_leaves_no_process_and_no_half_of_a_file(tmp
     os.killpg(running.pid, signal.SIGINT)
     _, error = running.communicate(timeout=60)
     assert running.returncode == 130 and "Traceback" not in error
-    assert error.splitlines()[-1] == "interrupted"
+    assert error.splitlines()[-1] == "interrupted; run the same command again to continue"
     with pytest.raises(ProcessLookupError):  # no worker is left
         os.killpg(running.pid, 0)
     assert not (tmp_path / "run" / "data").exists()
     assert not list((tmp_path / "run").rglob("*.tmp*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "continues"),
+    [
+        (["data", "text.txt"], True),
+        (["explore"], True),
+        (["train", "-c", "demo"], True),
+        (["eval"], True),
+        (["demo"], True),
+        (["data", "verify", "runs"], False),
+        (["eval", "lm-eval"], False),
+        (["export"], False),
+        (["bench"], False),
+    ],
+)
+def test_ctrl_c_tells_which_commands_continue(words, continues, monkeypatch, capsys):
+    def stopped():
+        raise KeyboardInterrupt
+
+    module = importlib.import_module(f"pod.commands.{COMMANDS[words[0]][0]}")
+    monkeypatch.setattr(module, "start", stopped, raising=False)
+    expected = "interrupted; run the same command again to continue\n" if continues else "interrupted\n"
+    assert said(monkeypatch, capsys, *words) == (130, "", expected)
 
 
 def test_a_list_may_be_read_in_part():

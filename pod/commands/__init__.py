@@ -27,6 +27,8 @@ SUBCOMMANDS = {
 INSTALL = "run `pip install .` in a clone of the repository"
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as in a shell."""
+CONTINUING = ("data", "explore", "train", "eval", "demo")
+"""Commands that keep what is finished: the same command continues after Ctrl-C. Their subcommands do not."""
 
 
 def main() -> None:
@@ -90,7 +92,7 @@ def start(name: str) -> None:
     except BrokenPipeError:  # as of `pod eval --list-methods | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print(interrupted(name), file=sys.stderr)
         sys.exit(INTERRUPTED)
     except ModuleNotFoundError as error:
         if (error.name or "pod").startswith("pod."):
@@ -100,6 +102,13 @@ def start(name: str) -> None:
         )
         print(text, file=sys.stderr)
         sys.exit(2)
+
+
+def interrupted(name: str) -> str:
+    """What a command prints after Ctrl-C."""
+    if name not in CONTINUING or " ".join([name, *sys.argv[1:2]]) in SUBCOMMANDS:
+        return "interrupted"
+    return "interrupted; run the same command again to continue"
 
 
 def note_on_data(recipe: Any) -> None:
