@@ -186,8 +186,21 @@ def test_the_time_at_risk_is_said_and_what_to_do(tmp_path, monkeypatch):
         "deepspeed and torchrun wait 30 s"
     )
     control.save_took(25.0)
-    assert (
-        "too short: up to 30 minutes of work would be lost. To stop, send SIGUSR1" in control.time_at_risk()
+    assert "too short: up to 30 min of work would be lost. To stop, send SIGUSR1" in control.time_at_risk()
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "lost"), [(2, None), (3, None), (4, "1.3 min"), (20, "12 min"), (1000, "30 min")]
+)
+def test_no_more_work_is_at_risk_than_the_run_has_left(max_steps, lost, tmp_path, monkeypatch):
+    """After two steps of 40 s; less than a minute is no warning."""
+    control, clock = make_control(tmp_path, monkeypatch, max_steps=max_steps)
+    steps_until_stop(control, clock, [50.0, 40.0])
+    control.save_took(8.0)
+    line, _, warning = control.time_at_risk().partition(", which is too short: ")
+    assert line.endswith("deepspeed and torchrun wait 30 s")
+    assert warning == (
+        f"up to {lost} of work would be lost. To stop, send SIGUSR1 to one rank's process" if lost else ""
     )
 
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import psutil
 
+from pod.data.run.progress import duration
 from pod.training.args import TrainArgs
 from pod.training.run.watchdog import Watchdog
 
 _GO_ON, _SAVE, _HOURS, _SIGNAL = 0, 1, 2, 3
 MOST_LOST = 1800.0  # seconds of work between two checkpoints of save_every_steps = null
 _GRACE = 30.0  # seconds from the signal that `deepspeed` and torchrun pass on to the end of their patience
+_LITTLE = 60.0  # seconds of work whose loss is no warning
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _RESERVE = 1.1  # of the longest step and checkpoint so far
 _FIRST_SAVE = 0.02  # of max_hours, kept for a checkpoint before one has been timed
@@ -158,17 +160,19 @@ class RunControl:
         return max([*self._step_seconds][1:] or self._step_seconds, default=0.0)
 
     def time_at_risk(self) -> str:
-        """What a signal finds, in one line; after a step and a checkpoint were timed."""
+        """What a signal finds, in one line; after a step and a checkpoint were timed. A warning where a minute or more of work
+        could be lost, which is never more than the run has left."""
         step = self._longest_step()
         part = step / self.args.gradient_accumulation_steps
         line = (
             f"after a stop signal, the current micro-batch takes up to {part:.1f} s and the checkpoint "
             f"{self._save_seconds:.1f} s; deepspeed and torchrun wait {_GRACE:.0f} s"
         )
-        if part + self._save_seconds < _GRACE:
+        left = (self.args.max_steps - self.watchdog.step) * step
+        lost = min(work_at_risk(self.args, step), left)
+        if part + self._save_seconds < _GRACE or lost < _LITTLE:
             return line
-        lost = work_at_risk(self.args, step) / 60
         return (
-            f"{line}, which is too short: up to {lost:.0f} minutes of work would be lost. To stop, send "
+            f"{line}, which is too short: up to {duration(lost)} of work would be lost. To stop, send "
             "SIGUSR1 to one rank's process"
         )
