@@ -149,7 +149,7 @@ def run(
     try:
         if check_arguments is not None:
             check_arguments(arguments)
-        recipe = load_recipe(arguments.config, arguments.set + overrides)
+        recipe = load_recipe(arguments.config, arguments.changes + overrides)
         if arguments.dry_run or arguments.print_config:
             if _rank() == 0:
                 _print_dry_run(recipe, sections, estimate, arguments)
@@ -279,7 +279,7 @@ def _parser(sections: Sequence[str], description: str | None) -> argparse.Argume
     which = "YAML recipe: a file, or the name of a recipe that comes with pod, such as demo_tiny (`pod recipes` lists them)"
     add("-c", "--config", metavar="FILE", help=which)
     override = "change one setting, for example --set train.max_steps=10 (may be given several times)"
-    add("--set", metavar="NAME=VALUE", action="append", default=[], help=override)
+    add("--set", dest="changes", metavar="NAME=VALUE", action="append", default=[], help=override)
     add(
         "--dry-run", action="store_true", help="check the recipe, print what the command would need, and stop"
     )

@@ -195,6 +195,22 @@ def test_ctrl_c_tells_which_commands_continue(words, continues, monkeypatch, cap
     assert said(monkeypatch, capsys, *words) == (130, "", expected)
 
 
+@pytest.mark.parametrize(
+    ("is_finished", "rank", "expected"),
+    [
+        (True, "0", "next: pod export --config demo_tiny --set 'output_dir=a run'\n"),
+        (False, "0", "next: run the same command again, which continues the training\n"),
+        (True, "1", ""),
+    ],
+)
+def test_training_names_the_next_command(is_finished, rank, expected, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("pod.training.run.start.train", lambda recipe, passkeys: is_finished)
+    words = ("train", "-c", "demo_tiny", "--max-hours", "2", "--set", "output_dir=a run")
+    assert said(monkeypatch, capsys, *words) == (0, expected, "")
+
+
 def test_a_list_may_be_read_in_part():
     """`pod eval --list-methods | head`"""
     command = [sys.executable, "-m", "pod", "eval", "--list-methods"]

@@ -15,19 +15,40 @@ Ctrl-C, SIGTERM and SIGUSR1 save a checkpoint and end the run; the same command 
 130 after Ctrl-C, and 0 after the other two."""
 
 import argparse
+import os
+import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from pod.commands import note_on_data
 from pod.recipe import Recipe
 
 SECTIONS = "model", "train"
+UNFINISHED = "next: run the same command again, which continues the training"
 
 
-def main(recipe: Recipe) -> None:
+def main(recipe: Recipe, config: str | None = None, changes: Sequence[str] = ()) -> None:
+    """Train, and name the next command.
+
+    Args:
+        config, changes: the values of --config and --set that the recipe was made of.
+    """
     from pod.training.run.start import train
 
     note_on_data(recipe)
-    train(recipe, make_passkeys(recipe))
+    is_finished = train(recipe, make_passkeys(recipe))
+    if os.environ.get("RANK", "0") == "0":
+        print(next_command(config, changes) if is_finished else UNFINISHED, flush=True)
+
+
+def next_command(config: str | None, changes: Sequence[str]) -> str:
+    """The command that exports what was trained with the same recipe."""
+    words = ["pod", "export"]
+    if config is not None:
+        words += ["--config", config]
+    for change in changes:
+        words += ["--set", change]
+    return f"next: {shlex.join(words)}"
 
 
 def make_passkeys(recipe: Recipe) -> list[Any]:

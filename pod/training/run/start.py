@@ -53,8 +53,8 @@ def open_data(recipe: Recipe, config: Any) -> PackedDataset:
     return dataset
 
 
-def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> None:
-    """Train on all ranks that the launcher started.
+def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> bool:
+    """Train on all ranks that the launcher started. Returns whether all steps are done: a signal and `max_hours` end a run earlier.
 
     Args:
         recipe: the same on all ranks; stored in checkpoints.
@@ -103,6 +103,7 @@ def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> None:
     stop_processes()
     if trainer.control.ctrl_c:  # the checkpoint is complete; the command ends as others do after Ctrl-C
         raise KeyboardInterrupt
+    return state.step >= args.max_steps
 
 
 def group_timeout_s(args: TrainRecipe) -> float:
