@@ -19,7 +19,6 @@ _PAPERS = {
     "window": "[Longformer: The Long-Document Transformer](https://arxiv.org/abs/2004.05150)",
 }
 _IDEAS = {
-    "pod": "Some attention heads reuse the attention of a lower layer or keep only nearby tokens.",
     "cla": "Groups of neighbouring layers share one set of keys and values.",
     "window": "Every layer sees and keeps only the most recent tokens.",
 }
@@ -155,7 +154,7 @@ def _savings(config: PodConfig, base: str | None) -> Iterator[str]:
     share = saved_share(config, lengths[-1])
     saving = f"takes {share:.0%} less memory at {lengths[-1]:,} tokens than the original one"
     paper = f"The method comes from {_PAPERS[config.layout]}."
-    yield f"This is {model} with a KV cache that {saving}. {_IDEAS[config.layout]} {paper}"
+    yield f"This is {model} with a KV cache that {saving}. {_idea(config)} {paper}"
     each = 4e-6 * config.num_key_value_heads * config.head_dim  # MB per layer and token
     rows = [
         f"| {n:,} | {dense:,.1f} | {dense * (1 - saved):,.1f} | {saved:.1%} |"
@@ -164,6 +163,23 @@ def _savings(config: PodConfig, base: str | None) -> Iterator[str]:
     heads = "| tokens | original KV cache, MB (16 bits) | this model, MB | saved |"
     yield "\n".join([heads, "|---|---|---|---|", *rows])
     yield "The sizes are for one sequence."
+
+
+def _idea(config: PodConfig) -> str:
+    """How memory is saved, in a sentence or two that are true of this plan."""
+    if config.layout != "pod":
+        return _IDEAS[config.layout]
+    plan = config.sharing_plan
+    windows = plan.num_windows - _window_pairs(config)
+    said = []
+    if plan.num_followers:
+        said.append("Some attention heads reuse the attention of a lower layer.")
+    if windows:
+        count = "Some" if plan.num_leads or plan.num_followers else "All"
+        said.append(f"{count} attention heads keep only nearby tokens.")
+    if plan.packs:
+        said.append("Keys and values are stored in 4 bits in some layers.")
+    return " ".join(said)
 
 
 def _heads(config: PodConfig) -> Iterator[str]:

@@ -217,6 +217,33 @@ def test_layers_that_were_trained_with_windows_save_nothing(tmp_path, n, windows
     assert "1 pair sees and keeps only the first 4" in text
 
 
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        (LEAD, "lower layer. Some attention heads keep only nearby tokens. The method"),
+        ([[0, 0]] * 4, "Some attention heads reuse the attention of a lower layer. The method"),
+        (
+            [[0, 0], [None, 1], [2, 2], [3, 3]],
+            "original one. Some attention heads keep only nearby tokens. The",
+        ),
+        ([[None, None]] * 4, "original one. All attention heads keep only nearby tokens. The method"),
+    ],
+)
+def test_a_card_names_only_what_its_plan_does(tmp_path, plan, says):
+    export(make_model(lead=plan), tmp_path / "out")
+    assert says in read_card(tmp_path / "out")[1]
+
+
+def test_a_card_names_packed_layers(tmp_path):
+    export(
+        make_model(lead=[[0, 0], [1, 1], [2, 2], [3, 3]], kv_bits=[16, 4, 16, 16], head_dim=8),
+        tmp_path / "out",
+    )
+    assert (
+        "original one. Keys and values are stored in 4 bits in some layers." in read_card(tmp_path / "out")[1]
+    )
+
+
 def test_the_code_of_a_card_runs_and_asks_nothing(tmp_path):
     """Where the package is not: with an empty answer to any question."""
     export(make_model(vocab_size=258), tmp_path / "export", tokenizer=pod.load_tokenizer("package:tiny"))
