@@ -260,12 +260,16 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ValueError(f"--config {path}: cannot be read ({one_line(error)})") from None
     except yaml.YAMLError as error:
         raise ValueError(f"--config {path}: not valid YAML: {one_line(error)}") from None
-    if not isinstance(content, dict | None):
+    if content is None:
+        raise ValueError(
+            f"--config {path}: the recipe file is empty; `pod recipes demo_tiny` shows a recipe that works"
+        )
+    if not isinstance(content, dict):
         expected = ", ".join(fields_of(Recipe))
         raise ValueError(
             f"--config {path}: the file is a {type(content).__name__}; it should have sections: {expected}"
         )
-    return content or {}
+    return content
 
 
 def _parser(sections: Sequence[str], description: str | None) -> argparse.ArgumentParser:
