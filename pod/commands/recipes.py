@@ -79,9 +79,13 @@ def recipe_text(name: str) -> str:
 
 
 def copy(name: str, target: Path) -> None:
-    """Write a recipe to a new file. Raises: ValueError when the file exists already."""
+    """Write a recipe to a new file. Raises: ValueError when the file exists already, or its folder does not exist."""
     if target.exists():
         raise ValueError(f"--copy {target}: this file exists already: give another name, or remove it first")
+    if not target.parent.is_dir():
+        raise ValueError(
+            f"--copy {target}: the folder {target.parent} does not exist: create it, or choose another place"
+        )
     # beside the copy there is no recipe to extend: name it as one that comes with pod
     folder = Path(name.removeprefix("configs/")).parent
     text = re.sub(
