@@ -21,11 +21,18 @@ class Parser(argparse.ArgumentParser):
         """Like argparse's; an unknown option ends the process with code 2 and names the nearest known one."""
         found, unknown = self.parse_known_args(args, namespace or argparse.Namespace())
         if unknown:
-            options = [name for name in self._option_string_actions if name.startswith("--")]
-            word = unknown[0].partition("=")[0]
-            near = nearest(word, options) if word.startswith("-") else ""
-            self.error(f"unknown argument {unknown[0]}{near}")
+            self.error(f"unknown argument {unknown[0]}{self._suggestion(unknown[0])}")
         return found
+
+    def _suggestion(self, argument: str) -> str:
+        """What an unknown argument was perhaps meant to be, in parentheses; nothing when no option is near."""
+        options = [name for name in self._option_string_actions if name.startswith("--")]
+        word = argument.partition("=")[0]
+        if not word.startswith("-"):
+            return ""
+        if "." in word and "--set" in options:
+            return f" (settings of the recipe are changed with --set {word.lstrip('-')}=VALUE)"
+        return nearest(word, options)
 
     def error(self, message: str) -> typing.NoReturn:
         """One line and where to read more, exit code 2."""

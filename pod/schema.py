@@ -30,6 +30,8 @@ _SETTINGS = ConfigDict(
     coerce_numbers_to_str=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
 )
 _UNKNOWN = "unexpected_keyword_argument"
+_VERY_NEAR = 0.8
+"""Likeness of a mistyped name and the right one, from 0 to 1, from which no other name needs to be shown."""
 
 
 @typing.dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
@@ -144,20 +146,31 @@ def _located(message: str, cls: Any, place: str) -> str:
 
 
 def _unknown_key(key: Any, cls: type, place: str) -> str:
-    """That the section has no such field, with the nearest one: of its own fields, and at the top of those of all sections."""
+    """That the section has no such field, with the nearest one: of its own fields, and at the top of those of all sections.
+
+    Where none is very near, the fields of the section are listed.
+    """
     known = {name: _place(place, [name]) for name in fields_of(cls)}
     for name in list(known):
         section = hints_of(cls)[name]
         inner = fields_of(section) if dataclasses.is_dataclass(section) else {}
         known = {one: _place(known[name], [one]) for one in inner} | known
     of_section = f" in {place}" if place else ""
-    return f"unknown key {key!r}{of_section}{nearest(key, known)}; valid keys: {', '.join(fields_of(cls))}"
+    message = f"unknown key {key!r}{of_section}{nearest(key, known)}"
+    if nearest(key, known, _VERY_NEAR):
+        return message
+    return f"{message}; valid keys: {', '.join(fields_of(cls))}"
 
 
-def nearest(word: Any, known: Sequence[Any] | dict[str, str]) -> str:
-    """` (did you mean 'x'?)`, or nothing when no known name is near. A dict maps what to compare with to what to show."""
+def nearest(word: Any, known: Sequence[Any] | dict[str, str], cutoff: float = 0.5) -> str:
+    """` (did you mean 'x'?)`, or nothing when no known name is near.
+
+    Args:
+        known: names; a dict maps what to compare with to what to show.
+        cutoff: the least likeness of a name that is shown, from 0 to 1, as difflib measures it.
+    """
     names = known if isinstance(known, dict) else {str(choice): str(choice) for choice in known}
-    match = difflib.get_close_matches(str(word), list(names), n=1, cutoff=0.5)
+    match = difflib.get_close_matches(str(word), list(names), n=1, cutoff=cutoff)
     return f" (did you mean {names[match[0]]!r}?)" if match else ""
 
 

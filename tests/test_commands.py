@@ -68,6 +68,16 @@ def test_help_as_a_command_is_the_help_of_that_command(words, monkeypatch, capsy
         (["train", "-c", "demo_tiny", "--ranks", "4"], "--ranks is for estimates only: add --dry-run"),
         (["train", "-c", "demo_tiny", "--device", "h100"], "--device is for estimates only: add --dry-run"),
         (["data", "-q", "-v"], "not allowed with"),
+        (["version"], "there is no command 'version' (did you mean 'pod --version'?)"),
+        (
+            ["train", "--trian.lr=1"],
+            "unknown argument --trian.lr=1 (settings of the recipe are changed with --set trian.lr=VALUE); `pod train",
+        ),
+        (["recipes", "demo", "--copy.to"], "unknown argument --copy.to (did you mean '--copy'?)"),
+        (
+            ["recipes", "demo", "--copy", "nope/x.yaml"],
+            "--copy nope/x.yaml: the folder nope does not exist: create it, or choose another place",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_with_a_suggestion(arguments, message, monkeypatch, capsys, tmp_path):
@@ -75,6 +85,7 @@ def test_a_mistake_is_one_line_with_a_suggestion(arguments, message, monkeypatch
     code, out, error = said(monkeypatch, capsys, *arguments)
     assert (code, out) == (2, "")
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
+    assert not any(tmp_path.iterdir())
 
 
 def test_lists_show_what_is_named_and_nothing_else(monkeypatch, capsys):

@@ -31,7 +31,6 @@ def test_defaults_and_overrides(tmp_path):
     assert load_recipe(None, ["bench.lengths=8192"]).bench.lengths == [8192]
     assert load_recipe(None, ["seed=010"]).seed == 10, "YAML 1.1 would read 8"
     assert load_recipe(None) == Recipe()
-    assert load_recipe(write(tmp_path, "# nothing\n")) == Recipe()
 
 
 @pytest.mark.parametrize(
@@ -60,6 +59,8 @@ def test_defaults_and_overrides(tmp_path):
         ("seed: -3", "seed is -3"),
         ("seed: 1\nseed: 2", "key 'seed' occurs twice"),
         ("model: {", "not valid YAML"),
+        ("", "the recipe file is empty; `pod recipes demo_tiny` shows a recipe that works"),
+        ("# nothing\n", "the recipe file is empty"),
         ("- a", "the file is a list; it should have sections: output_dir"),
         ("data: {sources: {a: 1}}", "data.sources is {'a': 1}: it should be a valid list"),
         ("data: {sources: [[a]]}", "data.sources[0] is ['a']: it should be a valid string"),
@@ -91,6 +92,14 @@ def test_mistakes_in_overrides(override, message):
         load_recipe(None, [override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_keys_of_a_section_are_listed_where_none_is_very_near():
+    with pytest.raises(ValueError) as caught:
+        load_recipe(None, ["train.learning_rat=1"])
+    assert str(caught.value) == "unknown key 'learning_rat' in train (did you mean 'train.learning_rate'?)"
+    with pytest.raises(ValueError, match="unknown key 'lr' in train.*; valid keys: .*learning_rate, "):
+        load_recipe(None, ["train.lr=1"])
 
 
 def test_a_recipe_extends_another_field_by_field(tmp_path):

@@ -46,8 +46,9 @@ def main() -> None:
     elif name not in COMMANDS:
         from pod.schema import nearest
 
+        known = {command: command for command in COMMANDS} | {"version": "pod --version"}
         print(
-            f"error: there is no command {name!r}{nearest(name, list(COMMANDS))}; `pod --help` lists all commands",
+            f"error: there is no command {name!r}{nearest(name, known)}; `pod --help` lists all commands",
             file=sys.stderr,
         )
         sys.exit(2)
