@@ -174,6 +174,23 @@ def resolve_model(source: str | os.PathLike[str]) -> str:
     raise ValueError(f"{path}: unknown model, allowed are {PACKAGE}{SMOLLM2} and {PACKAGE}tiny")
 
 
+def check_has_config(source: str, gguf_file: str | None = None) -> None:
+    """Refuse a folder without a configuration, about which transformers speaks of a `model_type`.
+
+    Args:
+        source: folder or hub id, as `resolve_model` gives it; a hub id passes.
+        gguf_file: a file in the folder that brings its own configuration, or None.
+
+    Raises: ValueError.
+    """
+    folder = Path(source)
+    if gguf_file is None and folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"cannot load a model from {source}: the folder has no config.json, so it is not a model folder; "
+            "give the folder that holds config.json and the weights"
+        )
+
+
 def cache_dir() -> Path:
     """Where converted models are kept: `$POD_CACHE`, else ~/.cache/pod-kv."""
     return Path(os.environ.get("POD_CACHE") or Path.home() / ".cache" / "pod-kv")

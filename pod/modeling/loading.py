@@ -28,7 +28,7 @@ from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM, PodModel
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.models import resolve_model
+from pod.models import check_has_config, resolve_model
 
 AutoConfig.register(PodConfig.model_type, PodConfig)
 AutoModel.register(PodConfig, PodModel)
@@ -341,6 +341,7 @@ def target_config(
 
 
 def _read_config(source: str, **places: Any) -> Any:
+    check_has_config(source, places.get("gguf_file"))
     try:
         config = _read(AutoConfig, source, trust_remote_code=False, **places)
     except ValueError as error:  # of transformers in several lines, as for code of a checkpoint's own

@@ -13,6 +13,9 @@ from torch import nn
 from transformers import DynamicCache, Gemma3TextConfig, GPT2Config
 
 import pod
+from pod.eval.answer.models import dense_config
+from pod.models import ModelArgs, check_has_config
+from pod.training.run.start_model import source_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -130,6 +133,19 @@ def test_what_cannot_be_loaded_is_known_before_weights_are_read(tmp_path, monkey
     for config in (GPT2Config(), Gemma3TextConfig(final_logit_softcapping=30.0)):
         config.save_pretrained(tmp_path / "other")
         assert config.model_type in complaint(pod.load_model, tmp_path / "other")
+
+
+def test_a_folder_without_a_configuration_is_no_model_folder(tmp_path):
+    (tmp_path / "model.gguf").touch()
+    expected = (
+        f"cannot load a model from {tmp_path}: the folder has no config.json, so it is not a model folder; "
+        "give the folder that holds config.json and the weights"
+    )
+    assert complaint(pod.load_model, tmp_path) == expected
+    assert complaint(source_config, ModelArgs(path=str(tmp_path))) == expected
+    assert complaint(dense_config, str(tmp_path)) == expected
+    check_has_config(str(tmp_path), gguf_file="model.gguf")  # brings its own
+    check_has_config("owner/model")
 
 
 def test_weights_that_are_not_in_the_files_are_never_drawn(tools, tmp_path):

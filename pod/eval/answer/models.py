@@ -10,7 +10,7 @@ from pod.eval.answer.budget import bytes_per_token
 from pod.eval.answer.methods import Method, find_method
 from pod.eval.results import one_line
 from pod.identity import content_of, plan_of
-from pod.models import resolve_model
+from pod.models import check_has_config, resolve_model
 
 if TYPE_CHECKING:
     from pod.recipe import Recipe
@@ -28,6 +28,7 @@ def dense_config(path: str, gguf_file: str | None = None) -> Any:
     """A dense model's configuration, without loading the model."""
     from transformers import AutoConfig
 
+    check_has_config(path, gguf_file)
     return AutoConfig.from_pretrained(path, **({"gguf_file": gguf_file} if gguf_file else {}))
 
 

@@ -14,7 +14,7 @@ from pod.modeling.loading import caching, target_config
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.models import KNOWN_SIZES, PACKAGE, ModelArgs, resolve_model
+from pod.models import KNOWN_SIZES, PACKAGE, ModelArgs, check_has_config, resolve_model
 from pod.training.run.longer_context import extend
 from pod.training.run.mesh import from_rank_0
 from pod.training.run.start_weights import StartWeights, hollow_model, weight_reader
@@ -161,6 +161,7 @@ def _known_config(name: str) -> Any:
 
 def _read_config(model_args: ModelArgs, local_files_only: bool) -> Any:
     path = resolve_model(model_args.path)
+    check_has_config(path, model_args.gguf_file)
     options: dict[str, Any] = {"local_files_only": local_files_only}
     if model_args.gguf_file is not None:
         return AutoConfig.from_pretrained(path, gguf_file=model_args.gguf_file, **options)
