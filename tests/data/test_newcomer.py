@@ -166,6 +166,17 @@ def test_reading_shows_the_interval_that_fills_last_and_the_time_left():
     progress.close()
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "is_told"), [("a.txt", 999, False), ("a.txt", 1000, True), ("a.txt.gz", 300, True)]
+)
+def test_dry_run_counts_a_long_record_where_a_file_can_hold_it(name, size, is_told, tmp_path):
+    (tmp_path / name).write_bytes(b"x" * size)
+    (tmp_path / "b.txt").write_bytes(b"x" * 900)
+    text = estimate(DataArgs(sources=[str(tmp_path)], workers=1, target_tokens=10**5, max_record_bytes=1000))
+    assert "memory: about 0.5 GB" in text
+    assert ("GB more for each worker that reads a record of" in text) is is_told
+
+
 def test_dry_run_speaks_of_minutes_and_seconds(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"x" * 4_000_000)
     text = estimate(DataArgs(sources=[str(tmp_path)], workers=1, target_tokens=10**5))

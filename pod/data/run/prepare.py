@@ -12,7 +12,7 @@ from pod.data.balance.intervals import bounds_of, interval_name
 from pod.data.read.books import split_fragment
 from pod.data.read.places import files_of, hub_spec
 from pod.data.read.records import one_line
-from pod.data.read.units import plan_units
+from pod.data.read.units import Unit, plan_units
 from pod.data.rows.loader import PackedDataset
 from pod.data.rows.manifest import MANIFEST_NAME, read_manifest
 from pod.data.rows.pictures import short_bytes, short_number
@@ -183,17 +183,31 @@ def estimate(args: DataArgs) -> str:
 def _cost(args: DataArgs) -> list[str]:
     """Time, disk and memory; the sources are looked at but not read."""
     try:
-        size = sum(unit.text_bytes or 0 for unit in plan_units(args))
+        units = plan_units(args)
     except (ValueError, OSError) as error:
         return [f"sources: unknown size ({one_line(error)})"]
+    size = sum(unit.text_bytes for unit in units)
     if not size:
         return ["sources: unknown size (hub data sets)"]
     tokens, workers = size / BYTES_PER_TOKEN, args.workers or cores()
     time = duration(tokens / (TOKENS_PER_SECOND * workers))
     memory = PARENT_GIGABYTES + WORKER_GIGABYTES * workers
+    needed = f"memory: about {memory:.1f} GB"
+    if _may_hold(units, args.max_record_bytes):
+        needed += (
+            f", and {RECORD_FACTOR * args.max_record_bytes / 1e9:.1f} GB more for each worker that reads a record of "
+            f"{args.max_record_bytes / 1e6:.0f} MB"
+        )
     return [
         f"sources: about {short_bytes(size)} of text or {short_number(tokens)} tokens; reading takes at most about {time} on "
         f"{workers} core{'s' * (workers > 1)}, less if the target is met earlier",
-        f"memory: about {memory:.1f} GB, and {RECORD_FACTOR * args.max_record_bytes / 1e9:.1f} GB more for "
-        f"each worker that reads a record of {args.max_record_bytes / 1e6:.0f} MB",
+        needed,
     ]
+
+
+def _may_hold(units: list[Unit], record_bytes: int) -> bool:
+    """Whether a file of the sources is large enough for a record of so many bytes, or of unknown size, as those of the hub are."""
+    if any(unit.hub is not None for unit in units):
+        return True
+    parts = [part for unit in units for part in unit.files]
+    return any(part.size < 0 or max(part.size, part.text_bytes) >= record_bytes for part in parts)
