@@ -74,7 +74,8 @@ def test_rows_that_are_too_long_for_the_model_are_refused_before_anything_is_rea
     tmp_path, monkeypatch, capsys
 ):
     """One line names every length to lower, so that the next command has nothing to add."""
-    config = own_recipe(tmp_path, {"path": "package:tiny", "sources": "[nowhere]"})
+    (tmp_path / "unreadable.bin").write_bytes(b"\0")  # an error of its own, as soon as it is read
+    config = own_recipe(tmp_path, {"path": "package:tiny", "sources": "[unreadable.bin]"})
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
         run(data.main, sections=data.SECTIONS, argv=["--config", str(config)])
