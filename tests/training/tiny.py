@@ -1,6 +1,7 @@
 """Tiny models, packed rows and forked ranks for the multi-process tests; imported by the worker scripts only."""
 
 import atexit
+import functools
 import gc
 import json
 import os
@@ -114,6 +115,7 @@ def make_data(
     return folder
 
 
+@functools.cache
 def import_for_ranks() -> None:
     """Import what every rank of training needs, 5 seconds of work, so that ranks forked later have it.
 

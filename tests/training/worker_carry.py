@@ -66,10 +66,7 @@ def losses(out, runs, data) -> None:
 
 
 def main(out: Path) -> None:
-    import deepspeed  # noqa: F401  imported once, before the ranks are forked
-    import peft  # noqa: F401
-
-    import pod  # noqa: F401
+    import peft  # noqa: F401  imported once, before the ranks are forked
 
     data = tiny.make_data(out / "data")
     two, four = {"sequence_parallel_size": 2}, {"sequence_parallel_size": 4}

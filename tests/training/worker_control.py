@@ -118,8 +118,6 @@ def signals(out: Path) -> None:
 
 
 def main(out: Path) -> None:
-    import pod.training.run.run_control  # noqa: F401  imported once, before the ranks are forked
-
     for function in (hang, hours, signals):
         tiny.run_ranks(2, function, out)
     for function in (abort, broken):

@@ -55,9 +55,6 @@ def read(out: Path, data: Path, phase: int) -> None:
 
 
 def main(out: Path) -> None:
-    import deepspeed  # noqa: F401  imported once, before the ranks are forked
-
-    import pod  # noqa: F401
 
     names = ("ranks", "sp_size", "steps", "ahead")
     phases = [dict(zip(names, phase, strict=True)) for phase in PHASES]

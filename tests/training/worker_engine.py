@@ -152,10 +152,7 @@ def without_bad_rows(name, out, data) -> None:
 
 
 def main(out: Path) -> None:
-    import deepspeed  # noqa: F401  imported once, before the ranks are forked
-    import peft  # noqa: F401
-
-    import pod  # noqa: F401
+    import peft  # noqa: F401  imported once, before the ranks are forked
 
     data = tiny.make_data(out / "data")
     runs = {f"zero{stage}": {"zero_stage": stage} for stage in STAGES}

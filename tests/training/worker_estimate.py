@@ -78,11 +78,8 @@ def one_step(out: Path, data: Path, name: str, settings: dict) -> None:
 
 
 def main(out: Path) -> None:
-    import deepspeed  # noqa: F401  imported once, before the ranks are forked
     import estimate_memory
-    import peft  # noqa: F401
-
-    import pod.training.run.trainer  # noqa: F401
+    import peft  # noqa: F401  imported once, before the ranks are forked
 
     for case in estimate_memory.CASES:
         if case.name in MEASURED:

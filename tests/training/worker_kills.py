@@ -140,11 +140,7 @@ def compare(out: Path, name: str) -> dict:
 
 
 def main(out: Path, kills: int, seed: int = 0) -> None:
-    import deepspeed  # noqa: F401  imported once, before the ranks are forked
-    import peft  # noqa: F401
-    import transformers  # noqa: F401
-
-    import pod  # noqa: F401
+    import peft  # noqa: F401  imported once, before the ranks are forked
 
     data = tiny.make_data(out / "data")
     began = time.monotonic()

@@ -165,10 +165,7 @@ def many_steps(name, out, settings, data) -> None:
 
 
 def main(out: Path) -> None:
-    import deepspeed  # noqa: F401  imported once, before the ranks are forked
-    import peft  # noqa: F401
-
-    import pod  # noqa: F401
+    import peft  # noqa: F401  imported once, before the ranks are forked
 
     data = {
         "packed": tiny.make_data(out / "packed"),

@@ -54,9 +54,6 @@ def train(out: Path, data: Path, size: int) -> None:
 
 
 def main(out: Path) -> None:
-    import deepspeed  # noqa: F401  imported once, before the ranks are forked
-
-    import pod  # noqa: F401
 
     data = tiny.make_data(out / "data", rows=20)
     for ranks, size in LAYOUTS:

@@ -255,11 +255,7 @@ def stopped(name, out, data, stop=None) -> None:
 
 
 def main(out: Path, first: int = 0) -> None:
-    import deepspeed  # noqa: F401  imported once, before the ranks are forked
-    import peft  # noqa: F401
-    import transformers  # noqa: F401
-
-    import pod  # noqa: F401
+    import peft  # noqa: F401  imported once, before the ranks are forked
 
     data = tiny.make_data(out / "data")
     stages = [

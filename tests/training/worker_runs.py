@@ -287,11 +287,7 @@ def adapter(out, folder) -> None:
 
 
 def main(out: Path, first: int = 0) -> None:
-    import deepspeed  # noqa: F401  imported once, before the ranks are forked
-    import peft  # noqa: F401
-    import transformers  # noqa: F401
-
-    import pod  # noqa: F401
+    import peft  # noqa: F401  imported once, before the ranks are forked
 
     data, other = tiny.make_data(out / "data"), tiny.make_data(out / "other", seed=1)
     half = {**FULL, "max_steps": 2, "dtype": "bfloat16"}

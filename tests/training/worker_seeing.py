@@ -176,10 +176,7 @@ def signalled(name, out, settings, data) -> None:
 
 
 def main(out: Path, *names: str) -> None:
-    import deepspeed  # noqa: F401  imported once, before the ranks are forked
-    import peft  # noqa: F401
-
-    import pod  # noqa: F401
+    import peft  # noqa: F401  imported once, before the ranks are forked
 
     data = add_held_out(tiny.make_data(out / "data", CONTEXT))
     off = {"eval_every_steps": 0, "eval_passkeys": 0}

@@ -113,8 +113,7 @@ def damaged(out: Path) -> None:
 
 
 def main(out: Path) -> None:
-    import deepspeed  # noqa: F401  imported once, before the ranks are forked
-    import peft  # noqa: F401
+    import peft  # noqa: F401  imported once, before the ranks are forked
 
     import pod
 

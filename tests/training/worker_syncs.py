@@ -79,9 +79,6 @@ def step(out: Path, stage: int) -> None:
 
 
 def main(out: Path) -> None:
-    import deepspeed  # noqa: F401  imported once, before the ranks are forked
-
-    import pod  # noqa: F401
 
     tiny.make_data(out / "data")
     for stage in (1, 2, 3):

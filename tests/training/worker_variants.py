@@ -184,10 +184,7 @@ def exports(out: Path) -> None:
 
 
 def main(out: Path, first: int = 0) -> None:
-    import deepspeed  # noqa: F401  imported once, before the ranks are forked
-    import peft  # noqa: F401
-
-    import pod  # noqa: F401
+    import peft  # noqa: F401  imported once, before the ranks are forked
 
     tiny.make_data(out / "data", context=CONTEXT)
     stages = [
