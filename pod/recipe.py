@@ -151,7 +151,7 @@ def run(
             check_arguments(arguments)
         recipe = load_recipe(arguments.config, arguments.changes + overrides)
         if arguments.dry_run or arguments.print_config:
-            if _rank() == 0:
+            if rank() == 0:
                 _print_dry_run(recipe, sections, estimate, arguments)
         else:
             elsewhere = recipe.export.path if "export" in sections else None
@@ -304,8 +304,8 @@ def exit_with(error: Exception) -> typing.NoReturn:
     if is_bug or os.environ.get("POD_TRACEBACK") == "1":
         traceback.print_exc()
     hint = " (-v shows where)" if isinstance(error, RuntimeError) else ""
-    prefix = "error" if _rank() == 0 else f"error (rank {_rank()})"
-    if not (_rank() and said_by_all(error)):
+    prefix = "error" if rank() == 0 else f"error (rank {rank()})"
+    if not (rank() and said_by_all(error)):
         print(f"{prefix}: {one_line(error) or type(error).__name__}{hint}", file=sys.stderr, flush=True)
     sys.exit(2)
 
@@ -319,5 +319,6 @@ def said_by_all(error: Exception) -> bool:
     return getattr(error, "of_all_ranks", False) or (isinstance(error, ValueError) and alone and not is_first)
 
 
-def _rank() -> int:
+def rank() -> int:
+    """Rank of this process as its launcher says, 0 without a launcher; needs no torch."""
     return int(os.environ.get("RANK", "0") or 0)

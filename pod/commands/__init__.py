@@ -115,12 +115,13 @@ def interrupted(name: str) -> str:
 def note_on_data(recipe: Any) -> None:
     """Warn, on the first rank, when the prepared data was made with other settings than the recipe's."""
     from pod.data.rows.manifest import read_manifest
+    from pod.recipe import rank
 
     try:
         other = recipe.data.other_than(read_manifest(recipe.data_dir), recipe.seed)
     except ValueError:  # missing or damaged: the command that needs the data reports it
         return
-    if other and os.environ.get("RANK", "0") == "0":
+    if other and rank() == 0:
         changed = f"{recipe.data_dir} was prepared with a different {', '.join(other)} than this recipe has"
         again = "it is used as it is. To prepare it again, run `pod data --overwrite`"
         print(f"warning: {changed}; {again}", file=sys.stderr)

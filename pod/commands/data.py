@@ -41,13 +41,14 @@ def main(recipe: Recipe, overwrite: bool = False) -> None:
     from pod.commands.ahead import check_lengths, notes_on_rows
     from pod.data.read.books import split_fragment
     from pod.data.read.places import check_places
+    from pod.data.rows.manifest import MANIFEST_NAME
     from pod.data.rows.overview import overview
     from pod.data.rows.pictures import PICTURE_NAME
     from pod.data.run.prepare import prepare
     from pod.models import resolve_model
     from pod.tokenizer import load_tokenizer
 
-    if not any(recipe.data_dir.glob("manifest.json")):  # finished rows stay when their sources are gone
+    if not (recipe.data_dir / MANIFEST_NAME).exists():  # finished rows stay when their sources are gone
         check_places(split_fragment(source)[0] for source in recipe.data.sources)  # before the hub is asked
     notes = check_lengths(recipe)
     args, model, trained = recipe.data, recipe.model, recipe.train_dir

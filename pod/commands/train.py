@@ -15,13 +15,12 @@ Ctrl-C, SIGTERM and SIGUSR1 save a checkpoint and end the run; the same command 
 130 after Ctrl-C, and 0 after the other two."""
 
 import argparse
-import os
 import shlex
 from collections.abc import Sequence
 from typing import Any
 
 from pod.commands import note_on_data
-from pod.recipe import Recipe
+from pod.recipe import Recipe, rank
 
 SECTIONS = "model", "train"
 UNFINISHED = "next: run the same command again, which continues the training"
@@ -37,7 +36,7 @@ def main(recipe: Recipe, config: str | None = None, changes: Sequence[str] = ())
 
     note_on_data(recipe)
     is_finished = train(recipe, make_passkeys(recipe))
-    if os.environ.get("RANK", "0") == "0":
+    if rank() == 0:
         print(next_command(config, changes) if is_finished else UNFINISHED, flush=True)
 
 

@@ -50,7 +50,7 @@ def files_of(place: str, include: tuple[str, ...] = ()) -> Files:
         return replace(_folder_files(folder, ("*.py",), STDLIB_OUTSIDE), tolerate=True)
     if is_remote(place):
         return _found(remote_files(place), include)
-    path = _package_path(place) if place.startswith("package:") else Path(place).expanduser()
+    path = _local_path(place)
     if path.is_file():
         if not include and not is_known(path):
             raise ValueError(
@@ -79,9 +79,12 @@ def check_places(sources: Iterable[str]) -> None:
     for place in sources:
         if place.startswith("stdlib:") or is_remote(place) or hub_spec(place) is not None:
             continue
-        path = _package_path(place) if place.startswith("package:") else Path(place).expanduser()
-        if not path.exists() and not glob.has_magic(place):
+        if not _local_path(place).exists() and not glob.has_magic(place):
             raise _absent(place)
+
+
+def _local_path(place: str) -> Path:
+    return _package_path(place) if place.startswith("package:") else Path(place).expanduser()
 
 
 def _absent(place: str) -> ValueError:

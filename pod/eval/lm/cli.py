@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from pod.eval.results import one_line
 from pod.notation import split, swap_commas
+from pod.recipe import rank
 
 
 def main(argv: Sequence[str]) -> None:
@@ -22,7 +23,7 @@ def main(argv: Sequence[str]) -> None:
     from pod.eval.suites import data
     from pod.eval.suites.configs import known_to_lm_eval
 
-    first = int(os.environ.get("RANK", "0")) == 0
+    first = rank() == 0
     sys.argv = ["lm-eval", *arguments(argv, first)]
     try:
         allowed = data.use(None, unsafe_code="--confirm_run_unsafe_code" in argv)
