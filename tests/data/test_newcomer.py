@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -140,6 +141,32 @@ def test_a_missing_source_is_told_before_the_hub_is_asked(tmp_path, monkeypatch,
     with pytest.raises(SystemExit):
         start()
     assert f"error: source '{tmp_path}/no_such.txt' does not exist here" in capsys.readouterr().err
+
+
+def test_finished_rows_stay_when_their_sources_are_gone(tmp_path, monkeypatch, capsys):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(30):
+        (texts / f"{number}.txt").write_text(f"word{number} " * 60)
+    words = [
+        "pod data",
+        str(texts),
+        "--set",
+        "model.path=package:tiny",
+        "--set",
+        f"output_dir={tmp_path}/run",
+    ]
+    sizes = ["data.target_tokens=2000", "data.context_length=128", "data.shortest_interval=32"]
+    for size in [*sizes, "data.workers=1"]:
+        words += ["--set", size]
+    monkeypatch.setattr(sys, "argv", words)
+    start()
+    rows = tmp_path / "run" / "data" / "manifest.json"
+    made = rows.read_bytes()
+    shutil.rmtree(texts)
+    start()
+    assert rows.read_bytes() == made
+    assert "does not exist here" not in capsys.readouterr().err
 
 
 def test_an_unreachable_hub_is_told_with_the_ways_out(monkeypatch):
