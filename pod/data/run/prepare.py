@@ -206,7 +206,7 @@ def _cost(args: DataArgs) -> list[str]:
 
 
 def _may_hold(units: list[Unit], record_bytes: int) -> bool:
-    """Whether a file of the sources is large enough for a record of so many bytes, or of unknown size, as those of the hub are."""
+    """Whether some file is as large as such a record, or has an unknown size. Sizes on the hub are unknown."""
     if any(unit.hub is not None for unit in units):
         return True
     parts = [part for unit in units for part in unit.files]

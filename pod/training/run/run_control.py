@@ -160,8 +160,11 @@ class RunControl:
         return max([*self._step_seconds][1:] or self._step_seconds, default=0.0)
 
     def time_at_risk(self) -> str:
-        """What a signal finds, in one line; after a step and a checkpoint were timed. A warning where a minute or more of work
-        could be lost, which is never more than the run has left."""
+        """One line: how long a stop takes, once a step and a checkpoint were timed.
+
+        It is a warning if a stop takes longer than launchers wait and a minute or more of work could be lost. A run
+        cannot lose more than it has left.
+        """
         step = self._longest_step()
         part = step / self.args.gradient_accumulation_steps
         line = (
