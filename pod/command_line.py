@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def _suggestion(self, argument: str) -> str:
-        """What an unknown argument was perhaps meant to be, in parentheses; nothing when no option is near."""
+        """What an unknown argument was perhaps meant to be, in parentheses; empty when no option is near."""
         options = [name for name in self._option_string_actions if name.startswith("--")]
         word = argument.partition("=")[0]
         if not word.startswith("-"):

@@ -175,7 +175,7 @@ def resolve_model(source: str | os.PathLike[str]) -> str:
 
 
 def check_has_config(source: str, gguf_file: str | None = None) -> None:
-    """Refuse a folder without config.json in one line. transformers would only say that `model_type` is missing.
+    """Refuse a folder without config.json, where transformers only says that `model_type` is missing.
 
     Args:
         source: folder or hub id, as `resolve_model` gives it; a hub id passes.

@@ -146,9 +146,10 @@ def _located(message: str, cls: Any, place: str) -> str:
 
 
 def _unknown_key(key: Any, cls: type, place: str) -> str:
-    """That the section has no such field, with the nearest one: of its own fields, and at the top of those of all sections.
+    """Tell that the section has no such field, and name the nearest one.
 
-    Where none is very near, the fields of the section are listed.
+    At the top of a recipe, the fields of all sections are compared. Where none is very near, the fields of
+    the section are listed.
     """
     known = {name: _place(place, [name]) for name in fields_of(cls)}
     for name in list(known):

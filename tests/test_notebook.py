@@ -1,4 +1,4 @@
-"""examples/first_steps.ipynb runs from its first cell to its last, and its committed outputs are what it prints."""
+"""examples/first_steps.ipynb runs from first to last cell, and its committed outputs are what it prints."""
 
 import json
 import os

@@ -79,7 +79,7 @@ def recipe_text(name: str) -> str:
 
 
 def copy(name: str, target: Path) -> None:
-    """Write a recipe to a new file. Raises: ValueError when the file exists already, or its folder does not exist."""
+    """Write a recipe to a new file. Raises: ValueError when the file exists, or its folder does not."""
     if target.exists():
         raise ValueError(f"--copy {target}: this file exists already: give another name, or remove it first")
     if not target.parent.is_dir():

@@ -174,7 +174,7 @@ import pod
 model = pod.load_model("this folder")  # {base} with plan, windows, RoPE and the adapter merged into it
 adapted = pod.load_adapter("this folder", "{base}")  # not merged: a `PeftModel` on the base model
 ```
-The adapter needs the plan in `plan.json` and the windows and RoPE in `pod_config.json`; it fits no other model.
+The adapter needs the plan in `plan.json`, and windows and RoPE in `pod_config.json`; it fits no other model.
 With `peft` alone, first load the base model with these settings, then call
 `PeftModel.from_pretrained(model, "this folder")`.
 """

@@ -111,7 +111,7 @@ def attended(model, spec, options, widths):
 
 
 def errors_over_rounding(name, head_dim, widths):
-    """For each pass: the root mean square of the error of each layer, relative to that of rounding the exact result."""
+    """Error of each pass and layer (root mean square), relative to that of rounding the exact result."""
     spec = name.removesuffix("-capacity")
     model = make_model(spec, head_dim)
     exact = attended(copy.deepcopy(model).double(), spec, METHODS[name], widths)

@@ -7,7 +7,8 @@ In some conversations the rows have budgets of their own, so that they begin to 
 once for rows that are alike must not serve rows that differ. Afterwards every row is fed again, alone, turn by turn in one piece, and
 one row goes through the method's oracle.
 
-``POD_RANDOM_OPERATIONS=10000`` sets the number of conversations over all methods, beside the written ones; 50 by default.
+``POD_RANDOM_OPERATIONS=10000`` sets the number of conversations over all methods, beside the written
+ones; 50 by default.
 """
 
 import copy

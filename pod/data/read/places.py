@@ -69,7 +69,9 @@ def files_of(place: str, include: tuple[str, ...] = ()) -> Files:
 
 
 def check_places(sources: Iterable[str]) -> None:
-    """Refuse local sources that do not exist. Hub names and URLs pass unread; folders and patterns are not listed.
+    """Refuse local sources that do not exist.
+
+    Hub names and URLs pass unread; folders and patterns are not listed.
 
     Args:
         sources: places, as `files_of` takes them, without the fragments of `DataArgs.sources`.

@@ -195,8 +195,8 @@ def _cost(args: DataArgs) -> list[str]:
     needed = f"memory: about {memory:.1f} GB"
     if _may_hold(units, args.max_record_bytes):
         needed += (
-            f", and {RECORD_FACTOR * args.max_record_bytes / 1e9:.1f} GB more for each worker that reads a record of "
-            f"{args.max_record_bytes / 1e6:.0f} MB"
+            f", and {RECORD_FACTOR * args.max_record_bytes / 1e9:.1f} GB more for each worker that reads a "
+            f"record of {args.max_record_bytes / 1e6:.0f} MB"
         )
     return [
         f"sources: about {short_bytes(size)} of text or {short_number(tokens)} tokens; reading takes at most about {time} on "
@@ -206,7 +206,7 @@ def _cost(args: DataArgs) -> list[str]:
 
 
 def _may_hold(units: list[Unit], record_bytes: int) -> bool:
-    """Whether some file is as large as such a record, or has an unknown size. Sizes on the hub are unknown."""
+    """Whether some file is as large as such a record, or has an unknown size, as on the hub."""
     if any(unit.hub is not None for unit in units):
         return True
     parts = [part for unit in units for part in unit.files]

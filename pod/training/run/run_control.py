@@ -162,8 +162,8 @@ class RunControl:
     def time_at_risk(self) -> str:
         """One line: how long a stop takes, once a step and a checkpoint were timed.
 
-        It is a warning if a stop takes longer than launchers wait and a minute or more of work could be lost. A run
-        cannot lose more than it has left.
+        It is a warning if a stop takes longer than launchers wait and a minute or more of work could be lost.
+        A run cannot lose more than it has left.
         """
         step = self._longest_step()
         part = step / self.args.gradient_accumulation_steps

@@ -54,7 +54,9 @@ def open_data(recipe: Recipe, config: Any) -> PackedDataset:
 
 
 def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> bool:
-    """Train on all ranks that the launcher started. Returns whether all steps are done: a signal and `max_hours` end a run earlier.
+    """Train on all ranks that the launcher started. Returns whether all steps are done.
+
+    A signal or `max_hours` ends a run earlier.
 
     Args:
         recipe: the same on all ranks; stored in checkpoints.
