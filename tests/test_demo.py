@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from pod.commands import demo
 from pod.data import prepare
@@ -111,6 +112,30 @@ def test_a_cpu_without_bfloat16_trains_in_float32(chain, tmp_path, monkeypatch):
         monkeypatch.setattr(step_time, "bfloat16_speed", lambda speed=speed: speed)
         chain(None, *settings)
         assert load_recipe(tmp_path / demo.RESOLVED).train.dtype == expected
+
+
+def test_other_work_on_the_machine_does_not_change_how_fast_bfloat16_is(monkeypatch):
+    """One thread's own time counts: products on all cores wait for cores that are busy, for seconds or not at all."""
+    threads = []
+
+    def thread_time():
+        """Products of the first type take 1 s, those of the second 10 s."""
+        threads.append(torch.get_num_threads())
+        finished, is_end = divmod(len(threads) - 1, 2)
+        return sum(1.0 if number < 4 else 10.0 for number in range(finished + is_end))
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    step_time.bfloat16_speed.cache_clear()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(step_time.time, "thread_time", thread_time)
+            patch.setattr(step_time.time, "perf_counter", lambda: pytest.fail("the clock on the wall"))
+            assert step_time.bfloat16_speed() == pytest.approx(0.1)
+        assert set(threads) == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+        step_time.bfloat16_speed.cache_clear()
 
 
 def test_how_fast_bfloat16_is_is_measured():

@@ -83,19 +83,27 @@ CPU_CORE = Device("cpu", "", 0.3, 0.1, 0, 10, 5, 1, 10, 0)
 
 @cache
 def bfloat16_speed() -> float:
-    """How many times as fast as in float32 this CPU multiplies in bfloat16, measured in some milliseconds: about 0.1 without
-    instructions for it (AVX512-BF16, AMX), 2 to 4 with them."""
+    """How many times as fast as in float32 this CPU multiplies in bfloat16, measured in some milliseconds.
+
+    About 0.1 without instructions for it (AVX512-BF16, AMX), 2 to 4 with them. One thread multiplies and only its own
+    time counts: products on all cores would wait for those that other processes use.
+    """
     import torch
 
     def seconds(dtype: torch.dtype) -> float:
         x, taken = torch.ones(256, 256, dtype=dtype), []
         for _ in range(4):
-            began = time.perf_counter()
+            began = time.thread_time()
             _ = x @ x.T
-            taken.append(time.perf_counter() - began)
+            taken.append(time.thread_time() - began)
         return min(taken)
 
-    return seconds(torch.float32) / seconds(torch.bfloat16)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return seconds(torch.float32) / seconds(torch.bfloat16)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def get_device(text: str) -> Device:
