@@ -137,7 +137,7 @@ def test_an_interrupted_launch_continues(overrides, tmp_path, monkeypatch):
             "explore.target_saving is 0.45, but the allowed roles save 0.000 to 0.375",
         ),
         (["explore.sequence_length=9000"], "the model reads 8192"),
-        (["explore.num_sequences=999"], "sequences of 48 tokens asked for"),
+        (["explore.num_sequences=999"], "asked for 999 sequences of 48 tokens"),
         (["explore.sources=[/nowhere/at/all]"], "nowhere"),
     ],
 )
