@@ -7,16 +7,19 @@ import levels
 import pytest
 
 
-def make_item(nodeid: str, *marks: str, fixtures: tuple[str, ...] = ()) -> SimpleNamespace:
-    """What the levels read of a pytest item."""
+def make_item(nodeid: str, *marks: str, fixtures: tuple[str, ...] = (), **indices: int) -> SimpleNamespace:
+    """The attributes of a pytest item that the levels read; `indices`: the place of each parameter's value."""
 
     def get_closest_marker(name: str) -> str | None:
         return name if name in marks else None
 
     path = Path(nodeid.partition("::")[0])
-    return SimpleNamespace(
+    item = SimpleNamespace(
         nodeid=nodeid, path=path, fixturenames=fixtures, get_closest_marker=get_closest_marker
     )
+    if indices:
+        item.callspec = SimpleNamespace(indices=indices)
+    return item
 
 
 ITEMS = [
@@ -72,6 +75,38 @@ def test_both_levels_together_are_everything():
 )
 def test_cases_are_spread_from_the_first_to_the_last(number, most, places):
     assert levels.spread(list(range(number)), most) == places
+
+
+def grid(function: str, methods: int, lengths: int) -> list[SimpleNamespace]:
+    """One case for each method and length."""
+    return [
+        make_item(f"a.py::{function}[{method}-{length}]", method=method, length=length)
+        for method in range(methods)
+        for length in range(lengths)
+    ]
+
+
+def test_few_cases_show_every_value_of_every_parameter():
+    cases = grid("test_grid", 5, 4)
+    kept, left_out = levels.at_most(cases, 5)
+    assert len(kept) == 5
+    assert {case.callspec.indices["method"] for case in kept} == set(range(5))
+    assert {case.callspec.indices["length"] for case in kept} == set(range(4))
+    assert ids(left_out) == [nodeid for nodeid in ids(cases) if nodeid not in ids(kept)]
+    assert ids(kept) == [nodeid for nodeid in ids(cases) if nodeid in ids(kept)]
+
+
+def test_functions_over_the_same_methods_keep_different_methods():
+    kept_methods = set()
+    for number in range(12):
+        kept, _ = levels.at_most(grid(f"test_{number}", 40, 1), 4)
+        kept_methods |= {case.callspec.indices["method"] for case in kept}
+    assert len(kept_methods) > 20
+
+
+def test_tests_with_fewer_cases_stay_whole():
+    cases = [make_item("a.py::test_once"), *grid("test_grid", 2, 2)]
+    assert levels.at_most(cases, 4) == (cases, [])
 
 
 def test_the_longest_files_begin():

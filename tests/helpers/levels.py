@@ -1,8 +1,11 @@
 """Which tests `make test` runs, and in which order.
 
-The quick level answers within minutes whether a change broke something. The rest, which CI runs too, has all cases
-of every parametrised test, the simulations, the interpreter and most tests of several processes.
+The quick level answers within minutes whether a change broke something. The rest has all cases of every parametrised
+test, the simulations, the interpreter and most tests of several processes. CI runs both, with at most four cases of a
+parametrised test in the rest (`at_most`).
 """
+
+import zlib
 
 import pytest
 
@@ -74,6 +77,46 @@ def spread(values: list[str], most: int) -> list[str]:
         return values
     last = len(values) - 1
     return [values[round(step * last / (most - 1))] for step in range(most)]
+
+
+def at_most(items: list[pytest.Item], most: int) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """At most `most` cases of each parametrised function, and the cases left out, in the order of `items`.
+
+    The cases kept show as many values of each parameter as possible. Functions over the same methods keep different
+    methods. Example: of a function with the parameters a = 1, 2, 3 and b = x, y, three cases show all five values.
+    """
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept_ids = set()
+    for function, cases in functions.items():
+        start = zlib.crc32(function.encode()) % len(cases)
+        for case in covering(cases[start:] + cases[:start], most):
+            kept_ids.add(case.nodeid)
+    kept = [item for item in items if item.nodeid in kept_ids]
+    left_out = [item for item in items if item.nodeid not in kept_ids]
+    return kept, left_out
+
+
+def covering(cases: list[pytest.Item], most: int) -> list[pytest.Item]:
+    """At most `most` cases. Each is the first of those with the most values of parameters that none before it has."""
+    remaining = list(cases)
+    chosen: list[pytest.Item] = []
+    seen: set[tuple[str, int]] = set()
+    while remaining and len(chosen) < most:
+        best = max(remaining, key=lambda case: len(values_of(case) - seen))
+        remaining.remove(best)
+        chosen.append(best)
+        seen |= values_of(best)
+    return chosen
+
+
+def values_of(case: pytest.Item) -> set[tuple[str, int]]:
+    """(parameter, place of its value) for each parameter of a case; empty for a test without parameters."""
+    callspec = getattr(case, "callspec", None)
+    if callspec is None:
+        return set()
+    return set(callspec.indices.items())
 
 
 def place_in_line(item: pytest.Item) -> int:
