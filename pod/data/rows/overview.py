@@ -83,6 +83,7 @@ def _intervals(manifest: dict[str, Any]) -> Iterator[str]:
         part = f"{100 * one['tokens_after'] / share:.1f} %" if share else ""
         before, after = short_number(one["tokens_before"]), short_number(one["tokens_after"])
         yield f"{one['name']:<16}{before:>16}{after:>10}{part:>10}{one['passes']:>8.2f}"
+    yield "of share: drawn tokens over an equal share of all intervals; passes: how often each document was drawn"
     yield from (f"! {note}" for note in balance.get("notes", []))
 
 
