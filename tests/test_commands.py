@@ -149,6 +149,11 @@ def test_a_quiet_command_prints_nothing(tmp_path):
     assert (tmp_path / "data" / "manifest.json").is_file()
 
 
+def heed_sigint():
+    """A shell has the jobs that it starts with `&` ignore SIGINT, and the tests may be such a job."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_is_exit_code_130_and_leaves_no_process_and_no_half_of_a_file(tmp_path):
     """As a terminal does it: the command and its workers get SIGINT, here while the workers read."""
     sources, flag = tmp_path / "text", tmp_path / "reading"
@@ -168,7 +173,9 @@ def test_ctrl_c_is_exit_code_130_and_leaves_no_process_and_no_half_of_a_file(tmp
         command += ["--set", setting]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    running = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
+    running = subprocess.Popen(
+        command, cwd=ROOT, env=environment, start_new_session=True, preexec_fn=heed_sigint, **pipes
+    )
     while not flag.exists():
         assert running.poll() is None, running.communicate()
         time.sleep(0.1)
