@@ -5,6 +5,8 @@ Each mutant is one small change of the code. The quick level of the tests runs o
 python benchmarks/mutants.py                     # both parts, an hour or two on two cores
 python benchmarks/mutants.py --part judge --out runs/mutants.json
 python benchmarks/mutants.py --levels quick      # what `make test` sees; a survivor may still be killed by the rest
+
+With --out a run continues: mutants that the file has are not tried again.
 """
 
 import argparse
@@ -323,11 +325,16 @@ def copy_tree(folder: Path) -> None:
             shutil.copy(ROOT / part, folder / part)
 
 
-def judge_part(part: str, folder: Path, levels: Sequence[str]) -> Iterator[dict[str, str]]:
-    """The killing level of every mutant of a part, printed as it is found."""
+def judge_part(
+    part: str, folder: Path, levels: Sequence[str], known: Sequence[dict[str, str]] = ()
+) -> Iterator[dict[str, str]]:
+    """The killing level of every mutant of a part that is not known, printed as it is found."""
     if not tests_pass("quick", TESTS[part], folder):
         raise SystemExit(f"the quick tests of {part} fail without any change: mend them first")
+    tried = {(row["file"], row["old"], row["new"]) for row in known}
     for number, mutant in enumerate(MUTANTS[part], 1):
+        if (mutant.file, mutant.old, mutant.new) in tried:
+            continue
         level = killing_level(mutant, TESTS[part], folder, levels)
         print(
             f"{part} {number}/{len(MUTANTS[part])} {level}: {mutant.file}: {mutant.old} -> {mutant.new}",
@@ -350,11 +357,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file, after each mutant")
     options = parser.parse_args()
     rows = []
+    if options.out is not None and options.out.is_file():
+        rows = json.loads(options.out.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         copy_tree(folder)
         for part in [options.part] if options.part else list(MUTANTS):
-            for row in judge_part(part, folder, options.levels):
+            for row in judge_part(part, folder, options.levels, list(rows)):
                 rows.append(row)
                 if options.out is not None:
                     write_rows(options.out, rows)
