@@ -139,10 +139,12 @@ class PodAttention(nn.Module):
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _normed(self, norm: RMSNorm | None, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """``[B, n, h·d]`` to ``[B, n, h, d]``."""
+        """``[B, n, h·d]`` to ``[B, n, h, d]``, in the dtype of ``x``, which the values have too."""
         if norm is None:
             return x.view(shape)
-        return norm(x).view(shape) if self.norm_across_heads else norm(x.view(shape))
+        normed = norm(x if self.norm_across_heads else x.view(shape))
+        # a norm with fp32 weights, as under autocast, gives fp32
+        return normed.view(shape).to(x.dtype)
 
     def _attend_without_cache(self, q, k, v, context: ForwardContext, carry: Carry) -> tuple[Tensor, Carry]:
         rope = context.ropes[self.layer_idx]
