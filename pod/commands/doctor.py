@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import pod
+from pod import toolchain
 from pod.command_line import Parser
 from pod.commands import INSTALL
 
@@ -121,11 +122,17 @@ def parts() -> list[str]:
 
 
 def options() -> None:
-    """Print the optional packages and tools."""
+    """Print the optional packages and tools, and the header that Triton needs."""
     for known, look in (OPTIONAL, installed), (TOOLS, shutil.which):
         for name, use in known.items():
             found = look(name)
             say("ok" if found else "-", name, found or f"missing; {use}")
+    header = toolchain.python_header()
+    if header.is_file():
+        say("ok", header.name, str(header))
+    else:
+        get = toolchain.how_to_get_python_header()
+        say("-", header.name, f"missing; Triton's kernels on a GPU need it: {get}")
 
 
 def places() -> None:

@@ -1,16 +1,17 @@
-"""Where our Triton kernels can run, one launch, and how the decode kernels deal their programs to the heads of a row, by its length.
+"""Where our Triton kernels can run, one launch, and how the decode kernels deal their programs to the heads
+of a row, by its length.
 
 ``PART`` is that of ``pod.kernels.triton_decode``.
 """
 
 import contextlib
-import os
-import shutil
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
+
+from pod import toolchain
 
 
 def unsupported(x: Tensor) -> str | None:
@@ -24,9 +25,7 @@ def unsupported(x: Tensor) -> str | None:
         return f"device {x.device.type} (CUDA, or TRITON_INTERPRET=1)"
     if torch.version.hip is not None or torch.cuda.get_device_capability(x.device) < (8, 0):
         return "this GPU (NVIDIA, compute capability 8.0 or newer)"
-    if not (os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")):
-        return "no C compiler, which Triton starts its kernels with (install gcc or set CC)"
-    return None
+    return toolchain.missing()
 
 
 def run(kernel, grid: tuple[int, ...], on: Tensor, *arguments, **options) -> None:

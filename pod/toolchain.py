@@ -1,0 +1,36 @@
+"""What this machine compiles C with: Triton builds the code that starts its kernels at the first launch."""
+
+import functools
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+_NEED = "Triton compiles what starts its kernels with it"
+
+
+@functools.cache
+def missing() -> str | None:
+    """What Triton needs to start kernels and this machine lacks, with what to do; None when all is there.
+
+    Looked up once per process, because decoding asks for every layer and token.
+    """
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return f"no C compiler: {_NEED} (install gcc or set CC)"
+    header = python_header()
+    if not header.is_file():
+        return f"no {header}: {_NEED} ({how_to_get_python_header()})"
+    return None
+
+
+def python_header() -> Path:
+    """Where `Python.h` has to be, as Triton looks for it: under `posix_prefix` for Debian's own Python."""
+    scheme = sysconfig.get_default_scheme()
+    if scheme == "posix_local":
+        scheme = "posix_prefix"
+    return Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
+
+
+def how_to_get_python_header() -> str:
+    """`install python3.11-dev`, in the words of Debian and Ubuntu and of Fedora."""
+    return f"install python{sysconfig.get_python_version()}-dev, or python3-devel"
