@@ -300,6 +300,7 @@ def graphed(step: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
             step()
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # without a stream it is one of the device on which this process recorded its first graph
+    with torch.cuda.graph(graph, stream=side):
         step()
     return graph.replay

@@ -7,6 +7,7 @@ nothing moved again, captures anew.
 """
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -499,25 +500,37 @@ class StaticEngine:
         return self._bound
 
 
+_ONE_CAPTURE = threading.Lock()
+"""Of two captures at a time the second would be recorded by the first."""
+
+
 @functools.cache
-def _warm_up_stream(device: int) -> torch.cuda.Stream:
-    """One for all captures: libraries keep a workspace for every stream that they have seen."""
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """One for all captures on a device: libraries keep a workspace for every stream that they have seen.
+
+    Without a stream ``torch.cuda.graph`` takes the one that it made for the first graph of the process, on
+    whatever device that was.
+    """
     return torch.cuda.Stream(device)
 
 
 def _record(run: Callable[[], Tensor], restart: Callable[[], None]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of ``run`` on the current device, and the tensor that it writes."""
-    side = _warm_up_stream(torch.cuda.current_device())
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(_WARM_UPS):
+    """A graph of ``run`` on the current device, and the tensor that it writes.
+
+    Other threads may go on using the device, such as one that copies batches to it.
+    """
+    with _ONE_CAPTURE:
+        side = _capture_stream(torch.cuda.current_device())
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                restart()
+                run()
             restart()
-            run()
-        restart()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            out = run()
     return graph, out
 
 
