@@ -27,7 +27,8 @@ _STAGE_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _PARTS = {
-    "deepspeed.ops:__compatible_ops__": "",
+    "deepspeed.comm.torch:build_shm_op": "",
+    "deepspeed.comm.torch:TorchBackend.new_group": "ranks",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp:get_sequence_parallel_group": "",
     "deepspeed.utils:set_z3_leaf_modules": "leaf_module_classes raise_if_not_found",
     "deepspeed.runtime.zero:Init": "module config_dict_or_path dtype",
@@ -80,21 +81,26 @@ def join_ranks(timeout_s: float | None) -> None:
     """Make the process group of the ranks that a launcher started; ValueError as in `check_parts`.
 
     Args:
-        timeout_s: seconds after which an operation that waits for other ranks fails; None = PyTorch's own.
+        timeout_s: seconds after which an operation that waits for other ranks fails, in whatever group; None = DeepSpeed's 10
+            minutes for the group of all ranks, PyTorch's own for others.
     """
     import deepspeed
-    from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
     from deepspeed.utils import logger
 
     check_parts()
+    backend: Any = import_module("deepspeed.comm.torch")
     if not is_verbose():
         logger.setLevel(logging.WARNING)  # its information would break the progress bar
     # DeepSpeed's own calls
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
-    # The shared-memory op serves DeepSpeed's inference all-reduce only, and compiling it takes 75 s and a compiler.
-    deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
-    limit: dict[str, Any] = {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)}
-    deepspeed.init_distributed(verbose=False, **limit)
+    # The shared-memory op serves DeepSpeed's inference all-reduce only. Compiling it takes 75 s and a compiler, and asking whether
+    # it could be compiled makes every rank ask for all of DeepSpeed's ops.
+    backend.build_shm_op = lambda: None
+    limit = None if timeout_s is None else timedelta(seconds=timeout_s)
+    # DeepSpeed gives the groups that it makes later no limit: those of NCCL would have 10 minutes, less than the watchdog waits.
+    backend.TorchBackend.new_group = lambda self, ranks: dist.new_group(ranks, timeout=limit)
+    limits: dict[str, Any] = {} if limit is None else {"timeout": limit}
+    deepspeed.init_distributed(verbose=False, **limits)
 
 
 def sequence_groups(size: int) -> tuple[Any, Any]:

@@ -22,7 +22,8 @@ def worker_environment() -> dict[str, str]:
     outer = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
-    paths = os.pathsep.join([str(ROOT), *filter(None, [outer.get("PYTHONPATH")])])
+    helpers = str(ROOT / "tests" / "helpers")
+    paths = os.pathsep.join([str(ROOT), helpers, *filter(None, [outer.get("PYTHONPATH")])])
     return {
         **outer,
         "OMP_NUM_THREADS": "1",
@@ -78,6 +79,7 @@ WORKERS = (
     "data",
     "engine",
     "estimate",
+    "groups",
     "kills",
     "newest",
     "parallel",

@@ -1,5 +1,6 @@
 """DeepSpeed behind one file: nothing else touches it, another version is named, steps lie where the weights are."""
 
+import importlib
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from pod.training import deepspeed_bridge as bridge
 BRIDGE = Path(bridge.__file__)
 PRIVATE = re.compile(
     r"^\s*(from|import) deepspeed|\bds_(id|status|tensor|shape|numel)\b|_hp_mapping|fp32_partitioned|single_partition|grad_position"
-    r"|optimizer\.optimizer|optimizer\.overflow|parallel_state_sp|__compatible_ops__"
+    r"|optimizer\.optimizer|optimizer\.overflow|parallel_state_sp|__compatible_ops__|build_shm_op|TorchBackend"
     r"|norm_for_param_grads|_do_optimizer_sanity_check",
     re.MULTILINE,
 )
@@ -46,6 +47,23 @@ def test_another_version_is_named_in_one_line(part, names, says):
         bridge.check_parts({part: names})
     assert f"pip install deepspeed=={bridge.TESTED}" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_joining_ranks_asks_for_no_compiled_operation(monkeypatch):
+    """Each of them starts compilers and queries GPUs to say whether it can be compiled, on every rank."""
+    import deepspeed
+
+    backend = importlib.import_module("deepspeed.comm.torch")
+    built = []
+    for owner, name in ((backend, "build_shm_op"), (backend.TorchBackend, "new_group")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # to be restored
+    monkeypatch.delitem(vars(deepspeed.ops), "__compatible_ops__", raising=False)
+    monkeypatch.setattr(
+        deepspeed.ops, "_probe_compatible_ops", lambda: pytest.fail("asks for all operations")
+    )
+    monkeypatch.setattr(deepspeed, "init_distributed", lambda **options: built.append(backend.build_shm_op()))
+    bridge.join_ranks(60.0)
+    assert built == [None]
 
 
 def test_loaded_steps_lie_on_the_device_of_their_weights():

@@ -111,7 +111,7 @@ def join_ranks(timeout_s: float | None = None) -> None:
     """Join the ranks that the `deepspeed` launcher or torchrun started; without a launcher, be the only one.
 
     Args:
-        timeout_s: seconds after which an operation that waits for other ranks fails; None = PyTorch's 30 minutes.
+        timeout_s: as in `deepspeed_bridge.join_ranks`.
 
     Raises:
         ValueError: processes of mpirun, which know no rank; a DeepSpeed that is not the one that was tested, and lacks something.

@@ -30,7 +30,7 @@ from pod.training.run.mesh import (
 )
 from pod.training.run.start_model import hollow_start_model, model_config, source_config
 
-GROUP_TIMEOUT_S = 1350.0  # PyTorch's own limit is 30 minutes
+GROUP_TIMEOUT_S = 1350.0  # PyTorch's own limits are 10 minutes with NCCL and 30 with gloo
 
 
 def open_data(recipe: Recipe, config: Any) -> PackedDataset:
@@ -109,7 +109,10 @@ def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> bool:
 
 
 def group_timeout_s(args: TrainRecipe) -> float:
-    """Seconds after which an operation that waits for other ranks fails: later than the watchdog has reported it."""
+    """Seconds after which an operation that waits for other ranks fails.
+
+    The watchdog has reported it before: so there are stacks of all ranks, and the exit code of a hang.
+    """
     return float(os.environ.get("POD_GROUP_TIMEOUT_S") or max(GROUP_TIMEOUT_S, 1.5 * args.hang_timeout_s))
 
 

@@ -19,9 +19,27 @@ from pod.training.args import TrainArgs
 ABORT_CODE = 75  # EX_TEMPFAIL: a scheduler may start the run again
 
 
+def seconds_between_checks(timeout: float) -> float:
+    """How often a rank is looked at that may stand still for `timeout` seconds."""
+    return min(timeout / 8, 30.0)
+
+
+def seconds_for_stacks(timeout: float) -> float:
+    """How long a rank that gives up leaves the others for their stacks: a launcher ends all when one ends."""
+    return min(60.0, max(1.0, timeout / 20))
+
+
+def seconds_to_abort(timeout: float) -> float:
+    """The longest time from a rank's last progress to its end with code 75."""
+    return timeout + seconds_between_checks(timeout) + seconds_for_stacks(timeout)
+
+
 class Watchdog:
-    """Watches one rank between `start` and `stop`. A hang is `hang_timeout_s` seconds without a beat: the stacks go to hang-rankNNNNN.txt in
-    `folder`, <output_dir>/train, and `hang_action` abort then ends the process with code 75."""
+    """Watches one rank between `start` and `stop`.
+
+    A hang is `hang_timeout_s` seconds without a beat: the stacks go to hang-rankNNNNN.txt in `folder`,
+    <output_dir>/train, and `hang_action` abort then ends the process with code 75.
+    """
 
     def __init__(self, folder: Path, args: TrainArgs, rank: int, world_size: int, clock: Callable[[], float]):
         self.folder, self.rank, self.world_size = Path(folder), rank, world_size
@@ -71,11 +89,10 @@ class Watchdog:
         return self._reported_at is not None and self._beat < self._reported_at
 
     def _run(self) -> None:
-        while not self._stop.wait(min(self.timeout / 8, 30.0)):
+        while not self._stop.wait(seconds_between_checks(self.timeout)):
             if self.check():
                 self.report()
-                # A launcher ends all ranks when one has ended: leave the others time for their stacks.
-                self._stop.wait(min(60.0, max(1.0, self.timeout / 20)))
+                self._stop.wait(seconds_for_stacks(self.timeout))
                 if self.action == "abort" and not self._stop.is_set() and self._is_stuck():
                     os._exit(ABORT_CODE)  # exit handlers would wait for the same collective
 
