@@ -10,12 +10,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from pod.modeling.shipped.experts import PodExperts
 from pod.verbosity import is_verbose
@@ -44,6 +46,8 @@ _PARTS = {
     "deepspeed.sequence.linear_cross_entropy:_VocabParallelLinearCrossEntropy.forward": (
         "hidden bias target tp_group vocab_start_index compute_dtype"
     ),
+    "deepspeed.sequence.linear_cross_entropy:_fp32_logits": "hidden weight bias row_offset",
+    "deepspeed.sequence.linear_cross_entropy:_accumulate_matmul": "accumulator mat1 mat2",
 }
 """`module:attribute` of what is used, and the names of parameters that are passed or stood in for."""
 
@@ -81,8 +85,8 @@ def join_ranks(timeout_s: float | None) -> None:
     """Make the process group of the ranks that a launcher started; ValueError as in `check_parts`.
 
     Args:
-        timeout_s: seconds after which an operation that waits for other ranks fails, in whatever group; None = DeepSpeed's 10
-            minutes for the group of all ranks, PyTorch's own for others.
+        timeout_s: seconds after which an operation that waits for other ranks fails, in whatever group;
+            None = DeepSpeed's 10 minutes for the group of all ranks, PyTorch's own for others.
     """
     import deepspeed
     from deepspeed.utils import logger
@@ -93,11 +97,12 @@ def join_ranks(timeout_s: float | None) -> None:
         logger.setLevel(logging.WARNING)  # its information would break the progress bar
     # DeepSpeed's own calls
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
-    # The shared-memory op serves DeepSpeed's inference all-reduce only. Compiling it takes 75 s and a compiler, and asking whether
-    # it could be compiled makes every rank ask for all of DeepSpeed's ops.
+    # The shared-memory op serves DeepSpeed's inference all-reduce only. Compiling it takes 75 s and a
+    # compiler, and asking whether it could be compiled makes every rank ask for all of DeepSpeed's ops.
     backend.build_shm_op = lambda: None
     limit = None if timeout_s is None else timedelta(seconds=timeout_s)
-    # DeepSpeed gives the groups that it makes later no limit: those of NCCL would have 10 minutes, less than the watchdog waits.
+    # DeepSpeed gives the groups that it makes later no limit: those of NCCL would have 10 minutes, and the
+    # watchdog waits longer.
     backend.TorchBackend.new_group = lambda self, ranks: dist.new_group(ranks, timeout=limit)
     limits: dict[str, Any] = {} if limit is None else {"timeout": limit}
     deepspeed.init_distributed(verbose=False, **limits)
@@ -195,14 +200,50 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, ignored
     Args:
         hidden: [B, n, hidden]; weight: [V, hidden]; labels: [B, n], `ignored` = no label.
     """
-    from deepspeed.sequence.linear_cross_entropy import _VocabParallelLinearCrossEntropy
-
     # What is around it waits for the device to compare labels with the vocabulary; the data did so when it was opened.
     tokens, kind = hidden.reshape(-1, hidden.shape[-1]), torch.promote_types(hidden.dtype, weight.dtype)
     vocabulary = (None, 0, weight.shape[0])  # no tensor parallelism
-    return _VocabParallelLinearCrossEntropy.apply(
-        tokens.contiguous(), weight.contiguous(), None, labels.reshape(-1), *vocabulary, ignored, rows, kind
-    ).sum()
+    given = tokens.contiguous(), weight.contiguous(), None, labels.reshape(-1)
+    return _linear_cross_entropy().apply(*given, *vocabulary, ignored, rows, kind).sum()
+
+
+@cache
+def _linear_cross_entropy() -> Any:
+    """DeepSpeed's function with a backward that asks the device nothing.
+
+    Its own looks up the labels in every part of the vocabulary by masks: three waits for each part.
+    """
+    stock = import_module("deepspeed.sequence.linear_cross_entropy")
+
+    class LinearCrossEntropy(stock._VocabParallelLinearCrossEntropy):
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            hidden, weight, _, valid, _, labels, row_max, row_sum_exp = ctx.saved_tensors
+            inputs = hidden.to(ctx.compute_dtype)
+            label_grads = torch.where(valid, grads[0].float(), 0.0)
+            scale = (label_grads / row_sum_exp).unsqueeze(-1)
+            grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None
+            grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+            for start in range(0, len(weight), ctx.block_cols):
+                part = weight[start : start + ctx.block_cols].to(ctx.compute_dtype)
+                # (softmax - one-hot) · gradient of the loss
+                logits = stock._fp32_logits(inputs, part, None, -row_max.unsqueeze(-1))
+                grad_logits = logits.exp_().mul_(scale)
+                places = labels - start
+                inside = (places >= 0) & (places < len(part))
+                labels_here = places.clamp(0, len(part) - 1).unsqueeze(-1)
+                taken = torch.where(inside, label_grads, 0.0).unsqueeze(-1)
+                grad_logits.scatter_(1, labels_here, grad_logits.gather(1, labels_here) - taken)
+                grad_logits = grad_logits.to(ctx.compute_dtype)
+                if grad_weight is not None:
+                    grad_weight[start : start + len(part)] = grad_logits.t() @ inputs
+                if grad_hidden is not None:
+                    stock._accumulate_matmul(grad_hidden, grad_logits, part)
+            grad_inputs = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
+            return grad_inputs, grad_weight, *(None,) * 8
+
+    return LinearCrossEntropy
 
 
 # Checkpoints

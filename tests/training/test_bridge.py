@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from host_reads import none_allowed
+from torch.nn import functional as F
 
 import pod
 from pod.training import deepspeed_bridge as bridge
@@ -14,7 +16,8 @@ from pod.training import deepspeed_bridge as bridge
 BRIDGE = Path(bridge.__file__)
 PRIVATE = re.compile(
     r"^\s*(from|import) deepspeed|\bds_(id|status|tensor|shape|numel)\b|_hp_mapping|fp32_partitioned|single_partition|grad_position"
-    r"|optimizer\.optimizer|optimizer\.overflow|parallel_state_sp|__compatible_ops__|build_shm_op|TorchBackend"
+    r"|optimizer\.optimizer|optimizer\.overflow|parallel_state_sp|__compatible_ops__"
+    r"|build_shm_op|TorchBackend"
     r"|norm_for_param_grads|_do_optimizer_sanity_check",
     re.MULTILINE,
 )
@@ -64,6 +67,31 @@ def test_joining_ranks_asks_for_no_compiled_operation(monkeypatch):
     monkeypatch.setattr(deepspeed, "init_distributed", lambda **options: built.append(backend.build_shm_op()))
     bridge.join_ranks(60.0)
     assert built == [None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 4, 60])
+def test_the_loss_waits_for_nothing_and_has_the_gradients_of_deepspeeds_own(rows, dtype):
+    """To the last bit, and those of plain PyTorch. Labels are in all parts of the vocabulary."""
+    stock = importlib.import_module("deepspeed.sequence.linear_cross_entropy")
+    generator = torch.Generator().manual_seed(rows)
+    hidden = torch.randn(2, 15, 8, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(23, 8, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(0, 23, (2, 15), generator=generator)
+    labels[0, 3:7] = labels[1, -1] = -100
+    with none_allowed():
+        loss = bridge.linear_cross_entropy(hidden, weight, labels, -100, rows)
+        found = torch.autograd.grad(loss * 0.3, (hidden, weight))
+    given = hidden.flatten(0, 1), weight, None, labels.flatten(), None, 0, 23, -100, rows, dtype
+    expected = stock._VocabParallelLinearCrossEntropy.apply(*given).sum()
+    assert torch.equal(loss, expected)
+    for one, other in zip(found, torch.autograd.grad(expected * 0.3, (hidden, weight)), strict=True):
+        assert torch.equal(one, other)
+    plain = F.cross_entropy(
+        (hidden.double() @ weight.double().T).flatten(0, 1), labels.flatten(), reduction="sum"
+    )
+    for one, exact in zip(found, torch.autograd.grad(plain * 0.3, (hidden, weight)), strict=True):
+        assert (one.double() - exact).norm() <= 4 * torch.finfo(dtype).eps * exact.double().norm()
 
 
 def test_loaded_steps_lie_on_the_device_of_their_weights():
