@@ -107,7 +107,7 @@ class PodMoE(Tiled):
         shares, chosen = self.gate(tokens).to(compute_dtype(x.dtype)).softmax(-1).topk(self.count)
         if self.normalizes:
             shares = shares / shares.sum(-1, keepdim=True)
-        return self.experts(tokens, chosen, shares).view(x.shape)
+        return self.experts(tokens, chosen, shares, is_step=x.shape[1] == 1).view(x.shape)
 
 
 class PodEmbedding(nn.Embedding):
