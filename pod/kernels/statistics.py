@@ -1,8 +1,9 @@
 """What eviction methods read from attention, without the ``n x n`` matrix. Results carry no gradient.
 
-One block of queries at a time: memory O(n), work about half of n². A block of ``r`` queries of a few KV heads needs the keys up to
-its last query only. Its logits are one matrix product into a buffer that all blocks share; on CPU the buffer is small enough for
-the processor's caches.
+One block of queries at a time: memory O(n), work about half of n². A block of ``r`` queries of a few KV heads
+needs the keys up to its last query only. Its logits are one matrix product into a buffer that all blocks
+share; on CPU the buffer is small enough for the processor's caches. On CUDA tensor cores multiply 16-bit
+queries and keys as they are, and add up and write fp32: products of two 16-bit numbers are exact there.
 """
 
 from collections.abc import Iterator
@@ -75,23 +76,36 @@ def _blocks(q: Tensor, k: Tensor, scale: float | None) -> Iterator[tuple[slice, 
     buffer, room = (torch.empty(size, dtype=compute, device=q.device) for _ in range(2))
     q, k = q.reshape(pairs, groups, m, head_dim), k.reshape(pairs, n, head_dim)
     factor = head_dim**-0.5 if scale is None else scale
+    dtype = q.dtype if _multiplies_narrow(q, k) else compute
     for first in range(0, pairs, heads):
         here = slice(first, min(first + heads, pairs))
-        keys = k[here].to(buffer.dtype)
+        keys = k[here].to(dtype)
         for start in range(0, m, rows):
             block = slice(start, min(start + rows, m))
-            queries = q[here, :, block].to(buffer.dtype) * factor
-            logits = _logits(queries, keys[:, : n - m + block.stop], buffer)
+            logits = _logits(q[here, :, block].to(dtype), keys[:, : n - m + block.stop], factor, buffer)
             # not in the logits' place: the fused kernel is then a quarter faster
             yield here, block, torch.softmax(logits, -1, out=room[: logits.numel()].view(logits.shape))
 
 
-def _logits(q: Tensor, k: Tensor, buffer: Tensor) -> Tensor:
-    """Logits ``[h, G, r, S]`` of the last ``r`` of ``S`` positions in ``buffer``; q ``[h, G, r, d]`` scaled, k ``[h, S, d]``."""
+def _multiplies_narrow(q: Tensor, k: Tensor) -> bool:
+    """Whether there is a product of these 16-bit factors with a result in fp32."""
+    return q.is_cuda and q.dtype == k.dtype and q.dtype in (torch.bfloat16, torch.float16)
+
+
+def _logits(q: Tensor, k: Tensor, factor: float, buffer: Tensor) -> Tensor:
+    """``factor · q · k`` of the last ``r`` of ``S`` positions, in ``buffer``: ``[h, G, r, S]``.
+
+    Args:
+        q: ``[h, G, r, d]``; k: ``[h, S, d]``.
+    """
     heads, groups, rows, _ = q.shape
     width = k.shape[1]
     out = buffer[: heads * groups * rows * width].view(heads, groups * rows, width)
-    torch.bmm(q.flatten(1, 2), k.transpose(1, 2), out=out)
+    queries, keys = q.flatten(1, 2), k.transpose(1, 2)
+    if q.dtype == buffer.dtype:
+        torch.bmm(queries * factor, keys, out=out)
+    else:
+        torch.baddbmm(out, queries, keys, out.dtype, beta=0, alpha=factor, out=out)
     out = out.view(heads, groups, rows, width)
     hidden = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu_(1)
     out[..., width - rows :].masked_fill_(hidden, float("-inf"))

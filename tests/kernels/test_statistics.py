@@ -1,6 +1,7 @@
 """Column sums and last rows of attention: loops over the definition, a plain version, the one in blocks, its memory and work."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,6 +116,54 @@ def test_blocks_are_as_exact_as_the_plain_version(shape, groups, dtype):
     limit = 2 * (relative(plain_rows(q, k), true_rows) + rounding)
     assert relative(rows, true_rows) <= limit
     assert not rows[true_rows == 0].any()
+
+
+class TensorCores(TorchDispatchMode):
+    """CUDA's product of 16-bit factors with an fp32 result, which CPUs lack: exact products, fp32 sums."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is not torch.ops.aten.baddbmm.dtype_out:
+            return function(*args, **(kwargs or {}))
+        self.calls += 1
+        before, queries, keys, dtype = args
+        assert kwargs["beta"] == 0 and before is kwargs["out"]
+        assert queries.dtype == keys.dtype and before.dtype == dtype == torch.float32
+        return kwargs["out"].copy_((queries.float() @ keys.float()) * kwargs["alpha"])
+
+
+@pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.usefixtures("block_elements", "poisoned_memory")
+def test_sixteen_bit_factors_are_multiplied_as_they_are(shape, scale, monkeypatch):
+    q, k = tensors(1, 2, 3, *shape, 16, torch.bfloat16)
+    monkeypatch.setattr(statistics, "_multiplies_narrow", lambda q, k: q.dtype == k.dtype == torch.bfloat16)
+    true_sums, true_squares = plain_sums(q.double(), k.double(), scale)
+    true_rows = plain_rows(q.double(), k.double(), scale)
+    expected = plain_sums(q, k, scale)
+    with TensorCores() as cores:
+        sums, squares = attention_column_sums(q, k, scale, squares=True)
+        rows = attention_rows(q, k, scale)
+    assert cores.calls >= 2
+    assert sums.dtype == rows.dtype == torch.float32
+    rounding = torch.finfo(torch.float32).eps
+    assert relative(sums, true_sums) <= 2 * (relative(expected[0], true_sums) + rounding)
+    assert relative(squares, true_squares) <= 2 * (relative(expected[1], true_squares) + rounding)
+    assert relative(rows, true_rows) <= 2 * (relative(plain_rows(q, k, scale), true_rows) + rounding)
+
+
+def test_which_factors_are_multiplied_as_they_are():
+    def like(dtype, is_cuda=True):
+        return SimpleNamespace(dtype=dtype, is_cuda=is_cuda)
+
+    for dtype in (torch.bfloat16, torch.float16):
+        assert statistics._multiplies_narrow(like(dtype), like(dtype))
+        assert not statistics._multiplies_narrow(like(dtype, is_cuda=False), like(dtype, is_cuda=False))
+        assert not statistics._multiplies_narrow(like(dtype), like(torch.float32))
+        assert not statistics._multiplies_narrow(like(torch.float32), like(dtype))
+    for dtype in (torch.float32, torch.float64):
+        assert not statistics._multiplies_narrow(like(dtype), like(dtype))
 
 
 def test_every_query_gives_away_exactly_one():
