@@ -3,8 +3,10 @@
 import pytest
 import torch
 from attention_inputs import operations
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pod
+from pod.modeling.shipped.llama import next_token_loss
 
 
 @torch.no_grad()
@@ -93,6 +95,20 @@ def test_padding_is_never_a_label(tools):
     assert (model(ids, labels=ids, doc_ids=doc_ids).loss - expected).abs() <= 1e-12
     rolled, mask = ids.roll(6, dims=1), torch.tensor([[0] * 6 + [1] * 14])
     assert (model(rolled, labels=rolled, attention_mask=mask).loss - expected).abs() <= 1e-12
+
+
+@torch.no_grad()
+def test_labels_documents_and_mask_may_be_in_host_memory():
+    """Where training keeps documents, so that no pass waits for them.
+
+    Fake tensors refuse to mix devices, as CUDA does; `meta` stands for a GPU.
+    """
+    with FakeTensorMode():
+        logits, on_host = torch.empty(2, 9, 5, device="meta"), torch.zeros(2, 9, dtype=torch.long)
+        for labels in (on_host, on_host.to("meta")):
+            for documents, mask in ((on_host, None), (None, on_host), (on_host, on_host)):
+                loss = next_token_loss(logits, labels, documents, mask, num_items=None)
+                assert (loss.device.type, loss.shape) == ("meta", ())
 
 
 def test_an_id_that_returns_is_a_new_document_in_every_backend():

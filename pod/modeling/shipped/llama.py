@@ -463,13 +463,17 @@ def next_token_loss(
 ) -> Tensor:
     """Mean cross-entropy in nats over the labelled next tokens, or its sum over ``num_items``, in at least fp32.
 
-    Padding is no label and predicts none, and no label crosses a document.
+    Padding is no label and predicts none, and no label crosses a document. Labels, documents and mask may
+    be in host memory.
     """
-    targets = labels[:, 1:]
+    device = logits.device
+    targets = labels[:, 1:].to(device)
     if doc_ids is not None:
-        targets = targets.masked_fill((doc_ids[:, 1:] != doc_ids[:, :-1]) | (doc_ids[:, 1:] < 0), -100)
+        documents = doc_ids.to(device, non_blocking=True)
+        ends = (documents[:, 1:] != documents[:, :-1]) | (documents[:, 1:] < 0)
+        targets = targets.masked_fill(ends, -100)
     if attention_mask is not None:
-        real = attention_mask[:, -labels.shape[1] :].bool()
+        real = attention_mask[:, -labels.shape[1] :].to(device).bool()
         targets = targets.masked_fill(~(real[:, 1:] & real[:, :-1]), -100)
     wide = logits[:, :-1].to(compute_dtype(logits.dtype))
     loss = partial(nn.functional.cross_entropy, wide.flatten(0, 1), targets.flatten())
