@@ -29,10 +29,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .attend import compute_dtype
+from .attend import compute_dtype, tile_elements
 from .sharing import channel_group
 
-_TILE = 1 << 20  # numbers packed or unpacked at a time: as fp32 they stay in the cache while they are used
 _HALF_MAX = torch.finfo(torch.float16).max
 _MINUS_TINY = -(2**15) + 1  # bits of the largest fp16 number below 0, as int16
 
@@ -119,7 +118,7 @@ def _half_below(x: Tensor) -> Tensor:
 def tiles(like: "Tensor | Packed", start: int, stop: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
     """``[start, stop)`` in pieces of a multiple of so many tokens of ``like`` ``[b, h, …, d]``."""
     batch, heads, _, head_dim = like.shape
-    size = max(1, _TILE // (batch * heads * head_dim * multiple)) * multiple
+    size = max(1, tile_elements(like.device) // (batch * heads * head_dim * multiple)) * multiple
     return ((first, min(first + size, stop)) for first in range(start, stop, size))
 
 

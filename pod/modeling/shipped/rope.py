@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .attend import compute_dtype
+from .attend import compute_dtype, tile_elements
 from .config import PodConfig
-
-_TILE_ELEMENTS = 1 << 20
 
 
 def inverse_frequencies(
@@ -44,7 +42,7 @@ def frequencies_of(config: PodConfig, device: torch.device) -> Frequencies:
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate ``[B, h, n, d]`` with the tables of its positions: long inputs in tiles, so that little is held in fp32."""
-    tile = max(1, _TILE_ELEMENTS // max(1, x[:, :, :1].numel()))
+    tile = max(1, tile_elements(x.device) // max(1, x[:, :, :1].numel()))
     if x.shape[2] <= tile:
         return rotate_whole(x, *tables)
     cos, sin = (table.expand(-1, -1, x.shape[2], -1, -1) for table in tables)
