@@ -22,6 +22,8 @@ from pod.training.predict.memory import (
     World,
     checkpoint_disk_bytes,
     host_bytes,
+    pinned_bytes,
+    pinned_tensors,
     resting_bytes,
     training_bytes,
 )
@@ -39,7 +41,7 @@ from pod.training.predict.step_time import (
 )
 
 ROOT = Path(__file__).parents[2]
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 LLAMA3_8B = Shapes.from_config(SimpleNamespace(**KNOWN_SIZES["meta-llama/Meta-Llama-3-8B"]))
 DENSE = tuple((layer,) * 8 for layer in range(32))
 SHARED = tuple((layer - layer % 4,) * 8 for layer in range(32))
@@ -183,13 +185,35 @@ def test_what_is_offloaded_lies_elsewhere():
     args = TrainArgs(offload_optimizer="cpu", offload_parameters="cpu", save_mode="async")
     count = LLAMA3_8B.parameters
     assert host_bytes(job(args, DENSE, context=8192)) == {
-        "optimizer": count * 16 // 8,
-        "parameters": count * 2 // 8,
+        "optimizer": 12 * (count // 8) + 4 * GIB + 16 * MIB + 4 * GIB,  # two groups of gradients, and sums
+        "parameters": 2 * GIB,  # 1.87
         "checkpoint": checkpoint_disk_bytes(count) // 8,
     }
     assert host_bytes(job(TrainArgs(offload_checkpoints=True), DENSE, context=1000, ranks=1)) == {
-        "checkpoints of activations": 32 * 1000 * 4096 * 2
+        "checkpoints of activations": 32 * 8 * MIB  # 1000 x 4096 x 2 bytes, rounded up
     }
+
+
+def test_pinned_tensors_take_powers_of_two():
+    assert [pinned_bytes(size) for size in (0, 1, 1000, 1024, 1025)] == [0, 1, 1024, 1024, 2048]
+
+
+def test_an_offloaded_optimizer_takes_twenty_bytes_per_weight_and_its_rounding():
+    """8.03e9 weights on one rank, in GiB: weights 29.9, moments 59.8, groups of gradients 8 x 4 + 0.125, their sums 32."""
+    args = TrainArgs(offload_optimizer="cpu")
+    found = host_bytes(job(args, DENSE, ranks=1))["optimizer"] / GIB
+    assert found == pytest.approx(153.9, abs=0.1)
+    halved = host_bytes(job(TrainArgs(offload_optimizer="cpu", reduce_dtype="bfloat16"), DENSE, ranks=1))
+    assert halved["optimizer"] / GIB == pytest.approx(153.9 - 16, abs=0.1)
+
+
+def test_the_offloaded_carry_is_pinned_head_by_head():
+    args = TrainArgs(carry="offload")
+    lead = ((0,) * 8,) * 32
+    found = host_bytes(job(args, lead, context=1500, ranks=1))
+    # per KV head four query heads and one key of 128 numbers of 2 bytes: 1.5 and 0.375 MB
+    assert pinned_tensors(job(args, lead, context=1500, ranks=1)) == {"carry": {1_536_000: 8, 384_000: 8}}
+    assert found == {"carry": 8 * (2 * MIB + MIB // 2)}
 
 
 def test_rings_and_exchanges_inside_and_between_machines():

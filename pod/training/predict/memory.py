@@ -105,6 +105,7 @@ def _shares(lead: Lead, shapes: Shapes, size: int, context_length: int) -> Share
 
 BYTES = {"bfloat16": 2, "float32": 4}
 PERSISTENT_ELEMENTS = 100_000  # DeepSpeed's stage3_param_persistence_threshold
+GROUP_ELEMENTS = 1_000_000_000  # its sub_group_size: weights that it updates together
 REUSE_ELEMENTS = 1_000_000_000  # its stage3_max_reuse_distance: what is used again sooner stays gathered
 
 Parts = dict[str, int]
@@ -345,19 +346,64 @@ def _merge(*several: Parts) -> Parts:
     return merged
 
 
-def host_bytes(job: Job) -> Parts:
-    """Bytes of host memory that one rank's offloading holds, by part; pinned allocations round up on their own."""
-    shapes, args, ranks, step = job.shapes, job.args, job.world.size, _Step(job)
-    trained, size = shapes.trained_parameters(args), BYTES[args.dtype]
-    parts: Parts = {}
+def pinned_bytes(size: int) -> int:
+    """Bytes of host memory that a pinned tensor of `size` bytes takes: PyTorch rounds up to a power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def pinned_tensors(job: Job) -> dict[str, Counter[int]]:
+    """Tensors that one rank's offloading pins in host memory: part → size in bytes → how many of that size.
+
+    Example: eight carried KV heads at 1,500 tokens, with four query heads each: {"carry": {1_536_000: 8, 384_000: 8}}.
+    """
+    shapes, args, step = job.shapes, job.args, _Step(job)
+    parts: dict[str, Counter[int]] = {}
     if args.carry == "offload":
-        parts["carry"] = carried_heads(job.lead) * step.carried
+        heads = carried_heads(job.lead)
+        key = step.carried // 2 if shapes.layout == "cla" else step.key // shapes.kv_heads
+        parts["carry"] = Counter({step.carried - key: heads}) + Counter({key: heads})
     if args.offload_checkpoints:
-        parts["checkpoints of activations"] = shapes.layers * step.hidden
+        parts["checkpoints of activations"] = Counter({step.hidden: shapes.layers})
     if args.offload_optimizer == "cpu":
-        parts["optimizer"] = trained * 16 // ranks
+        parts["optimizer"] = _pinned_by_optimizer(job)
     if args.offload_parameters == "cpu":
-        parts["parameters"] = shapes.parameters * size // ranks
+        parts["parameters"] = _pinned_weights(job)
+    return parts
+
+
+def _pinned_by_optimizer(job: Job) -> Counter[int]:
+    """Sums of gradients in one tensor, and the float32 gradients that the update reads by groups of weights (DeepSpeed
+    0.19.8, `stage3.py`; offloading needs stage 3)."""
+    weights = job.shapes.trained_parameters(job.args) // job.world.size
+    whole_groups, rest = divmod(weights, GROUP_ELEMENTS)
+    gradients = Counter({4 * GROUP_ELEMENTS: whole_groups}) + Counter({4 * rest: 1})
+    return gradients + Counter({BYTES[job.args.reduce_dtype] * weights: 1})
+
+
+def _pinned_weights(job: Job) -> Counter[int]:
+    """One rank's share of the weights: trained ones lie in one tensor, frozen ones have one each."""
+    shapes, size, ranks = job.shapes, BYTES[job.args.dtype], job.world.size
+    if job.args.method == "full":
+        return Counter({shapes.parameters * size // ranks: 1})
+    weights = [rows * columns for rows, columns in shapes.linear_sizes.values()] * shapes.layers
+    weights += [shapes.embedding_parameters] * (1 if shapes.tied else 2)
+    others = shapes.parameters - sum(weights)  # norms, and experts that a token does not see
+    return Counter(weight * size // ranks for weight in [*weights, others])
+
+
+def host_bytes(job: Job) -> Parts:
+    """Bytes of host memory that one rank's offloading holds, by part, pinned tensors as PyTorch rounds them up.
+
+    Example: the optimizer of 8.03e9 weights on one rank takes 20 bytes per weight and 4.3 GiB of rounding, 153.9 GiB.
+    """
+    args, ranks = job.args, job.world.size
+    trained = job.shapes.trained_parameters(args)
+    parts = {
+        name: sum(count * pinned_bytes(size) for size, count in tensors.items())
+        for name, tensors in pinned_tensors(job).items()
+    }
+    if args.offload_optimizer == "cpu":
+        parts["optimizer"] += 12 * (trained // ranks)  # float32 weights and two moments are not pinned
     if args.save_mode == "async":
         parts["checkpoint"] = checkpoint_disk_bytes(trained) // ranks
     return parts

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from pod.modeling.shipped.sharing import Lead
 from pod.training.args import TrainArgs
-from pod.training.predict.memory import BYTES, Job, World, host_bytes
+from pod.training.predict.memory import BYTES, Job, World, pinned_tensors
 from pod.training.predict.shapes import Shapes, carried_heads, silent_layers
 from pod.training.run.carry import leads_that_end
 
@@ -227,8 +227,11 @@ def _seconds(traffic: Traffic, device: Device) -> float:
 def _copied_bytes(job: Job) -> int:
     """What a rank copies to and from the host in a step, the update left out: all that waits there, both ways in every micro-batch; sums
     of gradients once out, then back and out again for each further micro-batch."""
-    args, moved = job.args, host_bytes(job)
-    copies = 2 * sum(moved.get(name, 0) for name in ("carry", "checkpoints of activations", "parameters"))
+    args = job.args
+    copies = 0
+    for name, tensors in pinned_tensors(job).items():
+        if name != "optimizer":
+            copies += 2 * sum(count * size for size, count in tensors.items())
     copies *= args.gradient_accumulation_steps
     if args.offload_optimizer != "none":
         share = job.shapes.trained_parameters(args) // job.world.size * BYTES[args.reduce_dtype]
