@@ -180,8 +180,8 @@ class PodCache(Cache):
             return None
         if self._seen_mask is None:
             return self._columns
-        first = int(self.lengths[0])
-        return first if bool((self.lengths == first).all()) else None
+        lengths = set(self.lengths.tolist())  # one read of the device
+        return lengths.pop() if len(lengths) == 1 else None
 
     def reserve(self, capacity: int) -> None:
         """Hold room for ``capacity`` tokens per row in layers as the decode engine takes them, which then stay where they are."""

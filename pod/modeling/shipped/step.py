@@ -109,7 +109,8 @@ class Step:
         """``(past, counts)`` of every row; read from the device once in a pass."""
         if self.uniform_past is not None:
             return [(self.uniform_past, self.num_new)] * self.past.shape[0]
-        return list(zip(self.past.tolist(), self.counts.tolist(), strict=True))
+        past, counts = torch.stack((self.past, self.counts)).tolist()
+        return list(zip(past, counts, strict=True))
 
     @cached_property
     def segments(self) -> Segments:
