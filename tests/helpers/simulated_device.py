@@ -12,7 +12,8 @@ the line that caused it.
     simulated_device.to_host(logits)              # not counted
 
 A tensor of the device is a wrapper around a CPU tensor, so the numbers are those of the CPU. What it cannot show:
-streams, kernels, graphs, memory of the device, communication, and anything that asks for "cuda" by name.
+streams, kernels, graphs, memory of the device, communication, and anything that asks for "cuda" by name. Activation
+checkpoints end the process: autograd asks for a stream, which PyTorch 2.13 has no way to give from Python.
 
 Start it in a process of its own: PyTorch knows one such device per process, and other libraries see it too.
 """
@@ -183,7 +184,7 @@ def register() -> None:
         return
     _setup_privateuseone_for_python_backend(NAME, _BackendModule())
     _library = torch.library.Library("_", "IMPL")
-    # operations that make tensors get no wrapper among their arguments, and autograd runs them in threads of its own
+    # operations that make tensors get no wrapper among their arguments
     _library.fallback(lambda op, *args, **kwargs: _run(op, args, kwargs), "PrivateUse1")
     _HostSide().__enter__()
 

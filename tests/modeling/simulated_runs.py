@@ -6,7 +6,6 @@ two, and the host's reads of each step on the device.
 
 import copy
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,7 +22,6 @@ from pod.eval import runner
 from pod.recipe import load_recipe
 from pod.training.plans import choose, costs
 from pod.training.plans.similarity import jensen_shannon_similarity
-from pod.training.run.carry import set_carry
 
 DEVICE = "sim:0"
 PROMPT, CHUNK, DECODED = 30, 8, 2
@@ -142,19 +140,9 @@ def trained(model: nn.Module, device: str) -> dict:
 
 
 def training() -> Iterator[dict]:
-    """Every family with a plan: plain, checkpointed, and each way to carry the leads' queries and keys."""
+    """Every family with a plan."""
     for family in FAMILIES:
         yield compared(family, trained, make_pod(family))
-    for mode in ("keep", "offload", "recompute"):
-        for inputs in (False, True):
-            model = make_pod("llama")
-            model.gradient_checkpointing_enable()
-
-            def run(model: nn.Module, device: str, mode: str = mode, inputs: bool = inputs) -> dict:
-                set_carry(model, mode, inputs)
-                return trained(model, device)
-
-            yield compared(f"llama, {mode}, layer inputs {'on the host' if inputs else 'kept'}", run, model)
 
 
 def explored(model: nn.Module, device: str) -> dict:
@@ -271,4 +259,3 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for found in PARTS[sys.argv[1]]():
         print(json.dumps(found), flush=True)
-    os._exit(0)  # autograd's thread of the device would end the process with an error
