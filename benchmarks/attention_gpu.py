@@ -1,6 +1,7 @@
 """Attention of a training step, forward and backward, on one GPU: PoD layers against the fastest dense attention there is.
 
     python benchmarks/attention_gpu.py            # 32K and 128K tokens; writes benchmarks/results/gpu/attention_gpu.json
+    python benchmarks/attention_gpu.py --dtype float32 --lengths 8192,16384,32768
     python benchmarks/attention_gpu.py --tiny     # toy sizes on CPU: tests the script
 
 One layer of 32 query and 8 KV heads of 128 in bf16, windows 16+4080. 70 % of the KV heads of a model follow, which is 5.6 of 8: a
@@ -11,6 +12,8 @@ fp32 reference on a short sequence, output and all gradients; one that does not 
 The floor counts tiles of 128 x 128: a follower needs as many logits as a dense head, and computes the tiles at the edges of its
 windows twice. Extra bytes are the peak beyond inputs, output and gradients, in units of one fp32 number per token and query head:
 the log-sum-exp and Delta of flash attention are two.
+
+`moved_bytes` is a figure on paper: what the programs of a kernel load and store, tile by tile, caches not counted.
 """
 
 import argparse
@@ -18,7 +21,7 @@ import importlib
 import random
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +41,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import pod  # noqa: F401  (registers the implementations)
+from pod.kernels.flex import float32_tiles
 from pod.modeling.shipped.attend import IMPLEMENTATIONS, Lead, Tokens, Visibility, attend
 from pod.modeling.shipped.sharing import Roles
 
@@ -73,6 +77,77 @@ def tile_floor(n: int, sinks: int, recent: int, share: float, tile: int = TILE) 
         dense += causal
         followers += len(window) + distant
     return 1 + share * (followers / dense - 1)
+
+
+def visible_tiles(n: int, windows: tuple[int, int], rows: int, columns: int) -> dict[str, int]:
+    """Tiles of `rows` queries and `columns` keys that hold a logit: of causal attention, of sinks and window, of the
+    rest, which is distant."""
+    sinks, recent = windows
+    found = {"causal": 0, "near": 0, "distant": 0}
+    for first in range(0, n, rows):
+        stop = min(n, first + rows)
+        all_columns = -(-stop // columns)
+        window = max(0, first - recent + 1) // columns
+        found["causal"] += all_columns
+        found["near"] += all_columns - window + min(-(-min(sinks, stop) // columns), window)
+        if stop - recent > sinks:
+            found["distant"] += -(-(stop - recent) // columns) - sinks // columns
+    return found
+
+
+class Kernels(NamedTuple):
+    """What decides how much a backend moves: tiles of (queries, keys), and bytes of a number.
+
+    Attributes:
+        forward, of_queries, of_keys: tiles of the forward pass and of the gradients. Flash sums the gradients of
+            queries in fp32 while it makes those of the keys: None.
+        parts: kernels that share a follower's near tokens (flash: window and sinks; flex: one).
+    """
+
+    forward: tuple[int, int]
+    of_queries: tuple[int, int] | None
+    of_keys: tuple[int, int]
+    size: int
+    parts: int
+
+
+FLASH = Kernels((128, 64), None, (64, 128), size=2, parts=2)
+"""FlashAttention 2 in bf16 at a head dimension of 128."""
+
+
+def flex_kernels() -> Kernels:
+    """FlexAttention in fp32, with the tiles that `pod.kernels.flex` asks for."""
+    tiles = float32_tiles(HEAD_DIM)
+    return Kernels(tiles.forward, tiles.of_queries, tiles.of_keys, size=4, parts=1)
+
+
+def moved_bytes(n: int, windows: tuple[int, int], kernels: Kernels) -> float:
+    """Bytes that the attention of a layer loads and stores, forward and backward; SHARE of its KV heads follow."""
+    leads = KV_HEADS * (1 - SHARE) * _moved_by(n, windows, kernels, {"causal": 1})
+    parts = {"near": kernels.parts, "distant": 1}
+    followers = KV_HEADS * SHARE * _moved_by(n, windows, kernels, parts)
+    queries, key = QUERY_HEADS // KV_HEADS * n * HEAD_DIM * kernels.size, n * HEAD_DIM * kernels.size
+    count = kernels.parts + 1
+    # The merge reads the parts and writes their sum. Flex takes its gradient; flash adds up gradients of queries.
+    merged = (count + 1) * queries + (5 * queries if kernels.of_queries else 3 * queries) + 3 * count * key
+    return leads + followers + KV_HEADS * SHARE * merged
+
+
+def _moved_by(n: int, windows: tuple[int, int], kernels: Kernels, parts: dict[str, int]) -> float:
+    """By the kernels of one KV head and its query heads; `parts`: how many kernels share which tiles."""
+    groups, number = QUERY_HEADS // KV_HEADS, HEAD_DIM * kernels.size
+    count, total = sum(parts.values()), 0.0
+    passes = [(kernels.forward, 2), (kernels.of_queries, 3)]  # tensors of queries that a program keeps
+    for tile, own in passes:
+        if tile is not None:
+            tiles = sum(visible_tiles(n, windows, *tile)[part] for part in parts)
+            total += groups * (tiles * 2 * tile[1] * number + count * n * (own * number + 8))
+    rows, columns = kernels.of_keys
+    tiles = sum(visible_tiles(n, windows, rows, columns)[part] for part in parts)
+    of_queries = 0 if kernels.of_queries else 2 * HEAD_DIM * 4  # read and added to, in fp32
+    total += groups * tiles * rows * (2 * number + of_queries + 8) + count * 4 * n * number
+    delta = 2 * number + 4 + (0 if kernels.of_queries else HEAD_DIM * 4 + number)  # and the sums' rounding
+    return total + groups * count * n * delta
 
 
 def make_inputs(
@@ -151,13 +226,17 @@ def own_backends(tiny: bool) -> list[str]:
     return [name for name in IMPLEMENTATIONS if name != "grouped" and (tiny or name != "reference")]
 
 
-def dense_makers(n: int, tiny: bool, device: torch.device) -> dict[str, Callable[[], Callable[..., Tensor]]]:
+def dense_makers(
+    n: int, tiny: bool, dtype: torch.dtype, device: torch.device
+) -> dict[str, Callable[[], Callable[..., Tensor]]]:
     """Name → what builds a dense attention. Those of this package are measured and do not count as peers."""
     makers: dict[str, Callable] = {
         "cudnn": lambda: sdpa(SDPBackend.CUDNN_ATTENTION),
         "torch flash": lambda: sdpa(SDPBackend.FLASH_ATTENTION),
         "flex": lambda: flex(n, device),
     }
+    if dtype == torch.float32:  # the first two do not take it
+        makers["torch efficient"] = lambda: sdpa(SDPBackend.EFFICIENT_ATTENTION, repeat=True)
     for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute"):
         makers[name] = lambda name=name: flash_attn(name)
     for name in own_backends(tiny) if tiny else ():  # at full size, `flash` is PyTorch's op above
@@ -200,7 +279,7 @@ def measure(n: int, setting: argparse.Namespace, device: torch.device, failed: d
     }
     leaves, grad = next(iter(inputs.values()))
     errors: dict[str, dict] = {}
-    for name, make in dense_makers(n, setting.tiny, device).items():
+    for name, make in dense_makers(n, setting.tiny, setting.dtype, device).items():
         race.add(f"dense: {name}", lambda make=make: both_ways(make(), leaves[:3], grad))
     if "dense: cudnn" in race.errors:  # versions that want as many key as query heads
         repeated = sdpa(SDPBackend.CUDNN_ATTENTION, repeat=True)
@@ -249,6 +328,11 @@ def report(race: Race, kinds: list, setting: argparse.Namespace, n: int, errors:
         }
     return {
         "length": n,
+        "dtype": str(setting.dtype).removeprefix("torch."),
+        "moved_bytes_on_paper": {
+            "flash, bfloat16": moved_bytes(n, setting.windows, FLASH),
+            "flex, float32": moved_bytes(n, setting.windows, flex_kernels()),
+        },
         "floor": tile_floor(n, *setting.windows, SHARE),
         "fastest_dense": fastest,
         "contestants": contestants,
@@ -258,8 +342,10 @@ def report(race: Race, kinds: list, setting: argparse.Namespace, n: int, errors:
 
 def summary_rows(found: dict[str, Any], tiny: bool) -> list[dict[str, Any]]:
     """Time and memory rows of one length."""
-    n, limit = found["length"], GOALS.get(found["length"])
-    name = f"attention fwd+bwd, {n:,} tokens"
+    n = found["length"]
+    is_judged = found["dtype"] == "bfloat16"
+    limit = GOALS.get(n) if is_judged else None
+    name = f"attention fwd+bwd, {n:,} tokens" + ("" if is_judged else f", {found['dtype']}")
     goal = f"<= {limit or 'no goal'} x dense (floor {found['floor']:.3f})"
     memory_name, memory_goal = f"{name}: extra memory", "<= 2.1 (log-sum-exp and Delta)"
     memory_unit = "fp32 numbers per token and query head"
@@ -287,6 +373,8 @@ def summary_rows(found: dict[str, Any], tiny: bool) -> list[dict[str, Any]]:
 def print_length(found: dict[str, Any]) -> None:
     """One line per contestant, then the ratios."""
     print(f"{found['length']:,} tokens, tile floor {found['floor']:.3f}")
+    for name, moved in found["moved_bytes_on_paper"].items():
+        print(f"  on paper {name} moves {moved / 1e9:,.0f} GB")
     for name, row in sorted(found["contestants"].items()):
         if "error" in row:
             print(f"  {name:32} {row['error']}")
@@ -318,7 +406,7 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         lengths = [int(n) for n in arguments.lengths.split(",")]
         sizes = {"lengths": lengths, "windows": (SINKS, RECENT), "query_heads": QUERY_HEADS}
-        sizes |= {"dtype": torch.bfloat16, "checked_rows": 1000}
+        sizes |= {"dtype": getattr(torch, arguments.dtype), "checked_rows": 1000}
     rounds = 2 if arguments.tiny else arguments.rounds
     setting = argparse.Namespace(**sizes, tiny=arguments.tiny, rounds=rounds, budget=arguments.budget)
     result = header("attention_gpu", device, arguments.tiny)
@@ -347,6 +435,7 @@ def read_arguments() -> argparse.Namespace:
     """Command line."""
     words = parser(__doc__, "attention_gpu")
     words.add_argument("--lengths", default="32768,131072", help="tokens, comma-separated")
+    words.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     words.add_argument("--rounds", type=int, default=7)
     words.add_argument("--budget", type=float, default=50.0, help="seconds of timed rounds per length")
     return words.parse_args()

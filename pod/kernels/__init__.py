@@ -1,4 +1,4 @@
-"""Decoding and statistics of attention that are faster than what every installation of torch runs.
+"""Attention, decoding and statistics of attention that not every installation of torch runs.
 
 Imports torch and (where installed) triton, and of this package only the operation that it implements.
 """
@@ -6,12 +6,23 @@ Imports torch and (where installed) triton, and of this package only the operati
 import importlib
 from typing import Any
 
-from pod.modeling.shipped.attend import Implementation
+from pod.modeling.shipped.attend import IMPLEMENTATIONS, Call, Implementation
 from pod.modeling.shipped.decode import DECODERS, DecodeCall
 
 
 def _triton() -> Any:
     return importlib.import_module("pod.kernels.triton_decode")
+
+
+def _flex() -> Any:
+    return importlib.import_module("pod.kernels.flex")
+
+
+def _unsupported_by_flex(call: Call) -> str | None:
+    try:
+        return _flex().unsupported(call)
+    except ImportError as error:
+        return f"FlexAttention or Triton cannot be imported ({error})"
 
 
 def _unsupported(call: DecodeCall) -> str | None:
@@ -20,6 +31,9 @@ def _unsupported(call: DecodeCall) -> str | None:
     except ImportError as error:
         return f"Triton cannot be imported ({error})"
 
+
+# Attention by FlexAttention, on CUDA; imported when first asked for, as it brings PyTorch's compiler.
+IMPLEMENTATIONS["flex"] = Implementation(lambda call: _flex().attend(call), _unsupported_by_flex)
 
 # Decoding with split keys by Triton, which is imported when first asked for: not every installation has it.
 DECODERS["triton"] = Implementation(lambda call: _triton().decode(call), _unsupported)

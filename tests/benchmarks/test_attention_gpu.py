@@ -75,10 +75,37 @@ def test_a_wrong_backend_gets_no_time(attention, monkeypatch, wrong):
     assert max(attention.correct("reference", setting, torch.device("cpu")).values()) < 1e-6
 
 
+@pytest.mark.parametrize(("n", "rows", "columns"), [(61, 8, 16), (64, 16, 4), (50, 7, 9)])
+def test_visible_tiles_hold_a_logit(attention, n, rows, columns):
+    windows = sinks, recent = 5, 20
+    i, j = torch.arange(n)[:, None], torch.arange(n)[None, :]
+    near = (j <= i) & ((j < sinks) | (i - j < recent))
+    masks = {"causal": j <= i, "near": near, "distant": (j <= i) & ~near}
+
+    def tiles(mask: torch.Tensor) -> int:
+        return sum(bool(part.any()) for row in mask.split(rows) for part in row.split(columns, dim=1))
+
+    found = attention.visible_tiles(n, windows, rows, columns)
+    assert found == {name: tiles(mask) for name, mask in masks.items()}
+
+
+@pytest.mark.parametrize("n", [8192, 16384, 32768])
+def test_float32_moves_at_most_three_times_the_bytes_of_flash(attention, n):
+    """On paper; with PyTorch's own tiles, (32, 64) forward and (16, 16) for gradients, it would be nine times."""
+    windows = attention.SINKS, attention.RECENT
+    flash, flex = (attention.moved_bytes(n, windows, k) for k in (attention.FLASH, attention.flex_kernels()))
+    assert flash < flex <= 3 * flash
+    default = attention.flex_kernels()._replace(forward=(32, 64), of_queries=(16, 16), of_keys=(16, 16))
+    assert attention.moved_bytes(n, windows, default) > 9 * flash
+
+
 def found(ratio: float, memory: float | None) -> dict:
     entry = {"over_fastest_dense": {"median": ratio}, "extra_fp32_per_token_and_head": memory}
     slower = {"over_fastest_dense": {"median": 9.0}, "extra_fp32_per_token_and_head": 0.0}
-    return {"length": 32768, "floor": 1.01, "fastest_dense": "dense: cudnn", "pod": {"x": slower, "y": entry}}
+    pod = {"x": slower, "y": entry}
+    return {
+        "length": 32768, "dtype": "bfloat16", "floor": 1.01, "fastest_dense": "dense: cudnn", "pod": pod,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -89,6 +116,8 @@ def test_the_rows_judge_the_fastest_backend(attention, ratio, memory, verdicts):
     assert [row["met"] for row in rows] == verdicts
     assert rows[0]["figure"] == ratio and rows[0]["reason"] == "y, against cudnn"
     assert [row["met"] for row in attention.summary_rows(found(ratio, memory), tiny=True)] == [None, None]
+    float32 = attention.summary_rows({**found(ratio, memory), "dtype": "float32"}, tiny=False)
+    assert [row["met"] for row in float32] == [None, None] and float32[0]["name"].endswith("float32")
     nothing = attention.summary_rows({**found(1.0, None), "pod": {}}, tiny=False)
     assert [row["figure"] for row in nothing] == [None, None] and "errors" in nothing[0]["reason"]
 
@@ -104,7 +133,7 @@ def test_both_layers_are_weighted_and_our_own_dense_is_no_peer(attention, script
         "pod reference: 5 of 8 follow": [[1.0, 0.0], [1.0, 0.0]],
     }
     race.errors = {"pod reference: 6 of 8 follow": "RuntimeError: no"}
-    setting = argparse.Namespace(query_heads=32, windows=(16, 4080))
+    setting = argparse.Namespace(query_heads=32, windows=(16, 4080), dtype=torch.bfloat16)
     kinds = attention.layers_of_share(0.7, 8)
     result = attention.report(race, kinds, setting, 4, {"flash": {"out": 0.0}})
     assert result["fastest_dense"] == "dense: torch flash"

@@ -184,7 +184,7 @@ def test_dispatch_names_what_is_wrong(monkeypatch):
         api.pod_attention(q, k, v, q_lead, k_lead, 1, 0)
     with pytest.raises(ValueError, match="doc_ids"):
         api.causal_attention(q, k, v, doc_ids=torch.zeros(1, 7))
-    assert AUTO_ORDER == ["grouped", "flash", "reference"]
+    assert AUTO_ORDER == ["grouped", "flash", "flex", "reference"]
     with pytest.raises(ValueError, match="'grouped' cannot run: more than one query"):
         api.causal_attention(q, k, v, backend="grouped")
     seen = []

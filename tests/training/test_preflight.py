@@ -125,8 +125,20 @@ def test_gpus_and_bfloat16(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
     assert "no bfloat16 (it needs compute capability 8.0 or newer)" in refused(tmp_path)
-    assert "all n x n logits stay in memory" in refused(tmp_path, settings={"dtype": "float32"})
-    run(tmp_path, settings={"dtype": "float32"}, model={"attention_backend": "reference"})
+
+
+def test_float32_on_a_gpu_is_admitted_where_flex_runs_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(planner.Machine, "has_gpu", True)
+    single = {"dtype": "float32"}
+    assert run(tmp_path, settings=single, model={"head_dim": 16}).job.attention == "flex"
+    assert run(tmp_path, settings={"dtype": "bfloat16"}).job.attention == "flash"
+    message = refused(tmp_path, settings=single)  # heads of 8
+    assert "no fused attention runs here (flash: dtype torch.float32 on CUDA (needs float16" in message
+    assert "flex: head_dim 8 (16 to 256)); without it, all n x n logits stay in memory" in message
+    assert "head_dim 264 on CUDA" in refused(tmp_path, model={"head_dim": 264})
+    run(tmp_path, settings=single, model={"attention_backend": "reference"})
+    named = refused(tmp_path, settings=single, model={"attention_backend": "flash"})
+    assert "model.attention_backend=flash cannot train this: dtype torch.float32 on CUDA" in named
 
 
 def test_an_output_that_cannot_be_written(tmp_path):

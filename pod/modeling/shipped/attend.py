@@ -5,6 +5,7 @@ were attended apart merge exactly (``merge``). Implementations are registered in
 wherever torch runs and travel with exported checkpoints.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from .sharing import Roles
 
+_log = logging.getLogger(__name__)
 Span = tuple[int, int]
 
 
@@ -213,8 +215,9 @@ class Implementation(NamedTuple):
 
 IMPLEMENTATIONS: dict[str, Implementation] = {}
 """What ``PodConfig.attention_backend`` may name."""
-AUTO_ORDER = ["grouped", "flash", "reference"]
-"""What ``auto`` tries, in this order."""
+AUTO_ORDER = ["grouped", "flash", "flex", "reference"]
+"""What ``auto`` tries, in this order; ``flex`` is there where ``pod.kernels`` is, and runs on CUDA only."""
+_said: set[tuple[str, ...]] = set()
 
 
 def choose(what: str, table: Mapping[str, Any], order: Sequence[str], call: Any, backend: str) -> Any:
@@ -225,10 +228,16 @@ def choose(what: str, table: Mapping[str, Any], order: Sequence[str], call: Any,
         ValueError: an unknown name, one that cannot run, or nothing that ``auto`` could take.
     """
     if backend == "auto":
+        q, refused = getattr(call, "q", call), {}
         for name in order:
-            if name in table and table[name].unsupported(call) is None:
+            if name not in table:
+                continue
+            reason = table[name].unsupported(call)
+            if reason is None:
+                if q.device.type != "cpu":
+                    _say_once(what, q.device.type, name, refused)
                 return table[name]
-        q = getattr(call, "q", call)
+            refused[name] = reason
         raise ValueError(f"no {what} backend runs on {q.dtype} on {q.device.type}")
     if backend not in table:
         raise ValueError(
@@ -237,6 +246,17 @@ def choose(what: str, table: Mapping[str, Any], order: Sequence[str], call: Any,
     if (reason := table[backend].unsupported(call)) is not None:
         raise ValueError(f"{what} backend {backend!r} cannot run: {reason}; choose auto or another backend")
     return table[backend]
+
+
+def _say_once(what: str, device: str, chosen: str, refused: Mapping[str, str]) -> None:
+    """Once in a process: what ``auto`` chose and why; a warning where it was not the first choice."""
+    case = (what, device, chosen, *refused.values())
+    if case in _said or torch.compiler.is_compiling():
+        return
+    _said.add(case)
+    reasons = "; ".join(f"{name} cannot run: {reason}" for name, reason in refused.items())
+    message = f"{what} on {device} runs {chosen}" + (f", as {reasons}" if reasons else "")
+    _log.log(logging.WARNING if refused else logging.INFO, message)
 
 
 def check_backend(name: str) -> None:

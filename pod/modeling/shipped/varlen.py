@@ -143,12 +143,19 @@ def unsupported_on_cuda(call: Call) -> str | None:
     q = call.q
     if q.device.type != "cuda":
         return f"device {q.device.type} has no flash op"
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        return f"dtype {q.dtype} on CUDA (needs float16 or bfloat16)"
-    if q.shape[-1] > 256 or q.shape[-1] % 8:
-        return f"head_dim {q.shape[-1]} on CUDA (a multiple of 8, at most 256)"
+    if (reason := unsupported_sizes(q.dtype, q.shape[-1])) is not None:
+        return reason
     if torch.cuda.get_device_capability(q.device) < (8, 0):
         return "this GPU (needs compute capability 8.0)"
+    return None
+
+
+def unsupported_sizes(dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why no GPU runs this dtype and head dimension; None when there are some that do."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"dtype {dtype} on CUDA (needs float16 or bfloat16)"
+    if head_dim > 256 or head_dim % 8:
+        return f"head_dim {head_dim} on CUDA (a multiple of 8, at most 256)"
     return None
 
 

@@ -59,6 +59,7 @@ class Job:
     Attributes:
         lead: the plan, lead[layer][kv_head].
         context_length: tokens of a packed row over all ranks of a sequence-parallel group.
+        attention: the backend that runs attention: `flash`, `flex` or `reference`.
     """
 
     shapes: Shapes
@@ -66,6 +67,7 @@ class Job:
     args: TrainArgs
     context_length: int
     world: World
+    attention: str = "flash"
 
     @property
     def tokens(self) -> int:
@@ -174,7 +176,9 @@ class _Step:
     """What one step of a job keeps and makes, in bytes of one micro-batch on a rank.
 
     Attributes:
-        hidden, query, key, inner, carried: a hidden state, all queries, all keys, a feed-forward activation, one carried head.
+        hidden, query, key, inner: a hidden state, all queries, all keys, a feed-forward activation.
+        carried, group: of one KV head, what it carries (its queries and keys), and its queries alone.
+        splits: whether attention keeps both parts of a merged softmax, where flash keeps their sum.
         wide: times that a tensor grows in float32, in which norms compute and attention sums gradients.
     """
 
@@ -189,6 +193,8 @@ class _Step:
         self.key = job.tokens * args.sequence_parallel_size * shapes.head_dim * job.heads_per_rank * size
         self.query = self.key * groups
         self.carried = self.key * (2 if shapes.layout == "cla" else groups + 1) // shapes.kv_heads
+        self.group = self.key * groups // shapes.kv_heads
+        self.splits = job.attention == "flex" and shapes.layout != "cla"
         self.first_norm = self.norm(self.saves_input("q_proj", "k_proj", "v_proj"), input_kept=True)
         self.second_norm = self.norm(self.saves_input("gate_proj", "up_proj"), input_kept=False)
         self.mlp = self.inner * (3 + self.saves_input("down_proj"))
@@ -216,7 +222,8 @@ class _Step:
             own_key = [row[0] == layer for layer, row in enumerate(lead)]
             return [2 * self.query + 2 * self.key * has_key + output for has_key in own_key]
         roles = [roles_of(lead, layer) for layer in range(len(lead))]
-        more = [int(_copied_share(one) * own) + len(one.followers) * self.carried for one in roles]
+        follower = self.carried + (self.group if self.splits else 0)
+        more = [int(_copied_share(one) * own) + len(one.followers) * follower for one in roles]
         return [self.query + own + each + output for each in more]
 
     def kept(self, last: int) -> int:
@@ -281,6 +288,8 @@ class _Step:
         follow = 0 if self.job.shapes.layout == "cla" else len(roles_of(self.job.lead, index).followers)
         parts = self.query + 2 * self.key
         parts += self.wide * (parts + follow * self.carried) + 2 * self.hidden
+        if self.splits:  # the gradients of both parts, and of the values once more
+            parts += follow * (2 * self.group + self.key // self.job.shapes.kv_heads)
         if self.recomputes:
             return self.in_backward(index, parts + self.first_norm + self.attention[index])
         done = self.second_norm + (self.mlp + self.query if self.job.tiles == 1 else 0)

@@ -19,6 +19,7 @@ import torch
 
 from pod.modeling.shipped.sharing import Lead, roles_of
 from pod.training.args import TrainArgs, TrainRecipe
+from pod.training.predict.attention import attention_backend
 from pod.training.predict.memory import (
     Job,
     Parts,
@@ -160,11 +161,12 @@ def plan(recipe: TrainRecipe, shapes: Shapes, lead: Lead, context_length: int, m
     splits = row_splits(recipe, shapes, context_length, machine.world.size)
     pinned = frozenset(name for name in DERIVED if getattr(recipe, name) is not None)
     given: dict[str, Any] = _given(recipe) | {"max_steps": recipe.steps(context_length)}
+    attention = attention_backend(shapes, recipe.dtype, machine.has_gpu)
     fits = []
     for split, memory in itertools.product(splits, memory_settings(recipe, lead, machine)):
         layout: dict[str, Any] = {**given, **split, **memory}
         args = TrainArgs(**layout)
-        job = Job(shapes, lead, args, context_length, machine.world)
+        job = Job(shapes, lead, args, context_length, machine.world, attention)
         fits.append(Fit(job, machine, step_time(job, machine.device), pinned))
     fits.sort(key=lambda fit: (fit.time.expected, simplicity(fit.job.args)))
     fastest = next((fit for fit in fits if fit.fits), None)

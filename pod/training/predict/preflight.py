@@ -13,6 +13,7 @@ import torch
 from pod.files import check_can_write
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.predict import planner
+from pod.training.predict.attention import attention_backend, refusals
 from pod.training.predict.memory import Job, checkpoint_disk_bytes
 from pod.training.predict.planner import GIB, Fit, Machine
 from pod.training.predict.shapes import Shapes
@@ -35,8 +36,9 @@ def check(
     context = int(manifest["context_length"])
     check_positions(config, context)
     check_gpus(recipe)
-    check_attention(config, recipe, machine)
-    fit = planner.plan(recipe, Shapes.from_config(config), config.sharing_plan.lead, context, machine)
+    shapes = Shapes.from_config(config)
+    check_attention(shapes, recipe, machine)
+    fit = planner.plan(recipe, shapes, config.sharing_plan.lead, context, machine)
     planner.check_fits(fit)
     check_epochs(fit.job, int(manifest["num_rows"]))
     check_can_write(folder, "output_dir")
@@ -44,14 +46,16 @@ def check(
     return fit
 
 
-def check_attention(config: Any, args: TrainRecipe, machine: Machine) -> None:
-    """Raise ValueError for float32 on a GPU, whose fused attention does not take it, unless the reference, which keeps every logit, is
-    asked for by name."""
-    if machine.has_gpu and args.dtype == "float32" and config.attention_backend == "auto":
+def check_attention(shapes: Shapes, args: TrainRecipe, machine: Machine) -> None:
+    """Raise ValueError for a named backend that cannot run, and where only the reference, which keeps every
+    logit, could run and was not asked for by name."""
+    backend = attention_backend(shapes, args.dtype, machine.has_gpu)
+    if backend == "reference" and shapes.attention_backend == "auto":
+        reasons = refusals(shapes, args.dtype, machine.has_gpu)
+        told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise ValueError(
-            "train.dtype is float32, but fused attention on a GPU needs bfloat16; without it, all n x n "
-            "logits stay in memory for the backward pass: set train.dtype=bfloat16, or "
-            "model.attention_backend=reference to accept this"
+            f"no fused attention runs here ({told}); without it, all n x n logits stay in memory for the "
+            "backward pass: set model.attention_backend=reference to accept this"
         )
 
 

@@ -20,6 +20,7 @@ class Shapes:
         silent_layers: layers without projections for keys and values (cla).
         intermediate: width that a token passes behind attention; of a mixture of experts that of those that see it.
         idle: width of the experts that do not.
+        attention_backend: `auto` or the backend that the configuration names.
     """
 
     hidden: int
@@ -34,6 +35,7 @@ class Shapes:
     windows: tuple[int, int] = (16, 4080)
     silent_layers: int = 0
     idle: int = 0
+    attention_backend: str = "auto"
 
     @classmethod
     def from_config(cls, config: Any) -> "Shapes":
@@ -52,6 +54,7 @@ class Shapes:
             tied=bool(config.tie_word_embeddings),
             layout=layout,
             windows=(getattr(config, "num_sink_tokens", 16), getattr(config, "num_recent_tokens", 4080)),
+            attention_backend=getattr(config, "attention_backend", "auto"),
             silent_layers=silent_layers(config.sharing_plan.lead) if layout == "cla" else 0,
         )
 

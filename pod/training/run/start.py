@@ -128,8 +128,9 @@ def estimate(recipe: Recipe, machine: Machine) -> str:
     if (recipe.data_dir / "manifest.json").is_file():
         manifest = read_manifest(recipe.data_dir)
         rows, length = manifest["num_rows"], manifest["context_length"]
-    preflight.check_attention(config, recipe.train, machine)
-    fit = plan_run(recipe.train, Shapes.from_config(config), plan.lead, length, machine)
+    shapes = Shapes.from_config(config)
+    preflight.check_attention(shapes, recipe.train, machine)
+    fit = plan_run(recipe.train, shapes, plan.lead, length, machine)
     notes = [note] if note else []
     if plan.provenance.get("stand_in"):
         notes.append(

@@ -1,0 +1,276 @@
+"""PoD attention as two FlexAttention calls, merged by the gate of eq. 4: on CUDA what flash cannot run.
+
+All rows of a batch are one sequence: *place* ``j`` is column ``j % n`` of row ``j // n``. A query sees at
+most two runs of places: its sinks and its window; through its lead, one: what lies between. So four int32
+numbers per query say all about documents, windows and chunks behind a past, and the compiled kernels are the
+same for all of them. They are made once in a pass, from the segments. Which blocks of 128 x 128 a call
+computes comes from the least and the greatest of these numbers in a block, never from an ``n x n`` mask.
+
+KV heads stand where FlexAttention has its batch: layers differ in how many heads lead and how many follow,
+and it would compile anew for every number of heads, but does not for every size of a batch.
+
+On CUDA both calls and the merge are compiled together, and a call that cannot be compiled raises. On the CPU
+they run as they stand, with ``n x n`` logits, which is for tests.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from pod.modeling.shipped.attend import Call, Segments, Visibility, span
+
+_BLOCK = 128
+_NEVER = torch.iinfo(torch.int32).max
+_MOST_COMPILED = 64
+"""Most forms of one function: with and without a lead or gradients, each dtype, static and other shapes."""
+
+
+def unsupported(call: Call) -> str | None:
+    """Why FlexAttention cannot run a call; None when it can."""
+    q = call.q
+    if call.visibility.positions is not None:
+        return "tokens with positions of their own"
+    if q.device.type != "cuda":
+        return f"device {q.device.type} (CUDA only: elsewhere it holds n x n logits and has no backward)"
+    if (reason := unsupported_sizes(q.dtype, q.shape[-1])) is not None:
+        return reason
+    from pod.kernels import triton_launch  # Triton is not everywhere
+
+    return triton_launch.unsupported(q)
+
+
+def unsupported_sizes(dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why no GPU runs this dtype and head dimension; None when there are some that do."""
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"dtype {dtype} (float32, float16 or bfloat16)"
+    return None if 16 <= head_dim <= 256 else f"head_dim {head_dim} (16 to 256)"
+
+
+def attend(call: Call) -> tuple[Tensor, Tensor]:
+    """See ``attend.attend``; the output is laid out as ``[B, m, Hq, d]``."""
+    # Sources may have room for more.
+    num_keys = max((segment.keys[1] for segment in call.segments.all), default=1)
+    shape = call.q.shape[0], call.q.shape[2], num_keys
+    keys, values = call.tokens.span(0, num_keys)
+    queries, all_keys, masks = [call.q], [keys], [_mask(call, shape, is_far=False)]
+    if call.lead is not None:
+        queries.append(call.lead.queries)
+        all_keys.append(span(call.lead.keys, 0, num_keys))
+        masks.append(_mask(call, shape, is_far=True))
+    layout = _layout(call, shape)
+    out, lse = _function(call.q.device.type)(
+        [_sequence(x, call.groups, layout.idle_queries) for x in queries],
+        [_sequence(x, 1, layout.idle_keys) for x in all_keys],
+        _sequence(values, 1, layout.idle_keys),
+        masks,
+        call.scale,
+    )
+    return _batch(out, shape[0]), _batch(lse, shape[0])
+
+
+def _sequence(x: Tensor, groups: int, idle: Tensor | None) -> Tensor:
+    """``[B, H·groups, n, d]`` to ``[H, groups, B·n, d]``: a view, where the layout allows.
+
+    Idle columns may hold anything, and a weight of 0 does not hide a NaN: they become 0, in a copy.
+    """
+    tokens = x.transpose(1, 2).flatten(0, 1)
+    if idle is not None:
+        tokens = tokens.masked_fill(idle[:, None, None], 0.0)
+    return tokens.unflatten(1, (-1, groups)).permute(1, 2, 0, 3)
+
+
+def _batch(x: Tensor, batch: int) -> Tensor:
+    """``[H, groups, B·m, …]`` to ``[B, H·groups, m, …]``."""
+    return x.flatten(0, 1).unflatten(1, (batch, -1)).transpose(0, 1)
+
+
+# -- what is compiled ----------------------------------------------------------------------------------------
+
+
+@cache
+def _function(device_type: str):
+    if device_type != "cuda":
+        return attend_to_places
+    config = torch._dynamo.config  # pyright: ignore[reportPrivateImportUsage]
+    config.recompile_limit = max(_MOST_COMPILED, config.recompile_limit)
+    # A whole graph: past the limit PyTorch raises, where it would otherwise hold n x n logits.
+    return torch.compile(attend_to_places, fullgraph=True)
+
+
+def attend_to_places(
+    queries: list[Tensor], keys: list[Tensor], values: Tensor, masks: list[BlockMask], scale: float
+) -> tuple[Tensor, Tensor]:
+    """One softmax over the places of one or two masks, each with its own queries and keys.
+
+    Args:
+        queries: ``[H, G, M, d]`` each; keys: ``[H, 1, N, d]`` each; values: ``[H, 1, N, d]``.
+
+    Returns:
+        ``[H, G, M, d]``, with gradients, and the log-sum-exp ``[H, G, M]``, without; 0 and -inf where a query
+        sees nothing.
+    """
+    found = [_flex(q, k, values, mask, scale) for q, k, mask in zip(queries, keys, masks, strict=True)]
+    near, near_lse = found[0]
+    if len(found) == 1:
+        return near, near_lse.detach()
+    far, far_lse = found[1]
+    # Every query sees its own token, only padding sees none; and -inf less -inf has no value.
+    gate = torch.sigmoid(near_lse.masked_fill(near_lse == float("-inf"), 0.0) - far_lse)[..., None]
+    out = gate * near + (1 - gate) * far
+    return out.to(near.dtype), torch.logaddexp(near_lse.detach(), far_lse.detach())
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
+    is_grouped = q.shape[1] != k.shape[1]
+    out, aux = flex_attention(
+        q, k, v, block_mask=mask, scale=scale, enable_gqa=is_grouped, return_aux=AuxRequest(lse=True)
+    )
+    assert aux.lse is not None
+    return out, aux.lse
+
+
+# -- what is seen --------------------------------------------------------------------------------------------
+
+
+class Layout(NamedTuple):
+    """Where segments lie. Of each query, int32 ``[B·m]``:
+
+    Attributes:
+        start: the place where its segment begins, which is the segment's number.
+        own: the place of its own key; ``own - start`` is its position.
+        end: the place behind its segment. Padding has 0, -1 and 0: no place lies between.
+        idle_queries, idle_keys: bool, columns of no segment ``[B·m]`` and ``[B·n]``; None = there are none.
+    """
+
+    start: Tensor
+    own: Tensor
+    end: Tensor
+    idle_queries: Tensor | None
+    idle_keys: Tensor | None
+
+
+def _layout(call: Call, shape: tuple[int, int, int]) -> Layout:
+    device = call.q.device
+    return call.segments.derived(("flex", shape, device), lambda: lay_out(call.segments, shape, device))
+
+
+def lay_out(segments: Segments, shape: tuple[int, int, int], device: torch.device) -> Layout:
+    """The layout of ``shape = (B, m, n)`` columns."""
+    batch, num_queries, num_keys = shape
+    start, own, end = (torch.full((batch, num_queries), x, dtype=torch.int32) for x in (0, -1, 0))
+    idle_keys = torch.ones(batch, num_keys, dtype=torch.bool)
+    for segment in segments.all:
+        where = slice(*segment.rows), slice(*segment.queries)
+        first, last = segment.keys
+        row = torch.arange(*segment.rows, dtype=torch.int32)[:, None] * num_keys
+        start[where] = row + first
+        own[where] = row + first + segment.past + torch.arange(segment.queries[1] - segment.queries[0])
+        end[where] = row + last
+        idle_keys[where[0], first:last] = False
+
+    def moved(x: Tensor) -> Tensor:
+        return x.flatten().to(device, non_blocking=True)
+
+    idle = (moved(x) if x.any() else None for x in (start == end, idle_keys))
+    return Layout(moved(start), moved(own), moved(end), *idle)
+
+
+class Runs(NamedTuple):
+    """The places that each query sees: ``first <= place < stop`` and ``other_first <= place < other_stop``.
+
+    int32 ``[M]`` each. A run without places goes from ``_NEVER`` to 0.
+    """
+
+    first: Tensor
+    stop: Tensor
+    other_first: Tensor
+    other_stop: Tensor
+
+
+def runs_of(layout: Layout, see: Visibility, is_far: bool) -> Runs:
+    """Sinks and window, or with ``is_far`` the places between them, which are seen through the lead."""
+    start, own, end, *_ = layout
+    stop = own + 1 if see.causal else end
+    if see.num_recent_tokens is None:
+        window = start
+    else:
+        window = torch.maximum(own - min(see.num_recent_tokens, _NEVER // 2) + 1, start)
+    sinks = start + min(see.num_sink_tokens, _NEVER // 2)
+    if is_far:
+        return Runs(*_run(sinks, window), *_run(window, window))
+    touch = sinks >= window
+    sinks, window = torch.where(touch, start, sinks), torch.where(touch, start, window)
+    return Runs(*_run(start, sinks), *_run(window, stop))
+
+
+def _run(first: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+    is_empty = first >= stop
+    return first.masked_fill(is_empty, _NEVER), stop.masked_fill(is_empty, 0)
+
+
+def _mask(call: Call, shape: tuple[int, int, int], is_far: bool) -> BlockMask:
+    """Made once in a pass, for all layers that have these windows."""
+
+    def make() -> BlockMask:
+        runs = runs_of(_layout(call, shape), call.visibility, is_far)
+        return block_mask(runs, shape[0] * shape[2])
+
+    return call.segments.derived(("flex", shape, call.q.device, call.visibility[:3], is_far), make)
+
+
+def block_mask(runs: Runs, num_places: int) -> BlockMask:
+    """The mask of one call."""
+    partial, full = blocks_of(runs, num_places)
+    return BlockMask.from_kv_blocks(
+        *_as_lists(partial),
+        *_as_lists(full),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=_mask_function(*runs),
+        seq_lengths=(len(runs.first), num_places),
+    )
+
+
+def _mask_function(first: Tensor, stop: Tensor, other_first: Tensor, other_stop: Tensor):
+    def is_seen(batch: Tensor, head: Tensor, query: Tensor, place: Tensor) -> Tensor:
+        in_run = (first[query] <= place) & (place < stop[query])
+        in_other = (other_first[query] <= place) & (place < other_stop[query])
+        return in_run | in_other
+
+    return is_seen
+
+
+def blocks_of(runs: Runs, num_places: int) -> tuple[Tensor, Tensor]:
+    """Pairs of blocks that need the mask, and pairs of which all is seen: ``[blocks of queries, of places]``.
+
+    A pair may be listed although nothing of it is seen, which costs its time; never the other way round.
+    """
+    begin = torch.arange(0, num_places, _BLOCK, device=runs.first.device)
+    end = (begin + _BLOCK).clamp(max=num_places)
+    some = every = torch.zeros((), dtype=torch.bool, device=begin.device)
+    for first, stop in (runs[:2], runs[2:]):
+        (least_first, greatest_first), (least_stop, greatest_stop) = _bounds(first), _bounds(stop)
+        some = some | ((least_first < end) & (greatest_stop > begin))
+        every = every | ((greatest_first <= begin) & (least_stop >= end))
+    num_queries = len(runs.first)
+    is_whole = torch.arange(0, num_queries, _BLOCK, device=begin.device) + _BLOCK <= num_queries
+    every = every & is_whole[:, None] & (begin + _BLOCK <= num_places)
+    return some & ~every, every
+
+
+def _bounds(per_query: Tensor) -> tuple[Tensor, Tensor]:
+    """``[M]`` to the least and the greatest of every block, ``[blocks, 1]`` each."""
+    missing = -len(per_query) % _BLOCK
+    blocks = torch.cat([per_query, per_query[-1:].expand(missing)]).unflatten(0, (-1, _BLOCK))
+    return blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
+
+
+def _as_lists(pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """``[rows, columns]`` to how many columns each row has, and which, those that it has first.
+
+    int32 ``[1, 1, rows]`` and ``[1, 1, rows, columns]``.
+    """
+    columns = pairs.int().argsort(dim=-1, descending=True, stable=True)
+    return pairs.sum(-1, dtype=torch.int32)[None, None], columns.int()[None, None]

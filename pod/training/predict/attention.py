@@ -1,0 +1,35 @@
+"""What runs the attention of a training step, known before there is a tensor or a GPU."""
+
+import torch
+
+from pod.kernels import flex
+from pod.modeling.shipped import varlen
+from pod.training.predict.shapes import Shapes
+
+
+def attention_backend(shapes: Shapes, dtype: str, has_gpu: bool) -> str:
+    """The backend that `shapes.attention_backend` names, or that `auto` takes: `flash`, `flex`, `reference`.
+
+    Raises:
+        ValueError: a named backend that cannot train this model in this dtype.
+    """
+    asked = shapes.attention_backend
+    refused = refusals(shapes, dtype, has_gpu)
+    if asked == "auto":
+        return next((name for name, reason in refused.items() if reason is None), "reference")
+    if (reason := refused.get(asked)) is not None:
+        raise ValueError(
+            f"model.attention_backend={asked} cannot train this: {reason}; set model.attention_backend=auto"
+        )
+    return asked
+
+
+def refusals(shapes: Shapes, dtype: str, has_gpu: bool) -> dict[str, str | None]:
+    """Why `flash` and `flex`, in the order of `auto`, cannot run in a dtype of `TrainArgs`; None = it can."""
+    if not has_gpu:
+        return {"flash": None, "flex": "it runs on GPUs only"}
+    kind = getattr(torch, dtype)
+    return {
+        "flash": varlen.unsupported_sizes(kind, shapes.head_dim),
+        "flex": flex.unsupported_sizes(kind, shapes.head_dim),
+    }
