@@ -14,7 +14,7 @@ they run as they stand, with ``n x n`` logits, which is for tests.
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,7 +112,10 @@ def attend_to_places(
         ``[H, G, M, d]``, with gradients, and the log-sum-exp ``[H, G, M]``, without; 0 and -inf where a query
         sees nothing.
     """
-    found = [_flex(q, k, values, mask, scale) for q, k, mask in zip(queries, keys, masks, strict=True)]
+    options = kernel_options(values.dtype, values.shape[-1])
+    found = [
+        _flex(q, k, values, mask, scale, options) for q, k, mask in zip(queries, keys, masks, strict=True)
+    ]
     near, near_lse = found[0]
     if len(found) == 1:
         return near, near_lse.detach()
@@ -123,13 +126,49 @@ def attend_to_places(
     return out.to(near.dtype), torch.logaddexp(near_lse.detach(), far_lse.detach())
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
-    is_grouped = q.shape[1] != k.shape[1]
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
     out, aux = flex_attention(
-        q, k, v, block_mask=mask, scale=scale, enable_gqa=is_grouped, return_aux=AuxRequest(lse=True)
+        *(q, k, v),
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        kernel_options=options,  # type: ignore[arg-type]
+        return_aux=AuxRequest(lse=True),
     )
     assert aux.lse is not None
     return out, aux.lse
+
+
+class Tiles(NamedTuple):
+    """(queries, keys) of a kernel's tiles: in the forward pass, for the gradient of queries, for those of keys."""
+
+    forward: tuple[int, int]
+    of_queries: tuple[int, int]
+    of_keys: tuple[int, int]
+
+
+def float32_tiles(head_dim: int) -> Tiles:
+    """Tiles for full fp32 products.
+
+    PyTorch's own, (32, 64) and twice (16, 16), load three times the bytes and spill more registers in the
+    forward pass; for head dimensions that its table lacks, it takes more shared memory than an A100 has.
+    """
+    rows = 64 if head_dim <= 128 else 32
+    return Tiles(forward=(rows, 16), of_queries=(rows, 16), of_keys=(16, rows))
+
+
+def kernel_options(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
+    """What ``flex_attention`` is asked for: its own choice of tiles for 16 bits; one kernel for all lengths."""
+    options: dict[str, Any] = {"BACKEND": "TRITON"}
+    if dtype == torch.float32:
+        tiles = float32_tiles(head_dim)
+        options |= {"fwd_BLOCK_M": tiles.forward[0], "fwd_BLOCK_N": tiles.forward[1]}
+        options |= {"bwd_BLOCK_M1": tiles.of_keys[0], "bwd_BLOCK_N1": tiles.of_keys[1]}
+        options |= {"bwd_BLOCK_M2": tiles.of_queries[0], "bwd_BLOCK_N2": tiles.of_queries[1]}
+        options |= {"num_warps": 8, "fwd_num_stages": 2, "bwd_num_stages": 1}
+    return options
 
 
 # -- what is seen --------------------------------------------------------------------------------------------
