@@ -77,7 +77,7 @@ def compile_case(case: AotCase, capability: int) -> CompiledCase:
     ptx = binary.asm["ptx"]
     if f".target sm_{capability}" not in ptx:
         raise AssertionError(f"case {case.name!r} was compiled for another chip than sm_{capability}")
-    registers, stack = _resources(binary.asm["cubin"])
+    registers, stack = resources(binary.asm["cubin"])
     return CompiledCase(registers, stack, binary.metadata.shared, {i for i in INSTRUCTIONS if i in ptx})
 
 
@@ -160,7 +160,7 @@ def _signature(case: AotCase) -> dict[str, str]:
     return {n: "constexpr" if n in case.constants else case.types.get(n, "i32") for n in names}
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
+def resources(cubin: bytes) -> tuple[int, int]:
     """Registers and bytes of stack per thread, as ``cuobjdump`` of Triton's own package reads them."""
     import triton  # pyright: ignore[reportMissingImports]
 
