@@ -73,7 +73,7 @@ bench: $(STAMP)  ## what a CPU can show, about ten minutes: exactness, decoding,
 	@echo "== bench: column_sums, short"
 	@OMP_NUM_THREADS=1 $(RUN) benchmarks/column_sums.py --lengths 2048,8192 --out runs/bench/column_sums.json 2> >(grep -v ^USDT >&2)
 
-bench-gpu: $(STAMP)  ## every row that needs one GPU, at most 27 minutes; goes on where it stopped (ARGS=--tiny: no GPU, toy sizes)
+bench-gpu: $(STAMP)  ## every row that needs one GPU, at most 28 minutes; goes on where it stopped (ARGS=--tiny: no GPU, toy sizes)
 	@$(RUN) benchmarks/gpu_rows.py $(ARGS)
 
 clean:  ## remove .venv and caches (keeps runs/ and converted models)

@@ -80,8 +80,8 @@ def tile_floor(n: int, sinks: int, recent: int, share: float, tile: int = TILE) 
 
 
 def visible_tiles(n: int, windows: tuple[int, int], rows: int, columns: int) -> dict[str, int]:
-    """Tiles of `rows` queries and `columns` keys that hold a logit: of causal attention, of sinks and window, of the
-    rest, which is distant."""
+    """Tiles of `rows` queries and `columns` keys that hold a logit: of causal attention, of sinks and window, and
+    of the rest, which is distant."""
     sinks, recent = windows
     found = {"causal": 0, "near": 0, "distant": 0}
     for first in range(0, n, rows):
@@ -271,6 +271,7 @@ def correct(backend: str, setting: argparse.Namespace, device: torch.device) -> 
 
 def measure(n: int, setting: argparse.Namespace, device: torch.device, failed: dict) -> dict[str, Any]:
     """All contestants at one length."""
+    torch._dynamo.reset()  # kernels for this length alone, not for any
     race = Race(device, f"{n} tokens", failed)
     kinds = layers_of_share(SHARE, KV_HEADS)
     shape = setting.query_heads, KV_HEADS, n, HEAD_DIM

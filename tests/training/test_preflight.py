@@ -135,7 +135,9 @@ def test_float32_on_a_gpu_is_admitted_where_flex_runs_it(tmp_path, monkeypatch):
     message = refused(tmp_path, settings=single)  # heads of 8
     assert "no fused attention runs here (flash: dtype torch.float32 on CUDA (needs float16" in message
     assert "flex: head_dim 8 (16 to 256)); without it, all n x n logits stay in memory" in message
-    assert "head_dim 264 on CUDA" in refused(tmp_path, model={"head_dim": 264})
+    assert "set train.dtype=bfloat16, or model.attention_backend=reference to accept this" in message
+    wide = refused(tmp_path, model={"head_dim": 264})
+    assert "head_dim 264 on CUDA" in wide and "pass: set model.attention_backend=reference" in wide
     run(tmp_path, settings=single, model={"attention_backend": "reference"})
     named = refused(tmp_path, settings=single, model={"attention_backend": "flash"})
     assert "model.attention_backend=flash cannot train this: dtype torch.float32 on CUDA" in named

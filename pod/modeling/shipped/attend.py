@@ -251,7 +251,7 @@ def choose(what: str, table: Mapping[str, Any], order: Sequence[str], call: Any,
 def _say_once(what: str, device: str, chosen: str, refused: Mapping[str, str]) -> None:
     """Once in a process: what ``auto`` chose and why; a warning where it was not the first choice."""
     case = (what, device, chosen, *refused.values())
-    if case in _said or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or case in _said:
         return
     _said.add(case)
     reasons = "; ".join(f"{name} cannot run: {reason}" for name, reason in refused.items())

@@ -53,9 +53,11 @@ def check_attention(shapes: Shapes, args: TrainRecipe, machine: Machine) -> None
     if backend == "reference" and shapes.attention_backend == "auto":
         reasons = refusals(shapes, args.dtype, machine.has_gpu)
         told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        others = refusals(shapes, "bfloat16", machine.has_gpu).values()
+        helps = "train.dtype=bfloat16, or " if None in others else ""
         raise ValueError(
             f"no fused attention runs here ({told}); without it, all n x n logits stay in memory for the "
-            "backward pass: set model.attention_backend=reference to accept this"
+            f"backward pass: set {helps}model.attention_backend=reference to accept this"
         )
 
 
