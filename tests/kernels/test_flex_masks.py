@@ -110,7 +110,7 @@ def listed(count, index):
 @pytest.mark.parametrize("windows", [(0, None), (16, 48), (0, 40), (40, 16)], ids=str)
 def test_one_sequence_lists_no_block_in_vain(monkeypatch, windows):
     monkeypatch.setattr(flex, "_BLOCK", 8)
-    segments, shape, see = Segments.whole(1, 120, 203), (1, 120, 203), Visibility(*windows)
+    segments, shape, see = Segments.whole(1, 117, 203), (1, 117, 203), Visibility(*windows)
     for is_far in (False, True):
         runs = flex.runs_of(flex.lay_out(segments, shape, CPU), see, is_far)
         partial, whole = flex.blocks_of(runs, 203)
