@@ -82,11 +82,13 @@ def test_a_dry_run_names_rows_that_are_too_long(dry_run):
     )
 
 
-def test_a_dry_run_refuses_attention_that_would_keep_every_logit(dry_run):
+def test_a_dry_run_admits_float32_on_a_gpu_and_refuses_a_backend_that_cannot_train_it(dry_run):
     gpu = ("--device", "h100", "--set", "train.dtype=float32")
-    with pytest.raises(AssertionError, match="all n x n logits stay in memory"):
-        dry_run("train_pod.py", "demo.yaml", *gpu)
-    assert dry_run("train_pod.py", "demo.yaml", *gpu, "--set", "model.attention_backend=reference")
+    assert "GiB per rank" in dry_run("train_pod.py", "demo.yaml", *gpu)
+    with pytest.raises(
+        AssertionError, match="attention_backend=flash cannot train this: dtype torch.float32"
+    ):
+        dry_run("train_pod.py", "demo.yaml", *gpu, "--set", "model.attention_backend=flash")
 
 
 @pytest.mark.parametrize("name", LARGE)
