@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from aot import CAPABILITIES, INSTRUCTIONS, SHARED_LIMIT, resources
+from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 from pod.files import write_json
@@ -105,7 +106,7 @@ def pretend(capability: int) -> None:
         get_active_torch_device=lambda: torch.device("cuda", 0),
         get_current_device=lambda: 0,
     )
-    triton.runtime.driver.set_active(driver)
+    triton.runtime.driver.set_active(driver)  # type: ignore[arg-type]
 
 
 # -- graphs -----------------------------------------------------------------------------------------------------
@@ -115,7 +116,7 @@ def traced(dtype: torch.dtype, head_dim: int, dynamic: bool) -> list[tuple[Any, 
     """The forward and the backward graph of a layer whose heads follow, with their inputs, on the CPU."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config
-    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.aot_autograd import make_boxed_func  # pyright: ignore[reportPrivateImportUsage]
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
     from torch.nn.attention import flex_attention as torch_flex
@@ -168,7 +169,7 @@ def on_cuda(graph: Any, inputs: list, mode: Any) -> list:
             if node.kwargs.get("device") is not None:
                 node.kwargs = {**node.kwargs, "device": device}
             if "val" in node.meta:
-                node.meta["val"] = torch.utils._pytree.tree_map(moved, node.meta["val"])
+                node.meta["val"] = tree_map(moved, node.meta["val"])
             for name in ("tensor_meta", "example_value", "eager_input_vals"):
                 node.meta.pop(name, None)
         if hasattr(part, "recompile"):
@@ -193,7 +194,7 @@ def written(graph: Any, inputs: list, is_backward: bool) -> str:
 
     config.compile_threads, config.fx_graph_cache = 1, False
     fx_utils.FakeTensorUpdater.incremental_update = lambda self, *arguments, **options: 0
-    GraphLowering._compile_to_module = stop
+    GraphLowering._compile_to_module = stop  # type: ignore[method-assign]
     mode = detect_fake_mode(inputs)
     moved = on_cuda(graph, inputs, mode)
     try:
