@@ -37,6 +37,8 @@ def unsupported(call: Call) -> str | None:
         return f"device {q.device.type} (CUDA only: elsewhere it holds n x n logits and has no backward)"
     if (reason := unsupported_sizes(q.dtype, q.shape[-1])) is not None:
         return reason
+    if any(getattr(x, "dtype", q.dtype) != q.dtype for x in call.tokens):
+        return f"keys or values of another dtype than the queries ({q.dtype})"
     from pod.kernels import triton_launch  # Triton is not everywhere
 
     return triton_launch.unsupported(q)
@@ -68,7 +70,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         masks,
         call.scale,
     )
-    return _batch(out, shape[0]), _batch(lse, shape[0])
+    return _batch(out, shape[0]).to(call.q.dtype), _batch(lse, shape[0])  # autocast may have chosen another
 
 
 def _sequence(x: Tensor, groups: int, idle: Tensor | None) -> Tensor:

@@ -258,6 +258,9 @@ def test_a_named_backend_says_why_it_cannot_run(gpu):
 
     assert "head_dim 8 (16 to 256)" in reason(cuda_call(head_dim=8))
     assert "dtype torch.float64 (float32, float16 or bfloat16)" in reason(cuda_call(torch.float64))
+    single = cuda_call()
+    mixed = single._replace(tokens=Tokens(single.q, cuda_call(torch.bfloat16).q))
+    assert "keys or values of another dtype than the queries (torch.float32)" in reason(mixed)
     positions = Visibility(positions=torch.zeros(1, 2, 8))
     assert "tokens with positions of their own" in reason(cuda_call(visibility=positions))
     q = torch.zeros(1, 2, 8, 64)
