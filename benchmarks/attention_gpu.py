@@ -13,7 +13,7 @@ The floor counts tiles of 128 x 128: a follower needs as many logits as a dense 
 windows twice. Extra bytes are the peak beyond inputs, output and gradients, in units of one fp32 number per token and query head:
 the log-sum-exp and Delta of flash attention are two.
 
-`moved_bytes` is a figure on paper: what the programs of a kernel load and store, tile by tile, caches not counted.
+`moved_bytes` is a figure on paper: what a kernel's programs load and store, tile by tile, without caches.
 """
 
 import argparse
@@ -80,8 +80,8 @@ def tile_floor(n: int, sinks: int, recent: int, share: float, tile: int = TILE) 
 
 
 def visible_tiles(n: int, windows: tuple[int, int], rows: int, columns: int) -> dict[str, int]:
-    """Tiles of `rows` queries and `columns` keys that hold a logit: of causal attention, of sinks and window, and
-    of the rest, which is distant."""
+    """Tiles of `rows` queries and `columns` keys that hold a logit: of causal attention, of sinks and window,
+    and of the rest, which is distant."""
     sinks, recent = windows
     found = {"causal": 0, "near": 0, "distant": 0}
     for first in range(0, n, rows):
@@ -99,8 +99,8 @@ class Kernels(NamedTuple):
     """What decides how much a backend moves: tiles of (queries, keys), and bytes of a number.
 
     Attributes:
-        forward, of_queries, of_keys: tiles of the forward pass and of the gradients. Flash sums the gradients of
-            queries in fp32 while it makes those of the keys: None.
+        forward, of_queries, of_keys: tiles of the forward pass and of the gradients. Flash sums the gradients
+            of queries in fp32 while it makes those of the keys: None.
         parts: kernels that share a follower's near tokens (flash: window and sinks; flex: one).
     """
 
@@ -122,13 +122,13 @@ def flex_kernels() -> Kernels:
 
 
 def moved_bytes(n: int, windows: tuple[int, int], kernels: Kernels) -> float:
-    """Bytes that the attention of a layer loads and stores, forward and backward; SHARE of its KV heads follow."""
+    """Bytes that a layer's attention loads and stores, forward and backward; SHARE of its KV heads follow."""
     leads = KV_HEADS * (1 - SHARE) * _moved_by(n, windows, kernels, {"causal": 1})
     parts = {"near": kernels.parts, "distant": 1}
     followers = KV_HEADS * SHARE * _moved_by(n, windows, kernels, parts)
     queries, key = QUERY_HEADS // KV_HEADS * n * HEAD_DIM * kernels.size, n * HEAD_DIM * kernels.size
     count = kernels.parts + 1
-    # The merge reads the parts and writes their sum. Flex takes its gradient; flash adds up gradients of queries.
+    # The merge reads parts and writes their sum. Flex takes its gradient; flash sums gradients of queries.
     merged = (count + 1) * queries + (5 * queries if kernels.of_queries else 3 * queries) + 3 * count * key
     return leads + followers + KV_HEADS * SHARE * merged
 

@@ -1,10 +1,11 @@
-"""What FlexAttention's kernels need on A100, H100 and B200: registers, stack, shared memory. No GPU is needed.
+"""What FlexAttention's kernels need on A100, H100 and B200: registers, stack, shared memory. It needs no GPU.
 
     python benchmarks/flex_resources.py        # 20 minutes; writes benchmarks/results/flex_resources.json
 
-PyTorch's compiler writes these kernels for `pod.kernels.flex`, forward and backward, with and without shapes that it
-knows. It does so here for a chip that is not there: the function is traced on the CPU, the graphs' devices are changed
-to CUDA, the compiler is told the chip's properties, and Triton compiles what it wrote. Nothing is run.
+PyTorch's compiler writes these kernels for `pod.kernels.flex`, forward and backward, with and without shapes
+that it knows. It does so here for a chip that is not there: the function is traced on the CPU, the graphs'
+devices are changed to CUDA, the compiler is told the chip's properties, and Triton compiles what it wrote.
+Nothing is run.
 """
 
 import argparse
@@ -42,7 +43,7 @@ namespace { c10::impl::DeviceGuardImplRegistrar registered(c10::DeviceType::CUDA
 CONSTANTS = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "IS_DIVISIBLE")
 
 
-# -- a chip that is not there -----------------------------------------------------------------------------------
+# -- a chip that is not there -------------------------------------------------------------------------------
 
 
 def load_guard() -> None:
@@ -78,10 +79,19 @@ def pretend(capability: int) -> None:
     load_guard()
     major, minor = divmod(capability, 10)
     chip = types.SimpleNamespace(
-        name="none", major=major, minor=minor, multi_processor_count=108, warp_size=32,
-        regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
-        total_memory=80 * 2**30, gcnArchName="none", shared_memory_per_block_optin=SHARED_LIMIT[capability], L2_cache_size=40 * 2**20,
-    )  # fmt: skip
+        name="none",
+        gcnArchName="none",
+        major=major,
+        minor=minor,
+        multi_processor_count=108,
+        warp_size=32,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        total_memory=80 * 2**30,
+        shared_memory_per_block_optin=SHARED_LIMIT[capability],
+        L2_cache_size=40 * 2**20,
+    )
     known = {
         "get_device_properties": lambda device=None: chip,
         "get_device_capability": lambda device=None: (major, minor),
@@ -109,7 +119,7 @@ def pretend(capability: int) -> None:
     triton.runtime.driver.set_active(driver)  # type: ignore[arg-type]
 
 
-# -- graphs -----------------------------------------------------------------------------------------------------
+# -- graphs -------------------------------------------------------------------------------------------------
 
 
 def traced(dtype: torch.dtype, head_dim: int, dynamic: bool) -> list[tuple[Any, list]]:
@@ -205,7 +215,7 @@ def written(graph: Any, inputs: list, is_backward: bool) -> str:
     raise AssertionError("the compiler wrote nothing")
 
 
-# -- kernels ----------------------------------------------------------------------------------------------------
+# -- kernels ------------------------------------------------------------------------------------------------
 
 
 def kernels(code: str) -> Iterator[tuple[str, str]]:

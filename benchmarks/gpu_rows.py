@@ -1,4 +1,4 @@
-"""All rows that need a GPU, one after the other, each in a process of its own: `make bench-gpu`, at most 28 minutes.
+"""All rows that need a GPU, one after the other, each in a process of its own: `make bench-gpu`, 28 minutes.
 
     python benchmarks/gpu_rows.py              # goes on where it stopped; writes benchmarks/results/gpu/summary.md and .json
     python benchmarks/gpu_rows.py --only decode_32k,column_sums --again

@@ -144,7 +144,7 @@ def _flex(
 
 
 class Tiles(NamedTuple):
-    """(queries, keys) of a kernel's tiles: in the forward pass, for the gradient of queries, for those of keys."""
+    """(queries, keys) of tiles: forward, for the gradient of queries, for those of keys and values."""
 
     forward: tuple[int, int]
     of_queries: tuple[int, int]
@@ -154,8 +154,8 @@ class Tiles(NamedTuple):
 def float32_tiles(head_dim: int) -> Tiles:
     """Tiles for full fp32 products: what moves few bytes, of what compiles to few spilled registers.
 
-    PyTorch's own at 128, (32, 64) and twice (16, 16), load three times as much, and spill 1.7 KB a thread in the
-    forward pass. For head dimensions that its table lacks it takes more shared memory than an A100 has.
+    PyTorch's own at 128, (32, 64) and twice (16, 16), load three times as much, and spill 1.7 KB a thread in
+    the forward pass. For head dimensions that its table lacks it takes more shared memory than an A100 has.
     """
     if head_dim > 128:
         return Tiles(forward=(32, 16), of_queries=(16, 16), of_keys=(16, 16))
@@ -163,7 +163,7 @@ def float32_tiles(head_dim: int) -> Tiles:
 
 
 def kernel_options(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
-    """What ``flex_attention`` is asked for: its own choice of tiles for 16 bits; one kernel for all lengths."""
+    """What ``flex_attention`` is asked for: its own tiles for 16 bits, and one kernel for all lengths."""
     options: dict[str, Any] = {"BACKEND": "TRITON"}
     if dtype == torch.float32:
         tiles = float32_tiles(head_dim)

@@ -1,4 +1,4 @@
-"""FlexAttention's kernels, compiled without a GPU: the committed table is of today's tiles and of all three chips."""
+"""FlexAttention's kernels, compiled without a GPU: the committed table is of today's tiles, on all chips."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Training in float32 on a GPU runs FlexAttention: who is chosen before there is a GPU, and what more it keeps."""
+"""Training in float32 on a GPU runs FlexAttention: it is known before there is one, and what more it keeps."""
 
 from dataclasses import replace
 
@@ -51,10 +51,15 @@ def test_what_will_run(asked, dtype, head_dim, has_gpu, runs):
 @pytest.mark.parametrize(
     ("asked", "dtype", "has_gpu", "says"),
     [
-        ("flash", "float32", True, "model.attention_backend=flash cannot train this: dtype torch.float32 on CUDA"),
-        ("flex", "float32", False, "model.attention_backend=flex cannot train this: it runs on GPUs only; set"),
+        ("flash", "float32", True, "=flash cannot train this: dtype torch.float32 on CUDA"),
+        (
+            "flex",
+            "float32",
+            False,
+            "model.attention_backend=flex cannot train this: it runs on GPUs only; set",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_named_backend_that_cannot_train_is_refused(asked, dtype, has_gpu, says):
     with pytest.raises(ValueError, match=says):
         attention_backend(replace(SHAPES, attention_backend=asked), dtype, has_gpu)
@@ -76,7 +81,7 @@ def kept_bytes(backend, inputs, see):
 
 
 def test_kept_activations_grow_by_what_flex_keeps(monkeypatch):
-    """One output more for every follower: what one call keeps, measured, and what the estimate says of all."""
+    """One output more for every follower: what a call keeps, measured, and what the estimate says of all."""
     flex_eager.install(monkeypatch)
     followers, groups = 3, SHAPES.query_heads // SHAPES.kv_heads
     sizes = [heads * followers for heads in (groups, 1, 1, groups, 1)]
