@@ -1,4 +1,4 @@
-"""Training in float32 on a GPU runs FlexAttention: it is known before there is one, and what more it keeps."""
+"""Training in float32 on a GPU runs FlexAttention: known before there is one; and what more it keeps."""
 
 from dataclasses import replace
 
