@@ -265,6 +265,15 @@ def test_steps_come_from_one_place():
     )
 
 
+def test_the_time_of_a_short_run_is_told_in_minutes():
+    fit = small(device="h100,bf16_tflops=0.001", max_steps=8)
+    least, most = (8 * seconds for seconds in (fit.time.overlapped, fit.time.sequential))
+    assert 120 < most < 7200
+    assert f"time    {least / 60:,.1f} to {most / 60:,.1f} minutes on h100" in table(fit, None)
+    assert planner._range_of_time(3600, 7200) == "1.0 to 2.0 hours"
+    assert planner._range_of_time(0.5, 3) == "0.5 to 3.0 seconds"
+
+
 @pytest.mark.parametrize("value", ["0", "-4", "two", "1.5"])
 @pytest.mark.parametrize("option", ["--ranks", "--ranks-per-node"])
 def test_ranks_of_a_dry_run_are_whole_numbers_from_one(option, value, capsys):

@@ -298,7 +298,7 @@ def table(fit: Fit, data_tokens: int | None, target_tokens: int | None = None) -
         target_tokens: those that are to be prepared then; None = not known.
     """
     job, device, time = fit.job, fit.machine.device, fit.time
-    hours = [seconds * job.args.max_steps / 3600 for seconds in (time.overlapped, time.sequential)]
+    duration = _range_of_time(time.overlapped * job.args.max_steps, time.sequential * job.args.max_steps)
     verdict = "fits" if fit.fits else "DOES NOT FIT"
     usable = f"{HOST_SHARE * fit.machine.host_gib:.1f} usable GiB"
     is_slow = device.tflops(job.args.dtype) < device.fp32_tflops
@@ -311,10 +311,17 @@ def table(fit: Fit, data_tokens: int | None, target_tokens: int | None = None) -
         "memory": f"{_gib(fit.needed_bytes)} of {device.memory_gib:.1f} GiB per rank ({fit.share:.0%}): {verdict}",
         "start": f"{_gib(start_bytes(job))} GiB per rank while weights load and the optimizer is made",
         "host": f"{_gib(fit.host_bytes_per_machine)} of {usable} per machine for offloaded tensors",
-        "time": f"{hours[0]:,.1f} to {hours[1]:,.1f} hours on {device.name}, {time.expected:,.2f} s a step{hint}",
+        "time": f"{duration} on {device.name}, {time.expected:,.2f} s a step{hint}",
         "saves": _saves(job.args, work_at_risk(job.args, time.expected)),
     }
     return _lines(lines)
+
+
+def _range_of_time(least: float, most: float) -> str:
+    """Two times in seconds, in the largest unit of which the longer one has at least two."""
+    units = {"hours": 3600, "minutes": 60, "seconds": 1}
+    unit = next((unit for unit, seconds in units.items() if most >= 2 * seconds), "seconds")
+    return f"{least / units[unit]:,.1f} to {most / units[unit]:,.1f} {unit}"
 
 
 def _what(fit: Fit) -> str:
