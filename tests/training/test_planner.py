@@ -270,8 +270,8 @@ def test_the_time_of_a_short_run_is_told_in_minutes():
     least, most = (8 * seconds for seconds in (fit.time.overlapped, fit.time.sequential))
     assert 120 < most < 7200
     assert f"time    {least / 60:,.1f} to {most / 60:,.1f} minutes on h100" in table(fit, None)
-    assert planner._range_of_time(3600, 7200) == "1.0 to 2.0 hours"
-    assert planner._range_of_time(0.5, 3) == "0.5 to 3.0 seconds"
+    assert planner.range_of_time(3600, 7200) == "1.0 to 2.0 hours"
+    assert planner.range_of_time(0.5, 3) == "0.5 to 3.0 seconds"
 
 
 @pytest.mark.parametrize("value", ["0", "-4", "two", "1.5"])

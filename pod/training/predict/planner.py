@@ -298,7 +298,7 @@ def table(fit: Fit, data_tokens: int | None, target_tokens: int | None = None) -
         target_tokens: those that are to be prepared then; None = not known.
     """
     job, device, time = fit.job, fit.machine.device, fit.time
-    duration = _range_of_time(time.overlapped * job.args.max_steps, time.sequential * job.args.max_steps)
+    duration = range_of_time(time.overlapped * job.args.max_steps, time.sequential * job.args.max_steps)
     verdict = "fits" if fit.fits else "DOES NOT FIT"
     usable = f"{HOST_SHARE * fit.machine.host_gib:.1f} usable GiB"
     is_slow = device.tflops(job.args.dtype) < device.fp32_tflops
@@ -317,7 +317,7 @@ def table(fit: Fit, data_tokens: int | None, target_tokens: int | None = None) -
     return _lines(lines)
 
 
-def _range_of_time(least: float, most: float) -> str:
+def range_of_time(least: float, most: float) -> str:
     """Two times in seconds, in the largest unit of which the longer one has at least two."""
     units = {"hours": 3600, "minutes": 60, "seconds": 1}
     unit = next((unit for unit, seconds in units.items() if most >= 2 * seconds), "seconds")
