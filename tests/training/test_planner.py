@@ -270,6 +270,9 @@ def test_the_time_of_a_short_run_is_told_in_minutes():
     least, most = (8 * seconds for seconds in (fit.time.overlapped, fit.time.sequential))
     assert 120 < most < 7200
     assert f"time    {least / 60:,.1f} to {most / 60:,.1f} minutes on h100" in table(fit, None)
+    often = small(device="h100,bf16_tflops=0.01", max_steps=8, save_every_steps=2)
+    assert 0.5 < 2 * often.time.expected < 120
+    assert f"at most {2 * often.time.expected:,.0f} seconds of work" in table(often, None)
     assert planner.range_of_time(3600, 7200) == "1.0 to 2.0 hours"
     assert planner.range_of_time(0.5, 3) == "0.5 to 3.0 seconds"
 

@@ -343,7 +343,12 @@ def _data(fit: Fit, data_tokens: int | None, target_tokens: int | None) -> str:
 
 
 def _saves(args: TrainArgs, seconds: float) -> str:
-    at_risk = f"{seconds / 3600:,.1f} hours" if seconds >= 7200 else f"{seconds / 60:,.0f} minutes"
+    if seconds >= 7200:
+        at_risk = f"{seconds / 3600:,.1f} hours"
+    elif seconds >= 120:
+        at_risk = f"{seconds / 60:,.0f} minutes"
+    else:
+        at_risk = f"{seconds:,.0f} seconds"
     is_long = args.save_every_steps is not None and seconds > 2 * MOST_LOST
     hint = f"; save_every_steps=null saves every {MOST_LOST / 60:.0f} minutes" if is_long else ""
     return f"at most {at_risk} of work between two checkpoints{hint}"
