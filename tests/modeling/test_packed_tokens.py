@@ -87,7 +87,7 @@ CASES = [
 @pytest.mark.parametrize(("bits", "size", "per_channel", "d", "n", "residual"), CASES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-14)], ids=str)
 def test_products(monkeypatch, tile, bits, size, per_channel, d, n, residual, dtype, tolerance):
-    monkeypatch.setattr(packed_tokens, "_TILE", tile)
+    monkeypatch.setattr(packed_tokens, "tile_elements", lambda device: tile)
     packing = Packing(bits=bits, group_size=size, per_channel=per_channel)
     store, _ = packed(n, d, packing, residual)
     assert isinstance(store.stored, Packed)

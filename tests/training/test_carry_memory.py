@@ -7,7 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import pod
 from pod.modeling.shipped import attention
 from pod.training.args import TrainArgs
-from pod.training.predict.memory import Job, World, host_bytes, training_bytes
+from pod.training.predict.memory import Job, World, host_bytes, pinned_bytes, training_bytes
 from pod.training.predict.shapes import (
     Shapes,
     carried_heads,
@@ -370,8 +370,11 @@ def test_estimate_knows_where_the_carry_is_and_how_large_a_tile():
     assert parts["keep"]["carry"] == carried_heads(LEAD) * each
     assert parts["offload"]["carry"] == parts["recompute"]["carry"] <= open_heads(LEAD) * each
     offloaded = TrainArgs(carry="offload", offload_optimizer="cpu")
-    everything = {"carry": carried_heads(LEAD) * each, "optimizer": shapes.parameters * 16 // 2}
-    assert host_bytes(job(offloaded, 2)) == everything
+    # pinned tensors take powers of two: of a head 32,000 bytes of queries and 16,000 of keys
+    weights = shapes.parameters // 2
+    held = {"carry": carried_heads(LEAD) * (32_768 + 16_384)}
+    held["optimizer"] = 12 * weights + 2 * pinned_bytes(4 * weights)
+    assert host_bytes(job(offloaded, 2)) == held
     assert training_bytes(job(offloaded, 2))["optimizer"] == 0
     assert host_bytes(job(TrainArgs())) == {}
     tiled = training_bytes(job(TrainArgs(mlp_tile_tokens=300)))

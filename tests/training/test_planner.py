@@ -164,7 +164,7 @@ def test_what_is_offloaded_fits_into_the_machine():
     """One GPU holds the optimizer of 8 billion weights only in host memory."""
     fit = large(1)
     assert fit.job.args.offload_optimizer == "cpu" and fit.fits
-    assert fit.host["optimizer"] == 16 * LLAMA3_8B.parameters
+    assert 20 * LLAMA3_8B.parameters < fit.host["optimizer"] < 21 * LLAMA3_8B.parameters
     poor = large(1, host_gib=100)
     assert not poor.fits
     assert "GiB of host memory" in refused(check_fits, poor)
