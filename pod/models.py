@@ -184,7 +184,7 @@ def check_has_config(source: str, gguf_file: str | None = None) -> None:
     Raises: ValueError.
     """
     folder = Path(source)
-    if gguf_file is None and folder.is_dir() and not (folder / "config.json").is_file():
+    if gguf_file is None and folder.is_dir() and not _has_config(folder):
         raise ValueError(
             f"cannot load a model from {source}: the folder has no config.json, so it is not a model folder; "
             "give the folder that holds config.json and the weights"
@@ -206,17 +206,27 @@ def _local_or_hub(path: str) -> str:
 
 
 def _cached(key: str, write: Callable[[Path], None]) -> Path:
-    """The folder `key` of the cache, filled by `write` when it is not there; ranks that start together write it once."""
+    """The folder `key` of the cache, filled by `write` when no model is there; ranks that start together write it once."""
     from filelock import FileLock
 
     target = cache_dir() / key
-    if not target.is_dir():
+    if not _has_config(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(target.parent / f".{key}.lock"):
-            if not target.is_dir():
+            if not _has_config(target):
                 with atomic_dir(target) as folder:
                     write(folder)
     return target
+
+
+def _has_config(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def _save_on_any_rank(model: Any, folder: Path) -> None:
+    """Save a model on the rank that comes first; transformers by itself saves nothing but on rank 0."""
+    model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    model.save_pretrained(folder)
 
 
 def _smollm2_file() -> Path:
@@ -246,7 +256,7 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     plain.load_state_dict(loaded.state_dict(), strict=True, assign=True)
     plain.tie_weights()
     plain.generation_config = loaded.generation_config
-    plain.save_pretrained(folder)
+    _save_on_any_rank(plain, folder)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # transformers ignores the file's `tokenizer.ggml.pre`, smollm: digits come first, so that spaces before a number stay one token
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -277,7 +287,7 @@ def _write_tiny(folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
-    model.save_pretrained(folder)
+    _save_on_any_rank(model, folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,6 +85,22 @@ def test_ranks_that_start_together_write_it_once(cache):
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert len(folders) == 1
     assert [path.name for path in cache.iterdir() if ".tmp-" in path.name] == []
+
+
+def test_a_rank_that_is_not_the_first_writes_the_model_too(cache, monkeypatch):
+    """transformers saves on rank 0 only, and another rank may be the first to come here."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 1)
+    folder = Path(resolve_model("package:tiny"))
+    assert (folder / "model.safetensors").is_file()
+    assert (folder / "config.json").is_file()
+
+
+def test_a_folder_without_a_model_is_written_again(cache):
+    folder = Path(resolve_model("package:tiny"))
+    (folder / "config.json").unlink()
+    assert resolve_model("package:tiny") == str(folder)
+    assert (folder / "config.json").is_file()
 
 
 def test_missing_package_is_named_with_the_command(cache, monkeypatch):
