@@ -53,10 +53,11 @@ def _evaluate(run: Evaluation) -> dict[str, dict]:
         missing = "; ".join(f"{name}: {', '.join(tasks)}" for name, tasks in pending.items() if tasks)
         run.log(f"no saved answers yet; the step `answer` computes them: {missing}")
     if run.ranks.is_first:
-        if timed:
-            measure_speed(run, results)
-        if "report" in run.args.steps:
-            run.log(f"report: {write_report(recipe)}")
+        with run.ranks.first_alone():
+            if timed:
+                measure_speed(run, results)
+            if "report" in run.args.steps:
+                run.log(f"report: {write_report(recipe)}")
     failed = {name: result.content["failed"] for name, result in results.items() if result.content["failed"]}
     if failed:
         errors = "; ".join(

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import pod
+
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
@@ -50,8 +52,8 @@ def start(folder, environment, *arguments, **changes):
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-def end(process):
-    _, errors = process.communicate(timeout=3600)
+def end(process, seconds=3600):
+    _, errors = process.communicate(timeout=seconds)
     return process.returncode, errors
 
 
@@ -106,13 +108,12 @@ def test_killed_and_restarted_goes_on_at_the_sample_with_equal_results(tmp_path,
         assert parts(tmp_path, method) == parts(whole, method)
 
 
-@pytest.mark.multiprocess
-def test_two_ranks_equal_one_and_a_method_that_fails_on_one_rank_loses_no_other(tmp_path, whole, environment):
+def run_two_ranks(folder, environment, seconds=3600, **changes):
+    """(exit code, errors) of both ranks of one evaluation."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     ranks = []
-    changes = {"eval.methods": ["streamingllm@40", "full", "snapkv@40"], "break_on_rank": "1"}
     for rank in ("0", "1"):
         place = {
             "RANK": rank,
@@ -121,8 +122,43 @@ def test_two_ranks_equal_one_and_a_method_that_fails_on_one_rank_loses_no_other(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
         }
-        ranks.append(start(tmp_path, environment | place, **changes))
-    ends = [end(process) for process in ranks]
+        ranks.append(start(folder, environment | place, **changes))
+    try:
+        return [end(process, seconds) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+@pytest.mark.multiprocess
+def test_speeds_and_byte_budgets_of_two_ranks_are_measured_by_one(tmp_path, environment):
+    """Rank 0 measures alone, also bytes of PoD that nothing before has asked for, while rank 1 waits at the end."""
+    plan = pod.SharingPlan(lead=[[0, 0], [0, 0], [0, 2], [3, 2]])
+    plan.save(tmp_path / "plan.json")
+    changes = {
+        "model.plan": str(tmp_path / "plan.json"),
+        "eval.methods": ["full", "int4", "streamingllm"],
+        "eval.tasks": ["efficiency"],
+        "eval.efficiency_lengths": [300],
+        "eval.efficiency_tokens": 2,
+        "eval.efficiency_repeats": 1,
+        "eval.task_options": {
+            "efficiency": {"longest_prompt": 64, "longest_prompt_tokens": 128, "memory_limit_gib": 1}
+        },
+    }
+    for code, errors in run_two_ranks(tmp_path, environment, seconds=120, **changes):
+        assert code == 0, errors
+    for method in ("full", "int4", "streamingllm"):
+        status, found = parts(tmp_path, method)
+        assert status == "finished"
+        (row,) = found["efficiency"]["lengths"]
+        assert row["bytes"]["pod_bytes"] < row["bytes"]["dense_bytes"]
+
+
+@pytest.mark.multiprocess
+def test_two_ranks_equal_one_and_a_method_that_fails_on_one_rank_loses_no_other(tmp_path, whole, environment):
+    changes = {"eval.methods": ["streamingllm@40", "full", "snapkv@40"], "break_on_rank": "1"}
+    ends = run_two_ranks(tmp_path, environment, **changes)
     for code, errors in ends:
         assert code == 1 and "1 of 3 methods failed" in errors, errors
         assert "rank 1: RuntimeError: out of sinks" in errors

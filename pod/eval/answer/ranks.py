@@ -4,8 +4,10 @@ Ranks come from the launcher's environment (`torchrun`, `accelerate launch`, `de
 there is one.
 """
 
+import contextlib
 import datetime
 import os
+from collections.abc import Iterator
 from typing import Any
 
 _TIMEOUT = datetime.timedelta(days=2)  # a rank with long prompts keeps the others waiting
@@ -67,6 +69,16 @@ class Ranks:
     def from_first(self, value: Any) -> Any:
         """Rank 0's `value`, on every rank."""
         return self.gather(value)[0]
+
+    @contextlib.contextmanager
+    def first_alone(self) -> Iterator[None]:
+        """Around what rank 0 does while the others wait in `close`: it asks them nothing, as if it were the only one."""
+        assert self.is_first, "the other ranks have nothing to do here"
+        size, self.world_size = self.world_size, 1
+        try:
+            yield
+        finally:
+            self.world_size = size
 
     def close(self) -> None:
         """Leave together."""
