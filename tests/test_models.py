@@ -68,11 +68,11 @@ def test_a_second_call_reads_the_cache_and_a_failed_one_leaves_nothing(cache, mo
     with pytest.raises(OSError, match="interrupted"):
         resolve_model("package:tiny")
     assert [path for path in cache.iterdir() if path.suffix != ".lock"] == []
-    monkeypatch.setattr(models, "_write_tiny", lambda folder: (folder / "whole").write_text("x"))
+    monkeypatch.setattr(models, "_write_tiny", lambda folder: (folder / "config.json").write_text("{}"))
     folder = resolve_model("package:tiny")
     monkeypatch.setattr(models, "_write_tiny", lambda folder: pytest.fail("written again"))
     assert resolve_model("package:tiny") == folder
-    assert os.listdir(folder) == ["whole"]
+    assert os.listdir(folder) == ["config.json"]
 
 
 @pytest.mark.slow
