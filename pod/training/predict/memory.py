@@ -369,8 +369,8 @@ def pinned_tensors(job: Job) -> dict[str, Counter[int]]:
     parts: dict[str, Counter[int]] = {}
     if args.carry == "offload":
         heads = carried_heads(job.lead)
-        key = step.carried // 2 if shapes.layout == "cla" else step.key // shapes.kv_heads
-        parts["carry"] = Counter({step.carried - key: heads}) + Counter({key: heads})
+        first = step.carried // 2 if shapes.layout == "cla" else step.group
+        parts["carry"] = Counter({first: heads}) + Counter({step.carried - first: heads})
     if args.offload_checkpoints:
         parts["checkpoints of activations"] = Counter({step.hidden: shapes.layers})
     if args.offload_optimizer == "cpu":

@@ -319,9 +319,17 @@ def table(fit: Fit, data_tokens: int | None, target_tokens: int | None = None) -
 
 def range_of_time(least: float, most: float) -> str:
     """Two times in seconds, in the largest unit of which the longer one has at least two."""
-    units = {"hours": 3600, "minutes": 60, "seconds": 1}
-    unit = next((unit for unit, seconds in units.items() if most >= 2 * seconds), "seconds")
-    return f"{least / units[unit]:,.1f} to {most / units[unit]:,.1f} {unit}"
+    unit, size = _unit_of_time(most)
+    return f"{least / size:,.1f} to {most / size:,.1f} {unit}"
+
+
+def _unit_of_time(seconds: float) -> tuple[str, int]:
+    """The largest unit of which a time has at least two, and its seconds."""
+    if seconds >= 7200:
+        return "hours", 3600
+    if seconds >= 120:
+        return "minutes", 60
+    return "seconds", 1
 
 
 def _what(fit: Fit) -> str:
@@ -343,12 +351,9 @@ def _data(fit: Fit, data_tokens: int | None, target_tokens: int | None) -> str:
 
 
 def _saves(args: TrainArgs, seconds: float) -> str:
-    if seconds >= 7200:
-        at_risk = f"{seconds / 3600:,.1f} hours"
-    elif seconds >= 120:
-        at_risk = f"{seconds / 60:,.0f} minutes"
-    else:
-        at_risk = f"{seconds:,.0f} seconds"
+    unit, size = _unit_of_time(seconds)
+    digits = 1 if unit == "hours" else 0
+    at_risk = f"{seconds / size:,.{digits}f} {unit}"
     is_long = args.save_every_steps is not None and seconds > 2 * MOST_LOST
     hint = f"; save_every_steps=null saves every {MOST_LOST / 60:.0f} minutes" if is_long else ""
     return f"at most {at_risk} of work between two checkpoints{hint}"
