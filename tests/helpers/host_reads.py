@@ -22,6 +22,8 @@ READS = {
 }
 """Operations that give the host a value, or whose result's shape depends on values."""
 
+COPY = "copy to the host"
+
 MASKED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 """Operations that look for the ones of a mask that is an index."""
 
@@ -40,7 +42,7 @@ def waits(function, args: tuple, kwargs: dict) -> str | None:
         fills = len(args) > 2 and args[2].numel() == 1 and not (len(args) > 3 and args[3])
         return None if fills else f"{name} by a mask"
     if name == "_to_copy" and args[0].device.type != "cpu" and kwargs.get("device") == torch.device("cpu"):
-        return "copy to the host"
+        return COPY
     return None
 
 

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import host_reads
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -42,19 +43,6 @@ aten = torch.ops.aten
 MOVES = {aten._to_copy.default, aten.copy_.default, aten._copy_from.default}
 """Operations that may read one device and write another."""
 
-READS = {
-    aten._local_scalar_dense.default,  # item(), bool(), int(), float()
-    aten.equal.default,
-    aten.nonzero.default,
-    aten.masked_select.default,
-    aten.bincount.default,
-    aten._unique2.default,
-    aten.unique_consecutive.default,
-    aten.unique_dim.default,
-    aten.repeat_interleave.Tensor,  # without output_size
-}
-"""Operations whose result, or whose size, the host must wait for."""
-
 INDEXING = {
     aten.index.Tensor,
     aten._unsafe_index.Tensor,
@@ -62,7 +50,7 @@ INDEXING = {
     aten.index_put_.default,
     aten._index_put_impl_.default,
 }
-"""CUDA takes indices from the host here, and counts the elements of a boolean mask on the host."""
+"""CUDA takes indices from the host here."""
 
 NEEDS_ONE_DEVICE = {"cat", "stack", "mm", "bmm", "addmm", "index_select", "gather", "scatter_", "index_copy_"}
 """Operations that refuse even a host tensor without dimensions, which others take as a number."""
@@ -289,18 +277,11 @@ def _check_one_device(
 
 
 def _count_reads(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    name = func._schema.name.removeprefix("aten::")
-    if func in READS and not (
-        func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None
-    ):
-        _count(name)
-    if func in INDEXING and any(isinstance(x, Tensor) and x.dtype is torch.bool for x in args[1]):
-        _count("mask as index")
-    target = kwargs.get("device")
-    if func is aten._to_copy.default and target is not None and torch.device(target).type != NAME:
-        _count("copy to host")
+    name = host_reads.waits(func, args, kwargs)
     if func is aten.copy_.default and not isinstance(args[0], SimulatedTensor):
-        _count("copy to host")
+        name = host_reads.COPY
+    if name is not None:
+        _count(name)
 
 
 def _count(what: str) -> None:

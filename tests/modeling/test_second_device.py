@@ -133,8 +133,8 @@ def test_the_device_refuses_what_cuda_refuses_and_counts_what_waits():
             "reads": [
                 "_local_scalar_dense",
                 "bincount",
-                "copy to host",
-                "mask as index",
+                "copy to the host",
+                "index by a mask",
                 "nonzero",
                 "tolist",
             ],
