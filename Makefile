@@ -1,7 +1,7 @@
 # `make test` and `make demo` work from a fresh clone: they create .venv, install into it once, and run.
 #   PYTHON=python3.12      another interpreter (3.11 or newer)
 #   PIP_ARGS="…"           more arguments for every pip install, e.g. an index with CPU builds of torch
-#   ARGS="-k recipe -x"    arguments for pytest (make test, test-all, test-rest) or for benchmarks/gpu_rows.py (make bench-gpu)
+#   ARGS="-k recipe -x"    arguments for pytest (make test, test-all, test-rest, test-sample) or for benchmarks/gpu_rows.py (make bench-gpu)
 #   DEMO_TINY=1            make demo with a random four-layer model: two minutes, the numbers mean nothing
 
 SHELL := /bin/bash
@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python
 PYTEST := $(RUN) -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install tools test test-all test-rest demo data docs check-export lint format bench bench-gpu clean
+.PHONY: help install tools test test-all test-rest test-sample demo data docs check-export lint format bench bench-gpu clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 16
@@ -31,6 +31,10 @@ test: $(STAMP)  ## the quick level of the test suite, minutes on two cores
 test-all: $(STAMP)  ## every test
 	@echo "== test-all: pytest $(ARGS)"
 	@$(PYTEST) --level all $(ARGS)
+
+test-sample: $(STAMP)  ## what CI runs beside test: a part of test-rest
+	@echo "== test-sample: pytest --level sample $(ARGS)"
+	@$(PYTEST) --level sample $(ARGS)
 
 test-rest: $(STAMP)  ## what test leaves out of test-all
 	@echo "== test-rest: pytest --level rest $(ARGS)"

@@ -26,23 +26,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """`--level` chooses between the minutes of `make test` and everything."""
     parser.addoption(
         "--level",
-        choices=("quick", "rest", "all"),
+        choices=levels.LEVELS,
         default="all",
-        help="quick: what `make test` runs; rest: all other cases; all: both (default)",
-    )
-    parser.addoption(
-        "--cases",
-        type=int,
-        help="run at most this many cases of each parametrised test; CI does, to answer within minutes",
+        help="quick: what `make test` runs; rest: all other cases; sample: those of the rest that CI runs; "
+        "all: quick and rest (default)",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the level and the number of cases asked for; longest files first; skip tests marked `gpu` where there is none."""
+    """Keep the level asked for; longest files first; skip tests marked `gpu` where there is none."""
     kept, left_out = levels.split_by_level(items, config.getoption("--level"))
-    if config.getoption("--cases") is not None:
-        kept, beyond = levels.at_most(kept, config.getoption("--cases"))
-        left_out += beyond
     config.hook.pytest_deselected(items=left_out)
     items[:] = sorted(kept, key=levels.place_in_line)
     skip_gpu_tests_without_a_gpu(items)

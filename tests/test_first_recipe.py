@@ -180,6 +180,7 @@ def test_no_held_out_text_is_said_by_the_command(tmp_path, texts, monkeypatch, c
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_marked_lines_are_all_that_a_first_run_has_to_change(tmp_path, texts):
     """data → explore → train → export → eval, each in a process of its own; none warns of a missing accelerator."""
     own_recipe(tmp_path, MARKED)

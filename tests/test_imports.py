@@ -32,6 +32,7 @@ def test_help_needs_no_torch(launcher):
     "first", ["modeling.shipped.attend", "modeling.methods", "kernels.statistics", "engine.engine"]
 )
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_kernels_and_engine_are_there_whatever_is_imported_first(first):
     code = (
         f"import pod.{first}\nfrom pod.modeling.shipped.cache import PodCache\n"

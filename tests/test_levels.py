@@ -88,25 +88,40 @@ def grid(function: str, methods: int, lengths: int) -> list[SimpleNamespace]:
 
 def test_few_cases_show_every_value_of_every_parameter():
     cases = grid("test_grid", 5, 4)
-    kept, left_out = levels.at_most(cases, 5)
+    kept = levels.at_most(cases, 5)
     assert len(kept) == 5
     assert {case.callspec.indices["method"] for case in kept} == set(range(5))
     assert {case.callspec.indices["length"] for case in kept} == set(range(4))
-    assert ids(left_out) == [nodeid for nodeid in ids(cases) if nodeid not in ids(kept)]
     assert ids(kept) == [nodeid for nodeid in ids(cases) if nodeid in ids(kept)]
 
 
 def test_functions_over_the_same_methods_keep_different_methods():
     kept_methods = set()
     for number in range(12):
-        kept, _ = levels.at_most(grid(f"test_{number}", 40, 1), 4)
+        kept = levels.at_most(grid(f"test_{number}", 40, 1), 4)
         kept_methods |= {case.callspec.indices["method"] for case in kept}
     assert len(kept_methods) > 20
 
 
 def test_tests_with_fewer_cases_stay_whole():
     cases = [make_item("a.py::test_once"), *grid("test_grid", 2, 2)]
-    assert levels.at_most(cases, 4) == (cases, [])
+    assert levels.at_most(cases, 4) == cases
+
+
+def test_the_sample_is_the_rest_without_nightly_tests_and_with_few_cases_of_each():
+    nightly = make_item("c.py::test_variants", "slow", "nightly")
+    of_a_run = make_item("c.py::test_engine", "multiprocess", fixtures=("engine_results",))
+    items = [*ITEMS, nightly, of_a_run]
+    rest, _ = levels.split_by_level(items, "rest")
+    kept, left_out = levels.split_by_level(items, "sample")
+    for one in (nightly, of_a_run):
+        assert one in rest and one in left_out
+    assert set(ids(kept)) < set(ids(rest))
+    of_many = [nodeid for nodeid in ids(kept) if nodeid.startswith("a.py::test_many")]
+    assert len(of_many) == levels.SAMPLE_CASES
+    once = {nodeid for nodeid in ids(rest) if "test_many" not in nodeid}
+    assert once - {nightly.nodeid, of_a_run.nodeid} <= set(ids(kept))
+    assert sorted(ids(kept) + ids(left_out)) == sorted(ids(items))
 
 
 def test_the_longest_files_begin():

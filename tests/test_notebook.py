@@ -42,6 +42,7 @@ def test_committed_outputs_are_text_and_one_picture():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_notebook_runs_and_finds_the_passkey(tmp_path):
     cells = code_cells(NOTEBOOK)
     code = "\n".join("".join(cell["source"]) for cell in cells)

@@ -1,8 +1,8 @@
 """Which tests `make test` runs, and in which order.
 
 The quick level answers within minutes whether a change broke something. The rest has all cases of every parametrised
-test, the simulations, the interpreter and most tests of several processes. CI runs both, with at most four cases of a
-parametrised test in the rest (`at_most`).
+test, the simulations, the interpreter and most tests of several processes. Its sample is what CI runs beside the quick
+level to answer within half an hour: no test that is `nightly`, and at most four cases of a parametrised test.
 """
 
 import zlib
@@ -25,20 +25,48 @@ CASES_PER_FUNCTION = 2
 """How many cases of a parametrised test belong to the quick level."""
 
 
+NIGHTLY_FIXTURES = tuple(
+    f"{worker}_results"
+    for worker in ("carry", "engine", "estimate", "kills", "recipe", "restart", "start", "variants")
+)
+"""Runs of several processes that CI does without: half of the rest's time. The sample keeps those of `test_parallel.py`
+(every layout), `test_runs.py` (resuming, exports), `test_launch.py` (launcher, signals) and of the shorter files.
+"""
+
+SAMPLE_CASES = 4
+"""How many cases of a parametrised test belong to the sample of the rest."""
+
+LEVELS = ("quick", "sample", "rest", "all")
+"""`sample` is a part of `rest`; `quick` and `rest` together are `all`."""
+
+
 def split_by_level(items: list[pytest.Item], level: str) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """Tests of `level` ("quick", "rest" or "all"), and the others, each in the order of `items`."""
+    """Tests of one of the `LEVELS`, and the others, each in the order of `items`."""
     if level == "all":
         return list(items), []
     quick = quick_cases(items)
-    kept = []
-    left_out = []
-    for item in items:
-        is_quick = item.nodeid in quick
-        if is_quick == (level == "quick"):
-            kept.append(item)
-        else:
-            left_out.append(item)
+    if level == "quick":
+        chosen = quick
+    else:
+        rest = [item for item in items if item.nodeid not in quick]
+        if level == "sample":
+            rest = sample_of(rest)
+        chosen = {item.nodeid for item in rest}
+    kept = [item for item in items if item.nodeid in chosen]
+    left_out = [item for item in items if item.nodeid not in chosen]
     return kept, left_out
+
+
+def sample_of(rest: list[pytest.Item]) -> list[pytest.Item]:
+    """What CI runs of the rest, in its order."""
+    return at_most([item for item in rest if not is_nightly(item)], SAMPLE_CASES)
+
+
+def is_nightly(item: pytest.Item) -> bool:
+    """Whether CI leaves a test to `make test-all` in all of its cases."""
+    if item.get_closest_marker("nightly"):
+        return True
+    return any(name in NIGHTLY_FIXTURES for name in getattr(item, "fixturenames", ()))
 
 
 def quick_cases(items: list[pytest.Item]) -> set[str]:
@@ -79,8 +107,8 @@ def spread(values: list[str], most: int) -> list[str]:
     return [values[round(step * last / (most - 1))] for step in range(most)]
 
 
-def at_most(items: list[pytest.Item], most: int) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """At most `most` cases of each parametrised function, and the cases left out, in the order of `items`.
+def at_most(items: list[pytest.Item], most: int) -> list[pytest.Item]:
+    """At most `most` cases of each parametrised function, in the order of `items`.
 
     The cases kept show as many values of each parameter as possible. Functions over the same methods keep different
     methods. Example: of a function with the parameters a = 1, 2, 3 and b = x, y, three cases show all five values.
@@ -93,9 +121,7 @@ def at_most(items: list[pytest.Item], most: int) -> tuple[list[pytest.Item], lis
         start = zlib.crc32(function.encode()) % len(cases)
         for case in covering(cases[start:] + cases[:start], most):
             kept_ids.add(case.nodeid)
-    kept = [item for item in items if item.nodeid in kept_ids]
-    left_out = [item for item in items if item.nodeid not in kept_ids]
-    return kept, left_out
+    return [item for item in items if item.nodeid in kept_ids]
 
 
 def covering(cases: list[pytest.Item], most: int) -> list[pytest.Item]:

@@ -137,6 +137,7 @@ def interpret() -> dict:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @needs_triton
 def test_offsets_are_computed_in_64_bits():
     found = interpreter.answers(__file__)

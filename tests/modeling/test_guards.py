@@ -110,6 +110,7 @@ def renamed(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("kind", ["package", "export"])
 def test_a_renamed_hook_of_transformers_is_an_error_that_names_it(renamed, kind, hook):

@@ -16,6 +16,7 @@ def loss_and_gradients(model, input_ids, doc_ids):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_fused_layers_change_rounding_only(dtype, checkpointing):
