@@ -2,7 +2,7 @@
 
 The quick level answers within minutes whether a change broke something. The rest has all cases of every parametrised
 test, the simulations, the interpreter and most tests of several processes. Its sample is what CI runs beside the quick
-level to answer within half an hour: no test that is `nightly`, and at most four cases of a parametrised test.
+level to answer within half an hour: no test that is `nightly`, and at most three cases of a parametrised test.
 """
 
 import zlib
@@ -33,7 +33,7 @@ NIGHTLY_FIXTURES = tuple(
 (every layout), `test_runs.py` (resuming, exports), `test_launch.py` (launcher, signals) and of the shorter files.
 """
 
-SAMPLE_CASES = 4
+SAMPLE_CASES = 3
 """How many cases of a parametrised test belong to the sample of the rest."""
 
 LEVELS = ("quick", "sample", "rest", "all")
