@@ -4,9 +4,14 @@ The engine holds no keys or values. It works in the tensors of a ``PodCache`` th
 counting what is fed, so any pass may also take the ordinary way (a second prompt, rows that feed padding): both find the same tokens at
 the same slots. When a tensor moved (rows were reordered, room ran out) the next step takes the ordinary way, and the one after that, if
 nothing moved again, captures anew.
+
+Whether a tensor moved is asked before every token, so it costs microseconds: whatever holds tensors of the
+cache counts how often it replaced one (``stores.replaced``). As long as the sum of these counts stays as it
+was, nothing is looked at.
 """
 
 import functools
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from pod.engine.program import Program
 from pod.kernels import fused
 from pod.kernels.fused import HeadNorms, NewToken
 from pod.modeling.shipped import decode
@@ -33,6 +39,7 @@ _WARM_UPS = 2  # runs before a capture: kernels compile, libraries allocate
 _ROOM = 256  # tokens reserved behind a prompt, and by which a full cache grows, at least; 1/8 of a long one
 _STORED = ("keys", "window_keys", "values")
 """Stores of a layer, under the names that ``DecodeCall`` and ``NewToken`` have for them."""
+_version = operator.attrgetter("version")
 
 
 @dataclass
@@ -265,6 +272,8 @@ class _Bound:
 
     Attributes:
         places: address and shape of every tensor of the cache.
+        versioned: what holds these tensors.
+        version: sum of the versions of these objects when the tensors were at ``places``.
         hidden: ``[B, 1, hidden]``, what goes into the layers.
         unfused: why the layers ran as their modules' own ``forward``; None = fused, or not yet.
     """
@@ -276,6 +285,7 @@ class _Bound:
         (batch, _, _, head_dim), device = like.shape, like.device
         room = max((layer.all_values.shape[2] for layer in layers if layer.roles.held), default=0)
         self.places = places
+        self.watch(layers)
         self.buffers = decode.make_buffers(
             batch, layers[0].roles.num_heads, layers[0].groups, head_dim, room, like.dtype, device
         )
@@ -283,6 +293,15 @@ class _Bound:
         self.step = StaticStep([StaticLayer(layer, self.buffers, backend) for layer in layers], past)
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self.hidden: Tensor | None = None
+
+    def watch(self, layers: list[PodCacheLayer]) -> None:
+        """All tensors of the layers are at ``places`` and at rest now; a replaced one shows from here on."""
+        self.versioned = [item for layer in layers for item in layer.versioned()]
+        self.version = sum(map(_version, self.versioned))
+
+    def is_untouched(self) -> bool:
+        """Whether no tensor was replaced since ``watch``. Versions only grow: changes never cancel out."""
+        return sum(map(_version, self.versioned)) == self.version
 
     def can_be_recorded(self) -> bool:
         """Whether a step can become a CUDA graph."""
@@ -297,17 +316,6 @@ class _Bound:
             return run_layers(model, hidden_states, self.step)
         context.step = self.step
         return model.run_layers(hidden_states, context)
-
-
-class _Program:
-    """A prepared step, of one model and of its weights where they are: a graph would go on reading them where they were."""
-
-    def __init__(self, model: Any, run: Callable[[], Tensor]):
-        self.model, self.run = model, run
-        self.weights = [(weight, weight.data_ptr()) for weight in model.parameters()]
-
-    def serves(self, model: Any) -> bool:
-        return self.model is model and all(weight.data_ptr() == place for weight, place in self.weights)
 
 
 class StaticEngine:
@@ -420,7 +428,7 @@ class StaticEngine:
         """Let go of the cache's tensors and of all buffers."""
         self._bound: _Bound | None = None
         self._moved_to: list | None = None
-        self._programs: dict[str, _Program] = {}  # on the tensors of `_bound`
+        self._programs: dict[str, Program] = {}  # on the tensors of `_bound`
 
     def tensors(self) -> Iterator[Tensor]:
         """What the engine itself holds: buffers between layers, whose bytes count as the cache's."""
@@ -431,6 +439,9 @@ class StaticEngine:
     def check_integrity(self) -> None:
         """See ``PodCache.check_integrity``: what the engine is bound to is what the cache holds, or is known to have moved."""
         assert self.cache.engine is self, "the engine serves another cache"
+        if self._bound is not None and self._bound.is_untouched():
+            assert self._is_at_rest(), "a prompt began, and no version changed"
+            assert self._bound.places == self._places(), "a tensor moved, and no version changed"
         if self._bound is not None and self._bound.places == self._places():
             for layer, own in zip(self._bound.step.layers, self._layers(), strict=True):
                 assert layer.layer is own, "the engine decodes over layers that the cache does not have"
@@ -443,7 +454,7 @@ class StaticEngine:
         held = self._programs.get(name)
         if held is None or not held.serves(model):
             self._programs.pop(name, None)  # frees its graph before the next one needs memory
-            held = self._programs[name] = _Program(model, self._prepare(run, restart))
+            held = self._programs[name] = Program(model, self._prepare(run, restart))
         return held.run
 
     def _prepare(self, run: Callable[[], Tensor], restart: Callable[[], None]) -> Callable[[], Tensor]:
@@ -480,15 +491,25 @@ class StaticEngine:
         tensors = [tensor for layer in self._layers() for _, tensor in layer.parts()]
         return [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
 
+    def _is_at_rest(self) -> bool:
+        return all(store.is_at_rest for layer in self._layers() for store in layer.stores().values())
+
     def _bind(self) -> _Bound | None:
         """The engine on the tensors as they are now.
 
         None when they have just moved, as they may move again, and while there are none or a prompt has not ended.
         """
-        if not all(store.is_at_rest for layer in self._layers() for store in layer.stores().values()):
+        if self._bound is not None and self._bound.is_untouched():
+            return self._bound
+        return self._bind_anew()
+
+    def _bind_anew(self) -> _Bound | None:
+        """As ``_bind``, from a look at every tensor."""
+        if not self._is_at_rest():
             return None
         places = self._places()
         if self._bound is not None and self._bound.places == places:
+            self._bound.watch(self._layers())
             return self._bound
         is_first, self._bound = self._bound is None and self._moved_to is None, None
         self._programs.clear()

@@ -1,6 +1,7 @@
 """What a model's own attention holds in one layer: by a plan (dense or a window without one), or cross-layer attention."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from .decode import make_buffers, pod_decode
 from .grouped import attend_slots
 from .sharing import roles_of
 from .step import CacheLayer, Step
-from .stores import NATIVE, Codec, Recent, TokenStore, take_slots
+from .stores import NATIVE, Codec, Recent, TokenStore, replaced, take_slots
 
 
 class PodCacheLayer(CacheLayer):
@@ -27,8 +28,15 @@ class PodCacheLayer(CacheLayer):
         capacity: tokens that stores have room for from the start, and come to rest in at once; 0 = they grow as tokens come.
         skips: None, or a list to note skips in (by row, for each token decoded here: tokens seen, query heads and KV heads of followers
             whose gates reached ``tau``; no matter where no token is distant). Reads window keys twice; an engine notes nothing.
+        version: how often one of the stores was replaced.
     """
 
+    version = 0
+    all_values: TokenStore = replaced()
+    lead_keys: TokenStore = replaced()
+    window_keys: TokenStore = replaced()
+    near_keys: TokenStore = replaced()
+    near_values: TokenStore = replaced()
     is_croppable = True
     evicts = False
     capacity = 0
@@ -77,6 +85,10 @@ class PodCacheLayer(CacheLayer):
             "near_values": (self.near_values, roles.windows),
         }
         return {name: store for name, (store, heads) in found.items() if heads}
+
+    def versioned(self) -> tuple[Any, ...]:
+        """This layer, and what holds tensors in its stores: see ``TokenStore.versioned``."""
+        return self, *(item for store in self.stores().values() for item in store.versioned())
 
     # -- attention -------------------------------------------------------------------------------------------
 

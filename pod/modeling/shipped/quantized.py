@@ -7,6 +7,7 @@ group can only leave together.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from .attend import Segments
 from .config import PodConfig
 from .packed import Packed, Packing, tiles
 from .sharing import GROUP_SIZE, check_bits
-from .stores import Codec, TokenStore, take_slots
+from .stores import Codec, TokenStore, replaced, take_slots
 
 _SLACK = 128  # tensors grow by 1/128 of their length
 
@@ -26,11 +27,17 @@ class Codes:
     Args:
         limit: slots that are never exceeded, None = any number.
         capacity: slots reserved when the first token comes.
+
+    Attributes:
+        version: how often the tensors were replaced.
     """
+
+    version = 0
+    tensors: tuple[Tensor, ...] = replaced()
 
     def __init__(self, packing: Packing, limit: int | None = None, capacity: int = 0):
         self.packing, self.limit, self.capacity = packing, limit, capacity
-        self.tensors: tuple[Tensor, ...] = ()
+        self.tensors = ()
 
     @property
     def slots(self) -> int:
@@ -89,16 +96,25 @@ class Newest:
 
     Attributes:
         pending: ``[b, h, slots, d]``, the tokens first; None = at rest. Slots that were read are written no more.
+        version: how often one of the tensors was replaced.
     """
+
+    version = 0
+    ring: Tensor | None = replaced()
+    pending: Tensor | None = replaced()
 
     def __init__(self, room: int, start: int = 0):
         self.room = room
         self.first = self.stop = start
-        self.ring: Tensor | None = None
-        self.pending: Tensor | None = None
+        self.ring = None
+        self.pending = None
 
     def __len__(self) -> int:
         return self.stop - self.first
+
+    @property
+    def is_empty(self) -> bool:
+        return self.ring is None and self.pending is None
 
     @property
     def data(self) -> Tensor:
@@ -181,7 +197,7 @@ class _PackedStore(TokenStore):
 
     @property
     def is_empty(self) -> bool:
-        return not self.newest.tensors()
+        return self.newest.is_empty
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -222,6 +238,9 @@ class _PackedStore(TokenStore):
     def tensors(self) -> list[Tensor]:
         return [*self.codes.tensors, *self.newest.tensors()]
 
+    def versioned(self) -> tuple[Any, ...]:
+        return self, self.codes, self.newest
+
 
 class PackedTokens(_PackedStore):
     """Every token held, at slots 0, 1, …; see ``TokenStore`` for the methods.
@@ -233,9 +252,11 @@ class PackedTokens(_PackedStore):
         capacity: tokens whose codes are reserved at once and stay where they are; 0 = grow as tokens come.
     """
 
+    packed_lengths: Tensor | None = replaced()
+
     def __init__(self, packing: Packing, residual: int, capacity: int = 0):
         super().__init__(Codes(packing, capacity=capacity), residual)
-        self.packed_lengths: Tensor | None = None
+        self.packed_lengths = None
         self.packed_stop = 0
 
     @property
@@ -305,6 +326,8 @@ class PackedTokens(_PackedStore):
             return
         self.newest.stop = length  # an engine writes to the ring itself
         first, stop = self.newest.first, self.num_packed(length)
+        if stop <= first and self.newest.pending is None:
+            return  # as behind most decoded tokens
         if stop > first:
             new = self.newest.view(first, stop)
             self.codes.write(new, first, self._is_native(first, stop))
@@ -371,11 +394,14 @@ class QuantizedWindow(_PackedStore):
     since the newest ``residual`` are never in it; ``read`` puts everything to the slots of the native store.
     """
 
+    sinks: Tensor | None = replaced()
+    """``[b, h, <= num_sink_tokens, d]``."""
+
     def __init__(self, packing: Packing, residual: int, num_sink_tokens: int, num_recent_tokens: int):
         self.ring = num_recent_tokens - residual  # slots of the packed ring
         super().__init__(Codes(packing, limit=self.ring), residual, num_sink_tokens, num_recent_tokens)
         assert num_recent_tokens > self.newest.room and not packing.per_channel
-        self.sinks: Tensor | None = None  # [b, h, <= num_sink_tokens, d]
+        self.sinks = None
 
     @property
     def length(self) -> int:

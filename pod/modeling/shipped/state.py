@@ -53,8 +53,9 @@ def known_classes() -> dict[str, type]:
 
 
 def fields_of(item: Any) -> dict[str, Any]:
-    """The attributes of an object that are not functions."""
-    return {name: value for name, value in vars(item).items() if not isinstance(value, _FUNCTIONS)}
+    """The attributes of an object that are not functions. Its ``version`` is no part of what it holds."""
+    held = {name: value for name, value in vars(item).items() if name != "version"}
+    return {name: value for name, value in held.items() if not isinstance(value, _FUNCTIONS)}
 
 
 class Writer:

@@ -44,13 +44,33 @@ def numbers(count: int, device: torch.device) -> Tensor:
 
 def take_rows_of(holder: Any, index: Tensor) -> None:
     """Put these rows in place of every tensor ``[B, …]`` in attributes of ``holder``, in tuples there, and in objects there."""
-    for name, value in vars(holder).items():
+    for name, value in list(vars(holder).items()):
         if isinstance(value, Tensor):
             setattr(holder, name, value.index_select(0, index.to(value.device)))
         elif isinstance(value, tuple):
             setattr(holder, name, tuple(x.index_select(0, index.to(x.device)) for x in value))
         elif hasattr(value, "__dict__"):
             take_rows_of(value, index)
+
+
+class _Replaced:
+    """An attribute whose every assignment adds 1 to its holder's ``version``; read as any other attribute."""
+
+    def __set_name__(self, owner: type, name: str):
+        self.name = name
+
+    def __set__(self, holder: Any, value: Any) -> None:
+        vars(holder)[self.name] = value
+        holder.version += 1
+
+
+def replaced() -> Any:
+    """For an attribute: a tensor that the decode engine knows by its address, or an object with such tensors.
+
+    A new tensor has a new address, and the engine learns of it from the holder's ``version``. Writing into a
+    tensor leaves it where it is, and the version too. The class, or one above it, has ``version = 0``.
+    """
+    return _Replaced()
 
 
 class TokenStore:
@@ -66,8 +86,11 @@ class TokenStore:
     Attributes:
         data: ``[B, h, slots reserved, d]``; use ``read`` for the slots in use. None = nothing was ever written.
         is_tight: ``keep`` follows every token, which would free room for later ones at once: none is reserved.
+        version: how often a tensor of this object was replaced.
     """
 
+    version = 0
+    data: Tensor = replaced()
     num_croppable = sys.maxsize
     """How many of the last tokens ``crop`` can forget, as far as their form goes; what a ring overwrites, its layer knows."""
     num_ahead = sys.maxsize
@@ -79,7 +102,7 @@ class TokenStore:
         self.num_sink_tokens = num_sink_tokens or 0
         self.num_recent_tokens = num_recent_tokens or 0
         self._reserved = 0
-        self.data: Tensor = None  # type: ignore[assignment]
+        self.data = None  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def limit(self) -> int:
@@ -212,6 +235,10 @@ class TokenStore:
 
     def tensors(self) -> list[Tensor]:
         return [] if self.is_empty else [self.data]
+
+    def versioned(self) -> tuple[Any, ...]:
+        """What holds the tensors: while no ``version`` changes, all of them stay where they are."""
+        return (self,)
 
     def check_tokens(self, lengths: Tensor, where: str) -> None:
         """Raise ``AssertionError`` unless the slots of every token of rows of ``lengths`` ``[B]`` are there and hold numbers."""
