@@ -191,6 +191,41 @@ def check_has_config(source: str, gguf_file: str | None = None) -> None:
         )
 
 
+def read_config(source: str, gguf_file: str | None = None, **places: Any) -> Any:
+    """The configuration of a folder or hub id, as `resolve_model` gives it. No code of a checkpoint runs.
+
+    Args:
+        gguf_file: a file in the folder that brings its own configuration, or None.
+        places: where it is, as `from_pretrained` of transformers takes it (`revision`, `local_files_only` …).
+
+    Raises: ValueError for a folder without config.json; OSError or ValueError of transformers for the rest.
+    """
+    from transformers import AutoConfig
+
+    check_has_config(source, gguf_file)
+    if gguf_file is not None:
+        places["gguf_file"] = gguf_file
+    return AutoConfig.from_pretrained(source, trust_remote_code=False, **places)
+
+
+def ways_without_network(source: str, reason: str) -> str:
+    """How to go on where a model cannot be read for this reason; empty unless the hub was not reached."""
+    words = (
+        "couldn't connect",
+        "cannot reach",
+        "offline mode",
+        "name resolution",
+        "max retries",
+        "connect call failed",
+    )
+    if not any(word in reason.lower() for word in words):
+        return ""
+    return (
+        f"; without a network: run `hf download {source}` where there is one, copy its cache here and set "
+        "HF_HUB_OFFLINE=1, or give the folder of the model"
+    )
+
+
 def cache_dir() -> Path:
     """Where converted models are kept: `$POD_CACHE`, else ~/.cache/pod-kv."""
     return Path(os.environ.get("POD_CACHE") or Path.home() / ".cache" / "pod-kv")

@@ -183,6 +183,21 @@ def parse_budget(said: object) -> Budget:
     return Budget(share=share)
 
 
+def cut_budget(text: str) -> tuple[str, str]:
+    """A method's name as it is written and its budget: `snapkv@25%` → (`snapkv`, `25%`).
+
+    An `@` within brackets, and one before what is no budget, belongs to the name; the budget is then empty.
+    """
+    name, _, budget = text.rpartition("@")
+    if not name:
+        return text, ""
+    try:
+        parse_budget(budget)
+    except ValueError:
+        return text, ""
+    return name, budget
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:
     """The error for a name that does not exist, with the nearest that does."""
     names = list(known)

@@ -14,6 +14,7 @@ from pod.notation import (
     Budget,
     Part,
     Spec,
+    cut_budget,
     parse,
     parse_budget,
     read_value,
@@ -224,3 +225,24 @@ def test_a_share_of_a_prompt_is_a_floor(length, thousandths):
     tokens = Budget(share=Fraction(thousandths, 1000)).of_prompt(length)
     assert tokens == max(1, math.floor(length * thousandths / Fraction(1000)))
     assert json.loads(json.dumps(tokens)) == tokens <= max(1, length)
+
+
+@pytest.mark.parametrize(
+    "text, name, budget",
+    [
+        ("snapkv@25%", "snapkv", "25%"),
+        ("pod+snapkv[window=16]+int4@4096", "pod+snapkv[window=16]+int4", "4096"),
+        ("h2o@0.25", "h2o", "0.25"),
+        ("snapkv@pod", "snapkv", "pod"),
+        ("full", "full", ""),
+        ("pod", "pod", ""),
+        ('razor[heads="/data/me@home/heads.json"]', 'razor[heads="/data/me@home/heads.json"]', ""),
+        ('razor[heads="a@25%"]@50%', 'razor[heads="a@25%"]', "50%"),
+        ("model:mine@work", "model:mine@work", ""),
+        ("/runs/me@home/export", "/runs/me@home/export", ""),
+        ("@25%", "@25%", ""),
+        ("", "", ""),
+    ],
+)
+def test_a_name_is_cut_at_its_budget_and_nowhere_else(text, name, budget):
+    assert cut_budget(text) == (name, budget)

@@ -10,7 +10,7 @@ from pod.bench.args import FULL, SHAPES, STOCK, BenchArgs
 from pod.bench.decode_bytes import Sizes, held_per_row, is_modelled, needed, read_per_step, spread_plan
 from pod.files import keep_old, write_json
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.models import resolve_model
+from pod.models import read_config, resolve_model
 
 if TYPE_CHECKING:
     import torch
@@ -85,11 +85,9 @@ def subject(recipe: "Recipe") -> Measured:
     if args.shapes is not None:
         config: Any = SimpleNamespace(**SHAPES[args.shapes], max_position_embeddings=_RANDOM_LONGEST)
     else:
-        from transformers import AutoConfig
-
         from pod.modeling.loading import target_config  # loads torch, which random shapes do not need
 
-        stored = AutoConfig.from_pretrained(resolve_model(model.path), **_places(recipe))
+        stored = read_config(resolve_model(model.path), model.gguf_file)
         config = target_config(stored)
         if config.layout != "pod":
             raise ValueError(

@@ -89,11 +89,11 @@ def list_tasks(names: Sequence[str] = ()) -> str:
 
 
 def _own_tasks() -> dict[str, str]:
-    """Task → its title and options."""
+    """Task → what it measures, and its options."""
     blocks = {}
     for name in base.names():
         task = base.task_class(name)
-        blocks[name] = "\n".join([f"{name}: {task.title}", *explain(task.Options, "")])
+        blocks[name] = "\n".join([f"{name}: {task.about}", *explain(task.Options, "")])
     title = (
         "efficiency: decode speed, time to first token, memory and largest batch of the methods, side by side"
     )

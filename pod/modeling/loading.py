@@ -28,7 +28,7 @@ from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM, PodModel
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.models import check_has_config, resolve_model
+from pod.models import read_config, resolve_model, ways_without_network
 
 AutoConfig.register(PodConfig.model_type, PodConfig)
 AutoModel.register(PodConfig, PodModel)
@@ -298,7 +298,11 @@ def _from_files(source: str, options: LoadOptions) -> Any:
     if options.is_read_there:
         reading["device_map"] = {"": options.device}
     dense, about = _read(
-        AutoModelForCausalLM, source, ignore_mismatched_sizes=True, output_loading_info=True, **reading
+        AutoModelForCausalLM.from_pretrained,
+        source,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        **reading,
     )
     # transformers would draw them at random, or drop them
     _refuse({what: about[f"{what}_keys"] for what in ("missing", "unexpected", "mismatched")})
@@ -341,9 +345,8 @@ def target_config(
 
 
 def _read_config(source: str, **places: Any) -> Any:
-    check_has_config(source, places.get("gguf_file"))
     try:
-        config = _read(AutoConfig, source, trust_remote_code=False, **places)
+        config = _read(read_config, source, **places)
     except ValueError as error:  # of transformers in several lines, as for code of a checkpoint's own
         first, *more = str(error).splitlines()
         if not more and "custom code" not in first:
@@ -359,11 +362,13 @@ def _read_config(source: str, **places: Any) -> Any:
     return config
 
 
-def _read(kind: Any, source: str, **options: Any) -> Any:
+def _read(read: Callable[..., Any], source: str, **options: Any) -> Any:
     try:
-        return kind.from_pretrained(source, **options)
+        return read(source, **options)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"cannot load a model from {source}: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0]
+        ways = ways_without_network(source, str(error))
+        raise ValueError(f"cannot load a model from {source}: {reason}{ways}") from error
 
 
 def reordered(name: str, weight: Tensor, config: PodConfig, now: Order | None) -> Tensor:

@@ -15,6 +15,7 @@ from data_helpers import documents_of, kept_of, read_all, texts_of
 
 from pod.commands.data import start
 from pod.data import DataArgs, prepare
+from pod.data.read.places import check_places
 from pod.data.read.units import plan_units
 from pod.data.rows.overview import overview
 from pod.data.run.prepare import estimate
@@ -126,12 +127,22 @@ def test_a_mistyped_place_answers_at_once(monkeypatch):
     assert "\n" not in str(info.value)
 
 
-def test_a_missing_source_is_told_before_the_hub_is_asked(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("no_such.txt", "source '{}' does not exist here"),
+        ("*.txt", "no file matches '{}': correct data.sources"),
+        ("**/[0-9].txt", "no file matches '{}': correct data.sources"),
+        ("*", "no file matches '{}': correct data.sources"),
+    ],
+)
+def test_a_missing_source_is_told_before_the_hub_is_asked(tmp_path, monkeypatch, capsys, name, says):
+    (tmp_path / "texts" / "folder").mkdir(parents=True)
     monkeypatch.setattr("pod.tokenizer.load_tokenizer", lambda *_, **__: pytest.fail("asked the hub"))
     monkeypatch.setattr("pod.commands.ahead.check_lengths", lambda *_: pytest.fail("asked the hub"))
     words = [
         "pod data",
-        str(tmp_path / "no_such.txt"),
+        str(tmp_path / "texts" / name),
         "--set",
         "model.path=owner/model",
         "--set",
@@ -140,7 +151,14 @@ def test_a_missing_source_is_told_before_the_hub_is_asked(tmp_path, monkeypatch,
     monkeypatch.setattr(sys, "argv", [*words, "--set", f"output_dir={tmp_path}/run"])
     with pytest.raises(SystemExit):
         start()
-    assert f"error: source '{tmp_path}/no_such.txt' does not exist here" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("error: " + says.format(tmp_path / "texts" / name)) and said.count("\n") == 1
+
+
+def test_a_pattern_that_matches_passes(tmp_path):
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "er" / "[1].txt").write_text("a text")
+    check_places([f"{tmp_path}/**/*.txt", f"{tmp_path}/deep/er/[1].txt", "hub:some/set", "stdlib:"])
 
 
 def test_finished_rows_stay_when_their_sources_are_gone(tmp_path, monkeypatch, capsys):

@@ -43,6 +43,18 @@ def test_every_number_is_shown(packed_folder):
         assert line.split()[1:] == [str(2 * tokens), str(tokens), f"{100 * tokens / 249:.1f}", "%", "0.50"]
 
 
+def test_the_columns_of_intervals_are_explained_below_them(packed_folder):
+    lines = overview(PackedDataset(packed_folder())).splitlines()
+    head = next(number for number, line in enumerate(lines) if line.startswith("Length [tokens]"))
+    below = next(line for line in lines[head:] if not line.startswith(("Length", "1–31", "32–64")))
+    explained = dict(part.split(": ") for part in below.split("; "))
+    assert explained == {
+        "of share": "drawn tokens over an equal share of all intervals",
+        "passes": "how often each document was drawn",
+    }
+    assert all(name in lines[head] for name in explained)
+
+
 @pytest.mark.parametrize(
     "count, numbers", [(0, []), (1, [0]), (4, [0, 2, 4, 6]), (8, range(8)), (99, range(8))]
 )

@@ -239,6 +239,7 @@ def test_trained_baselines_are_the_papers(tmp_path, published):
     assert [row[1] for row in tables["PoD, Table 6: LLaMA3-8B-32K"]] == ["full", "cla"]
     names = ("model:wa_cpt", "model:window", "model:cla", "snapkv@25%", "window")
     assert [paper_name(name) for name in names] == ["wa+cpt", "wa+cpt", "cla", "snapkv", "window"]
+    assert paper_name("razor[heads=me@home]@25%") == "razor[heads=me@home]"
 
 
 def test_printed_drops_are_means_over_both_benchmarks(published):

@@ -1,6 +1,7 @@
 """A whole evaluation on a tiny random model: equal bytes, reuse, failures, bad input."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pod.eval.report.merge import merge
 from pod.eval.report.tables import common_length, overview, percent
 from pod.eval.speed import task as speed_task
 from pod.eval.speed.task import row_of
+from pod.eval.suites import base
 from pod.modeling.methods.windowed import StreamingLayer
 from pod.models import resolve_model
 from pod.recipe import load_recipe
@@ -511,6 +513,9 @@ def test_an_estimate_says_what_stands_in_the_way(place, tmp_path):
 def test_list_of_tasks_names_options_suites_and_defaults():
     text = list_tasks()
     assert "\nniah: needle in a haystack" in text
+    for name in base.names():
+        (sentence,) = re.findall(rf"^{name}: (.*)$", text, re.MULTILINE)
+        assert len(sentence.split()) > 5 and sentence.endswith("."), "a sentence that says what is measured"
     assert "  samples  (int, default 1)\n      Number of prompts per length and depth" in text
     assert "pod_longbench_14" in text and "  num_fewshot  (int | null, default null)" in text
     assert "\nefficiency: " in text and "max_batch  (list[" in text

@@ -13,8 +13,10 @@ from torch import nn
 from transformers import DynamicCache, Gemma3TextConfig, GPT2Config
 
 import pod
+from pod.bench.run import subject
 from pod.eval.answer.models import dense_config
-from pod.models import ModelArgs, check_has_config
+from pod.models import ModelArgs, check_has_config, ways_without_network
+from pod.recipe import load_recipe
 from pod.training.run.start_model import source_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,8 +146,23 @@ def test_a_folder_without_a_configuration_is_no_model_folder(tmp_path):
     assert complaint(pod.load_model, tmp_path) == expected
     assert complaint(source_config, ModelArgs(path=str(tmp_path))) == expected
     assert complaint(dense_config, str(tmp_path)) == expected
+    assert (
+        complaint(subject, load_recipe("bench_cpu", [f"model.path={tmp_path}", "bench.shapes=null"]))
+        == expected
+    )
     check_has_config(str(tmp_path), gguf_file="model.gguf")  # brings its own
     check_has_config("owner/model")
+
+
+def test_without_a_network_the_ways_out_are_told():
+    """As the tests run, with HF_HUB_OFFLINE=1."""
+    source = "owner/model"
+    for load in (pod.load_model, lambda name: source_config(ModelArgs(path=name))):
+        said = complaint(load, source)
+        assert "couldn't connect" in said
+        assert f"without a network: run `hf download {source}` where there is one" in said
+        assert "set HF_HUB_OFFLINE=1, or give the folder of the model" in said
+    assert ways_without_network(source, "owner/model has no file named config.json") == ""
 
 
 def test_weights_that_are_not_in_the_files_are_never_drawn(tools, tmp_path):

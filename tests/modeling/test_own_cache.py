@@ -90,16 +90,20 @@ def test_a_cache_tells_its_method_tokens_and_bytes(tools):
     cache = pod.make_cache(model, "pod+int4")
     assert repr(cache) == "<pod cache pod+int4: empty>"
     model(ids, past_key_values=cache)
-    assert repr(cache) == f"<pod cache pod+int4: 40 tokens in each of 2 rows, {cache.nbytes:,} bytes>"
+    token = 2 * 5 * 2 * 8 * 4  # keys and values of 5 layers, 2 heads of 8 numbers, 4 bytes
+    said = f"{cache.nbytes:,} bytes of 0.05 MB dense ({100 * cache.nbytes / (80 * token):.0f} %)"
+    assert repr(cache) == f"<pod cache pod+int4: 40 tokens in each of 2 rows, {said}>"
     mask, model = torch.ones_like(ids), tools.make_pod(plan=False, dtype=torch.float32)
     mask[1, :30] = 0
     cache = pod.make_cache(model, "streamingllm", budget=16)
     model(ids, attention_mask=mask, past_key_values=cache)
     named = "streamingllm, budget 16: 10 to 40 tokens in each of 2 rows"
-    assert repr(cache) == f"<pod cache {named}, {cache.nbytes:,} bytes>"
+    share = 100 * cache.nbytes / (50 * token)  # real tokens alone
+    assert repr(cache) == f"<pod cache {named}, {cache.nbytes:,} bytes of 0.03 MB dense ({share:.0f} %)>"
     full = pod.make_cache(model, "full")
     model(torch.zeros(1, 1234, dtype=torch.long), past_key_values=full)
     assert repr(full).startswith("<pod cache full: 1,234 tokens in 1 row, ")
+    assert repr(full).endswith(" bytes of 0.79 MB dense (101 %)>")
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 import pod
 from pod.files import read_json
@@ -192,6 +193,22 @@ def test_what_is_offloaded_lies_elsewhere():
     assert host_bytes(job(TrainArgs(offload_checkpoints=True), DENSE, context=1000, ranks=1)) == {
         "checkpoints of activations": 32 * 8 * MIB  # 1000 x 4096 x 2 bytes, rounded up
     }
+
+
+def test_frozen_weights_of_lora_are_pinned_one_by_one():
+    """In MiB: q and o 32, k and v 8, three of the feed-forward part 112, so 128; input and output 1,002; norms 0.5."""
+    args = TrainArgs(method="lora", offload_parameters="cpu")
+    layers = 32 * (2 * 32 + 2 * 8 + 3 * 128)
+    assert host_bytes(job(args, DENSE, ranks=1)) == {"parameters": (layers + 2 * 1024 + 1) * MIB}
+    assert host_bytes(job(args, DENSE, ranks=8)) == {"parameters": (layers + 2 * 1024 + 1) * MIB // 8}
+
+
+def test_sizes_of_deepspeed_are_its_defaults():
+    """Nothing of ours sets them, so that the estimate has to know them."""
+    theirs = DeepSpeedZeroConfig(stage=3)
+    assert theirs.sub_group_size == memory.GROUP_ELEMENTS
+    assert theirs.param_persistence_threshold == memory.PERSISTENT_ELEMENTS
+    assert theirs.max_reuse_distance == memory.REUSE_ELEMENTS
 
 
 def test_pinned_tensors_take_powers_of_two():

@@ -207,6 +207,11 @@ def test_a_pinned_field_is_kept_and_marked(name):
     assert layout_line(fit).count("*") == 1
 
 
+def test_one_rank_is_one():
+    assert "1 rank = 1 data parallel x 1 sequence parallel" in planner.table(small(1), None)
+    assert "2 ranks = " in planner.table(small(2, rows=2), None)
+
+
 def test_all_fields_can_be_pinned():
     """2 groups x 4 rows x 4 micro-batches = 32 rows."""
     pins = PINS | {"gradient_accumulation_steps": 4, "zero_stage": 3}

@@ -61,17 +61,17 @@ def files_of(place: str, include: tuple[str, ...] = ()) -> Files:
     if path.is_dir():
         return _folder_files(path, include)
     if glob.has_magic(place):
-        names = sorted(name for name in glob.glob(str(path), recursive=True) if os.path.isfile(name))
+        names = sorted(_matching(path))
         if names:
             return _found(names, include)
-        raise ValueError(f"no file matches {place!r}: correct data.sources")
+        raise _matches_nothing(place)
     raise _absent(place)
 
 
 def check_places(sources: Iterable[str]) -> None:
-    """Refuse local sources that do not exist.
+    """Refuse local sources that do not exist, and patterns that no file matches.
 
-    Hub names and URLs pass unread; folders and patterns are not listed.
+    Hub names and URLs pass unread. Folders are not listed, and patterns only as far as their first file.
 
     Args:
         sources: places, as `files_of` takes them, without the fragments of `DataArgs.sources`.
@@ -81,12 +81,26 @@ def check_places(sources: Iterable[str]) -> None:
     for place in sources:
         if place.startswith("stdlib:") or is_remote(place) or hub_spec(place) is not None:
             continue
-        if not _local_path(place).exists() and not glob.has_magic(place):
+        path = _local_path(place)
+        if path.exists():
+            continue
+        if not glob.has_magic(place):
             raise _absent(place)
+        if next(_matching(path), None) is None:
+            raise _matches_nothing(place)
 
 
 def _local_path(place: str) -> Path:
     return _package_path(place) if place.startswith("package:") else Path(place).expanduser()
+
+
+def _matching(pattern: Path) -> Iterator[str]:
+    """The files that a pattern names."""
+    return (name for name in glob.iglob(str(pattern), recursive=True) if os.path.isfile(name))
+
+
+def _matches_nothing(place: str) -> ValueError:
+    return ValueError(f"no file matches {place!r}: correct data.sources")
 
 
 def _absent(place: str) -> ValueError:

@@ -10,7 +10,7 @@ from pod.eval.answer.budget import bytes_per_token
 from pod.eval.answer.methods import Method, find_method
 from pod.eval.results import one_line
 from pod.identity import content_of, plan_of
-from pod.models import check_has_config, resolve_model
+from pod.models import read_config, resolve_model, ways_without_network
 
 if TYPE_CHECKING:
     from pod.recipe import Recipe
@@ -26,10 +26,7 @@ def _dtype(name: str) -> Any:
 
 def dense_config(path: str, gguf_file: str | None = None) -> Any:
     """A dense model's configuration, without loading the model."""
-    from transformers import AutoConfig
-
-    check_has_config(path, gguf_file)
-    return AutoConfig.from_pretrained(path, **({"gguf_file": gguf_file} if gguf_file else {}))
+    return read_config(path, gguf_file)
 
 
 def _check_there(path: str) -> None:
@@ -42,7 +39,8 @@ def _check_there(path: str) -> None:
         if not isinstance(try_to_load_from_cache(path, "config.json"), str):
             get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=10)
     except Exception as error:
-        raise ValueError(f"cannot load a model from {path}: {one_line(error)}") from error
+        ways = ways_without_network(path, str(error))
+        raise ValueError(f"cannot load a model from {path}: {one_line(error)}{ways}") from error
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pod.eval.report.samples import Samples
 from pod.eval.results import SCHEMA_VERSION, result_files
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.suites.base import scored_payload
+from pod.notation import cut_budget
 
 _DENSE = ("dense", "unadapted")
 Part = str | int | None
@@ -264,7 +265,7 @@ def prompt_conflicts(comparison: Comparison, task: str) -> tuple[int, int]:
 
 def base_name(method: str) -> str:
     """The method without its budget: `snapkv@25%` → `snapkv`."""
-    return method.partition("@")[0]
+    return cut_budget(method)[0]
 
 
 def held_rows(entry: Entry, task: str | None = None) -> list[dict[str, Any]]:
@@ -299,7 +300,7 @@ def _goes_with(entry: Entry, content: dict[str, Any]) -> bool:
 def _rank(method: str) -> tuple[int, str, float, str]:
     """Order of the rows: as pod.eval.answer.methods lists them, combinations and models after, growing budgets together."""
     order = [BASE, TRAINED, *METHODS]
-    name, _, budget = method.partition("@")
+    name, budget = cut_budget(method)
     number, plain = re.search(r"[0-9.]+", budget), name.partition("[")[0]
     place = order.index(plain) if plain in order else len(order)
     return place, name, float(number.group()) if number else 0.0, method

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, PercentFormatter, StrMethodFormatter
 
 from pod.eval.report.page import is_share
+from pod.notation import cut_budget
 
 COLORS = (
     {"full": "#333333", "pod": "#0b6e4f", "pod-unadapted": "#e07a1f", "streamingllm": "#3a6ea5"}
@@ -60,7 +61,7 @@ def _svg(figure: Figure) -> str:
 
 def color(method: str) -> str:
     """The same colour for a method in every picture, whatever its budget and run."""
-    name = method.partition(" · ")[0].partition("@")[0]
+    name, _ = cut_budget(method.partition(" · ")[0])
     return COLORS.get(name) or _SPARE_COLORS[sum(map(ord, name)) % len(_SPARE_COLORS)]
 
 

@@ -62,7 +62,10 @@ class PodCache(Cache):
         self._pending: tuple | None = None  # what a pass in progress will give to _count when it ends
 
     def __repr__(self) -> str:
-        """Spec, budget, tokens and bytes: ``<pod cache snapkv, budget 512: 2,000 tokens in 1 row, 1,182,984 bytes>``."""
+        """Spec, budget, tokens, bytes, and what a dense cache would hold:
+
+        ``<pod cache snapkv, budget 512: 2,000 tokens in 1 row, 12,582,912 bytes of 49.15 MB dense (26 %)>``.
+        """
         budget = self.made_with[0]
         # a spec may say its budget itself, as `snapkv@25%`
         named = self.spec if budget is None or "@" in self.spec else f"{self.spec}, budget {budget}"
@@ -73,7 +76,18 @@ class PodCache(Cache):
         tokens = f"{high:,}" if low == high else f"{low:,} to {high:,}"
         rows = "1 row" if len(lengths) == 1 else f"each of {len(lengths)} rows"
         failed = ", the last pass failed: call reset()" if self._pending is not None else ""
-        return f"<pod cache {named}: {tokens} tokens in {rows}, {self.nbytes:,} bytes{failed}>"
+        held = self.nbytes
+        dense = self._dense_bytes(sum(lengths))
+        share = f" of {dense / 1e6:,.2f} MB dense ({100 * held / dense:.0f} %)" if dense else ""
+        return f"<pod cache {named}: {tokens} tokens in {rows}, {held:,} bytes{share}{failed}>"
+
+    def _dense_bytes(self, tokens: int) -> int:
+        """Bytes of the keys and values of so many tokens in the model's dtype; 0 where no store has one to tell it."""
+        config = self.config
+        numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        stores = (store for layer, _ in self._holders() for store in layer.stores().values())
+        size = next((store.dtype.itemsize for store in stores if not store.is_empty), 0)
+        return tokens * numbers * size
 
     # -- what the model calls --------------------------------------------------------------------------------
 

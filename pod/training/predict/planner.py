@@ -361,8 +361,9 @@ def _saves(args: TrainArgs, seconds: float) -> str:
 
 def _ranks(fit: Fit) -> str:
     world, size = fit.job.world, fit.job.args.sequence_parallel_size
+    ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     machines = f" on {world.nodes} machines" if world.nodes > 1 else ""
-    return f"{world.size} ranks{machines} = {world.size // size} data parallel x {size} sequence parallel"
+    return f"{ranks}{machines} = {world.size // size} data parallel x {size} sequence parallel"
 
 
 def layout_line(fit: Fit) -> str:

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig
 
 from pod.modeling.checkpoints import has_own_head, is_adapter, weight_files
 from pod.modeling.loading import caching, target_config
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
-from pod.models import KNOWN_SIZES, PACKAGE, ModelArgs, check_has_config, resolve_model
+from pod.models import KNOWN_SIZES, PACKAGE, ModelArgs, read_config, resolve_model, ways_without_network
 from pod.training.run.longer_context import extend
 from pod.training.run.mesh import from_rank_0
 from pod.training.run.start_weights import StartWeights, hollow_model, weight_reader
@@ -150,7 +150,7 @@ def source_config(model_args: ModelArgs) -> tuple[Any, str | None]:
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"the configuration of model.path = {name} cannot be read here ({reason}): give a folder, or a hub id that "
-            "this machine can reach"
+            f"this machine can reach{ways_without_network(name, str(error))}"
         ) from None
 
 
@@ -161,10 +161,4 @@ def _known_config(name: str) -> Any:
 
 def _read_config(model_args: ModelArgs, local_files_only: bool) -> Any:
     path = resolve_model(model_args.path)
-    check_has_config(path, model_args.gguf_file)
-    options: dict[str, Any] = {"local_files_only": local_files_only}
-    if model_args.gguf_file is not None:
-        return AutoConfig.from_pretrained(path, gguf_file=model_args.gguf_file, **options)
-    kind = PreTrainedConfig.get_config_dict(path, **options)[0].get("model_type")
-    reader = PodConfig if kind == PodConfig.model_type else AutoConfig
-    return reader.from_pretrained(path, **options)
+    return read_config(path, model_args.gguf_file, local_files_only=local_files_only)

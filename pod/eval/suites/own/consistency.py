@@ -60,6 +60,7 @@ class Consistency(TextTask):
 
     name = "consistency"
     title = "same predictions as dense"
+    about = "how often the next token is predicted as the dense model does it from the whole text."
     Options = ConsistencyOptions
 
     def __init__(self, run: Any, options: ConsistencyOptions):

@@ -94,6 +94,7 @@ class Passkey(grid.PromptTask):
 
     name = "passkey"
     title = "passkey"
+    about = "a five-digit number that is hidden in repetitive text has to be found."
 
     def __init__(self, run: Any, options: Any):
         super().__init__(run, options)

@@ -20,6 +20,7 @@ class Perplexity(TextTask):
 
     name = "perplexity"
     title = "perplexity"
+    about = "how well text that training never saw is predicted, by position."
 
     def __init__(self, run: Any, options: Any):
         super().__init__(run, options)

@@ -59,6 +59,7 @@ class StreamNll(TextTask):
 
     name = "stream_nll"
     title = "streamed text"
+    about = "how well a long text is predicted while it streams through the cache."
     Options = StreamNllOptions
 
     def __init__(self, run: Any, options: StreamNllOptions):
