@@ -368,6 +368,7 @@ def _read(read: Callable[..., Any], source: str, **options: Any) -> Any:
     except (OSError, SafetensorError) as error:
         reason = str(error).splitlines()[0]
         ways = ways_without_network(source, str(error))
+        reason = reason.rstrip(".") if ways else reason
         raise ValueError(f"cannot load a model from {source}: {reason}{ways}") from error
 
 

@@ -196,7 +196,7 @@ def test_what_is_offloaded_lies_elsewhere():
 
 
 def test_frozen_weights_of_lora_are_pinned_one_by_one():
-    """In MiB: q and o 32, k and v 8, three of the feed-forward part 112, so 128; input and output 1,002; norms 0.5."""
+    """In MiB: q, o 32, k, v 8, three of the feed-forward part 112, so 128; input and output 1,002; norms 0.5."""
     args = TrainArgs(method="lora", offload_parameters="cpu")
     layers = 32 * (2 * 32 + 2 * 8 + 3 * 128)
     assert host_bytes(job(args, DENSE, ranks=1)) == {"parameters": (layers + 2 * 1024 + 1) * MIB}

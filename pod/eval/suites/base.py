@@ -59,7 +59,9 @@ class Task(ABC):
     """One thing to measure, the same for every method.
 
     name: how recipes call it; title: what a table's head says; about: what it measures, one sentence for
-    `pod eval --list-tasks`; Options: dataclass of `eval.task_options.<name>`, one docstring per field. The constructor makes or reads the samples; it raises ValueError for whatever is wrong, before any model is loaded.
+    `pod eval --list-tasks`; Options: dataclass of `eval.task_options.<name>`, one docstring per field. The
+    constructor makes or reads the samples; it raises ValueError for whatever is wrong, before any model is
+    loaded.
     """
 
     name: str

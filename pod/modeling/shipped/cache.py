@@ -82,7 +82,7 @@ class PodCache(Cache):
         return f"<pod cache {named}: {tokens} tokens in {rows}, {held:,} bytes{share}{failed}>"
 
     def _dense_bytes(self, tokens: int) -> int:
-        """Bytes of the keys and values of so many tokens in the model's dtype; 0 where no store has one to tell it."""
+        """Bytes of keys and values of so many tokens in the model's dtype; 0 where no store tells it."""
         config = self.config
         numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         stores = (store for layer, _ in self._holders() for store in layer.stores().values())
