@@ -109,6 +109,7 @@ class BenchArgs:
         """What races the dense cache, the stock model left out."""
         return [method for method in map(contestant, self.methods) if method != FULL]
 
-    def room(self, length: int) -> int:
-        """Tokens that a cache of `length` tokens has at the end of its duels."""
-        return length + (len(self.contestants) + self.stock) * (self.repeats + 1) * self.steps
+    def room(self, length: int, races: int = 1) -> int:
+        """Tokens that a cache of `length` tokens has at the end of its duels, of so many races each."""
+        duels = len(self.contestants) + self.stock
+        return length + duels * races * (self.repeats + 1) * self.steps

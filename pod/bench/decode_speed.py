@@ -2,8 +2,12 @@
 
 Dense and PoD run the same program: preallocated stores, one static step from embedding to argmax, on CUDA recorded as a graph.
 Every method meets the dense cache in a *duel*: rounds in which both decode ``steps`` tokens per row at the same length, in
-alternating order; the ratio is taken round by round. Methods that the engine does not serve decode through the ordinary cache,
-and their result says so. What is compared with the measured ratio is the byte ceiling of ``pod.bench.decode_bytes``.
+alternating order; the ratio is taken round by round. What is compared with it is the byte ceiling of ``pod.bench.decode_bytes``.
+
+CUDA graphs and fused kernels save what launches cost, whatever the cache. Every row says whether it had them: methods that the
+engine does not serve decode through the ordinary cache, which waits for the host, and stock transformers copies its cache to
+append to it; neither can be recorded. Wherever the dense cache had one of the two, each method meets it once more, both without:
+the ratio ``like_for_like``.
 
 Caches are filled without reading a prompt: random keys and values are written into the stores, which is what they hold after
 a prompt as far as time is concerned. Caches that compress a prompt by what is in it read a random one, with an attention that
@@ -11,6 +15,8 @@ returns zeros.
 """
 
 import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +34,8 @@ from pod.measure.race import Contestant, race, spread
 
 _WARM_UP = 2  # tokens; the first compiles and captures
 _TRIAL_STEPS = 8  # tokens by which backends for the dense cache are compared
+_NO_ENGINE = "it has no decode engine, and its passes wait for the host"
+_STOCK_GROWS = "transformers' cache is copied to append a token"
 
 
 @dataclass(kw_only=True)
@@ -143,11 +151,12 @@ def compare(
     Returns:
         ``full``: the dense cache's backend, what was tried, its bytes by part; ``methods``: by name, figures or an error.
     """
-    capacity = bench.args.room(length)
+    capacity = bench.args.room(length, races_on(bench.device))
     tried: dict[str, Any] = {}
     if backend is None:
         backend, tried = fastest_backend(bench, batch, length)
     full, _ = entrant(bench, FULL, batch, length, capacity, backend)
+    about: dict[str, Any] = {"backend": backend, "tried": tried, **means(full)}
     held = full.cache.nbytes_by_part()
     found = {}
     for method in methods:
@@ -158,8 +167,35 @@ def compare(
         free(bench.device)
         if full.failed is not None:
             raise full.failed
-    about = {"backend": backend, "tried": tried, "bytes_by_part": held}
+    about["bytes_by_part"] = held
     return {"batch": batch, "length": length, "full": about, "methods": found}
+
+
+def races_on(device: torch.device) -> int:
+    """How often a method meets the dense cache: once more, without graphs and fused kernels, where there are some."""
+    return 1 if device.type == "cpu" else 2
+
+
+def means(one: Contestant) -> dict[str, str | None]:
+    """Why a contestant has no CUDA graph (``no_graph``), and no fused kernels (``no_fused``); None = it has."""
+    engine = getattr(one.cache, "engine", None)
+    if engine is not None:
+        return {"no_graph": engine.without_graph(), "no_fused": engine.without_kernels()}
+    reason = _STOCK_GROWS if one.name == STOCK.name else _NO_ENGINE
+    return {"no_graph": reason, "no_fused": "its modules run one by one"}
+
+
+@contextmanager
+def plainly(contestants: Sequence[Contestant]) -> Iterator[None]:
+    """Engines work without graphs and fused kernels."""
+    engines = [engine for one in contestants if (engine := getattr(one.cache, "engine", None)) is not None]
+    for engine in engines:
+        engine.plain = True
+    try:
+        yield
+    finally:
+        for engine in engines:
+            engine.plain = False
 
 
 def duel(bench: Bench, full: Contestant, method: Method, batch: int, capacity: int) -> dict[str, Any]:
@@ -170,24 +206,42 @@ def duel(bench: Bench, full: Contestant, method: Method, batch: int, capacity: i
     if one.failed is not None:
         raise one.failed
     tokens = args.steps * batch
-    pairs = list(zip(full.seconds, one.seconds, strict=True))
     result: dict[str, Any] = {
         "spec": method.spec,
         "options": method.options,
         "engine": getattr(one.cache, "engine", None) is not None,
         "note": note,
+        **means(one),
         "length": length,
-        "tokens_per_second": spread([tokens / own for _, own in pairs]),
-        "full_tokens_per_second": spread([tokens / other for other, _ in pairs]),
-        "speed_over_full": spread([other / own for other, own in pairs]),
+        **_speeds(full, one, tokens),
     }
     if method is not STOCK:
         result |= {"bytes": one.cache.nbytes, "bytes_by_part": one.cache.nbytes_by_part()}
     if is_modelled(method):
-        result |= _against_bytes(
-            bench.sizes, method, batch, (length + one.cache.get_seq_length()) // 2, result
-        )
+        mean_length = (length + one.cache.get_seq_length()) // 2
+        result |= _against_bytes(bench.sizes, method, batch, mean_length, result)
+    if None in means(full).values():
+        result["like_for_like"] = _raced_plainly(full, one, args, tokens)
     return result
+
+
+def _speeds(full: Contestant, one: Contestant, tokens: int) -> dict[str, Any]:
+    """Of the race that both have just run, ``tokens`` in each round."""
+    pairs = list(zip(full.seconds, one.seconds, strict=True))
+    return {
+        "tokens_per_second": spread([tokens / own for _, own in pairs]),
+        "full_tokens_per_second": spread([tokens / other for other, _ in pairs]),
+        "speed_over_full": spread([other / own for other, own in pairs]),
+    }
+
+
+def _raced_plainly(full: Contestant, one: Contestant, args: BenchArgs, tokens: int) -> dict[str, Any]:
+    """The same race again, both without graphs and fused kernels."""
+    with plainly([full, one]):
+        race([full, one], args.steps, args.repeats)
+    if one.failed is not None:
+        return {"error": one_line(one.failed)[:400]}
+    return {} if full.failed is not None else _speeds(full, one, tokens)
 
 
 def _against_bytes(

@@ -1,6 +1,7 @@
 """Decode attention of others as backends of our decode engine, so that the dense cache is measured with the best there is.
 
-They serve dense layers only: no head follows, and none is followed. Both work at static shapes, as CUDA graphs need it.
+They serve dense layers only: no head follows, and none is followed. Both work at static shapes and ask the device nothing, so
+that a step with them is a CUDA graph with fused kernels between its products, as one with our own kernel.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pod.modeling.shipped.attend import Implementation
-from pod.modeling.shipped.decode import DECODERS, DecodeCall
+from pod.modeling.shipped.decode import DECODERS, RECORDABLE, DecodeCall
 
 
 def _dense_stores(call: DecodeCall) -> tuple[Tensor, Tensor]:
@@ -60,11 +61,13 @@ PEERS = {
 def dense_peers() -> Iterator[None]:
     """Offer ``PEERS`` as decode backends by name; ``auto`` takes none of them."""
     DECODERS.update(PEERS)
+    RECORDABLE.update(PEERS)
     try:
         yield
     finally:
         for name in PEERS:
             del DECODERS[name]
+        RECORDABLE.difference_update(PEERS)
 
 
 def candidates(device: torch.device) -> list[str]:

@@ -1,6 +1,5 @@
 """The `bench` section of a recipe, run: every batch size and length, printed as a table and written as JSON after each."""
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pod.bench.args import FULL, SHAPES, STOCK, BenchArgs
 from pod.bench.decode_bytes import Sizes, held_per_row, is_modelled, needed, read_per_step, spread_plan
 from pod.files import keep_old, write_json
+from pod.measure.machine import version
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.models import read_config, resolve_model
 
@@ -129,8 +129,7 @@ def load(recipe: "Recipe", measured: Measured, device: "torch.device") -> "Bench
     from pod.bench.decode_speed import Bench
 
     args, model = recipe.bench, recipe.model
-    has_flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
-    options: dict[str, Any] = {"attn_implementation": "flash_attention_2" if has_flash else "sdpa"}
+    options: dict[str, Any] = {"attn_implementation": stock_attention(device)}
     options["dtype"] = dtype = getattr(torch, model.dtype)
     torch.manual_seed(recipe.seed)
     if args.shapes is not None:
@@ -150,6 +149,13 @@ def load(recipe: "Recipe", measured: Measured, device: "torch.device") -> "Bench
     )
 
 
+def stock_attention(device: "torch.device") -> str:
+    """The attention of the stock model: that of the package flash-attn where there is one, else PyTorch's."""
+    # asked for as a distribution: flash-attn-4 has a folder of the same name without what transformers needs
+    has_flash = device.type == "cuda" and version("flash-attn") is not None
+    return "flash_attention_2" if has_flash else "sdpa"
+
+
 def run_bench(recipe: "Recipe") -> dict[str, Any]:
     """Measure what the section asks for; writes <output_dir>/bench/bench.json after every setting.
 
@@ -159,7 +165,7 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
     """
     import torch
 
-    from pod.bench.decode_speed import compare, make_cache
+    from pod.bench.decode_speed import compare, make_cache, races_on
     from pod.bench.dense_decode import dense_peers
     from pod.measure.machine import environment
 
@@ -168,7 +174,7 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
     device = torch.device(
         args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     )
-    _check_lengths(args, measured.positions)
+    _check_lengths(args, measured.positions, races_on(device))
     no_room = _check_memory(args, sizes, device)
     bench = load(recipe, measured, device)
     for method in args.contestants:  # refused before anything is measured
@@ -208,10 +214,11 @@ def table(found: dict[str, Any]) -> str:
     """The figures of one setting as text, one line per method."""
     full = found["full"]
     held = sum(full["bytes_by_part"].values()) / 1e9
+    head = "".join(f"{name:>{size}}" for name, size in _COLUMNS.items())
     lines = [
-        f"batch {found['batch']}, {found['length']:,} tokens; the dense cache (full) takes {held:.3g} GB, attention backend: "
-        f"{full['backend']}",
-        f"  {'':<30} {'tokens/s':>10} {'full':>10} {'x full':>7} {'min–max':>11} {'ceiling':>8} {'reached':>8} {'GB':>8}",
+        f"batch {found['batch']}, {found['length']:,} tokens; the dense cache (full) takes {held:.3g} GB, attention "
+        f"backend: {full['backend']}, graph: {_told(full['no_graph'])}, fused: {_told(full['no_fused'])}",
+        f"  {'':<30}{head}",
     ]
     for name, row in found["methods"].items():
         if "not_measured" in row:
@@ -220,32 +227,81 @@ def table(found: dict[str, Any]) -> str:
         if "error" in row:
             lines.append(f"  {name:<30} failed: {row['error']}")
             continue
-        own, other = (row[key]["median"] for key in ("tokens_per_second", "full_tokens_per_second"))
-        speed, size = row["speed_over_full"], f"{row['bytes'] / 1e9:8.3g}" if "bytes" in row else ""
-        limit = f"{row['byte_ceiling']:8.3f} {row['share_of_ceiling']:8.2f}" if "byte_ceiling" in row else ""
-        ratio = f"{speed['median']:7.3f} {speed['min']:5.2f}–{speed['max']:<5.2f}"
         note = f"  ({row['note']})" if row["note"] else ""
-        lines.append(f"  {name:<30} {own:10.2f} {other:10.2f} {ratio} {limit:>17} {size:>8}{note}")
+        cells = zip(_cells(row), _COLUMNS.values(), strict=True)
+        lines.append(f"  {name:<30}{''.join(f'{cell:>{size}}' for cell, size in cells)}{note}")
+    if None in (full["no_graph"], full["no_fused"]):
+        lines += [*_reasons(found, "no_graph", "graph"), *_reasons(found, "no_fused", "fused kernels")]
     return "\n".join(lines)
 
 
-def _check_lengths(args: BenchArgs, positions: int) -> None:
+_COLUMNS = {
+    "tokens/s": 11,
+    "full": 11,
+    "x full": 8,
+    "min–max": 12,
+    "graph": 6,
+    "fused": 6,
+    "x alike": 8,
+    "ceiling": 9,
+    "reached": 9,
+    "GB": 9,
+}
+"""Titles of the table's columns and their widths."""
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    """The figures of a method, in the order of the columns; empty where there is none."""
+    own, other = (row[key]["median"] for key in ("tokens_per_second", "full_tokens_per_second"))
+    speed, alike = row["speed_over_full"], row.get("like_for_like", {})
+    return [
+        f"{own:.2f}",
+        f"{other:.2f}",
+        f"{speed['median']:.3f}",
+        f"{speed['min']:.2f}–{speed['max']:.2f}",
+        "yes" if row["no_graph"] is None else "no",
+        "yes" if row["no_fused"] is None else "no",
+        f"{alike['speed_over_full']['median']:.3f}" if "speed_over_full" in alike else "",
+        f"{row['byte_ceiling']:.3f}" if "byte_ceiling" in row else "",
+        f"{row['share_of_ceiling']:.2f}" if "byte_ceiling" in row else "",
+        f"{row['bytes'] / 1e9:.3g}" if "bytes" in row else "",
+    ]
+
+
+def _told(reason: str | None) -> str:
+    return "yes" if reason is None else f"no ({reason})"
+
+
+def _reasons(found: dict[str, Any], key: str, what: str) -> Iterator[str]:
+    """One line for each reason why methods had no graph, or no fused kernels."""
+    names: dict[str, list[str]] = {}
+    for name, row in found["methods"].items():
+        if row.get(key) is not None:
+            names.setdefault(row[key], []).append(name)
+    for reason, those in names.items():
+        yield f"  no {what}: {', '.join(those)}: {reason}"
+
+
+def _check_lengths(args: BenchArgs, positions: int, races: int) -> None:
     longest = max(args.lengths)
-    if args.room(longest) > positions:
+    room = args.room(longest, races)
+    if room > positions:
         raise ValueError(
-            f"bench.lengths: {longest} tokens plus {args.room(longest) - longest} decoded tokens exceed the "
+            f"bench.lengths: {longest} tokens plus {room - longest} decoded tokens exceed the "
             f"model's {positions} positions: lower bench.lengths, bench.steps or bench.repeats"
         )
 
 
 def _check_memory(args: BenchArgs, sizes: Sizes, device: "torch.device") -> dict[tuple[int, int], str]:
     """Why the stock model is not measured, by (batch, length). Raises: ValueError for a setting that does not fit."""
+    from pod.bench.decode_speed import races_on
     from pod.measure import memory
 
     there, reasons = memory.free_memory(device), {}
     for batch, length in settings(args):
         for method in [*args.contestants, STOCK]:
-            size = needed(sizes, method, batch, args.room(length), device.type == "cpu")
+            room = args.room(length, races_on(device))
+            size = needed(sizes, method, batch, room, device.type == "cpu")
             said = (
                 f"needs {size / 1e9:.2f} GB with the weights and the dense cache, but {there / 1e9:.2f} GB "
                 f"are free on {device}"

@@ -40,6 +40,7 @@ _ROOM = 256  # tokens reserved behind a prompt, and by which a full cache grows,
 _STORED = ("keys", "window_keys", "values")
 """Stores of a layer, under the names that ``DecodeCall`` and ``NewToken`` have for them."""
 _version = operator.attrgetter("version")
+_PLAINLY, _NO_STEP = "switched off", "no step was made yet"
 
 
 @dataclass
@@ -78,17 +79,21 @@ class StaticLayer:
     def __init__(self, layer: PodCacheLayer, buffers: decode.DecodeBuffers, backend: str):
         self.layer, self.buffers, self.backend = layer, buffers, backend
         self.roles, self.stores = layer.roles, layer.stores()
-        self.operations = fused.choose(self._any_target(), backend)
+        # backends of others have no operations of their own: they get the fastest
+        is_ours = backend == "triton" or backend not in decode.RECORDABLE
+        self.best = fused.choose(self._any_target(), backend if is_ours else "auto")
+        self.operations = self.best
 
     def can_be_recorded(self) -> bool:
-        """Whether the backend that decodes here asks the device nothing, as a CUDA graph wants it: ``grouped`` reads the lengths."""
-        if self.backend not in ("auto", "triton"):
+        """Whether the backend that decodes here asks the device nothing: ``grouped`` reads the lengths."""
+        if self.backend not in ("auto", *decode.RECORDABLE):
             return False
         like = self._any_target()
         q = like.new_empty(like.shape[0], self.roles.num_heads * self.layer.groups, like.shape[3])
         lengths = torch.ones(like.shape[0], dtype=torch.long, device=q.device)
         call = DecodeCall(**self._call(q, lengths), out=q)
-        return decode.choose_decoder(call, self.backend) is decode.DECODERS["triton"]
+        chosen = decode.choose_decoder(call, self.backend)
+        return any(chosen is decode.DECODERS.get(name) for name in decode.RECORDABLE)
 
     def _any_target(self) -> Tensor:
         """``[B, h, slots, d]`` of whichever heads, in the model's dtype."""
@@ -275,10 +280,9 @@ class _Bound:
         versioned: what holds these tensors.
         version: sum of the versions of these objects when the tensors were at ``places``.
         hidden: ``[B, 1, hidden]``, what goes into the layers.
-        unfused: why the layers ran as their modules' own ``forward``; None = fused, or not yet.
+        plain: of the engine at its last step.
+        unfused: by ``plain``, why the layers ran as their modules' own ``forward``; None = they did not.
     """
-
-    unfused: str | None = None
 
     def __init__(self, layers: list[PodCacheLayer], places: list, backend: str):
         like = next(iter(layers[0].stores().values())).target
@@ -293,6 +297,8 @@ class _Bound:
         self.step = StaticStep([StaticLayer(layer, self.buffers, backend) for layer in layers], past)
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self.hidden: Tensor | None = None
+        self.plain = False
+        self.unfused: dict[bool, str | None] = {}
 
     def watch(self, layers: list[PodCacheLayer]) -> None:
         """All tensors of the layers are at ``places`` and at rest now; a replaced one shows from here on."""
@@ -305,14 +311,31 @@ class _Bound:
 
     def can_be_recorded(self) -> bool:
         """Whether a step can become a CUDA graph."""
-        return self.token.is_cuda and all(layer.can_be_recorded() for layer in self.step.layers)
+        return self.obstacle_to_recording() is None
+
+    def obstacle_to_recording(self) -> str | None:
+        """Why a step cannot become a CUDA graph; None when it can."""
+        if not self.token.is_cuda:
+            return f"there are none on a {self.token.device.type}"
+        if not all(layer.can_be_recorded() for layer in self.step.layers):
+            return "the decode kernel asks the device for lengths"
+        return None
+
+    def obstacle_to_kernels(self) -> str | None:
+        """Why norms, rotation and gates are several operations each, unless the engine is plain; None when each is one kernel."""
+        if (reason := self.unfused.get(False)) is not None:
+            return reason
+        has_none = all(layer.best is fused.REFERENCE for layer in self.step.layers)
+        return f"there are no such kernels on a {self.token.device.type}" if has_none else None
 
     def run_layers(self, model: Any, hidden_states: Tensor) -> Tensor:
         context = model.context(hidden_states, self.step.past[:, None])
         kinds = {one: tuple(x[:, 0, 0, -1].clone() for x in one.own_tables) for one in set(context.ropes)}
         self.step.tables = [kinds[rope] for rope in context.ropes]
-        self.unfused = obstacle(model, hidden_states)
-        if self.unfused is None:
+        for layer in self.step.layers:
+            layer.operations = fused.REFERENCE if self.plain else layer.best
+        self.unfused[self.plain] = _PLAINLY if self.plain else obstacle(model, hidden_states)
+        if self.unfused[self.plain] is None:
             return run_layers(model, hidden_states, self.step)
         context.step = self.step
         return model.run_layers(hidden_states, context)
@@ -326,8 +349,12 @@ class StaticEngine:
 
     Attributes:
         graphs: CUDA graphs captured so far; 0 on CPU.
+        plain: True = without graphs and fused kernels, each module by its own ``forward``, as a method runs that no
+            engine serves; may change from step to step.
         steps: tokens per row that the engine, not the ordinary pass, has decoded.
     """
+
+    plain = False
 
     def __init__(self, cache: PodCache, backend: str = "auto"):
         self._cache, self.backend = weakref.ref(cache), backend
@@ -344,7 +371,19 @@ class StaticEngine:
     @property
     def unfused(self) -> str | None:
         """Why the last step took the modules' own ``forward``, with more launches; None = it did not."""
-        return None if self._bound is None else self._bound.unfused
+        return None if self._bound is None else self._bound.unfused.get(self._bound.plain)
+
+    def without_graph(self) -> str | None:
+        """Why steps are no CUDA graphs; None when they are."""
+        if self.plain:
+            return _PLAINLY
+        return _NO_STEP if self._bound is None else self._bound.obstacle_to_recording()
+
+    def without_kernels(self) -> str | None:
+        """Why steps have no fused kernels between their products; None when they have."""
+        if self.plain:
+            return _PLAINLY
+        return _NO_STEP if self._bound is None else self._bound.obstacle_to_kernels()
 
     @property
     def cache(self) -> PodCache:
@@ -451,6 +490,9 @@ class StaticEngine:
     def _program(
         self, name: str, model: Any, run: Callable[[], Tensor], restart: Callable[[], None] = lambda: None
     ) -> Callable[[], Tensor]:
+        assert self._bound is not None
+        self._bound.plain = self.plain
+        name = f"{name}, plain" if self.plain else name
         held = self._programs.get(name)
         if held is None or not held.serves(model):
             self._programs.pop(name, None)  # frees its graph before the next one needs memory
@@ -464,7 +506,7 @@ class StaticEngine:
         other (in a ring, that of a token which has left the window).
         """
         assert self._bound is not None
-        if not self._bound.can_be_recorded():
+        if self.plain or not self._bound.can_be_recorded():
             return run
         with torch.cuda.device(self._bound.token.device):
             graph, out = _record(run, restart)

@@ -148,6 +148,8 @@ class DecodeCall(NamedTuple):
 
 DECODERS: dict[str, Implementation] = {}
 """``grouped`` of this folder, and what ``pod.kernels`` adds."""
+RECORDABLE: set[str] = {"triton"}
+"""Those that ask the device nothing, as a CUDA graph wants it."""
 DECODE_ORDER: dict[str, list[str]] = {"cuda": ["triton", "grouped"]}
 """What ``auto`` tries on a device type, fastest first; devices not named use ``grouped``."""
 
