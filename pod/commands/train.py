@@ -32,7 +32,10 @@ def main(recipe: Recipe, config: str | None = None, changes: Sequence[str] = ())
     Args:
         config, changes: the values of --config and --set that the recipe was made of.
     """
-    from pod.training.run.start import train
+    from pod.training.run.allocator import expand_segments
+
+    expand_segments()
+    from pod.training.run.start import train  # imports torch, which reads what was set
 
     note_on_data(recipe)
     is_finished = train(recipe, make_passkeys(recipe))

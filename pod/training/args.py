@@ -69,6 +69,11 @@ class TrainRecipe:
     """`cpu`: weights are in host memory, and each layer is copied to the device when it is used. Needs
     zero_stage 3. null = chosen to fit the devices."""
 
+    memory_reserve_gib: NonNegativeFloat | None = None
+    """GiB of every GPU that the chosen layout leaves to the CUDA context, to NCCL's buffers and to
+    workspaces, which no estimate counts. null = 1.25, and 1.5 for every group of ranks that communicate: 2
+    groups, with sequence parallelism 3 or 4."""
+
     fused_layers: Literal["auto", "compile", "none"] = "auto"
     """Run norms, rotary embedding and gated activations as one kernel each, by `torch.compile`. `auto` =
     on GPUs. The loss differs by rounding only."""

@@ -29,6 +29,7 @@ from pod.training.predict.memory import (
     start_bytes,
     training_bytes,
 )
+from pod.training.predict.reserve import reserve
 from pod.training.predict.shapes import Shapes, carried_heads
 from pod.training.predict.step_time import (
     CPU_CORE,
@@ -46,7 +47,8 @@ from pod.training.run.run_control import MOST_LOST, work_at_risk
 from pod.training.run.ulysses import kv_head_repeats
 
 GIB = 2**30
-FIT = 0.92  # of a device's memory; the rest is for the allocator
+FIT = 0.95  # of a GPU's memory, the reserve included; the rest is for gaps in the allocator's segments
+FIT_CPU = 0.92  # of a CPU's memory, where other processes live too
 HOST_SHARE = 0.9  # of the machine's memory that offloading may take; the rest is for processes, pinning and the page cache
 NEAR = 1.02
 MOST_MICRO_BATCH = 8
@@ -102,10 +104,20 @@ class Fit:
         """Most bytes of one rank on its device: at the start or at the peak of a step."""
         return max(start_bytes(self.job), sum(self.memory.values()))
 
+    @cached_property
+    def reserve(self) -> Parts:
+        """Bytes of one rank on its device beside all tensors, by part: stated."""
+        return reserve(self.job.args, self.job.world, self.machine.has_gpu)
+
     @property
     def share(self) -> float:
-        """Of the device's memory."""
-        return self.needed_bytes / GIB / self.machine.device.memory_gib
+        """Of the device's memory, with the reserve."""
+        return (self.needed_bytes + sum(self.reserve.values())) / GIB / self.machine.device.memory_gib
+
+    @property
+    def limit(self) -> float:
+        """The share that may be planned with."""
+        return FIT if self.machine.has_gpu else FIT_CPU
 
     @property
     def host_bytes_per_machine(self) -> int:
@@ -114,7 +126,7 @@ class Fit:
     @property
     def fits(self) -> bool:
         host = self.host_bytes_per_machine <= HOST_SHARE * self.machine.host_gib * GIB
-        return self.share <= FIT and host
+        return self.share <= self.limit and host
 
 
 def this_machine(
@@ -182,12 +194,15 @@ def check_fits(fit: Fit) -> None:
     if fit.fits:
         return
     needed, device = fit.needed_bytes / GIB, fit.machine.device
+    kept = sum(fit.reserve.values()) / GIB
+    usable = fit.limit * device.memory_gib - kept
+    rule = f"{fit.limit:.0%} of {device.name}" + (f", less a reserve of {kept:.1f}" if kept else "")
     host, host_usable = fit.host_bytes_per_machine / GIB, HOST_SHARE * fit.machine.host_gib
     pins = ", ".join(f"{name}={getattr(fit.job.args, name)}" for name in sorted(fit.pinned))
     at_host = f", and {host:.1f} of {host_usable:.1f} usable GiB of host memory" if host > host_usable else ""
     raise ValueError(
-        f"no layout fits: the closest one needs {needed:.1f} of {FIT * device.memory_gib:.1f} usable GiB "
-        f"per rank ({FIT:.0%} of {device.name}){at_host}: use more ranks, shorter rows or train.method=lora"
+        f"no layout fits: the closest one needs {needed:.1f} of {usable:.1f} usable GiB per rank ({rule})"
+        f"{at_host}: use more ranks, shorter rows or train.method=lora"
         + (f", or remove these settings from the recipe: {pins}" if pins else "")
     )
 
@@ -308,13 +323,22 @@ def table(fit: Fit, data_tokens: int | None, target_tokens: int | None = None) -
         "data": _data(fit, data_tokens, target_tokens),
         "ranks": _ranks(fit),
         "layout": layout_line(fit),
-        "memory": f"{_gib(fit.needed_bytes)} of {device.memory_gib:.1f} GiB per rank ({fit.share:.0%}): {verdict}",
+        "memory": f"{_memory(fit)} of {device.memory_gib:.1f} GiB per rank ({fit.share:.0%}): {verdict}",
+        "reserve": f"{_parts(fit.reserve)} GiB per rank, stated (train.memory_reserve_gib)",
         "start": f"{_gib(start_bytes(job))} GiB per rank while weights load and the optimizer is made",
         "host": f"{_gib(fit.host_bytes_per_machine)} of {usable} per machine for offloaded tensors",
         "time": f"{duration} on {device.name}, {time.expected:,.2f} s a step{hint}",
         "saves": _saves(job.args, work_at_risk(job.args, time.expected)),
     }
+    if not fit.reserve:
+        del lines["reserve"]
     return _lines(lines)
+
+
+def _memory(fit: Fit) -> str:
+    """GiB of a rank's tensors, and what is left free beside them."""
+    kept = sum(fit.reserve.values())
+    return _gib(fit.needed_bytes) + (f" + {_gib(kept)} reserved" if kept else "")
 
 
 def range_of_time(least: float, most: float) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from pod.data import PackedDataset
 from pod.data.rows.loader import read_manifest
 from pod.data.run.folders import LOCK_SECONDS, locked
@@ -20,6 +22,7 @@ from pod.training.predict import preflight
 from pod.training.predict.planner import Machine, details, table, this_machine
 from pod.training.predict.planner import plan as plan_run
 from pod.training.predict.shapes import Shapes
+from pod.training.run import allocator
 from pod.training.run.agreement import agree, agree_on_layout, note_neighbours
 from pod.training.run.mesh import (
     Mesh,
@@ -91,6 +94,8 @@ def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> bool:
         from_rank_0(lambda: held.enter_context(locked(folder / "train.lock", LOCK_SECONDS, busy)))
         if mesh.rank == 0:
             print(table(fit, len(dataset) * dataset.context_length), flush=True)
+            if torch.cuda.is_available():
+                print(f"pages   {allocator.describe()}", flush=True)
         plan_file = recipe.model.plan_file(recipe.output_dir)
         model, weights = hollow_start_model(recipe.model, plan_file, args.dtype)
         from_rank_0(weights.open)

@@ -1,0 +1,42 @@
+"""How PyTorch's allocator holds the memory of GPUs during a training; imports no torch, which reads the variable once."""
+
+import os
+import sys
+
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Where PyTorch looks for its settings, in this order; the last is the name that it recommends."""
+EXPANDABLE = "expandable_segments:True"
+_REGISTERS = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
+
+_said = ""
+
+
+def expand_segments() -> str:
+    """Let segments of GPU memory grow in place, before torch is imported: pieces of other sizes, as sequences and gathered
+    weights leave them, then do not add up to memory that nothing fits into.
+
+    Not where a variable of PyTorch's allocator is set, and not where NCCL shall register all tensors, which PyTorch
+    switches off for such segments. They have no legacy CUDA IPC handles, and graphs with collectives were seen to hang
+    over them (pytorch/torchtitan#3306): a training has neither, decoding and evaluation keep PyTorch's default.
+
+    Returns:
+        What was done, for the header of the run.
+    """
+    global _said
+    given = next((name for name in VARIABLES if os.environ.get(name)), None)
+    if given is not None:
+        is_ours = _said and os.environ[given] == EXPANDABLE
+        _said = _said if is_ours else f"{given}={os.environ[given]}, as the environment says"
+    elif os.environ.get(_REGISTERS, "0").lower() not in ("", "0", "false", "no"):
+        _said = f"PyTorch's default, as {_REGISTERS} is set"
+    elif "torch" in sys.modules:
+        _said = f"PyTorch's default: torch was imported before the command; set {VARIABLES[-1]}={EXPANDABLE}"
+    else:
+        os.environ[VARIABLES[-1]] = EXPANDABLE
+        _said = f"{EXPANDABLE} (set {VARIABLES[-1]} to change it)"
+    return _said
+
+
+def describe() -> str:
+    """What `expand_segments` did."""
+    return _said or "PyTorch's default"
