@@ -22,10 +22,19 @@ from pod.eval.results import one_line
 from pod.files import write_json
 from pod.measure.machine import environment
 from pod.measure.race import spread
+from pod.modeling.shipped import flash_version
 
 Contestant = Callable[[Callable[[], None]], Any]
 RESULTS = Path(__file__).parent / "results" / "gpu"
-_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "deepspeed")
+_PACKAGES = (
+    "triton",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+    "deepspeed",
+)
 
 
 def parser(doc: str | None, name: str) -> argparse.ArgumentParser:
@@ -44,8 +53,16 @@ def parser(doc: str | None, name: str) -> argparse.ArgumentParser:
 
 
 def choose_device(tiny: bool) -> torch.device:
-    """The GPU; the CPU for a tiny run. Without a GPU one line on stderr and exit code 2."""
+    """The GPU, with the FlashAttention that POD_FLASH_ATTENTION names; the CPU for a tiny run.
+
+    Without a GPU, and for a FlashAttention that cannot run on it, one line on stderr and exit code 2.
+    """
     if torch.cuda.is_available() and not tiny:
+        try:
+            flash_version.use()
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
         return torch.device("cuda", torch.cuda.current_device())
     if not tiny:
         print(

@@ -34,8 +34,13 @@ class ModelArgs:
     """Floating-point type of the loaded weights. Training has its own: train.dtype."""
 
     attention_backend: str = "auto"
-    """Implementation of attention: `auto` picks the fastest that works here; `reference` or `flash` by
-    name. A named one that cannot run is an error."""
+    """Implementation of attention: `auto` picks the fastest that works here; `reference`, `flash` or
+    `flex` by name. A named one that cannot run is an error."""
+
+    flash_attention: Literal["fa2", "fa3", "fa4"] | None = None
+    """FlashAttention that runs on GPUs: `fa2` comes with PyTorch, `fa3` needs the package flash-attn-3 and
+    a Hopper GPU, `fa4` flash-attn-4 and a Hopper or Blackwell GPU. One that cannot run is an error. null =
+    the environment variable POD_FLASH_ATTENTION, else fa2."""
 
     num_sink_tokens: NonNegativeInt | None = None
     """First tokens of a document that every head sees with its own query and key (paper: 16). null = the

@@ -1,12 +1,20 @@
 """What this machine compiles C with: Triton builds the code that starts its kernels at the first launch."""
 
 import functools
+import importlib.util
 import os
 import shutil
 import sysconfig
 from pathlib import Path
 
 _NEED = "Triton compiles what starts its kernels with it"
+
+
+def obstacle() -> str | None:
+    """Why Triton cannot compile and start kernels on a GPU of this machine, with what to do; None = it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: it comes with CUDA builds of PyTorch (pip install triton)"
+    return missing()
 
 
 @functools.cache

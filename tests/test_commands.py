@@ -339,4 +339,6 @@ def test_a_wheel_carries_code_recipes_and_data(tmp_path):
     assert {str(file.relative_to(ROOT)) for file in tracked} | recipes <= names
     assert {name.split("/")[0] for name in names} == {"pod", f"pod_kv-{pod.__version__}.dist-info"}
     metadata = zipfile.ZipFile(wheel).read(f"pod_kv-{pod.__version__}.dist-info/METADATA").decode()
-    assert "Provides-Extra: eval" in metadata and "flash-attn" not in metadata
+    assert "Provides-Extra: eval" in metadata and "Provides-Extra: gpu" in metadata
+    flash = [line for line in metadata.splitlines() if line.startswith("Requires-Dist: flash")]
+    assert len(flash) == 1 and "flash-attn-4" in flash[0] and flash[0].endswith("extra == 'gpu'")

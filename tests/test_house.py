@@ -41,7 +41,7 @@ ARROWS = {
     "engine": {"shipped", "kernels"},
     "modeling": {"shipped", "kernels", "engine", "families", "models", "notation", "tokenizer"},
     "data": {"remote", "tokenizer", "verbosity"},
-    "training": {"shipped", "modeling", "kernels", "data", "verbosity"},
+    "training": {"shipped", "modeling", "kernels", "data", "toolchain", "verbosity"},
     "export": {"shipped", "modeling", "training", "models", "__init__"},
     "measure": {"shipped"},
     "eval": {"shipped", "modeling", "kernels", "data", "measure", "notation", "verbosity"},

@@ -6,6 +6,9 @@ caches with random keys and values, so it needs no prompt. Its table shows, for 
   full        speed of the dense cache, measured in turns with the method
   x full      tokens/s divided by full
   min–max     lowest and highest x full of all rounds
+  graph       whether a decoded token is one CUDA graph
+  fused       whether norms, rotation and gates are fused kernels
+  x alike     x full where both decode without graphs and fused kernels, which not every method can have
   ceiling     highest ratio possible, if time depended only on the bytes that decoding reads
   reached     x full as a share of the ceiling
   GB          size of the cache
@@ -16,6 +19,7 @@ It also writes <output_dir>/bench/bench.json.
 
 import argparse
 
+from pod.commands.gpu import prepare
 from pod.recipe import Recipe
 
 SECTIONS = "model", "bench"
@@ -42,4 +46,5 @@ def main(recipe: Recipe) -> None:
     """Measure what section `bench` asks for."""
     from pod.bench.run import run_bench  # loads torch, which --help and --dry-run do not need
 
+    prepare(recipe, recipe.bench.device, reads=False, decodes=True)
     run_bench(recipe)

@@ -23,6 +23,8 @@ OPTIONAL = {
     "tiktoken": "a tokenizer.model in tiktoken's format: pip install tiktoken",
     "triton": "GPU kernels; it comes with CUDA builds of torch",
     "flash-attn": "a faster peer in `pod bench`: pip install flash-attn --no-build-isolation",
+    "flash-attn-3": "model.flash_attention=fa3 on Hopper GPUs: from PyTorch's package index, pip install flash-attn-3",
+    "flash-attn-4": "model.flash_attention=fa4 on Hopper and Blackwell GPUs: pip install '.[gpu]'",
     "lm-eval": "benchmarks in `pod eval`: pip install '.[eval]' in a clone of the repository",
     "wandb": "train.tracker=wandb: pip install wandb",
     "tensorboard": "train.tracker=tensorboard: pip install tensorboard",
@@ -114,11 +116,41 @@ def parts() -> list[str]:
         say("note", "GPU", f"torch {torch.__version__} finds none; the CPU has {os.cpu_count()} cores")
     from pod.training.deepspeed_bridge import check_parts
 
+    wrong = []
+    for check in (check_parts, flash_attention):
+        try:
+            check()
+        except ValueError as error:
+            wrong.append(str(error))
+    return wrong
+
+
+def flash_attention() -> None:
+    """Print which FlashAttention commands will run on GPUs, and which are installed.
+
+    Raises: ValueError where POD_FLASH_ATTENTION names one that cannot run here.
+    """
+    from pod.modeling.shipped import flash_version
+
+    there = [flash_version.SHIPPED]
+    there += [name for name, version in flash_version.VERSIONS.items() if installed(version.package)]
+    named = os.environ.get(flash_version.VARIABLE)
     try:
-        check_parts()
-    except ValueError as error:
-        return [str(error)]
-    return []
+        flash_version.use()
+    except ValueError:
+        say(
+            "bad",
+            "FlashAttention",
+            f"{flash_version.VARIABLE}={named} cannot run here; installed: {', '.join(there)}",
+        )
+        raise
+    why = (
+        f"by {flash_version.VARIABLE}"
+        if named
+        else f"unless a recipe or {flash_version.VARIABLE} names another"
+    )
+    active = flash_version.describe(flash_version.active_version())
+    say("ok", "FlashAttention", f"{active} runs on GPUs, {why}; installed: {', '.join(there)}")
 
 
 def options() -> None:

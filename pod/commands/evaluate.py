@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 from pod.commands import note_on_data, run_recipe
+from pod.commands.gpu import prepare
 from pod.recipe import Recipe, exit_with
 
 SECTIONS = "model", "data", "eval"
@@ -74,6 +75,8 @@ def main(recipe: Recipe) -> None:
     from pod.eval.runner import evaluate  # loads torch, which --help and --dry-run do not need
 
     note_on_data(recipe)
+    if "answer" in recipe.eval.steps:
+        prepare(recipe, recipe.eval.device, decodes=True)
     evaluate(recipe)
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pod.commands import note_on_data
+from pod.commands.gpu import prepare
 from pod.files import atomic_write_text, keep_old, write_json
 from pod.recipe import Recipe
 
@@ -37,6 +38,7 @@ def main(recipe: Recipe) -> None:
     from pod.training.plans.measure import find_heads
 
     note_on_data(recipe)
+    prepare(recipe)
     heads_wanted = recipe.explore.heads or compares_razor(recipe)
     with process_group() as rank:
         exploration = Exploration.of(recipe)

@@ -13,8 +13,10 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment() -> dict[str, Any]:
-    """Date (UTC), versions, commit of this package's checkout, hardware, threads."""
+    """Date (UTC), versions, commit of this package's checkout, hardware, threads, FlashAttention on a GPU."""
     import torch
+
+    from pod.modeling.shipped.flash_version import active_version
 
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -26,6 +28,7 @@ def environment() -> dict[str, Any]:
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "threads": torch.get_num_threads(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "flash_attention": active_version() if torch.cuda.is_available() else None,
         },
     }
 

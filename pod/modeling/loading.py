@@ -26,6 +26,7 @@ from pod.modeling.checkpoints import ADAPTER_CONFIG, EMBEDDING, HEAD, has_own_he
 from pod.modeling.load_options import LoadOptions, load_options
 from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.flash_version import use_asked
 from pod.modeling.shipped.llama import PodForCausalLM, PodModel
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.models import read_config, resolve_model, ways_without_network
@@ -196,11 +197,13 @@ def load_model(
 
     What the files hold wins over the configuration where the two can be reconciled: an output projection that differs from
     the embedding stays its own, whatever ``tie_word_embeddings`` says. The model caches, whatever ``use_cache`` says.
+    The environment variable ``POD_FLASH_ATTENTION`` (fa2, fa3, fa4) names the FlashAttention that runs on GPUs.
 
     Raises:
         ValueError: names, families, keys, plans or layouts that do not fit, several devices, quantization, files that
             contradict each other or the configuration; the message says what would fit.
     """
+    use_asked()
     options = load_options(dtype, attention_backend, device, others, _OWN_NAMES)
     plan = plan if plan is None or isinstance(plan, SharingPlan) else SharingPlan.load(plan)
     wishes: dict[str, Any] = {"plan": plan, "layout": layout, "attention_backend": options.attention_backend}

@@ -125,6 +125,21 @@ def test_no_device_is_one_line_and_exit_code_2(tools, capsys, monkeypatch):
     assert tools.choose_device(tiny=True) == CPU
 
 
+def test_a_flash_attention_that_cannot_run_is_one_line_and_exit_code_2(tools, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setenv("POD_FLASH_ATTENTION", "fa3")
+    with pytest.raises(SystemExit) as stop:
+        tools.choose_device(tiny=False)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: POD_FLASH_ATTENTION=fa3 cannot run here: GPU 0, NVIDIA A100, has")
+    assert error.count("\n") == 1
+    assert tools.choose_device(tiny=True) == CPU
+
+
 def test_ratios_are_taken_round_by_round(tools):
     found = tools.ratios([2.0, 30.0, 5.0], [1.0, 10.0, 10.0])
     assert found == {"median": 2.0, "min": 0.5, "max": 3.0, "repeats": 3}

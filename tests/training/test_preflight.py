@@ -117,6 +117,8 @@ def test_gpus_and_bfloat16(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     h100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: h100)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(preflight.toolchain, "obstacle", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     run(tmp_path, 2)

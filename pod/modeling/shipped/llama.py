@@ -20,6 +20,7 @@ from .config import NORMS, PodConfig
 from .decode import DECODERS
 from .experts import PodExperts
 from .flash import FLASH
+from .flash_version import use_asked
 from .generation import PodGenerationMixin, check_cache, own_cache
 from .grouped import ATTEND_GROUPED, DECODE_GROUPED
 from .reference import ATTEND_REFERENCE
@@ -162,6 +163,13 @@ class PodPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["PodDecoderLayer"]
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """See transformers. The environment variable ``POD_FLASH_ATTENTION`` (fa2, fa3, fa4) names the FlashAttention
+        that runs on GPUs; ``ValueError`` for one that cannot run here."""
+        use_asked()
+        return super().from_pretrained(*args, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """See transformers; the folder has this code too, which auto classes load with ``trust_remote_code``. It adds its own class.

@@ -1,8 +1,9 @@
 """Attention as a few variable-length flash calls over all segments of a batch at once, on CUDA; forward and backward.
 
 Each kind of slice (``Segment.slices``) is *one* call of PyTorch's op, causal from the bottom right, whose sequences are the
-segments; ``cu_seqlens`` are made once in a pass. Where the rows of a call are not neighbours they are gathered. Which kernels
-run is PyTorch's choice: its FlashAttention 2, or what ``torch.nn.attention.activate_flash_attention_impl`` put in its place.
+segments; ``cu_seqlens`` are made once in a pass. Where the rows of a call are not neighbours they are gathered. Behind the op
+run the kernels of FlashAttention 2, or of 3 or 4 (``flash_version``): all that is asked of them here, bounds, longest
+sequences, scale, causal masks, windows and log-sum-exps, forward and backward, they take alike.
 
 Outputs of the same rows are merged by their log-sum-exps in one pass with one rounding; backward calls each part's flash
 backward with the merged output and log-sum-exp.
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .attend import Call, Segment, Slice, Span, Visibility, compute_dtype, span
+from .flash_version import active_version, unsupported_by_version
 
 _aten = torch.ops.aten
 _MERGE_ELEMENTS = 1 << 24
@@ -145,9 +147,10 @@ def unsupported_on_cuda(call: Call) -> str | None:
         return f"device {q.device.type} has no flash op"
     if (reason := unsupported_sizes(q.dtype, q.shape[-1])) is not None:
         return reason
-    if torch.cuda.get_device_capability(q.device) < (8, 0):
+    capability = torch.cuda.get_device_capability(q.device)
+    if capability < (8, 0):
         return "this GPU (needs compute capability 8.0)"
-    return None
+    return unsupported_by_version(active_version(), q.shape[-1], capability)
 
 
 def unsupported_sizes(dtype: torch.dtype, head_dim: int) -> str | None:

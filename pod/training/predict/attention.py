@@ -2,8 +2,7 @@
 
 import torch
 
-from pod.kernels import flex
-from pod.modeling.shipped import varlen
+from pod.kernels import gpu
 from pod.training.predict.shapes import Shapes
 
 
@@ -28,8 +27,4 @@ def refusals(shapes: Shapes, dtype: str, has_gpu: bool) -> dict[str, str | None]
     """Why `flash` and `flex`, in the order of `auto`, cannot run in a dtype of `TrainArgs`; None = it can."""
     if not has_gpu:
         return {"flash": None, "flex": "it runs on GPUs only"}
-    kind = getattr(torch, dtype)
-    return {
-        "flash": varlen.unsupported_sizes(kind, shapes.head_dim),
-        "flex": flex.unsupported_sizes(kind, shapes.head_dim),
-    }
+    return gpu.refusals(getattr(torch, dtype), shapes.head_dim)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from pod.modeling.shipped import flash_version
 from pod.modeling.shipped.sharing import Lead, roles_of
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.predict.attention import attention_backend
@@ -323,6 +324,7 @@ def table(fit: Fit, data_tokens: int | None, target_tokens: int | None = None) -
         "data": _data(fit, data_tokens, target_tokens),
         "ranks": _ranks(fit),
         "layout": layout_line(fit),
+        "kernels": _kernels(fit),
         "memory": f"{_memory(fit)} of {device.memory_gib:.1f} GiB per rank ({fit.share:.0%}): {verdict}",
         "reserve": f"{_parts(fit.reserve)} GiB per rank, stated (train.memory_reserve_gib)",
         "start": f"{_gib(start_bytes(job))} GiB per rank while weights load and the optimizer is made",
@@ -372,6 +374,14 @@ def _data(fit: Fit, data_tokens: int | None, target_tokens: int | None) -> str:
         return f"{tokens:,} tokens of data that is not prepared yet"
     state = "" if data_tokens else " (data not prepared yet)"
     return f"{tokens:,} tokens of {known:,} = {tokens / known:.2f} epochs{state}"
+
+
+def _kernels(fit: Fit) -> str:
+    """What runs attention: its backend, and on GPUs the FlashAttention behind `flash`."""
+    attention = fit.job.attention
+    if attention != "flash" or not fit.machine.has_gpu:
+        return f"attention {attention}"
+    return f"attention flash, {flash_version.describe(flash_version.asked() or flash_version.SHIPPED)}"
 
 
 def _saves(args: TrainArgs, seconds: float) -> str:

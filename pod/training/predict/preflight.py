@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pod import toolchain
 from pod.files import check_can_write
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.predict import planner
@@ -97,7 +98,8 @@ def check_epochs(job: Job, rows: int) -> None:
 
 
 def check_gpus(args: TrainRecipe) -> None:
-    """Raise ValueError for more ranks than GPUs on this machine, and for bfloat16 on a GPU without it."""
+    """Raise ValueError for more ranks than GPUs on this machine, for bfloat16 on a GPU without it, and for fused layers
+    where they cannot be compiled."""
     if not torch.cuda.is_available():
         return
     ranks, gpus = local_world_size(), torch.cuda.device_count()
@@ -105,6 +107,11 @@ def check_gpus(args: TrainRecipe) -> None:
         raise ValueError(
             f"{ranks} ranks on this machine, but {gpus} GPUs are visible: start one rank per GPU "
             "(--num_gpus, --gpus-per-node, CUDA_VISIBLE_DEVICES)"
+        )
+    obstacle = toolchain.obstacle()
+    if args.fused_layers != "none" and obstacle is not None:
+        raise ValueError(
+            f"train.fused_layers={args.fused_layers} compiles kernels by Triton: {obstacle}; or set train.fused_layers=none"
         )
     if args.dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(

@@ -12,6 +12,7 @@ from pod.data import PackedDataset
 from pod.data.rows.loader import read_manifest
 from pod.data.run.folders import LOCK_SECONDS, locked
 from pod.data.tokens.tokenizers import tokenizer_sha256
+from pod.modeling.shipped import flash_version
 from pod.models import resolve_model
 from pod.recipe import Recipe
 from pod.tokenizer import check_ids
@@ -73,6 +74,8 @@ def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> bool:
 
     how, folder, config = recipe.train, recipe.train_dir, asdict(recipe)
     check_tracker(how.tracker)
+    # what the environment named counts as the recipe's: ranks must agree on it, and checkpoints tell it
+    config["model"]["flash_attention"] = flash_version.use(recipe.model.flash_attention)
     planned, plan = model_config(recipe.model, recipe.output_dir)
     dataset = open_data(recipe, planned)
     fit = preflight.check(planned, how, dataset.manifest, folder, this_machine())
@@ -126,6 +129,7 @@ def estimate(recipe: Recipe, machine: Machine) -> str:
 
     A plan that is still to be made, for layout=pod, is one of explore.target_saving. ValueError for what does not go together.
     """
+    flash_version.choose(recipe.model.flash_attention)
     _, note = source_config(recipe.model)
     config, plan = model_config(recipe.model, recipe.output_dir, recipe.explore.target_saving)
     asked = length = recipe.data.context_length
@@ -143,6 +147,9 @@ def estimate(recipe: Recipe, machine: Machine) -> str:
             f"{plan.num_followers} follow, which saves {plan.asymptotic_saving:.0%} of the keys and values "
             "of distant tokens"
         )
+    if torch.cuda.is_available() or not machine.has_gpu:  # else the training runs elsewhere
+        with _refusal_in(notes):
+            flash_version.check()
     with _refusal_in(notes):
         preflight.check_positions(config, length)
     if rows is not None:

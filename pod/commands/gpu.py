@@ -1,0 +1,51 @@
+"""What a command with attention on GPUs settles before it starts: FlashAttention's version, and what this machine lacks."""
+
+import sys
+from typing import Any
+
+from pod.recipe import Recipe, rank
+
+
+def prepare(recipe: Recipe, device: str = "auto", reads: bool = True, decodes: bool = False) -> None:
+    """Activate the FlashAttention that the recipe or the environment names; refuse a GPU machine on which prompts would be read
+    by the reference, and warn where tokens would be decoded without Triton's kernels.
+
+    Args:
+        device: the command's own setting; `auto` is a GPU where there is one.
+        reads, decodes: whether the command reads texts, and decodes tokens.
+
+    Raises:
+        ValueError: in one line, what cannot run here and what to do.
+    """
+    import torch
+
+    from pod import toolchain
+    from pod.kernels.gpu import check_prompts
+    from pod.modeling.shipped.flash_version import describe, use
+
+    version = use(recipe.model.flash_attention)
+    if device == "cpu" or not torch.cuda.is_available():
+        return
+    head_dim = head_dim_of(recipe) if reads else None
+    if head_dim is not None:
+        check_prompts(getattr(torch, recipe.model.dtype), head_dim, recipe.model.attention_backend)
+    if rank() != 0:
+        return
+    print(f"attention on GPUs: {describe(version)}", flush=True)
+    obstacle = toolchain.obstacle()
+    if decodes and obstacle is not None:
+        print(
+            f"warning: tokens are decoded without Triton's kernels and CUDA graphs, which is slower: {obstacle}",
+            file=sys.stderr,
+        )
+
+
+def head_dim_of(recipe: Recipe) -> int | None:
+    """The head dimension of the recipe's model; None where its configuration cannot be read, which the command itself reports."""
+    from pod.training.run.start_model import source_config
+
+    try:
+        config: Any = source_config(recipe.model)[0]
+    except (ValueError, OSError):
+        return None
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,0 +1,234 @@
+"""Which FlashAttention runs on CUDA: 2, which PyTorch brings, or 3 or 4 in its place.
+
+All of them run behind the same operations of PyTorch (``varlen`` calls them); PyTorch's own switch
+``torch.nn.attention.activate_flash_attention_impl`` changes what does, for the whole process. A recipe names a version
+(``model.flash_attention``), or the environment does (``POD_FLASH_ATTENTION``); it runs or is refused, and is never
+replaced by another. Where neither names one, what was activated by hand stays.
+"""
+
+import importlib.metadata
+import os
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.attention as switch
+from torch.torch_version import TorchVersion
+
+VARIABLE = "POD_FLASH_ATTENTION"
+SETTING = "model.flash_attention"
+SHIPPED = "fa2"
+
+
+class FlashVersion(NamedTuple):
+    """What replaces FlashAttention 2.
+
+    Attributes:
+        number: of the version.
+        implementation: its name in PyTorch's switch.
+        package, modules: what has to be installed, and the first parts of the modules that PyTorch imports from it.
+        majors: compute capabilities (their first number) of the GPUs that it runs on.
+        how_to_get: for an error message.
+    """
+
+    number: int
+    implementation: str
+    package: str
+    modules: tuple[str, ...]
+    majors: tuple[int, ...]
+    how_to_get: str
+
+
+VERSIONS = {
+    "fa3": FlashVersion(
+        3,
+        "FA3",
+        "flash-attn-3",
+        ("flash_attn_interface", "flash_attn_3", "flash_attn_config"),
+        (9,),
+        "pip install flash-attn-3 from PyTorch's package index, or build the folder hopper of Dao-AILab/flash-attention",
+    ),
+    "fa4": FlashVersion(
+        4,
+        "FA4",
+        "flash-attn-4",
+        ("flash_attn",),
+        (9, 10),
+        "pip install '.[gpu]' in a clone, or pip install 'flash-attn-4>=4.0.0b17,<4.0.0b19'",
+    ),
+}
+ALLOWED = (SHIPPED, *VERSIONS)
+
+# PyTorch takes two results of FlashAttention 4's forward pass, which has given more since this release
+# (pytorch/pytorch#190212); up to this version of PyTorch.
+_MORE_RESULTS, _TAKES_TWO = "4.0.0b19", "2.14"
+
+_chosen: str | None = None  # by the recipe of the running command, which goes before the environment
+
+
+def asked() -> str | None:
+    """The version that the recipe names, else the environment; None = neither does.
+
+    Raises:
+        ValueError: a name that is not allowed.
+    """
+    name = _chosen or os.environ.get(VARIABLE) or None
+    if name is not None and name not in ALLOWED:
+        raise ValueError(f"{_source()}={name} is not allowed: use {', '.join(ALLOWED)}")
+    return name
+
+
+def _source() -> str:
+    """What named the version."""
+    return VARIABLE if _chosen is None else SETTING
+
+
+def choose(setting: str | None) -> str:
+    """For a command: from now on its recipe decides, or the environment if the recipe names no version.
+
+    Returns:
+        The version that ``use`` will activate.
+    """
+    global _chosen
+    _chosen = setting
+    return asked() or SHIPPED
+
+
+def use(setting: str | None = None) -> str:
+    """For a command, before its first attention: activate what its recipe or the environment names, else FlashAttention 2.
+
+    Returns:
+        The version that runs.
+
+    Raises:
+        ValueError: in one line, a version that cannot run here.
+    """
+    name = choose(setting)
+    _activate(name)
+    return name
+
+
+def use_asked() -> None:
+    """For a model that is loaded: as ``use``, with what the running command chose; nothing changes where nothing is named.
+
+    Raises:
+        ValueError: as ``use``.
+    """
+    name = asked()
+    if name is not None:
+        _activate(name)
+
+
+def check() -> None:
+    """Raise ``ValueError`` where the named version cannot run here, as far as can be said without loading it."""
+    name = asked() or SHIPPED
+    if (reason := refusal(name)) is not None:
+        raise ValueError(_cannot(name, reason))
+
+
+def _cannot(name: str, reason: str) -> str:
+    return f"{_source()}={name} cannot run here: {reason}; or use {SHIPPED}, which comes with PyTorch"
+
+
+def _activate(name: str) -> None:
+    if name == active_version():
+        return
+    if name == SHIPPED:
+        switch.restore_flash_attention_impl()
+        return
+    if (reason := refusal(name)) is not None:
+        raise ValueError(_cannot(name, reason))
+    version = VERSIONS[name]
+    try:
+        switch.activate_flash_attention_impl(version.implementation)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in version.modules:
+            raise ValueError(_cannot(name, _not_loaded(version, error))) from None
+        missing = f"the package {version.package} is not installed ({version.how_to_get})"
+        raise ValueError(_cannot(name, missing)) from None
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        raise ValueError(_cannot(name, _not_loaded(version, error))) from None
+
+
+def _not_loaded(version: FlashVersion, error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return (
+        f"{version.package} cannot be loaded ({text}): install it again for this PyTorch, {torch.__version__}"
+    )
+
+
+def active_version() -> str:
+    """The version that runs on CUDA now, or the name under which another one was activated by hand."""
+    implementation = _current()
+    if implementation is None:
+        return SHIPPED
+    names = {version.implementation: name for name, version in VERSIONS.items()}
+    return names.get(implementation, implementation)
+
+
+def _current() -> str | None:
+    find: Any = getattr(switch, "current_flash_attention_impl", None)  # not before PyTorch 2.11
+    return None if find is None else find()
+
+
+def refusal(name: str) -> str | None:
+    """Why a version cannot run on this machine and what to do, as far as can be said without loading it; None = it can."""
+    if name == SHIPPED:
+        return None
+    version = VERSIONS[name]
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return "PyTorch finds no NVIDIA GPU"
+    known = getattr(switch, "list_flash_attention_impls", list)()
+    if version.implementation not in known:
+        return (
+            f"PyTorch {torch.__version__} has no switch for FlashAttention {version.number} (update PyTorch)"
+        )
+    for device in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(device)
+        if major not in version.majors:
+            needed = " or ".join(f"{one}.0" for one in version.majors)
+            return (
+                f"GPU {device}, {torch.cuda.get_device_name(device)}, has compute capability {major}.{minor}, and "
+                f"FlashAttention {version.number} needs {needed} (hide this GPU by CUDA_VISIBLE_DEVICES)"
+            )
+    return _wrong_release(version)
+
+
+def _wrong_release(version: FlashVersion) -> str | None:
+    """Why this PyTorch cannot call the release that is installed."""
+    found = installed(version.package)
+    if version.number != 4 or found is None or TorchVersion(torch.__version__) >= _TAKES_TWO:
+        return None
+    if TorchVersion(found) < _MORE_RESULTS:
+        return None
+    return (
+        f"PyTorch {torch.__version__} cannot call flash-attn-4 {found}, which gives more results than it takes "
+        f"({version.how_to_get})"
+    )
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def unsupported_by_version(name: str, head_dim: int, capability: tuple[int, int]) -> str | None:
+    """Why a version cannot run this head dimension on a GPU of this compute capability, where FlashAttention 2 can."""
+    if name not in VERSIONS:
+        return None
+    version = VERSIONS[name]
+    if capability[0] not in version.majors:
+        needed = " or ".join(f"{one}.0" for one in version.majors)
+        return f"FlashAttention {version.number} on this GPU (needs compute capability {needed})"
+    # head dimension 256 has a kernel there, whose backward pass takes no windows
+    if version.number == 4 and capability[0] == 10 and head_dim > 128:
+        return f"head_dim {head_dim} with FlashAttention 4 on this GPU (at most 128; fa2 takes 256)"
+    return None
+
+
+def describe(name: str) -> str:
+    """``FlashAttention 3 (fa3)``."""
+    number = VERSIONS[name].number if name in VERSIONS else 2 if name == SHIPPED else None
+    return name if number is None else f"FlashAttention {number} ({name})"
