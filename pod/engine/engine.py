@@ -14,205 +14,26 @@ import functools
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.activations import ACT2FN
+from torch import Tensor
 
+from pod.engine.layers import StaticLayer, StaticStep, obstacle, run_layers
 from pod.engine.program import Program
 from pod.kernels import fused
-from pod.kernels.fused import HeadNorms, NewToken
 from pod.modeling.shipped import decode
-from pod.modeling.shipped.attend import Tokens
-from pod.modeling.shipped.attention import PodAttention, RMSNorm
 from pod.modeling.shipped.cache import PodCache
-from pod.modeling.shipped.decode import DecodeCall
 from pod.modeling.shipped.layout import PodCacheLayer
-from pod.modeling.shipped.llama import PodDecoderLayer, PodMLP
 from pod.modeling.shipped.step import Step
 
 _WARM_UPS = 2  # runs before a capture: kernels compile, libraries allocate
 _ROOM = 256  # tokens reserved behind a prompt, and by which a full cache grows, at least; 1/8 of a long one
-_STORED = ("keys", "window_keys", "values")
-"""Stores of a layer, under the names that ``DecodeCall`` and ``NewToken`` have for them."""
 _version = operator.attrgetter("version")
 _PLAINLY, _NO_STEP = "switched off", "no step was made yet"
-
-
-@dataclass
-class StaticStep:
-    """What the layers of one decoded token share; the same tensors in every step.
-
-    Attributes:
-        layers: one ``StaticLayer`` per decoder layer.
-        past: ``[B]`` int64 tokens per row before the step.
-        lengths: ``[B]`` int64 tokens per row, the new one included.
-        tables: for each layer cos and sin ``[B, d / 2]`` at ``past``; set for each step.
-    """
-
-    layers: list["StaticLayer"]
-    past: Tensor
-    tables: Sequence[tuple[Tensor, ...]] = ()
-
-    def __post_init__(self):
-        self.lengths = self.past + 1
-
-    def place(self, past: Tensor | int) -> None:
-        """The next token stands behind ``past`` tokens per row."""
-        self.past.copy_(past) if isinstance(past, Tensor) else self.past.fill_(past)
-        torch.add(self.past, 1, out=self.lengths)
-
-
-class StaticLayer:
-    """One layer: writes the new key and value where the cache expects them, and calls the decode kernel.
-
-    Args:
-        layer: the cache's layer, with room reserved and at least one token stored.
-        buffers: what leads leave for their followers; one for all layers.
-        backend: of ``pod.modeling.shipped.decode``.
-    """
-
-    def __init__(self, layer: PodCacheLayer, buffers: decode.DecodeBuffers, backend: str):
-        self.layer, self.buffers, self.backend = layer, buffers, backend
-        self.roles, self.stores = layer.roles, layer.stores()
-        # backends of others have no operations of their own: they get the fastest
-        is_ours = backend == "triton" or backend not in decode.RECORDABLE
-        self.best = fused.choose(self._any_target(), backend if is_ours else "auto")
-        self.operations = self.best
-
-    def can_be_recorded(self) -> bool:
-        """Whether the backend that decodes here asks the device nothing: ``grouped`` reads the lengths."""
-        if self.backend not in ("auto", *decode.RECORDABLE):
-            return False
-        like = self._any_target()
-        q = like.new_empty(like.shape[0], self.roles.num_heads * self.layer.groups, like.shape[3])
-        lengths = torch.ones(like.shape[0], dtype=torch.long, device=q.device)
-        call = DecodeCall(**self._call(q, lengths), out=q)
-        chosen = decode.choose_decoder(call, self.backend)
-        return any(chosen is decode.DECODERS.get(name) for name in decode.RECORDABLE)
-
-    def _any_target(self) -> Tensor:
-        """``[B, h, slots, d]`` of whichever heads, in the model's dtype."""
-        return next(iter(self.stores.values())).target
-
-    def _call(self, q: Tensor, lengths: Tensor) -> dict[str, Any]:
-        """Arguments of ``pod_decode``, by name."""
-        held = {name: self.stores[name].stored if name in self.stores else None for name in _STORED}
-        return held | {
-            "near": self._near(),
-            "q": q,
-            "lengths": lengths,
-            "roles": self.roles,
-            "buffers": self.buffers,
-            "num_sink_tokens": self.layer.num_sink_tokens,
-            "num_recent_tokens": self.layer.num_recent_tokens,
-            "scale": self.layer.scale,
-            "tau": self.layer.tau,
-        }
-
-    def _near(self) -> Tokens | None:
-        """Keys and values of the heads that keep their windows, to be read and written: always native."""
-        if not self.roles.windows:
-            return None
-        return Tokens(*(self.stores[name].target for name in ("near_keys", "near_values")))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: StaticStep) -> Tensor:
-        """As ``CacheLayer.attend`` for ``m = 1``: ``[B, Hq, 1, d]``."""
-        return self.attend_new(q[:, :, 0], k[:, :, 0], v[:, :, 0], None, step).unsqueeze(2)
-
-    def attend_new(
-        self, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms | None, step: StaticStep
-    ) -> Tensor:
-        """Norm, rotate, store and attend for the new token of each row: ``[B, Hq, d]`` to the same."""
-        held = {name: self.stores[name].target if name in self.stores else None for name in _STORED}
-        sinks = self.layer.num_sink_tokens
-        target = NewToken(past=step.past, **held, num_sink_tokens=sinks, near=self._near())
-        tables = step.tables[self.layer.layer_idx]
-        q = self.operations.rotate_and_store(q, k, v, tables, norms, self.roles, target)
-        return decode.pod_decode(**self._call(q, step.lengths), backend=self.backend)
-
-    def settle(self, length: int) -> None:
-        """Let packed stores pack, outside of any graph; nothing to do in most steps."""
-        for store in self.stores.values():
-            store.settle(length)
-
-
-# -- whole layers -------------------------------------------------------------------------------------------------
-
-_SILU = type(ACT2FN["silu"])
-_PLAIN = {
-    "num_experts": 0,
-    "norm_placement": "before",
-    "qk_norm_across_heads": False,
-    "norm_offset": 0.0,
-    "logits_scaling": 1.0,
-    "residual_multiplier": 1.0,
-    "attention_multiplier": None,
-}
-"""What fused layers take for granted."""
-
-
-def obstacle(model: Any, hidden_states: Tensor) -> str | None:
-    """Why the layers must run as their modules' own ``forward``; None when they need not.
-
-    Linear layers are called as modules: adapters and hooks on them do not matter.
-    """
-    if torch.is_autocast_enabled(hidden_states.device.type):
-        return "autocast chooses dtypes"
-    if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
-        return "forward hooks on all modules"
-    if different := [name for name, value in _PLAIN.items() if getattr(model.config, name) != value]:
-        return f"{different[0]} of the model"
-    reasons = (_changed(*one, hidden_states.dtype) for one in _passed_over(model))
-    return next((reason for reason in reasons if reason is not None), None)
-
-
-def _passed_over(model: Any) -> Iterator[tuple[nn.Module, type]]:
-    """Modules whose ``forward`` is not called, each with the class that it must have."""
-    yield model.norm, RMSNorm
-    for layer in model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        yield from ((layer, PodDecoderLayer), (attention, PodAttention), (mlp, PodMLP), (mlp.act_fn, _SILU))
-        norms = layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm
-        yield from ((norm, RMSNorm) for norm in norms if norm is not None)
-
-
-def _changed(module: nn.Module, expected: type, dtype: torch.dtype) -> str | None:
-    if type(module) is not expected:
-        return f"{type(module).__name__} in place of {expected.__name__}"
-    if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
-        return f"a hook on a {expected.__name__}"
-    if expected is RMSNorm and module.weight.dtype != dtype:
-        return f"norms in {module.weight.dtype}, hidden states in {dtype}"
-    return None
-
-
-def run_layers(model: Any, hidden_states: Tensor, step: StaticStep) -> Tensor:
-    """As ``PodModel.run_layers`` with ``step``: ``[B, 1, hidden]`` to the same, final norm included."""
-    x, delta, operations = hidden_states, None, step.layers[0].operations
-    for layer, static in zip(model.layers, step.layers, strict=True):
-        norm = layer.input_layernorm
-        x, normed = operations.add_norm(x, delta, norm.weight, norm.eps)
-        attended = _attend(layer.self_attn, normed, static, step)
-        norm, mlp = layer.post_attention_layernorm, layer.mlp
-        x, normed = operations.add_norm(x, attended, norm.weight, norm.eps)
-        delta = mlp.down_proj(operations.gate(mlp.gate_proj(normed), mlp.up_proj(normed)))
-    return operations.add_norm(x, delta, model.norm.weight, model.norm.eps)[1]
-
-
-def _attend(attention: PodAttention, x: Tensor, static: StaticLayer, step: StaticStep) -> Tensor:
-    """``[B, 1, hidden]`` to the same."""
-    assert attention.k_proj is not None and attention.v_proj is not None, "a layer without keys of its own"
-    shape = x.shape[0], -1, attention.head_dim
-    q, k, v = (project(x).view(shape) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
-    norms = None
-    if attention.q_norm is not None and attention.k_norm is not None:
-        norms = HeadNorms(attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps)
-    return attention.o_proj(static.attend_new(q, k, v, norms, step).flatten(1)[:, None])
 
 
 def refusal(cache: PodCache) -> str | None:
