@@ -58,6 +58,7 @@ ARROWS = {
         "training",
         "eval",
         "bench",
+        "kernels",
         "modeling",
         "shipped",
         "tokenizer",
