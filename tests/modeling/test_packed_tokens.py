@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from host_reads import none_allowed
 
 from pod.modeling.shipped import packed as packed_tokens
 from pod.modeling.shipped.packed import Packed, Packing
@@ -152,3 +153,57 @@ def test_products_after_heads_kept_different_tokens():
     assert isinstance(store.stored, Packed) and store.stored.packed_lengths.shape == (2, 3)
     assert_products(store.stored, 30, torch.float32, 1e-5)
     assert_products(store.stored.heads(slice(1, 3)).rows(slice(0, 1)), 30, torch.float32, 1e-5)
+
+
+def held_by(store: PackedTokens) -> torch.Tensor:
+    stored = store.stored
+    return meaning(stored, store.length) if isinstance(stored, Packed) else stored.double()
+
+
+def test_a_token_that_leaves_with_each_decoded_one_makes_no_host_wait():
+    """Other tokens in each head, packed and native ones: what stays keeps its codes, or is packed in its turn."""
+    store, _ = packed(30, 16, Packing(bits=4, group_size=8, per_channel=False), 10)
+    generator = torch.Generator().manual_seed(5)
+    for step in range(25):
+        store.append(randn(2, 3, 1, 16, seed=100 + step), 30)
+        before = held_by(store)
+        gone = torch.randint(0, 31, (2, 3, 1), generator=generator)
+        index = torch.arange(30) + (torch.arange(30) >= gone)
+        with none_allowed():
+            store.keep(index, 31)
+        expected = before.gather(2, index[..., None].expand(-1, -1, -1, 16))
+        assert torch.equal(held_by(store), expected)
+        store.check_integrity()
+        with none_allowed():
+            store.settle(30)
+        store.check_integrity()
+        found = held_by(store)
+        native = torch.arange(30) >= store.packed_lengths.view(2, -1)[..., None]
+        assert store.packed_lengths.min() >= 16
+        assert torch.equal(found[native.expand(2, 3, -1)], expected[native.expand(2, 3, -1)])
+        assert (found - expected).abs().max() < 0.35  # half a step of 15 between the numbers of a group
+        assert_products(store.stored, 30, torch.float32, 1e-5)
+
+
+@pytest.mark.parametrize("slots", [[0], [29], [3, 3, 25, 29, 3], [28, 29], [1, 2]], ids=str)
+def test_writing_makes_no_host_wait(slots):
+    """Packed slots and native ones, slots that come twice, heads that differ in what is packed."""
+    store, _ = packed(60, 16, Packing(bits=4, group_size=8, per_channel=False), 10)
+    index = torch.arange(30) + 5 * torch.arange(6).view(2, 3, 1)
+    store.keep(index, 60)
+    before = held_by(store)
+    places = torch.tensor(slots).expand(2, 3, -1)
+    new = randn(2, 3, 30, 16, seed=7).gather(2, places[..., None].expand(-1, -1, -1, 16))
+    with none_allowed():
+        store.write(places, new)
+    after = held_by(store)
+    for row, head in itertools.product(range(2), range(3)):
+        for slot in range(30):
+            if slot not in slots:
+                assert torch.equal(after[row, head, slot], before[row, head, slot])
+                continue
+            x = new[row, head, slots.index(slot)].double()
+            if slot >= store.packed_lengths[row, head]:
+                assert torch.equal(after[row, head, slot], x)
+            else:
+                assert (after[row, head, slot] - x).abs().max() <= (x.max() - x.min()) / 30 + 1e-2

@@ -136,7 +136,7 @@ class Packed(NamedTuple):
         group_size: numbers that share a zero and a scale; without ``per_channel`` the divisor of d nearest to
             it.
         per_channel: groups run over tokens (keys); else over channels (values).
-        bounds: smallest and largest of ``packed_lengths``, known on the host.
+        bounds: not above the smallest and not below the largest of ``packed_lengths``, known on the host.
         tail_start: 0 for a ring, which kernels want.
     """
 

@@ -82,7 +82,7 @@ class Codes:
     def overwrite(self, slots: Tensor, x: Tensor, mask: Tensor) -> None:
         """Pack ``[b, h, c, d]`` into slots ``[b, h, c]`` where ``mask`` is True. Per token only."""
         assert not self.packing.per_channel, "tokens of a group share its scale"
-        if not self.tensors or not mask.any():
+        if not self.tensors:
             return
         for tensor, new in zip(self.tensors, self.packing.pack(x), strict=True):
             _put(tensor, slots, new, mask)
@@ -246,7 +246,8 @@ class PackedTokens(_PackedStore):
     """Every token held, at slots 0, 1, …; see ``TokenStore`` for the methods.
 
     ``packed_lengths`` ``[b]`` says how many of them are packed. ``keep`` can leave one head with more packed tokens than
-    another: then it is ``[b, h]``, slots below ``newest.first`` are packed and those from ``packed_stop`` on native everywhere.
+    another: then it is ``[b, h]``, slots below ``newest.first`` are packed and those from ``packed_stop``
+    on native everywhere, some between them perhaps too.
 
     Args:
         capacity: tokens whose codes are reserved at once and stay where they are; 0 = grow as tokens come.
@@ -352,7 +353,7 @@ class PackedTokens(_PackedStore):
         if self.packed_lengths is not None:
             lengths = self.packed_lengths.view(index.shape[0], -1, 1)
             counts = (index < lengths).sum(-1, dtype=torch.int32)
-            first, self.packed_stop = (int(x) for x in counts.aminmax())
+            first, self.packed_stop = self._bounds_after(counts, length - index.shape[2], index.shape[2])
             self.packed_lengths = counts if self.packed_stop else None
             self.codes.keep(index[..., : self.packed_stop].clamp(max=self.codes.slots - 1))
             self.newest.ring = None
@@ -360,6 +361,17 @@ class PackedTokens(_PackedStore):
                 self._set_lengths(first)
         slots = (index[..., first:] - old_first).clamp(min=0)
         self.newest.replace(take_slots(newest, slots) if slots.shape[2] else newest[:, :, :0].clone(), first)
+
+    def _bounds_after(self, counts: Tensor, dropped: int, held: int) -> tuple[int, int]:
+        """The least and the most packed tokens of a head, when each dropped so many and holds so many.
+
+        A decoded token pushes one out: the host then waits for no device and takes the nearest bounds that
+        it knows. Otherwise it reads ``counts`` ``[b, h]``, the tokens that are packed.
+        """
+        if dropped == 1:
+            return max(0, self.newest.first - 1), min(self.packed_stop, held)
+        least, most = torch.stack(counts.aminmax()).tolist()
+        return least, most
 
     def keep_places(self, places: Tensor, length: int) -> None:
         self.keep(places % length, length)
@@ -379,8 +391,8 @@ class PackedTokens(_PackedStore):
         first, stop, most, room = self.newest.first, self.newest.stop, self.packed_stop, self.codes.slots
         assert first <= most <= max(stop, first), f"{first}, {most}, {stop} are packed, tokens"
         if self.packed_lengths is not None:
-            bounds = tuple(int(x) for x in self.packed_lengths.aminmax())
-            assert bounds == (first, most), f"{bounds} tokens are packed, not {first, most}"
+            least, largest = (int(x) for x in self.packed_lengths.aminmax())
+            assert first <= least <= largest <= most, f"{least, largest} tokens are packed, not {first, most}"
             assert room >= most, f"room for {room} of {most} packed"
         if self.newest.tensors():
             slots = self.newest.data.shape[2]
@@ -471,9 +483,20 @@ class QuantizedWindow(_PackedStore):
 
 
 def _put(target: Tensor, slots: Tensor, x: Tensor, mask: Tensor) -> None:
-    """Write ``[b, h, c, d]`` into slots ``[b, h, c]`` where ``mask`` is True."""
-    rows, heads, columns = mask.nonzero(as_tuple=True)
-    target[rows, heads, slots[rows, heads, columns]] = x[rows, heads, columns].to(target.dtype)
+    """Write ``[b, h, c, d]`` into slots ``[b, h, c]`` where ``mask`` is True.
+
+    The host does not wait to learn where that is. In other places a token of the same head that is written
+    is written once more; in a head without one, a slot gets what it has. Tokens of one slot must be equal.
+    """
+    if not target.shape[2]:
+        return
+    if slots.shape[2] > 1:
+        columns = torch.arange(slots.shape[2], device=slots.device)
+        columns = torch.where(mask, columns, mask.byte().argmax(2, keepdim=True))
+        slots, mask = slots.gather(2, columns), mask.gather(2, columns)
+        x = x.gather(2, columns[..., None].expand_as(x))
+    places = slots.clamp(max=target.shape[2] - 1)[..., None].expand(-1, -1, -1, target.shape[3])
+    target.scatter_(2, places, torch.where(mask[..., None], x.to(target.dtype), target.gather(2, places)))
 
 
 @dataclass(frozen=True)
