@@ -8,7 +8,7 @@ To compare with, the lazy layers may be given instead, listed or drawn at random
 """
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class SimLayer(SlidingLayer):
         is_lazy: whether only the first and the last tokens are held. Once lazy, always lazy.
         mass: what the last decision was made from; None before it.
         judges_next: whether the next decoded token is the first of an answer, by which the ``decode`` detector judges.
+        measured: the mass of that token, still on the device, until ``judge_layers``; else None.
     """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
@@ -51,6 +52,7 @@ class SimLayer(SlidingLayer):
     def clear(self) -> None:
         super().clear()
         self.is_lazy, self.judges_next, self.mass = self.starts_lazy, False, None
+        self.measured: Tensor | None = None
         self.queries = LastQueries(self.num_last_queries)
 
     def stores(self) -> dict[str, Any]:
@@ -67,7 +69,7 @@ class SimLayer(SlidingLayer):
         if step.is_decode:
             out, weights = self.tokens.attend_decode(q, new, self.scale)
             if self.judges_next and can_change:
-                self._judge([weights.flatten(1, 2).unsqueeze(2)])
+                self.measured = self._mass([weights.flatten(1, 2).unsqueeze(2)])
             self.judges_next = False
             return out
         out = self.tokens.attend_prompt(q, new, step)
@@ -75,11 +77,15 @@ class SimLayer(SlidingLayer):
             self.queries.observe(q, step)
         return out
 
-    def _judge(self, parts: Iterable[Tensor]) -> None:
-        """By attention ``[1, heads, w, n]`` of the last queries, equally many heads at a time."""
+    def _mass(self, parts: Iterable[Tensor]) -> Tensor:
+        """From attention ``[1, heads, w, n]`` of the last queries, equally many heads at a time: a number."""
         sizes = self.num_sink_tokens, self.num_recent_tokens
-        self.mass = float(torch.stack([lazy_mass(rows, *sizes) for rows in parts]).mean())
-        self.is_lazy = self.mass > self.threshold
+        return torch.stack([lazy_mass(rows, *sizes) for rows in parts]).mean()
+
+    def judge(self, mass: float) -> None:
+        """The layer is lazy if that much of its attention goes to the first and the latest tokens."""
+        self.mass = mass
+        self.is_lazy = mass > self.threshold
 
     def _prompt_rows(self, queries: Tensor) -> Iterator[Tensor]:
         """Of one KV head at a time: G·w·n numbers."""
@@ -89,28 +95,41 @@ class SimLayer(SlidingLayer):
             yield attention_rows(own, keys[:, head : head + 1], scale=self.scale)
 
     def settle(self, step: Step) -> None:
-        """Judge at the end of a prompt or by the first decoded token, and trim lazy layers."""
+        """Judge at the end of a prompt, and trim lazy layers; ``judge_layers`` does by a decoded token."""
         if not (step.ends_prompt or step.is_decode):
             return
         if not step.is_decode:
             if self.queries.observed is not None:
-                self._judge(self._prompt_rows(self.queries.observed))
+                self.judge(float(self._mass(self._prompt_rows(self.queries.observed))))
             self.queries = LastQueries(self.num_last_queries)
             self.judges_next = self.detector == "decode" and not self.is_given
-        self._rest()
+        if self.measured is None:
+            self.rest()
 
     def adopt(self, other: "SimLayer") -> None:
         """Take over what a copy decided, whose first generated token was ahead."""
         self.is_lazy, self.mass, self.judges_next = other.is_lazy, other.mass, False
-        self._rest()
+        self.rest()
 
-    def _rest(self) -> None:
+    def rest(self) -> None:
         """Trim a lazy layer, and let the stores come to rest."""
         if self.is_lazy:
             self.tokens.trim(self.num_recent_tokens)
         # else a token might be packed now and in the window
         if self.is_lazy or not self.judges_next:
             self.tokens.settle()
+
+
+def judge_layers(layers: Sequence[SimLayer], step: Step, label: None) -> None:
+    """When the first token of an answer has passed all layers: judge them by it, with one read."""
+    measured = [(layer, layer.measured) for layer in layers if layer.measured is not None]
+    if not measured:
+        return
+    masses = torch.stack([mass for _, mass in measured]).tolist()
+    for (layer, _), mass in zip(measured, masses, strict=True):
+        layer.measured = None
+        layer.judge(mass)
+        layer.rest()
 
 
 def given_layers(request: Request, num_layers: int) -> set[int] | None:
@@ -154,7 +173,7 @@ METHOD = Method(
     name="simlayerkv",
     paper="SimLayerKV (Zhang et al., 2024), §5, eqs. 1 to 3",
     frees="tokens between the first and the last ones, in layers that attend to little else; the other layers keep all",
-    build=cache_of(SimLayer, rowwise=True),
+    build=cache_of(SimLayer, rowwise=True, after_layers=judge_layers),
     parameters={
         "threshold": (
             0.9,
