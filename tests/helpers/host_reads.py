@@ -28,6 +28,11 @@ MASKED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index
 """Operations that look for the ones of a mask that is an index."""
 
 
+def may_wait(name: str) -> bool:
+    """Whether an operation of this name waits in some calls, as `waits` decides; copies apart."""
+    return name in READS or name in MASKED or name == "repeat_interleave"
+
+
 def waits(function, args: tuple, kwargs: dict) -> str | None:
     """The name of an operation that waits, None for others."""
     name = function._schema.name.removeprefix("aten::")

@@ -1,7 +1,8 @@
 """Runs on the simulated device, started as a script: `python simulated_runs.py PART`, with a part of `PARTS`.
 
-Each run is done on the CPU first, then on the device. A line of JSON for each: its name, the largest difference of the
-two, and the host's reads of each step on the device.
+Each run is done on the CPU first, then on the device. A line of JSON for each: its name, the largest
+difference of the two, and the host's reads of each step on the device. Without a part, parts are read from
+the standard input, one a line, and an empty line follows the results of each.
 """
 
 import copy
@@ -9,7 +10,9 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import simulated_device
 import torch
@@ -19,14 +22,30 @@ from torch import Tensor, nn
 
 import pod
 from pod.eval import runner
+from pod.modeling.shipped.state import CacheState
 from pod.recipe import load_recipe
+from pod.training.args import TrainArgs
 from pod.training.plans import choose, costs
 from pod.training.plans.similarity import jensen_shannon_similarity
+from pod.training.run.engine import save_activations
 
 DEVICE = "sim:0"
 PROMPT, CHUNK, DECODED = 30, 8, 2
 LENGTHS = 30, 17
 """Real tokens of the two rows' prompts; the second is padded on the left."""
+GENERATED = {"greedy": {}, "beams": {"num_beams": 2}}
+"""Ways to generate tokens, by name."""
+
+STORES = {
+    "keep": {},
+    "offload": {"carry": "offload"},
+    "recompute": {"carry": "recompute"},
+    "keep, hidden states offloaded": {"offload_checkpoints": True},
+    "offload, hidden states offloaded": {"carry": "offload", "offload_checkpoints": True},
+    "recompute, hidden states offloaded": {"carry": "recompute", "offload_checkpoints": True},
+    "keep, feed-forward layers in tiles": {"mlp_tile_tokens": 20},
+}
+"""Settings of training with activation checkpoints, by name."""
 
 
 def moved(model: nn.Module) -> nn.Module:
@@ -45,8 +64,19 @@ def largest_difference(expected: list[Tensor], found: list[Tensor]) -> float:
     return max(difference(one, other) for one, other in zip(expected, found, strict=True))
 
 
+def saved_and_loaded(cache: Any, empty: Any) -> Any:
+    """Another cache with the state of the first; tensors stay on their device, facts are JSON."""
+    state = cache.state()
+    tensors = {name: tensor.clone() for name, tensor in state.tensors.items()}
+    empty.from_state(CacheState(tensors, json.loads(json.dumps(state.facts))))
+    return empty
+
+
 def conversation(model: nn.Module, make_cache: Callable[[nn.Module], object], device: str) -> dict:
-    """Logits of a padded prompt, a chunk and decoded tokens; the cache is saved and loaded before the last token."""
+    """Logits of a padded prompt, a chunk and decoded tokens.
+
+    The cache is saved and loaded before the last token.
+    """
     total = PROMPT + CHUNK + DECODED
     ids = random_ids(2, total).to(device)
     mask = torch.ones(2, total, dtype=torch.long)
@@ -58,9 +88,7 @@ def conversation(model: nn.Module, make_cache: Callable[[nn.Module], object], de
     logits, reads = [], {}
     for name, start, stop in steps:
         if name == f"token {DECODED - 1}":
-            state = copy.deepcopy(cache.state())
-            cache = make_cache(model)
-            cache.from_state(state)
+            cache = saved_and_loaded(cache, make_cache(model))
         with simulated_device.watch() as counted, torch.no_grad():
             out = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
         logits.append(out.logits[0])  # the second row's prompt begins with padding
@@ -69,10 +97,28 @@ def conversation(model: nn.Module, make_cache: Callable[[nn.Module], object], de
     return {"logits": logits, "reads": reads}
 
 
-def compared(name: str, run: Callable[[nn.Module, str], dict], model: nn.Module) -> dict:
-    """One run on the CPU and on the device."""
-    expected = run(model, "cpu")
-    found = run(moved(model), DEVICE)
+def generated(
+    model: nn.Module, make_cache: Callable[[nn.Module], object], device: str, new_tokens: int
+) -> dict:
+    """Tokens of a padded batch by `generate()`, behind a conversation with a cache of the same kind."""
+    found = conversation(model, make_cache, device)
+    ids = random_ids(2, 20).to(device)
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, :7] = 0
+    mask = mask.to(device)
+    options = {"attention_mask": mask, "max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None}
+    tokens = []
+    for name, more in GENERATED.items():
+        if make_cache is not pod.make_cache:  # which generate() calls itself
+            options["past_key_values"] = make_cache(model)
+        with simulated_device.watch() as counted:
+            tokens.append(model.generate(ids, **options, **more))
+        found["reads"][name] = dict(counted)
+    return {**found, "tokens": tokens}
+
+
+def answer_of(name: str, expected: dict, found: dict) -> dict:
+    """What two runs have in common, and the reads of the second."""
     answer = {"name": name, "difference": largest_difference(expected["logits"], found["logits"])}
     answer["reads"] = found["reads"]
     answer["same tokens"] = all(
@@ -82,6 +128,11 @@ def compared(name: str, run: Callable[[nn.Module, str], dict], model: nn.Module)
     return answer
 
 
+def compared(name: str, run: Callable[[nn.Module, str], dict], model: nn.Module) -> dict:
+    """One run on the CPU and on the device."""
+    return answer_of(name, run(model, "cpu"), run(moved(model), DEVICE))
+
+
 def model_of(row: Row) -> nn.Module:
     if row.model in ("dense", "pod"):
         return make_pod("llama", plan=row.model == "pod")
@@ -89,49 +140,50 @@ def model_of(row: Row) -> nn.Module:
     return pod.load_model(make_stock("llama"), layout=row.model, **windows)
 
 
+def with_room_to_pack() -> list[Row]:
+    """Compositions that drop a token for each decoded one, of so many tokens that some are packed."""
+    sizes = {"budget": 22, "group_size": 4, "residual": 4}
+    specs = "h2o+int4", "roco+int8", "d2o+int4", "d2o-streaming+int4"
+    rows = [row for row in ROWS if row.id in specs]
+    assert len(rows) == len(specs)
+    return [replace(row, options=row.options | sizes, name=f"{row.id}, packed") for row in rows]
+
+
 def methods() -> Iterator[dict]:
     """Every method and composition."""
     models = {}
-    for row in ROWS:
-        model = models.setdefault(row.model, model_of(row))
+    for row in (*ROWS, *with_room_to_pack()):
+        if row.model not in models:
+            model = model_of(row)
+            models[row.model] = {"cpu": model, DEVICE: moved(model)}
 
-        def run(model: nn.Module, device: str, row: Row = row) -> dict:
-            return conversation(model, lambda model: pod.make_cache(model, row.spec, **row.options), device)
+        def make_cache(model: nn.Module, row: Row = row) -> object:
+            return pod.make_cache(model, row.spec, **row.options)
 
-        yield compared(row.id, run, model)
-
-
-def generated(model: nn.Module, device: str) -> dict:
-    """Greedy, beams and a padded batch by `generate()`, behind a conversation with the default cache."""
-    found = conversation(model, pod.make_cache, device)
-    ids = random_ids(2, 20).to(device)
-    mask = torch.ones(2, 20, dtype=torch.long)
-    mask[1, :7] = 0
-    mask = mask.to(device)
-    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-    tokens = []
-    for name, more in (("greedy", {}), ("beams", {"num_beams": 2})):
-        with simulated_device.watch() as counted:
-            tokens.append(model.generate(ids, **options, **more))
-        found["reads"][name] = dict(counted)
-    return {**found, "tokens": tokens}
+        found = [generated(model, make_cache, device, 2) for device, model in models[row.model].items()]
+        yield answer_of(row.id, *found)
 
 
 def families() -> Iterator[dict]:
     """Every family with a plan, and one without."""
+
+    def run(model: nn.Module, device: str) -> dict:
+        return generated(model, pod.make_cache, device, 3)
+
     for family in FAMILIES:
-        yield compared(family, generated, make_pod(family))
-    yield compared("llama, dense", generated, make_pod("llama", plan=False))
+        yield compared(family, run, make_pod(family))
+    yield compared("llama, dense", run, make_pod("llama", plan=False))
 
 
-def trained(model: nn.Module, device: str) -> dict:
-    """The loss and every gradient of two packed documents and a padded row."""
+def trained(model: nn.Module, device: str, **settings) -> dict:
+    """The loss and every gradient of two packed documents and a padded row, with settings of `train`."""
     ids = random_ids(2, 48)
     labels = ids.clone()
     labels[1, :9] = -100
     doc_ids = torch.zeros_like(ids)
     doc_ids[0, 20:] = 1
     model = model.train()
+    save_activations(model, TrainArgs(**settings), row_length=ids.shape[1])
     with simulated_device.watch() as counted:
         loss = model(ids.to(device), labels=labels.to(device), doc_ids=doc_ids.to(device)).loss
         loss.backward()
@@ -140,9 +192,20 @@ def trained(model: nn.Module, device: str) -> dict:
 
 
 def training() -> Iterator[dict]:
-    """Every family with a plan."""
-    for family in FAMILIES:
-        yield compared(family, trained, make_pod(family))
+    """Every family with a plan: without checkpoints on the CPU, there without and with them.
+
+    The first family and the layout whose layers hand on keys and values get all settings, the others one
+    each.
+    """
+    models = {family: make_pod(family) for family in FAMILIES}
+    models["cla"] = pod.load_model(make_stock("llama"), layout="cla")
+    for number, (name, model) in enumerate(models.items()):
+        expected = trained(copy.deepcopy(model), "cpu", gradient_checkpointing="none")
+        yield answer_of(name, expected, trained(moved(model), DEVICE, gradient_checkpointing="none"))
+        stores = list(STORES)
+        for store in stores if name in ("llama", "cla") else [stores[number % len(stores)]]:
+            found = trained(moved(model), DEVICE, gradient_checkpointing="full", **STORES[store])
+            yield answer_of(f"{name}, {store}", expected, found)
 
 
 def explored(model: nn.Module, device: str) -> dict:
@@ -211,38 +274,108 @@ def evaluation() -> Iterator[dict]:
     }
 
 
-def device() -> Iterator[dict]:
-    """What the device itself refuses and counts."""
-    here, there = torch.ones(3), torch.ones(3, device=DEVICE)
-    other = torch.ones(3, device="sim:1")
-    wrong = {
-        "add": lambda: there + other,
-        "mm": lambda: there[None] @ here[:, None],
-        "index_select": lambda: there.index_select(0, torch.tensor([1])),
-        "index_put_": lambda: (
-            there.__setitem__(slice(0, 2), here[:2]) or here.index_put_((there.long(),), here)
-        ),
-        "numpy": lambda: there.numpy(),
-        "0-dim": lambda: there + torch.tensor(1.0),
-        "index of the host": lambda: there[torch.tensor([1])],
-        "copy": lambda: there.copy_(here),
-    }
-    refused = []
-    for name, call in wrong.items():
+def refused(calls: dict[str, Callable[[], object]]) -> list[str]:
+    """The names of the calls that the device refuses."""
+    names = []
+    for name, call in calls.items():
         try:
             call()
-        except (simulated_device.MixedDevices, TypeError):
-            refused.append(name)
-    with simulated_device.watch() as reads:
-        float(there[0])
-        there.tolist()
-        there.cpu()
-        there.nonzero()
-        torch.bincount(there.long())
-        there[there > 0]
-        there + 1
-    counted = sorted({name.partition(" at ")[0] for name in reads})
-    yield {"refused": refused, "reads": counted}
+        except (RuntimeError, TypeError):  # MixedDevices, no such device, no numpy
+            names.append(name)
+    return names
+
+
+def mixing() -> dict[str, Callable[[], object]]:
+    """Operations over the host and a device, by what CUDA says to them."""
+    here, there = torch.ones(3), torch.ones(3, device=DEVICE)
+    return {
+        "add": lambda: there + here,
+        "mm": lambda: there[None] @ here[:, None],
+        "cat": lambda: torch.cat((there, here)),
+        "index_select": lambda: there.index_select(0, torch.tensor([1])),
+        "index a host tensor": lambda: here[there.long()],
+        "values of the host": lambda: there.index_put_((torch.tensor([0, 1, 2]),), here),
+        "numpy": lambda: there.numpy(),
+        "allowed: a number": lambda: there + torch.tensor(1.0),
+        "allowed: index of the host": lambda: there[torch.tensor([1])],
+        "allowed: mask of the host": lambda: there[torch.tensor([True, False, True])],
+        "allowed: copy": lambda: there.copy_(here),
+    }
+
+
+def mixing_two() -> dict[str, Callable[[], object]]:
+    """Operations over two devices, by what CUDA says to them."""
+    one, two = torch.ones(3, device="sim:0"), torch.ones(3, device="sim:1")
+    return {
+        "add": lambda: one + two,
+        "add a number": lambda: one + two[0],
+        "mm": lambda: one[None] @ two[:, None],
+        "cat": lambda: torch.cat((one, two)),
+        "index": lambda: one[two.long()],
+        "mask": lambda: one[two > 0],
+        "where": lambda: torch.where(one > 0, one, two),
+        "make on a third": lambda: torch.ones(3, device="sim:2"),
+        "move to a third": lambda: one.to("sim:2"),
+        "allowed: copy": lambda: one.copy_(two),
+        "allowed: to": lambda: one.to("sim:1") + two,
+    }
+
+
+def reading() -> dict[str, Callable[[], object]]:
+    """Calls for which the host waits, and at the end some for which it does not."""
+    there = torch.tensor([1.0, 2.0, 2.0], device=DEVICE)
+    whole, mask = there.long(), there > 1
+    return {
+        "item": lambda: there[0].item(),
+        "float": lambda: float(there[0]),
+        "if": lambda: bool(mask.any()),
+        "tolist": there.tolist,
+        "cpu": there.cpu,
+        "to": lambda: there.to("cpu"),
+        "copy_": lambda: torch.zeros(3).copy_(there),
+        "nonzero": mask.nonzero,
+        "where": lambda: torch.where(mask),
+        "index by a mask": lambda: there[mask],
+        "write by a mask": lambda: there.index_put_((mask,), there[1:] + 1),
+        "masked_select": lambda: there.masked_select(mask),
+        "unique": there.unique,
+        "unique_consecutive": there.unique_consecutive,
+        "bincount": whole.bincount,
+        "repeat_interleave": lambda: there.repeat_interleave(whole),
+        "equal": lambda: torch.equal(there, there),
+        "index": lambda: there.cpu()[int(whole[0])],
+        "free: arithmetic": lambda: (there + 1).sum(),
+        "free: fill by a mask": lambda: there.masked_fill_(mask, 2.0),
+        "free: repeat_interleave": lambda: there.repeat_interleave(whole, output_size=5),
+        "free: to the device": lambda: torch.ones(3).to(DEVICE),
+    }
+
+
+def over_both() -> dict[str, object]:
+    """A backward pass from the second device to the first, and what is made on either."""
+    x = torch.tensor([1.0, 2.0], device="sim:0", requires_grad=True)
+    (2 * (3 * x).to("sim:1") ** 2).sum().backward()
+    assert x.grad is not None
+    with torch.accelerator.device_index(1):
+        current = torch.ones(2, device="sim")
+    made = torch.ones(2, device="sim:1").new_tensor([1.0])
+    devices = [str(one.device) for one in (x.grad, current, made, torch.arange(3, device="sim:1"))]
+    return {"gradient": simulated_device.to_host(x.grad).tolist(), "devices": devices}
+
+
+def device() -> Iterator[dict]:
+    """What the device itself refuses and counts."""
+    reads = {}
+    for name, call in reading().items():
+        with simulated_device.watch() as counted:
+            call()
+        reads[name] = counted.total()
+    yield {
+        "refused": refused(mixing()),
+        "refused of two": refused(mixing_two()),
+        "reads": reads,
+        "over both": over_both(),
+    }
 
 
 PARTS = {
@@ -254,8 +387,18 @@ PARTS = {
     "evaluation": evaluation,
 }
 
+
+def print_results(part: str) -> None:
+    for found in PARTS[part]():
+        print(json.dumps(found), flush=True)
+
+
 if __name__ == "__main__":
     simulated_device.register()
     torch.set_num_threads(1)
-    for found in PARTS[sys.argv[1]]():
-        print(json.dumps(found), flush=True)
+    if len(sys.argv) > 1:
+        print_results(sys.argv[1])
+    else:
+        for line in sys.stdin:
+            print_results(line.strip())
+            print(flush=True)
