@@ -161,7 +161,7 @@ def held_by(store: PackedTokens) -> torch.Tensor:
 
 
 def test_a_token_that_leaves_with_each_decoded_one_makes_no_host_wait():
-    """Other tokens in each head, packed and native ones: what stays keeps its codes, or is packed in its turn."""
+    """Other tokens in each head, packed and native ones: what stays keeps its codes until it is packed."""
     store, _ = packed(30, 16, Packing(bits=4, group_size=8, per_channel=False), 10)
     generator = torch.Generator().manual_seed(5)
     for step in range(25):
