@@ -10,9 +10,15 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
-from aot import AotCase, CompiledCase, compile_case
+from aot import CAPABILITIES, AotCase, CompiledCase, compile_case
 
-from pod.kernels import triton_decode, triton_fused
+from pod.kernels import (
+    triton_decode,
+    triton_fused,
+    triton_prefill,
+    triton_prefill_backward,
+    triton_prefill_forward,
+)
 from pod.kernels.triton_decode import ALL, FIRST, SECOND
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -134,9 +140,56 @@ def _step_case(name: str, kernel, short: str, settings: dict[str, Any]) -> AotCa
     return AotCase(name, kernel, types, constants, options, hot=short != "fp32", divisible=even)
 
 
+def prefill_cases() -> Iterator[AotCase]:
+    """The forward kernel, with the tiles of every chip."""
+    yield from _prefill_cases("forward", triton_prefill_forward.forward_kernel, 0)
+
+
+def prefill_gradient_cases() -> Iterator[AotCase]:
+    """The kernel for dQ and the one for dK and dV, with the tiles of every chip."""
+    yield from _prefill_cases("queries", triton_prefill_backward.queries_kernel, 1)
+    yield from _prefill_cases("keys", triton_prefill_backward.keys_kernel, 2)
+
+
+def _prefill_cases(name: str, kernel, which: int) -> Iterator[AotCase]:
+    """bf16, head_dim 64 to 256, through a lead; 128 also dense, as heads that lead run it; and fp32."""
+    for capability in CAPABILITIES:
+        for dtype, head_dim, has_lead in (
+            (torch.bfloat16, 128, True),
+            (torch.bfloat16, 128, False),
+            (torch.bfloat16, 64, True),
+            (torch.bfloat16, 80, True),
+            (torch.bfloat16, 256, True),
+            (torch.float32, 128, True),
+        ):
+            tile = triton_prefill.tiles(dtype, head_dim, capability)[which]
+            title = f"{name} {SHORT[dtype]} d{head_dim}{'' if has_lead else ' dense'} sm_{capability}"
+            yield _prefill_case(title, kernel, tile, dtype, head_dim, has_lead, capability)
+
+
+def _prefill_case(
+    title: str, kernel, tile, dtype: torch.dtype, head_dim: int, has_lead: bool, capability: int
+) -> AotCase:
+    arguments, of_lead = kernel.arg_names, ("q_lead", "k_lead", "dq_lead", "dk_lead")
+    tensors = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", *of_lead)
+    types = dict.fromkeys(tensors, f"*{SHORT[dtype]}") | {"lse": "*fp32", "delta": "*fp32", "scale": "fp32"}
+    types |= {"query_runs": "*i32", "key_runs": "*i32"}
+    constants: dict[str, Any] = {"HAS_LEAD": has_lead, "HEAD_DIM": head_dim, **tile._asdict()}
+    options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
+    if not has_lead:
+        constants |= {name: None for name in of_lead if name in arguments}
+    types = {a: t for a, t in types.items() if a in arguments and a not in constants}
+    strides = [a for a in arguments if a.endswith(("_batch", "_head", "_row"))]
+    even = tuple(a for a in strides if a not in triton_prefill_forward.FREE)
+    hot = dtype != torch.float32 and head_dim <= 128
+    return AotCase(title, kernel, types, constants, options, hot, even, (capability,))
+
+
 CASES: dict[str, Callable[[], Iterator[AotCase]]] = {
     "triton_decode": decode_cases,
     "triton_fused": step_cases,
+    "triton_prefill_forward": prefill_cases,
+    "triton_prefill_backward": prefill_gradient_cases,
 }
 """By the module of ``pod.kernels`` whose kernels they are."""
 

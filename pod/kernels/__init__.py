@@ -25,6 +25,17 @@ def _unsupported_by_flex(call: Call) -> str | None:
         return f"FlexAttention or Triton cannot be imported ({error})"
 
 
+def _prefill() -> Any:
+    return importlib.import_module("pod.kernels.triton_prefill")
+
+
+def _unsupported_by_prefill(call: Call) -> str | None:
+    try:
+        return _prefill().unsupported(call)
+    except ImportError as error:
+        return f"Triton cannot be imported ({error})"
+
+
 def _unsupported(call: DecodeCall) -> str | None:
     try:
         return _triton().unsupported(call)
@@ -34,6 +45,9 @@ def _unsupported(call: DecodeCall) -> str | None:
 
 # Attention by FlexAttention, on CUDA; imported when first asked for, as it brings PyTorch's compiler.
 IMPLEMENTATIONS["flex"] = Implementation(lambda call: _flex().attend(call), _unsupported_by_flex)
+
+# Attention of training and prompts as one fused Triton pass; by name only, `auto` never takes it.
+IMPLEMENTATIONS["triton"] = Implementation(lambda call: _prefill().attend(call), _unsupported_by_prefill)
 
 # Decoding with split keys by Triton, which is imported when first asked for: not every installation has it.
 DECODERS["triton"] = Implementation(lambda call: _triton().decode(call), _unsupported)

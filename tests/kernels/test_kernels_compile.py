@@ -85,7 +85,7 @@ def test_the_tables_figures_keep_the_limits(cases, committed, script):
 
 def usual(name: str, case) -> bool:
     """What most models run: bf16, heads of 128, groups of 4; of each kernel the variant that holds the others' parts."""
-    others = r"\b(g8|tau)\b"
+    others = r"\b(g8|tau|dense)\b"
     return case.hot and "bf16" in name and "d128" in name and not re.search(others, name)
 
 

@@ -14,13 +14,14 @@ import torch
 import pod
 from pod.kernels import fused, triton_decode, triton_fused, triton_launch
 from pod.modeling.shipped import decode, grouped
+from pod.modeling.shipped.attend import Lead, Tokens, Visibility, attend
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
 ]
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-FLAGS = ("PART", "WITH_GATE", "PACKED", "WITH_DELTA", "WITH_NORM")
+FLAGS = ("PART", "WITH_GATE", "PACKED", "WITH_DELTA", "WITH_NORM", "HAS_LEAD")
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -59,6 +60,15 @@ def decoding():
             assert cache.engine.steps == 2
 
 
+def training():
+    """Forward and backward of heads that follow, and of heads that lead."""
+    sizes = (4, 2, 2, 4, 2)
+    inputs = [torch.ones(2, h, 9, 64, dtype=torch.bfloat16, requires_grad=True) for h in sizes]
+    q, k, v, *of_lead = inputs
+    for lead, see in ((Lead(*of_lead), Visibility(2, 4)), (None, Visibility())):
+        attend(q, Tokens(k, v), lead, see, backend="triton")[0].sum().backward()
+
+
 @pytest.fixture(scope="module")
 def launches():
     """Bf16 cases by name, and by name what its kernel was launched with, in the case's variant."""
@@ -74,6 +84,7 @@ def launches():
         patch.setitem(decode.DECODE_ORDER, "cpu", ["triton"])
         patch.setitem(fused.ORDER, "cpu", ["triton"])
         decoding()
+        training()
         yield cases, {name: of_variant(case, recorders[case.kernel]) for name, case in cases.items()}
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from interpreter import needs_triton
 
-from pod.modeling.shipped.attend import Tokens
+from pod.modeling.shipped.attend import Lead, Tokens, Visibility, attend
 
 MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
 BEYOND = 2**31
@@ -129,10 +129,34 @@ def storing() -> dict[str, bool]:
     return answer
 
 
+def training() -> dict[str, bool]:
+    """Fused attention, forward and backward: queries, keys and values, and a lead's, lie far apart."""
+    from pod.kernels import triton_prefill
+
+    tile = triton_prefill.Tile(16, 16, 16, 4, 1)
+    triton_prefill.tiles = lambda *of: triton_prefill.Tiles(tile, tile, tile)
+    answer = {}
+    for dimension, name in enumerate(RUNS):
+        # Inside a tile 32 bits are enough, where tokens lie as in a model: many of them, each less far away.
+        shape = [1, 1, 200 if name == "tokens" else 20, 16]
+        if name != "tokens":
+            shape[dimension] = 3
+        generator = torch.Generator().manual_seed(0)
+        inputs = [torch.randn(shape, generator=generator) for _ in range(5)]
+        found = []
+        for place in (lambda x: x, lambda x, i=dimension: vast(x, i)):
+            q, k, v, *lead = leaves = [place(x.clone()).requires_grad_() for x in inputs]
+            out, lse = attend(q, Tokens(k, v), Lead(*lead), Visibility(2, 9), backend="triton")
+            grads = torch.autograd.grad((out * inputs[0]).sum(), leaves)
+            found.append([x.contiguous() for x in (out.detach(), lse, *grads)])
+        answer[name] = all(torch.equal(x, y) and x.any() for x, y in zip(*found, strict=True))
+    return answer
+
+
 def interpret() -> dict:
     if (why := interpreter.broken()) is not None:
         return why
-    parts = decoding, packed_decoding, storing
+    parts = decoding, packed_decoding, storing, training
     return {part.__name__: part() for part in parts}
 
 
@@ -145,6 +169,7 @@ def test_offsets_are_computed_in_64_bits():
         "decoding": 4,
         "packed_decoding": 1,
         "storing": 3,
+        "training": 3,
     }
     assert not {(name, what) for name, part in found.items() for what, same in part.items() if not same}
 
