@@ -34,8 +34,8 @@ class ModelArgs:
     """Floating-point type of the loaded weights. Training has its own: train.dtype."""
 
     attention_backend: str = "auto"
-    """Implementation of attention: `auto` picks the fastest that works here; `reference`, `flash` or
-    `flex` by name. A named one that cannot run is an error."""
+    """Implementation of attention: `auto` picks the fastest that works here; `flash`, `flex`, `triton` or
+    `reference` by name. A named one that cannot run is an error."""
 
     flash_attention: Literal["fa2", "fa3", "fa4"] | None = None
     """FlashAttention that runs on GPUs: `fa2` comes with PyTorch, `fa3` needs the package flash-attn-3 and

@@ -23,6 +23,14 @@ def refusals(dtype: torch.dtype, head_dim: int) -> dict[str, str | None]:
     return {"flash": flash, "flex": flexible}
 
 
+def refusal(backend: str, refused: dict[str, str | None]) -> str | None:
+    """Why a backend that was asked for by name cannot run, by what ``refusals`` says; None = it can."""
+    if backend == "grouped":
+        return "it takes one query per row"
+    # The kernels of both are Triton's, for the same dtypes and head dimensions.
+    return refused.get("flex" if backend == "triton" else backend)
+
+
 def least_capability() -> tuple[int, int]:
     """The lowest compute capability of the GPUs that this process sees."""
     return min(torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count()))
@@ -38,9 +46,9 @@ def check_prompts(dtype: torch.dtype, head_dim: int, backend: str) -> None:
         ValueError: a named backend that cannot run, or only the reference could; in one line, with what would help.
     """
     refused = refusals(dtype, head_dim)
-    if backend in refused and refused[backend] is not None:
+    if (reason := refusal(backend, refused)) is not None:
         raise ValueError(
-            f"model.attention_backend={backend} cannot run here: {refused[backend]}; set model.attention_backend=auto"
+            f"model.attention_backend={backend} cannot run here: {reason}; set model.attention_backend=auto"
         )
     if backend != "auto" or None in refused.values():
         return

@@ -1,5 +1,6 @@
-"""Training in float32 on a GPU runs FlexAttention: known before there is one; and what more it keeps."""
+"""What runs the attention of a training step, known before there is a GPU; what `flex` and `triton` keep."""
 
+import importlib.util
 from dataclasses import replace
 
 import flex_eager
@@ -35,6 +36,8 @@ def job(attention, **settings):
         ("auto", "float32", 8, True, "reference"),
         ("auto", "bfloat16", 264, True, "reference"),
         ("flex", "bfloat16", 128, True, "flex"),
+        ("triton", "bfloat16", 128, True, "triton"),
+        ("triton", "float32", 80, True, "triton"),
         ("reference", "float32", 128, True, "reference"),
         ("auto", "float32", 128, False, "flash"),
         ("flash", "float32", 8, False, "flash"),
@@ -58,11 +61,26 @@ def test_what_will_run(asked, dtype, head_dim, has_gpu, runs):
             False,
             "model.attention_backend=flex cannot train this: it runs on GPUs only; set",
         ),
+        (
+            "triton",
+            "float32",
+            False,
+            "model.attention_backend=triton cannot train this: it runs on GPUs only; set",
+        ),
+        ("triton", "float32", True, "=triton cannot train this: head_dim 8 .16 to 256.; set"),
+        ("grouped", "float32", True, "=grouped cannot train this: it takes one query per row; set"),
+        (
+            "tritn",
+            "float32",
+            True,
+            "attention_backend = 'tritn' is not available here; choose one of auto, flash, flex, grouped, "
+            "reference, triton",
+        ),
     ],
 )
 def test_a_named_backend_that_cannot_train_is_refused(asked, dtype, has_gpu, says):
     with pytest.raises(ValueError, match=says):
-        attention_backend(replace(SHAPES, attention_backend=asked), dtype, has_gpu)
+        attention_backend(replace(SHAPES, attention_backend=asked, head_dim=8), dtype, has_gpu)
 
 
 def kept_bytes(backend, inputs, see):
@@ -96,6 +114,28 @@ def test_kept_activations_grow_by_what_flex_keeps(monkeypatch):
     at_loss = next(more["activations"] - less["activations"] for more, less in pairs)
     follow = sum(leader != layer for layer, row in enumerate(LEAD) for leader in row)
     assert at_loss == follow * group
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_fused_kernel_keeps_what_flash_keeps(monkeypatch):
+    """To the byte; the estimate says the same of both. Launches are left out, as only what is kept counts."""
+    from pod.kernels import triton_launch
+
+    launched = []
+    monkeypatch.setattr(triton_launch, "run", lambda kernel, *rest, **options: launched.append(kernel))
+    monkeypatch.setattr(triton_launch, "unsupported", lambda x: None)
+    followers, groups = 3, SHAPES.query_heads // SHAPES.kv_heads
+    sizes = [heads * followers for heads in (groups, 1, 1, groups, 1)]
+    inputs = [torch.randn(1, heads, TOKENS, SHAPES.head_dim, requires_grad=True) for heads in sizes]
+    (fused, out), (flash, _) = (kept_bytes(name, inputs, Visibility(4, 20)) for name in ("triton", "flash"))
+    torch.autograd.grad(out.sum(), inputs)
+    assert [kernel.fn.__name__ for kernel in launched] == ["forward_kernel", "queries_kernel", "keys_kernel"]
+    assert fused == flash == followers * (3 * groups + 3) * TOKENS * SHAPES.head_dim * 4
+
+    found, expected = (
+        list(moments(job(name, gradient_checkpointing="none"))) for name in ("triton", "flash")
+    )
+    assert found == expected
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])

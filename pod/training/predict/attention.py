@@ -3,6 +3,7 @@
 import torch
 
 from pod.kernels import gpu
+from pod.modeling.shipped.attend import check_backend
 from pod.training.predict.shapes import Shapes
 
 
@@ -10,13 +11,14 @@ def attention_backend(shapes: Shapes, dtype: str, has_gpu: bool) -> str:
     """The backend that `shapes.attention_backend` names, or that `auto` takes: `flash`, `flex`, `reference`.
 
     Raises:
-        ValueError: a named backend that cannot train this model in this dtype.
+        ValueError: an unknown backend, or one that cannot train this model in this dtype.
     """
     asked = shapes.attention_backend
+    check_backend(asked)
     refused = refusals(shapes, dtype, has_gpu)
     if asked == "auto":
         return next((name for name, reason in refused.items() if reason is None), "reference")
-    if (reason := refused.get(asked)) is not None:
+    if (reason := gpu.refusal(asked, refused)) is not None:
         raise ValueError(
             f"model.attention_backend={asked} cannot train this: {reason}; set model.attention_backend=auto"
         )

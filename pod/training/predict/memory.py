@@ -59,7 +59,7 @@ class Job:
     Attributes:
         lead: the plan, lead[layer][kv_head].
         context_length: tokens of a packed row over all ranks of a sequence-parallel group.
-        attention: the backend that runs attention: `flash`, `flex` or `reference`.
+        attention: the backend that runs attention: `flash`, `flex`, `triton` or `reference`.
     """
 
     shapes: Shapes
