@@ -99,6 +99,17 @@ def test_float32_moves_at_most_three_times_the_bytes_of_flash(attention, n):
     assert attention.moved_bytes(n, windows, default) > 8.9 * flash
 
 
+def test_the_fused_kernel_moves_less_than_flash_and_merges_nothing(attention):
+    """Of 16 bits both: what is merged, and what flash adds up in fp32, is left out."""
+    pytest.importorskip("triton")
+    windows = attention.SINKS, attention.RECENT
+    on_paper = attention.moved_on_paper(32768, windows)
+    assert on_paper["triton, bfloat16"] < on_paper["flash, bfloat16"] < on_paper["flex, float32"]
+    fused = attention.triton_kernels()
+    merging = attention.moved_bytes(32768, windows, fused._replace(merges=True))
+    assert merging > on_paper["triton, bfloat16"] == attention.moved_bytes(32768, windows, fused)
+
+
 def found(ratio: float, memory: float | None) -> dict:
     entry = {"over_fastest_dense": {"median": ratio}, "extra_fp32_per_token_and_head": memory}
     slower = {"over_fastest_dense": {"median": 9.0}, "extra_fp32_per_token_and_head": 0.0}
@@ -112,12 +123,14 @@ def found(ratio: float, memory: float | None) -> dict:
     ("ratio", "memory", "verdicts"), [(1.2, 2.1, [True, True]), (1.21, 2.2, [False, False])]
 )
 def test_the_rows_judge_the_fastest_backend(attention, ratio, memory, verdicts):
-    rows = attention.summary_rows(found(ratio, memory), tiny=False)
+    *rows, other = attention.summary_rows(found(ratio, memory), tiny=False)
     assert [row["met"] for row in rows] == verdicts
     assert rows[0]["figure"] == ratio and rows[0]["reason"] == "y, against cudnn"
-    assert [row["met"] for row in attention.summary_rows(found(ratio, memory), tiny=True)] == [None, None]
+    assert (other["name"], other["figure"]) == ("attention fwd+bwd, 32,768 tokens: x", 9.0)
+    toys = attention.summary_rows(found(ratio, memory), tiny=True)
+    assert [row["met"] for row in toys] == [None, None, None]
     float32 = attention.summary_rows({**found(ratio, memory), "dtype": "float32"}, tiny=False)
-    assert [row["met"] for row in float32] == [None, None] and float32[0]["name"].endswith("float32")
+    assert [row["met"] for row in float32] == [None, None, None] and float32[0]["name"].endswith("float32")
     nothing = attention.summary_rows({**found(1.0, None), "pod": {}}, tiny=False)
     assert [row["figure"] for row in nothing] == [None, None] and "errors" in nothing[0]["reason"]
 
@@ -163,4 +176,4 @@ def test_the_tiny_run(attention, tmp_path, monkeypatch, capsys):
     mixed = [0.4 * five[end] + 0.6 * six[end] for end in ("min", "max")]
     ratio = length["pod"]["flash"]["over_fastest_dense"]
     assert mixed[0] / peer["max"] <= ratio["median"] <= mixed[1] / peer["min"]
-    assert [row["met"] for row in result["rows"]] == [None, None]
+    assert [row["met"] for row in result["rows"]] == [None, None, None]  # time, memory, and the reference
