@@ -98,6 +98,13 @@ def test_a_benchmark_of_decoding_reads_no_text(machine, capsys):
     [
         (torch.float32, 64, "flex", (9, 0), f"model.attention_backend=flex cannot run here: {LACKS}; set"),
         (
+            torch.bfloat16,
+            64,
+            "triton",
+            (9, 0),
+            f"model.attention_backend=triton cannot run here: {LACKS}; set",
+        ),
+        (
             torch.float32,
             64,
             "flash",
