@@ -277,6 +277,12 @@ def test_the_doctor_names_what_is_missing_and_how_to_get_it(monkeypatch, capsys)
     assert "\ndeepspeed: pip install 'deepspeed<0.20,>=0.19'\nnumpy: pip install 'numpy>=2'\n" in out
 
 
+def test_the_doctor_names_the_backends_of_attention():
+    assert doctor.attention_backends() == (
+        "auto takes the first of grouped, flash, flex, reference that can; by name only: triton"
+    )
+
+
 def test_the_doctor_knows_a_package_that_a_clone_requires_since_it_was_installed(monkeypatch, capsys):
     """`pip install -e` wrote the metadata when sentencepiece was not required yet."""
     found = doctor.importlib.metadata.requires("pod-kv")

@@ -114,6 +114,7 @@ def parts() -> list[str]:
         say("ok", f"GPU {number}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB")
     if not torch.cuda.is_available():
         say("note", "GPU", f"torch {torch.__version__} finds none; the CPU has {os.cpu_count()} cores")
+    say("ok", "attention", attention_backends())
     from pod.training.deepspeed_bridge import check_parts
 
     wrong = []
@@ -123,6 +124,14 @@ def parts() -> list[str]:
         except ValueError as error:
             wrong.append(str(error))
     return wrong
+
+
+def attention_backends() -> str:
+    """What `model.attention_backend` may name."""
+    from pod.modeling.shipped.attend import AUTO_ORDER, IMPLEMENTATIONS
+
+    by_name = sorted({*IMPLEMENTATIONS} - {*AUTO_ORDER})
+    return f"auto takes the first of {', '.join(AUTO_ORDER)} that can; by name only: {', '.join(by_name)}"
 
 
 def flash_attention() -> None:
