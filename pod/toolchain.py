@@ -11,7 +11,8 @@ _NEED = "Triton compiles what starts its kernels with it"
 
 
 def obstacle() -> str | None:
-    """Why Triton cannot compile and start kernels on a GPU of this machine, with what to do; None = it can."""
+    """Why Triton cannot compile and start kernels on a GPU of this machine, with what to do; None = it
+    can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: it comes with CUDA builds of PyTorch (pip install triton)"
     return missing()

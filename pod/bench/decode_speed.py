@@ -1,13 +1,14 @@
 """Decode speed of cache methods beside the dense cache, both through the decode engine, in one process and in turns.
 
 Dense and PoD run the same program: preallocated stores, one static step from embedding to argmax, on CUDA recorded as a graph.
-Every method meets the dense cache in a *duel*: rounds in which both decode ``steps`` tokens per row at the same length, in
-alternating order; the ratio is taken round by round. What is compared with it is the byte ceiling of ``pod.bench.decode_bytes``.
+Every method meets the dense cache in a *duel*: rounds in which both decode ``steps`` tokens per row at the
+same length, in alternating order; the ratio is taken round by round. What is compared with it is the byte
+ceiling of ``pod.bench.decode_bytes``.
 
-CUDA graphs and fused kernels save what launches cost, whatever the cache. Every row says whether it had them: methods that the
-engine does not serve decode through the ordinary cache, which waits for the host, and stock transformers copies its cache to
-append to it; neither can be recorded. Wherever the dense cache had one of the two, each method meets it once more, both without:
-the ratio ``like_for_like``.
+CUDA graphs and fused kernels save what launches cost, whatever the cache. Every row says whether it had
+them: methods that the engine does not serve decode through the ordinary cache, which waits for the host,
+and stock transformers copies its cache to append to it; neither can be recorded. Wherever the dense cache
+had one of the two, each method meets it once more, both without: the ratio ``like_for_like``.
 
 Caches are filled without reading a prompt: random keys and values are written into the stores, which is what they hold after
 a prompt as far as time is concerned. Caches that compress a prompt by what is in it read a random one, with an attention that
@@ -172,12 +173,14 @@ def compare(
 
 
 def races_on(device: torch.device) -> int:
-    """How often a method meets the dense cache: once more, without graphs and fused kernels, where there are some."""
+    """How often a method meets the dense cache: once more, without graphs and fused kernels, where there
+    are some."""
     return 1 if device.type == "cpu" else 2
 
 
 def means(one: Contestant) -> dict[str, str | None]:
-    """Why a contestant has no CUDA graph (``no_graph``), and no fused kernels (``no_fused``); None = it has."""
+    """Why a contestant has no CUDA graph (``no_graph``), and no fused kernels (``no_fused``); None = it
+    has."""
     engine = getattr(one.cache, "engine", None)
     if engine is not None:
         return {"no_graph": engine.without_graph(), "no_fused": engine.without_kernels()}

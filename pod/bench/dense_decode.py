@@ -1,7 +1,8 @@
 """Decode attention of others as backends of our decode engine, so that the dense cache is measured with the best there is.
 
-They serve dense layers only: no head follows, and none is followed. Both work at static shapes and ask the device nothing, so
-that a step with them is a CUDA graph with fused kernels between its products, as one with our own kernel.
+They serve dense layers only: no head follows, and none is followed. Both work at static shapes and ask the
+device nothing, so that a step with them is a CUDA graph with fused kernels between its products, as one
+with our own kernel.
 """
 
 from collections.abc import Iterator

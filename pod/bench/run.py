@@ -216,7 +216,8 @@ def table(found: dict[str, Any]) -> str:
     held = sum(full["bytes_by_part"].values()) / 1e9
     head = "".join(f"{name:>{size}}" for name, size in _COLUMNS.items())
     lines = [
-        f"batch {found['batch']}, {found['length']:,} tokens; the dense cache (full) takes {held:.3g} GB, attention "
+        f"batch {found['batch']}, {found['length']:,} tokens; the dense cache (full) takes {held:.3g} GB, "
+        f"attention "
         f"backend: {full['backend']}, graph: {_told(full['no_graph'])}, fused: {_told(full['no_fused'])}",
         f"  {'':<30}{head}",
     ]

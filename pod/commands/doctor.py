@@ -23,7 +23,8 @@ OPTIONAL = {
     "tiktoken": "a tokenizer.model in tiktoken's format: pip install tiktoken",
     "triton": "GPU kernels; it comes with CUDA builds of torch",
     "flash-attn": "a faster peer in `pod bench`: pip install flash-attn --no-build-isolation",
-    "flash-attn-3": "model.flash_attention=fa3 on Hopper GPUs: from PyTorch's package index, pip install flash-attn-3",
+    "flash-attn-3": "model.flash_attention=fa3 on Hopper GPUs: from PyTorch's package index, pip install "
+    "flash-attn-3",
     "flash-attn-4": "model.flash_attention=fa4 on Hopper and Blackwell GPUs: pip install '.[gpu]'",
     "lm-eval": "benchmarks in `pod eval`: pip install '.[eval]' in a clone of the repository",
     "wandb": "train.tracker=wandb: pip install wandb",

@@ -1,4 +1,5 @@
-"""What a command with attention on GPUs settles before it starts: FlashAttention's version, and what this machine lacks."""
+"""What a command with attention on GPUs settles before it starts: FlashAttention's version, and what
+this machine lacks."""
 
 import sys
 from typing import Any
@@ -7,8 +8,8 @@ from pod.recipe import Recipe, rank
 
 
 def prepare(recipe: Recipe, device: str = "auto", reads: bool = True, decodes: bool = False) -> None:
-    """Activate the FlashAttention that the recipe or the environment names; refuse a GPU machine on which prompts would be read
-    by the reference, and warn where tokens would be decoded without Triton's kernels.
+    """Activate the FlashAttention that the recipe or the environment names; refuse a GPU machine on which
+    prompts would be read by the reference, and warn where tokens would be decoded without Triton's kernels.
 
     Args:
         device: the command's own setting; `auto` is a GPU where there is one.
@@ -35,13 +36,15 @@ def prepare(recipe: Recipe, device: str = "auto", reads: bool = True, decodes: b
     obstacle = toolchain.obstacle()
     if decodes and obstacle is not None:
         print(
-            f"warning: tokens are decoded without Triton's kernels and CUDA graphs, which is slower: {obstacle}",
+            f"warning: tokens are decoded without Triton's kernels and CUDA graphs, which is slower: "
+            f"{obstacle}",
             file=sys.stderr,
         )
 
 
 def head_dim_of(recipe: Recipe) -> int | None:
-    """The head dimension of the recipe's model; None where its configuration cannot be read, which the command itself reports."""
+    """The head dimension of the recipe's model; None where its configuration cannot be read, which the
+    command itself reports."""
     from pod.training.run.start_model import source_config
 
     try:

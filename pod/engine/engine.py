@@ -143,7 +143,8 @@ class _Bound:
         return None
 
     def obstacle_to_kernels(self) -> str | None:
-        """Why norms, rotation and gates are several operations each, unless the engine is plain; None when each is one kernel."""
+        """Why norms, rotation and gates are several operations each, unless the engine is plain; None
+        when each is one kernel."""
         if (reason := self.unfused.get(False)) is not None:
             return reason
         has_none = all(layer.best is fused.REFERENCE for layer in self.step.layers)
@@ -170,8 +171,8 @@ class StaticEngine:
 
     Attributes:
         graphs: CUDA graphs captured so far; 0 on CPU.
-        plain: True = without graphs and fused kernels, each module by its own ``forward``, as a method runs that no
-            engine serves; may change from step to step.
+        plain: True = without graphs and fused kernels, each module by its own ``forward``, as a method runs
+            that no engine serves; may change from step to step.
         steps: tokens per row that the engine, not the ordinary pass, has decoded.
     """
 

@@ -1,5 +1,5 @@
-"""One decoded token through the decoder's layers at static shapes: what they share, each layer over its stores, and all of them with
-fused operations between their products."""
+"""One decoded token through the decoder's layers at static shapes: what they share, each layer over its
+stores, and all of them with fused operations between their products."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""What can run on the GPUs of this machine, known before a model is loaded: attention of prompts, kernels by Triton."""
+"""What can run on the GPUs of this machine, known before a model is loaded: attention of prompts,
+kernels by Triton."""
 
 import torch
 
@@ -43,7 +44,8 @@ def check_prompts(dtype: torch.dtype, head_dim: int, backend: str) -> None:
         backend: ``auto`` or the name of one.
 
     Raises:
-        ValueError: a named backend that cannot run, or only the reference could; in one line, with what would help.
+        ValueError: a named backend that cannot run, or only the reference could; in one line, with what
+            would help.
     """
     refused = refusals(dtype, head_dim)
     if (reason := refusal(backend, refused)) is not None:
@@ -55,6 +57,7 @@ def check_prompts(dtype: torch.dtype, head_dim: int, backend: str) -> None:
     told = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
     helps = "model.dtype=bfloat16, or " if None in refusals(torch.bfloat16, head_dim).values() else ""
     raise ValueError(
-        f"no fused attention runs on this GPU ({told}); without it, all n x n logits of a prompt are in memory: mend "
+        f"no fused attention runs on this GPU ({told}); without it, all n x n logits of a prompt are in "
+        f"memory: mend "
         f"this, or set {helps}model.attention_backend=reference to accept it"
     )

@@ -197,7 +197,8 @@ def load_model(
 
     What the files hold wins over the configuration where the two can be reconciled: an output projection that differs from
     the embedding stays its own, whatever ``tie_word_embeddings`` says. The model caches, whatever ``use_cache`` says.
-    The environment variable ``POD_FLASH_ATTENTION`` (fa2, fa3, fa4) names the FlashAttention that runs on GPUs.
+    The environment variable ``POD_FLASH_ATTENTION`` (fa2, fa3, fa4) names the FlashAttention that runs
+    on GPUs.
 
     Raises:
         ValueError: names, families, keys, plans or layouts that do not fit, several devices, quantization, files that

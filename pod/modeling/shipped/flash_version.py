@@ -1,9 +1,9 @@
 """Which FlashAttention runs on CUDA: 2, which PyTorch brings, or 3 or 4 in its place.
 
 All of them run behind the same operations of PyTorch (``varlen`` calls them); PyTorch's own switch
-``torch.nn.attention.activate_flash_attention_impl`` changes what does, for the whole process. A recipe names a version
-(``model.flash_attention``), or the environment does (``POD_FLASH_ATTENTION``); it runs or is refused, and is never
-replaced by another. Where neither names one, what was activated by hand stays.
+``torch.nn.attention.activate_flash_attention_impl`` changes what does, for the whole process. A recipe
+names a version (``model.flash_attention``), or the environment does (``POD_FLASH_ATTENTION``); it runs or
+is refused, and is never replaced by another. Where neither names one, what was activated by hand stays.
 """
 
 import importlib.metadata
@@ -25,7 +25,8 @@ class FlashVersion(NamedTuple):
     Attributes:
         number: of the version.
         implementation: its name in PyTorch's switch.
-        package, modules: what has to be installed, and the first parts of the modules that PyTorch imports from it.
+        package, modules: what has to be installed, and the first parts of the modules that PyTorch
+            imports from it.
         majors: compute capabilities (their first number) of the GPUs that it runs on.
         how_to_get: for an error message.
     """
@@ -45,7 +46,8 @@ VERSIONS = {
         "flash-attn-3",
         ("flash_attn_interface", "flash_attn_3", "flash_attn_config"),
         (9,),
-        "pip install flash-attn-3 from PyTorch's package index, or build the folder hopper of Dao-AILab/flash-attention",
+        "pip install flash-attn-3 from PyTorch's package index, or build the folder hopper of "
+        "Dao-AILab/flash-attention",
     ),
     "fa4": FlashVersion(
         4,
@@ -94,7 +96,8 @@ def choose(setting: str | None) -> str:
 
 
 def use(setting: str | None = None) -> str:
-    """For a command, before its first attention: activate what its recipe or the environment names, else FlashAttention 2.
+    """For a command, before its first attention: activate what its recipe or the environment names, else
+    FlashAttention 2.
 
     Returns:
         The version that runs.
@@ -108,7 +111,8 @@ def use(setting: str | None = None) -> str:
 
 
 def use_asked() -> None:
-    """For a model that is loaded: as ``use``, with what the running command chose; nothing changes where nothing is named.
+    """For a model that is loaded: as ``use``, with what the running command chose; nothing changes where
+    nothing is named.
 
     Raises:
         ValueError: as ``use``.
@@ -119,7 +123,8 @@ def use_asked() -> None:
 
 
 def check() -> None:
-    """Raise ``ValueError`` where the named version cannot run here, as far as can be said without loading it."""
+    """Raise ``ValueError`` where the named version cannot run here, as far as can be said without
+    loading it."""
     name = asked() or SHIPPED
     if (reason := refusal(name)) is not None:
         raise ValueError(_cannot(name, reason))
@@ -171,7 +176,8 @@ def _current() -> str | None:
 
 
 def refusal(name: str) -> str | None:
-    """Why a version cannot run on this machine and what to do, as far as can be said without loading it; None = it can."""
+    """Why a version cannot run on this machine and what to do, as far as can be said without loading it;
+    None = it can."""
     if name == SHIPPED:
         return None
     version = VERSIONS[name]
@@ -187,7 +193,8 @@ def refusal(name: str) -> str | None:
         if major not in version.majors:
             needed = " or ".join(f"{one}.0" for one in version.majors)
             return (
-                f"GPU {device}, {torch.cuda.get_device_name(device)}, has compute capability {major}.{minor}, and "
+                f"GPU {device}, {torch.cuda.get_device_name(device)}, has compute capability "
+                f"{major}.{minor}, and "
                 f"FlashAttention {version.number} needs {needed} (hide this GPU by CUDA_VISIBLE_DEVICES)"
             )
     return _wrong_release(version)
@@ -201,7 +208,8 @@ def _wrong_release(version: FlashVersion) -> str | None:
     if TorchVersion(found) < _MORE_RESULTS:
         return None
     return (
-        f"PyTorch {torch.__version__} cannot call flash-attn-4 {found}, which gives more results than it takes "
+        f"PyTorch {torch.__version__} cannot call flash-attn-4 {found}, which gives more results than it "
+        f"takes "
         f"({version.how_to_get})"
     )
 
@@ -215,7 +223,8 @@ def installed(package: str) -> str | None:
 
 
 def unsupported_by_version(name: str, head_dim: int, capability: tuple[int, int]) -> str | None:
-    """Why a version cannot run this head dimension on a GPU of this compute capability, where FlashAttention 2 can."""
+    """Why a version cannot run this head dimension on a GPU of this compute capability, where
+    FlashAttention 2 can."""
     if name not in VERSIONS:
         return None
     version = VERSIONS[name]

@@ -166,8 +166,8 @@ class PodPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """See transformers. The environment variable ``POD_FLASH_ATTENTION`` (fa2, fa3, fa4) names the FlashAttention
-        that runs on GPUs; ``ValueError`` for one that cannot run here."""
+        """See transformers. The environment variable ``POD_FLASH_ATTENTION`` (fa2, fa3, fa4) names the
+        FlashAttention that runs on GPUs; ``ValueError`` for one that cannot run here."""
         use_asked()
         return super().from_pretrained(*args, **kwargs)
 

@@ -1,9 +1,10 @@
 """Attention as a few variable-length flash calls over all segments of a batch at once, on CUDA; forward and backward.
 
-Each kind of slice (``Segment.slices``) is *one* call of PyTorch's op, causal from the bottom right, whose sequences are the
-segments; ``cu_seqlens`` are made once in a pass. Where the rows of a call are not neighbours they are gathered. Behind the op
-run the kernels of FlashAttention 2, or of 3 or 4 (``flash_version``): all that is asked of them here, bounds, longest
-sequences, scale, causal masks, windows and log-sum-exps, forward and backward, they take alike.
+Each kind of slice (``Segment.slices``) is *one* call of PyTorch's op, causal from the bottom right, whose
+sequences are the segments; ``cu_seqlens`` are made once in a pass. Where the rows of a call are not
+neighbours they are gathered. Behind the op run the kernels of FlashAttention 2, or of 3 or 4
+(``flash_version``): all that is asked of them here, bounds, longest sequences, scale, causal masks, windows
+and log-sum-exps, forward and backward, they take alike.
 
 Outputs of the same rows are merged by their log-sum-exps in one pass with one rounding; backward calls each part's flash
 backward with the merged output and log-sum-exp.

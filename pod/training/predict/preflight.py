@@ -98,8 +98,8 @@ def check_epochs(job: Job, rows: int) -> None:
 
 
 def check_gpus(args: TrainRecipe) -> None:
-    """Raise ValueError for more ranks than GPUs on this machine, for bfloat16 on a GPU without it, and for fused layers
-    where they cannot be compiled."""
+    """Raise ValueError for more ranks than GPUs on this machine, for bfloat16 on a GPU without it, and for
+    fused layers where they cannot be compiled."""
     if not torch.cuda.is_available():
         return
     ranks, gpus = local_world_size(), torch.cuda.device_count()
@@ -111,7 +111,8 @@ def check_gpus(args: TrainRecipe) -> None:
     obstacle = toolchain.obstacle()
     if args.fused_layers != "none" and obstacle is not None:
         raise ValueError(
-            f"train.fused_layers={args.fused_layers} compiles kernels by Triton: {obstacle}; or set train.fused_layers=none"
+            f"train.fused_layers={args.fused_layers} compiles kernels by Triton: {obstacle}; or set "
+            f"train.fused_layers=none"
         )
     if args.dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(

@@ -1,9 +1,10 @@
-"""GPU memory that a training takes beside PyTorch's tensors: stated, not measured, as nothing here has met a GPU.
+"""GPU memory that a training takes beside PyTorch's tensors: stated, not measured.
 
-* The CUDA context and the code of loaded kernels. A bare context takes 426 MiB (PyTorch 2.10, CUDA 13.0, RTX 6000 Ada:
-  unslothai/unsloth-zoo#1053); PyTorch loads kernels when they are first used, and compiled ones come on top.
-* Buffers of NCCL, for every communicator that talks: 4 MiB for each channel and connection, and less for short messages.
-  1.6 GB were measured for one, 6 GB for more than three (NVIDIA/nccl#864).
+* The CUDA context and the code of loaded kernels. A bare context takes 426 MiB (PyTorch 2.10, CUDA 13.0,
+  RTX 6000 Ada: unslothai/unsloth-zoo#1053); PyTorch loads kernels when they are first used, and compiled ones
+  come on top.
+* Buffers of NCCL, for every communicator that talks: 4 MiB for each channel and connection, and less for
+  short messages. 1.6 GB were measured for one, 6 GB for more than three (NVIDIA/nccl#864).
 * Workspaces of cuBLAS and cuBLASLt, one for each stream that multiplies: 32 MiB on Hopper
   (PyTorch, `CublasHandlePool.cpp`), and DeepSpeed computes on more than one.
 """
@@ -18,14 +19,18 @@ WORKSPACES = round(0.25 * GIB)
 
 
 def communicators(args: TrainArgs, world: World) -> int:
-    """Groups of at least two ranks whose members talk by NCCL: all ranks, DeepSpeed's copy of that group, and with sequence
-    parallelism the ranks that share a row, and those that hold the same part of different rows."""
+    """Groups of at least two ranks whose members talk by NCCL.
+
+    All ranks, DeepSpeed's copy of that group, and with sequence parallelism the ranks that share a row, and those
+    that hold the same part of different rows.
+    """
     size = args.sequence_parallel_size
     return 2 * (world.size > 1) + (size > 1) + (1 < size < world.size)
 
 
 def reserve(args: TrainArgs, world: World, has_gpu: bool) -> Parts:
-    """Bytes of one rank on its GPU, by part; `train.memory_reserve_gib` where it is set, nothing without a GPU."""
+    """Bytes of one rank on its GPU, by part; `train.memory_reserve_gib` where it is set, nothing without
+    a GPU."""
     if not has_gpu:
         return {}
     if args.memory_reserve_gib is not None:

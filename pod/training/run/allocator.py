@@ -1,4 +1,5 @@
-"""How PyTorch's allocator holds the memory of GPUs during a training; imports no torch, which reads the variable once."""
+"""How PyTorch's allocator holds the memory of GPUs during a training; imports no torch, which reads the
+variable once."""
 
 import os
 import sys
@@ -12,12 +13,16 @@ _said = ""
 
 
 def expand_segments() -> str:
-    """Let segments of GPU memory grow in place, before torch is imported: pieces of other sizes, as sequences and gathered
+    """Let segments of GPU memory grow in place, before torch is imported: pieces of other sizes, as
+    sequences and gathered
     weights leave them, then do not add up to memory that nothing fits into.
 
-    Not where a variable of PyTorch's allocator is set, and not where NCCL shall register all tensors, which PyTorch
-    switches off for such segments. They have no legacy CUDA IPC handles, and graphs with collectives were seen to hang
-    over them (pytorch/torchtitan#3306): a training has neither, decoding and evaluation keep PyTorch's default.
+    Not where a variable of PyTorch's allocator is set, and not where NCCL shall register all tensors,
+    which PyTorch
+    switches off for such segments. They have no legacy CUDA IPC handles, and graphs with collectives
+    were seen to hang
+    over them (pytorch/torchtitan#3306): a training has neither, decoding and evaluation keep PyTorch's
+    default.
 
     Returns:
         What was done, for the header of the run.
