@@ -43,7 +43,8 @@ def save_cache(model: PodForCausalLM, cache: PodCache, path: str | os.PathLike) 
         "facts": json.dumps(state.facts),
         "weights": _fingerprint(model),
     }
-    tensors = {name: tensor.contiguous().clone() for name, tensor in state.tensors.items()}
+    # in host memory, so that a GPU that is full of the cache needs no room for a copy
+    tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in state.tensors.items()}
     atomic_write_bytes(path, safetensors.torch.save(tensors, metadata))
 
 
@@ -88,12 +89,12 @@ def _fingerprint(model: PodForCausalLM) -> str:
 
 def _read(path: str | os.PathLike, device: torch.device) -> tuple[dict[str, str], dict[str, Tensor]]:
     try:
-        with safe_open(path, "pt", device=str(device)) as file:
+        with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("kind") != _KIND:
                 raise ValueError(f"{path} is not a cache that pod.save_cache wrote: name such a file")
             # in memory of their own: aligned as what a pass stores, so that sums run in the same order
-            return metadata, {name: file.get_tensor(name).clone() for name in list(file.keys())}
+            return metadata, {name: file.get_tensor(name).to(device, copy=True) for name in list(file.keys())}
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     except (SafetensorError, OSError) as error:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 import pod
 from pod.eval import runner
-from pod.modeling.shipped.state import CacheState
 from pod.recipe import load_recipe
 from pod.training.args import TrainArgs
 from pod.training.plans import choose, costs
@@ -64,12 +63,12 @@ def largest_difference(expected: list[Tensor], found: list[Tensor]) -> float:
     return max(difference(one, other) for one, other in zip(expected, found, strict=True))
 
 
-def saved_and_loaded(cache: Any, empty: Any) -> Any:
-    """Another cache with the state of the first; tensors stay on their device, facts are JSON."""
-    state = cache.state()
-    tensors = {name: tensor.clone() for name, tensor in state.tensors.items()}
-    empty.from_state(CacheState(tensors, json.loads(json.dumps(state.facts))))
-    return empty
+def saved_and_loaded(model: nn.Module, cache: Any) -> Any:
+    """The cache as a file gives it back."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "cache.safetensors"
+        pod.save_cache(model, cache, file)
+        return pod.load_cache(model, file)
 
 
 def conversation(model: nn.Module, make_cache: Callable[[nn.Module], object], device: str) -> dict:
@@ -88,7 +87,7 @@ def conversation(model: nn.Module, make_cache: Callable[[nn.Module], object], de
     logits, reads = [], {}
     for name, start, stop in steps:
         if name == f"token {DECODED - 1}":
-            cache = saved_and_loaded(cache, make_cache(model))
+            cache = saved_and_loaded(model, cache)
         with simulated_device.watch() as counted, torch.no_grad():
             out = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
         logits.append(out.logits[0])  # the second row's prompt begins with padding
