@@ -141,6 +141,7 @@ def test_quiet_and_verbose(monkeypatch, capsys, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_quiet_command_prints_nothing(tmp_path):
     command = [sys.executable, "-m", "pod", "data", "-q", "stdlib:json", "--set", f"output_dir={tmp_path}"]
     command += ["--set", "model.path=package:tiny", "--set", "data.target_tokens=20000"]

@@ -160,6 +160,7 @@ def test_tokenizer_of_the_embedded_model_separates_digits_first(smollm2):
     assert tokenizer.decode(tokenizer(TEXT)["input_ids"]) == TEXT
 
 
+@pytest.mark.slow
 def test_embedded_model_is_converted_without_changing_a_weight(smollm2):
     """Against the tensors that the gguf package de-quantizes itself, by another path than the conversion's."""
     source = {tensor.name: tensor for tensor in GGUFReader(models._smollm2_file()).tensors}

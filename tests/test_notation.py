@@ -179,6 +179,7 @@ PARTS = st.builds(Part, NAMES, st.none() | NAMES, st.dictionaries(KEYS, VALUES, 
 SPECS = st.builds(Spec, st.lists(PARTS, min_size=1, max_size=4).map(tuple), BUDGETS)
 
 
+@pytest.mark.slow
 @given(SPECS)
 def test_the_canonical_text_of_any_method_reads_as_that_method(spec):
     assert parse(str(spec)) == spec

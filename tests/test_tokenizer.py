@@ -34,6 +34,7 @@ def test_the_files_of_every_family_load_and_pad_left(model_type, tmp_path):
     assert tokenizer.padding_side == "left"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type, tokenizer_class", [("mistral", "LlamaTokenizer"), ("mixtral", None)])
 def test_mistral_loads_where_mistral_common_is_installed(model_type, tokenizer_class, tmp_path):
     """A package of that name, newer than transformers asks for, without the modules that transformers imports of it."""

@@ -198,6 +198,7 @@ def launch(tmp_path, *overrides):
     )
 
 
+@pytest.mark.slow
 def test_launcher(tmp_path):
     done = launch(
         tmp_path,

@@ -211,6 +211,7 @@ def test_samples_know_which_text_they_ask_about(tmp_path):
     assert set(shared["arc_easy"]) == {None}
 
 
+@pytest.mark.slow
 def test_skipped_samples_are_counted_explained_and_not_scored(tmp_path, monkeypatch):
     monkeypatch.setattr("pod.eval.answer.models.Models.max_length", lambda self: 650)
     part = measure(tmp_path, ["truthfulqa_mc1"], eval__too_long="skip")["full"]["parts"]["truthfulqa_mc1"]

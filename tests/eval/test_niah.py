@@ -191,6 +191,7 @@ def test_a_killed_grid_goes_on_where_it_stopped(place, monkeypatch):
     assert len(seen) == 6, "the first six answers were kept"
 
 
+@pytest.mark.slow
 def test_other_questions_are_answered_and_equal_ones_are_not(place, monkeypatch):
     """A part of the grid, other needles, another form of the question, more new tokens."""
     asked, real = [], reading.answers

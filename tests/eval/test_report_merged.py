@@ -326,6 +326,7 @@ def test_payloads_may_bring_curves(comparison):
 # -- files ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_merged_report_is_one_whole_page(two_runs, tmp_path):
     text = write_merged(two_runs, tmp_path / "out").read_text()
     page = Page(text)

@@ -126,6 +126,7 @@ def test_the_same_layout_every_time(fits):
     assert large(8).job == fits[8].job
 
 
+@pytest.mark.slow
 def test_less_memory_costs_time_and_never_more_than_there_is():
     times = []
     for gib in (141, 80, 48, 40):

@@ -169,6 +169,7 @@ def test_shorthands_and_dry_run(overrides, capsys):
     assert "3 x 48 = 144 tokens" in printed
 
 
+@pytest.mark.slow
 def test_without_sources_of_its_own_it_reads_the_held_out_text_of_prepared_data(overrides, tmp_path, capsys):
     """And nothing else: the sources may be gone. Other data is measured again."""
     from pod.data import held_out_documents, prepare

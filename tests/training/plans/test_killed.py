@@ -80,6 +80,7 @@ def test_solving_shows_its_progress(overrides, monkeypatch, capfd):
     assert "explore, order of heads" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plan_saves_at_least_what_was_asked_for(overrides, tmp_path):
     for asked in (0.1, 0.35, 0.5, 0.7):
         explore.main(
