@@ -88,7 +88,7 @@ def markdown(kernels: dict[str, dict], versions: str) -> str:
         cells = [cell(entry[chip]) if chip in entry else "—" for chip in chips]
         shown = next(chip for chip in ("sm_90", "sm_100", "sm_80") if chip in entry)
         found = entry[shown]["instructions"].split()
-        products = ", ".join(i for i in found if "mma." in i or i == "wgmma") or "no tensor cores"
+        products = ", ".join(i for i in found if i in TENSOR_CORES) or "no tensor cores"
         title = f"**{name}**" if entry["hot"] else name
         lines.append(
             f"| {title} | {entry['num_warps']}, {entry['num_stages']} | {' | '.join(cells)} | {products} |"

@@ -57,6 +57,14 @@ def test_the_table_holds_exactly_these_kernels(cases, committed, script):
     assert chips == {name: {f"sm_{c}" for c in case.capabilities} for name, case in cases.items()}
 
 
+def test_the_page_says_what_the_table_says(committed, script):
+    page = TABLE.with_suffix(".md").read_text(encoding="utf-8")
+    assert page == script.markdown(committed["kernels"], f"Triton {committed['triton']}.")
+    needs = {"registers": 9, "stack_bytes": 0, "shared_bytes": 0, "instructions": "fma.rn.f32 tcgen05.mma"}
+    newest = {"hot": False, "num_warps": 4, "num_stages": 2, "sm_100": needs}
+    assert script.markdown({"kernel": newest}, "").splitlines()[-1].endswith("| tcgen05.mma |")
+
+
 def test_every_kernel_of_the_package_is_compiled(cases, load):
     import triton
 
