@@ -173,6 +173,7 @@ def test_settings_that_rows_were_prepared_with_otherwise_are_named(args, tokeniz
     assert args.other_than({}, 4) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 def test_a_broken_file_that_is_not_needed_is_no_error_for_any_number_of_workers(
     args, tokenizer, tmp_path, monkeypatch

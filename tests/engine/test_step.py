@@ -139,12 +139,14 @@ def interpreted():
     return interpreter.answers(__file__)
 
 
+@pytest.mark.nightly
 @needs_triton
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[str(case) for case in CASES])
 def test_logits_of_the_kernels_are_those_of_the_ordinary_pass(interpreted, index):
     assert interpreted["cases"][index]["error"] < 2e-5
 
 
+@pytest.mark.nightly
 @needs_triton
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[str(case) for case in CASES])
 def test_launches_per_layer(interpreted, index):

@@ -92,6 +92,7 @@ def test_wrong_method_options(options, message):
         EvalArgs(methods=["full", "snapkv"], method_options=options)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_run_may_ask_less_than_its_recipe_has_options_for(tmp_path):
     """`--methods full --tasks perplexity` on a recipe with options for razor and for a task of its own."""

@@ -27,7 +27,7 @@ CASES_PER_FUNCTION = 2
 
 NIGHTLY_FIXTURES = tuple(
     f"{worker}_results"
-    for worker in ("carry", "engine", "estimate", "kills", "recipe", "restart", "start", "variants")
+    for worker in ("carry", "engine", "estimate", "kills", "recipe", "restart", "seeing", "start", "variants")
 )
 """Runs of several processes that CI does without: half of the rest's time. The sample keeps those of `test_parallel.py`
 (every layout), `test_runs.py` (resuming, exports), `test_launch.py` (launcher, signals) and of the shorter files.

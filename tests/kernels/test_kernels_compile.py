@@ -97,6 +97,7 @@ def usual(name: str, case) -> bool:
     return case.hot and "bf16" in name and "d128" in name and not re.search(others, name)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_compiled_kernels_have_the_tables_figures(cases, committed, script):
     import triton

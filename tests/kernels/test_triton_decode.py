@@ -187,6 +187,7 @@ def interpreted():
     return interpreter.answers(__file__)
 
 
+@pytest.mark.nightly
 @needs_triton
 @pytest.mark.parametrize("index", range(len(RUNS)), ids=[str(run) for run in RUNS])
 def test_interpreted_kernels_are_as_exact_as_the_reference(interpreted, index):
@@ -195,6 +196,7 @@ def test_interpreted_kernels_are_as_exact_as_the_reference(interpreted, index):
     assert found <= 2 * (limit + rounding)
 
 
+@pytest.mark.nightly
 @needs_triton
 def test_leads_leave_distant_logits_and_their_lse_and_nothing_else(interpreted):
     assert interpreted["logits"] < 1e-5 and interpreted["lse"] < 1e-5
@@ -202,11 +204,13 @@ def test_leads_leave_distant_logits_and_their_lse_and_nothing_else(interpreted):
     assert set(interpreted["lse_of_none"]) == {-float("inf")}
 
 
+@pytest.mark.nightly
 @needs_triton
 def test_every_head_with_tokens_gets_a_program(interpreted):
     assert not interpreted["starved"]
 
 
+@pytest.mark.nightly
 @needs_triton
 def test_groups_that_skip_leave_distant_values_unread(interpreted):
     assert interpreted["unread"] < 1e-6

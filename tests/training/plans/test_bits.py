@@ -82,6 +82,7 @@ def test_the_plan_is_the_cheapest_of_all(layers, heads, follow, window, saving):
         assert bound - 1e-12 <= cost <= best + 1e-12
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_choice_of_bits_stays_near_its_bound_where_the_heads_of_a_layer_have_nothing_in_common():
     costs = random_costs(24, 4, 0)

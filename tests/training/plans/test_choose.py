@@ -399,6 +399,7 @@ def test_an_interrupted_measurement_continues(overrides, tmp_path, monkeypatch):
     assert all((cut[1].tensors[name] == whole[1].tensors[name]).all() for name in whole[1].tensors)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_ranks_make_the_plan_of_one(overrides, tmp_path):
     explore.main(load_recipe(None, [*overrides, "explore.loss_sequences=2"]))

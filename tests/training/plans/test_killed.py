@@ -39,6 +39,7 @@ def refuse(*args, **kwargs):
     raise AssertionError("measured again")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_plan_stands_before_its_loss_and_a_killed_run_continues(overrides, tmp_path, monkeypatch, capfd):
     folder = tmp_path / "run" / "plan"

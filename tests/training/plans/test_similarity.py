@@ -147,6 +147,7 @@ def run_ranks(tmp_path, world, num_sequences):
     return [torch.load(tmp_path / f"out-{rank}.pt", weights_only=True) for rank in range(world)]
 
 
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("world", "num_sequences"), [(2, 5), (3, 2)])
 def test_ranks_give_the_bits_of_one_process(tmp_path, world, num_sequences):
