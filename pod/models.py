@@ -213,6 +213,11 @@ def read_config(source: str, gguf_file: str | None = None, **places: Any) -> Any
     return AutoConfig.from_pretrained(source, trust_remote_code=False, **places)
 
 
+def head_dim_of(config: Any) -> int:
+    """Numbers in a key of one head, by a configuration of transformers; some leave it to the other sizes."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def ways_without_network(source: str, reason: str) -> str:
     """How to go on where a model cannot be read for this reason; empty unless the hub was not reached."""
     words = (

@@ -4,6 +4,7 @@ this machine lacks."""
 import sys
 from typing import Any
 
+from pod.models import head_dim_of
 from pod.recipe import Recipe, rank
 
 
@@ -27,7 +28,7 @@ def prepare(recipe: Recipe, device: str = "auto", reads: bool = True, decodes: b
     version = use(recipe.model.flash_attention)
     if device == "cpu" or not torch.cuda.is_available():
         return
-    head_dim = head_dim_of(recipe) if reads else None
+    head_dim = recipe_head_dim(recipe) if reads else None
     if head_dim is not None:
         check_prompts(getattr(torch, recipe.model.dtype), head_dim, recipe.model.attention_backend)
     if rank() != 0:
@@ -36,13 +37,13 @@ def prepare(recipe: Recipe, device: str = "auto", reads: bool = True, decodes: b
     obstacle = toolchain.obstacle()
     if decodes and obstacle is not None:
         print(
-            f"warning: tokens are decoded without Triton's kernels and CUDA graphs, which is slower: "
-            f"{obstacle}",
+            "warning: tokens are decoded without Triton's kernels and CUDA graphs, which is slower: "
+            + obstacle,
             file=sys.stderr,
         )
 
 
-def head_dim_of(recipe: Recipe) -> int | None:
+def recipe_head_dim(recipe: Recipe) -> int | None:
     """The head dimension of the recipe's model; None where its configuration cannot be read, which the
     command itself reports."""
     from pod.training.run.start_model import source_config
@@ -51,4 +52,4 @@ def head_dim_of(recipe: Recipe) -> int | None:
         config: Any = source_config(recipe.model)[0]
     except (ValueError, OSError):
         return None
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return head_dim_of(config)

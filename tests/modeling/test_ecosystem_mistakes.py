@@ -14,8 +14,7 @@ from transformers import DynamicCache, Gemma3TextConfig, GPT2Config
 
 import pod
 from pod.bench.run import subject
-from pod.eval.answer.models import dense_config
-from pod.models import ModelArgs, check_has_config, ways_without_network
+from pod.models import ModelArgs, check_has_config, read_config, ways_without_network
 from pod.recipe import load_recipe
 from pod.training.run.start_model import source_config
 
@@ -145,7 +144,7 @@ def test_a_folder_without_a_configuration_is_no_model_folder(tmp_path):
     )
     assert complaint(pod.load_model, tmp_path) == expected
     assert complaint(source_config, ModelArgs(path=str(tmp_path))) == expected
-    assert complaint(dense_config, str(tmp_path)) == expected
+    assert complaint(read_config, str(tmp_path)) == expected
     assert (
         complaint(subject, load_recipe("bench_cpu", [f"model.path={tmp_path}", "bench.shapes=null"]))
         == expected

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pod
 from pod.eval.answer.methods import Method
+from pod.models import head_dim_of
 from pod.notation import NO_LIMIT
 
 if TYPE_CHECKING:
@@ -149,8 +150,7 @@ def native_bytes_per_token(model: Any) -> int:
 def bytes_per_token(config: Any, dtype: "torch.dtype") -> int:
     """`native_bytes_per_token` of a model's configuration, before it is loaded."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
+    return 2 * config.num_hidden_layers * heads * head_dim_of(config) * dtype.itemsize
 
 
 def measure_bytes(

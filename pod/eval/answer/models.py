@@ -24,11 +24,6 @@ def _dtype(name: str) -> Any:
     return getattr(torch, name)
 
 
-def dense_config(path: str, gguf_file: str | None = None) -> Any:
-    """A dense model's configuration, without loading the model."""
-    return read_config(path, gguf_file)
-
-
 def _check_there(path: str) -> None:
     """ValueError for a model that is neither a folder, nor kept from the hub, nor there: said at once, without the hub's retries."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
@@ -192,13 +187,13 @@ class Models:
 
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in the dense model, without loading it."""
-        config = dense_config(self.dense_path, self.recipe.model.gguf_file)
+        config = read_config(self.dense_path, self.recipe.model.gguf_file)
         return bytes_per_token(config, _dtype(self.recipe.model.dtype))
 
     def _check_fits(self, file: Path) -> None:
         if not file.is_file():
             raise ValueError(f"{file} does not exist: make a plan with `pod explore`")
-        plan, config = pod.SharingPlan.load(file), dense_config(self.dense_path, self.recipe.model.gguf_file)
+        plan, config = pod.SharingPlan.load(file), read_config(self.dense_path, self.recipe.model.gguf_file)
         layers, heads = config.num_hidden_layers, getattr(config, "num_key_value_heads", None)
         heads = heads or config.num_attention_heads
         if (plan.num_layers, plan.num_key_value_heads) != (layers, heads):

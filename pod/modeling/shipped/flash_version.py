@@ -194,8 +194,7 @@ def refusal(name: str) -> str | None:
             needed = " or ".join(f"{one}.0" for one in version.majors)
             return (
                 f"GPU {device}, {torch.cuda.get_device_name(device)}, has compute capability "
-                f"{major}.{minor}, and "
-                f"FlashAttention {version.number} needs {needed} (hide this GPU by CUDA_VISIBLE_DEVICES)"
+                f"{major}.{minor}, and FlashAttention {version.number} needs {needed} (hide this GPU by CUDA_VISIBLE_DEVICES)"
             )
     return _wrong_release(version)
 
@@ -208,8 +207,7 @@ def _wrong_release(version: FlashVersion) -> str | None:
     if TorchVersion(found) < _MORE_RESULTS:
         return None
     return (
-        f"PyTorch {torch.__version__} cannot call flash-attn-4 {found}, which gives more results than it "
-        f"takes "
+        f"PyTorch {torch.__version__} cannot call flash-attn-4 {found}, which gives more results than it takes "
         f"({version.how_to_get})"
     )
 

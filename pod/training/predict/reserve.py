@@ -25,7 +25,14 @@ def communicators(args: TrainArgs, world: World) -> int:
     that hold the same part of different rows.
     """
     size = args.sequence_parallel_size
-    return 2 * (world.size > 1) + (size > 1) + (1 < size < world.size)
+    count = 0
+    if world.size > 1:
+        count += 2
+    if size > 1:
+        count += 1
+    if 1 < size < world.size:
+        count += 1
+    return count
 
 
 def reserve(args: TrainArgs, world: World, has_gpu: bool) -> Parts:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pod.modeling.shipped.sharing import Lead
+from pod.models import head_dim_of
 from pod.training.args import TrainArgs
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -47,7 +48,7 @@ class Shapes:
             layers=config.num_hidden_layers,
             query_heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            head_dim=head_dim_of(config),
             intermediate=used * inner if experts else config.intermediate_size,
             idle=(experts - used) * inner if experts else 0,
             vocab=config.vocab_size,

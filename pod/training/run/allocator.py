@@ -13,16 +13,13 @@ _said = ""
 
 
 def expand_segments() -> str:
-    """Let segments of GPU memory grow in place, before torch is imported: pieces of other sizes, as
-    sequences and gathered
-    weights leave them, then do not add up to memory that nothing fits into.
+    """Let segments of GPU memory grow in place; call it before torch is imported.
 
-    Not where a variable of PyTorch's allocator is set, and not where NCCL shall register all tensors,
-    which PyTorch
-    switches off for such segments. They have no legacy CUDA IPC handles, and graphs with collectives
-    were seen to hang
-    over them (pytorch/torchtitan#3306): a training has neither, decoding and evaluation keep PyTorch's
-    default.
+    Sequences and gathered weights leave free pieces of many sizes. Segments that grow keep these pieces usable.
+
+    Nothing is changed where a variable of PyTorch's allocator is set, or where NCCL shall register all tensors:
+    PyTorch switches that off for such segments. They have no legacy CUDA IPC handles, and graphs with collectives
+    hung over them (pytorch/torchtitan#3306). A training has neither; decoding and evaluation keep PyTorch's default.
 
     Returns:
         What was done, for the header of the run.
