@@ -347,6 +347,10 @@ class ExploreArgs:
     """What a head may do besides leading. `follow`: use a lower layer's attention to distant tokens, with
     its own values. `window`: keep only the first and the recent tokens."""
 
+    granularity: Literal["head", "layer"] = "head"
+    """For dp: what gets a role of its own. `head`: every KV head of every layer. `layer`: all heads of a
+    layer have one role, as serving engines need it, which keep one table of cache blocks per layer."""
+
     bits: list[int] = field(default_factory=lambda: [16])
     """With projected: bits in which layers may store keys and values. [16] = as computed; [16, 4] = the
     plan may also pack layers into 4 bits, like the method int4."""
@@ -411,6 +415,11 @@ class ExploreArgs:
             raise ValueError(
                 f"cost is {self.cost!r}, but algorithm=greedy groups by similarity only: set cost=similarity and roles=follow, or "
                 "algorithm=dp"
+            )
+        if self.algorithm == "greedy" and self.granularity == "layer":
+            raise ValueError(
+                "granularity is 'layer', but algorithm=greedy groups head by head: set algorithm=dp, or "
+                "granularity=head"
             )
         if self.budget_length is None:
             self.budget_length = self.sequence_length

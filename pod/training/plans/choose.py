@@ -20,7 +20,7 @@ from pod.training.checkpoint.identity import sha256_of
 from pod.training.observe.validation import token_scores
 from pod.training.plans.align import align
 from pod.training.plans.costs import total_costs
-from pod.training.plans.exploration import Exploration, allowed, packed_costs
+from pod.training.plans.exploration import Exploration, allowed, at_granularity, packed_costs
 from pod.training.plans.measure import (
     Measured,
     find_costs,
@@ -50,6 +50,11 @@ class Choice:
     units: int = 0
     without: dict[str, Frontier | PackedFrontier] = field(default_factory=dict)
     similarity: Tensor | None = None
+
+    def plan_at(self, units: int) -> SharingPlan:
+        """The plan of the curve that saves so many units; ValueError where no plan does."""
+        assert self.frontier is not None, "a greedy plan has no curve"
+        return of_all_heads(self.frontier.plan(units), self.plan.num_key_value_heads)
 
 
 def find_plan(exploration: Exploration) -> Choice:
@@ -81,10 +86,22 @@ def choose_by_similarity(measured: Measured, explore: ExploreArgs, windows: dict
     if explore.algorithm == "greedy":
         plan = greedy_plan(similarity, heads, explore.threshold, provenance)
         return Choice(_made_for(plan, windows), similarity=similarity)
-    frontier = solve(dissimilarity(similarity, heads), None)
+    costs = at_granularity(explore, {"in_place": dissimilarity(similarity, heads)})
+    frontier = solve(costs["in_place"], None)
     units = frontier.units_for(explore.target_saving, explore.budget_tokens, **windows)
     plan = frontier.plan(units, provenance | _settings(explore, frontier, units))
-    return Choice(_made_for(plan, windows), frontier, units, similarity=similarity)
+    plan = _made_for(of_all_heads(plan, heads), windows)
+    return Choice(plan, frontier, units, similarity=similarity)
+
+
+def of_all_heads(plan: SharingPlan, num_key_value_heads: int) -> SharingPlan:
+    """A plan of whole layers, whose rows have one role, as one of a model with H KV heads; others as they are.
+
+    Example: the rows (0,), (None,) become (0, 0), (None, None) for H = 2.
+    """
+    if plan.num_key_value_heads == num_key_value_heads:
+        return plan
+    return replace(plan, lead=tuple(row * num_key_value_heads for row in plan.lead))
 
 
 def _made_for(plan: SharingPlan, windows: dict[str, int]) -> SharingPlan:
@@ -104,7 +121,8 @@ def choose(costs: Measured, explore: ExploreArgs, windows: dict[str, int]) -> Ch
     for name, rest in _forbidding(explore).items():
         without[name], *_ = _solve(total, rest, windows, head_dim, units / frontier.pair_units)
         provenance[f"plan_cost_without_{name}"] = without[name].cost_of(units, frontier.pair_units)
-    plan = _made_for(frontier.plan(units, provenance), windows)
+    heads = total["window"].shape[-1]
+    plan = _made_for(of_all_heads(frontier.plan(units, provenance), heads), windows)
     if kv_order is not None:
         plan = replace(plan, head_order=head_order(plan, kv_order, costs.tensors["order"]))
     return Choice(plan, frontier, units, without)
@@ -137,6 +155,8 @@ def _solve(
         units = math.ceil(pairs * frontier.pair_units - 1e-9)
         return frontier.cheapest(min(units, len(frontier.costs) - 1))
 
+    total = at_granularity(explore, total)
+    aligns = explore.align_heads and "follow" in explore.roles and "follow" in total
     kv_order = None
     if 4 in explore.bits:
         packed = solve_packed(packed_costs(explore, total, windows, head_dim))
@@ -145,7 +165,7 @@ def _solve(
     else:
         frontier = solve(*allowed(explore, total["in_place"], total["window"]))
         units = units_of(frontier)
-        if explore.align_heads and "follow" in explore.roles and units:
+        if aligns and units:
             found = align(*allowed(explore, total["follow"], total["window"]), units)
             frontier, kv_order = solve(found.follow, found.window), found.kv_order
     return frontier, frontier.cheapest(units), kv_order
@@ -184,7 +204,7 @@ def in_all_layers(plan: SharingPlan) -> SharingPlan:
 
 
 def _settings(explore: ExploreArgs, frontier: Frontier | PackedFrontier, units: int) -> dict[str, Any]:
-    names = "cost", "roles", "target_saving", "budget_length"
+    names = "cost", "roles", "granularity", "target_saving", "budget_length"
     return {name: getattr(explore, name) for name in names} | {"plan_cost": float(frontier.costs[units])}
 
 

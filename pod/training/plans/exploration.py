@@ -119,12 +119,26 @@ def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> N
     if explore.cost == "projected":
         sample_queries(explore.sequence_length, explore.num_queries, **windows)
     if explore.algorithm == "dp":
-        free = {name: np.zeros(shape) for name, shape in shapes.items()}
+        free = at_granularity(explore, {name: np.zeros(shape) for name, shape in shapes.items()})
         if 4 in explore.bits:
             frontier = packed_costs(explore, free, windows, config.head_dim).solve(None)
         else:
             frontier = solve(*allowed(explore, free["in_place"], free["window"]))
         frontier.units_for(explore.target_saving, explore.budget_tokens, **windows)
+
+
+def at_granularity(explore: ExploreArgs, total: dict[str, Floats]) -> dict[str, Floats]:
+    """The costs of what gets a role of its own: of every KV head, or of every layer.
+
+    Args:
+        explore: says which, in `granularity`.
+        total: costs by name, in the shapes of `cost_shapes`.
+    Returns: for `layer` the sums over the KV heads, with H = 1, since the costs of a layer's heads add up. `follow`
+        is left out there: whole layers follow whole layers, head by head in the order of the model.
+    """
+    if explore.granularity == "head":
+        return total
+    return {name: cost.sum(axis=-1, keepdims=True) for name, cost in total.items() if name != "follow"}
 
 
 def allowed(explore: ExploreArgs, follow: Any, window: Any) -> tuple[Any, Any]:

@@ -47,7 +47,7 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
     every = {frontier.cheapest(units) for units in range(0, len(frontier.costs), pair // 2)} | {chosen}
     points = []
     for units in steps(sorted(every), "curve"):
-        plan = replace(frontier.plan(units), head_dim=choice.plan.head_dim)
+        plan = replace(choice.plan_at(units), head_dim=choice.plan.head_dim)
         point = {
             "units": units,
             "saving": plan.saving(explore.budget_tokens, **windows),
@@ -71,7 +71,8 @@ def about_plan(plan: SharingPlan, explore: ExploreArgs) -> str:
     how = f"greedy at threshold {explore.threshold:g}"
     if explore.algorithm == "dp":
         where = f"at {length:,} tokens" if length else "on very long texts"
-        how = f"dp by {explore.cost}, target {explore.target_saving:.1%} {where}"
+        what = "whole layers, " if explore.granularity == "layer" else ""
+        how = f"dp by {explore.cost}, {what}target {explore.target_saving:.1%} {where}"
     name = found["model"].rstrip("/").split("/")[-1].removeprefix("package:")
     text = f"{found['num_sequences']} x {found['sequence_length']:,} tokens, {found['num_queries']} queries"
     return f"{name}, {text}; {how}"

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from plan_costs_at_random import WINDOWS, explore_args, random_costs
 from plan_sums import sum_of_costs, units_of
 
 from pod.commands import explore
@@ -26,7 +27,6 @@ from pod.training.plans.measure import Measured
 from pod.training.plans.report import pareto
 from pod.training.plans.solve import solve
 
-WINDOWS = {"num_sink_tokens": 2, "num_recent_tokens": 5}
 WRITTEN = {
     "plan.json", "plan_costs.safetensors", "pareto.json", "summary.txt",
     "blocks.png", "pareto.png",
@@ -46,24 +46,6 @@ def plan_and_costs(tmp_path):
 
 def refuse(*args, **kwargs):
     raise AssertionError("measured again")
-
-
-def random_costs(layers=5, heads=3, groups=2, seed=0):
-    """Costs on text and on repeated tokens, and an order of query heads."""
-    generator = torch.Generator().manual_seed(seed)
-    values = {
-        name + end: torch.rand(shape, generator=generator, dtype=torch.float64)
-        * (2.5 if name == "window" else 1)
-        for name, shape in cost_shapes(layers, heads).items()
-        for end in ("", "_retrieval")
-    }
-    order = torch.rand(layers, layers, heads, heads, groups, generator=generator).argsort(-1)
-    return Measured(values | {"order": order}, {"model": "m"})
-
-
-def explore_args(**changes):
-    recipe = load_recipe(None, [f"explore.{name}={value}" for name, value in changes.items()])
-    return recipe.explore
 
 
 @pytest.mark.parametrize("roles", ["follow,window", "follow", "window"])
