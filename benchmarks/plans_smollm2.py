@@ -18,45 +18,27 @@ their ratio is to the dense model that was trained on the same tokens.
 """
 
 import argparse
-import json
-import math
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from judge_plans import Bench, Row, Sizes, key_cell, measure_missing, ratio_cell, read_kept, roles_cell
 
 import pod
-from pod.data import held_out_documents, long_sequences
-from pod.eval.answer.reading import answer_behind, branch, in_parts, judge_ahead, left_padded, pad_id
-from pod.eval.answer.texts import nll_behind
-from pod.eval.judge.intervals import wilson
-from pod.eval.judge.verdicts import perplexity_change
-from pod.eval.suites.buckets import Bucket
-from pod.eval.suites.own import passkey
 from pod.files import read_json, write_json
 from pod.measure.machine import environment
-from pod.modeling.shipped.rows import GroupedCache
-from pod.models import resolve_model
 from pod.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
 KEPT, RESULTS = ROOT / "runs" / "plans_smollm2" / "rows", Path(__file__).parent / "results"
 PLANS, NARROW = (ROOT / "runs" / "plans_smollm2" / name for name in ("plan", "narrow/plan"))
 ADAPTED = ROOT / "runs" / "adaptation_smollm2"
-LENGTH, SCORED, TEXTS = 2048, 128, 16
-KEY_LENGTHS, DEPTHS, SAMPLES, NEW_TOKENS = (1024, 2048), tuple(i / 9 for i in range(10)), 5, 8
+SIZES = Sizes()
+LENGTH = SIZES.length
 WINDOW = 16 + 240
 SHARES = (0.10, 0.15, 0.20, 0.33, 0.50, 0.65)
 DTYPE = torch.bfloat16
-BATCH = 8
-GROWING = {"snapkv", "pyramidkv"}
-"""Methods that keep every decoded token: their prompt gets so many slots less."""
-WHOLE_PROMPT = {"snapkv", "pyramidkv", "h2o", "d2o", "roco"}
-"""Methods that hold the whole prompt until it ends: it is read once for all their shares."""
 
 
 KINDS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
@@ -93,27 +75,6 @@ def make_plans() -> None:
             )
 
 
-@dataclass(frozen=True)
-class Row:
-    """What is measured.
-
-    Attributes:
-        name: file name and line of the table.
-        spec: as in ``pod.make_cache``.
-        plan: file of a plan in PLANS; None = the dense model, or the plan of ``model``.
-        model: folder of an adapted model; None = the model of the recipe.
-        share: of the dense bytes, for methods with a budget; None = what the method holds.
-        options: parameters beside the budget.
-    """
-
-    name: str
-    spec: str
-    plan: str | None = None
-    share: float | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    model: Path | None = None
-
-
 def rows() -> list[Row]:
     """The dense model, every plan that was made, every model that was adapted, every method at every share."""
     found = [Row("dense", "full")]
@@ -148,205 +109,14 @@ def is_plan(file: Path) -> bool:
     return isinstance(content, dict) and "lead" in content and file.stem != "plan"
 
 
-@dataclass
-class Found:
-    """What was measured of a row so far: NLL per text, bytes of all caches, answers by length."""
-
-    row: Row
-    nll: list[float] = field(default_factory=list)
-    held: int = 0
-    passkeys: dict[int, list[bool]] = field(default_factory=dict)
-
-
-class Bench:
-    """Texts and prompts, loaded once; the model of the last row."""
-
-    def __init__(self) -> None:
-        self.recipe = load_recipe(ROOT / "configs" / "plans_smollm2.yaml")
-        self.path = resolve_model(self.recipe.model.path)
-        self.tokenizer = pod.load_tokenizer(self.path)
-        text = long_sequences(
-            held_out_documents(self.recipe.data_dir, self.tokenizer), TEXTS, LENGTH, self.recipe.seed + 1
-        )
-        self.text = torch.from_numpy(text)
-        self.bucket = Bucket(start=LENGTH // 2, end=LENGTH, first=LENGTH - SCORED)
-        made = passkey.make_prompts(self.tokenizer, list(KEY_LENGTHS), list(DEPTHS), SAMPLES, seed=0)
-        made = [self._in_parts(prompt) for prompt in made]
-        self.prompts = {length: [p for p in made if p.length == length] for length in KEY_LENGTHS}
-        self.loaded: tuple[Any, Any] = None, None
-
-    def model(self, row: Row) -> Any:
-        if self.loaded[0] != (row.plan, row.model):
-            self.loaded = (row.plan, row.model), self._load(row)
-        return self.loaded[1]
-
-    def _load(self, row: Row) -> Any:
-        if row.plan is None:
-            return pod.load_model(row.model or self.path, dtype=DTYPE)
-        measured = pod.SharingPlan.load(PLANS / row.plan).provenance
-        windows = {name: measured[name] for name in ("num_sink_tokens", "num_recent_tokens")}
-        return pod.load_model(self.path, plan=PLANS / row.plan, dtype=DTYPE, **windows)
-
-    def cache(self, row: Row, length: int, fed: int) -> pod.PodCache:
-        """A new cache that holds the row's share of dense bytes when it has seen ``length`` tokens, ``fed`` of them behind the prompt."""
-        budget = None
-        if row.share is not None:
-            budget = round(row.share * length) - (fed if row.spec.split("+")[0] in GROWING else 0)
-        return pod.make_cache(self.model(row), row.spec, budget=budget, **row.options)
-
-    def measure(self, rows: list[Row]) -> list[dict[str, Any]]:
-        """NLL per text, bytes and passkeys of rows that differ in their budgets only."""
-        began, found = time.perf_counter(), [Found(row) for row in rows]
-        for start in range(0, TEXTS, BATCH):
-            text = self.text[start : start + BATCH]
-            for x, cache, _ in self.read(found, text[:, : self.bucket.first - 1], None, LENGTH, SCORED):
-                judge_ahead(self.model(x.row), cache, None, last=text[:, self.bucket.first - 1 :][:, :1])
-                nll = nll_behind(self.model(x.row), cache, text, self.bucket.first, self.bucket.end)
-                x.nll += nll.mean(1).tolist()
-                x.held += cache.nbytes
-        for length, prompts in self.prompts.items():
-            for start in range(0, len(prompts), BATCH):
-                self.ask(found, prompts[start : start + BATCH], length)
-        now, seconds = environment(), (time.perf_counter() - began) / len(rows)
-        same = {"seconds": seconds, "date": now["date"], "commit": now["commit"]}
-        return [self.describe(x) | same for x in found]
-
-    def ask(self, found: list[Found], prompts: list[passkey.Prompt], length: int) -> None:
-        """Whether each answer is right; the question comes behind the compressed text."""
-        model, pad = self.model(found[0].row), pad_id(self.tokenizer)
-        before, asked = in_parts(prompts)
-        assert before is not None
-        fed = max(prompt.num_asked for prompt in prompts) + NEW_TOKENS
-        ids, mask = left_padded(before, pad)
-        for x, cache, hidden in self.read(found, ids, mask, prompts[0].length, fed):
-            judge_ahead(model, cache, mask, hidden=hidden)
-            said = answer_behind(model, self.tokenizer, cache, mask, asked, NEW_TOKENS)
-            right = [passkey.is_correct(text, p.key) for text, p in zip(said, prompts, strict=True)]
-            x.passkeys.setdefault(length, []).extend(right)
-
-    @torch.no_grad()
-    def read(
-        self, found: list[Found], ids: Tensor, mask: Tensor | None, length: int, fed: int
-    ) -> Iterator[tuple[Found, pod.PodCache, Tensor]]:
-        """Each row with a cache that has read and compressed the prompts ``ids``, and the last hidden states ``[B, 1, D]``; of several
-        rows what comes before the last token is read once."""
-        model = self.model(found[0].row)
-        common, count = self.cache(found[0].row, length, fed), ids.shape[1]
-
-        def feed(cache: pod.PodCache, columns: slice) -> Tensor:
-            seen = None if mask is None else mask[:, : columns.stop]
-            given = {"input_ids": ids[:, columns], "attention_mask": seen, "past_key_values": cache}
-            return model.model(**given, use_cache=True).last_hidden_state[:, -1:]
-
-        if len(found) == 1:
-            yield found[0], common, feed(common, slice(0, count))
-            return
-        common.begin_prompt(count)
-        feed(common, slice(0, count - 1))
-        for x in found:
-            cache = self.cache(x.row, length, fed)
-            cache.from_state(branch(common).state())
-            assert isinstance(cache, GroupedCache)
-            for index, layer in ((i, x) for group in cache.groups for i, x in enumerate(group.layers)):
-                own = vars(cache.new_layer(index))
-                vars(layer).update({name: own[name] for name in ("budget", "recents") if name in own})
-            yield x, cache, feed(cache, slice(count - 1, count))
-
-    def _in_parts(self, prompt: passkey.Prompt) -> passkey.Prompt:
-        """The prompt with text and question as tokens of their own."""
-        text, _, _ = prompt.text.rpartition(passkey.QUESTION)
-        parts = (text, prompt.text.removeprefix(text))
-        before, asked = (self.tokenizer(x, add_special_tokens=False)["input_ids"] for x in parts)
-        return replace(prompt, token_ids=(*before, *asked), num_asked=len(asked))
-
-    def describe(self, found: Found) -> dict[str, Any]:
-        """What is kept of a row."""
-        row, plan = found.row, self.model(found.row).config.sharing_plan
-        roles = None
-        if row.spec == "pod" and plan is not None:
-            roles = {
-                "leads": plan.num_leads,
-                "followers": plan.num_followers,
-                "windows": plan.num_windows,
-                "bits": plan.bits,
-                "asymptotic_saving": plan.asymptotic_saving,
-                "cost": plan.provenance.get("cost"),
-            }
-        return {
-            "name": row.name,
-            "spec": row.spec,
-            "plan": roles,
-            "share": row.share,
-            "nll": found.nll,
-            "bytes_over_dense": found.held / TEXTS / self.dense_bytes(row),
-            "passkeys": found.passkeys,
-        }
-
-    def dense_bytes(self, row: Row) -> int:
-        config = self.model(row).config
-        heads = config.num_hidden_layers * config.num_key_value_heads
-        return 2 * heads * config.head_dim * (LENGTH - 1) * DTYPE.itemsize
-
-
-def run(part: int, parts: int, only: list[str]) -> None:
-    """Measure what is missing of this part."""
-    wanted = [row for row in rows() if not only or any(row.name.startswith(name) for name in only)]
-    together: dict[Any, list[Row]] = {}
-    for row in wanted:
-        if not kept_at(row).is_file():
-            whole = row.share is not None and row.spec in WHOLE_PROMPT
-            together.setdefault((row.spec, whole or row.name), []).append(row)
-    bench = None
-    for number, group in list(enumerate(together.values()))[part::parts]:
-        bench = bench or Bench()
-        for row, found in measured(bench, group):
-            kept_at(row).parent.mkdir(parents=True, exist_ok=True)
-            write_json(kept_at(row), found)
-            print(f"{number + 1}/{len(together)} {headline(found)}", flush=True)
-
-
-def kept_at(row: Row) -> Path:
-    return KEPT / f"{row.name.replace(' ', '_').replace('%', '')}.json"
-
-
-def measured(bench: Bench, group: list[Row]) -> list[tuple[Row, dict[str, Any]]]:
-    """Rows with their figures, or with why a method refused."""
-    refused, taken = [], []
-    for row in group:
-        try:
-            bench.cache(row, LENGTH, SCORED)
-            for length, prompts in bench.prompts.items():
-                bench.cache(row, length, max(prompt.num_asked for prompt in prompts) + NEW_TOKENS)
-            taken.append(row)
-        except ValueError as error:
-            refused.append((row, {"name": row.name, "spec": row.spec, "refused": str(error)}))
-    return refused + list(zip(taken, bench.measure(taken) if taken else [], strict=True))
-
-
-def headline(found: dict[str, Any]) -> str:
-    if "refused" in found:
-        return f"{found['name']}: refused: {found['refused']}"
-    keys = {length: sum(right) / len(right) for length, right in found["passkeys"].items()}
-    mean = math.exp(sum(found["nll"]) / len(found["nll"]))
-    return f"{found['name']}: perplexity {mean:.2f}, bytes {found['bytes_over_dense']:.1%}, passkeys {keys}, {found['seconds']:.0f} s"
-
-
-def ratio(own: list[float], dense: list[float]) -> list[float]:
-    """Perplexity over dense, and its 95 % interval over texts."""
-    found = perplexity_change(own, dense, [1] * len(own))
-    return [1 + end for end in (found.value, *(found.interval or ()))]
-
-
-def key_cell(right: list[bool]) -> str:
-    """Keys found, with Wilson's interval."""
-    low, high = wilson(sum(right), len(right))
-    return f"{sum(right) / len(right):.0%} ({low:.0%}–{high:.0%})"
+def make_bench() -> Bench:
+    recipe = load_recipe(ROOT / "configs" / "plans_smollm2.yaml")
+    return Bench(recipe, PLANS, DTYPE, SIZES)
 
 
 def assemble() -> None:
     """One JSON and one Markdown table from what is kept, by bytes."""
-    texts = [file.read_text(encoding="utf-8").replace(f"{ROOT}/", "") for file in sorted(KEPT.glob("*.json"))]
-    found = [json.loads(text) for text in texts]
+    found = read_kept(KEPT, ROOT)
     measured = sorted((x for x in found if "nll" in x), key=lambda x: x["bytes_over_dense"])
     dense = {x["name"]: x for x in measured}
     trained = dense.get("adapted dense", dense["dense"])
@@ -354,40 +124,22 @@ def assemble() -> None:
         "",
         "bytes of dense",
         "perplexity / dense (95 %)",
-        *(f"passkeys {n}" for n in KEY_LENGTHS),
+        *(f"passkeys {n}" for n in SIZES.key_lengths),
         "L/F/W",
     ]
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for x in measured:
         start = trained if x["name"].startswith("adapted") else dense["dense"]
-        mean, low, high = ratio(x["nll"], start["nll"])
-        x["ratio"] = [mean, low, high]
         keys = [key_cell(right) for right in x["passkeys"].values()]
-        roles = (
-            "–"
-            if x["plan"] is None
-            else "/".join(str(x["plan"][k]) for k in ("leads", "followers", "windows"))
-        )
-        cells = [
-            x["name"],
-            f"{x['bytes_over_dense']:.1%}",
-            f"{mean:.3f} ({low:.3f}–{high:.3f})",
-            *keys,
-            roles,
-        ]
+        held = f"{x['bytes_over_dense']:.1%}"
+        cells = [x["name"], held, ratio_cell(x, start), *keys, roles_cell(x["plan"])]
         lines.append(f"| {' | '.join(cells)} |")
     lines += [f"\n{x['name']}: {x['refused']}" for x in found if "refused" in x]
     lines.append(
-        f"\n{TEXTS} held-out texts of {LENGTH} tokens, {SCORED} scored each; {len(DEPTHS) * SAMPLES} passkeys per length."
+        f"\n{SIZES.texts} held-out texts of {LENGTH} tokens, {SIZES.scored} scored each; "
+        f"{len(SIZES.depths) * SIZES.samples} passkeys per length."
     )
-    settings = {
-        "length": LENGTH,
-        "scored": SCORED,
-        "texts": TEXTS,
-        "depths": DEPTHS,
-        "samples": SAMPLES,
-        "dtype": str(DTYPE),
-    }
+    settings = asdict(SIZES) | {"dtype": str(DTYPE)}
     write_json(
         RESULTS / "plans_smollm2.json", {"environment": environment(), "settings": settings, "rows": measured}
     )
@@ -465,4 +217,6 @@ if __name__ == "__main__":
         assemble()
     else:
         first, parts = arguments.part.split("/")
-        run(int(first), int(parts), [x for x in arguments.only.split(",") if x])
+        names = tuple(name for name in arguments.only.split(",") if name)
+        wanted = [row for row in rows() if not names or row.name.startswith(names)]
+        measure_missing(make_bench, wanted, KEPT, int(first), int(parts))
