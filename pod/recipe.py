@@ -106,6 +106,11 @@ class Recipe:
         """Where `pod export` writes the Hugging Face folder: export.path, or <output_dir>/export."""
         return Path(self.export.path or Path(self.output_dir) / "export")
 
+    @property
+    def served_dir(self) -> Path:
+        """Where `pod export --format vllm` writes: export.path, or <output_dir>/export-vllm."""
+        return Path(self.export.path or Path(self.output_dir) / "export-vllm")
+
 
 _INSIDE = Path(__file__).parent / "recipes"
 RECIPES = _INSIDE if _INSIDE.is_dir() else Path(__file__).parents[1] / "configs"

@@ -1,11 +1,14 @@
-"""Write a training checkpoint as a Hugging Face model folder that loads with plain transformers.
+"""Write a training checkpoint as a Hugging Face model folder, for transformers or for vLLM.
 
 The command reads <output_dir>/train and writes <output_dir>/export: safetensors, configuration, tokenizer, modeling
 code, model card and licences. Run it again after `pod eval` to show the results in the model card.
+With --format vllm it writes <output_dir>/export-vllm, without modeling code: `vllm serve` loads that folder.
 
-  pod export --config demo                              the newest checkpoint
+  pod export --config demo                              the newest checkpoint, for transformers
+  pod export --config demo --format vllm                the same for vLLM; needs a plan of whole layers
   pod export --config demo_lora --set export.adapter=true   only the LoRA adapters, in peft's format"""
 
+import argparse
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +19,7 @@ SECTIONS = "model", "export"
 
 def main(recipe: Recipe) -> None:
     import pod
-    from pod.export import export, export_adapter
+    from pod.export import export, export_adapter, serve_command
     from pod.models import resolve_model
     from pod.training.checkpoint.files import check_plan
     from pod.training.checkpoint.newest import checkpoint_to_export
@@ -25,13 +28,34 @@ def main(recipe: Recipe) -> None:
     checkpoint = checkpoint_to_export(Path(recipe.output_dir) / "train", recipe.export.checkpoint)
     if recipe.model.plan is not None:
         check_plan(checkpoint, Path(recipe.model.plan))
-    path = recipe.export_dir
+    path = recipe.export_dir if recipe.export.format == "hf" else recipe.served_dir
     if recipe.export.adapter:
+        if recipe.export.format != "hf":
+            raise ValueError(
+                "export.adapter=true writes adapters for peft, not for vLLM: leave export.format out, or set "
+                "export.adapter=false for the whole model"
+            )
         export_adapter(checkpoint, path, recipe.model.path, recipe.export.dtype)
         print(f"written: {path}, the LoRA adapters of {checkpoint}", flush=True)
         return
     tokenizer = pod.load_tokenizer(resolve_model(recipe.model.path), gguf_file=recipe.model.gguf_file)
     start_model = partial(load_start_model, recipe.model)
     sizes = recipe.export.dtype, recipe.export.max_shard_size
-    export(checkpoint, path, tokenizer, *sizes, start_model, results=recipe.eval_dir)
+    export(
+        checkpoint,
+        path,
+        tokenizer,
+        *sizes,
+        start_model,
+        results=recipe.eval_dir,
+        format=recipe.export.format,
+    )
     print(f"written: {path}, the model of {checkpoint}", flush=True)
+    if recipe.export.format == "vllm":
+        print(f"to serve it: {serve_command(path)}", flush=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--format vllm` for `--set export.format=vllm`."""
+    text = "hf (transformers, the default) or vllm; same as --set export.format=…"
+    parser.add_argument("--format", dest="export.format", metavar="FORMAT", help=text)

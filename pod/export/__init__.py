@@ -1,6 +1,7 @@
-"""A model as others get it: a Hugging Face folder with code, card and licences, or an adapter."""
+"""A model as others get it: a folder for transformers or for serving engines, with card and licences, or an adapter."""
 
 from pod.export.card import Origin
 from pod.export.folder import export, export_adapter
+from pod.export.served_card import serve_command
 
-__all__ = ["Origin", "export", "export_adapter"]
+__all__ = ["Origin", "export", "export_adapter", "serve_command"]

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from pod.export.served import check_servable, target_of
+from pod.export.served_card import serving, serving_limits
 from pod.modeling.shipped.config import PodConfig
 
 LENGTHS = (2048, 8192, 32_768, 131_072)
@@ -64,18 +66,24 @@ class Licence:
 
 
 def card(
-    name: str, config: PodConfig, origin: Origin, licence: Licence, results: list[dict[str, Any]]
+    name: str,
+    config: PodConfig,
+    origin: Origin,
+    licence: Licence,
+    results: list[dict[str, Any]],
+    format: str = "hf",
 ) -> str:
     """Markdown with the fields that the hub reads.
 
     Args:
         name: of the export.
         results: result files of an evaluation, of this model and of the dense one.
+        format: of the export, hf or vllm.
     """
     base = _shown(origin.base) if origin.base else None
     fields: dict[str, Any] = {
         **licence.fields,
-        "library_name": "transformers",
+        "library_name": "transformers" if format == "hf" or target_of(config).is_stock else "vllm",
         "pipeline_tag": "text-generation",
         "tags": ["pod-kv", "kv-cache", config.own_method],
     }
@@ -84,11 +92,11 @@ def card(
     sections = [
         f"---\n{yaml.safe_dump(fields, sort_keys=True)}---\n# {name}",
         *_savings(config, base),
-        _LOADING,
+        _LOADING if format == "hf" else serving(config),
         *_heads(config),
         *_training(origin),
         *_measured(results),
-        _limits(config),
+        _limits(config, format),
         _licence(licence, base),
     ]
     return "\n\n".join(sections) + "\n"
@@ -261,15 +269,27 @@ def _value(part: dict[str, Any] | None) -> str:
     return f"{part['value']:.4g}" + (f" [{low:.4g}, {high:.4g}]" if low is not None else "")
 
 
-def _limits(config: PodConfig) -> str:
+def _limits(config: PodConfig, format: str) -> str:
     lines = [f"The model reads up to {config.max_position_embeddings:,} tokens."]
-    if not _is_dense(config):
-        if config.layout != "cla" and not config.sharing_plan.packs:
-            near = config.num_sink_tokens + config.num_recent_tokens
-            lines.append(f"Up to {near:,} tokens the KV cache is as large as the original one.")
-        lines.append("vLLM and SGLang cannot run this cache layout yet. Use transformers or pod-kv.")
-    lines.append("`trust_remote_code=True` runs the Python code in this folder.")
+    shares = not _is_dense(config)
+    if shares and config.layout != "cla" and not config.sharing_plan.packs:
+        near = config.num_sink_tokens + config.num_recent_tokens
+        lines.append(f"Up to {near:,} tokens the KV cache is as large as the original one.")
+    if format == "vllm":
+        lines += serving_limits(config)
+    else:
+        lines += [_engines_of(config)] if shares else []
+        lines.append("`trust_remote_code=True` runs the Python code in this folder.")
     return "## Limits\n\n" + "\n".join(f"* {line}" for line in lines)
+
+
+def _engines_of(config: PodConfig) -> str:
+    """Whether serving engines run the model, and what they need for it."""
+    try:
+        check_servable(config)
+    except ValueError:
+        return "vLLM and SGLang cannot run this cache layout. Use transformers or pod-kv."
+    return "vLLM does not load this folder, but the one that `pod export --format vllm` writes of this model."
 
 
 def _licence(licence: Licence, base: str | None) -> str:

@@ -1,7 +1,8 @@
-"""From a model or a training checkpoint to a Hugging Face folder that loads with plain transformers, or to an adapter for `peft`.
+"""From a model or a training checkpoint to a Hugging Face folder, for transformers or for serving engines, or to an adapter for `peft`.
 
-The folder of a model holds safetensors, configuration, generation configuration, tokenizer, the sharing plan, a model card, licences
-and the decoder's own source files as remote code. That of an adapter holds what `peft` reads, the plan and the configuration.
+The folder of a model holds safetensors, configuration, generation configuration, tokenizer, the sharing plan, a model card and licences.
+One for transformers (`hf`) also holds the decoder's own source files as remote code; what engines load (`vllm`) is in `served.py`. The
+folder of an adapter holds what `peft` reads, the plan and the configuration.
 """
 
 import filecmp
@@ -17,6 +18,7 @@ from torch import nn
 
 from pod.export.card import Origin, card
 from pod.export.licences import add_licences
+from pod.export.served import MARK, write_served
 from pod.files import atomic_dir, read_json, read_mapping, write_json
 from pod.modeling.adapters import BASE, CONFIG_NAME
 from pod.modeling.loading import load_model
@@ -37,6 +39,7 @@ def export(
     start_model: Any = None,
     origin: Origin | None = None,
     results: Path | None = None,
+    format: str = "hf",
 ) -> None:
     """Write a trained model as a Hugging Face folder at `path`, in one atomic step.
 
@@ -48,14 +51,17 @@ def export(
         origin: of the weights, for the model card; None = what a checkpoint knows.
         results: folder of an evaluation's result files. Those of the export that stood at `path`, had it the same weights, and of
             the dense model come into the card.
+        format: "hf" loads with transformers and computes any plan. "vllm" loads with vLLM, and with transformers where a stock model
+            computes the same; it needs a plan of whole layers (see `pod.export.served`) and takes no results.
 
     Raises:
-        ValueError: a checkpoint that is unreadable or does not fit; a model that `load_model` refuses; a folder at `path` that is no
-            earlier export, or holds other files beside one.
+        ValueError: a checkpoint that is unreadable or does not fit; a model that `load_model` refuses, or engines cannot compute; a
+            folder at `path` that is no earlier export of this format, or holds other files beside one.
         OSError: disk full; nothing half-written is kept.
     """
     path = Path(path)
-    check_replaceable(path)
+    check_format(format)
+    check_replaceable(path, format)
     if isinstance(source, nn.Module):
         model = load_model(source, dtype=dtype)  # type: ignore[arg-type]
         plan = model.config.sharing_plan
@@ -67,28 +73,49 @@ def export(
     origin = origin or Origin()
     name_accelerator()  # accelerate imports DeepSpeed when transformers saves a model
     with atomic_dir(path) as folder:
-        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        if format == "vllm":
+            write_served(model, folder, max_shard_size)
+        else:
+            model.save_pretrained(folder, max_shard_size=max_shard_size)
         if tokenizer is not None:
             tokenizer.init_kwargs.pop("local_files_only", None)  # how it was loaded is none of its facts
             tokenizer.save_pretrained(folder)
         plan.save(folder / "plan.json")
         licence = add_licences(folder, origin.base)
-        measured = [] if results is None else results_of(results, path, folder, model.config.own_method)
-        text = card(path.resolve().name, model.config, origin, licence, measured)
+        measured = []
+        if results is not None and format == "hf":
+            measured = results_of(results, path, folder, model.config.own_method)
+        text = card(path.resolve().name, model.config, origin, licence, measured, format)
         (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def check_replaceable(path: Path) -> None:
-    """Raise ValueError where an export to `path` would remove anything but an earlier export: it replaces the folder as a whole."""
+FORMATS = ("hf", "vllm")
+
+
+def check_format(format: str) -> None:
+    """Raise ValueError for a format that is none of the `FORMATS`."""
+    if format not in FORMATS:
+        raise ValueError(f"export.format = {format!r} is not known: choose {' or '.join(FORMATS)}")
+
+
+def check_replaceable(path: Path, format: str = "hf") -> None:
+    """Raise ValueError where an export to `path` would remove anything but an earlier export of this format: it replaces the folder as
+    a whole."""
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     way_out = "set another export.path, or move it away"
     if not path.is_dir():
         raise ValueError(f"{path} is a file, but an export needs a folder there: {way_out}")
     model, adapter = read_mapping(path / "config.json") or {}, read_mapping(path / CONFIG_NAME) or {}
-    is_export = PodConfig.model_type in (model.get("model_type"), adapter.get("model_type"))
-    if not is_export or (path / STATE_NAME).exists():
+    was = model.get(MARK)
+    if PodConfig.model_type in (model.get("model_type"), adapter.get("model_type")):
+        was = "hf"
+    if was not in FORMATS or (path / STATE_NAME).exists():
         raise ValueError(f"{path} has files but is not an earlier export, so it is not replaced: {way_out}")
+    if was != format:
+        raise ValueError(
+            f"{path} is an export of format {was}, so one of format {format} does not replace it: {way_out}"
+        )
     strangers = sorted(file.name for file in path.iterdir() if not _OF_EXPORT.fullmatch(file.name))
     if strangers:
         raise ValueError(

@@ -301,9 +301,13 @@ class TrainArgs(TrainRecipe):
 class ExportArgs:
     """Section `export` of a recipe: `pod export`."""
 
+    format: Literal["hf", "vllm"] = "hf"
+    """Who loads the folder. hf = transformers, any plan. vllm = vLLM; the plan must give all heads of a layer
+    the same role, as explore.target=vllm does."""
+
     path: str | None = None
-    """Folder to write. null = <output_dir>/export. An existing folder is replaced when the new one is
-    complete."""
+    """Folder to write. null = <output_dir>/export, and <output_dir>/export-vllm for vllm. An existing folder
+    is replaced when the new one is complete."""
 
     checkpoint: str | None = None
     """Checkpoint folder to export, for example runs/demo/train/step-00000120. null = the newest one."""

@@ -1,0 +1,246 @@
+"""A model as serving engines load it: standard names, a window per layer, and constant sinks folded into biases.
+
+Engines keep one table of blocks per layer, so that a plan must give all heads of a layer the same role: they lead, or
+they keep their window. Without sinks the folder is a *stock* model where one computes the same. With constant sinks,
+and where no stock model fits, it names the architecture of `integrations/vllm`.
+
+A constant sink is a logit ``s`` per query head and a value ``u`` per KV head, as one more token of every window. The
+value needs no support of an engine, since the probabilities sum to 1:
+
+    sum_j p_j v_j + p_s u  =  sum_j p_j (v_j - u) + u
+
+So ``u`` is subtracted from the bias of ``v_proj``, and ``W_o u`` is added to the bias of ``o_proj``. What remains is a
+softmax with one more logit, `self_attn.sinks`, as gpt-oss has it.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor
+from transformers import CONFIG_MAPPING
+
+from pod.files import write_json
+from pod.modeling.checkpoints import HEAD
+from pod.modeling.shipped.config import PodConfig
+from pod.modeling.shipped.llama import PodForCausalLM
+
+OWN_TYPE = "pod_served"
+OWN_ARCHITECTURE = "PodServedForCausalLM"
+"""What the plugin in `integrations/vllm` registers. transformers does not know the type, and refuses it."""
+MARK = "pod_export"
+"""Field of config.json that tells such a folder from one that others made."""
+SINKS = "self_attn.sinks"
+SINK_VALUES = "self_attn.sink_values"
+_WAY_OUT = "make one with explore.target=vllm"
+
+
+class Target(NamedTuple):
+    """What a folder says it is: transformers goes by `model_type`, vLLM by `architecture`."""
+
+    model_type: str
+    architecture: str
+
+    @property
+    def needs_plugin(self) -> bool:
+        """Whether vLLM needs the plugin; stock models with windows in Qwen3's layers do, too."""
+        return self.architecture == OWN_ARCHITECTURE
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether transformers loads the folder without any other code."""
+        return self.model_type != OWN_TYPE
+
+
+def windows_of_layers(config: PodConfig) -> list[int | None]:
+    """Per layer the tokens that it sees and keeps, the current one included; None = all.
+
+    Raises:
+        ValueError: heads of one layer with different roles, or heads that follow.
+    """
+    windows = []
+    for layer, row in enumerate(config.sharing_plan.lead):
+        if set(row) == {layer}:
+            windows.append(None)
+        elif set(row) == {None}:
+            windows.append(config.windows_of(layer)[1])
+        elif any(lead not in (None, layer) for lead in row):
+            raise ValueError(
+                f"layer {layer} follows another layer, which no serving engine can: {_WAY_OUT}, or use "
+                "export.format=hf"
+            )
+        else:
+            raise ValueError(
+                f"the plan gives heads of layer {layer} different roles, and serving engines keep whole "
+                f"layers: {_WAY_OUT} (or explore.granularity=layer), or use export.format=hf"
+            )
+    return windows
+
+
+def sink_layers(config: PodConfig) -> list[int]:
+    """The layers whose heads have constant sinks."""
+    if getattr(config, "sinks", None) != "constant":
+        return []
+    windows = windows_of_layers(config)
+    return [
+        layer
+        for layer, window in enumerate(windows)
+        if window is not None and config.window_of(layer) is None
+    ]
+
+
+def check_servable(config: PodConfig) -> None:
+    """Raise ValueError, with what to do, unless engines can compute what a model with this configuration does."""
+    if config.layout == "cla":
+        raise ValueError(
+            "layout = 'cla' shares keys and values between layers, which vLLM cannot: use export.format=hf"
+        )
+    if config.sharing_plan.packs:
+        raise ValueError(
+            f"the plan holds layers in fewer bits, in a format that only pod-kv reads: {_WAY_OUT}, or use "
+            "export.format=hf"
+        )
+    windows = windows_of_layers(config)
+    planned = any(
+        window is not None and config.window_of(layer) is None for layer, window in enumerate(windows)
+    )
+    if planned and config.num_sink_tokens:
+        raise ValueError(
+            f"windows that keep the first {config.num_sink_tokens} tokens are not known to vLLM: {_WAY_OUT} "
+            "(model.sinks=constant), or use export.format=hf"
+        )
+    lengths = sorted({window for window in windows if window is not None})
+    if len(lengths) > 1:
+        raise ValueError(
+            f"windows of {' and '.join(map(str, lengths))} tokens in one model: vLLM has one length, so set "
+            "model.num_recent_tokens to that of the layers which were trained with windows"
+        )
+    _check_family(config)
+
+
+def _check_family(config: PodConfig) -> None:
+    """Raise ValueError unless the decoder is one of Llama, Mistral, Qwen2 or Qwen3."""
+    scale = config.attention_multiplier
+    others = {
+        "norm_placement": config.norm_placement != "before",
+        "norm_offset": config.norm_offset != 0.0,
+        "qk_norm_across_heads": config.qk_norm_across_heads,
+        "embedding_multiplier": config.embedding_multiplier != 1.0,
+        "residual_multiplier": config.residual_multiplier != 1.0,
+        "logits_scaling": config.logits_scaling != 1.0,
+        "attention_multiplier": scale is not None and scale != config.head_dim**-0.5,
+        "num_experts": config.num_experts > 0,
+        "no_rope_layers": config.no_rope_layers is not None and not all(config.no_rope_layers),
+        "window_rope_parameters": config.window_rope_parameters is not None,
+        "hidden_act": config.hidden_act != "silu",
+    }
+    found = [name for name, differs in others.items() if differs]
+    if found:
+        raise ValueError(
+            f"{found[0]} = {getattr(config, found[0])!r}: exports for vLLM are of the families Llama, Mistral, "
+            "Qwen2 and Qwen3 only; use export.format=hf"
+        )
+
+
+def target_of(config: PodConfig) -> Target:
+    """The stock model that computes the same in transformers and vLLM, else the plugin's.
+
+    transformers has windows per layer in Qwen2 and Qwen3, vLLM in Llama. A Llama is a Qwen2 whose biases are zero, so
+    one folder serves both: they choose their code by different fields of config.json.
+    """
+    own = Target(OWN_TYPE, OWN_ARCHITECTURE)
+    has_windows = any(window is not None for window in windows_of_layers(config))
+    inner, outer = config.attention_qkv_bias, config.attention_out_bias
+    if sink_layers(config):
+        return own
+    if config.qk_norm:
+        if config.mlp_bias or inner != outer:
+            return own
+        plain = not has_windows and not inner
+        return Target("qwen3", "Qwen3ForCausalLM" if plain else OWN_ARCHITECTURE)
+    if has_windows:
+        return own if outer or config.mlp_bias else Target("qwen2", "LlamaForCausalLM")
+    if inner == outer:
+        return Target("llama", "LlamaForCausalLM")
+    return own if outer or config.mlp_bias else Target("qwen2", "Qwen2ForCausalLM")
+
+
+def served_config(config: PodConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The content of config.json for weights of `dtype`."""
+    target = target_of(config)
+    windows = windows_of_layers(config)
+    length = next((window for window in windows if window is not None), None)
+    sinks = sink_layers(config)
+    source = CONFIG_MAPPING["llama" if target.model_type == OWN_TYPE else target.model_type]
+    same = {name: getattr(config, name) for name in source.__annotations__ if hasattr(config, name)}
+    fields = source(**same).to_dict()
+    content = {name: fields[name] for name in source.__annotations__ if name in fields}
+    content |= {
+        "model_type": target.model_type,
+        "architectures": [target.architecture],
+        "dtype": str(dtype).removeprefix("torch."),
+        "head_dim": config.head_dim,
+        "attention_bias": config.attention_out_bias or bool(sinks),
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        "sliding_window": length,
+        "use_sliding_window": length is not None,
+        MARK: "vllm",
+    }
+    if target == Target("qwen2", "LlamaForCausalLM"):
+        content["qkv_bias"] = True  # read by vLLM's Llama
+    if target.needs_plugin:
+        content["qkv_bias"] = config.attention_qkv_bias or bool(sinks)
+        content["qk_norm"] = config.qk_norm
+        content["sink_layers"] = sinks
+    return content
+
+
+def served_weights(model: PodForCausalLM) -> dict[str, Tensor]:
+    """The weights by their standard names, with sinks folded, and zeros where the target has a bias and the model none."""
+    config = model.config
+    weights = {name: weight.detach() for name, weight in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        weights.pop(HEAD, None)
+    target = target_of(config)
+    sinks = sink_layers(config)
+    needed = ["q", "k", "v"] if sinks or target.model_type == "qwen2" else []
+    needed += ["o"] if sinks else []
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        for one in needed:
+            projection = weights[f"{prefix}self_attn.{one}_proj.weight"]
+            bias = projection.new_zeros(projection.shape[0])
+            weights.setdefault(f"{prefix}self_attn.{one}_proj.bias", bias)
+        if layer in sinks:
+            _fold(weights, prefix, config.num_key_value_groups)
+    return weights
+
+
+def _fold(weights: dict[str, Tensor], prefix: str, groups: int) -> None:
+    """Move a layer's sink values into its biases.
+
+    What the biases of the values really subtract, rounded as they are stored, is what the bias of the output adds.
+    """
+    values = weights.pop(prefix + SINK_VALUES)
+    before = weights[f"{prefix}self_attn.v_proj.bias"]
+    after = (before.double() - values.double().flatten()).to(before.dtype)
+    subtracted = (before.double() - after.double()).unflatten(0, values.shape)
+    each_query_head = subtracted.repeat_interleave(groups, dim=0).flatten()
+    projection = weights[f"{prefix}self_attn.o_proj.weight"]
+    added = projection.double() @ each_query_head
+    output = weights[f"{prefix}self_attn.o_proj.bias"]
+    weights[f"{prefix}self_attn.v_proj.bias"] = after
+    weights[f"{prefix}self_attn.o_proj.bias"] = (output.double() + added).to(output.dtype)
+
+
+@torch.no_grad()
+def write_served(model: PodForCausalLM, folder: Path, max_shard_size: str) -> None:
+    """Write configuration, generation configuration and weights into an existing folder. Errors as in `check_servable`."""
+    check_servable(model.config)
+    write_json(folder / "config.json", served_config(model.config, model.dtype))
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    save_torch_state_dict(
+        served_weights(model), folder, max_shard_size=max_shard_size, metadata={"format": "pt"}
+    )

@@ -1,0 +1,65 @@
+"""What the model card of an export for serving engines says of them."""
+
+from collections.abc import Iterator
+
+from pod.export.served import Target, sink_layers, target_of, windows_of_layers
+from pod.modeling.shipped.config import PodConfig
+
+VLLM, TRANSFORMERS = "0.32.0", "5.23.0"
+"""Versions that exports were tried with: vLLM on CPUs, in float32."""
+PLUGIN = "pip install 'pod-kv[vllm]'"
+"""Or `pip install ./integrations/vllm` in a clone, which brings the plugin alone."""
+
+
+def serving(config: PodConfig) -> str:
+    """How to serve it, and which engines were tried with models of its kind."""
+    target = target_of(config)
+    install = f"{PLUGIN}  # once: vLLM finds the plugin by itself\n" if target.needs_plugin else ""
+    lines = [
+        "## How to serve it",
+        f"```\n{install}vllm serve NAME  # the folder or hub id of this model\n```",
+        _kept(config),
+        "Engines that were tried with models of this kind (not with this model itself), in float32. Greedy tokens "
+        "and log-likelihoods of prompts were those of pod-kv:",
+        "\n".join(["| engine | version | how |", "|---|---|---|", *_engines(target)]),
+    ]
+    return "\n\n".join(lines)
+
+
+def serving_limits(config: PodConfig) -> Iterator[str]:
+    """What engines other than those above do, and what `pod.load_model` does."""
+    if any(window is not None for window in windows_of_layers(config)):
+        yield (
+            "Engines that do not read `layer_types` compute full attention in every layer, which is another "
+            "model, and they need the memory of the original one."
+        )
+    if not target_of(config).is_stock:
+        yield "pod-kv loads the other export of this model (`export.format=hf`), not this folder."
+
+
+def serve_command(folder: object) -> str:
+    """The command that serves an export of format `vllm`."""
+    return f"vllm serve {folder}"
+
+
+def _kept(config: PodConfig) -> str:
+    windows = windows_of_layers(config)
+    lengths = [window for window in windows if window is not None]
+    if not lengths:
+        return "Every layer keeps every token."
+    kept = (
+        f"vLLM keeps every token in {len(windows) - len(lengths)} of {len(windows)} layers, and the last "
+        f"{lengths[0]:,} tokens in the others; while it reads a prompt, these hold up to "
+        "`--max-num-batched-tokens` more."
+    )
+    sinks = len(sink_layers(config))
+    return f"{kept} In {sinks} layers a constant stands for the first tokens." if sinks else kept
+
+
+def _engines(target: Target) -> Iterator[str]:
+    how = "with the plugin" if target.needs_plugin else f"as `{target.architecture}`, without a plugin"
+    yield f"| vLLM, CPU | {VLLM} | {how} |"
+    if target.is_stock:
+        yield f"| transformers | {TRANSFORMERS} | as `{target.model_type}`, without other code |"
+    else:
+        yield f"| transformers | {TRANSFORMERS} | refuses the folder: it knows no `{target.model_type}` |"

@@ -1,0 +1,154 @@
+"""Exports for serving engines: which folder a model becomes, that stock transformers computes the same, what is refused.
+
+That vLLM computes the same is tested in test_vllm.py.
+"""
+
+import json
+
+import pytest
+import torch
+from served_models import DENSE, FAMILIES, WINDOW, make_model
+from transformers import AutoModelForCausalLM
+
+import pod
+from pod.export import export
+from pod.export.served import Target, target_of
+
+LLAMA = Target("llama", "LlamaForCausalLM")
+BOTH = Target("qwen2", "LlamaForCausalLM")
+QWEN2 = Target("qwen2", "Qwen2ForCausalLM")
+QWEN3 = Target("qwen3", "Qwen3ForCausalLM")
+QWEN3_WINDOWS = Target("qwen3", "PodServedForCausalLM")
+OWN = Target("pod_served", "PodServedForCausalLM")
+IDS = torch.arange(2 * 60).reshape(2, 60) * 31 % 97
+
+TARGETS = [
+    ("llama", {}, BOTH),
+    ("llama", DENSE, LLAMA),
+    ("qwen2", {}, BOTH),
+    ("qwen2", DENSE, QWEN2),
+    ("qwen3", {}, QWEN3_WINDOWS),
+    ("qwen3", DENSE, QWEN3),
+    ("qwen3_bias", DENSE, QWEN3_WINDOWS),
+    ("o_bias", {}, OWN),
+    ("o_bias", DENSE, LLAMA),
+    ("mlp_bias", {}, OWN),
+    ("mlp_bias", DENSE, LLAMA),
+    ("tied", {}, BOTH),
+    ("yarn", {}, BOTH),
+    ("own windows", {}, BOTH),
+    ("all windows", {}, BOTH),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("family", "changes", "target"), TARGETS)
+def test_a_stock_model_of_transformers_computes_the_same(tmp_path, family, changes, target):
+    model = make_model(**(FAMILIES[family] | changes))
+    assert target_of(model.config) == target
+    export(model, tmp_path / "served", format="vllm")
+    content = json.loads((tmp_path / "served" / "config.json").read_text())
+    assert (content["model_type"], content["architectures"]) == (target.model_type, [target.architecture])
+    if not target.is_stock:
+        with pytest.raises(ValueError, match="model type `pod_served`"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "served")
+        return
+    stock, about = AutoModelForCausalLM.from_pretrained(tmp_path / "served", output_loading_info=True)
+    assert not about["missing_keys"] and not about["unexpected_keys"]
+    wanted = model(IDS).logits
+    assert (stock.eval()(IDS).logits - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+
+
+@torch.no_grad()
+def test_the_window_of_an_engine_counts_the_current_token_as_ours_does(tmp_path):
+    """One token more or less would go unnoticed where nothing is attended to at the window's end."""
+    model = make_model()
+    export(model, tmp_path / "served", format="vllm")
+    wanted = model(IDS).logits
+    for tokens, is_equal in ((WINDOW - 1, False), (WINDOW, True), (WINDOW + 1, False)):
+        stock = AutoModelForCausalLM.from_pretrained(tmp_path / "served", sliding_window=tokens)
+        error = (stock.eval()(IDS).logits - wanted).abs().max() / wanted.abs().max()
+        assert (error <= 2e-5) == is_equal, (tokens, error)
+
+
+@torch.no_grad()
+def test_a_folder_of_stock_kind_loads_here_again(tmp_path):
+    model = make_model()
+    export(model, tmp_path / "served", format="vllm")
+    again = pod.load_model(tmp_path / "served")
+    wanted = model(IDS).logits
+    assert (again(IDS).logits - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+
+
+REFUSED = [
+    ({"lead": [[0, 0], [None, 1], [2, 2], [3, 3]]}, "heads of layer 1 different roles.*granularity=layer"),
+    ({"lead": [[0, 0], [0, 0], [2, 2], [3, 3]]}, "layer 1 follows another layer.*explore.target=vllm"),
+    ({"kv_bits": [16, 4, 16, 16]}, "fewer bits.*explore.target=vllm"),
+    ({"num_sink_tokens": 4}, "keep the first 4 tokens.*explore.target=vllm.*model.sinks=constant"),
+    ({"layout": "cla", "lead": None}, "layout = 'cla'.*export.format=hf"),
+    (
+        {"layer_windows": [None, None, None, 9], "lead": [[0, 0], [None, None], [2, 2], [None, None]]},
+        "windows of 9 and 16 tokens.*model.num_recent_tokens",
+    ),
+    ({"qk_norm": True, "qk_norm_across_heads": True}, "qk_norm_across_heads = True.*Llama, Mistral"),
+    ({"norm_offset": 1.0}, "norm_offset = 1.0.*Llama, Mistral"),
+    ({"norm_placement": "both"}, "norm_placement = 'both'.*Llama, Mistral"),
+    ({"attention_multiplier": 0.5}, "attention_multiplier = 0.5.*Llama, Mistral"),
+    ({"embedding_multiplier": 2.0}, "embedding_multiplier = 2.0.*Llama, Mistral"),
+    ({"logits_scaling": 2.0}, "logits_scaling = 2.0.*Llama, Mistral"),
+    ({"no_rope_layers": [1, 0, 1, 1]}, "no_rope_layers = .*Llama, Mistral"),
+    ({"hidden_act": "gelu"}, "hidden_act = 'gelu'.*Llama, Mistral"),
+    ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}, "num_experts = 4.*Mistral"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), REFUSED)
+def test_what_no_engine_computes_is_refused_in_one_line(tmp_path, changes, says):
+    with pytest.raises(ValueError, match=says) as raised:
+        export(make_model(**changes), tmp_path / "served", format="vllm")
+    assert "\n" not in str(raised.value) and "export.format=hf" in str(raised.value) or "windows of 9" in says
+    assert not list(tmp_path.iterdir()), "nothing half-written stays"
+
+
+def test_an_unknown_format_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="export.format = 'sglang' is not known: choose hf or vllm"):
+        export(make_model(), tmp_path / "served", format="sglang")
+
+
+def test_an_export_of_one_format_does_not_replace_one_of_the_other(tmp_path):
+    model = make_model()
+    export(model, tmp_path / "one", format="vllm", max_shard_size="20KB")
+    assert list((tmp_path / "one").glob("model-0*")), "weights are in shards"
+    export(model, tmp_path / "one", format="vllm")
+    assert not list((tmp_path / "one").glob("model-0*")), "shards of the earlier export are gone"
+    with pytest.raises(ValueError, match="is an export of format vllm, so one of format hf does not"):
+        export(model, tmp_path / "one")
+    export(model, tmp_path / "two")
+    with pytest.raises(ValueError, match="is an export of format hf, so one of format vllm does not"):
+        export(model, tmp_path / "two", format="vllm")
+
+
+def test_the_card_says_who_serves_it_and_how(tmp_path):
+    export(make_model(), tmp_path / "stock", format="vllm")
+    export(make_model(**FAMILIES["o_bias"]), tmp_path / "own", format="vllm")
+    stock = (tmp_path / "stock" / "README.md").read_text(encoding="utf-8")
+    own = (tmp_path / "own" / "README.md").read_text(encoding="utf-8")
+    for card in (stock, own):
+        assert "vllm serve" in card and "| vLLM, CPU | 0.32.0 |" in card
+        assert "trust_remote_code" not in card
+        assert "every token in 2 of 4 layers, and the last 16 tokens in the others" in card
+    assert "as `LlamaForCausalLM`, without a plugin" in stock and "as `qwen2`" in stock
+    assert "pip install 'pod-kv[vllm]'" in own and "with the plugin" in own and "refuses the folder" in own
+    assert "library_name: vllm" in own and "library_name: transformers" in stock
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "the one that `pod export --format vllm` writes"),
+        ({"num_sink_tokens": 4}, "vLLM and SGLang cannot run this cache layout. Use transformers or pod-kv."),
+    ],
+)
+def test_the_card_of_the_other_format_says_whether_engines_run_it(tmp_path, changes, says):
+    export(make_model(**changes), tmp_path / "export")
+    assert says in (tmp_path / "export" / "README.md").read_text(encoding="utf-8")
