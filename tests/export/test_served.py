@@ -106,7 +106,7 @@ REFUSED = [
 def test_what_no_engine_computes_is_refused_in_one_line(tmp_path, changes, says):
     with pytest.raises(ValueError, match=says) as raised:
         export(make_model(**changes), tmp_path / "served", format="vllm")
-    assert "\n" not in str(raised.value) and "export.format=hf" in str(raised.value) or "windows of 9" in says
+    assert "\n" not in str(raised.value)
     assert not list(tmp_path.iterdir()), "nothing half-written stays"
 
 
