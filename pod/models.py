@@ -44,7 +44,12 @@ class ModelArgs:
 
     num_sink_tokens: NonNegativeInt | None = None
     """First tokens of a document that every head sees with its own query and key (paper: 16). null = the
-    plan's value, else the checkpoint's, else 16."""
+    plan's value, else the checkpoint's, else 16. 0 with sinks constant or none."""
+
+    sinks: Literal["tokens", "constant", "none"] | None = None
+    """What stands for the first tokens in heads that keep their windows. `tokens`: num_sink_tokens stored
+    ones; `constant`: a trained logit and value, which take no room in the cache and come with the plan;
+    `none`: nothing. null = the plan's, else the checkpoint's, else as num_sink_tokens says."""
 
     num_recent_tokens: PositiveInt | None = None
     """Last tokens, the current one included, that every head sees with its own query and key (paper:
@@ -85,6 +90,19 @@ class ModelArgs:
             raise ValueError(
                 f"num_sink_tokens is {self.num_sink_tokens}, and layout=window has no sinks: set num_sink_tokens=0"
             )
+        if self.sinks in ("constant", "none") and self.num_sink_tokens:
+            raise ValueError(
+                f"num_sink_tokens is {self.num_sink_tokens}, and sinks={self.sinks} stores no first tokens: set "
+                "num_sink_tokens=0, or sinks=tokens"
+            )
+        if self.sinks == "tokens" and self.num_sink_tokens == 0:
+            raise ValueError(
+                "num_sink_tokens is 0, and sinks=tokens stores some: raise it, or set sinks=none"
+            )
+        if self.sinks == "constant" and self.layout in ("dense", "cla", "window"):
+            raise ValueError(
+                f"sinks is constant, and layout={self.layout} has no plan that gives them: set layout=pod"
+            )
         if self.layout in ("dense", "window") and self.plan is not None:
             raise ValueError(
                 f"plan is {self.plan}, and layout={self.layout} shares nothing: leave plan out, or set layout=pod"
@@ -101,7 +119,11 @@ class ModelArgs:
         usual = {"num_sink_tokens": 16, "num_recent_tokens": 4080}
         if self.layout == "window":
             usual = {"num_sink_tokens": 0, "num_recent_tokens": 4096}
-        given = self.given_windows if plan is None else plan.choose_windows(**self.given_windows)
+        if self.sinks in ("constant", "none"):
+            usual["num_sink_tokens"] = 0
+        given = self.given_windows
+        if plan is not None:
+            given = plan.choose_windows(**given, sinks=self.sinks)
         return {name: usual[name] if tokens is None else tokens for name, tokens in given.items()}
 
     @property

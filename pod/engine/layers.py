@@ -17,6 +17,7 @@ from pod.modeling.shipped.attention import PodAttention, RMSNorm
 from pod.modeling.shipped.decode import DecodeCall
 from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.llama import PodDecoderLayer, PodMLP
+from pod.modeling.shipped.sinks import Sink
 
 _STORED = ("keys", "window_keys", "values")
 """Stores of a layer, under the names that ``DecodeCall`` and ``NewToken`` have for them."""
@@ -31,11 +32,13 @@ class StaticStep:
         past: ``[B]`` int64 tokens per row before the step.
         lengths: ``[B]`` int64 tokens per row, the new one included.
         tables: for each layer cos and sin ``[B, d / 2]`` at ``past``; set for each step.
+        sink: of the layer that attends now, see ``Step``.
     """
 
     layers: list["StaticLayer"]
     past: Tensor
     tables: Sequence[tuple[Tensor, ...]] = ()
+    sink: Sink | None = None
 
     def __post_init__(self):
         self.lengths = self.past + 1
@@ -112,7 +115,7 @@ class StaticLayer:
         target = NewToken(past=step.past, **held, num_sink_tokens=sinks, near=self._near())
         tables = step.tables[self.layer.layer_idx]
         q = self.operations.rotate_and_store(q, k, v, tables, norms, self.roles, target)
-        return decode.pod_decode(**self._call(q, step.lengths), backend=self.backend)
+        return decode.pod_decode(**self._call(q, step.lengths), sink=step.sink, backend=self.backend)
 
     def settle(self, length: int) -> None:
         """Let packed stores pack, outside of any graph; nothing to do in most steps."""
@@ -187,6 +190,7 @@ def _attend(attention: PodAttention, x: Tensor, static: StaticLayer, step: Stati
     """``[B, 1, hidden]`` to the same."""
     assert attention.k_proj is not None and attention.v_proj is not None, "a layer without keys of its own"
     shape = x.shape[0], -1, attention.head_dim
+    step.sink = attention.sink
     q, k, v = (project(x).view(shape) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
     norms = None
     if attention.q_norm is not None and attention.k_norm is not None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from pod.modeling.shipped.attend import Call, Segments, Visibility, span
+from pod.modeling.shipped.sinks import add_sink
 
 _BLOCK = 128
 _NEVER = torch.iinfo(torch.int32).max
@@ -69,6 +70,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         _sequence(values, 1, layout.idle_keys),
         masks,
         call.scale,
+        _by_kv_head(call),
     )
     return _batch(out, shape[0]).to(call.q.dtype), _batch(lse, shape[0])  # autocast may have chosen another
 
@@ -82,6 +84,13 @@ def _sequence(x: Tensor, groups: int, idle: Tensor | None) -> Tensor:
     if idle is not None:
         tokens = tokens.masked_fill(idle[:, None, None], 0.0)
     return tokens.unflatten(1, (-1, groups)).permute(1, 2, 0, 3)
+
+
+def _by_kv_head(call: Call) -> tuple[Tensor, Tensor] | None:
+    """The sink's logits ``[H, G, 1]`` and values ``[H, 1, 1, d]``."""
+    if call.sink is None:
+        return None
+    return call.sink.logits.unflatten(0, (-1, call.groups))[..., None], call.sink.values[:, None, None]
 
 
 def _batch(x: Tensor, batch: int) -> Tensor:
@@ -103,12 +112,18 @@ def _function(device_type: str):
 
 
 def attend_to_places(
-    queries: list[Tensor], keys: list[Tensor], values: Tensor, masks: list[BlockMask], scale: float
+    queries: list[Tensor],
+    keys: list[Tensor],
+    values: Tensor,
+    masks: list[BlockMask],
+    scale: float,
+    sink: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One softmax over the places of one or two masks, each with its own queries and keys.
+    """One softmax over the places of one or two masks, each with its own queries and keys, and over a sink.
 
     Args:
         queries: ``[H, G, M, d]`` each; keys: ``[H, 1, N, d]`` each; values: ``[H, 1, N, d]``.
+        sink: logits and values that broadcast to ``[H, G, M]`` and ``[H, G, M, d]``.
 
     Returns:
         ``[H, G, M, d]``, with gradients, and the log-sum-exp ``[H, G, M]``, without; 0 and -inf where a query
@@ -119,6 +134,8 @@ def attend_to_places(
         _flex(q, k, values, mask, scale, options) for q, k, mask in zip(queries, keys, masks, strict=True)
     ]
     near, near_lse = found[0]
+    if sink is not None:  # before what is distant: the log-sum-exp of both together has no gradient
+        near, near_lse = add_sink(near, near_lse, *sink)
     if len(found) == 1:
         return near, near_lse.detach()
     far, far_lse = found[1]

@@ -119,6 +119,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         inputs,
         lambda inputs: forward(inputs, runs, scale),
         lambda inputs, grad_out, out, lse: backward(inputs, grad_out, out, lse, runs, scale),
+        call.sink,
     )
 
 

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ AutoModelForCausalLM.register(PodConfig, PodForCausalLM)
 _PROJECTION = re.compile(
     r"model\.layers\.(\d+)\.self_attn\.(?:([qkv])_(?:proj\.(?:weight|bias)|norm\.weight)|o_proj\.weight)"
 )
+_SINKS = re.compile(r"model\.layers\.(\d+)\.self_attn\.(sinks|sink_values)")
 Order = Sequence[Sequence[int]]
 """``[L][Hq]``: which query head of the original weights stands at each place, as ``SharingPlan.head_order``."""
 
@@ -59,16 +61,42 @@ def plan_fields(plan: SharingPlan | None) -> dict[str, Any]:
     bits = plan.bits and list(plan.bits)
     fields = {"lead": [list(row) for row in plan.lead], "kv_bits": bits, "head_order": plan.head_order}
     windows = {"num_sink_tokens": plan.num_sink_tokens, "num_recent_tokens": plan.num_recent_tokens}
+    if plan.sinks is not None:
+        fields["sinks"] = plan.sinks
+    if plan.sinks in ("constant", "none"):
+        windows["num_sink_tokens"] = 0
     return fields | {name: tokens for name, tokens in windows.items() if tokens is not None}
 
 
-def from_dense(source: PreTrainedModel, config: PodConfig, owned: bool = False) -> PodForCausalLM:
+Constants = Mapping[str, Tensor]
+"""Weights that no checkpoint needs to have, by name: they come from a plan, and their heads stand in its order."""
+
+
+def sink_weights(plan: SharingPlan | None, config: PodConfig) -> Constants:
+    """The constants of a plan as weights of the model, in fp32; none where the plan or the model has none."""
+    constants = None if plan is None else plan.sink_constants
+    found: dict[str, Tensor] = {}
+    for layer in range(config.num_hidden_layers):
+        if constants is None or not config.has_constant_sinks(layer) or constants.logits[layer] is None:
+            continue
+        for name, rows in (("sinks", constants.logits), ("sink_values", constants.values)):
+            found[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(rows[layer], dtype=torch.float32)
+    return found
+
+
+def from_dense(
+    source: PreTrainedModel,
+    config: PodConfig,
+    owned: bool = False,
+    constants: Constants = MappingProxyType({}),
+) -> PodForCausalLM:
     """A PoD model that takes over the weights of a stock or PoD model (same tensors, same names).
 
     Heads move to ``config.head_order`` from the order of the source, a layer at a time: into new tensors, and with ``owned``
     those of the source go as they are replaced. For a ``cla`` layout the key and value weights of a lead start as the mean over the layers of its block.
 
-    An output projection of its own is kept, and ``config`` says so afterwards, whatever it said of tied embeddings.
+    An output projection of its own is kept, and ``config`` says so afterwards, whatever it said of tied embeddings. ``constants``
+    win over weights of the source with their names.
 
     Raises:
         ValueError: parameters that are missing, unexpected or of another shape.
@@ -79,8 +107,11 @@ def from_dense(source: PreTrainedModel, config: PodConfig, owned: bool = False) 
     model = empty_model(config)
     now = getattr(source.config, "head_order", None)
     expected = model.state_dict()
-    check_fit({name: weight.shape for name, weight in state.items()}, config, model)
+    check_fit({name: one.shape for name, one in {**state, **constants}.items()}, config, model)
     for name in expected:
+        if name in constants:
+            expected[name] = constants[name].to(source.device, source.dtype)
+            continue
         made = made_weight(name, state.__getitem__, state, config, now)
         if owned and name in state and made is not state[name]:
             source.get_parameter(name).data = made
@@ -113,7 +144,16 @@ def check_fit(shapes: Mapping[str, Sequence[int]], config: PodConfig, model: Pod
     pairs = [(name, one) for name in expected for one in sources_of(name, shapes, config)]
     used = {stored for _, one in pairs for stored in stored_names(one, shapes, config)}
     missing = used - shapes.keys()
-    unexpected = {one for one in shapes.keys() - used if not one.startswith(OTHER_PARTS)}
+    if any(_SINKS.fullmatch(one) for one in missing):
+        raise ValueError(
+            "sinks = 'constant' needs constants, which neither the plan nor the checkpoint has: measure them with "
+            "`pod explore` or pod.calibrate_sinks(model, plan, texts), or use sinks = 'tokens' or 'none'"
+        )
+    unexpected = {
+        one
+        for one in shapes.keys() - used
+        if not one.startswith(OTHER_PARTS) and not _SINKS.fullmatch(one)  # of layers that have none now
+    }
     empty = {one: torch.empty(shape, device="meta") for one, shape in shapes.items()}
     others = {
         one
@@ -171,6 +211,7 @@ def load_model(
     attention_backend: str = "auto",
     device: torch.device | str | None = None,
     layout: str | None = None,
+    sinks: str | None = None,
     **others: Any,
 ) -> PodForCausalLM:
     """Load a dense checkpoint, a PoD export, or an adapter merged into its base, in evaluation mode.
@@ -190,6 +231,8 @@ def load_model(
             Another layout than the checkpoint's is where training starts, with the checkpoint's plan and windows left
             behind; a ``cla`` model starts from the mean key and value weights of each block of layers. ``dense`` is
             ``pod`` without sharing, whatever plan the checkpoint has.
+        sinks: what stands for the first tokens in heads that keep the plan's windows, ``tokens``, ``constant`` or ``none``;
+            None takes the plan's, else the checkpoint's. Constants come from the plan, else from the checkpoint's weights.
         others: ``cache_dir``, ``local_files_only``, ``revision`` and ``token`` as in transformers, ``gguf_file`` a GGUF
             file inside ``source``; ``torch_dtype`` is ``dtype``; ``device_map`` names one device, to which weights are read
             straight away; ``attn_implementation`` is a backend (``sdpa``: auto, ``eager``: reference, ``flash_attention_2``:
@@ -209,7 +252,8 @@ def load_model(
     plan = plan if plan is None or isinstance(plan, SharingPlan) else SharingPlan.load(plan)
     wishes: dict[str, Any] = {"plan": plan, "layout": layout, "attention_backend": options.attention_backend}
     windows: dict[str, Any] = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
-    wishes |= windows if plan is None else plan.choose_windows(**windows)
+    wishes |= windows if plan is None else plan.choose_windows(**windows, sinks=sinks)
+    wishes["sinks"] = sinks
     if isinstance(source, PreTrainedModel):
         dense = _in_memory(source, options)
     else:
@@ -225,7 +269,8 @@ def _converted(dense: Any, wishes: dict[str, Any], options: LoadOptions, owned: 
     config = target_config(dense.config, **wishes)
     config.dtype = dense.dtype
     config.name_or_path = dense.name_or_path  # where its tokenizer is
-    model: Any = from_dense(dense, config, owned=owned)
+    constants = sink_weights(wishes["plan"], config)
+    model: Any = from_dense(dense, config, owned=owned, constants=constants)
     return model.to(device=dense.device if options.device is None else options.device).eval()
 
 
@@ -318,6 +363,7 @@ def target_config(
     plan: SharingPlan | str | os.PathLike | None = None,
     layout: str | None = None,
     attention_backend: str = "auto",
+    sinks: str | None = None,
     **windows: int | None,
 ) -> PodConfig:
     """The configuration of what ``load_model`` makes of a checkpoint with this configuration (arguments and
@@ -335,6 +381,7 @@ def target_config(
         plan = plan if isinstance(plan, SharingPlan) else SharingPlan.load(plan)
         changes |= plan_fields(plan)
     changes |= {name: tokens for name, tokens in windows.items() if tokens is not None}
+    changes |= _sinks_of(source, changes, sinks, windows.get("num_sink_tokens"))
     if source.model_type != "pod":
         return convert_config(source, **changes)
     stays = changes.get("layout", source.layout) == source.layout
@@ -345,7 +392,21 @@ def target_config(
         )
     # another layout than the checkpoint's leaves its plan and windows behind
     fresh: dict[str, Any] = {**plan_fields(None), "num_sink_tokens": None, "num_recent_tokens": None}
+    fresh["sinks"] = None
     return PodConfig(**(source.to_dict() | ({} if stays else fresh) | changes | {"use_cache": True}))
+
+
+def _sinks_of(
+    source: Any, changes: Mapping[str, Any], asked: str | None, tokens: int | None
+) -> dict[str, Any]:
+    """``sinks`` and first tokens of a model, where these are not what ``changes`` and the checkpoint say: the number that was given
+    decides between ``tokens`` and ``none``, and other sinks than the plan's leave its number behind."""
+    known = changes.get("sinks", getattr(source, "sinks", None))
+    if asked is None:
+        return {} if tokens is None or known == "constant" else {"sinks": None}
+    if tokens is None and asked != known:
+        return {"sinks": asked, "num_sink_tokens": None}
+    return {"sinks": asked}
 
 
 def _read_config(source: str, **places: Any) -> Any:
@@ -381,9 +442,10 @@ def reordered(name: str, weight: Tensor, config: PodConfig, now: Order | None) -
     where nothing moves.
 
     Query heads are rows of ``q_proj`` and columns of ``o_proj``, KV heads rows of ``k_proj`` and ``v_proj``; biases of q, k
-    and v are rows too, and norms across heads; norms of heads are shared by all. None = the original order.
+    and v are rows too, and norms across heads; norms of heads are shared by all. Sinks are of query heads, their values of
+    KV heads. None = the original order.
     """
-    found = _PROJECTION.fullmatch(name)
+    found = _PROJECTION.fullmatch(name) or _SINKS.fullmatch(name)
     if found is None or (now is None and config.head_order is None):
         return weight
     if name.endswith("norm.weight") and not config.qk_norm_across_heads:
@@ -394,6 +456,8 @@ def reordered(name: str, weight: Tensor, config: PodConfig, now: Order | None) -
         return weight
     place, dim = {head: at for at, head in enumerate(old)}, 1 if found[2] is None else 0
     index = torch.tensor([place[head] for head in new], device=weight.device)
-    if found[2] in ("k", "v"):
+    if found[2] in ("k", "v", "sink_values"):
         index = index[:: config.num_key_value_groups] // config.num_key_value_groups
+    if _SINKS.fullmatch(name):
+        return weight.index_select(0, index)
     return weight.unflatten(dim, (-1, config.head_dim)).index_select(dim, index).flatten(dim, dim + 1)

@@ -35,6 +35,7 @@ def with_windows(config: PodConfig, num_sink_tokens: int, num_recent_tokens: int
     """The model in which every head keeps a window of this size."""
     lead = SharingPlan.windows(config.num_hidden_layers, config.num_key_value_heads).lead
     changes = {"lead": lead, "num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
+    changes["sinks"] = None  # as the number of first tokens says
     return PodConfig(**(config.to_dict() | changes))
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .sharing import Roles
+from .sinks import Sink
 
 _log = logging.getLogger(__name__)
 Span = tuple[int, int]
@@ -186,7 +187,7 @@ class Segments:
 
 
 class Call(NamedTuple):
-    """A checked call of ``attend`` in which all heads play one role."""
+    """A checked call of ``attend`` in which all heads play one role. An implementation that takes no ``sink`` must refuse one."""
 
     q: Tensor
     tokens: Tokens
@@ -194,6 +195,7 @@ class Call(NamedTuple):
     visibility: Visibility
     segments: Segments
     scale: float
+    sink: Sink | None = None
 
     @property
     def groups(self) -> int:
@@ -275,6 +277,7 @@ def attend(
     scale: float | None = None,
     backend: str = "auto",
     roles: Roles | None = None,
+    sink: Sink | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of ``m`` queries, the last of ``n`` positions, to ``n`` tokens (paper eqs. 3 and 4 with a lead).
 
@@ -286,6 +289,8 @@ def attend(
         backend: ``auto`` or the name of an implementation, which then runs or raises.
         roles: which KV heads lead and see everything with their own keys, follow ``lead``, or see the window of
             ``visibility`` only; None = all see what ``visibility`` says, through ``lead`` if there is one.
+        sink: a logit of every query head and a value of every KV head that join each softmax, at every position, of heads that
+            keep their windows (with ``roles``) or of all heads (without). Padding still gets nothing.
 
     Returns:
         ``[B, Hq, m, d]`` with gradients for all tensors, and the log-sum-exp ``[B, Hq, m]`` of the logits in at least fp32,
@@ -296,7 +301,8 @@ def attend(
     """
     if segments is None:
         segments = Segments.whole(q.shape[0], q.shape[2], tokens.keys.shape[2])
-    call = Call(q, tokens, lead, visibility, segments, q.shape[-1] ** -0.5 if scale is None else scale)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    call = Call(q, tokens, lead, visibility, segments, factor, sink)
     if roles is not None and roles.num_heads != tokens.keys.shape[1]:
         raise ValueError(f"roles are of {roles.num_heads} KV heads, the keys of {tokens.keys.shape[1]}")
     _check(call, range(tokens.keys.shape[1]) if roles is None else roles.followers)
@@ -313,8 +319,11 @@ def attend(
 
 def _by_role(call: Call, roles: Roles) -> Iterator[tuple[Sequence[int], Call]]:
     """A call for the heads of each role."""
-    alone = call._replace(lead=None)
-    calls = alone._replace(visibility=CAUSAL), call, alone
+    alone = call._replace(lead=None, sink=None)
+    windows = alone
+    if call.sink is not None and roles.windows:
+        windows = alone._replace(sink=call.sink.of_heads(roles.windows))
+    calls = alone._replace(visibility=CAUSAL), call._replace(sink=None), windows
     for heads, one in zip((roles.leads, roles.followers, roles.windows), calls, strict=True):
         if heads:
             tokens = Tokens(*(take_heads(x, heads) for x in call.tokens))
@@ -421,6 +430,18 @@ def _check(call: Call, followers: Sequence[int]) -> None:
         raise ValueError(f"doc_ids have {call.segments.columns} columns, expected {q.shape[2]}")
     if call.lead is not None:
         _check_lead(call.lead, call, shape, len(followers))
+    if call.sink is not None:
+        check_sink(call.sink, q.shape[1], heads, head_dim)
+
+
+def check_sink(sink: Sink, query_heads: int, heads: int, head_dim: int) -> None:
+    """Raise ``ValueError`` unless a sink is of all of these heads."""
+    found = list(sink.logits.shape), list(sink.values.shape)
+    expected = [query_heads], [heads, head_dim]
+    if found != expected:
+        raise ValueError(
+            f"logits and values of the sink are {found[0]} and {found[1]}, expected {expected[0]} and {expected[1]}"
+        )
 
 
 def _shape(x: Source, like: Source) -> list[int]:

@@ -18,6 +18,7 @@ from .config import PodConfig
 from .rope import Rope
 from .sharing import Lead as PlanLead
 from .sharing import is_followed, roles_of
+from .sinks import Sink
 
 Carry = tuple[Tensor | None, ...]
 
@@ -52,6 +53,8 @@ class SequenceParallel(Protocol):
 
     def to_sequence(self, layer: int, out: Tensor) -> Tensor: ...
 
+    def own_sink(self, layer: int, q: Tensor, sink: Sink) -> tuple[Tensor, Sink]: ...
+
 
 @dataclass
 class ForwardContext:
@@ -82,6 +85,7 @@ class PodAttention(nn.Module):
     Attributes:
         source_layer: the layer whose keys and values are attended to: a lower one for the followers of a ``cla``
             layout, which have no projections for their own; else this one.
+        sinks, sink_values: ``[Hq]`` and ``[H, d]``, parameters of a layer with constant sinks (``PodConfig.sinks``), else None.
     """
 
     def __init__(self, config: PodConfig, layer_idx: int):
@@ -105,21 +109,36 @@ class PodAttention(nn.Module):
             self.q_norm = RMSNorm.of(config, query_size if across else config.head_dim)
             if self.k_proj is not None:
                 self.k_norm = RMSNorm.of(config, key_value_size if across else config.head_dim)
+        self.sinks = self.sink_values = None
+        if config.has_constant_sinks(layer_idx):
+            self.sinks = nn.Parameter(torch.zeros(config.num_attention_heads))
+            self.sink_values = nn.Parameter(torch.zeros(config.num_key_value_heads, config.head_dim))
         self.norm_across_heads = config.qk_norm_across_heads
         # attention divides by sqrt(head_dim) wherever it runs
         multiplier = config.attention_multiplier
         self.query_factor = 1.0 if multiplier is None else multiplier * config.head_dim**0.5
+
+    @property
+    def sink(self) -> Sink | None:
+        """What stands for the first tokens in heads that keep their windows; None = nothing does."""
+        if self.sinks is None or self.sink_values is None:
+            return None
+        return Sink(self.sinks, self.sink_values)
 
     def forward(self, hidden_states: Tensor, context: ForwardContext, carry: Carry) -> tuple[Tensor, Carry]:
         """``[B, n, hidden]`` and the carry to the same."""
         q, k, v = self._project(hidden_states)
         parallel = context.sequence_parallel
         if context.step is not None:
+            context.step.sink = self.sink
             out = context.step.layers[self.layer_idx].attend(q, k, v, context.step)
         else:
+            sink = self.sink
             if parallel is not None:
                 q, k, v = parallel.to_heads(self.layer_idx, q, k, v)
-            out, carry = self._attend_without_cache(q, k, v, context, carry)
+                if sink is not None:
+                    q, sink = parallel.own_sink(self.layer_idx, q, sink)
+            out, carry = self._attend_without_cache(q, k, v, sink, context, carry)
             if parallel is not None:
                 out = parallel.to_sequence(self.layer_idx, out)
         out = self.o_proj(out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))
@@ -146,7 +165,9 @@ class PodAttention(nn.Module):
         # a norm with fp32 weights, as under autocast, gives fp32
         return normed.view(shape).to(x.dtype)
 
-    def _attend_without_cache(self, q, k, v, context: ForwardContext, carry: Carry) -> tuple[Tensor, Carry]:
+    def _attend_without_cache(
+        self, q, k, v, sink: Sink | None, context: ForwardContext, carry: Carry
+    ) -> tuple[Tensor, Carry]:
         rope = context.ropes[self.layer_idx]
         q, k = rope(q), rope(k)
         if self.layout == "cla":
@@ -156,7 +177,8 @@ class PodAttention(nn.Module):
             carried = [carry[2 * head : 2 * head + 2] for head in roles.followers]
             lead = Lead(*(torch.cat(x, dim=1) for x in zip(*carried, strict=True)))  # type: ignore[arg-type]
         see = Visibility(*self.windows)
-        out, _ = attend(q, Tokens(k, v), lead, see, context.segments, backend=context.backend, roles=roles)
+        options = {"backend": context.backend, "roles": roles, "sink": sink}
+        out, _ = attend(q, Tokens(k, v), lead, see, context.segments, **options)
         return out, next_carry(q, k, context.lead, self.layer_idx, carry)
 
     def _attend_across(self, q, k, v, context: ForwardContext, carry: Carry) -> tuple[Tensor, Carry]:

@@ -531,6 +531,8 @@ class PodCache(Cache):
 def _signature(config: PodConfig) -> str:
     """What a cache depends on; windows matter only where the layout has them, and keys stand in the order of heads."""
     windows = config.num_sink_tokens, config.num_recent_tokens, *(config.layer_windows or ())
+    if config.sinks == "constant":
+        windows += ("constant sinks",)
     windowed = config.own_method in ("pod", "window")
     sizes = config.num_attention_heads, config.head_dim, config.head_order
     return str((config.own_method, config.sharing_plan.lead, windows if windowed else None, *sizes))

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from .sharing import Lead, SharingPlan, check_bits
+from .sharing import Lead, SharingPlan, check_bits, kind_of_sinks
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LAYOUTS = ("pod", "cla", "window")
@@ -45,6 +45,8 @@ class PodConfig(PreTrainedConfig):
             ``SharingPlan``; None = the original one. Set by ``load_model`` when a plan asks for it; nothing is permuted here.
         num_sink_tokens, num_recent_tokens: ``n_s`` and ``n_r`` of the paper; the window counts the current token.
             None = 16 and 4080; 0 and 4096 for ``window``, which has no sinks. ``cla`` has no window.
+        sinks: what stands for the first tokens in heads that keep the plan's windows, see ``SharingPlan``: ``tokens``,
+            ``constant`` (parameters of the layers that have such heads) or ``none``. None = as ``num_sink_tokens`` says.
         layer_windows: ``[num_hidden_layers]``: tokens that the layer was trained to see, the current one included (Mistral's and
             Gemma 3's sliding windows), None = all; the plan says None for the heads of a layer that has one. None = no layer.
         window_rope_parameters: other, plain RoPE of the layers that have such a window (Gemma 3); None = ``rope_parameters``.
@@ -97,6 +99,7 @@ class PodConfig(PreTrainedConfig):
     layout: str = "pod"
     num_sink_tokens: int = None  # type: ignore[assignment]  # 16, or 0 for a window
     num_recent_tokens: int = None  # type: ignore[assignment]  # 4080, or 4096 for a window
+    sinks: str = None  # type: ignore[assignment]  # tokens, or none without first tokens
     attention_backend: str = "auto"
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -119,7 +122,7 @@ class PodConfig(PreTrainedConfig):
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
         windows = (0, 4096) if self.layout == "window" else (16, 4080)
         if self.num_sink_tokens is None:
-            self.num_sink_tokens = windows[0]
+            self.num_sink_tokens = 0 if self.sinks in ("constant", "none") else windows[0]
         if self.num_recent_tokens is None:
             self.num_recent_tokens = windows[1]
         if self.lead is None and self.layout == "cla":
@@ -127,6 +130,7 @@ class PodConfig(PreTrainedConfig):
         if self.lead is not None:
             self.lead = [list(row) for row in self.lead]
         super().__post_init__(**kwargs)
+        self.sinks = kind_of_sinks(self.sinks, self.num_sink_tokens)  # type: ignore[assignment]
         self._check()
         order = self.sharing_plan.head_order  # None for the original one
         self.head_order = None if order is None else [list(row) for row in order]
@@ -173,6 +177,10 @@ class PodConfig(PreTrainedConfig):
             raise ValueError(f"layout = {self.layout!r} has no bits of its own: name a codec, no kv_bits")
         if self.layout == "window" and n_s:
             raise ValueError(f"layout = 'window' has no sinks, got num_sink_tokens = {n_s}: set 0")
+        if self.layout != "pod" and self.sinks == "constant":
+            raise ValueError(
+                f"layout = {self.layout!r} has no constant sinks: use layout = 'pod' with a plan whose heads keep windows"
+            )
 
     def _check_windows(self) -> None:
         """Of layers that were trained with windows."""
@@ -217,6 +225,12 @@ class PodConfig(PreTrainedConfig):
         own = self.window_of(layer_idx)
         return (self.num_sink_tokens, self.num_recent_tokens) if own is None else (0, own)
 
+    def has_constant_sinks(self, layer_idx: int) -> bool:
+        """Whether a layer has constants in place of first tokens: one of its heads keeps the plan's window."""
+        if self.sinks != "constant" or self.window_of(layer_idx) is not None:
+            return False
+        return None in self.sharing_plan.lead[layer_idx]
+
     @property
     def sharing_plan(self) -> SharingPlan:
         """The plan of this model; when ``lead`` is None, that in which every head leads, or keeps its window."""
@@ -225,8 +239,10 @@ class PodConfig(PreTrainedConfig):
         order = None if self.head_order is None else tuple(map(tuple, self.head_order))
         heads, windows = self.num_key_value_heads, self.layer_windows or [None] * self.num_hidden_layers
         are_windows = tuple(self.layout == "window" or window is not None for window in windows)
-        near = (None, None) if self.layout == "cla" else (self.num_sink_tokens, self.num_recent_tokens)
-        return _plan(lead, bits, order, are_windows, heads, near, self.head_dim)
+        near, sinks = (self.num_sink_tokens, self.num_recent_tokens), self.sinks
+        if self.layout == "cla":
+            near, sinks = (None, None), None
+        return _plan(lead, bits, order, are_windows, heads, near, self.head_dim, sinks)
 
     @property
     def own_method(self) -> str:
@@ -248,6 +264,7 @@ def _plan(
     heads: int,
     near: tuple[int | None, int | None],
     head_dim: int,
+    sinks: str | None,
 ) -> SharingPlan:
     """The plan, checked once; without leads that in which every layer that is no window leads."""
     if lead is None:
@@ -259,4 +276,5 @@ def _plan(
         num_sink_tokens=near[0],
         num_recent_tokens=near[1],
         head_dim=head_dim,
+        sinks=sinks,
     )

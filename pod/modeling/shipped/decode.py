@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .attend import Implementation, Tokens, choose, compute_dtype
+from .attend import Implementation, Tokens, check_sink, choose, compute_dtype
 from .packed import Stored
 from .sharing import Roles
+from .sinks import Sink
 
 _PROGRAMS_PER_PROCESSOR = 2  # as many as fit by registers, so that all run at once
 SPARE_COLUMNS = 64  # the last tile of a row of logits is read as a whole
@@ -123,6 +124,7 @@ class DecodeCall(NamedTuple):
         rows: ``lengths`` on the host, for implementations that would otherwise wait for the device.
         near: keys and values ``[B, windows, n_s + n_r, d]`` of the heads that keep their windows, tokens at the slots of
             ``window_keys``; None when there is no such head. Never ``Packed``.
+        sink: of all heads of the layer, read for those that keep their windows; None = they see ``near`` alone.
     """
 
     q: Tensor
@@ -139,6 +141,7 @@ class DecodeCall(NamedTuple):
     out: Tensor = None  # type: ignore[assignment]
     rows: Sequence[int] | None = None
     near: Tokens | None = None
+    sink: Sink | None = None
 
     @property
     def num_slots(self) -> int:
@@ -201,6 +204,8 @@ def _check(call: DecodeCall) -> None:
         if x is not None and rows is not None:  # one that is not full may have room for its tokens only
             slots = min(slots, max(x.shape[2], *rows))
         _check_tensor(name, x, (batch, len(of), slots, head_dim), q)
+    if call.sink is not None:
+        check_sink(call.sink, heads, roles.num_heads, head_dim)
     if call.out is not None:
         _check_tensor("out", call.out, tuple(q.shape), q)
     room = min(room, max(rows)) if rows else room

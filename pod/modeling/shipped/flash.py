@@ -28,6 +28,7 @@ from .attend import (
     take_rows,
     takes_gradients,
 )
+from .sinks import merge_sink
 from .varlen import attend_on_cuda, differentiable, unsupported_on_cuda
 
 _STRIP_ROWS = 256
@@ -50,15 +51,16 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     """See ``attend.attend``."""
     if call.q.device.type != "cpu":
         return attend_on_cuda(call)
-    tensors = _tensors(call)
-    if not takes_gradients(*tensors):
+    tensors, sink = _tensors(call), call.sink
+    if not takes_gradients(*tensors, *(sink or ())):
         with torch.no_grad():
-            return _forward(call)
-    bare = call._replace(q=None, tokens=None, lead=None)  # type: ignore[arg-type]
+            return merge_sink(*_forward(call), sink)
+    bare = call._replace(q=None, tokens=None, lead=None, sink=None)  # type: ignore[arg-type]
     return differentiable(
         [x if x is None else span(x, 0, x.shape[2]) for x in tensors],
         lambda inputs: _forward(_with(bare, *inputs)),
         lambda inputs, *results: _backward(_with(bare, *inputs), *results),
+        sink,
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from .attend import Call, Implementation, Span, Tokens, compute_dtype, span, take_heads, take_rows
 from .decode import DecodeCall
 from .packed import Packed, Stored
+from .sinks import Sink
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 19}
 """Keys or values per product: they stay in a CPU's cache while they are converted and used; 2^26 elsewhere."""
@@ -32,9 +33,10 @@ def decode(call: DecodeCall) -> None:
     q = q.to(call.buffers.logits.dtype) * call.scale
     if call.near is not None:
         heads, limit = chosen(call.roles.windows), call.near.keys.shape[2]
+        sink = None if call.sink is None else call.sink.of_heads(call.roles.windows)
         for row, slots in _alike([min(length, limit) for length in lengths]):
             keys, values = (x[row] for x in call.near)
-            out[row, heads] = _attend_all(q[row, heads], keys, values, slots).to(out.dtype)
+            out[row, heads] = _attend_all(q[row, heads], keys, values, slots, sink).to(out.dtype)
     if call.roles.held:
         heads = chosen(call.roles.held)
         for row, length in _alike(lengths):
@@ -49,11 +51,17 @@ def _alike(lengths: Sequence[int]) -> list[tuple[slice, int]]:
     return [(slice(row, row + 1), length) for row, length in enumerate(lengths)]
 
 
-def _attend_all(q: Tensor, keys: Stored | None, values: Stored | None, n: int) -> Tensor:
-    """``[b, h, G, d]`` of heads that see the first ``n`` of their tokens ``[b, h, C, d]``, in whatever order."""
+def _attend_all(
+    q: Tensor, keys: Stored | None, values: Stored | None, n: int, sink: Sink | None = None
+) -> Tensor:
+    """``[b, h, G, d]`` of heads that see the first ``n`` of their tokens ``[b, h, C, d]``, in whatever order, and a sink."""
     logits = q.new_empty(*q.shape[:3], n)
     write_scores(q, keys, logits)
-    return _weighted(logits.softmax(-1), values, 0, n)
+    if sink is None:
+        return _weighted(logits.softmax(-1), values, 0, n)
+    column = sink.logits.to(q.dtype).view(1, *q.shape[1:3], 1).expand(q.shape[0], -1, -1, -1)
+    weights, share = torch.cat((logits, column), dim=-1).softmax(-1).split((n, 1), dim=-1)
+    return _weighted(weights, values, 0, n) + share * sink.values.to(q.dtype)[:, None]
 
 
 def _take_row(call: DecodeCall, row: Span) -> DecodeCall:
@@ -214,6 +222,8 @@ def _attend_one(call: Call) -> tuple[Tensor, Tensor]:
 
 def _unsupported_one(call: Call) -> str | None:
     """Why one query per row cannot be attended by grouped products; None when it can."""
+    if call.sink is not None:
+        return "a constant sink"
     first, see = call.segments.all[:1] and call.segments.all[0][:2], call.visibility
     if call.q.shape[2] != 1 or call.lead is not None or first != ((0, call.q.shape[0]), (0, 1)):
         return "more than one query per row, a lead, or rows of unlike length"

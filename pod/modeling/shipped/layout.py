@@ -11,6 +11,7 @@ from .config import PodConfig
 from .decode import make_buffers, pod_decode
 from .grouped import attend_slots
 from .sharing import roles_of
+from .sinks import add_sink
 from .step import CacheLayer, Step
 from .stores import NATIVE, Codec, Recent, TokenStore, replaced, take_slots
 
@@ -136,7 +137,7 @@ class PodCacheLayer(CacheLayer):
         """First pass over an empty cache: as without one."""
         followers = self.roles.followers
         lead = step.lead.take(followers, step.max_length) if followers else None
-        options = {"scale": self.scale, "backend": step.backend, "roles": self.roles}
+        options = {"scale": self.scale, "backend": step.backend, "roles": self.roles, "sink": step.sink}
         return attend(q, Tokens(k, v), lead, self._visibility, step.segments, **options)[0]
 
     def _attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
@@ -147,8 +148,11 @@ class PodCacheLayer(CacheLayer):
     def _attend_role(self, heads: Sequence[int], q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         lead = step.lead.take(heads, step.max_length) if heads == self.roles.followers else None
         see = CAUSAL if heads == self.roles.leads else self._visibility
-        tokens, own = self._tokens(heads, k, v, step), take_heads(q, heads, self.groups)
-        return attend(own, tokens, lead, see, step.segments, self.scale, step.chunk_backend)[0]
+        tokens, own, sink = self._tokens(heads, k, v, step), take_heads(q, heads, self.groups), None
+        if step.sink is not None and heads == self.roles.windows:
+            sink = step.sink.of_heads(heads)
+        options = {"scale": self.scale, "backend": step.chunk_backend, "sink": sink}
+        return attend(own, tokens, lead, see, step.segments, **options)[0]
 
     def _tokens(self, heads: Sequence[int], k: Tensor, v: Tensor, step: Step) -> Tokens:
         """What the heads of a role hold; of windows that, and the chunk ``k``, ``v`` behind it."""
@@ -174,7 +178,7 @@ class PodCacheLayer(CacheLayer):
             near = Tokens(*(self._window(store, step) for store in (self.near_keys, self.near_values)))
         shared = step.lengths, roles, step.lead.buffers, self.num_sink_tokens, self.num_recent_tokens
         rows = [sum(row) for row in step.rows]
-        options = {"scale": self.scale, "tau": self.tau, "rows": rows, "near": near}
+        options = {"scale": self.scale, "tau": self.tau, "rows": rows, "near": near, "sink": step.sink}
         out = pod_decode(q[:, :, 0], keys, window_keys, values, *shared, **options).unsqueeze(2)
         if self.skips is not None and self.tau is not None and window_keys is not None:
             self.skips = self.skips or [[] for _ in rows]
@@ -187,7 +191,10 @@ class PodCacheLayer(CacheLayer):
     def _decode_near(self, q: Tensor, step: Step) -> Tensor:
         """Attention of one query per row of the heads that keep their windows, to these."""
         keys, values = (store.read(step.max_length) for store in (self.near_keys, self.near_values))
-        return attend_slots(take_heads(q, self.roles.windows, self.groups), keys, values, self.scale)[0]
+        out, lse, _ = attend_slots(take_heads(q, self.roles.windows, self.groups), keys, values, self.scale)
+        if step.sink is None:
+            return out
+        return add_sink(out, lse, *step.sink.of_heads(self.roles.windows).columns())[0]
 
     def _gates(self, q: Tensor, window_keys: Tensor, step: Step) -> Tensor:
         """``[B, followers, G]``."""

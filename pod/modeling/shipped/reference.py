@@ -43,6 +43,10 @@ def _rows(call: Call, tokens: list, segment: Segment, rows: Span) -> tuple[Tenso
         logits, visible = torch.where(proximal, logits, far), proximal | distant
     nothing = ~visible.any(-1, keepdim=True)
     logits = logits.masked_fill(~visible & ~nothing, float("-inf"))
+    if call.sink is not None:  # one more column, and one more row of values
+        column, value = (x.to(logits.dtype) for x in call.sink.columns())
+        logits = torch.cat((logits, column.expand(*logits.shape[:3])[..., None]), dim=-1)
+        values = torch.cat((values, value.expand(values.shape[0], -1, -1, -1)), dim=2)
     out = logits.softmax(-1).masked_fill(nothing, 0.0) @ values
     return out, logits.logsumexp(-1).masked_fill(nothing[..., 0], float("-inf"))
 

@@ -406,6 +406,7 @@ class _GroupedLayer(CacheLayer):
         if part.ropes is None:
             made = {rope: rope.for_rows(rows, part.num_new) for rope in set(step.ropes)}
             part.ropes, part.backend = [made[rope] for rope in step.ropes], step.backend
+        part.sink = step.sink
         q, k, v = qkv
         out = layer.attend(q, k, v, part)
         layer.settle(part)

@@ -9,16 +9,26 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
-SCHEMA_VERSION = 3
-_READABLE = (1, 2, SCHEMA_VERSION)
-"""Schemas that are read. 1 has no windows, no order of heads and no bits; 2 has no sizes of windows."""
+SCHEMA_VERSION = 4
+_READABLE = (1, 2, 3, SCHEMA_VERSION)
+"""Schemas that are read. 1 has no windows, no order of heads and no bits; 2 has no sizes of windows; 3 knows only sinks that are tokens."""
+_FIRST_WITH_WINDOWS = 3
+SINKS = ("tokens", "constant", "none")
+"""What stands for the first tokens in a head that keeps its window: stored tokens, a logit and a value that no token has, nothing."""
 GROUP_SIZE, RESIDUAL = 32, 128  # of a codec: numbers that share a scale, newest tokens that stay native
 NATIVE_TOKENS = RESIDUAL + (GROUP_SIZE - 1) / 2  # on average, since tokens are packed a group at a time
 BITS = (16, 8, 4)
 """Bits per number that a plan may give a layer; 16: as the model computes."""
 _GROUP_BITS = 32  # the fp16 zero and the fp16 scale of a group
 
-_OPTIONAL = ("head_order", "bits", "num_sink_tokens", "num_recent_tokens", "head_dim")  # of a plan.json
+_OPTIONAL = (
+    "head_order",
+    "bits",
+    "num_sink_tokens",
+    "num_recent_tokens",
+    "head_dim",
+    "sinks",
+)  # of a plan.json
 
 Lead = tuple[tuple[int | None, ...], ...]
 """``[layer][KV head]``: the layer that the head follows, its own layer (it leads), or None (it keeps its window only)."""
@@ -116,6 +126,50 @@ def is_followed(lead: Sequence[Sequence[int | None]], layer: int, head: int) -> 
 
 
 @dataclass(frozen=True)
+class SinkConstants:
+    """The constants that stand for the first tokens, by layer; None for a layer in which no head keeps its window.
+
+    Heads stand in the order of the plan's model. In the rows of a layer, heads that lead or follow have numbers that nothing reads.
+
+    Attributes:
+        logits: ``[L][Hq]``, the scaled logit of each query head.
+        values: ``[L][H][d]``, the value of each KV head.
+    """
+
+    logits: tuple[tuple[float, ...] | None, ...]
+    values: tuple[tuple[tuple[float, ...], ...] | None, ...]
+
+    def __post_init__(self):
+        logits = (None if row is None else tuple(map(float, row)) for row in self.logits)
+        values = (
+            None if row is None else tuple(tuple(map(float, head)) for head in row) for row in self.values
+        )
+        object.__setattr__(self, "logits", tuple(logits))
+        object.__setattr__(self, "values", tuple(values))
+
+    def refusal(self, lead: Lead, head_dim: int | None) -> str | None:
+        """Why these are no constants of a plan ``[L][H]``; None when they are."""
+        if (len(self.logits), len(self.values)) != (len(lead), len(lead)):
+            return f"of {len(self.logits)} and {len(self.values)} layers, the plan has {len(lead)}"
+        heads = len(lead[0])
+        for layer, (logits, values) in enumerate(zip(self.logits, self.values, strict=True)):
+            if logits is None and values is None:
+                continue
+            if logits is None or values is None:
+                return f"logits or values only in layer {layer}: give both, or null for both"
+            if None not in lead[layer]:
+                return f"of layer {layer}, in which no head keeps its window: give null there"
+            widths = {len(head) for head in values}
+            if not logits or len(logits) % heads or len(values) != heads or len(widths) != 1:
+                return f"of layer {layer} are no [query heads] and [{heads} KV heads][head_dim] numbers"
+            if head_dim is not None and widths != {head_dim}:
+                return f"of layer {layer} have values of {widths.pop()} channels, head_dim is {head_dim}"
+            if not all(map(math.isfinite, (*logits, *(x for head in values for x in head)))):
+                return f"of layer {layer} are not all finite"
+        return None
+
+
+@dataclass(frozen=True)
 class SharingPlan:
     """What every (layer, KV head) pair of a model does about distant tokens.
 
@@ -136,11 +190,15 @@ class SharingPlan:
             None = not recorded. Plans with the same roles, order and bits are equal whatever their windows.
         head_dim: channels of a head of the model that the plan was made for: what packed values cost depends
             on it (``bits_per_number``). None = not recorded. It is no part of equality either.
+        sinks: what stands for the first tokens in heads that keep their windows. ``tokens``: ``num_sink_tokens`` stored ones;
+            ``constant``: a logit of each query head and a value of each KV head, which take no slot and count at
+            every position; ``none``. None = as ``num_sink_tokens`` says, where it is recorded. No part of equality.
+        sink_constants: of a plan with constant sinks; None = not measured yet, or the weights have them. No part of equality.
 
     Raises:
         ValueError: rows of unequal length, a lead above its layer, a lead that does not lead itself, a block
-            whose layers are not consecutive, an order that parts the query heads of a KV head, other bits, or
-            impossible windows.
+            whose layers are not consecutive, an order that parts the query heads of a KV head, other bits,
+            impossible windows, or sinks that contradict them.
     """
 
     lead: Lead
@@ -150,6 +208,8 @@ class SharingPlan:
     num_sink_tokens: int | None = field(default=None, compare=False)
     num_recent_tokens: int | None = field(default=None, compare=False)
     head_dim: int | None = field(default=None, compare=False)
+    sinks: str | None = field(default=None, compare=False)
+    sink_constants: SinkConstants | None = field(default=None, compare=False)
 
     def __post_init__(self):
         object.__setattr__(self, "lead", _as_rows(self.lead))
@@ -169,6 +229,7 @@ class SharingPlan:
                     f"sharing plan: bits must be 16, 8 or 4 for each of {self.num_layers} layers, got {self.bits}"
                 )
         self._check_windows()
+        self._check_sinks()
 
     def _check_windows(self) -> None:
         sinks, recent = self.num_sink_tokens, self.num_recent_tokens
@@ -179,6 +240,18 @@ class SharingPlan:
                 "sharing plan: num_sink_tokens must be an integer >= 0 and num_recent_tokens one >= 1, or "
                 f"both null, got {sinks!r} and {recent!r}"
             )
+
+    def _check_sinks(self) -> None:
+        try:
+            object.__setattr__(self, "sinks", kind_of_sinks(self.sinks, self.num_sink_tokens))
+        except ValueError as error:
+            raise ValueError(f"sharing plan: {error}") from None
+        if self.sink_constants is None:
+            return
+        if self.sinks != "constant":
+            raise ValueError(f"sharing plan: sinks = {self.sinks!r} have no constants: leave them out")
+        if (reason := self.sink_constants.refusal(self.lead, self.head_dim)) is not None:
+            raise ValueError(f"sharing plan: sink_logits and sink_values {reason}")
 
     def _check(self, layer: int, head: int) -> None:
         lead = self.lead[layer][head]
@@ -312,12 +385,15 @@ class SharingPlan:
         return 1 - self._held(n) - near / n * (self.share_followers / 2 + self.share_windows)
 
     def choose_windows(
-        self, num_sink_tokens: int | None = None, num_recent_tokens: int | None = None
+        self,
+        num_sink_tokens: int | None = None,
+        num_recent_tokens: int | None = None,
+        sinks: str | None = None,
     ) -> dict[str, Any]:
         """The windows of a model under this plan, by name: those given, else the plan's, else None.
 
         Others than the plan's are a ``UserWarning`` that names both, and what both save at the length that
-        the plan was made at, where the plan says it.
+        the plan was made at, where the plan says it. With other ``sinks`` than the plan's the plan's first tokens do not count.
         """
         own: dict[str, Any] = {
             "num_sink_tokens": self.num_sink_tokens,
@@ -325,7 +401,13 @@ class SharingPlan:
         }
         given = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
         chosen = {name: own[name] if tokens is None else tokens for name, tokens in given.items()}
-        if None not in own.values() and chosen != own:
+        if sinks is not None and self.sinks is not None and sinks != self.sinks:
+            warnings.warn(
+                f"sinks = {sinks!r}, the plan was made for {self.sinks!r}: leave sinks out to take the plan's",
+                stacklevel=3,
+            )
+            chosen["num_sink_tokens"] = num_sink_tokens
+        elif None not in own.values() and chosen != own:
             warnings.warn(self._other_windows(*chosen.values()), stacklevel=3)
         return chosen
 
@@ -382,6 +464,9 @@ class SharingPlan:
         for name in _OPTIONAL:
             if getattr(self, name) is not None:
                 content[name] = getattr(self, name)
+        if self.sink_constants is not None:
+            content["sink_logits"] = self.sink_constants.logits
+            content["sink_values"] = self.sink_constants.values
         temporary = f"{os.fspath(path)}.tmp"
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump(content | {"provenance": self.provenance}, file, indent=1)
@@ -404,12 +489,44 @@ class SharingPlan:
         if not isinstance(provenance, dict):
             raise ValueError(f"{path}: sharing plan: provenance must be a mapping, got {provenance!r:.80}")
         fields = {name: content.get(name) for name in _OPTIONAL}
-        if content["schema"] < SCHEMA_VERSION:
+        if content["schema"] < _FIRST_WITH_WINDOWS:
             fields |= {name: provenance.get(name) for name in ("num_sink_tokens", "num_recent_tokens")}
         try:
-            return cls(content["lead"], provenance, **fields)
+            return cls(content["lead"], provenance, sink_constants=_read_constants(content), **fields)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+def kind_of_sinks(sinks: str | None, num_sink_tokens: int | None) -> str | None:
+    """One of ``SINKS``, as given; None becomes what the number of first tokens says, where it is known.
+
+    Raises:
+        ValueError: an unknown kind, or first tokens that are stored although the kind has none.
+    """
+    if sinks is not None and sinks not in SINKS:
+        raise ValueError(f"sinks = {sinks!r} is unknown: choose {', '.join(SINKS)}")
+    if sinks in ("constant", "none") and num_sink_tokens:
+        raise ValueError(
+            f"sinks = {sinks!r} stores no first tokens, got num_sink_tokens = {num_sink_tokens}: set 0, or "
+            "sinks = 'tokens'"
+        )
+    if sinks == "constant" or num_sink_tokens is None:
+        return sinks
+    return "tokens" if num_sink_tokens else "none"
+
+
+def _read_constants(content: dict[str, Any]) -> SinkConstants | None:
+    """Of a plan.json; ValueError for what is no table of numbers."""
+    tables = content.get("sink_logits"), content.get("sink_values")
+    if tables == (None, None):
+        return None
+    try:
+        return SinkConstants(*tables)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(
+            "sharing plan: sink_logits and sink_values must be [layers][query heads] and "
+            "[layers][KV heads][head_dim] numbers, null for layers without windows"
+        ) from None
 
 
 def check_head_order(order: Sequence[Sequence[int]], num_layers: int, num_key_value_heads: int) -> None:

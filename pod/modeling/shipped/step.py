@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .attend import Lead, Segments, Source, span, takes_gradients
 from .decode import DecodeBuffers
+from .sinks import Sink
 
 
 @dataclass
@@ -70,6 +71,7 @@ class Step:
         schedule, chunk_index, is_last_chunk: the method's chunks of this prompt, the one being fed, and whether it
             is the prompt's last; None, 0, True for methods that do not chunk.
         ropes, backend: set by the model.
+        sink: of the layer that attends now, set by it: what stands for the first tokens in heads that keep their windows; None = nothing.
         lead: what lead layers leave for their followers.
         groups: the passes of groups of rows, with the rows ``[b]`` of each.
         sizes: tokens that every layer keeps, where the first layer that asks decides for all.
@@ -90,6 +92,7 @@ class Step:
     is_last_chunk: bool = True
     ropes: Any = None
     backend: str = "auto"
+    sink: Sink | None = None
     lead: LeadState = field(default_factory=LeadState)
     groups: list[tuple["Step", Tensor]] = field(default_factory=list)
     sizes: Sequence | None = None

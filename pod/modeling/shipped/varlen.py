@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .attend import Call, Segment, Slice, Span, Visibility, compute_dtype, span
 from .flash_version import active_version, unsupported_by_version
+from .sinks import Sink, merge_sink, sink_gradients
 
 _aten = torch.ops.aten
 _MERGE_ELEMENTS = 1 << 24
@@ -177,6 +178,7 @@ def attend_on_cuda(call: Call) -> tuple[Tensor, Tensor]:
         (call.q, keys, values, *lead),
         lambda inputs: forward(inputs, plan),
         lambda inputs, grad_out, out, lse: backward(inputs, grad_out, out, lse, plan),
+        call.sink,
     )
 
 
@@ -184,27 +186,36 @@ Inputs = Sequence[Tensor | None]
 """Queries, keys, values, and the lead's queries and keys (or None)."""
 
 
-def differentiable(inputs: Inputs, forward: Callable, backward: Callable) -> tuple[Tensor, Tensor]:
-    """``forward(inputs)``, output and log-sum-exp, the output with the gradients ``backward(inputs, grad_out, out, lse)``.
+def differentiable(
+    inputs: Inputs, forward: Callable, backward: Callable, sink: Sink | None = None
+) -> tuple[Tensor, Tensor]:
+    """``forward(inputs)``, output and log-sum-exp, with a sink in both; the output with the gradients
+    ``backward(inputs, grad_out, out, lse)`` and those of the sink.
 
     Tensors are saved where they may be offloaded: the functions must hold none.
     """
-    return _Differentiable.apply(*inputs, forward, backward)  # type: ignore[return-value]
+    logits, values = (None, None) if sink is None else sink
+    return _Differentiable.apply(logits, values, *inputs, forward, backward)  # type: ignore[return-value]
 
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *arguments):
+    def forward(ctx, logits, values, *arguments):
         *inputs, forward, ctx.backward_of_inputs = arguments
         out, lse = forward(inputs)
-        ctx.save_for_backward(*inputs, out, lse)
+        if logits is not None:
+            out, lse = merge_sink(out, lse, Sink(logits, values))
+        ctx.save_for_backward(logits, values, *inputs, out, lse)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx, grad_out, _):
-        *inputs, out, lse = ctx.saved_tensors
-        return *ctx.backward_of_inputs(inputs, grad_out, out, lse), None, None
+        logits, values, *inputs, out, lse = ctx.saved_tensors
+        of_sink = (None, None)
+        if logits is not None:
+            of_sink = sink_gradients(Sink(logits, values), grad_out, out, lse)
+        return *of_sink, *ctx.backward_of_inputs(inputs, grad_out, out, lse), None, None
 
 
 def forward(inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:

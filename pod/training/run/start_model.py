@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 
 from pod.modeling.checkpoints import has_own_head, is_adapter, weight_files
-from pod.modeling.loading import caching, target_config
+from pod.modeling.loading import caching, sink_weights, target_config
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
@@ -28,6 +28,7 @@ def hollow_start_model(
     """The model that training starts from without its values, and what has them once it is opened; plan and errors as in `start_config`.
     The master weights of a run in bfloat16 are made from bfloat16."""
     path, source = resolve_model(model_args.path), source_config(model_args)[0]
+    plan = SharingPlan.load(plan) if isinstance(plan, str | Path) else plan
     config = start_config(model_args, plan, source)
     if from_rank_0(lambda: has_head_of_its_own(model_args, config)):
         config.tie_word_embeddings = False
@@ -37,7 +38,8 @@ def hollow_start_model(
         model.generation_config = caching(GenerationConfig.from_pretrained(path))
     # means of weights are taken before they are rounded
     read_as = torch.float32 if config.layout == "cla" else kind
-    return model, StartWeights(model, partial(weight_reader, path, config, read_as, model_args.gguf_file))
+    where = path, config, read_as, model_args.gguf_file, sink_weights(plan, config)
+    return model, StartWeights(model, partial(weight_reader, *where))
 
 
 def has_head_of_its_own(model_args: ModelArgs, config: Any, **places: Any) -> bool:
@@ -75,10 +77,10 @@ def start_config(model_args: ModelArgs, plan: Plan, source: Any) -> PodConfig:
     if layout in ("dense", "window"):
         plan = None
     plan = SharingPlan.load(plan) if isinstance(plan, str | Path) else plan
-    given = model_args.given_windows
-    windows = given if plan is None else plan.choose_windows(**given)
+    given, sinks = model_args.given_windows, model_args.sinks
+    windows = given if plan is None else plan.choose_windows(**given, sinks=sinks)
     backend, asked = model_args.attention_backend, None if layout == "auto" else layout
-    config = target_config(source, plan=plan, layout=asked, attention_backend=backend, **windows)
+    config = target_config(source, plan=plan, layout=asked, attention_backend=backend, sinks=sinks, **windows)
     extend(config, model_args.rope, model_args.max_position_embeddings)
     if layout == "pod" and config.sharing_plan.is_dense:
         raise ValueError(

@@ -5,13 +5,14 @@ loss are put around it as around any other; `bridge.place_weights` then fills an
 """
 
 from collections.abc import Callable
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from pod.modeling.checkpoints import Reader, weight_files
-from pod.modeling.loading import check_fit, empty_model, load_model, made_weight
+from pod.modeling.loading import Constants, check_fit, empty_model, load_model, made_weight
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.training.checkpoint.identity import Samples, sample_of
@@ -26,9 +27,15 @@ def hollow_model(config: PodConfig, dtype: torch.dtype) -> PodForCausalLM:
     return model.eval()
 
 
-def weight_reader(path: str, config: PodConfig, dtype: torch.dtype, gguf_file: str | None = None) -> Reader:
-    """Reads the weights of a model with `config` from a checkpoint, in `dtype`: one at a time from its files, or all of a GGUF file. ValueError or
-    OSError for a checkpoint that cannot be read, or does not fit."""
+def weight_reader(
+    path: str,
+    config: PodConfig,
+    dtype: torch.dtype,
+    gguf_file: str | None = None,
+    constants: Constants = MappingProxyType({}),
+) -> Reader:
+    """Reads the weights of a model with `config` from a checkpoint, in `dtype`: one at a time from its files, or all of a GGUF file;
+    but for `constants`, which win. ValueError or OSError for a checkpoint that cannot be read, or does not fit."""
     files = None if gguf_file else weight_files(path)
     if files is None:
         name = gguf_file or path
@@ -41,8 +48,15 @@ def weight_reader(path: str, config: PodConfig, dtype: torch.dtype, gguf_file: s
     else:
         shapes, read = files
         order = PreTrainedConfig.get_config_dict(path)[0].get("head_order")
-    check_fit(shapes, config, empty_model(config))
-    return lambda name: made_weight(name, lambda one: read(one).to(dtype), shapes, config, order)
+    given = {name: tuple(one.shape) for name, one in constants.items()}
+    check_fit({**shapes, **given}, config, empty_model(config))
+
+    def made(name: str) -> Tensor:
+        if name in constants:
+            return constants[name].to(dtype)
+        return made_weight(name, lambda one: read(one).to(dtype), shapes, config, order)
+
+    return made
 
 
 class StartWeights:

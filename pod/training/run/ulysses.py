@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pod.modeling.shipped.sharing import Lead, is_followed
+from pod.modeling.shipped.sinks import Sink
 from pod.training.predict.shapes import visible_pairs
 
 SENT_PAIRS = 1000
@@ -157,6 +158,19 @@ class _AllToAll(torch.autograd.Function):
         return gradient, None, None, None
 
 
+class _TakesGradients(torch.autograd.Function):
+    """apply(x, *others): `x`, through which the others get gradients of zero."""
+
+    @staticmethod
+    def forward(ctx, x, *others):
+        ctx.save_for_backward(*others)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        return grad_outputs[0], *(torch.zeros_like(other) for other in ctx.saved_tensors)
+
+
 class Ulysses:
     """The sequence-parallel hook of `PodModel.sequence_parallel`.
 
@@ -222,6 +236,15 @@ class Ulysses:
             for parts in zip(*pieces, strict=True)
         )
         return query, key, value
+
+    def own_sink(self, layer: int, q: Tensor, sink: Sink) -> tuple[Tensor, Sink]:
+        """The queries [B,Hq_local,n,d] as they are, and the sink of this rank's heads. Where none of them keeps its window the queries give the
+        whole sink a gradient of zero: ranks that have one for a weight wait for those that have none."""
+        mine = self.orders[layer][own_slice(self.kv_counts, self.rank)]
+        if None not in self.lead[layer]:
+            q = _TakesGradients.apply(q, *sink)  # type: ignore[assignment]
+        logits = sink.logits.unflatten(0, (-1, self.groups))[list(mine)].flatten()
+        return q, Sink(logits, sink.values[[i // self.repeats for i in mine]])
 
     def to_sequence(self, layer: int, out: Tensor) -> Tensor:
         """[B,Hq_local,n,d] -> [B,Hq,n_local,d]; differentiable."""
