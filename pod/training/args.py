@@ -1,7 +1,7 @@
 """Sections `explore`, `train` and `export` of a recipe."""
 
 from dataclasses import field
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -340,20 +340,31 @@ class ExploreArgs:
 
     budget_length: NonNegativeInt | None = None
     """For dp: length in tokens at which target_saving is measured. 0 = infinitely long sequences (paper);
-    null = sequence_length."""
+    null = sequence_length, and 0 with target=vllm, where the saving is the share of layers with windows."""
 
     cost: Literal["projected", "similarity"] = "projected"
     """How costs are measured. `projected`: how much the layer's output changes, relative to the residual
     stream, on text and on repeated random tokens; sequences must be longer than the windows.
     `similarity`: the paper's measure, 1 - similarity of attention rows, for roles=follow only."""
 
-    roles: list[Literal["follow", "window"]] = field(default_factory=lambda: ["follow", "window"])
-    """What a head may do besides leading. `follow`: use a lower layer's attention to distant tokens, with
-    its own values. `window`: keep only the first and the recent tokens."""
+    target: Literal["pod", "vllm"] = "pod"
+    """Where the plan will run. `pod`: in this package. `vllm`: in vLLM, with whole layers that lead or keep
+    their window, in numbers that waste no memory there; the report says what vLLM will hold."""
 
-    granularity: Literal["head", "layer"] = "head"
+    roles: list[Literal["follow", "window"]] | None = None
+    """What a head may do besides leading. `follow`: use a lower layer's attention to distant tokens, with
+    its own values. `window`: keep only the first and the recent tokens. null = both; window with
+    target=vllm."""
+
+    granularity: Literal["head", "layer"] | None = None
     """For dp: what gets a role of its own. `head`: every KV head of every layer. `layer`: all heads of a
-    layer have one role, as serving engines need it, which keep one table of cache blocks per layer."""
+    layer have one role, as serving engines need it, which keep one table of cache blocks per layer. null =
+    head; layer with target=vllm."""
+
+    engine_batch_tokens: PositiveInt = 2048
+    """With target=vllm: tokens of prompts that vLLM reads at a time, its `--max-num-batched-tokens` (2048 is
+    vLLM's default); twice as many with asynchronous scheduling. While a prompt is read, layers with windows
+    hold so many tokens more."""
 
     bits: list[int] = field(default_factory=lambda: [16])
     """With projected: bits in which layers may store keys and values. [16] = as computed; [16, 4] = the
@@ -405,6 +416,12 @@ class ExploreArgs:
     (paper: 0.01)."""
 
     def __post_init__(self) -> None:
+        if self.target == "vllm":
+            self._check_vllm()
+        if self.roles is None:
+            self.roles = ["window"] if self.target == "vllm" else ["follow", "window"]
+        if self.granularity is None:
+            self.granularity = "layer" if self.target == "vllm" else "head"
         if not self.roles or len(set(self.roles)) < len(self.roles):
             raise ValueError(f"roles is {self.roles}, allowed are follow, window, or both")
         if sorted(self.bits) not in ([16], [4, 16]) or (4 in self.bits and self.cost == "similarity"):
@@ -426,7 +443,36 @@ class ExploreArgs:
                 "granularity=head"
             )
         if self.budget_length is None:
-            self.budget_length = self.sequence_length
+            self.budget_length = 0 if self.target == "vllm" else self.sequence_length
+
+    def _check_vllm(self) -> None:
+        """Refuse what vLLM cannot run, whose layers hold every token or a window, all heads alike."""
+        allowed: dict[str, tuple[Any, ...]] = {
+            "granularity": (None, "layer"),
+            "roles": (None, ["window"]),
+            "bits": ([16],),
+            "cost": ("projected",),
+        }
+        reasons = {
+            "granularity": "vLLM has one table of cache blocks for all heads of a layer",
+            "roles": "in vLLM a layer holds every token or keeps its window, and cannot follow another one",
+            "bits": "vLLM does not read our packed layers",
+            "cost": "it prices followers, which vLLM does not have",
+        }
+        for name, values in allowed.items():
+            value = getattr(self, name)
+            if value not in values:
+                wanted = values[-1] if isinstance(values[-1], str) else ",".join(map(str, values[-1]))
+                wanted = f"[{wanted}]" if name == "bits" else wanted
+                raise ValueError(
+                    f"{name} is {value!r} with target=vllm, but {reasons[name]}: set {name}={wanted}, or target=pod"
+                )
+
+    @property
+    def least_saving(self) -> float:
+        """The saving that a plan must reach: `target_saving`, for vLLM to half a percentage point, so that 0.67 means
+        20 of 30 layers."""
+        return max(0.0, self.target_saving - (0.005 if self.target == "vllm" else 0.0))
 
     @property
     def budget_tokens(self) -> int:

@@ -20,7 +20,13 @@ from pod.training.checkpoint.identity import sha256_of
 from pod.training.observe.validation import token_scores
 from pod.training.plans.align import align
 from pod.training.plans.costs import total_costs
-from pod.training.plans.exploration import Exploration, allowed, at_granularity, packed_costs
+from pod.training.plans.exploration import (
+    Exploration,
+    allowed,
+    at_granularity,
+    for_target,
+    packed_costs,
+)
 from pod.training.plans.measure import (
     Measured,
     find_costs,
@@ -88,7 +94,7 @@ def choose_by_similarity(measured: Measured, explore: ExploreArgs, windows: dict
         return Choice(_made_for(plan, windows), similarity=similarity)
     costs = at_granularity(explore, {"in_place": dissimilarity(similarity, heads)})
     frontier = solve(costs["in_place"], None)
-    units = frontier.units_for(explore.target_saving, explore.budget_tokens, **windows)
+    units = frontier.units_for(explore.least_saving, explore.budget_tokens, **windows)
     plan = frontier.plan(units, provenance | _settings(explore, frontier, units))
     plan = _made_for(of_all_heads(plan, heads), windows)
     return Choice(plan, frontier, units, similarity=similarity)
@@ -131,8 +137,9 @@ def choose(costs: Measured, explore: ExploreArgs, windows: dict[str, int]) -> Ch
 def _forbidding(explore: ExploreArgs) -> dict[str, ExploreArgs]:
     """The settings without each of what they allow."""
     changes: dict[str, dict[str, Any]] = {}
-    if len(explore.roles) > 1:
-        changes = {role: {"roles": [x for x in explore.roles if x != role]} for role in explore.roles}
+    roles = explore.roles or []
+    if len(roles) > 1:
+        changes = {role: {"roles": [other for other in roles if other != role]} for role in roles}
     if 4 in explore.bits:
         changes["4_bits"] = {"bits": [16]}
     return {name: replace(explore, target_saving=0.0, **change) for name, change in changes.items()}
@@ -151,19 +158,20 @@ def _solve(
 
     def units_of(frontier: Frontier | PackedFrontier) -> int:
         if pairs is None:
-            return frontier.units_for(explore.target_saving, explore.budget_tokens, **windows)
+            return frontier.units_for(explore.least_saving, explore.budget_tokens, **windows)
         units = math.ceil(pairs * frontier.pair_units - 1e-9)
         return frontier.cheapest(min(units, len(frontier.costs) - 1))
 
     total = at_granularity(explore, total)
-    aligns = explore.align_heads and "follow" in explore.roles and "follow" in total
+    roles = explore.roles or []
+    aligns = explore.align_heads and "follow" in roles and "follow" in total
     kv_order = None
     if 4 in explore.bits:
         packed = solve_packed(packed_costs(explore, total, windows, head_dim))
         units = units_of(packed)
         frontier = packed.improved(units)
     else:
-        frontier = solve(*allowed(explore, total["in_place"], total["window"]))
+        frontier = for_target(solve(*allowed(explore, total["in_place"], total["window"])), explore)
         units = units_of(frontier)
         if aligns and units:
             found = align(*allowed(explore, total["follow"], total["window"]), units)
@@ -204,7 +212,7 @@ def in_all_layers(plan: SharingPlan) -> SharingPlan:
 
 
 def _settings(explore: ExploreArgs, frontier: Frontier | PackedFrontier, units: int) -> dict[str, Any]:
-    names = "cost", "roles", "granularity", "target_saving", "budget_length"
+    names = "cost", "roles", "granularity", "target", "target_saving", "budget_length"
     return {name: getattr(explore, name) for name in names} | {"plan_cost": float(frontier.costs[units])}
 
 

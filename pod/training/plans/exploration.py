@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,17 +21,30 @@ from pod.models import resolve_model
 from pod.tokenizer import load_tokenizer
 from pod.training.args import ExploreArgs
 from pod.training.plans.costs import cost_shapes, planned_layers, sample_queries
-from pod.training.plans.solve import Floats, PackedCosts, solve
+from pod.training.plans.engines import window_counts
+from pod.training.plans.solve import Curve, Floats, PackedCosts, solve
 from pod.training.run.longer_context import extend
 from pod.training.run.mesh import local_rank, planned_world_size
 
 MATCHING_SEQUENCES = 2  # of text, beside all repeated ones, on which query heads are matched
+C = TypeVar("C", bound=Curve)
 POSITIONS = ("rope", "max_position_embeddings")
 
 
 def windows_of(recipe: Any) -> dict[str, int]:
-    """The windows that the plan is made for: those of the recipe, else 16 and 4080 tokens."""
-    return recipe.model.windows()
+    """The windows that the plan is made for: those of the recipe, else 16 and 4080 tokens, or 0 and 4096 for vLLM.
+
+    Raises: ValueError for stored first tokens with target=vllm.
+    """
+    if recipe.explore.target == "pod":
+        return recipe.model.windows()
+    sinks, recent = recipe.model.num_sink_tokens, recipe.model.num_recent_tokens
+    if sinks:
+        raise ValueError(
+            f"model.num_sink_tokens is {sinks} with explore.target=vllm, but vLLM's windows keep no first tokens: leave "
+            "it out, or set explore.target=pod"
+        )
+    return {"num_sink_tokens": 0, "num_recent_tokens": recent or 4096}
 
 
 @dataclass(frozen=True)
@@ -118,13 +131,18 @@ def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> N
         )
     if explore.cost == "projected":
         sample_queries(explore.sequence_length, explore.num_queries, **windows)
+    if explore.target == "vllm" and config.layer_windows is not None:
+        raise ValueError(
+            "explore.target is vllm, but some layers of this model were trained with windows, which vLLM frees without a "
+            "plan: set explore.target=pod"
+        )
     if explore.algorithm == "dp":
         free = at_granularity(explore, {name: np.zeros(shape) for name, shape in shapes.items()})
         if 4 in explore.bits:
             frontier = packed_costs(explore, free, windows, config.head_dim).solve(None)
         else:
             frontier = solve(*allowed(explore, free["in_place"], free["window"]))
-        frontier.units_for(explore.target_saving, explore.budget_tokens, **windows)
+        for_target(frontier, explore).units_for(explore.least_saving, explore.budget_tokens, **windows)
 
 
 def at_granularity(explore: ExploreArgs, total: dict[str, Floats]) -> dict[str, Floats]:
@@ -143,7 +161,21 @@ def at_granularity(explore: ExploreArgs, total: dict[str, Floats]) -> dict[str, 
 
 def allowed(explore: ExploreArgs, follow: Any, window: Any) -> tuple[Any, Any]:
     """These costs, as `solve` takes them; None for those of a role that the settings do not allow."""
-    return follow if "follow" in explore.roles else None, window if "window" in explore.roles else None
+    roles = explore.roles or []
+    return follow if "follow" in roles else None, window if "window" in roles else None
+
+
+def for_target(frontier: C, explore: ExploreArgs) -> C:
+    """The plans of a curve that waste no memory where they will run; `frontier` itself where all of them do.
+
+    Of 30 layers vLLM wastes nothing with 10, 15 or 20 windows, see `window_counts`, and something with 12.
+    """
+    if explore.target == "pod":
+        return frontier
+    costs = np.full_like(frontier.costs, np.inf)
+    units = [count * frontier.pair_units for count in window_counts(frontier.sizes[0])]
+    costs[units] = frontier.costs[units]
+    return replace(frontier, costs=costs)
 
 
 def packed_costs(

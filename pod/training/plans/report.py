@@ -25,6 +25,7 @@ from pod.modeling.shipped.sharing import SharingPlan
 from pod.training.args import ExploreArgs
 from pod.training.plans.checks import check_array, check_groups
 from pod.training.plans.choose import Choice
+from pod.training.plans.engines import EngineCache, describe_engine, window_counts
 from pod.training.plans.progress import steps
 
 SCHEMA_VERSION = 1
@@ -72,6 +73,7 @@ def about_plan(plan: SharingPlan, explore: ExploreArgs) -> str:
     if explore.algorithm == "dp":
         where = f"at {length:,} tokens" if length else "on very long texts"
         what = "whole layers, " if explore.granularity == "layer" else ""
+        what = "whole layers for vLLM, " if explore.target == "vllm" else what
         how = f"dp by {explore.cost}, {what}target {explore.target_saving:.1%} {where}"
     name = found["model"].rstrip("/").split("/")[-1].removeprefix("package:")
     text = f"{found['num_sequences']} x {found['sequence_length']:,} tokens, {found['num_queries']} queries"
@@ -94,6 +96,7 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
             f"target: save {explore.target_saving:.1%} {where}; the plan saves {there:.1%}",
             *lines[2:],
         ]
+        lines[3:3] = _rounded(plan, explore, there) if explore.target == "vllm" else []
     if "layers" in found:
         planned = f"the plan covers {len(found['layers'])} of {found['num_layers']} layers, and savings count only these"
         lines.insert(2, f"{planned}; the others keep the windows that they were trained with")
@@ -113,7 +116,22 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
         own, what = losses["plan"][kind], "text" if kind == "text" else "repeated random tokens"
         change = f"perplexity x {math.exp(own - dense):.3f}"
         lines.append(f"measured loss on {what}: dense {dense:.4f}, plan {own:.4f} nats per token ({change})")
+    if explore.target == "vllm":
+        lines.append(describe_engine(plan, explore.engine_batch_tokens))
     return "\n".join(lines)
+
+
+def _rounded(plan: SharingPlan, explore: ExploreArgs, saved: float) -> list[str]:
+    """A line where vLLM would waste memory with the number of window layers that is enough, and more were taken."""
+    chosen = EngineCache.of_plan(plan, 1).num_windows
+    enough = math.ceil(chosen * (explore.least_saving - 1e-6) / saved) if saved else chosen
+    if enough >= chosen:
+        return []
+    lower = max(count for count in window_counts(plan.num_layers) if count < enough)
+    return [
+        f"note: {enough} layers with windows are enough for {explore.target_saving:.1%}, but vLLM would waste memory with them; of "
+        f"{plan.num_layers} layers {lower} and {chosen} waste nothing, and {chosen} are taken"
+    ]
 
 
 def describe_plan(plan: SharingPlan) -> str:
