@@ -80,14 +80,7 @@ def windows_of_layers(config: PodConfig) -> list[int | None]:
 
 def sink_layers(config: PodConfig) -> list[int]:
     """The layers whose heads have constant sinks."""
-    if getattr(config, "sinks", None) != "constant":
-        return []
-    windows = windows_of_layers(config)
-    return [
-        layer
-        for layer, window in enumerate(windows)
-        if window is not None and config.window_of(layer) is None
-    ]
+    return [layer for layer in range(config.num_hidden_layers) if config.has_constant_sinks(layer)]
 
 
 def check_servable(config: PodConfig) -> None:

