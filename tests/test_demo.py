@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import pod
 from pod.commands import demo
 from pod.data import prepare
+from pod.export import export
 from pod.models import byte_tokenizer
 from pod.recipe import load_recipe
 from pod.training.predict import step_time
@@ -23,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def chain(tmp_path, monkeypatch):
     """`chain("b", "explore.threshold=0.4")`: a demo of the steps a, b, c of which b fails; the steps that ran."""
     monkeypatch.setattr(demo, "summary", lambda recipe: "")
+    monkeypatch.setattr(demo, "how_to_serve", lambda recipe, config: "")
 
     def start(fails: str | None = None, *settings: str) -> list[str]:
         ran = []
@@ -182,3 +185,22 @@ def test_training_runs_through_the_real_launcher_with_two_ranks(tmp_path):
     assert Path(step.command[0]).name == "deepspeed"
     assert step.command[1:3] == ["--num_gpus", "2"]
     assert "--master_port" in step.command
+
+
+@pytest.mark.parametrize("lead", [[[0, 0], [None, 1]], [[0, 0], [None, None]]])
+def test_the_last_line_says_how_to_serve_what_was_made(tmp_path, lead):
+    """A plan by head: the demo that makes a plan of layers. A plan of layers: the commands of its folders."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 11, "num_attention_heads": 2}
+    config = pod.PodConfig(**sizes, num_hidden_layers=2, lead=lead, num_sink_tokens=0, num_recent_tokens=4)
+    recipe = load_recipe("demo_tiny", [f"output_dir={tmp_path}/run"])
+    export(pod.PodForCausalLM(config), recipe.export_dir)
+    said = demo.how_to_serve(recipe, "demo_tiny")
+    if lead[1] == [None, None]:
+        command = f"pod export --config {tmp_path}/run/demo_recipe.yaml --format vllm"
+        assert said == f"serving: {command} && vllm serve {tmp_path}/run/export-vllm"
+        return
+    command = said.partition("pod demo --config ")[2].split(" --set ")
+    again = load_recipe(command[0], command[1:])
+    assert (again.explore.target, again.explore.granularity) == ("vllm", "layer")
+    assert (again.model.sinks, again.output_dir) == ("constant", f"{tmp_path}/run-vllm")
+    assert "this plan is by head" in said and "\n" not in said

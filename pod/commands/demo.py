@@ -71,8 +71,12 @@ def steps_of(recipe: Recipe, config: Path, ranks: int = RANKS) -> list[Step]:
     ]
 
 
-def main(recipe: Recipe) -> None:
-    """Run the chain and print the summary. Raises: RuntimeError when a command fails."""
+def main(recipe: Recipe, config: str = "demo") -> None:
+    """Run the chain and print the summary.
+
+    config: the recipe as the command line names it, for the command that is printed at the end.
+    Raises: RuntimeError when a command fails.
+    """
     import torch
 
     from pod.training.predict.step_time import bfloat16_speed
@@ -98,6 +102,7 @@ def main(recipe: Recipe) -> None:
         print(f"{step.name}: done in {seconds[step.name]} s")
     write_json(folder / "demo.json", seconds)
     print(f"\n{summary(recipe)}  ({sum(seconds.values()):.0f} s)")
+    print(how_to_serve(recipe, config))
 
 
 def put_away_other_training(recipe: Recipe) -> None:
@@ -162,6 +167,29 @@ def summary(recipe: Recipe) -> str:
         f"export: loads with plain transformers, logits equal to a relative difference of {error:.0e}\n"
         f"report: {recipe.eval_dir / 'report.html'}"
     )
+
+
+FOR_VLLM = "explore.target=vllm", "model.sinks=constant", "model.num_sink_tokens=0"
+"""What makes a demo whose plan vLLM runs."""
+
+
+def how_to_serve(recipe: Recipe, config: str) -> str:
+    """The commands that serve the demo's export with vLLM, or the demo that makes one which can be served."""
+    from pod.export import check_servable, serve_command
+    from pod.modeling.shipped.config import PodConfig
+
+    try:
+        check_servable(PodConfig.from_pretrained(recipe.export_dir))
+    except ValueError:
+        folder = recipe.output_dir.rstrip("/") + "-vllm"
+        changes = " ".join(f"--set {change}" for change in (*FOR_VLLM, f"output_dir={folder}"))
+        return (
+            "serving: vLLM runs plans of whole layers, and this plan is by head. For one that it runs: "
+            f"pod demo --config {config} {changes}"
+        )
+    resolved = Path(recipe.output_dir) / RESOLVED
+    command = f"pod export --config {resolved} --format vllm"
+    return f"serving: {command} && {serve_command(recipe.served_dir)}"
 
 
 def estimate(recipe: Recipe) -> str:

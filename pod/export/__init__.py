@@ -2,6 +2,7 @@
 
 from pod.export.card import Origin
 from pod.export.folder import export, export_adapter
+from pod.export.served import check_servable
 from pod.export.served_card import serve_command
 
-__all__ = ["Origin", "export", "export_adapter", "serve_command"]
+__all__ = ["Origin", "check_servable", "export", "export_adapter", "serve_command"]
