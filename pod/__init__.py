@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pod.modeling.shipped.llama import PodForCausalLM, PodModel
     from pod.modeling.shipped.sharing import SharingPlan
     from pod.tokenizer import load_tokenizer
+    from pod.training.plans.calibration import calibrate_sinks
 
 __version__ = "0.1.0"
 
@@ -24,6 +25,7 @@ __all__ = [
     "PodForCausalLM",
     "PodModel",
     "SharingPlan",
+    "calibrate_sinks",
     "load_adapter",
     "load_cache",
     "load_model",
@@ -42,6 +44,7 @@ _HOMES = {  # imported when first used: `--help` of a launcher needs no torch
     "modeling.shipped.llama": ("PodForCausalLM", "PodModel"),
     "modeling.shipped.sharing": ("SharingPlan",),
     "tokenizer": ("load_tokenizer",),
+    "training.plans.calibration": ("calibrate_sinks",),
 }
 
 

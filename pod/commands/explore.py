@@ -14,6 +14,11 @@ The plans of the PoD paper, from the similarity of attention rows:
   pod explore --config demo --cost similarity --roles follow                  lowest total cost
   pod explore --config demo --cost similarity --roles follow --algorithm greedy --threshold 0.5   Algorithm 1
 
+Plans that vLLM runs (`pod export --format vllm`): whole layers lead or keep their window, in numbers that waste no
+memory there, and a constant stands for the first tokens. The report says what vLLM will hold:
+
+  pod explore --config demo --target vllm --target-saving 0.5
+
 The method razor (RazorAttention) needs the model's retrieval heads. The command searches for them on random tokens when
 eval.methods names razor, and with --heads it does only this. It writes <output_dir>/plan/retrieval_heads.json."""
 
@@ -167,14 +172,14 @@ def keep_other_plan(path: Path, plan: Any) -> None:
 
 def estimate(recipe: Recipe) -> str:
     """Tokens, memory and disk space; needs the model's config only."""
-    from pod.training.plans.exploration import check_model, describe_cost, windows_of
+    from pod.training.plans.exploration import check_model, describe_cost, sinks_of, windows_of
     from pod.training.run.start_model import model_config, source_config
 
     source_config(recipe.model)
     config, _ = model_config(replace(recipe.model, layout="dense", plan=None), recipe.output_dir)
     if not recipe.explore.heads:
         check_model(config, recipe.explore, windows_of(recipe))
-    return describe_cost(config, recipe.explore)
+    return describe_cost(config, recipe.explore, sinks_of(recipe))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -182,6 +187,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     heads = "search for retrieval heads only, without a plan; same as --set explore.heads=true"
     parser.add_argument("--heads", dest="explore.heads", action="store_const", const="true", help=heads)
     shorthands = {
+        "target": "pod, or vllm: a plan of whole layers that vLLM runs",
         "target_saving": "share of the cache's bytes to save, for example 0.5",
         "roles": "what heads may do to save memory: follow, window, or follow,window",
         "cost": "projected (change of the layer's output) or similarity (of attention rows, as in the paper)",

@@ -14,11 +14,13 @@ from torch import Tensor
 from pod.modeling.loading import load_model
 from pod.modeling.methods import make_cache
 from pod.modeling.shipped.llama import PodForCausalLM
-from pod.modeling.shipped.sharing import GROUP_SIZE, SharingPlan
+from pod.modeling.shipped.sharing import GROUP_SIZE, SharingPlan, SinkConstants
+from pod.modeling.shipped.sinks import Sink
 from pod.training.args import ExploreArgs
 from pod.training.checkpoint.identity import sha256_of
 from pod.training.observe.validation import token_scores
 from pod.training.plans.align import align
+from pod.training.plans.calibration import with_constants
 from pod.training.plans.costs import total_costs
 from pod.training.plans.exploration import (
     Exploration,
@@ -131,6 +133,9 @@ def choose(costs: Measured, explore: ExploreArgs, windows: dict[str, int]) -> Ch
     plan = _made_for(of_all_heads(frontier.plan(units, provenance), heads), windows)
     if kv_order is not None:
         plan = replace(plan, head_order=head_order(plan, kv_order, costs.tensors["order"]))
+    if "sink_logits" in costs.tensors:
+        pairs = zip(costs.tensors["sink_logits"], costs.tensors["sink_values"], strict=True)
+        plan = with_constants(plan, [Sink(logits, values) for logits, values in pairs])
     return Choice(plan, frontier, units, without)
 
 
@@ -208,7 +213,11 @@ def in_all_layers(plan: SharingPlan) -> SharingPlan:
     lead = [[None if one is None else layers[one] for one in row] for row in plan.lead]
     bits = plan.bits and spread(plan.bits, 16)
     order = plan.head_order and spread(plan.head_order, range(len(plan.head_order[0])))
-    return replace(plan, lead=spread(lead, [None] * plan.num_key_value_heads), bits=bits, head_order=order)
+    constants = plan.sink_constants
+    if constants is not None:
+        constants = SinkConstants(spread(constants.logits, None), spread(constants.values, None))
+    lead = spread(lead, [None] * plan.num_key_value_heads)
+    return replace(plan, lead=lead, bits=bits, head_order=order, sink_constants=constants)
 
 
 def _settings(explore: ExploreArgs, frontier: Frontier | PackedFrontier, units: int) -> dict[str, Any]:

@@ -6,7 +6,8 @@ residual stream in front of the layer, which is what the next layers normalise. 
 followed by that norm, its scale as for ``o``; a factor on what is added (Granite) belongs to ``W``. Measured on text and on random tokens that are
 repeated, where copying is all there is to do; both in the same units, so that their sum needs a weight and no scale.
 
-* ``window`` ``[L, H]``: softmax over proximal tokens alone.
+* ``window`` ``[L, H]``: softmax over proximal tokens alone; with constant sinks (``calibration.py``) over these and the sink, to
+  which ``early`` ``[L, H]`` is added, what the sink costs at queries without distant tokens.
 * ``follow`` ``[L, L, H, H]`` = [lead layer, layer, KV head of the lead layer, KV head of the layer], zero unless lead < layer: own
   logits for proximal tokens, the lead's for distant ones, one softmax (PoD, eq. 4), query heads matched inside the pair of groups.
 * ``in_place`` ``[L, L, H]``: following the KV head of the same index, query head by query head, with nothing re-ordered.
@@ -89,6 +90,7 @@ def record_attention_rows(model: PodForCausalLM, input_ids: Tensor, num_queries:
         yield attention_rows(inputs.q[None, :, n - num_queries :], inputs.k[None])[0]
 
 
+EARLY = "early"  # what windows with constant sinks cost in addition, at queries without distant tokens
 RETRIEVAL = "_retrieval"  # ends the name of a cost that was measured on repeated random tokens
 MAX_COST = 1000.0
 
@@ -116,7 +118,14 @@ def sample_queries(n: int, num_queries: int, num_sink_tokens: int, num_recent_to
     return Sample(positions, key > query, (key >= num_sink_tokens) & (key <= query - num_recent_tokens))
 
 
-_AXES = {"window": "L H", "follow": "L L H H", "in_place": "L L H", "lead4": "L H", "follow4": "L H"}
+_AXES = {
+    "window": "L H",
+    EARLY: "L H",
+    "follow": "L L H H",
+    "in_place": "L L H",
+    "lead4": "L H",
+    "follow4": "L H",
+}
 
 
 def cost_shapes(layers: int, heads: int) -> dict[str, tuple[int, ...]]:
@@ -140,10 +149,15 @@ def total_costs(tensors: Mapping[str, Tensor], retrieval_weight: float) -> dict[
     for name, axes in _AXES.items():
         for one in (name, name + RETRIEVAL):
             sizes = check_costs(one, tensors[one], axes, sizes) if one in tensors else sizes
-    return {
-        name: (tensors[name] + retrieval_weight * tensors.get(name + RETRIEVAL, 0.0)).numpy()
+    total = {
+        name: tensors[name] + retrieval_weight * tensors.get(name + RETRIEVAL, 0.0)
         for name in cost_shapes(1, 1)
     }
+    if EARLY in tensors:
+        total["window"] = (
+            total["window"] + tensors[EARLY] + retrieval_weight * tensors.get(EARLY + RETRIEVAL, 0.0)
+        )
+    return {name: cost.numpy() for name, cost in total.items()}
 
 
 @torch.no_grad()
@@ -227,6 +241,35 @@ def _layers(
         lower.append(own.rows)
 
 
+class OutputScale(NamedTuple):
+    """What turns errors of attention's output into cost.
+
+    Attributes:
+        residual: ``[q]``, the squared length of the residual stream at each query, by which squared errors are divided.
+        columns: ``[H, hidden, G·d]``, from the output of a KV head's query heads to what the residual stream gets.
+        factor: ``[H, r, G·d]``, upper triangular: its products have the lengths of those with ``columns``.
+    """
+
+    residual: Tensor
+    columns: Tensor
+    factor: Tensor
+
+    @classmethod
+    def of(cls, layer: Any, out: Tensor, residual: Tensor) -> "OutputScale":
+        """Of a decoder layer with the outputs ``[H, G, q, d]``. What a norm behind attention divides by goes into ``residual``."""
+        projection, place = layer.self_attn.o_proj, layer.norms[1]
+        weight = projection.weight.to(out.dtype)
+        if place is not None:
+            norm = getattr(layer, f"{place}_layernorm")
+            added = out.permute(2, 0, 1, 3).flatten(1) @ weight.T  # [q, hidden]
+            bias = 0.0 if projection.bias is None else projection.bias.to(out.dtype)
+            residual = residual * ((added + bias).square().mean(-1) + norm.eps)
+            weight = weight * (norm.weight.to(out.dtype) + norm.offset)[:, None]
+        weight = weight * layer.residual_multiplier
+        columns = weight.unflatten(1, (out.shape[0], -1)).transpose(0, 1)
+        return cls(residual, columns, torch.linalg.qr(columns, mode="r").R)  # ‖R e‖ = ‖W e‖
+
+
 class _Layer:
     """A layer's sampled queries. near, out: ``[H, G, q, d]``, what its heads put out from proximal tokens alone, and from all; rows: their
     distant attention, for layers above."""
@@ -246,24 +289,11 @@ class _Layer:
         gate = torch.sigmoid(self.lse - lse.view_as(self.lse))[..., None]
         distant = self.rows.probabilities.unflatten(0, (heads, -1)) @ self.v[:, None]
         self.out = gate * self.near + (1 - gate) * distant
-        self.residual = inputs.hidden_states[sample.positions].to(logits.dtype).square().sum(-1)  # [q]
-        weight = self._output_weight(layer)
-        columns = weight.unflatten(1, (heads, -1)).transpose(0, 1)  # [H, hidden, G·d]
-        self.factor = torch.linalg.qr(columns, mode="r").R  # ‖R e‖ = ‖W e‖
-        alone = columns.unflatten(2, (self.lse.shape[1], -1)).transpose(1, 2)  # [H, G, hidden, d]
+        residual = inputs.hidden_states[sample.positions].to(logits.dtype).square().sum(-1)
+        scale = OutputScale.of(layer, self.out, residual)
+        self.residual, self.factor = scale.residual, scale.factor
+        alone = scale.columns.unflatten(2, (self.lse.shape[1], -1)).transpose(1, 2)  # [H, G, hidden, d]
         self.factor_of_query_heads = torch.linalg.qr(alone, mode="r").R
-
-    def _output_weight(self, layer: Any) -> Tensor:
-        """``[hidden, Hq·d]`` from outputs to what the residual stream gets; what a norm behind it divides by goes into ``residual``."""
-        projection, place = layer.self_attn.o_proj, layer.norms[1]
-        weight = projection.weight.to(self.out.dtype)
-        if place is not None:
-            norm = getattr(layer, f"{place}_layernorm")
-            out = self.out.permute(2, 0, 1, 3).flatten(1) @ weight.T  # [q, hidden]
-            bias = 0.0 if projection.bias is None else projection.bias.to(out.dtype)
-            self.residual = self.residual * ((out + bias).square().mean(-1) + norm.eps)
-            weight = weight * (norm.weight.to(out.dtype) + norm.offset)[:, None]
-        return weight * layer.residual_multiplier
 
     def errors(self, lead: _Rows) -> Tensor:
         """``[Hq of the lead, H, G, q, d]``: how the output of every query head changes when it takes these distant logits."""

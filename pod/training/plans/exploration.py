@@ -32,19 +32,28 @@ POSITIONS = ("rope", "max_position_embeddings")
 
 
 def windows_of(recipe: Any) -> dict[str, int]:
-    """The windows that the plan is made for: those of the recipe, else 16 and 4080 tokens, or 0 and 4096 for vLLM.
+    """The windows that the plan is made for: those of the recipe, else 16 and 4080 tokens, or 0 and 4096 for vLLM."""
+    if recipe.explore.target == "pod":
+        return recipe.model.windows()
+    return {"num_sink_tokens": 0, "num_recent_tokens": recipe.model.num_recent_tokens or 4096}
+
+
+def sinks_of(recipe: Any) -> str:
+    """What stands for the first tokens in windows: ``tokens``, ``constant`` or ``none``; constant for vLLM unless the recipe says none.
 
     Raises: ValueError for stored first tokens with target=vllm.
     """
+    model = recipe.model
     if recipe.explore.target == "pod":
-        return recipe.model.windows()
-    sinks, recent = recipe.model.num_sink_tokens, recipe.model.num_recent_tokens
-    if sinks:
-        raise ValueError(
-            f"model.num_sink_tokens is {sinks} with explore.target=vllm, but vLLM's windows keep no first tokens: leave "
-            "it out, or set explore.target=pod"
-        )
-    return {"num_sink_tokens": 0, "num_recent_tokens": recent or 4096}
+        stored = model.windows()["num_sink_tokens"]
+        return model.sinks or ("tokens" if stored else "none")
+    for name, value in (("num_sink_tokens", model.num_sink_tokens), ("sinks", model.sinks)):
+        if value and value not in ("constant", "none"):
+            raise ValueError(
+                f"model.{name} is {value} with explore.target=vllm, but vLLM's windows store no first tokens: leave it "
+                "out, or set explore.target=pod"
+            )
+    return model.sinks or "constant"
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,7 @@ class Exploration:
         folder: shared by all ranks; receives the measurements. settings: everything that a similarity depends on, as JSON.
         model_folder: folder or hub id of the dense model. windows: those that the plan is for, by name.
         prepared: folder of prepared data, whose held-out text is measured where explore.sources names no other.
+        sinks: what stands for the first tokens in windows, see `sinks_of`.
     """
 
     folder: Path
@@ -63,6 +73,7 @@ class Exploration:
     windows: dict[str, int]
     explore: ExploreArgs
     prepared: Path
+    sinks: str = "tokens"
 
     @classmethod
     def of(cls, recipe: Any) -> "Exploration":
@@ -81,7 +92,8 @@ class Exploration:
             "seed": recipe.seed,
         }
         folder = resolve_model(model.path)
-        return cls(recipe.plan_dir, settings, folder, windows_of(recipe), explore, recipe.data_dir)
+        sinks = sinks_of(recipe)
+        return cls(recipe.plan_dir, settings, folder, windows_of(recipe), explore, recipe.data_dir, sinks)
 
     def load_model(self, plan: SharingPlan | None = None) -> PodForCausalLM:
         """The model on this rank's device, dense unless there is a plan, with the windows; refuses what `check_model` refuses."""
@@ -202,8 +214,8 @@ def process_group() -> Iterator[int]:
         dist.destroy_process_group()
 
 
-def describe_cost(config: Any, explore: ExploreArgs) -> str:
-    """What measuring needs, from the model's sizes: tokens to read, memory beside the weights."""
+def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens") -> str:
+    """What measuring needs, from the model's sizes: tokens to read, memory beside the weights; sinks: see `sinks_of`."""
     if explore.heads:
         num_tokens = min(explore.head_tokens, config.max_position_embeddings // explore.head_repeats)
         n = explore.head_repeats * num_tokens
@@ -216,5 +228,7 @@ def describe_cost(config: Any, explore: ExploreArgs) -> str:
         matching, losses = repeated + min(count, MATCHING_SEQUENCES), min(count, explore.loss_sequences)
         what += f" and {repeated} x {n} repeated tokens, one pass over {matching} sequences to match heads"
         what += f", two over {losses} for the loss"
+        if sinks == "constant":
+            what += f", one more over {count} and {repeated} sequences for windows with constant sinks"
     rows = f"{4e-6 * layers * heads * q * n:.0f} MB of attention rows ({layers} layers x {heads} heads x {q} x {n} fp32)"
     return f"{what}, divided among the ranks\nmemory per rank: the model, {rows}"

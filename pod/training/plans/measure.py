@@ -29,8 +29,10 @@ from pod.identity import content_of
 from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.training.checkpoint.identity import sha256_of
+from pod.training.plans.calibration import CALIBRATION_SEQUENCES, find_sinks, measure_window_costs
 from pod.training.plans.checks import check_array, check_groups
 from pod.training.plans.costs import (
+    EARLY,
     RETRIEVAL,
     cost_shapes,
     match_query_heads,
@@ -58,7 +60,8 @@ class Measured:
 
     Attributes:
         tensors: means over sequences, fp64. A similarity: ``similarity`` ``[L, L, Hq]``. Costs: those of `cost_shapes`, the same with
-            RETRIEVAL where it was measured, and ``order`` ``[L, L, H, H, G]``, see `match_query_heads`.
+            RETRIEVAL where it was measured, and ``order`` ``[L, L, H, H, G]``, see `match_query_heads`; with constant sinks
+            also EARLY, ``sink_logits`` ``[L, Hq]`` and ``sink_values`` ``[L, H, d]``.
         provenance: model, number of its KV heads, sources, windows, n, q, N, seed and fingerprints; where layers were trained with
             windows also ``layers``, the L that are measured, and ``num_layers``, those of the model.
     """
@@ -95,7 +98,10 @@ def find_similarity(exploration: Exploration, say: Say = print) -> Measured:
 
 def find_costs(exploration: Exploration, say: Say = print) -> Measured:
     """The costs of these settings, see `_find`."""
-    wanted = exploration.windows | {"retrieval_sequences": exploration.explore.retrieval_sequences}
+    wanted: dict[str, Any] = {"retrieval_sequences": exploration.explore.retrieval_sequences}
+    wanted |= exploration.windows
+    if not exploration.windows["num_sink_tokens"]:  # else they are tokens, as in files that do not say it
+        wanted["sinks"] = exploration.sinks
     return _find(exploration, COSTS_NAME, _measure_costs, wanted, say)
 
 
@@ -231,13 +237,21 @@ def _measure_costs(
     errors = mean("query heads", lambda ids: measure_query_head_errors(model, ids, queries), shape, few)
     order = match_query_heads(errors, config.num_key_value_heads)
     shapes = cost_shapes(layers, config.num_key_value_heads)
+    tensors, sinks = {"order": order}, None
+    if exploration.sinks == "constant":
+        some = sequences[:CALIBRATION_SEQUENCES]
+        sinks = from_rank_0(lambda: find_sinks(model, some, queries))
+        tensors |= {"sink_logits": torch.stack([sink.logits for sink in sinks])}
+        tensors |= {"sink_values": torch.stack([sink.values for sink in sinks])}
+        shapes[EARLY] = shapes["window"]
     sizes = [math.prod(shape) for shape in shapes.values()]
 
     def flat(input_ids: Tensor) -> Tensor:
         found = measure_costs(model, input_ids, queries, order)
+        if sinks is not None:
+            found |= measure_window_costs(model, input_ids, queries, sinks)
         return torch.cat([found[name].flatten() for name in shapes])
 
-    tensors = {"order": order}
     for name, ending, texts in (("text", "", sequences), ("repeated", RETRIEVAL, repeated)):
         parts = mean(name, flat, (sum(sizes),), texts).split(sizes) if texts else []
         for (role, shape), part in zip(shapes.items(), parts, strict=False):

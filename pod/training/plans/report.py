@@ -74,6 +74,7 @@ def about_plan(plan: SharingPlan, explore: ExploreArgs) -> str:
         where = f"at {length:,} tokens" if length else "on very long texts"
         what = "whole layers, " if explore.granularity == "layer" else ""
         what = "whole layers for vLLM, " if explore.target == "vllm" else what
+        what += "constant sinks, " if plan.sinks == "constant" else ""
         how = f"dp by {explore.cost}, {what}target {explore.target_saving:.1%} {where}"
     name = found["model"].rstrip("/").split("/")[-1].removeprefix("package:")
     text = f"{found['num_sequences']} x {found['sequence_length']:,} tokens, {found['num_queries']} queries"
@@ -87,7 +88,7 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
     lines = [
         f"plan: {about_plan(plan, explore)}",
         describe_plan(plan),
-        f"KV saving at {n:,} tokens with {sinks} sink and {recent} recent tokens: {plan.saving(n, sinks, recent):.1%}",
+        f"KV saving at {n:,} tokens with {_windows(plan, sinks, recent)}: {plan.saving(n, sinks, recent):.1%}",
     ]
     if "units" in found:
         there = plan.saving(explore.budget_tokens, sinks, recent)
@@ -119,6 +120,15 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
     if explore.target == "vllm":
         lines.append(describe_engine(plan, explore.engine_batch_tokens))
     return "\n".join(lines)
+
+
+def _windows(plan: SharingPlan, num_sink_tokens: int, num_recent_tokens: int) -> str:
+    """What heads that keep their windows see."""
+    first = {
+        "constant": "a constant sink (a logit and a value for the first tokens)",
+        "none": "no sink",
+    }.get(plan.sinks or "", f"{num_sink_tokens} sink")
+    return f"{first} and {num_recent_tokens} recent tokens"
 
 
 def _rounded(plan: SharingPlan, explore: ExploreArgs, saved: float) -> list[str]:
@@ -289,11 +299,14 @@ def block_picture(plan: SharingPlan, subject: str) -> Figure:
         f"{plan.num_followers} follow, {plan.num_windows} keep their window",
         fontsize=11,
     )
+    seen = {"constant": "a constant sink and recent tokens", "none": "recent tokens"}.get(
+        plan.sinks or "", "sinks and recent tokens"
+    )
     handles: list[Any] = [
         Line2D([], [], linestyle="", marker="o", color="black", label="lead of a block"),
         Patch(facecolor=BLOCK_COLOURS[0], label="a block (colours only separate neighbours)"),
         Patch(facecolor=SINGLE_COLOUR, label="leads alone"),
-        Patch(facecolor="white", edgecolor="black", label="keeps only its window: sinks and recent tokens"),
+        Patch(facecolor="white", edgecolor="black", label=f"keeps only its window: {seen}"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
     return figure

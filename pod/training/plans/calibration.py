@@ -1,0 +1,304 @@
+"""Constants that stand for the first tokens in heads that keep their windows (METHODS.md §8), and what such windows cost.
+
+A constant sink is a logit per query head and a value per KV head that join the softmax of a window at every position, as in
+serving engines (``pod.modeling.shipped.sinks``). Its cost is in the currency of ``costs.py`` and has three parts: the mean over
+queries that have distant tokens; the mean over early ones, whose window still holds the first tokens, times their share of the
+sequence; and the error at the first token alone, which all later tokens attend to: in some layers nothing else tells them that it
+is the first.
+
+Calibration starts from what a dense model does (`measured_sink`) and then takes the constants of least cost (`fitted_sink`), since
+those that are right for distant queries would count the first tokens twice for early ones.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pod.modeling.loading import load_model
+from pod.modeling.shipped.llama import PodForCausalLM
+from pod.modeling.shipped.sharing import SharingPlan, SinkConstants
+from pod.modeling.shipped.sinks import Sink, add_sink
+from pod.tokenizer import load_tokenizer
+from pod.training.plans.costs import (
+    EARLY,
+    MAX_COST,
+    AttentionInputs,
+    OutputScale,
+    planned_layers,
+    record_attention_inputs,
+    sample_queries,
+)
+
+FIRST_TOKENS = 4
+"""First tokens for whose attention the constants stand at the start of the calibration."""
+NUM_QUERIES = 64
+CALIBRATION_SEQUENCES = 8
+"""Sequences of text on which `pod explore` calibrates, at most."""
+STEPS = 60
+"""Steps of L-BFGS per layer."""
+
+
+@dataclass(frozen=True)
+class WindowQueries:
+    """Sampled queries of one layer: what their windows give without a sink, and what all tokens give.
+
+    Attributes:
+        near: ``[H, G, q, d]``, attention to the window.
+        lse: ``[H, G, q]``, log-sum-exp of the logits in the window.
+        out: ``[H, G, q, d]``, attention to all tokens.
+        residual: ``[q]``, what squared errors behind the output projection are relative to.
+        factor: ``[H, r, G·d]``, whose products have the lengths of those with the output projection.
+        weights: ``[q]``; the weighted sum over queries is the cost.
+        early: ``[q]``, whether a query sees the first tokens in its window.
+    """
+
+    near: Tensor
+    lse: Tensor
+    out: Tensor
+    residual: Tensor
+    factor: Tensor
+    weights: Tensor
+    early: Tensor
+
+    @classmethod
+    def join(cls, parts: Sequence["WindowQueries"]) -> "WindowQueries":
+        """The queries of several sequences of one layer, with the mean of their costs as the cost."""
+        return cls(
+            near=torch.cat([part.near for part in parts], dim=2),
+            lse=torch.cat([part.lse for part in parts], dim=2),
+            out=torch.cat([part.out for part in parts], dim=2),
+            residual=torch.cat([part.residual for part in parts]),
+            factor=parts[0].factor,
+            weights=torch.cat([part.weights for part in parts]) / len(parts),
+            early=torch.cat([part.early for part in parts]),
+        )
+
+    def costs(self, sink: Sink) -> Tensor:
+        """``[H, q]``: what each query adds to the cost of each KV head with this sink; differentiable."""
+        heads, groups = self.lse.shape[:2]
+        logits = sink.logits.to(self.lse).view(heads, groups, 1)
+        values = sink.values.to(self.lse)[:, None, None]
+        out, _ = add_sink(self.near, self.lse, logits, values)
+        errors = (out - self.out).transpose(1, 2).flatten(2)  # [H, q, G·d]
+        return (errors @ self.factor.mT).square().sum(-1) / self.residual * self.weights
+
+
+def _sampled(n: int, num_queries: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions, weights and `early` of the queries that stand for a sequence of n tokens."""
+    distant = sample_queries(n, num_queries, 0, window).positions
+    count = min(num_queries, window - 1)
+    early = 1 + torch.arange(count) * (window - 1) // max(count, 1)
+    positions = torch.cat([torch.zeros(1, dtype=torch.long), early, distant])
+    share = (window - 1) / n
+    counted = [(1, 1.0), (count, share / max(count, 1)), (num_queries, 1 / num_queries)]
+    weights = torch.cat([torch.full((number,), weight, dtype=torch.float64) for number, weight in counted])
+    return positions, weights, positions < window
+
+
+@torch.no_grad()
+def window_queries(
+    model: PodForCausalLM, input_ids: Tensor, num_queries: int
+) -> Iterator[tuple[WindowQueries, Sink]]:
+    """The sampled queries of every planned layer on one sequence, and the constants that a calibration starts from.
+
+    Args:
+        model: dense, with the ``num_recent_tokens`` of the windows.
+        input_ids: ``[1, n]``.
+        num_queries: with distant tokens, at most ``n - num_recent_tokens``; so many early ones are added.
+
+    Raises:
+        ValueError: a model with a plan, or a sequence that is too short for the windows.
+    """
+    config = model.config
+    window = config.num_recent_tokens
+    positions, weights, early = (
+        x.to(input_ids.device) for x in _sampled(input_ids.shape[1], num_queries, window)
+    )
+    inputs = record_attention_inputs(model, input_ids)
+    for layer, own in zip(planned_layers(config), inputs, strict=True):
+        logits = _causal_logits(own, positions)  # [H, G, q, n]
+        values = own.v.to(logits.dtype)[:, None]
+        out = logits.softmax(-1) @ values
+        residual = own.hidden_states[positions].to(logits.dtype).square().sum(-1)
+        scale = OutputScale.of(model.model.layers[layer], out, residual)
+        outside = positions[:, None] - torch.arange(logits.shape[-1], device=positions.device) >= window
+        near = logits.masked_fill(outside, float("-inf"))
+        queries = WindowQueries(
+            near=near.softmax(-1) @ values,
+            lse=near.logsumexp(-1),
+            out=out,
+            residual=scale.residual,
+            factor=scale.factor,
+            weights=weights.to(logits.dtype),
+            early=early,
+        )
+        yield queries, measured_sink(logits[:, :, ~early, :FIRST_TOKENS], values[:, :, :FIRST_TOKENS])
+
+
+def _causal_logits(inputs: AttentionInputs, positions: Tensor) -> Tensor:
+    """Logits ``[H, G, q, n]`` of the queries at these positions, at least fp32, -inf for later tokens."""
+    wide = torch.promote_types(inputs.q.dtype, torch.float32)
+    q = inputs.q[:, positions].unflatten(0, (inputs.k.shape[0], -1)).to(wide)
+    logits = q @ inputs.k.to(wide)[:, None].mT * q.shape[-1] ** -0.5
+    later = torch.arange(logits.shape[-1], device=positions.device) > positions[:, None]
+    return logits.masked_fill_(later, float("-inf"))
+
+
+def measured_sink(logits: Tensor, values: Tensor) -> Sink:
+    """What a dense model reads from the first tokens, averaged over queries.
+
+    Args:
+        logits: ``[H, G, q, FIRST_TOKENS]``, of queries with distant tokens.
+        values: ``[H, 1, FIRST_TOKENS, d]``.
+
+    Returns:
+        per query head the mean log-sum-exp of its logits; per KV head the mean of what its query heads read, in fp64.
+    """
+    read = logits.softmax(-1) @ values
+    return Sink(logits.logsumexp(-1).double().mean(-1).flatten(), read.double().mean((1, 2)))
+
+
+def fitted_sink(queries: WindowQueries, start: Sink) -> Sink:
+    """The constants of least cost on these queries, by L-BFGS from `start`; `start` where nothing better is found."""
+    logits, values = (x.detach().to(queries.lse).clone().requires_grad_() for x in start)
+    sink = Sink(logits, values)
+    with torch.no_grad():
+        before = queries.costs(sink).sum()
+    if not before > 0:
+        return start
+    optimizer = torch.optim.LBFGS([logits, values], max_iter=STEPS, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = queries.costs(sink).sum() / before  # 1 at the start: the tolerances of L-BFGS are absolute
+        loss.backward()
+        return loss
+
+    with torch.enable_grad():
+        optimizer.step(closure)  # type: ignore[arg-type]
+    found = Sink(logits.detach().double(), values.detach().double())
+    with torch.no_grad():
+        better = queries.costs(found).sum() < before
+    return found if better and all(bool(x.isfinite().all()) for x in found) else start
+
+
+def find_sinks(model: PodForCausalLM, sequences: Sequence[Tensor], num_queries: int) -> list[Sink]:
+    """The constants of every planned layer, as if all of its heads kept their windows; fp64 on the CPU.
+
+    Args:
+        model: dense, with the ``num_recent_tokens`` of the windows.
+        sequences: ``[n]`` tokens each; all of their sampled queries are held at a time.
+        num_queries: per sequence, see `window_queries`.
+
+    Raises:
+        ValueError: as `window_queries`; values that are not finite.
+    """
+    layers: list[list[WindowQueries]] = [[] for _ in planned_layers(model.config)]
+    starts: list[list[Sink]] = [[] for _ in layers]
+    for ids in sequences:
+        found = window_queries(model, ids.reshape(1, -1).to(model.device), num_queries)
+        for queries, sinks, (one, sink) in zip(layers, starts, found, strict=True):
+            # the factor is the layer's, and is held once
+            queries.append(replace(one, factor=queries[0].factor) if queries else one)
+            sinks.append(sink)
+    calibrated = []
+    for queries, sinks in zip(layers, starts, strict=True):
+        start = Sink(*(torch.stack(part).mean(0) for part in zip(*sinks, strict=True)))
+        if not all(bool(x.isfinite().all()) for x in start):
+            raise ValueError("the model gives NaN or infinite values on this text: try model.dtype=float32")
+        calibrated.append(Sink(*(x.cpu() for x in fitted_sink(WindowQueries.join(queries), start))))
+    return calibrated
+
+
+@torch.no_grad()
+def measure_window_costs(
+    model: PodForCausalLM, input_ids: Tensor, num_queries: int, sinks: Sequence[Sink]
+) -> dict[str, Tensor]:
+    """What windows with these constants cost on one sequence ``[1, n]``: ``window`` at queries with distant tokens, ``early`` at the
+    others; ``[L, H]`` each, fp64 on the CPU, and their sum is the cost of the role."""
+    window, early = [], []
+    for (queries, _), sink in zip(window_queries(model, input_ids, num_queries), sinks, strict=True):
+        costs = queries.costs(Sink(*(x.to(queries.lse) for x in sink))).double()
+        early.append(costs[:, queries.early].sum(-1).cpu())
+        window.append(costs[:, ~queries.early].sum(-1).cpu())
+    found = {"window": torch.stack(window), EARLY: torch.stack(early)}
+    return {name: value.clamp_(max=MAX_COST) for name, value in found.items()}
+
+
+def with_constants(plan: SharingPlan, sinks: Sequence[Sink | None]) -> SharingPlan:
+    """The plan with these constants in the layers that have heads with windows.
+
+    Args:
+        plan: of as many layers as ``sinks``.
+        sinks: of every layer, heads in their original order; they move to the plan's order. None for a layer that was
+            trained with a window of its own.
+    """
+    logits: list[Any] = []
+    values: list[Any] = []
+    for layer, (row, sink) in enumerate(zip(plan.lead, sinks, strict=True)):
+        if None not in row or sink is None:
+            logits.append(None)
+            values.append(None)
+            continue
+        groups = len(sink.logits) // len(sink.values)
+        order = list(range(len(sink.logits)) if plan.head_order is None else plan.head_order[layer])
+        logits.append(sink.logits[order].tolist())
+        values.append(sink.values[[head // groups for head in order[::groups]]].tolist())
+    constants = SinkConstants(tuple(logits), tuple(values))
+    return replace(plan, sinks="constant", num_sink_tokens=0, sink_constants=constants)
+
+
+def calibrate_sinks(
+    model: PreTrainedModel | str | os.PathLike[str],
+    plan: SharingPlan | str | os.PathLike[str],
+    texts: Sequence[str | Tensor | Sequence[int]],
+    num_queries: int = NUM_QUERIES,
+) -> SharingPlan:
+    """A plan with constant sinks: a logit and a value stand for the first tokens in heads that keep their windows.
+
+    The model is read as a dense one. Some 8 texts of a few windows' length are enough; each should be longer than the window by
+    ``num_queries`` tokens and begin as the model's inputs do.
+
+    Args:
+        model: what ``load_model`` takes.
+        plan: a plan of this model or its file, which says how long windows are.
+        texts: strings, or token ids ``[n]``.
+        num_queries: queries of each text whose attention is measured.
+
+    Returns:
+        the plan with ``sinks`` constant, no first tokens, and the constants. ``load_model(model, plan=…)`` takes them.
+
+    Raises:
+        ValueError: no texts, a text that is too short, a plan that does not say its windows or is of another size.
+    """
+    plan = plan if isinstance(plan, SharingPlan) else SharingPlan.load(plan)
+    if plan.num_recent_tokens is None:
+        raise ValueError(
+            "this plan does not say how long its windows are: set num_recent_tokens, by dataclasses.replace"
+        )
+    if isinstance(texts, str) or not len(texts):
+        raise ValueError("texts must be a list of strings or token ids with at least one text")
+    dense = load_model(model, layout="dense", num_sink_tokens=0, num_recent_tokens=plan.num_recent_tokens)
+    plan.check_fits(dense.config.num_hidden_layers, dense.config.num_key_value_heads)
+    sequences = [_tokens(dense, text) for text in texts]
+    shortest = plan.num_recent_tokens + num_queries
+    for index, ids in enumerate(sequences):
+        if len(ids) < shortest:
+            raise ValueError(
+                f"texts[{index}] has {len(ids)} tokens, but windows of {plan.num_recent_tokens} and {num_queries} queries "
+                f"behind them need {shortest}: give longer texts or lower num_queries"
+            )
+    sinks = dict(zip(planned_layers(dense.config), find_sinks(dense, sequences, num_queries), strict=True))
+    return with_constants(plan, [sinks.get(layer) for layer in range(plan.num_layers)])
+
+
+def _tokens(model: PodForCausalLM, text: str | Tensor | Sequence[int]) -> Tensor:
+    """``[n]`` ids of a text, cut at the model's context."""
+    if isinstance(text, str):
+        text = load_tokenizer(model.config.name_or_path)(text)["input_ids"]
+    return torch.as_tensor(text).flatten()[: model.config.max_position_embeddings]
