@@ -11,6 +11,7 @@ was, nothing is looked at.
 """
 
 import functools
+import logging
 import operator
 import threading
 import weakref
@@ -34,6 +35,8 @@ _WARM_UPS = 2  # runs before a capture: kernels compile, libraries allocate
 _ROOM = 256  # tokens reserved behind a prompt, and by which a full cache grows, at least; 1/8 of a long one
 _version = operator.attrgetter("version")
 _PLAINLY, _NO_STEP = "switched off", "no step was made yet"
+_SPREAD = "the model lies on several devices"
+_log = logging.getLogger(__name__)
 
 
 def refusal(cache: PodCache) -> str | None:
@@ -174,6 +177,7 @@ class StaticEngine:
         plain: True = without graphs and fused kernels, each module by its own ``forward``, as a method runs
             that no engine serves; may change from step to step.
         steps: tokens per row that the engine, not the ordinary pass, has decoded.
+        is_aside: whether the ordinary pass decodes instead, as layers lie on several devices and a program runs on one.
     """
 
     plain = False
@@ -197,14 +201,14 @@ class StaticEngine:
 
     def without_graph(self) -> str | None:
         """Why steps are no CUDA graphs; None when they are."""
-        if self.plain:
-            return _PLAINLY
+        if self.plain or self.is_aside:
+            return _PLAINLY if self.plain else _SPREAD
         return _NO_STEP if self._bound is None else self._bound.obstacle_to_recording()
 
     def without_kernels(self) -> str | None:
         """Why steps have no fused kernels between their products; None when they have."""
-        if self.plain:
-            return _PLAINLY
+        if self.plain or self.is_aside:
+            return _PLAINLY if self.plain else _SPREAD
         return _NO_STEP if self._bound is None else self._bound.obstacle_to_kernels()
 
     @property
@@ -224,6 +228,8 @@ class StaticEngine:
             return self._decode(model, hidden_states, step)
 
     def _decode(self, model: Any, hidden_states: Tensor, step: Step) -> Tensor | None:
+        if self.is_aside or self._steps_aside():
+            return None
         self._make_room(self.cache.get_seq_length() + 1)  # columns: no row has more tokens
         bound = self._bind()
         if bound is None:
@@ -255,6 +261,8 @@ class StaticEngine:
                 made for, no step.
         """
         self.cache.check_fits(model.config)
+        if self._steps_aside():
+            raise ValueError(f"greedy() is one program on one device, and {_SPREAD}: use generate()")
         if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 1:
             raise ValueError(f"num_tokens = {num_tokens!r} must be a whole number of steps, at least 1")
         if token.dim() != 2 or token.shape[1] != 1:
@@ -278,6 +286,15 @@ class StaticEngine:
         self.cache.end_decoding(torch.cat((token, ids[:, :-1]), dim=1))
         return ids
 
+    def _steps_aside(self) -> bool:
+        """Whether the cache lies on several devices, which is looked up until a step is bound to its tensors."""
+        if self._bound is None and not self.is_aside:
+            devices = {layer.device for layer in self._layers()} - {None}
+            self.is_aside = len(devices) > 1
+            if self.is_aside:
+                _say_aside()
+        return self.is_aside
+
     def _settle(self, bound: _Bound, past: int | None) -> None:
         """A token has been decoded in every row behind ``past`` tokens; None = rows that differ, never those of packed stores."""
         self.steps += 1
@@ -287,6 +304,7 @@ class StaticEngine:
 
     def release(self) -> None:
         """Let go of the cache's tensors and of all buffers."""
+        self.is_aside = False
         self._bound: _Bound | None = None
         self._moved_to: list | None = None
         self._programs: dict[str, Program] = {}  # on the tensors of `_bound`
@@ -383,6 +401,12 @@ class StaticEngine:
         with lasting():
             self._bound, self._moved_to = _Bound(self._layers(), places, self.backend), places
         return self._bound
+
+
+@functools.cache
+def _say_aside() -> None:
+    """Once in a process."""
+    _log.warning("the decode engine steps aside, and layers decode one by one: %s", _SPREAD)
 
 
 _ONE_CAPTURE = threading.Lock()

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 
 import safetensors.torch
 import torch
@@ -12,11 +13,14 @@ from torch import Tensor
 from pod.engine import attach
 from pod.files import atomic_write_bytes
 from pod.modeling.methods import make_cache
+from pod.modeling.placement import places_of
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.state import CacheState
 
 _KIND = "pod-kv cache"
+_OF_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+"""In the name of a layer's tensor."""
 
 
 def save_cache(model: PodForCausalLM, cache: PodCache, path: str | os.PathLike) -> None:
@@ -49,13 +53,14 @@ def save_cache(model: PodForCausalLM, cache: PodCache, path: str | os.PathLike) 
 
 
 def load_cache(model: PodForCausalLM, path: str | os.PathLike) -> PodCache:
-    """The cache of a file that ``save_cache`` wrote, for a model like the one that filled it, on that model's device.
+    """The cache of a file that ``save_cache`` wrote, for a model like the one that filled it: each layer's tokens on that layer's
+    device, wherever those of the saved one were.
 
     Raises:
         ValueError: no such file, a damaged one or one of another kind or schema; a model of another shape, plan, windows
             or dtype, or with other weights.
     """
-    metadata, tensors = _read(path, model.device)
+    metadata, tensors = _read(path, places_of(model), model.device)
     try:
         if metadata["dtype"] != str(model.dtype):
             held = metadata["dtype"]
@@ -87,14 +92,23 @@ def _fingerprint(model: PodForCausalLM) -> str:
     return found.hexdigest()[:16]
 
 
-def _read(path: str | os.PathLike, device: torch.device) -> tuple[dict[str, str], dict[str, Tensor]]:
+def _read(
+    path: str | os.PathLike, devices: list[torch.device], others: torch.device
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Metadata and tensors: of layers on ``devices``, bookkeeping on ``others``."""
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("kind") != _KIND:
                 raise ValueError(f"{path} is not a cache that pod.save_cache wrote: name such a file")
-            # in memory of their own: aligned as what a pass stores, so that sums run in the same order
-            return metadata, {name: file.get_tensor(name).to(device, copy=True) for name in list(file.keys())}
+            tensors = {}
+            for name in list(file.keys()):
+                found = _OF_LAYER.search(name)
+                layer = int(found[1]) if found else len(devices)
+                device = devices[layer] if layer < len(devices) else others
+                # in memory of their own: aligned as what a pass stores, so that sums run in the same order
+                tensors[name] = file.get_tensor(name).to(device, copy=True)
+            return metadata, tensors
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     except (SafetensorError, OSError) as error:

@@ -6,25 +6,27 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pod.modeling.placement import STYLES, place
+from pod.modeling.shipped.config import PodConfig
+
 PLACES = frozenset({"cache_dir", "gguf_file", "local_files_only", "revision", "token"})
 """Where a checkpoint is, as ``from_pretrained`` of transformers takes it."""
 ATTENTION = {"eager": "reference", "flash_attention_2": "flash", "sdpa": "auto"}
 """Our backend for an ``attn_implementation``."""
 _WITHOUT_EFFECT = frozenset({"low_cpu_mem_usage", "trust_remote_code", "use_safetensors"})
 """Taken, and true of every load: weights are mapped, and only code of this package runs."""
-_TRANSLATED = frozenset({"attn_implementation", "device_map", "torch_dtype"})
+_TRANSLATED = frozenset({"attn_implementation", "device_map", "max_memory", "torch_dtype"})
 _REASONS = {
     "load_in_4bit": "weights are not quantized here; method 'pod+int4' packs the cache",
     "load_in_8bit": "weights are not quantized here; method 'pod+int4' packs the cache",
     "quantization_config": "weights are not quantized here; method 'pod+int4' packs the cache",
-    "max_memory": "a model runs on one device: set for example device='cuda:0'",
-    "offload_folder": "a model runs on one device: set for example device='cuda:0'",
-    "tp_plan": "a model runs on one device: set for example device='cuda:0'",
+    "offload_folder": "nothing is offloaded to disk: device_map='auto' spreads the layers over all GPUs",
+    "offload_state_dict": "nothing is offloaded to disk: device_map='auto' spreads the layers over all GPUs",
+    "tp_plan": "layers are not cut between devices: device_map='auto' spreads whole layers over all GPUs",
     "subfolder": "give the path of that folder as the source",
     "use_cache": "pass use_cache to forward() or generate() instead",
     "config": "the configuration comes from the checkpoint; set plan, layout and windows as arguments",
 }
-_WHOLE_MODEL_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 class LoadOptions(NamedTuple):
@@ -35,6 +37,9 @@ class LoadOptions(NamedTuple):
         device: where the model ends; None = where it is.
         is_read_there: whether weights are read straight to that device (a ``device_map``).
         places: those of ``PLACES`` that were given.
+        spread: a ``device_map`` that may name several devices, until ``placed`` knows the model; else None.
+        max_memory: what weights may take on each device; None = by what is free there.
+        layout: the device of each module, where there are several; else None.
     """
 
     dtype: torch.dtype | None
@@ -42,6 +47,24 @@ class LoadOptions(NamedTuple):
     device: Any
     is_read_there: bool
     places: dict[str, Any]
+    spread: Any = None
+    max_memory: Any = None
+    layout: dict[str, torch.device] | None = None
+
+    def placed(self, config: PodConfig, dtype: torch.dtype | None) -> "LoadOptions":
+        """The same for a model of this configuration and dtype: where each part of it lies.
+
+        Raises:
+            ValueError: as ``placement.place``.
+        """
+        if self.spread is None:
+            return self
+        size = (dtype or torch.float32).itemsize
+        layout = place(config, size, self.spread, self.max_memory)
+        devices = set(layout.values())
+        if len(devices) == 1:
+            return self._replace(device=devices.pop(), is_read_there=True, spread=None)
+        return self._replace(layout=layout)
 
 
 def load_options(
@@ -53,7 +76,7 @@ def load_options(
         others: what ``load_model`` was given beside its own arguments, whose names are ``own``.
 
     Raises:
-        ValueError: a name that is not taken, two names that disagree, several devices; says what to do.
+        ValueError: a name that is not taken, two names that disagree; says what to do.
     """
     given = {name: value for name, value in others.items() if value is not None}
     _check_names(given, own)
@@ -64,9 +87,18 @@ def load_options(
     backend = _one(
         "attention_backend", asked, "attn_implementation", _backend(given.get("attn_implementation"))
     )
-    mapped = _device_of(given.get("device_map"))
-    wanted = _one("device", device, "device_map", mapped)
+    device_map, max_memory = given.get("device_map"), given.get("max_memory")
+    if max_memory is not None and not isinstance(device_map, str):
+        raise ValueError(
+            "max_memory is for device_map = 'auto', 'balanced' or 'sequential': give one of them"
+        )
     places = {name: value for name, value in given.items() if name in PLACES}
+    if _is_spread(device_map):
+        if device is not None:
+            _one("device", device, "device_map", device_map)
+        return LoadOptions(dtype, backend or "auto", None, False, places, device_map, max_memory)
+    mapped = _device_of(device_map)
+    wanted = _one("device", device, "device_map", mapped)
     return LoadOptions(dtype, backend or "auto", wanted, mapped is not None and device is None, places)
 
 
@@ -118,35 +150,23 @@ def _one(ours: str, own: Any, theirs: str, other: Any) -> Any:
     return other if own is None else own
 
 
+def _is_spread(device_map: Any) -> bool:
+    """Whether a ``device_map`` may name several devices."""
+    if isinstance(device_map, Mapping):
+        return len(set(map(str, device_map.values()))) > 1
+    return isinstance(device_map, str) and device_map in STYLES
+
+
 def _device_of(device_map: Any) -> torch.device | None:
     """The one device that a ``device_map`` names."""
     if device_map is None:
         return None
-    if isinstance(device_map, str) and device_map in _WHOLE_MODEL_MAPS:
-        return _only_device(device_map)
-    asked = list(device_map.values()) if isinstance(device_map, Mapping) else [device_map]
+    asked = next(iter(device_map.values()), None) if isinstance(device_map, Mapping) else device_map
     try:
-        devices = {torch.device(one) for one in asked}
+        return torch.device(asked)
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"device_map = {device_map!r}: use one device for the whole model, for example 'cuda:0' "
-            f"({reason})"
+            f"device_map = {device_map!r}: use a device, for example 'cuda:0', one of {', '.join(STYLES)}, or devices "
+            f"by module ({reason})"
         ) from None
-    if len(devices) != 1:
-        raise ValueError(
-            f"device_map = {device_map!r}: use one device for the whole model, for example 'cuda:0'"
-        )
-    return devices.pop()
-
-
-def _only_device(device_map: str) -> torch.device:
-    """The accelerator of a machine that has one, the CPU of a machine that has none."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    count = 0 if accelerator is None else torch.accelerator.device_count()
-    if count > 1:
-        raise ValueError(
-            f"device_map = {device_map!r} would spread the model over {count} devices: use one device, for "
-            "example 'cuda:0'"
-        )
-    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)

@@ -25,6 +25,7 @@ from pod.files import read_json
 from pod.modeling.adapters import CONFIG_NAME, base_of, is_of_a_plan, merged, put_on
 from pod.modeling.checkpoints import ADAPTER_CONFIG, EMBEDDING, HEAD, has_own_head, is_adapter, weight_files
 from pod.modeling.load_options import LoadOptions, load_options
+from pod.modeling.placement import dispatch, layout_of, stock_map
 from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.flash_version import use_asked
@@ -198,7 +199,8 @@ def made_weight(
     weights = [reordered(one, read_weight(one, read, have, config), config, now) for one in sources]
     if len(weights) == 1:
         return weights[0]
-    wide = torch.stack(weights).to(compute_dtype(weights[0].dtype))
+    device = weights[0].device  # that of the lead, where layers lie on several
+    wide = torch.stack([weight.to(device) for weight in weights]).to(compute_dtype(weights[0].dtype))
     return wide.mean(0).to(weights[0].dtype)
 
 
@@ -234,9 +236,12 @@ def load_model(
         sinks: what stands for the first tokens in heads that keep the plan's windows, ``tokens``, ``constant`` or ``none``;
             None takes the plan's, else the checkpoint's. Constants come from the plan, else from the checkpoint's weights.
         others: ``cache_dir``, ``local_files_only``, ``revision`` and ``token`` as in transformers, ``gguf_file`` a GGUF
-            file inside ``source``; ``torch_dtype`` is ``dtype``; ``device_map`` names one device, to which weights are read
-            straight away; ``attn_implementation`` is a backend (``sdpa``: auto, ``eager``: reference, ``flash_attention_2``:
-            flash). ``trust_remote_code`` is taken and changes nothing: code of this package runs, never a checkpoint's.
+            file inside ``source``; ``torch_dtype`` is ``dtype``; ``device_map`` names where the layers lie, to which weights
+            are read straight away: a device, devices by module, ``balanced`` (all GPUs by equal shares), ``sequential``
+            (one after the other), or ``auto`` (as few as leave 30 % of their memory to the cache), with ``max_memory`` as
+            what weights may take on each; ``attn_implementation`` is a backend (``sdpa``: auto, ``eager``: reference,
+            ``flash_attention_2``: flash). ``trust_remote_code`` is taken and changes nothing: code of this package runs,
+            never a checkpoint's.
 
     What the files hold wins over the configuration where the two can be reconciled: an output projection that differs from
     the embedding stays its own, whatever ``tie_word_embeddings`` says. The model caches, whatever ``use_cache`` says.
@@ -244,8 +249,9 @@ def load_model(
     on GPUs.
 
     Raises:
-        ValueError: names, families, keys, plans or layouts that do not fit, several devices, quantization, files that
-            contradict each other or the configuration; the message says what would fit.
+        ValueError: names, families, keys, plans or layouts that do not fit, devices that do not hold the model or would
+            only store it, quantization, files that contradict each other or the configuration; the message says what
+            would fit.
     """
     use_asked()
     options = load_options(dtype, attention_backend, device, others, _OWN_NAMES)
@@ -255,12 +261,16 @@ def load_model(
     wishes |= windows if plan is None else plan.choose_windows(**windows, sinks=sinks)
     wishes["sinks"] = sinks
     if isinstance(source, PreTrainedModel):
+        config = target_config(source.config, **wishes)
+        options = options.placed(config, options.dtype or source.dtype)
+        if options.device is None and options.layout is None:
+            options = options._replace(layout=layout_of(source, config))
         dense = _in_memory(source, options)
     else:
         source = resolve_model(source)
         if is_adapter(source):
             return _from_adapter(source, wishes, options)
-        target_config(_read_config(source, **options.places), **wishes)  # refused before weights are read
+        options = _placed(source, wishes, options)  # refused before weights are read
         dense = _from_files(source, options)
     return _converted(dense, wishes, options, owned=dense is not source)
 
@@ -271,7 +281,15 @@ def _converted(dense: Any, wishes: dict[str, Any], options: LoadOptions, owned: 
     config.name_or_path = dense.name_or_path  # where its tokenizer is
     constants = sink_weights(wishes["plan"], config)
     model: Any = from_dense(dense, config, owned=owned, constants=constants)
+    if options.layout is not None:
+        return dispatch(model, options.layout).eval()
     return model.to(device=dense.device if options.device is None else options.device).eval()
+
+
+def _placed(source: str, wishes: dict[str, Any], options: LoadOptions) -> LoadOptions:
+    """The options with the device of each part of the model that comes of a checkpoint; its configuration is checked."""
+    config = _read_config(source, **options.places)
+    return options.placed(target_config(config, **wishes), options.dtype or config.dtype)
 
 
 _OWN_NAMES = frozenset(inspect.signature(load_model).parameters) - {"others"}
@@ -281,7 +299,7 @@ def _from_adapter(folder: str, wishes: dict[str, Any], options: LoadOptions) -> 
     """The base of an adapter with the adapter merged into it: before heads move, or with the adapter's own plan."""
     if not is_of_a_plan(folder):
         base = base_of(Path(folder))
-        target_config(_read_config(base, **options.places), **wishes)  # refused before weights are read
+        options = _placed(base, wishes, options)  # refused before weights are read
         stock = merged(put_on(_from_files(base, options), Path(folder)), folder)
         return _converted(stock, wishes, options, owned=True)
     backend = wishes["attention_backend"]
@@ -290,6 +308,7 @@ def _from_adapter(folder: str, wishes: dict[str, Any], options: LoadOptions) -> 
             f"the adapter in {folder} has its own plan, layout and windows: leave {', '.join(given)} out"
         )
     where = {"dtype": options.dtype, "device": options.device, **options.places}
+    where |= {"device_map": options.spread, "max_memory": options.max_memory}
     return merged(load_adapter(folder, attention_backend=backend, **where), folder).eval()
 
 
@@ -346,6 +365,8 @@ def _from_files(source: str, options: LoadOptions) -> Any:
     reading: dict[str, Any] = {**options.places, "dtype": options.dtype or "auto"}
     if options.is_read_there:
         reading["device_map"] = {"": options.device}
+    if options.layout is not None:
+        reading["device_map"] = _stock_map(source, options)
     dense, about = _read(
         AutoModelForCausalLM.from_pretrained,
         source,
@@ -356,6 +377,15 @@ def _from_files(source: str, options: LoadOptions) -> Any:
     # transformers would draw them at random, or drop them
     _refuse({what: about[f"{what}_keys"] for what in ("missing", "unexpected", "mismatched")})
     return dense
+
+
+def _stock_map(source: str, options: LoadOptions) -> dict[str, torch.device]:
+    """Where the stock model's modules lie, so that weights are read straight to their devices."""
+    config = _read_config(source, **options.places)
+    with torch.device("meta"):
+        stock = AutoModelForCausalLM.from_config(config)
+    assert options.layout is not None, "asked for several devices"
+    return stock_map(stock, target_config(config), options.layout)
 
 
 def target_config(

@@ -387,17 +387,21 @@ PARTS = {
 }
 
 
-def print_results(part: str) -> None:
-    for found in PARTS[part]():
+def print_results(parts: dict[str, Callable[[], Iterator[dict]]], part: str) -> None:
+    for found in parts[part]():
         print(json.dumps(found), flush=True)
+
+
+def serve(parts: dict[str, Callable[[], Iterator[dict]]], names: list[str]) -> None:
+    """Print the results of these parts; without names of those that the standard input names, an empty line behind each."""
+    for name in names:
+        print_results(parts, name)
+    for line in () if names else sys.stdin:
+        print_results(parts, line.strip())
+        print(flush=True)
 
 
 if __name__ == "__main__":
     simulated_device.register()
     torch.set_num_threads(1)
-    if len(sys.argv) > 1:
-        print_results(sys.argv[1])
-    else:
-        for line in sys.stdin:
-            print_results(line.strip())
-            print(flush=True)
+    serve(PARTS, sys.argv[1:])

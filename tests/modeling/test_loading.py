@@ -363,25 +363,16 @@ def test_what_is_said_twice_must_agree_and_what_is_not_known_is_named(tied):
         ({"attention_backend": "flash", "attn_implementation": "eager"}, "give only one of them"),
         ({"attn_implementation": "paged|eager"}, "not supported, allowed are eager, flash_attention_2, sdpa: use"),
         ({"torch_dtype": "int8"}, "torch_dtype = 'int8' is not a floating-point dtype"),
-        ({"device_map": "gpu"}, "device_map = 'gpu': use one device for the whole model"),
-        ({"device_map": {"model": "cpu", "lm_head": "disk"}}, "use one device for the whole model"),
+        ({"device_map": "gpu"}, "device_map = 'gpu': use a device, for example 'cuda:0', one of auto, balanced, sequential"),
+        ({"device": "cpu", "device_map": "auto"}, "device = 'cpu' and device_map = 'auto' are the same setting"),
+        ({"device_map": {"model": "cpu", "lm_head": "disk"}}, "device_map names disk: nothing is offloaded"),
+        ({"max_memory": {0: "1GB"}}, "max_memory is for device_map = 'auto', 'balanced' or 'sequential'"),
         ({"attn_implementaton": "sdpa"}, "did you mean attn_implementation?"),
         ({"num_sinks": 4}, "did you mean num_sink_tokens?"),
         ({"load_in_4bit": True}, "'pod+int4' packs the cache"),
         ({"subfolder": "a"}, "give the path of that folder"),
     ):  # fmt: skip
         assert says in complaint(pod.load_model, folder, **options)
-
-
-def test_auto_on_several_devices_is_refused(tied, monkeypatch):
-    folder, _ = tied
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **options: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    said = complaint(pod.load_model, folder, device_map="auto")
-    assert (
-        said
-        == "device_map = 'auto' would spread the model over 4 devices: use one device, for example 'cuda:0'"
-    )
 
 
 def test_code_of_a_checkpoint_is_never_run(tied):

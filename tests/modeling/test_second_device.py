@@ -4,17 +4,9 @@ The device is simulated (`tests/helpers/simulated_device.py`), without streams, 
 communication.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from method_table import ROWS
-
-HERE = Path(__file__).parent
-SCRIPT = HERE / "simulated_runs.py"
+from simulated_process import Runs, check_numbers
 
 USUAL_READS = (5, 3, 3)
 """How often the host waits in a padded prompt, in a chunk and in a decoded token with a mask.
@@ -73,57 +65,11 @@ host, at the end of a prompt; SimLayerKV by the first token of an answer, once f
 """
 
 
-class Runs:
-    """A process that does the runs of `SCRIPT`, part by part: it imports and compiles once."""
-
-    def __init__(self, errors: Path):
-        self.errors = errors
-        self.process: subprocess.Popen[str] | None = None
-
-    def start(self) -> subprocess.Popen[str]:
-        paths = [str(HERE), str(HERE.parent / "helpers"), str(HERE.parents[1])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        with open(self.errors, "w") as errors:
-            return subprocess.Popen(
-                [sys.executable, str(SCRIPT)],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-
-    def results_of(self, part: str) -> list[dict]:
-        """The lines of JSON that one part of the script prints."""
-        if self.process is None or self.process.poll() is not None:
-            self.process = self.start()
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(part, file=self.process.stdin, flush=True)
-        results = []
-        for line in self.process.stdout:
-            if not line.strip():
-                return results
-            results.append(json.loads(line))
-        self.process.wait()
-        pytest.fail(f"{part} ended the process: {self.errors.read_text()[-3000:]}")
-
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.communicate()  # the end of its input is the end of its work
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    process = Runs(tmp_path_factory.mktemp("runs") / "errors")
+    process = Runs("simulated_runs.py", tmp_path_factory.mktemp("runs") / "errors")
     yield process
     process.stop()
-
-
-def check_numbers(results: list[dict], limit: float = 1e-12) -> None:
-    """Every run gave on the device what it gave on the CPU."""
-    assert {one["name"]: one["difference"] for one in results if not one["difference"] <= limit} == {}
-    assert [one["name"] for one in results if not one["same tokens"]] == []
 
 
 OFFLOADED = "copy to the host at training/run/carry.py"

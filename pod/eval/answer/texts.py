@@ -34,8 +34,8 @@ def token_nll(lm_head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tens
     for chunk, label in zip(rows.split(_LOGIT_ROWS), labels.split(_LOGIT_ROWS), strict=True):
         logits = lm_head(chunk)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        parts.append(F.cross_entropy(logits, label, reduction="none"))
-    return torch.cat(parts).view(targets.shape)
+        parts.append(F.cross_entropy(logits, label.to(logits.device), reduction="none"))
+    return torch.cat(parts).view(targets.shape).to(targets.device)
 
 
 @torch.no_grad()
@@ -105,7 +105,7 @@ def forward_error(model: Any, cache: Any, tokens: Tensor, bucket: Bucket, checke
 def predict_by_forward(model: Any, tokens: Tensor, last: int) -> Tensor:
     """The model's predictions [B, last] of the last tokens of `tokens` [B, n], each from everything before it, in one pass."""
     hidden = model.model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
-    return model.lm_head(hidden[:, -last:]).argmax(dim=-1)
+    return model.lm_head(hidden[:, -last:]).argmax(dim=-1).to(tokens.device)
 
 
 @torch.no_grad()
@@ -114,7 +114,7 @@ def predict_by_decode(model: Any, cache: Any, tokens: Tensor, last: int) -> Tens
     prompt = tokens.shape[1] - last - 1
     read_context(model, cache, tokens, prompt)
     states = hidden_behind(model, cache, tokens, prompt + 1, tokens.shape[1])
-    return torch.cat([model.lm_head(hidden).argmax(dim=-1) for hidden in states], dim=1)
+    return torch.cat([model.lm_head(hidden).argmax(dim=-1) for hidden in states], dim=1).to(tokens.device)
 
 
 @torch.no_grad()
@@ -126,7 +126,7 @@ def predict_by_window(model: Any, tokens: Tensor, last: int, window: int, rows_a
         model.lm_head(model.model(input_ids=part, use_cache=False).last_hidden_state[:, -1]).argmax(dim=-1)
         for part in pieces.flatten(0, 1).split(rows_at_once)
     ]
-    return torch.cat(found).view(len(tokens), last)
+    return torch.cat(found).view(len(tokens), last).to(tokens.device)
 
 
 # -- streams ------------------------------------------------------------

@@ -60,7 +60,7 @@ def _prefill(model: Any, cache: Any, prompts: list[tuple[int, ...]], pad: int) -
     ids, mask = left_padded(prompts, pad, next(model.parameters()).device)
     cache.begin_prompt(ids.shape[1])
     out = model.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
-    return out.last_hidden_state[:, -1:], mask
+    return out.last_hidden_state[:, -1:].to(mask.device), mask
 
 
 def _decode_rows(
@@ -93,7 +93,7 @@ def _decode_rows(
 
     logprobs, greedy = [], []
     for step, state in enumerate(states(mask)):
-        logits = model.lm_head(state[:, -1])
+        logits = model.lm_head(state[:, -1]).to(mask.device)  # the head may lie on another device
         logits = F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         logprobs.append(logits.gather(1, targets[:, step : step + 1])[:, 0])
         greedy.append(logits.argmax(dim=-1) == targets[:, step])

@@ -23,10 +23,11 @@ from pod.modeling.methods import (
 )
 from pod.modeling.methods.base import Method, build_cache, in_order
 from pod.modeling.methods.budgets import cache_of_budget, one_budget
+from pod.modeling.placement import is_spread, places_of
 from pod.modeling.shipped.cache import PodCache
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.state import PACKAGES
-from pod.notation import parse
+from pod.notation import Spec, parse
 
 PACKAGES.add(__name__)
 
@@ -84,6 +85,7 @@ def make_cache(
         kind = type(model).__name__
         raise ValueError(f"a {kind} has no PoD cache: give the model that pod.load_model(…) makes of it")
     written = in_order(_METHODS, parse(config.own_method if spec is None else spec))
+    _check_devices(written, model)
     for name in params.keys() & written.params.keys():
         raise ValueError(f"{name} stands in {str(written)!r} and beside it: leave it out of one of them")
     kept = one_budget(written, budget, compression_ratio)
@@ -96,3 +98,18 @@ def make_cache(
     said = kept if isinstance(kept, list) or kept is None else kept.tokens or str(kept)
     cache.made_with = said, params
     return cache
+
+
+def _check_devices(written: Spec, model: PodForCausalLM) -> None:
+    """Raise ``ValueError`` where layers that a method holds in common lie on different devices."""
+    rules = [_METHODS[name] for name in written.names if _METHODS[name].together is not None]
+    for method in rules if is_spread(model) else ():
+        devices = places_of(model)
+        assert method.together is not None
+        for layers in method.together(len(devices)):
+            found = sorted({str(devices[layer]) for layer in layers})
+            if len(found) > 1:
+                raise ValueError(
+                    f"{method.name} keeps tokens of layers {' and '.join(map(str, layers))} in common, which lie on "
+                    f"{' and '.join(found)}: load the model with a device_map that keeps them together"
+                )

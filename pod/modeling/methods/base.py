@@ -111,6 +111,7 @@ class Method:
         inner: methods that may stand in brackets behind the name; the first one is the default.
         trained: whether the model's weights were trained with this layout, so that no selection fits it.
         refuses_pod: why it cannot be combined with the layout ``pod``; None when it can.
+        together: layers that must lie on one device, as their tokens are in common, from the number of layers; None = none.
     """
 
     name: str
@@ -125,6 +126,7 @@ class Method:
     inner: tuple[str, ...] = ()
     trained: bool = False
     refuses_pod: str | None = None
+    together: Callable[[int], list[tuple[int, ...]]] | None = None
 
     def __post_init__(self) -> None:
         parameters = {name: Parameter(*fields) for name, fields in self.parameters.items()}

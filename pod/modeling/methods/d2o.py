@@ -159,9 +159,12 @@ def decide_weights(layers: Sequence[D2OLayer], step: Step) -> list[tuple[Fractio
     if sums[0] is None:  # rows whose first token is a decoded one
         return [(alpha,) * len(layers)] * step.past.shape[0]
     scale = sums[0].shape[2] if layers[0].normalize_gate else 1
-    variances = torch.stack([attention_variance(x) for x in sums], dim=1) / scale  # type: ignore[arg-type]
-    for layer, variance in zip(layers, variances.unbind(1), strict=True):
+    found = [attention_variance(x) / scale for x in sums]  # type: ignore[arg-type]
+    for layer, variance in zip(layers, found, strict=True):
         layer.statistics["variance"] = variance[:, None, None]
+    variances = torch.stack(
+        [x.to(found[0].device) for x in found], dim=1
+    )  # layers may lie on several devices
     return [tuple(Fraction(1) if x > gate else alpha for x in row) for row in variances.tolist()]
 
 

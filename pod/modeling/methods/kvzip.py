@@ -77,14 +77,17 @@ class KVzipLayer(adakv.AdaLayer):
 
 def compress(layers: list[KVzipLayer]) -> None:
     """Hold the best pairs of all layers of a row whose text was read again."""
-    heads = torch.cat([torch.cat(layer.heard, dim=1) for layer in layers])
+    device = layers[0].heard[0].device  # layers may lie on several
+    heads = torch.cat([torch.cat(layer.heard, dim=1).to(device) for layer in layers])
     heads[:, : layers[0].params["num_sink_tokens"]] = torch.inf
     best = best_slots(heads.flatten(), layers[0].budget * len(heads)) // heads.shape[1]
     sizes = best.bincount(minlength=len(heads)).tolist()
     banks = [bank for layer in layers for bank in layer.banks]
-    for bank, head, size in zip(banks, heads, sizes, strict=True):
+    devices = [layer.device for layer in layers for _ in layer.banks]
+    for bank, head, size, own in zip(banks, heads, sizes, devices, strict=True):
+        slots = best_slots(head, size)[None, None].to(own)
         for store in (bank.keys, bank.values):
-            store.keep(best_slots(head, size)[None, None], bank.held)
+            store.keep(slots, bank.held)
             store.settle(size)
         bank.held = size
     for layer in layers:

@@ -164,12 +164,16 @@ def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
     return x / norm.clamp(min=torch.finfo(norm.dtype).tiny), norm
 
 
+def pairs_of(num_layers: int) -> list[tuple[int, ...]]:
+    """The layers that are paired, from the middle on; one without a second is dense."""
+    return [(layer, layer + 1) for layer in range(num_layers // 2, num_layers - 1, 2)]
+
+
 def _layer(config: PodConfig, layer_idx: int, request: Request) -> PodCacheLayer:
-    """From the middle on layers are paired; one without a second is dense."""
-    place = layer_idx - config.num_hidden_layers // 2
-    if place < 0 or layer_idx - place % 2 + 1 == config.num_hidden_layers:
-        return PodCacheLayer(config, layer_idx, request.codec)
-    return PairLayer(config, layer_idx, request, is_deeper=place % 2 == 1)
+    for pair in pairs_of(config.num_hidden_layers):
+        if layer_idx in pair:
+            return PairLayer(config, layer_idx, request, is_deeper=layer_idx == pair[1])
+    return PodCacheLayer(config, layer_idx, request.codec)
 
 
 def merge_pairs(layers: list, step: Step, label: None) -> None:
@@ -195,4 +199,5 @@ METHOD = Method(
         "t": (0.6, "where the shared direction lies, from the shallower (0) to the deeper layer's (1)", 0, 1),
     },
     refuses_pod="both methods share between layers, so no two layers have keys of their own to merge",
+    together=pairs_of,
 )

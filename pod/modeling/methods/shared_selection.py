@@ -66,11 +66,11 @@ class OwnKeys:
         slots = torch.where(slots < self.sinks, slots, (slots - was).clamp(min=0) + self.sinks)
         self._keep_slots(slots.clamp(max=max(0, len(self) - 1)), sinks, recents)
 
-    def free(self, recents: int, device: torch.device) -> None:
+    def free(self, recents: int) -> None:
         """Hold keys of the first and of the last tokens only, if others are more than a few."""
         sinks, recents = self._sizes(recents)
         if sinks + recents + recents // _AGED < len(self):
-            slots = first_and_last(sinks, recents, len(self), device)
+            slots = first_and_last(sinks, recents, len(self), self.store.tensors()[0].device)
             self._keep_slots(slots.expand(*self.store.shape[:2], -1), sinks, recents)
 
     def _sizes(self, recents: int) -> tuple[int, int]:
@@ -337,7 +337,8 @@ def free_own_keys(layers: list[SharedSelectionLayer], step: Step, label: None) -
     unread = [bank for _, bank in banks if bank.chosen is None]
     if unread:
         latest = [bank.positions[:, :, -n_r:].amax(0) for bank in unread]
-        numbers = iter(torch.cat([x.flatten() for x in latest]).tolist())
+        device = latest[0].device  # layers may lie on several
+        numbers = iter(torch.cat([x.flatten().to(device) for x in latest]).tolist())
         for bank, x in zip(unread, latest, strict=True):
             bank.whole_from, bank.chosen = seen, [list(islice(numbers, x.shape[1])) for _ in bank.leads]
     near = {}
@@ -347,7 +348,7 @@ def free_own_keys(layers: list[SharedSelectionLayer], step: Step, label: None) -
             near[layer.layer_idx, head] = whole + len(chosen) - bisect_right(chosen, seen - n_r)
         if bank.followers:
             most = max(near[layer.lead[layer.layer_idx][head], head] for head in bank.followers)
-            bank.own.free(most, step.past.device)
+            bank.own.free(most)
 
 
 def first_and_last(first: int, last: int, count: int, device: torch.device) -> Tensor:

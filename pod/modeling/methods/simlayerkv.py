@@ -125,7 +125,8 @@ def judge_layers(layers: Sequence[SimLayer], step: Step, label: None) -> None:
     measured = [(layer, layer.measured) for layer in layers if layer.measured is not None]
     if not measured:
         return
-    masses = torch.stack([mass for _, mass in measured]).tolist()
+    device = measured[0][1].device  # layers may lie on several
+    masses = torch.stack([mass.to(device) for _, mass in measured]).tolist()
     for (layer, _), mass in zip(measured, masses, strict=True):
         layer.measured = None
         layer.judge(mass)

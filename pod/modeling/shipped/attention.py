@@ -7,7 +7,7 @@ Under cross-layer attention it starts with the lead's keys and values of all hea
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .attend import CAUSAL, Lead, Linear, Segments, Tokens, Visibility, attend, compute_dtype, rms_norm
 from .config import PodConfig
-from .rope import Rope
+from .rope import Rope, ropes_on
 from .sharing import Lead as PlanLead
 from .sharing import is_followed, roles_of
 from .sinks import Sink
@@ -68,6 +68,7 @@ class ForwardContext:
         step: the cache's view of this pass, None without a cache.
         sequence_parallel: None, or how heads are exchanged between ranks.
         everything: whether what every layer gets is part of the result.
+        copies: the same for layers on other devices, by device; empty while all lie on one.
     """
 
     ropes: Sequence[Rope]
@@ -77,6 +78,25 @@ class ForwardContext:
     step: Any = None
     sequence_parallel: SequenceParallel | None = None
     everything: bool = False
+    copies: dict[torch.device, "ForwardContext"] = field(init=False, default_factory=dict, repr=False)
+
+    def on(self, device: torch.device, layer_idx: int, followed: Sequence[int]) -> "ForwardContext":
+        """The same for a layer on a device; what leads left in ``step`` for their followers moves there.
+
+        Args:
+            followed: KV heads whose leads are below this layer and have followers from it on.
+        """
+        if device == self.ropes[layer_idx].device and not self.copies:
+            return self
+        self.copies.setdefault(self.ropes[layer_idx].device, self)
+        if device not in self.copies:
+            segments = self.segments and Segments(self.segments.all, self.segments.columns)
+            self.copies[device] = replace(self, ropes=ropes_on(self.ropes, device), segments=segments)
+        found = self.copies[device]
+        if self.step is not None:
+            found.step = self.step.on(device, followed)
+            found.step.ropes = found.ropes
+        return found
 
 
 class PodAttention(nn.Module):
@@ -86,13 +106,18 @@ class PodAttention(nn.Module):
         source_layer: the layer whose keys and values are attended to: a lower one for the followers of a ``cla``
             layout, which have no projections for their own; else this one.
         sinks, sink_values: ``[Hq]`` and ``[H, d]``, parameters of a layer with constant sinks (``PodConfig.sinks``), else None.
+        followed_here: KV heads whose leads are below this layer and have followers from it on, in a cache of this plan.
     """
 
     def __init__(self, config: PodConfig, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
         self.layout = config.layout
-        self.source_layer = config.sharing_plan.lead[layer_idx][0] if config.layout == "cla" else layer_idx
+        lead = config.sharing_plan.lead
+        self.source_layer = lead[layer_idx][0] if config.layout == "cla" else layer_idx
+        is_border = config.layout == "pod" and layer_idx > 0
+        heads = range(config.num_key_value_heads) if is_border else ()
+        self.followed_here = tuple(head for head in heads if is_followed(lead, layer_idx - 1, head))
         self.head_dim = config.head_dim
         self.windows = config.windows_of(layer_idx)
         query_size = config.num_attention_heads * config.head_dim

@@ -353,26 +353,33 @@ class PodCache(Cache):
         bookkeeping = [self._lengths, self._longest, self._seen_mask, *(self._seen_ids or ())]
         yield from (("bookkeeping", tensor, everyone) for tensor in bookkeeping if tensor is not None)
 
-    def _storages(self) -> Iterator[tuple[str, int, list[int]]]:
-        """Every storage once, whole, whatever view of it is in use: name of its part, bytes, rows."""
+    def _storages(self) -> Iterator[tuple[str, torch.device, int, list[int]]]:
+        """Every storage once, whole, whatever view of it is in use: name of its part, device, bytes, rows."""
         seen: set[int] = set()
         for name, tensor, rows in self._all_parts():
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
-                yield name, storage.nbytes(), rows
+                yield name, tensor.device, storage.nbytes(), rows
 
     def nbytes_by_part(self) -> dict[str, int]:
         """Bytes held, by part; every storage counts once."""
         totals: dict[str, int] = {}
-        for name, size, _ in self._storages():
+        for name, _, size, _ in self._storages():
             totals[name] = totals.get(name, 0) + size
+        return totals
+
+    def nbytes_by_device(self) -> dict[str, int]:
+        """Bytes held on each device, as ``cuda:0``; every storage counts once. Each layer's tokens lie on its layer's device."""
+        totals: dict[str, int] = {}
+        for _, device, size, _ in self._storages():
+            totals[str(device)] = totals.get(str(device), 0) + size
         return totals
 
     def nbytes_by_row(self) -> list[int]:
         """Bytes held for each row; tensors of several rows count in equal parts, as long as the longest of them."""
         totals = [0.0] * max(self.batch_size, 0)
-        for _, size, rows in self._storages():
+        for _, _, size, rows in self._storages():
             for row in rows:
                 totals[row] += size / len(rows)
         return [round(total) for total in totals]

@@ -251,7 +251,13 @@ class ClaCacheLayer(PodCacheLayer):
         """See ``CacheLayer.attend``; a follower gets ``k`` and ``v`` of no heads."""
         if self.source_layer == self.layer_idx:
             return super().attend(q, k, v, step)
-        return step.layers[self.source_layer].attend_again(step.ropes[self.layer_idx](q), step)
+        source, own = step.layers[self.source_layer], q.device
+        q = step.ropes[self.layer_idx](q)
+        device = source.device if step.copies else own
+        if device == own:
+            return source.attend_again(q, step)
+        # queries and what comes of them are one chunk, keys and values all that was seen
+        return source.attend_again(q.to(device), step.on(device, ())).to(own)
 
     def attend_again(self, q: Tensor, step: Step) -> Tensor:
         """Rotated queries ``[B, Hq, m, d]`` of a follower on what this lead stored in the same pass."""

@@ -139,6 +139,8 @@ class PodDecoderLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, context: ForwardContext, *carry: Tensor | None) -> tuple:
         """``[B, n, hidden]`` and the carry to ``(hidden_states, *carry)``."""
+        attention = self.self_attn
+        context = context.on(hidden_states.device, attention.layer_idx, attention.followed_here)
         attended, carry = self.self_attn(self.attention_input(hidden_states), context, carry)
         multiplier = self.residual_multiplier
         hidden_states = torch.add(hidden_states, self._normed(1, attended), alpha=multiplier)
@@ -375,6 +377,7 @@ class PodModel(PodPreTrainedModel):
         hidden_states = self.norm(hidden_states)
         if self.config.logits_scaling != 1.0:
             hidden_states = hidden_states / self.config.logits_scaling
+        before = [one.to(hidden_states.device) for one in before]
         return torch.cat((*before, hidden_states), dim=-1) if before else hidden_states
 
     def _checkpoint(

@@ -1,6 +1,6 @@
 """Rotary position embedding without buffers: tables are computed in fp32 (or fp64) where they are used."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from typing import Any
 
@@ -134,3 +134,21 @@ class Rope:
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate ``[B, h, n, d]`` at the positions of this forward pass."""
         return self.rotate(x, self.own_tables)
+
+    @property
+    def device(self) -> torch.device:
+        return self.own_tables[0].device
+
+    def on(self, device: torch.device) -> "Rope":
+        """The same rotation for layers on another device."""
+        moved = copy(self)
+        moved._other_tables = {}
+        moved.frequencies = self.frequencies.to(device)
+        moved.own_tables = tuple(table.to(device) for table in self.own_tables)
+        return moved
+
+
+def ropes_on(ropes: Sequence[Rope], device: torch.device) -> list[Rope]:
+    """Each layer's rotation on another device; layers of a kind still share one."""
+    moved = {rope: rope.on(device) for rope in set(ropes)}
+    return [moved[rope] for rope in ropes]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .cache import PodCache
 from .config import PodConfig
-from .step import CacheLayer, Step
+from .step import Agreed, CacheLayer, Step
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ class GroupedCache(PodCache):
                     part = self._next_pass(group, 0, step)
                     part.ends_prompt, part.ropes = True, step.ropes
                     for layer in group.layers:
-                        layer.settle(part)
+                        layer.settle(part.on(layer.device or part.past.device))
                     self._end_pass(group, part)
         super().end_step(step)
 
@@ -348,7 +348,13 @@ class GroupedCache(PodCache):
         for label, taken in parts.items():
             if self.after_layers is not None:
                 rows = slice(len(taken.rows))  # all are alike
-                own = replace(part, layers=taken.layers, past=part.past[rows], counts=part.counts[rows])
+                own = replace(
+                    part,
+                    layers=taken.layers,
+                    past=part.past[rows],
+                    counts=part.counts[rows],
+                    agreed=Agreed(part.sizes),
+                )
                 self.after_layers(taken.layers, own, label)
             taken.count(part)
 

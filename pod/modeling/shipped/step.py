@@ -2,8 +2,8 @@
 padding is squeezed out of a batch, so that layers see left-aligned rows of real tokens, whatever side it was on."""
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .attend import Lead, Segments, Source, span, takes_gradients
 from .decode import DecodeBuffers
+from .rope import ropes_on
 from .sinks import Sink
 
 
@@ -29,6 +30,15 @@ class Selection:
     positions: Tensor
     scored: tuple[Tensor, Tensor] | None = None
     kept: Tensor | None = None
+
+    def move(self, device: torch.device) -> None:
+        """Put the tensors onto a device."""
+        self.positions = self.positions.to(device)
+        if self.scored is not None:
+            logits, near = self.scored
+            self.scored = logits.to(device), near.to(device)
+        if self.kept is not None:
+            self.kept = self.kept.to(device)
 
 
 @dataclass
@@ -53,6 +63,52 @@ class LeadState:
         tensors = [span(self.keys[head], 0, length) for head in heads]
         return Lead(torch.cat([self.queries[head] for head in heads], 1), torch.cat(tensors, 1))
 
+    def move(self, device: torch.device, length: int, heads: Container[int]) -> None:
+        """Put what these KV heads left onto a device, and forget the rest: no later layer asks for it.
+
+        Args:
+            length: tokens of the longest row; keys in another form than a tensor move as tensors of so many.
+        """
+        self.queries = {head: q.to(device) for head, q in self.queries.items() if head in heads}
+        kept = {head: keys for head, keys in self.keys.items() if head in heads}
+        self.keys = {head: span(keys, 0, length).to(device) for head, keys in kept.items()}
+        self.selections = {head: one for head, one in self.selections.items() if head in heads}
+        for selection in self.selections.values():
+            selection.move(device)
+        self.read = {
+            head: (None if slots is None else slots.to(device), logits.to(device))
+            for head, (slots, logits) in self.read.items()
+            if head in heads
+        }
+        if self.buffers is not None and self.buffers.logits.device != device:
+            has_any = any(head in heads for head in range(self.buffers.logits.shape[1]))
+            self.buffers = buffers_on(self.buffers, device, heads) if has_any else None
+
+
+def buffers_on(buffers: DecodeBuffers, device: torch.device, heads: Container[int]) -> DecodeBuffers:
+    """Buffers of the same sizes on another device, with what these KV heads left there; the rest is scratch."""
+    moved: dict[str, Tensor | None] = {}
+    for name in ("logits", "distant_lse", "weights", "weight_sums"):
+        old = getattr(buffers, name)
+        moved[name] = old if old is None else torch.empty_like(old, device=device)
+        for head in range(buffers.logits.shape[1]) if old is not None else ():
+            if head in heads:
+                moved[name][:, head].copy_(old[:, head])  # type: ignore[index]
+    for name in ("partial_out", "partial_lse"):
+        moved[name] = torch.empty_like(getattr(buffers, name), device=device)
+    return replace(buffers, **moved)
+
+
+@dataclass
+class Agreed:
+    """What the first layer that asks decides for all layers of a pass, whatever their devices.
+
+    Attributes:
+        sizes: tokens that every layer keeps.
+    """
+
+    sizes: Sequence | None = None
+
 
 @dataclass
 class Step:
@@ -74,7 +130,8 @@ class Step:
         sink: of the layer that attends now, set by it: what stands for the first tokens in heads that keep their windows; None = nothing.
         lead: what lead layers leave for their followers.
         groups: the passes of groups of rows, with the rows ``[b]`` of each.
-        sizes: tokens that every layer keeps, where the first layer that asks decides for all.
+        agreed: what the first layer that asks decides for all.
+        copies: the pass as layers on other devices see it, by device, with this one; empty while all lie on one.
     """
 
     layers: list
@@ -95,7 +152,53 @@ class Step:
     sink: Sink | None = None
     lead: LeadState = field(default_factory=LeadState)
     groups: list[tuple["Step", Tensor]] = field(default_factory=list)
-    sizes: Sequence | None = None
+    agreed: Agreed = field(default_factory=Agreed)
+    copies: dict[torch.device, "Step"] = field(init=False, default_factory=dict, repr=False)
+
+    def on(self, device: torch.device, heads: Container[int] | None = None) -> "Step":
+        """The pass as layers on a device see it; what leads left for their followers moves there.
+
+        Args:
+            heads: KV heads whose leads have followers to come; None = any. What other heads left is forgotten.
+        """
+        if device == self.past.device and not self.copies:
+            return self
+        length = self.max_length  # first of all, so that no copy reads it from its device again
+        found, every = self._at(device), range(sys.maxsize)
+        for step in (found, *(part for part, _ in found.groups)):
+            step.lead.move(device, length, every if heads is None else heads)
+        return found
+
+    def _at(self, device: torch.device) -> "Step":
+        """The copy for a device."""
+        self.copies.setdefault(self.past.device, self)
+        if device not in self.copies:
+            self.copies[device] = self._copy(device)
+        return self.copies[device]
+
+    def _copy(self, device: torch.device) -> "Step":
+        ropes = self.ropes and ropes_on(self.ropes, device)
+        copied = replace(
+            self,
+            past=self.past.to(device),
+            counts=self.counts.to(device),
+            starts=None if self.starts is None else self.starts.to(device),
+            ropes=ropes,
+            groups=[(part._at(device), rows.to(device)) for part, rows in self.groups],
+        )
+        copied.copies = self.copies
+        if "rows" in vars(self):
+            vars(copied)["rows"] = self.rows  # read once for all devices
+        return copied
+
+    @property
+    def sizes(self) -> Sequence | None:
+        """Tokens that every layer keeps, where the first layer that asks decides for all."""
+        return self.agreed.sizes
+
+    @sizes.setter
+    def sizes(self, sizes: Sequence) -> None:
+        self.agreed.sizes = sizes
 
     @cached_property
     def positions(self) -> Tensor:
@@ -182,6 +285,11 @@ class CacheLayer(CacheLayerMixin):
         """Every tensor that the layer holds, with the name of the part it counts towards."""
         for name, store in self.stores().items():
             yield from ((name.partition(" of ")[0], tensor) for tensor in store.tensors())
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where its tensors are; None while it has none."""
+        return next((tensor.device for _, tensor in self.parts()), None)
 
     def select_rows(self, index: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch."""
@@ -270,9 +378,10 @@ class Compaction:
 
     def scatter(self, x: Tensor) -> Tensor:
         """``[B, m, c]`` back to ``[B, n, c]`` with zeros on padding."""
-        rank = (self.mask.long().cumsum(1) - 1).clamp(min=0)
+        mask = self.mask.to(x.device)  # the last layer may lie on another device than the first
+        rank = (mask.long().cumsum(1) - 1).clamp(min=0)
         restored = x.gather(1, rank[..., None].expand(-1, -1, x.shape[-1]))
-        return restored.masked_fill(~self.mask[..., None], 0.0)
+        return restored.masked_fill(~mask[..., None], 0.0)
 
     def padded_positions(self, past: Tensor | int) -> Tensor:
         """``[B, n]`` position of each column's token in its row, after ``past`` tokens per row."""
@@ -343,6 +452,7 @@ def put_columns(target: Tensor, columns: Tensor, counts: Tensor, x: Tensor) -> N
     """Write the first ``counts[b]`` of ``[B, width, c]`` to their columns of ``[B, n, c]``."""
     real = torch.arange(columns.shape[1], device=columns.device) < counts[:, None]
     rows, places = real.nonzero(as_tuple=True)
+    x = x.to(target.device)  # the last layer may lie on another device than the first
     target[rows, columns[rows, places]] = x[rows, places]
 
 

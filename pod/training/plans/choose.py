@@ -282,5 +282,6 @@ def _summed_loss(model: PodForCausalLM, tokens: Tensor) -> float:
         for part in tokens.split(GROUP_SIZE if packs else tokens.shape[1], dim=1)
     ]
     hidden = torch.cat(parts, dim=1)[:, :-1]
-    losses, _ = token_scores(hidden, model.lm_head.weight, tokens[:, 1:], 1 << 28)
+    weight = model.lm_head.weight  # whose device need not be that of the tokens
+    losses, _ = token_scores(hidden.to(weight.device), weight, tokens[:, 1:].to(weight.device), 1 << 28)
     return losses.double().sum().item()

@@ -73,9 +73,11 @@ def record_attention_inputs(model: PodForCausalLM, input_ids: Tensor) -> Iterato
     layer: PodDecoderLayer
     for number, layer in enumerate(decoder.layers):  # type: ignore[assignment]
         if number in planned:
-            q, k, v = layer.self_attn._project(layer.attention_input(hidden_states))
+            own = hidden_states.to(layer.self_attn.o_proj.weight.device)  # layers may lie on several
+            found = own, *layer.self_attn._project(layer.attention_input(own))
+            hidden, q, k, v = (x.to(input_ids.device) for x in found)
             rope = context.ropes[number]
-            yield AttentionInputs(hidden_states[0], rope(q)[0], rope(k)[0], v[0])
+            yield AttentionInputs(hidden[0], rope(q)[0], rope(k)[0], v[0])
         hidden_states, *carry = layer(hidden_states, context, *carry)
 
 
@@ -258,13 +260,13 @@ class OutputScale(NamedTuple):
     def of(cls, layer: Any, out: Tensor, residual: Tensor) -> "OutputScale":
         """Of a decoder layer with the outputs ``[H, G, q, d]``. What a norm behind attention divides by goes into ``residual``."""
         projection, place = layer.self_attn.o_proj, layer.norms[1]
-        weight = projection.weight.to(out.dtype)
+        weight = projection.weight.to(out)
         if place is not None:
             norm = getattr(layer, f"{place}_layernorm")
             added = out.permute(2, 0, 1, 3).flatten(1) @ weight.T  # [q, hidden]
-            bias = 0.0 if projection.bias is None else projection.bias.to(out.dtype)
+            bias = 0.0 if projection.bias is None else projection.bias.to(out)
             residual = residual * ((added + bias).square().mean(-1) + norm.eps)
-            weight = weight * (norm.weight.to(out.dtype) + norm.offset)[:, None]
+            weight = weight * (norm.weight.to(out) + norm.offset)[:, None]
         weight = weight * layer.residual_multiplier
         columns = weight.unflatten(1, (out.shape[0], -1)).transpose(0, 1)
         return cls(residual, columns, torch.linalg.qr(columns, mode="r").R)  # ‖R e‖ = ‖W e‖

@@ -1,0 +1,254 @@
+"""Runs of models that lie on two simulated devices, started as a script: see `simulated_runs.py`.
+
+Each run is done on the CPU first, then with the layers on "sim:0" and "sim:1", which raise an error where
+tensors of the two meet.
+"""
+
+import copy
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import simulated_device
+import torch
+from conftest import FAMILIES, LEAD, lead_for, make_pod, make_stock, random_ids
+from method_table import ROWS, Row
+from simulated_runs import (
+    answer_of,
+    conversation,
+    explored,
+    generated,
+    largest_difference,
+    model_of,
+    serve,
+    with_room_to_pack,
+)
+from torch import nn
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+import pod
+from pod.modeling.placement import dispatch, is_spread, module_names, named, places_of
+
+HALVES = "00111"
+"""The device of each layer: the border cuts the block of head 0 and that of head 1."""
+BY_TURNS = "01011"
+"""The same for layers that do not stand side by side."""
+
+
+def on_both(model: nn.Module, layers: str = HALVES) -> nn.Module:
+    """A copy with its layers on the two devices."""
+    config = model.config
+    devices = [torch.device("sim", int(number)) for number in ("0", *layers, layers[-1])]
+    places = named(module_names(config), devices, config.tie_word_embeddings)
+    return dispatch(copy.deepcopy(model), places)
+
+
+def devices_of(cache: Any) -> list[str]:
+    """The devices on which tokens of the cache lie."""
+    return sorted(key for key, size in cache.nbytes_by_device().items() if size)
+
+
+def methods() -> Iterator[dict]:
+    """Every method and composition: a padded prompt, a chunk and tokens, saved and loaded between two of them."""
+    models: dict[str, tuple[nn.Module, nn.Module]] = {}
+    for row in (*ROWS, *with_room_to_pack()):
+        if row.model not in models:
+            model = model_of(row)
+            models[row.model] = model, on_both(model)
+        made: list[Any] = []
+
+        def make_cache(model: nn.Module, row: Row = row, made: list = made) -> object:
+            made.append(pod.make_cache(model, row.spec, **row.options))
+            return made[-1]
+
+        one, two = models[row.model]
+        found = [conversation(one, make_cache, "cpu"), conversation(two, make_cache, "sim:0")]
+        yield answer_of(row.id, *found) | {"devices": devices_of(made[-1])}
+
+
+def layouts() -> Iterator[dict]:
+    """What a model holds of itself, by turns too: greedy tokens and beams behind a conversation, of a padded batch."""
+    specs = "full", "pod", "cla", "window", "pod+int4", "cla+int4", "pod+snapkv", "pod+quest"
+    rows = {row.id: row for row in ROWS}
+    for spec in specs:
+        row = rows[spec]
+        model = model_of(row)
+
+        def make_cache(model: nn.Module, row: Row = row) -> object:
+            return pod.make_cache(model, row.spec, **row.options)
+
+        expected = generated(model, make_cache, "cpu", 3)
+        for layers in (HALVES, BY_TURNS):
+            found = generated(on_both(model, layers), make_cache, "sim:0", 3)
+            yield answer_of(f"{spec}, layers on {layers}", expected, found)
+
+
+def families() -> Iterator[dict]:
+    """Every family from a folder, weights read to their devices: logits with padding and documents, without a cache."""
+    for family in FAMILIES:
+        stock = make_stock(family)
+        plan = pod.SharingPlan(lead_for(stock))
+        options = {"plan": plan, "num_sink_tokens": 4, "num_recent_tokens": 11, "dtype": torch.float64}
+        with tempfile.TemporaryDirectory() as folder:
+            stock.save_pretrained(folder)
+            one = pod.load_model(folder, **options)
+            two = pod.load_model(folder, device_map="balanced", **options)
+        results = []
+        for model, device in ((one, "cpu"), (two, "sim:0")):
+            ids, mask = random_ids(2, 30).to(device), torch.ones(2, 30, dtype=torch.long)
+            mask[1, :7] = 0
+            doc_ids = torch.arange(30).expand(2, -1) // 17
+            with torch.no_grad():
+                padded = model(
+                    ids, attention_mask=mask.to(device), use_cache=False, output_hidden_states=True
+                )
+                packed = model(ids, doc_ids=doc_ids.to(device), labels=ids, use_cache=False)
+            logits = [padded.logits, padded.hidden_states[2], packed.logits, packed.loss[None]]
+            results.append({"logits": logits, "reads": {}})
+        yield answer_of(family, *results) | {"devices": sorted({str(one) for one in places_of(two)})}
+
+
+def bytes_of(model: nn.Module, layers: str) -> dict[str, Any]:
+    """Bytes by device after the same prompt: of the spread cache, and those of each layer of a whole one added up."""
+    whole, spread = pod.make_cache(model), on_both(model, layers)
+    cache = pod.make_cache(spread)
+    with torch.no_grad():
+        model(random_ids(2, 40), past_key_values=whole)
+        spread(random_ids(2, 40).to("sim:0"), past_key_values=cache)
+    planned = {"sim:0": whole.nbytes_by_part()["bookkeeping"], "sim:1": 0}
+    for layer, number in zip(whole.layers, layers, strict=True):
+        planned[f"sim:{number}"] += sum(tensor.untyped_storage().nbytes() for _, tensor in layer.parts())
+    return {"found": cache.nbytes_by_device(), "planned": planned, "total": cache.nbytes}
+
+
+def bytes_by_device() -> Iterator[dict]:
+    """Where a cache lies."""
+    for name, plan in (("pod", True), ("dense", False)):
+        for layers in (HALVES, BY_TURNS):
+            yield {"name": f"{name}, {layers}", **bytes_of(make_pod("llama", plan=plan), layers)}
+
+
+def saved_and_moved() -> Iterator[dict]:
+    """A cache that one device saved, read by a model on two, and the other way round."""
+    model = make_pod("llama")
+    spread = on_both(model)
+    ids = random_ids(2, 40)
+    for name, first, second in (("to two", model, spread), ("to one", spread, model)):
+        device = "cpu" if second is model else "sim:0"
+        cache = pod.make_cache(first)
+        with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+            first(ids[:, :39].to(first.device), past_key_values=cache)
+            pod.save_cache(first, cache, Path(folder, "cache"))
+            moved = pod.load_cache(second, Path(folder, "cache"))
+            found = second(ids[:, 39:].to(device), past_key_values=moved).logits[:, -1]
+            expected = model(ids, use_cache=False).logits[:, -1]
+        yield {
+            "name": name,
+            "difference": largest_difference([expected], [found]),
+            "same tokens": True,
+            "devices": devices_of(moved),
+        }
+
+
+def exported() -> Iterator[dict]:
+    """An export whose code runs in plain transformers, by the map that transformers makes of it."""
+    model = make_pod("llama", use_cache=True)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        # as AutoModelForCausalLM does where this package is not installed
+        of_export = get_class_from_dynamic_module("llama.PodForCausalLM", folder)
+        places = dict(zip(module_names(model.config), [f"sim:{i}" for i in "00011111"], strict=True))
+        spread = of_export.from_pretrained(folder, dtype=torch.float64, device_map=places)
+    ids = random_ids(2, 30)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    with torch.no_grad():
+        expected = {"logits": [model(ids).logits], "tokens": [model.generate(ids, **options)]}
+        there = ids.to("sim:0")
+        found = {
+            "logits": [spread(there).logits],
+            "tokens": [spread.generate(there, **options)],
+            "reads": {},
+        }
+    assert isinstance(spread, nn.Module) and not isinstance(spread, type(model)), "the export's own code"
+    yield answer_of("export", expected, found) | {
+        "devices": sorted({str(x.device) for x in spread.parameters()})
+    }
+
+
+def refused() -> Iterator[dict]:
+    """What does not work on two devices says so."""
+    model = make_pod("llama", plan=False)
+    said = {}
+    for layers in ("00011", HALVES):
+        try:
+            pod.make_cache(on_both(model, layers), "minicache", share=0.1)
+        except ValueError as error:
+            said[layers] = str(error)
+    yield {"minicache": said}
+
+
+def engine() -> Iterator[dict]:
+    """The decode engine steps aside, with the same tokens."""
+    model = make_pod("llama", use_cache=True)
+    spread, ids = on_both(model), random_ids(2, 20)
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    cache = pod.make_cache(spread, "pod", capacity=60)
+    tokens = [spread.generate(ids.to("sim:0"), past_key_values=cache, **options)]
+    expected = {"logits": [torch.zeros(1)], "tokens": [model.generate(ids, **options)]}
+    try:
+        cache.engine.greedy(spread, tokens[0][:, -1:], 1)
+        refusal = None
+    except ValueError as error:
+        refusal = str(error)
+    answer = answer_of("engine", expected, {"logits": [torch.zeros(1)], "tokens": tokens, "reads": {}})
+    yield answer | {"steps": cache.engine.steps, "without": cache.engine.without_graph(), "refused": refusal}
+
+
+def loaded() -> Iterator[dict]:
+    """Ways to load: a model in memory that lies on two devices already, and `auto`, which takes one device where that is enough."""
+    one = make_pod("llama")
+    two = on_both(one)
+    again = pod.load_model(two, plan=pod.SharingPlan(LEAD), num_sink_tokens=4, num_recent_tokens=11)
+    room = pod.load_model(one, device_map="auto", max_memory={"sim:1": 2**30, "sim:0": "1GiB"})
+    yield {
+        "in memory": [str(device) for device in places_of(again)],
+        "auto": sorted({str(weight.device) for weight in room.parameters()}),
+        "spread": [is_spread(model) for model in (one, two, again, room)],
+    }
+
+
+def reads() -> Iterator[dict]:
+    """How often the host waits in a padded prompt, a chunk and a token: with layers on one device, and on both."""
+    found = {}
+    for name, layers in (("one", "00000"), ("both", HALVES)):
+        steps = conversation(on_both(make_pod("llama"), layers), pod.make_cache, "sim:0")["reads"]
+        found[name] = {step: sum(counts.values()) for step, counts in steps.items()}
+    yield found
+
+
+def exploring() -> Iterator[dict]:
+    """The measurements behind a plan, on a dense model that lies on two devices."""
+    model = make_pod(plan=False)
+    yield answer_of("costs, similarity, loss", explored(model, "cpu"), explored(on_both(model), "sim:0"))
+
+
+PARTS: dict[str, Callable[[], Iterator[dict]]] = {
+    "methods": methods,
+    "layouts": layouts,
+    "families": families,
+    "bytes": bytes_by_device,
+    "saved": saved_and_moved,
+    "exported": exported,
+    "refused": refused,
+    "engine": engine,
+    "reads": reads,
+    "loaded": loaded,
+    "exploring": exploring,
+}
+
+if __name__ == "__main__":
+    simulated_device.register()
+    torch.set_num_threads(1)
+    serve(PARTS, sys.argv[1:])
