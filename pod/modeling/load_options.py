@@ -154,6 +154,8 @@ def _is_spread(device_map: Any) -> bool:
     """Whether a ``device_map`` may name several devices."""
     if isinstance(device_map, Mapping):
         return len(set(map(str, device_map.values()))) > 1
+    if isinstance(device_map, list | tuple):
+        return True
     return isinstance(device_map, str) and device_map in STYLES
 
 
@@ -161,7 +163,7 @@ def _device_of(device_map: Any) -> torch.device | None:
     """The one device that a ``device_map`` names."""
     if device_map is None:
         return None
-    asked = next(iter(device_map.values()), None) if isinstance(device_map, Mapping) else device_map
+    asked: Any = next(iter(device_map.values()), None) if isinstance(device_map, Mapping) else device_map
     try:
         return torch.device(asked)
     except (RuntimeError, TypeError) as error:

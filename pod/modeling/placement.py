@@ -8,6 +8,7 @@ too. So of layouts that fill their devices about equally the one with the fewest
 import difflib
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -127,14 +128,22 @@ def _does_not_fit(parts: Parts, capacities: Sequence[float]) -> str:
     )
 
 
+class _Layout(NamedTuple):
+    """Heads that cross so far, the filling of the fullest device, and the device of each part."""
+
+    crossing: int
+    fullest: float
+    devices: list[int]
+
+
 def _best(parts: Parts, capacities: Sequence[float], limit: float) -> list[int] | None:
     """The layout with the fewest heads that cross, of these with the least full fullest device; None = none is within the limit.
 
     By dynamic programming: ``best[n]`` is that of the first ``n`` parts on the devices so far.
     """
     count = len(parts.sizes)
-    before = [0, *_sums(parts.sizes)]
-    best: list[tuple[int, float, list[int]] | None] = [(0, 0.0, []), *[None] * count]
+    before = list(accumulate(parts.sizes, initial=0))
+    best: list[_Layout | None] = [_Layout(0, 0.0, []), *[None] * count]
     for device, capacity in enumerate(capacities):
         following = list(best)  # the device may stay empty
         for start, known in enumerate(best[:count]):
@@ -144,20 +153,14 @@ def _best(parts: Parts, capacities: Sequence[float], limit: float) -> list[int] 
                 filling = (before[stop] - before[start]) / capacity if capacity else math.inf
                 if filling > limit:
                     break
-                crossing = known[0] + parts.crossing[start]
-                score = crossing, max(known[1], filling)
+                crossing, fullest = known.crossing + parts.crossing[start], max(known.fullest, filling)
                 held = following[stop]
-                if held is None or score < held[:2]:
-                    following[stop] = (*score, [*known[2], *[device] * (stop - start)])
+                if held is None or (crossing, fullest) < held[:2]:
+                    devices = [*known.devices, *[device] * (stop - start)]
+                    following[stop] = _Layout(crossing, fullest, devices)
         best = following
-    return None if best[count] is None else best[count][2]
-
-
-def _sums(sizes: Sequence[int]) -> list[int]:
-    totals: list[int] = []
-    for size in sizes:
-        totals.append(size + (totals[-1] if totals else 0))
-    return totals
+    found = best[count]
+    return None if found is None else found.devices
 
 
 def _fillings(parts: Parts, capacities: Sequence[float], found: Sequence[int]) -> list[float]:
@@ -173,13 +176,13 @@ def _fillings(parts: Parts, capacities: Sequence[float], found: Sequence[int]) -
 def place(
     config: PodConfig,
     bytes_per_number: int,
-    asked: str | Mapping[str, Any],
+    asked: str | Mapping[str, Any] | Sequence[Any],
     max_memory: Mapping[Any, Any] | None,
 ) -> dict[str, torch.device]:
     """The device of every part of a model, by its module's name.
 
     Args:
-        asked: one of ``STYLES``, or devices by module, as ``device_map`` of transformers.
+        asked: one of ``STYLES``, or devices by module, as ``device_map`` of transformers; a list of devices is ``auto`` on these.
         max_memory: bytes, or a text as ``"70GiB"``, by device: what weights may take there; None = of every
             accelerator what is free, less some room (``ROOM_OF_AUTO``, ``ROOM``).
 
@@ -187,10 +190,13 @@ def place(
         ValueError: modules without a device or that are cut, offloading, a model that does not fit.
     """
     names = module_names(config)
-    if not isinstance(asked, str):
+    if isinstance(asked, Mapping):
         return _by_map(names, asked, config.tie_word_embeddings)
-    style = "sequential" if asked == "sequential" else "balanced"
     free = capacities(max_memory)
+    if not isinstance(asked, str):
+        only, asked = [_device(one, "device_map") for one in asked], "auto"
+        free = {device: free_bytes(device) for device in only}
+    style = "sequential" if asked == "sequential" else "balanced"
     if len(free) == 1 and max_memory is None:
         return named(names, list(free) * (len(names) - 1), config.tie_word_embeddings)
     parts, refusal = parts_of(config, bytes_per_number), None
@@ -309,9 +315,9 @@ def _by_map(names: Sequence[str], asked: Mapping[str, Any], is_tied: bool) -> di
         if not keys:
             raise ValueError(f"device_map says nothing of {name}: give it a device, or all with the key ''")
         found[name] = _device(asked[max(keys, key=len)], "device_map")
-    kinds = {device.type for device in found.values()}
-    if len(set(found.values())) > 1 and "cpu" in kinds:
-        raise ValueError(_no_offloading("device_map names cpu beside other devices"))
+    for kind in sorted({device.type for device in found.values()} & {"cpu", "meta"}):
+        if len(set(found.values())) > 1:
+            raise ValueError(_no_offloading(f"device_map names {kind} beside other devices"))
     if is_tied and found[_HEAD] != found[_EMBEDDING]:
         raise ValueError(
             f"device_map puts {_HEAD} on {found[_HEAD]} and {_EMBEDDING} on {found[_EMBEDDING]}, but they are one weight "
