@@ -40,12 +40,19 @@ def decode_cases() -> Iterator[AotCase]:
     ):
         for part, suffix in ((ALL, ""), (FIRST, " tau near"), (SECOND, " tau far")):
             yield _decode_case(suffix, dtype, head_dim, groups, group_size, part)
+        yield _decode_case(" sink", dtype, head_dim, groups, group_size, ALL, with_sink=True)
         for with_gate, suffix in ((False, ""), (True, " tau")):
             yield _combine_case(suffix, dtype, head_dim, groups, group_size, with_gate)
 
 
 def _decode_case(
-    suffix: str, dtype: torch.dtype, head_dim: int, groups: int, group_size: int | None, part: int
+    suffix: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    groups: int,
+    group_size: int | None,
+    part: int,
+    with_sink: bool = False,
 ) -> AotCase:
     short, packed = SHORT[dtype], group_size is not None
     shape = triton_decode.tile(dtype, head_dim, groups, packed, part)._asdict()
@@ -66,6 +73,11 @@ def _decode_case(
         kinds = ("zero", "scale", "tail")
         constants |= dict.fromkeys([f"{x}_{y}" for x in ("key", "value") for y in kinds])
         constants |= {"packed_lengths": None, "ring": 1}
+    constants |= {"WITH_SINK": with_sink}
+    if with_sink:
+        types |= dict.fromkeys(("sink_logits", "sink_values"), f"*{short}")
+    else:
+        constants |= {"sink_logits": None, "sink_values": None}
     kernel, name = triton_decode.decode_kernel, _name(dtype, head_dim, groups, group_size)
     hot = dtype != torch.float32
     return AotCase(

@@ -13,6 +13,8 @@ tiles of half the features, every product is two, and nothing is interleaved; a 
 The newest tokens of packed stores are native and near (this asks for ``num_recent_tokens`` >= the ring that holds them): they get
 tiles of their own, behind the packed near ones. Windows are always native.
 
+**A constant sink** is where the softmax of a window's first split begins: one token with the sink's logit and value.
+
 Nothing here waits for the device or allocates. Logits and sums are fp32; those of fp32 inputs full fp32, not TF32.
 """
 
@@ -197,6 +199,23 @@ def values_at(
         return native(values + start * row + token * row, inside, PACKED, HEAD_DIM, BLOCK_D)
 
 
+@triton.jit
+def sink_at(
+    logits, values, groups, low, high,
+    PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Peak, sum and output of ``groups`` query heads that have seen one token with these logits and this value."""
+    heads, features = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    peak = tl.load(logits + heads, mask=heads < groups, other=float("-inf")).to(tl.float32) * _LOG2E
+    total = tl.where(peak == float("-inf"), 0.0, 1.0)
+    value = tl.load(values + features, mask=features < HEAD_DIM, other=0.0).to(tl.float32)
+    low += total[:, None] * value[None, :]
+    if PACKED:
+        value = tl.load(values + BLOCK_D + features).to(tl.float32)
+        high += total[:, None] * value[None, :]
+    return peak, total, low, high
+
+
 # vary by layer, batch or call: one compiled kernel for all
 _FREE = ["leads", "followers", "windows", "programs", "scale", "tau"]
 
@@ -204,10 +223,10 @@ _FREE = ["leads", "followers", "windows", "programs", "scale", "tau"]
 @triton.jit(do_not_specialize=_FREE)
 def decode_kernel(
     q, keys, key_zero, key_scale, key_tail, window, values, value_zero, value_scale, value_tail, near_keys, near_values,
-    lengths, packed_lengths, table, logits, distant_lse, part_out, part_lse,
+    lengths, packed_lengths, table, sink_logits, sink_values, logits, distant_lse, part_out, part_lse,
     leads, followers, windows, programs, n_s, n_r, room, capacity, ring, scale, tau,
     q_batch, q_head, k_batch, k_head, k_row, w_batch, w_head, w_row, v_batch, v_head, v_row, n_batch, n_head, n_row,
-    PART: tl.constexpr, PACKED: tl.constexpr, KEY_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr,
+    PART: tl.constexpr, PACKED: tl.constexpr, KEY_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr, WITH_SINK: tl.constexpr,
     GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """One split of one head of one row; ``logits`` ``[B, H, G, room]``, see ``DecodeBuffers`` for the partial results.
@@ -290,6 +309,12 @@ def decode_kernel(
     total = tl.zeros([BLOCK_G], tl.float32)
     low = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     high = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    if WITH_SINK:
+        groups = tl.where(is_window & (split == 0), GROUPS, 0)
+        peak, total, low, high = sink_at(
+            sink_logits + head * GROUPS, sink_values + head * HEAD_DIM, groups, low, high,
+            PACKED, HEAD_DIM, BLOCK_G, BLOCK_D,
+        )  # fmt: skip
 
     far_last = tl.minimum(last, far_tiles)
     if is_lead:
@@ -480,6 +505,8 @@ def unsupported(call: DecodeCall) -> str | None:
         return "features that are not neighbours in memory (stride 1 in the last dimension)"
     if call.near is not None and call.near.keys.stride() != call.near.values.stride():
         return "near keys and values with different strides"
+    if call.sink is not None and not all(x.is_contiguous() for x in call.sink):
+        return "a constant sink that is not contiguous"
     if call.buffers.programs < call.roles.num_heads or not call.buffers.logits.is_contiguous():
         return "buffers that make_buffers did not make for these heads"
     return triton_launch.unsupported(q)
@@ -533,12 +560,12 @@ def _launch(call: DecodeCall, part: int) -> None:
     triton_launch.run(
         decode_kernel, (buffers.programs, batch), call.q,
         call.q, *of_keys, window, *of_values, near_keys, near_values, call.lengths, packed_lengths, role_table(roles, call.q.device),
-        buffers.logits, buffers.distant_lse, buffers.partial_out, buffers.partial_lse,
+        *((None, None) if call.sink is None else call.sink), buffers.logits, buffers.distant_lse, buffers.partial_out, buffers.partial_lse,
         *_counts(roles), buffers.programs, call.num_sink_tokens, call.num_recent_tokens,
         buffers.logits.stride(2), call.num_slots, ring, call.scale, 2.0 if call.tau is None else call.tau,
         *call.q.stride()[:2], *strides,
         PART=part, PACKED=packed_lengths is not None, KEY_GROUP=group_sizes[0], VALUE_GROUP=group_sizes[1],
-        GROUPS=groups, HEAD_DIM=head_dim,
+        WITH_SINK=call.sink is not None, GROUPS=groups, HEAD_DIM=head_dim,
         **tile(call.q.dtype, head_dim, groups, packed_lengths is not None, part)._asdict(),
     )  # fmt: skip
 

@@ -27,7 +27,11 @@ def _decode_head(call: DecodeCall, row: int, head: int, length: int) -> None:
         assert call.near is not None
         slots, place = call.num_sink_tokens + call.num_recent_tokens, call.roles.windows.index(head)
         keys, values = (_tokens(x, row, place, min(length, slots), compute) for x in call.near)
-        call.out[row, mine] = ((q @ keys.T).softmax(-1) @ values).to(call.out.dtype)
+        logits = q @ keys.T
+        if call.sink is not None:
+            logits = torch.cat((logits, call.sink.logits[mine, None].to(compute)), dim=1)
+            values = torch.cat((values, call.sink.values[head, None].to(compute)))
+        call.out[row, mine] = (logits.softmax(-1) @ values).to(call.out.dtype)
         return
     assert call.values is not None
     values = _tokens(call.values, row, call.roles.held.index(head), length, compute)

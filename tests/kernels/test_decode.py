@@ -20,6 +20,7 @@ from pod.modeling.shipped.decode import (
 )
 from pod.modeling.shipped.packed import Packed
 from pod.modeling.shipped.sharing import Roles
+from pod.modeling.shipped.sinks import Sink
 
 NAN = float("nan")
 
@@ -38,6 +39,7 @@ class Layer:
     v: torch.Tensor
     lead_k: torch.Tensor
     held_v: torch.Tensor
+    sink: Sink | None = None
     packed: tuple[Packed, Packed] | None = None
 
 
@@ -60,6 +62,8 @@ class Case:
     group_size: int = 0
     """4-bit groups; 0 = native."""
     residual: int = 4
+    has_sink: bool = False
+    """Constants in the place of first tokens, for heads that keep their windows."""
 
     @property
     def capacity(self):
@@ -79,6 +83,8 @@ def build(case: Case) -> list[Layer]:
     for number, leads in enumerate(case.layers):
         q, k, v = (random(batch, heads, n, d) for n in (case.groups, case.capacity, case.capacity))
         layers.append(Layer(leads, case.windows.get(number, []), q, k, v, k, v))
+        if case.has_sink:
+            layers[-1].sink = Sink(random(heads * case.groups), random(heads, d))
         if case.group_size:
             stores = packed(case, k, True), packed(case, v, False)
             (keys, layers[-1].lead_k), (values, layers[-1].held_v) = stores
@@ -110,9 +116,13 @@ def oracle(case: Case, layers: list[Layer], tau=None):
             gate[b, h, g] = shares[0] / sum(shares) if follows else NAN
             skips = tau is not None and follows and gate[b, h, g] >= tau
             seen = near if skips or sees_window_only else near | far
-            values = layer.v if sees_window_only else layer.held_v
-            weights = torch.tensor([math.exp(x) for x in seen.values()], dtype=torch.float64)
-            out[b, h, g] = weights / weights.sum() @ values[b, h, list(seen)].double()
+            values = (layer.v if sees_window_only else layer.held_v)[b, h, list(seen)].double()
+            scores = list(seen.values())
+            if sees_window_only and layer.sink is not None:
+                scores.append(layer.sink.logits[h * case.groups + g].item())
+                values = torch.cat((values, layer.sink.values[h, None].double()))
+            weights = torch.tensor(scores, dtype=torch.float64).exp()
+            out[b, h, g] = weights / weights.sum() @ values
         outputs.append(out)
         gates.append(gate)
     return outputs, gates
@@ -205,6 +215,7 @@ def arguments_of(case: Case, number: int, layer: Layer, stores: list, buffers) -
         "buffers": buffers,
         "num_sink_tokens": case.n_s,
         "num_recent_tokens": case.n_r,
+        "sink": layer.sink,
     }
 
 
@@ -329,7 +340,30 @@ PACKED |= {
     ),
     "packed, windows alone": Case([40], [[]], n_r=21, group_size=16, head_dim=32, windows={0: [0, 1]}),
 }
-CASES |= PACKED | WINDOWS
+SINKS = {
+    "sinks, windows alone": Case([40, 8, 3, 1], [[]], windows={0: [0, 1]}, n_s=0, has_sink=True),
+    "sinks, all roles": Case(
+        [70, 31, 6],
+        [[0, 1, 2, 3, 4], [2], [], [1]],
+        num_heads=5,
+        groups=3,
+        windows={1: [0, 1, 3], 2: [1, 3], 3: [2]},
+        n_s=0,
+        has_sink=True,
+    ),
+    "sinks, many tiles": Case(
+        [300, 290],
+        [[0, 3], [3]],
+        num_heads=4,
+        n_s=0,
+        n_r=150,
+        windows={0: [1, 2], 1: [1, 2]},
+        has_sink=True,
+    ),
+    "sinks, packed": replace(PACKED["packed, windows"], n_s=0, has_sink=True),
+    "sinks, head_dim 24": Case([33, 2], [[0], [0]], windows={0: [1], 1: [1]}, head_dim=24, has_sink=True),
+}
+CASES |= PACKED | WINDOWS | SINKS
 TAUS = [None, 0.0, 0.3, 0.7, 1.0]
 
 
@@ -376,6 +410,7 @@ def test_grouped_without_weights_of_its_own(name):
         "packed, ragged",
         "windows inside blocks",
         "packed, windows",
+        "sinks, all roles",
     ],
 )
 def test_grouped_is_as_exact_as_the_reference(name, dtype, monkeypatch):

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
 ]
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-FLAGS = ("PART", "WITH_GATE", "PACKED", "WITH_DELTA", "WITH_NORM", "HAS_LEAD")
+FLAGS = ("PART", "WITH_GATE", "PACKED", "WITH_DELTA", "WITH_NORM", "HAS_LEAD", "WITH_SINK")
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -45,13 +45,14 @@ class Recorder:
 
 
 def decoding():
-    """A prompt and two tokens, in native and in 4-bit stores, with and without threshold and head norms."""
+    """A prompt and two tokens, in native and in 4-bit stores, with and without threshold and head norms, and constant sinks."""
     config = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     sizes = {"vocab_size": 50, "intermediate_size": 32, "num_hidden_layers": 2, "lead": [[0, 0], [0, 1]]}
     config |= sizes | {"num_sink_tokens": 2, "num_recent_tokens": 64}
+    sinks = config | {"num_sink_tokens": 0, "sinks": "constant", "lead": [[0, 0], [0, None]]}
     for spec, options in (("pod", {}), ("pod+int4", {"group_size": 32, "residual": 32})):
-        for tau in (None, 0.5):
-            model = pod.PodForCausalLM(pod.PodConfig(**config, qk_norm=tau is not None)).bfloat16().eval()
+        for tau, fields in ((None, config), (0.5, config), (None, sinks)):
+            model = pod.PodForCausalLM(pod.PodConfig(**fields, qk_norm=tau is not None)).bfloat16().eval()
             cache = pod.make_cache(model, spec, tau=tau, capacity=128, **options)
             with torch.no_grad():
                 model(torch.ones(2, 90, dtype=torch.long), past_key_values=cache)

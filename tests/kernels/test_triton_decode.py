@@ -43,6 +43,11 @@ RUNS = [  # case of test_decode.py, dtype, tau, programs per row (None = by the 
     ("windows of many tiles", "float16", 0.3, 11),
     ("packed, windows", "float32", 0.3, 17),
     ("packed, windows alone", "float32", None, None),
+    ("sinks, windows alone", "float32", None, None),
+    ("sinks, all roles", "float32", 0.3, 13),
+    ("sinks, many tiles", "float32", None, 40),
+    ("sinks, packed", "float32", 0.3, 17),
+    ("sinks, head_dim 24", "float16", None, 7),
 ]
 if os.environ.get("POD_TEST_ALL_DECODE") == "1":
     RUNS += [
