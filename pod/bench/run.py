@@ -9,8 +9,8 @@ from pod.bench.args import FULL, SHAPES, STOCK, BenchArgs
 from pod.bench.decode_bytes import Sizes, held_per_row, is_modelled, needed, read_per_step, spread_plan
 from pod.files import keep_old, write_json
 from pod.measure.machine import version
-from pod.modeling.shipped.sharing import SharingPlan
-from pod.models import read_config, resolve_model
+from pod.modeling.shipped.sharing import SharingPlan, SinkConstants
+from pod.models import head_dim_of, read_config, resolve_model
 
 if TYPE_CHECKING:
     import torch
@@ -109,11 +109,25 @@ def subject(recipe: "Recipe") -> Measured:
         source = "generated, {:.0%} of the pairs follow, {:.0%} keep their window".format(*shares)
     plan = replace(plan, head_order=None)  # another order costs the same and copies the weights
     windows = model.windows(plan)
-    plan = replace(plan, **windows)
+    plan = _with_sinks(plan, windows, model.sinks or plan.sinks, config)
     near = windows["num_sink_tokens"], windows["num_recent_tokens"]
     sizes = Sizes.of(config, plan, near, _ELEMENT[model.dtype])
     is_export = args.shapes is None and stored.model_type == "pod"
     return Measured(sizes, source, config.max_position_embeddings, near, is_export)
+
+
+def _with_sinks(plan: SharingPlan, windows: dict[str, Any], sinks: str | None, config: Any) -> SharingPlan:
+    """The plan with these windows; with constant sinks it has some, as any numbers cost the same."""
+    if sinks != "constant":
+        return replace(plan, **windows, sinks=None, sink_constants=None)
+    heads, head_dim = config.num_attention_heads, head_dim_of(config)
+    value = ((0.0,) * head_dim,) * plan.num_key_value_heads
+    has_own = getattr(config, "layer_windows", None) or [None] * plan.num_layers
+    has = [None in row and own is None for row, own in zip(plan.lead, has_own, strict=True)]
+    constants = SinkConstants(
+        tuple((0.0,) * heads if one else None for one in has), tuple(value if one else None for one in has)
+    )
+    return replace(plan, **windows, sinks=sinks, sink_constants=constants)
 
 
 def _places(recipe: "Recipe") -> dict[str, str]:

@@ -30,6 +30,20 @@ def merged(adapted: Any, folder: str | os.PathLike) -> Any:
     return adapted.merge_and_unload()
 
 
+def adapter_weights(folder: Path) -> dict[str, Any]:
+    """The weights in an adapter's folder, by the names that peft gives them. ValueError when they cannot be read."""
+    try:
+        from peft.utils import load_peft_weights
+    except ImportError:
+        raise ValueError(f"{folder} is an adapter, which needs the package peft: pip install peft") from None
+    try:
+        return load_peft_weights(str(folder), device="cpu")
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"the adapter in {folder} cannot be read: {' '.join(str(error).split())[:300]}"
+        ) from error
+
+
 def put_on(model: Any, folder: Path) -> Any:
     """A `PeftModel`: the adapter with all of its weights on a model. ValueError when they do not fit."""
     try:

@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +23,7 @@ from transformers import (
 
 from pod.families import FAMILIES, OTHER_PARTS, fields_of, read_weight, stored_names
 from pod.files import read_json
-from pod.modeling.adapters import CONFIG_NAME, base_of, is_of_a_plan, merged, put_on
+from pod.modeling.adapters import CONFIG_NAME, adapter_weights, base_of, is_of_a_plan, merged, put_on
 from pod.modeling.checkpoints import ADAPTER_CONFIG, EMBEDDING, HEAD, has_own_head, is_adapter, weight_files
 from pod.modeling.load_options import LoadOptions, load_options
 from pod.modeling.placement import dispatch, layout_of, stock_map
@@ -30,7 +31,7 @@ from pod.modeling.shipped.attend import compute_dtype
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.flash_version import use_asked
 from pod.modeling.shipped.llama import PodForCausalLM, PodModel
-from pod.modeling.shipped.sharing import SharingPlan
+from pod.modeling.shipped.sharing import SharingPlan, SinkConstants
 from pod.models import read_config, resolve_model, ways_without_network
 
 AutoConfig.register(PodConfig.model_type, PodConfig)
@@ -41,6 +42,7 @@ _PROJECTION = re.compile(
     r"model\.layers\.(\d+)\.self_attn\.(?:([qkv])_(?:proj\.(?:weight|bias)|norm\.weight)|o_proj\.weight)"
 )
 _SINKS = re.compile(r"model\.layers\.(\d+)\.self_attn\.(sinks|sink_values)")
+_SINKS_ANYWHERE = re.compile(rf"(?:.*\.)?{_SINKS.pattern}")
 Order = Sequence[Sequence[int]]
 """``[L][Hq]``: which query head of the original weights stands at each place, as ``SharingPlan.head_order``."""
 
@@ -83,6 +85,19 @@ def sink_weights(plan: SharingPlan | None, config: PodConfig) -> Constants:
         for name, rows in (("sinks", constants.logits), ("sink_values", constants.values)):
             found[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(rows[layer], dtype=torch.float32)
     return found
+
+
+def with_constants(plan: SharingPlan, weights: Mapping[str, Tensor]) -> SharingPlan:
+    """The plan with the constants that trained weights hold, whose names may stand behind a prefix (peft's); in the model's order."""
+    logits: list[Any] = [None] * plan.num_layers
+    values: list[Any] = [None] * plan.num_layers
+    for name, weight in weights.items():
+        if found := _SINKS_ANYWHERE.fullmatch(name):
+            rows = logits if found[2] == "sinks" else values
+            rows[int(found[1])] = weight.tolist()
+    if plan.sinks != "constant" or not any(logits):
+        return plan
+    return replace(plan, sink_constants=SinkConstants(tuple(logits), tuple(values)))
 
 
 def from_dense(
@@ -342,7 +357,10 @@ def load_adapter(folder: str | os.PathLike, base: Any = None, **options: Any) ->
     config = PodConfig.from_dict(read_json(folder / CONFIG_NAME))
     windows = {name: getattr(config, name) for name in ("num_sink_tokens", "num_recent_tokens")}
     source = base_of(folder) if base is None else base
-    model = load_model(source, plan=config.sharing_plan, layout=config.layout, **windows, **options)
+    plan = config.sharing_plan
+    if config.sinks == "constant":
+        plan = with_constants(plan, adapter_weights(folder))
+    model = load_model(source, plan=plan, layout=config.layout, **windows, **options)
     # nothing has asked for a rotation yet: the tables are made from these at the first forward pass
     model.config.rope_parameters = config.rope_parameters
     model.config.max_position_embeddings = config.max_position_embeddings

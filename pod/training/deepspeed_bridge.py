@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pod.modeling.shipped.experts import PodExperts
+from pod.modeling.shipped.sinks import PARAMETERS
 from pod.verbosity import is_verbose
 
 TESTED = "0.19.8"
@@ -34,6 +35,7 @@ _PARTS = {
     "deepspeed.runtime.sequence_parallel.parallel_state_sp:get_sequence_parallel_group": "",
     "deepspeed.utils:set_z3_leaf_modules": "leaf_module_classes raise_if_not_found",
     "deepspeed.runtime.zero:Init": "module config_dict_or_path dtype",
+    "deepspeed.runtime.zero:register_external_parameter": "module parameter",
     "deepspeed.runtime.engine:ZERO_OPTIMIZATION": "",
     f"{_ENGINE}._do_optimizer_sanity_check": "basic_optimizer",
     f"{_ENGINE}.backward": "scale_wrt_gas",
@@ -185,11 +187,16 @@ def drop_carry_hooks(model: Any) -> None:
     """Take ZeRO-3's hooks off the modules that hand on the carry and own no weight: decoder layers and attention.
 
     The hooks fire once per carried tensor. How many there are depends on the heads that a rank computes, and ZeRO-3
-    stops ("disagreement on list contents") when ranks do not meet the same hooks. Their children's gather all weights.
+    stops ("disagreement on list contents") when ranks do not meet the same hooks. Their children's gather all weights, also
+    constant sinks, which are attention's own and read by a child.
     """
+    from deepspeed.runtime.zero import register_external_parameter
+
     for layer in model.model.layers:
         for module in (layer, layer.self_attn):
-            assert not list(module.parameters(recurse=False)), "this module's weights need ZeRO-3's hooks"
+            for name, parameter in module.named_parameters(recurse=False):
+                assert f"self_attn.{name}" in PARAMETERS, "this module's weights need ZeRO-3's hooks"
+                register_external_parameter(module.read_sinks, parameter)
             module._forward_pre_hooks.clear()
             module._forward_hooks.clear()
 

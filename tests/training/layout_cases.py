@@ -11,6 +11,7 @@ CHOICES = {
     "data": ("packed", "plain", "masked"),
     "checkpointing": (True, False),
     "method": ("full", "lora"),
+    "sinks": ("tokens", "constant"),
 }
 
 
@@ -48,10 +49,10 @@ def chosen_cases() -> list[dict]:
 
 
 def name_of(case: dict) -> str:
-    """For example sp2_dp1_acc3_zero3_packed_checkpointing_lora."""
+    """For example sp2_dp1_acc3_zero3_packed_checkpointing_lora_constant."""
     kept = "checkpointing" if case["checkpointing"] else "store"
     sizes = f"sp{case['sp']}_dp{case['dp']}_acc{case['accumulation']}_zero{case['zero']}"
-    return f"{sizes}_{case['data']}_{kept}_{case['method']}"
+    return f"{sizes}_{case['data']}_{kept}_{case['method']}_{case['sinks']}"
 
 
 def settings_of(case: dict) -> dict:

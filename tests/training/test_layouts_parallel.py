@@ -24,12 +24,22 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "case", ["cla", "cla_replicated", "window", "roles", "roles_replicated", "roles_odd"]
+    "case",
+    [
+        "cla",
+        "cla_replicated",
+        "window",
+        "roles",
+        "roles_replicated",
+        "roles_odd",
+        "sinks",
+        "sinks_replicated",
+    ],
 )
 def test_output_and_gradients_equal_one_process(results, case):
     assert all(rank[case]["worst"] <= 1e-9 for rank in results)
     assert results[0][case]["moved"] == (
-        case == "roles_replicated"
+        case.endswith("s_replicated")
     )  # three heads on three ranks need not move
 
 

@@ -27,7 +27,7 @@ def test_loss_and_every_raw_gradient_equal_one_process(parallel_results, layout)
 
 def test_the_cases_hold_every_pair_of_choices():
     every = set().union(*map(layout_cases.pairs, layout_cases.all_cases()))
-    assert len(every) == 137  # of 4 + 2 + 2 + 3 + 3 + 2 + 2 choices
+    assert len(every) == 173  # of 4 + 2 + 2 + 3 + 3 + 2 + 2 + 2 choices
     assert set().union(*map(layout_cases.pairs, layout_cases.covering_cases())) == every
 
 

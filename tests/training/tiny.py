@@ -26,14 +26,30 @@ def plan_rows(heads: int = 3) -> list[list[int | None]]:
     return [row[:heads] for row in rows]
 
 
+def draw_constants(model) -> None:
+    """Random constant sinks, where the model has some: about as heavy as a window, with values so large that the gradients of logits
+    are no small differences."""
+    generator = torch.Generator().manual_seed(8)
+    for name, parameter in model.named_parameters():
+        factor = 0.5 if name.endswith("self_attn.sinks") else 2.0
+        if name.endswith(("self_attn.sinks", "self_attn.sink_values")):
+            parameter.data = factor * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
 SHARING: list[list[int | None]] = [[0, 0, 0], [1, 0, 0], [2, 0, 2], [3, 3, 2]]
 """A plan without windows: one head leads everywhere, the others share in blocks."""
 
 
 def make_model(
-    seed: int = 0, tied: bool = True, heads: tuple[int, int] = (6, 3), dtype=torch.float32, plan=True
+    seed: int = 0,
+    tied: bool = True,
+    heads: tuple[int, int] = (6, 3),
+    dtype=torch.float32,
+    plan=True,
+    sinks: str = "tokens",
 ):
-    """PodForCausalLM of 4 layers with windows far shorter than the rows; plan: that of `plan_rows`, none, or rows."""
+    """PodForCausalLM of 4 layers with windows far shorter than the rows; plan: that of `plan_rows`, none, or rows; sinks: of its windows,
+    constant ones at random."""
     import pod
 
     torch.manual_seed(seed)
@@ -48,12 +64,14 @@ def make_model(
         max_position_embeddings=256,
         initializer_range=0.15,
         tie_word_embeddings=tied,
-        num_sink_tokens=2,
+        num_sink_tokens=2 if sinks == "tokens" else 0,
         num_recent_tokens=5,
+        sinks=sinks,
         lead=plan_rows(heads[1]) if plan is True else plan or None,
         attention_backend="auto",
     )
     model = pod.PodForCausalLM(config).to(dtype)
+    draw_constants(model)
     model.generation_config.eos_token_id = [VOCAB - 1, VOCAB - 2]  # more ends than the configuration knows
     return model
 

@@ -22,6 +22,10 @@ def rows_of(heads):
 
 def make_model(layout, heads):
     torch.manual_seed(0)
+    fields = {"layout": layout}
+    if layout in ("roles", "sinks"):
+        kind = {"num_sink_tokens": 2} if layout == "roles" else {"sinks": "constant"}
+        fields = {"lead": rows_of(heads[1]), **kind}
     config = pod.PodConfig(
         vocab_size=61,
         hidden_size=48,
@@ -32,9 +36,11 @@ def make_model(layout, heads):
         head_dim=8,
         initializer_range=0.3,
         num_recent_tokens=6,
-        **({"layout": layout} if layout != "roles" else {"num_sink_tokens": 2, "lead": rows_of(heads[1])}),
+        **fields,
     )
-    return pod.PodForCausalLM(config).double()
+    model = pod.PodForCausalLM(config).double()
+    tiny.draw_constants(model)
+    return model
 
 
 def gradients(model, out):
@@ -74,6 +80,8 @@ def run(folder):
         "roles": ("roles", (6, 3)),
         "roles_replicated": ("roles", (8, 2)),
         "roles_odd": ("roles", (9, 3)),
+        "sinks": ("sinks", (6, 3)),
+        "sinks_replicated": ("sinks", (8, 2)),
     }
     results = {name: compare(rank, size, *case) for name, case in cases.items()}
     Path(folder, f"rank{rank}.json").write_text(json.dumps(results), encoding="utf-8")

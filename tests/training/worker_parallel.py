@@ -78,7 +78,9 @@ def one_step(args, model, dataset, folder):
     return loss, gradients, trainer
 
 
-def compare(name, out, settings, data, heads=(6, 3), tied=True, plan=True, split=False) -> None:
+def compare(
+    name, out, settings, data, heads=(6, 3), tied=True, plan=True, split=False, sinks="tokens"
+) -> None:
     """One step of a layout, in ranks that may have done others before; split: as if sending keys and values were free."""
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
@@ -86,7 +88,7 @@ def compare(name, out, settings, data, heads=(6, 3), tied=True, plan=True, split
 
     dataset = PackedDataset(data)
     args = TrainArgs(max_grad_norm=1e-3, learning_rate=1e-3, **STEP_SETTINGS, **settings)
-    model = tiny.make_model(heads=heads, tied=tied, plan=plan)
+    model = tiny.make_model(heads=heads, tied=tied, plan=plan, sinks=sinks)
     plain = copy.deepcopy(model)
     with mock.patch.object(ulysses, "SENT_PAIRS", 0 if split else ulysses.SENT_PAIRS):
         loss, gradients, trainer = one_step(args, model, dataset, out / name)
@@ -174,7 +176,8 @@ def main(out: Path) -> None:
     }
     groups: dict[tuple, list] = {(1, 1): []}
     for case in layout_cases.chosen_cases():
-        call = (layout_cases.name_of(case), out, layout_cases.settings_of(case), data[case["data"]])
+        named = layout_cases.name_of(case), out, layout_cases.settings_of(case), data[case["data"]]
+        call = (*named, (6, 3), True, True, False, case["sinks"])
         groups.setdefault((case["sp"], case["dp"]), []).append(call)
     two, four = {"sequence_parallel_size": 2}, {"sequence_parallel_size": 4}
     groups[2, 1] += [

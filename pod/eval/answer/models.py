@@ -138,6 +138,8 @@ class Models:
         args, (sinks, recent) = self.recipe.model, source.windows or (None, None)
         options = {"dtype": _dtype(args.dtype), "attention_backend": args.attention_backend}
         windows = {"num_sink_tokens": sinks, "num_recent_tokens": recent}
+        if source.plan is not None:
+            windows["sinks"] = args.sinks
         path, file = self._place(source)
         return pod.load_model(path, source.plan, device=self.device, **options, **windows, **file).eval()
 
@@ -229,7 +231,8 @@ class Models:
         args, source = self.recipe.model, self.sources[kind]
         path, file = self._place(source)
         plan = None if source.plan is None else plan_of(source.plan)
-        return [content_of(path), file, plan, source.windows, args.dtype, args.attention_backend]
+        found = [content_of(path), file, plan, source.windows, args.dtype, args.attention_backend]
+        return found if plan is None or args.sinks is None else [*found, args.sinks]
 
     def windows(self, kind: str) -> tuple[int, int]:
         """(sink, recent) tokens of a kind of model, before it is loaded."""

@@ -18,7 +18,7 @@ from .config import PodConfig
 from .rope import Rope, ropes_on
 from .sharing import Lead as PlanLead
 from .sharing import is_followed, roles_of
-from .sinks import Sink
+from .sinks import Sink, SinkReader
 
 Carry = tuple[Tensor | None, ...]
 
@@ -138,6 +138,7 @@ class PodAttention(nn.Module):
         if config.has_constant_sinks(layer_idx):
             self.sinks = nn.Parameter(torch.zeros(config.num_attention_heads))
             self.sink_values = nn.Parameter(torch.zeros(config.num_key_value_heads, config.head_dim))
+            self.read_sinks = SinkReader()
         self.norm_across_heads = config.qk_norm_across_heads
         # attention divides by sqrt(head_dim) wherever it runs
         multiplier = config.attention_multiplier
@@ -148,7 +149,7 @@ class PodAttention(nn.Module):
         """What stands for the first tokens in heads that keep their windows; None = nothing does."""
         if self.sinks is None or self.sink_values is None:
             return None
-        return Sink(self.sinks, self.sink_values)
+        return Sink(*self.read_sinks(self.sinks, self.sink_values))
 
     def forward(self, hidden_states: Tensor, context: ForwardContext, carry: Carry) -> tuple[Tensor, Carry]:
         """``[B, n, hidden]`` and the carry to the same."""

@@ -11,10 +11,27 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _TILE_ELEMENTS = {"cpu": 1 << 20}
 """Numbers of the output that are merged at a time, as they become wide; 2^24 elsewhere, 64 MiB."""
+
+
+PARAMETERS = ("self_attn.sinks", "self_attn.sink_values")
+"""Of a decoder layer with constant sinks: ``[Hq]`` and ``[H, d]``."""
+
+
+def is_constant(name: str) -> bool:
+    """Whether a parameter of a model, by its name, is one of the ``PARAMETERS``."""
+    return name.endswith(PARAMETERS)
+
+
+class SinkReader(nn.Module):
+    """Gives parameters as tensors of this pass. A module of its own, because ZeRO-3 gathers weights when a module runs, and
+    attention itself has no such hooks (``drop_carry_hooks``)."""
+
+    def forward(self, logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return logits.clone(), values.clone()
 
 
 class Sink(NamedTuple):

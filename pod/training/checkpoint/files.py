@@ -30,9 +30,11 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from pod.files import atomic_write_text, explain_disk_full, read_mapping
+from pod.modeling.loading import with_constants
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
+from pod.modeling.shipped.sinks import is_constant
 from pod.schema import one_line
 from pod.training import deepspeed_bridge as bridge
 from pod.training.checkpoint.identity import (
@@ -384,12 +386,14 @@ def restore_model(checkpoint: Path, state: TrainState, start_model: Any = None) 
             model.generation_config = GenerationConfig.from_pretrained(checkpoint)
         expected = set(model.state_dict())
     else:
-        base = start_model(SharingPlan.load(checkpoint / "plan.json")).float()
+        plan = SharingPlan.load(checkpoint / "plan.json")
+        base = start_model(with_constants(plan, weights)).float()
         refusal = f"the adapters of checkpoint {checkpoint} were trained with {{what}}: use {{needed}}"
-        samples = {name: sample_of(parameter) for name, parameter in base.named_parameters()}
+        frozen = ((name, one) for name, one in base.named_parameters() if not is_constant(name))
+        samples = {name: sample_of(one) for name, one in frozen}
         check_identity(state, start_identity_of(base.config, samples), refusal)
         model = add_lora(base, state.lora)
-        expected = {name for name in model.state_dict() if "lora_" in name}
+        expected = {name for name in model.state_dict() if "lora_" in name or is_constant(name)}
     missing, unexpected = sorted(expected - weights.keys()), sorted(weights.keys() - expected)
     if missing or unexpected:
         raise ValueError(

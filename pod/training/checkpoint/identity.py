@@ -17,7 +17,7 @@ LATEST_NAME = "latest"
 _ADVICE = {
     "plan_sha256": ("another sharing plan", "the plan that it was trained with (plan.json in its folder)"),
     "layout": ("another model.layout", "the same model.layout"),
-    "windows": ("other windows", "the same model.num_sink_tokens and model.num_recent_tokens"),
+    "windows": ("other windows", "the same model.num_sink_tokens, model.num_recent_tokens and model.sinks"),
     "rope": ("another RoPE", "the same model.rope_* settings and model.max_position_embeddings"),
     "model_sha256": ("another model", "the model that it was started from"),
     "data_sha256": ("other data", "the data that it was trained on"),
@@ -126,9 +126,10 @@ def plan_sha256(plan: SharingPlan) -> str:
 def start_identity_of(config: Any, samples: Samples) -> dict[str, Any]:
     """The part of an identity that is the start model's: layout, windows, RoPE, and samples of its weights in its order; JSON."""
     weights = "".join(f"{name}{sample}" for name, sample in samples.items())
+    sinks = ["constant"] if config.sinks == "constant" else []
     start = {
         "layout": config.layout,
-        "windows": [config.num_sink_tokens, config.num_recent_tokens],
+        "windows": [config.num_sink_tokens, config.num_recent_tokens, *sinks],
         "rope": {**config.rope_parameters, "max_position_embeddings": config.max_position_embeddings},
         "model_sha256": hashlib.sha256(weights.encode()).hexdigest(),
     }

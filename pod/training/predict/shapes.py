@@ -22,6 +22,7 @@ class Shapes:
         intermediate: width that a token passes behind attention; of a mixture of experts that of those that see it.
         idle: width of the experts that do not.
         attention_backend: `auto` or the backend that the configuration names.
+        sink_layers: layers with constants in the place of first tokens.
     """
 
     hidden: int
@@ -37,6 +38,7 @@ class Shapes:
     silent_layers: int = 0
     idle: int = 0
     attention_backend: str = "auto"
+    sink_layers: int = 0
 
     @classmethod
     def from_config(cls, config: Any) -> "Shapes":
@@ -57,6 +59,7 @@ class Shapes:
             windows=(getattr(config, "num_sink_tokens", 16), getattr(config, "num_recent_tokens", 4080)),
             attention_backend=getattr(config, "attention_backend", "auto"),
             silent_layers=silent_layers(config.sharing_plan.lead) if layout == "cla" else 0,
+            sink_layers=sink_layers(config),
         )
 
     @property
@@ -97,7 +100,12 @@ class Shapes:
         """All weights."""
         tables = self.embedding_parameters * (1 if self.tied else 2)
         layers = self.layers * self.layer_parameters - self.silent_layers * self.key_value_parameters
-        return layers + tables + self.hidden
+        return layers + tables + self.hidden + self.sink_parameters
+
+    @property
+    def sink_parameters(self) -> int:
+        """Constant sinks: a logit of each query head and a value of each KV head."""
+        return self.sink_layers * (self.query_heads + self.kv_heads * self.head_dim)
 
     def multiplied_weights(self, lead: Lead) -> int:
         """Weights that multiply every token under a plan: all linear layers and the output projection, not the embedding's rows."""
@@ -115,18 +123,27 @@ class Shapes:
 
     def trained_parameters(self, args: TrainArgs) -> int:
         """Weights that get gradients and optimizer states."""
-        return self.lora_parameters(args) if args.method == "lora" else self.parameters
+        return self.lora_parameters(args) + self.sink_parameters if args.method == "lora" else self.parameters
 
     def persistent_parameters(self, threshold: int) -> int:
         """Weights in tensors below `threshold` elements, which ZeRO-3 leaves whole on every rank."""
         sizes = [rows * columns for rows, columns in self.linear_sizes.values()]
         in_layer = sum(size for size in [*sizes, self.hidden, self.hidden] if size < threshold)
-        return self.layers * in_layer + (self.hidden if self.hidden < threshold else 0)
+        sinks = [self.query_heads, self.kv_heads * self.head_dim]
+        constants = self.sink_layers * sum(size for size in sinks if size < threshold)
+        return self.layers * in_layer + (self.hidden if self.hidden < threshold else 0) + constants
 
     @property
     def carried_width(self) -> int:
         """Elements per token that a lead hands on for one KV head: its queries and key, or (cla) key and value."""
         return (2 if self.layout == "cla" else self.query_heads // self.kv_heads + 1) * self.head_dim
+
+
+def sink_layers(config: Any) -> int:
+    """Layers with constant sinks, by a configuration of ours or of transformers."""
+    if getattr(config, "sinks", None) != "constant":
+        return 0
+    return sum(map(config.has_constant_sinks, range(config.num_hidden_layers)))
 
 
 def silent_layers(lead: Lead) -> int:

@@ -16,6 +16,7 @@ from pod.modeling.shipped.attend import rms_norm
 from pod.modeling.shipped.attention import RMSNorm
 from pod.modeling.shipped.llama import PodMLP
 from pod.modeling.shipped.rope import rotate_whole
+from pod.modeling.shipped.sinks import is_constant
 from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
 from pod.training.run.carry import set_carry
@@ -106,11 +107,13 @@ def learning_rate(step: int, args: TrainArgs) -> float:
 
 
 def make_optimizer(module: nn.Module, args: TrainArgs) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters; matrices decay, vectors (norms, biases) do not. ValueError when nothing is trainable."""
+    """AdamW over the trainable parameters; matrices decay, vectors (norms, biases) and constant sinks do not. ValueError when nothing is
+    trainable."""
     groups: dict[float, list[nn.Parameter]] = {args.weight_decay: [], 0.0: []}
-    for one in module.parameters():
+    for name, one in module.named_parameters():
         if one.requires_grad:
-            groups[args.weight_decay if len(bridge.shape_of(one)) >= 2 else 0.0].append(one)
+            decays = len(bridge.shape_of(one)) >= 2 and not is_constant(name)
+            groups[args.weight_decay if decays else 0.0].append(one)
     if not any(groups.values()):
         raise ValueError("no parameter is trainable: check train.method and train.lora_target_modules")
     return torch.optim.AdamW(

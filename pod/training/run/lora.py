@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from pod.modeling.shipped.sinks import is_constant
 from pod.training.args import TrainArgs
 
 SETTINGS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
@@ -17,8 +18,8 @@ def lora_settings(args: TrainArgs) -> dict[str, Any]:
 
 
 def add_lora(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
-    """The model with trainable adapters and everything else frozen; ValueError when peft is missing, or the model has no linear layer of a
-    given name that can be adapted."""
+    """The model with trainable adapters, trainable constant sinks, and everything else frozen; ValueError when peft is missing, or the
+    model has no linear layer of a given name that can be adapted."""
     config = lora_config(settings)
     from peft import get_peft_model
 
@@ -33,7 +34,11 @@ def add_lora(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
         )
     with warnings.catch_warnings():  # peft asks transformers 5 by an old name
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
-        return get_peft_model(model, config)  # type: ignore[arg-type]
+        adapted: Any = get_peft_model(model, config)  # type: ignore[arg-type]
+    for name, parameter in adapted.named_parameters():
+        if is_constant(name):  # a few numbers: saved with the adapters, by their own names
+            parameter.requires_grad_(True)
+    return adapted
 
 
 def lora_config(settings: dict[str, Any]) -> Any:

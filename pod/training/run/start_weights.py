@@ -15,6 +15,7 @@ from pod.modeling.checkpoints import Reader, weight_files
 from pod.modeling.loading import Constants, check_fit, empty_model, load_model, made_weight
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
+from pod.modeling.shipped.sinks import is_constant
 from pod.training.checkpoint.identity import Samples, sample_of
 
 
@@ -83,6 +84,6 @@ class StartWeights:
         """The values of a weight; those of others (adapters) are their own."""
         name = self._names.get(parameter)
         values = parameter.detach() if name is None or self._reader is None else self._reader(name)
-        if name is not None:
+        if name is not None and not is_constant(name):  # which are the plan's
             self.samples[name] = sample_of(values)
         return values
