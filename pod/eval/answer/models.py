@@ -137,7 +137,7 @@ class Models:
     def _load(self, source: Source) -> Any:
         args, (sinks, recent) = self.recipe.model, source.windows or (None, None)
         options = {"dtype": _dtype(args.dtype), "attention_backend": args.attention_backend}
-        windows = {"num_sink_tokens": sinks, "num_recent_tokens": recent}
+        windows: dict[str, Any] = {"num_sink_tokens": sinks, "num_recent_tokens": recent}
         if source.plan is not None:
             windows["sinks"] = args.sinks
         path, file = self._place(source)
