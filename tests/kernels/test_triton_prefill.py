@@ -14,9 +14,10 @@ import torch
 from interpreter import needs_triton
 
 import pod  # noqa: F401  (registers the implementations)
-from pod.modeling.shipped.attend import Call, Lead, Segments, Tokens, Visibility, attend
+from pod.modeling.shipped.attend import Call, Lead, Segments, Sink, Tokens, Visibility, attend
 
 NAMES = ("out", "lse", "q", "k", "v", "q_lead", "k_lead")
+SINK_NAMES = (*NAMES[:5], "sink logits", "sink values")
 SCALE = 0.4
 
 
@@ -41,6 +42,7 @@ class Case(NamedTuple):
     tile: tuple[int, int] = (16, 16)
     dtype: str = "float32"
     is_strided: bool = False
+    has_sink: bool = False
 
 
 def packed(*lengths: int) -> list[int]:
@@ -77,6 +79,10 @@ CASES = {
     ),
     "one document in two rows": Case([0, 0], [40, 40], (1, 5), documents=[packed(11, -9, 20)]),
     "only padding in a tile": Case([0], [70], (1, 5), documents=[packed(10, -50, 10)], has_lead=False),
+    "a window with sinks": Case([0], [70], (0, 18), groups=3, has_lead=False, has_sink=True),
+    "documents with sinks": Case(
+        [0], [90], (0, 9), documents=[packed(20, -5, 31, 1, 21, -12)], heads=2, has_lead=False, has_sink=True
+    ),
     "half precision": Case([0], [70], (3, 20), groups=2, dtype="float16", tile=(32, 32)),
     "half precision, documents": Case(
         [0], [60], (2, 9), d=32, documents=[packed(30, -4, 26)], dtype="float16", tile=(32, 32)
@@ -102,7 +108,22 @@ def inputs_of(case: Case) -> list[torch.Tensor]:
         found = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in found[:2]] + [
             x.transpose(1, 2).contiguous().transpose(1, 2) for x in found[2:]
         ]
-    return found if case.has_lead else found[:3]
+    found = found if case.has_lead else found[:3]
+    if case.has_sink:
+        generator = torch.Generator().manual_seed(5)
+        shapes = (case.heads * case.groups,), (case.heads, case.d)
+        found += [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    return found
+
+
+def naive_with_sink(case: Case, segments: Segments, q, k, v, logits, values):
+    """By the definition: the sink's weight is ``exp(logit)`` among the sum of all."""
+    out, lse = naive(case, segments, q, k, v)
+    own, values = logits.exp()[None, :, None], values.repeat_interleave(case.groups, 0)[None, :, None]
+    total = lse.exp() + own
+    merged = (out * lse.exp()[..., None] + own[..., None] * values) / total[..., None]
+    sees = lse > -torch.inf
+    return merged * sees[..., None], total.log().masked_fill(~sees, -torch.inf)
 
 
 def naive(case: Case, segments: Segments, q, k, v, q_lead=None, k_lead=None):
@@ -126,6 +147,8 @@ def naive(case: Case, segments: Segments, q, k, v, q_lead=None, k_lead=None):
 
 def fused(backend: str, case: Case, segments: Segments, q, k, v, *lead):
     see = Visibility(*case.windows, causal=case.causal)
+    if case.has_sink:
+        return attend(q, Tokens(k, v), None, see, segments, SCALE, backend, sink=Sink(*lead))
     return attend(q, Tokens(k, v), Lead(*lead) if lead else None, see, segments, SCALE, backend)
 
 
@@ -167,7 +190,7 @@ def errors(case: Case) -> dict[str, list[float]]:
 
     inputs, segments = inputs_of(case), segments_of(case)
     exact = [x.double() for x in inputs]
-    truth = results(partial(naive, case, segments), exact)
+    truth = results(partial(naive_with_sink if case.has_sink else naive, case, segments), exact)
     found = results(partial(fused, "triton", case, segments), inputs)
     plain = results(partial(fused, "reference", case, segments), inputs)
     assert found[0].dtype == inputs[0].dtype and found[1].dtype == torch.float32
@@ -175,7 +198,8 @@ def errors(case: Case) -> dict[str, list[float]]:
     logit = max(1.0, truth[1][truth[1].isfinite()].abs().max().item())
     rounding = torch.finfo(inputs[0].dtype).eps + torch.finfo(torch.float32).eps * logit
     answer = {}
-    for name, a, b, c in zip(NAMES, found, plain, truth, strict=False):
+    names = SINK_NAMES if case.has_sink else NAMES
+    for name, a, b, c in zip(names, found, plain, truth, strict=False):
         answer[name] = [relative(a, c, size), 2 * (relative(b, c, size) + rounding)]
     return answer
 
@@ -199,7 +223,8 @@ def interpreted():
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_kernels_are_as_exact_as_the_reference(interpreted, name):
     found = interpreted["errors"][name]
-    assert list(found) == list(NAMES if CASES[name].has_lead else NAMES[:5])
+    names = SINK_NAMES if CASES[name].has_sink else NAMES
+    assert list(found) == list(names if CASES[name].has_lead or CASES[name].has_sink else names[:5])
     assert not {what: pair for what, pair in found.items() if not pair[0] <= pair[1] < 0.01}
 
 

@@ -85,8 +85,10 @@ def sink_gradients(sink: Sink, grad_out: Tensor, out: Tensor, lse: Tensor) -> tu
     of_logits = torch.zeros_like(logits[:, 0])
     of_values = torch.zeros_like(values[:, 0])
     for rows in _tiles(out):
-        total, grad = lse[:, :, rows], grad_out[:, :, rows].to(wide)
-        share = (logits - total).exp().masked_fill(total == float("-inf"), 0.0)
+        total = lse[:, :, rows]
+        sees_nothing = total == float("-inf")  # padding, whose gradient may be anything
+        grad = grad_out[:, :, rows].to(wide).masked_fill(sees_nothing[..., None], 0.0)
+        share = (logits - total).exp().masked_fill(sees_nothing, 0.0)
         of_logits += (share * (grad * (values - out[:, :, rows])).sum(-1)).sum((0, 2))
         of_values += (share[..., None] * grad).sum((0, 2))
     of_heads = of_values.unflatten(0, (len(sink.values), -1)).sum(1)
