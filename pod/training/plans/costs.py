@@ -53,18 +53,24 @@ def planned_layers(config: PodConfig) -> list[int]:
     return found
 
 
-@torch.no_grad()
 def record_attention_inputs(model: PodForCausalLM, input_ids: Tensor) -> Iterator[AttentionInputs]:
     """Yield the `AttentionInputs` of each of the `planned_layers` of a dense model on one sequence ``[1, n]``. ValueError for a model
     with a sharing plan or a window layout, and for a batch."""
+    if input_ids.shape[0] != 1:
+        raise ValueError(f"need input_ids [1, n], got {list(input_ids.shape)}")
+    for inputs in record_batch(model, input_ids):
+        yield AttentionInputs(*(one[0] for one in inputs))
+
+
+@torch.no_grad()
+def record_batch(model: PodForCausalLM, input_ids: Tensor) -> Iterator[AttentionInputs]:
+    """Yield the same of every sequence of a batch ``[B, n]``, with the batch as first dimension."""
     config: PodConfig = model.config
     planned, plan = set(planned_layers(config)), config.sharing_plan
     if config.layout != "pod" or plan.packs or any(set(plan.lead[layer]) != {layer} for layer in planned):
         raise ValueError(
             "attention is measured on the dense model: load it with layout = 'pod' and without a plan"
         )
-    if input_ids.shape[0] != 1:
-        raise ValueError(f"need input_ids [1, n], got {list(input_ids.shape)}")
     decoder = model.model
     hidden_states = decoder.embed_tokens(input_ids)
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -77,7 +83,7 @@ def record_attention_inputs(model: PodForCausalLM, input_ids: Tensor) -> Iterato
             found = own, *layer.self_attn._project(layer.attention_input(own))
             hidden, q, k, v = (x.to(input_ids.device) for x in found)
             rope = context.ropes[number]
-            yield AttentionInputs(hidden[0], rope(q)[0], rope(k)[0], v[0])
+            yield AttentionInputs(hidden, rope(q), rope(k), v)
         hidden_states, *carry = layer(hidden_states, context, *carry)
 
 

@@ -16,6 +16,7 @@ from pod.models import resolve_model
 from pod.recipe import load_recipe
 from pod.training.plans.calibration import (
     find_sinks,
+    first_tokens,
     fitted_sink,
     measure_window_costs,
     window_queries,
@@ -122,11 +123,12 @@ def test_the_start_is_what_distant_queries_read_from_the_first_four_tokens(heads
 )
 @torch.no_grad()
 def test_costs_equal_their_definition_at_distant_and_at_early_queries(heads, recent, queries, changes):
-    """The sink counts at every position; the first token counts whole, other early ones by their share of the text."""
+    """The sink counts at every position; first tokens count whole, other early ones by their share of the text."""
     model, ids = make_model(*heads, sinks=0, recent=recent, **changes), ids_of()
     sinks = random_sinks(model)
     found = measure_window_costs(model, ids, queries, sinks)
     naive = Naive(model, ids)
+    alone = [Naive(model, ids[:, index * TOKENS // 32][None]) for index in range(32)]
     distant = sample_queries(TOKENS, queries, 0, recent).positions
     early = [1 + index * (recent - 1) // queries for index in range(queries)]
     if queries >= recent - 1:
@@ -134,7 +136,8 @@ def test_costs_equal_their_definition_at_distant_and_at_early_queries(heads, rec
     for layer, head in itertools.product(range(4), range(heads[1])):
         costs = naive.costs(layer, head, sinks[layer])
         assert found["window"][layer, head].item() == pytest.approx(costs[distant].mean().item(), rel=1e-9)
-        expected = costs[0]
+        first = [one.costs(layer, head, sinks[layer]) for one in alone]
+        expected = torch.cat(first).mean()
         if early:
             expected = expected + (recent - 1) / TOKENS * costs[early].mean()
         assert expected > 1e-6
@@ -176,6 +179,14 @@ def test_fitted_constants_cost_less_than_measured_ones_early_and_in_all():
         costs = [measure_window_costs(model, ids[None], 20, sinks) for ids in texts]
         sums.append(sum(cost["window"].sum(1) + cost["early"].sum(1) for cost in costs))
     assert (sums[0] < 0.9 * sums[1]).all()
+
+
+def test_first_tokens_are_those_of_texts():
+    ids = torch.arange(100, 200)
+    assert first_tokens(ids, None).tolist() == [100 + index * 100 // 32 for index in range(32)]
+    assert first_tokens(ids, 7).tolist()[0] == 100
+    assert first_tokens(ids[:5], 7).tolist() == [100, 101, 102, 103, 104]
+    assert first_tokens(ids, 100).tolist() == [100]  # all texts begin with it
 
 
 def test_a_layer_whose_first_token_is_hurt_costs_more_and_is_left_alone():
