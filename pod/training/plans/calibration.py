@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pod.modeling.loading import load_model
+from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan, SinkConstants
 from pod.modeling.shipped.sinks import Sink, add_sink
@@ -29,6 +30,7 @@ from pod.tokenizer import load_tokenizer
 from pod.training.plans.costs import (
     EARLY,
     MAX_COST,
+    NOT_FINITE,
     AttentionInputs,
     OutputScale,
     planned_layers,
@@ -253,9 +255,15 @@ def find_sinks(model: PodForCausalLM, sequences: Sequence[Tensor], num_queries: 
     for queries, sinks in zip(layers, starts, strict=True):
         start = Sink(*(torch.stack(part).mean(0) for part in zip(*sinks, strict=True)))
         if not all(bool(x.isfinite().all()) for x in start):
-            raise ValueError("the model gives NaN or infinite values on this text: try model.dtype=float32")
+            raise ValueError(NOT_FINITE)
         calibrated.append(Sink(*(x.cpu() for x in fitted_sink(WindowQueries.join(queries), start))))
     return calibrated
+
+
+def no_sink(config: PodConfig) -> Sink:
+    """The constants of no weight: windows with nothing beside them."""
+    logits = torch.full((config.num_attention_heads,), float("-inf"), dtype=torch.float64)
+    return Sink(logits, torch.zeros(config.num_key_value_heads, config.head_dim, dtype=torch.float64))
 
 
 @torch.no_grad()
@@ -263,13 +271,15 @@ def measure_window_costs(
     model: PodForCausalLM, input_ids: Tensor, num_queries: int, sinks: Sequence[Sink]
 ) -> dict[str, Tensor]:
     """What windows with these constants cost on one sequence ``[1, n]``: ``window`` at queries with distant tokens, ``early`` at the
-    others; ``[L, H]`` each, fp64 on the CPU, and their sum is the cost of the role."""
+    others; ``[L, H]`` each, fp64 on the CPU, and their sum is the cost of the role. ValueError for costs that are not finite."""
     window, early = [], []
     for (queries, _), sink in zip(window_queries(model, input_ids, num_queries), sinks, strict=True):
         costs = queries.costs(Sink(*(x.to(queries.lse) for x in sink))).double()
         early.append(costs[:, queries.early].sum(-1).cpu())
         window.append(costs[:, ~queries.early].sum(-1).cpu())
     found = {"window": torch.stack(window), EARLY: torch.stack(early)}
+    if not all(bool(value.isfinite().all()) for value in found.values()):
+        raise ValueError(NOT_FINITE)
     return {name: value.clamp_(max=MAX_COST) for name, value in found.items()}
 
 

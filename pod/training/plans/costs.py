@@ -101,6 +101,7 @@ def record_attention_rows(model: PodForCausalLM, input_ids: Tensor, num_queries:
 EARLY = "early"  # what windows with constant sinks cost in addition, at queries without distant tokens
 RETRIEVAL = "_retrieval"  # ends the name of a cost that was measured on repeated random tokens
 MAX_COST = 1000.0
+NOT_FINITE = "the model gives NaN or infinite values on this text: try model.dtype=float32"
 
 
 class Sample(NamedTuple):
@@ -147,20 +148,20 @@ def cost_shapes(layers: int, heads: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def total_costs(tensors: Mapping[str, Tensor], retrieval_weight: float) -> dict[str, Floats]:
+def total_costs(
+    tensors: Mapping[str, Tensor], retrieval_weight: float, windows_only: bool = False
+) -> dict[str, Floats]:
     """Cost on text plus `retrieval_weight` times that on repeated tokens, by role; ValueError for costs that
-    are missing or do not fit each other."""
-    missing = sorted(cost_shapes(1, 1).keys() - tensors.keys())
+    are missing or do not fit each other. windows_only: whether no other role was measured."""
+    names = {"window"} if windows_only else cost_shapes(1, 1).keys()
+    missing = sorted(names - tensors.keys())
     if missing:
         raise ValueError(f"costs of {', '.join(missing)} are missing: measure them again with `pod explore`")
     sizes: dict[str, int] = {}
     for name, axes in _AXES.items():
         for one in (name, name + RETRIEVAL):
             sizes = check_costs(one, tensors[one], axes, sizes) if one in tensors else sizes
-    total = {
-        name: tensors[name] + retrieval_weight * tensors.get(name + RETRIEVAL, 0.0)
-        for name in cost_shapes(1, 1)
-    }
+    total = {name: tensors[name] + retrieval_weight * tensors.get(name + RETRIEVAL, 0.0) for name in names}
     if EARLY in tensors:
         total["window"] = (
             total["window"] + tensors[EARLY] + retrieval_weight * tensors.get(EARLY + RETRIEVAL, 0.0)
@@ -196,7 +197,7 @@ def measure_costs(
             costs["follow"][lead, layer] = own.cost(errors.gather(1, places).squeeze(1))
             costs["in_place"][lead, layer] = own.cost(errors[head, group, head, group])
     if not all(bool(value.isfinite().all()) for value in costs.values()):
-        raise ValueError("the model gives NaN or infinite values on this text: try model.dtype=float32")
+        raise ValueError(NOT_FINITE)
     # A relative error says no more beyond the limit, and integer sums over many sequences stay in range.
     return {name: value.clamp_(max=MAX_COST) for name, value in costs.items()}
 

@@ -223,6 +223,10 @@ def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens") -> s
     layers, heads = len(planned_layers(config)), config.num_attention_heads
     n, q, count = explore.sequence_length, explore.num_queries, explore.num_sequences
     what = f"{explore.cost}: one forward pass over {count} x {n} = {count * n} tokens"
+    if explore.target == "vllm":
+        repeated, losses = explore.retrieval_sequences, min(count, explore.loss_sequences)
+        what += f" and {repeated} x {n} repeated tokens, two over {losses} sequences for the loss"
+        return f"{what}, divided among the ranks\nmemory per rank: the model and a layer's attention rows"
     if explore.cost == "projected":
         repeated = explore.retrieval_sequences
         matching, losses = repeated + min(count, MATCHING_SEQUENCES), min(count, explore.loss_sequences)

@@ -29,7 +29,12 @@ from pod.identity import content_of
 from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.training.checkpoint.identity import sha256_of
-from pod.training.plans.calibration import CALIBRATION_SEQUENCES, find_sinks, measure_window_costs
+from pod.training.plans.calibration import (
+    CALIBRATION_SEQUENCES,
+    find_sinks,
+    measure_window_costs,
+    no_sink,
+)
 from pod.training.plans.checks import check_array, check_groups
 from pod.training.plans.costs import (
     EARLY,
@@ -101,7 +106,7 @@ def find_costs(exploration: Exploration, say: Say = print) -> Measured:
     wanted: dict[str, Any] = {"retrieval_sequences": exploration.explore.retrieval_sequences}
     wanted |= exploration.windows
     if not exploration.windows["num_sink_tokens"]:  # else they are tokens, as in files that do not say it
-        wanted["sinks"] = exploration.sinks
+        wanted |= {"sinks": exploration.sinks, "windows_only": exploration.explore.target == "vllm"}
     return _find(exploration, COSTS_NAME, _measure_costs, wanted, say)
 
 
@@ -228,26 +233,29 @@ def _measure_similarity(
 def _measure_costs(
     exploration: Exploration, model: PodForCausalLM, sequences: Sequence[Tensor], mean: Any
 ) -> dict[str, Tensor]:
-    """Query heads matched on a few sequences, then the cost of every role on all of them."""
+    """The cost of every role on all sequences; for vLLM that of windows, the only role there."""
     queries, config = exploration.explore.num_queries, model.config
-    layers, heads = len(planned_layers(config)), config.num_attention_heads
+    layers = len(planned_layers(config))
     repeated = repeated_sequences(exploration, config)
-    few = [*sequences[:MATCHING_SEQUENCES], *repeated]
-    shape = layers, layers, heads, heads
-    errors = mean("query heads", lambda ids: measure_query_head_errors(model, ids, queries), shape, few)
-    order = match_query_heads(errors, config.num_key_value_heads)
-    shapes = cost_shapes(layers, config.num_key_value_heads)
-    tensors, sinks = {"order": order}, None
+    shapes, tensors = cost_shapes(layers, config.num_key_value_heads), {}
+    windows_only, sinks = exploration.explore.target == "vllm", None
     if exploration.sinks == "constant":
         some = sequences[:CALIBRATION_SEQUENCES]
         sinks = from_rank_0(lambda: find_sinks(model, some, queries))
-        tensors |= {"sink_logits": torch.stack([sink.logits for sink in sinks])}
-        tensors |= {"sink_values": torch.stack([sink.values for sink in sinks])}
+        tensors["sink_logits"] = torch.stack([sink.logits for sink in sinks])
+        tensors["sink_values"] = torch.stack([sink.values for sink in sinks])
+    elif windows_only:
+        sinks = [no_sink(config)] * layers
+    if windows_only:
+        shapes = {"window": shapes["window"]}
+    else:
+        tensors["order"] = _match_heads(model, [*sequences[:MATCHING_SEQUENCES], *repeated], queries, mean)
+    if sinks is not None:
         shapes[EARLY] = shapes["window"]
     sizes = [math.prod(shape) for shape in shapes.values()]
 
     def flat(input_ids: Tensor) -> Tensor:
-        found = measure_costs(model, input_ids, queries, order)
+        found = {} if windows_only else measure_costs(model, input_ids, queries, tensors["order"])
         if sinks is not None:
             found |= measure_window_costs(model, input_ids, queries, sinks)
         return torch.cat([found[name].flatten() for name in shapes])
@@ -257,6 +265,15 @@ def _measure_costs(
         for (role, shape), part in zip(shapes.items(), parts, strict=False):
             tensors[role + ending] = part.view(shape)
     return tensors
+
+
+def _match_heads(model: PodForCausalLM, sequences: Sequence[Tensor], queries: int, mean: Any) -> Tensor:
+    """The order of query heads of every pair, see `match_query_heads`, from a few sequences."""
+    config = model.config
+    layers, heads = len(planned_layers(config)), config.num_attention_heads
+    shape = layers, layers, heads, heads
+    errors = mean("query heads", lambda ids: measure_query_head_errors(model, ids, queries), shape, sequences)
+    return match_query_heads(errors, config.num_key_value_heads)
 
 
 def repeated_sequences(exploration: Exploration, config: Any) -> list[Tensor]:

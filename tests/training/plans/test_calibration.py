@@ -19,6 +19,7 @@ from pod.training.plans.calibration import (
     first_tokens,
     fitted_sink,
     measure_window_costs,
+    no_sink,
     window_queries,
     with_constants,
 )
@@ -147,8 +148,7 @@ def test_costs_equal_their_definition_at_distant_and_at_early_queries(heads, rec
 @torch.no_grad()
 def test_a_sink_of_no_weight_costs_nothing_early_and_what_a_window_costs_behind():
     model, ids = make_model(6, 2, sinks=0, recent=RECENT), ids_of()
-    nothing = [Sink(torch.full((6,), -1e4).double(), sink.values) for sink in random_sinks(model)]
-    found = measure_window_costs(model, ids, 9, nothing)
+    found = measure_window_costs(model, ids, 9, [no_sink(model.config)] * 4)
     assert found["early"].abs().max() < 1e-20
     order = torch.arange(3).expand(4, 4, 2, 2, 3)
     torch.testing.assert_close(found["window"], measure_costs(model, ids, 9, order)["window"])
@@ -316,9 +316,12 @@ def test_explore_writes_constants_into_the_plan(explore_overrides, tmp_path, cap
     recipe = load_recipe(None, [*settings, "model.sinks=constant"])
     losses = [model(ids[None], labels=ids[None]).loss.item() for ids in Exploration.of(recipe).read()]
     assert written == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-    capsys.readouterr()
+    printed = capsys.readouterr().out
+    assert "constant sinks, target 40.0%" in printed
+    assert "with a constant sink (a logit and a value for the first tokens) and 7 recent tokens" in printed
     # other sinks are measured anew
     explore.main(load_recipe(None, [*settings, "model.sinks=none"]))
-    assert "differs in sinks from the recipe" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "differs in sinks from the recipe" in printed and "with no sink and 7 recent tokens" in printed
     plain = SharingPlan.load(tmp_path / "run" / "plan" / "plan.json")
     assert plain.sinks == "none" and plain.sink_constants is None

@@ -175,6 +175,28 @@ def test_explore_writes_a_plan_for_vllm_and_says_what_it_will_hold(explore_overr
     assert f"{ratio:.2f}x" in line and 1.9 < ratio < 2
 
 
+@pytest.mark.parametrize("sinks", ["constant", "none"])
+def test_a_plan_for_vllm_is_that_of_the_same_windows_here(explore_overrides, tmp_path, capsys, sinks):
+    """Only windows are measured for vLLM; their costs are those that `pod explore` measures beside other roles."""
+    settings = [
+        *explore_overrides,
+        "model.num_recent_tokens=7",
+        "explore.loss_sequences=0",
+        f"model.sinks={sinks}",
+        "explore.target_saving=0.5",
+    ]
+    explore.main(load_recipe(None, [*settings, "explore.target=vllm"]))
+    path = tmp_path / "run" / "plan" / "plan.json"
+    for_vllm = SharingPlan.load(path)
+    here = ["explore.roles=window", "explore.granularity=layer", "explore.budget_length=0"]
+    explore.main(load_recipe(None, [*settings, *here]))
+    assert "differs in windows_only from the recipe" in capsys.readouterr().out
+    ours = SharingPlan.load(path)
+    assert (for_vllm.lead, for_vllm.sinks) == (ours.lead, sinks)
+    assert for_vllm.sink_constants == ours.sink_constants
+    assert for_vllm.provenance["plan_cost"] == pytest.approx(ours.provenance["plan_cost"], rel=1e-5)
+
+
 def test_stored_first_tokens_are_refused(explore_overrides, explore_refused):
     settings = ["model.num_sink_tokens=4", "model.num_recent_tokens=7", "explore.target=vllm"]
     explore_refused(

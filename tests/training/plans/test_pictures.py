@@ -43,6 +43,20 @@ def test_block_picture_marks_leads_and_greys_single_layers():
     assert "31.2%" in title and "4 lead, 3 follow, 1 keep their window" in title
 
 
+@pytest.mark.parametrize(
+    ("sinks", "seen"),
+    [
+        ("tokens", "sinks and recent tokens"),
+        ("constant", "a constant sink and recent tokens"),
+        ("none", "recent tokens"),
+    ],
+)
+def test_block_picture_says_what_windows_see(sinks, seen):
+    plan = replace(PLAN, num_sink_tokens=4 if sinks == "tokens" else 0, num_recent_tokens=8, sinks=sinks)
+    labels = [text.get_text() for text in block_picture(plan, "m").legends[0].get_texts()]
+    assert labels[-1] == f"keeps only its window: {seen}"
+
+
 @pytest.mark.parametrize(("query_heads", "kv_heads"), [(6, 2), (9, 3), (5, 5), (8, 1), (32, 8)])
 def test_one_heat_map_per_query_head(query_heads, kv_heads):
     values = similarity(4, query_heads)
