@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 
+import naive_layouts
 import pytest
 import torch
 from conftest import LEAD, make_stock, naive_logits, random_ids
@@ -218,10 +219,37 @@ def test_saved_and_loaded(model, tmp_path):
     assert torch.equal(again(ids, use_cache=False).logits, model(ids).logits)
 
 
+def test_an_export_needs_transformers_only(model, tmp_path):
+    """Its own code has the sinks, while it decodes too."""
+    ids = random_ids(1, 30)
+    logits, tokens = naive_layouts.exported_logits(model, tmp_path, ids)
+    torch.testing.assert_close(logits, model(ids).logits.detach(), rtol=0, atol=1e-9)
+    options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True}
+    assert torch.equal(tokens, model.generate(ids, **options))
+
+
 def test_parameters_are_of_layers_with_windows_only(model):
     names = {name for name, _ in model.named_parameters() if "sink" in name}
     layers = [layer for layer, row in enumerate(LEAD) if None in row]
     assert names == {f"model.layers.{i}.self_attn.{x}" for i in layers for x in ("sinks", "sink_values")}
+
+
+def test_layers_that_were_trained_with_windows_have_none():
+    """Of Qwen2 with sliding layers 2 and 4: only heads that keep the plan's window have a sink."""
+    stock = make_stock("qwen2-sliding")
+    lead = [[0, None], [0, 1], [None, None], [0, None], [None, None]]
+    constants = constants_for(stock, lead)
+    rows = [
+        [None if layer in (2, 4) else row for layer, row in enumerate(x)]
+        for x in dataclasses.astuple(constants)
+    ]
+    plan = plan_for(stock, lead, sink_constants=SinkConstants(*rows))
+    model, ids = pod.load_model(stock, plan=plan), random_ids(1, 40)
+    names = {name for name, _ in model.named_parameters() if "sink" in name}
+    assert names == {f"model.layers.{i}.self_attn.{x}" for i in (0, 3) for x in ("sinks", "sink_values")}
+    logits, cache = model(ids, use_cache=False).logits, pod.make_cache(model, "pod")
+    parts = [model(part, past_key_values=cache).logits for part in (ids[:, :30], *ids[:, 30:].split(1, 1))]
+    torch.testing.assert_close(torch.cat(parts, 1), logits, rtol=0, atol=1e-10)
 
 
 def test_a_plan_of_a_converted_checkpoint(stock, model, plan, tmp_path):

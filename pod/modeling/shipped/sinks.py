@@ -42,9 +42,8 @@ class Sink(NamedTuple):
 
     def of_heads(self, heads: Sequence[int]) -> "Sink":
         """That of these KV heads and of their query heads."""
-        if len(heads) == self.values.shape[0]:
-            return self
-        index = list(heads)
+        neighbours = heads[-1] - heads[0] == len(heads) - 1
+        index = slice(heads[0], heads[-1] + 1) if neighbours else list(heads)  # of a slice nothing is copied
         logits = self.logits.unflatten(0, (self.values.shape[0], -1))
         return Sink(logits[index].flatten(), self.values[index])
 
