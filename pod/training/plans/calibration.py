@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pod.modeling.loading import load_model
-from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan, SinkConstants
 from pod.modeling.shipped.sinks import Sink, add_sink
@@ -258,12 +257,6 @@ def find_sinks(model: PodForCausalLM, sequences: Sequence[Tensor], num_queries: 
             raise ValueError(NOT_FINITE)
         calibrated.append(Sink(*(x.cpu() for x in fitted_sink(WindowQueries.join(queries), start))))
     return calibrated
-
-
-def no_sink(config: PodConfig) -> Sink:
-    """The constants of no weight: windows with nothing beside them."""
-    logits = torch.full((config.num_attention_heads,), float("-inf"), dtype=torch.float64)
-    return Sink(logits, torch.zeros(config.num_key_value_heads, config.head_dim, dtype=torch.float64))
 
 
 @torch.no_grad()

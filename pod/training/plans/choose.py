@@ -119,8 +119,7 @@ def _made_for(plan: SharingPlan, windows: dict[str, int]) -> SharingPlan:
 
 def choose(costs: Measured, explore: ExploreArgs, windows: dict[str, int]) -> Choice:
     """The plan of least cost at the target saving, heads aligned for it, and what forbidding each role, or packing, costs."""
-    total = total_costs(costs.tensors, explore.retrieval_weight, windows_only=explore.target == "vllm")
-    head_dim = costs.provenance.get("head_dim")
+    total, head_dim = total_costs(costs.tensors, explore.retrieval_weight), costs.provenance.get("head_dim")
     frontier, units, kv_order = _solve(total, explore, windows, head_dim)
     provenance = costs.provenance | windows | {"retrieval_weight": explore.retrieval_weight}
     provenance |= _settings(explore, frontier, units)
@@ -177,10 +176,12 @@ def _solve(
         units = units_of(packed)
         frontier = packed.improved(units)
     else:
-        frontier = for_target(solve(*allowed(explore, total.get("in_place"), total["window"])), explore)
+        frontier = for_target(solve(*allowed(explore, total)), explore)
         units = units_of(frontier)
         if aligns and units:
-            found = align(*allowed(explore, total["follow"], total["window"]), units)
+            follow, window = allowed(explore, total, "follow")
+            assert follow is not None, "heads are aligned for followers"
+            found = align(follow, window, units)
             frontier, kv_order = solve(found.follow, found.window), found.kv_order
     return frontier, frontier.cheapest(units), kv_order
 

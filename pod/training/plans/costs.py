@@ -137,31 +137,40 @@ _AXES = {
 }
 
 
-def cost_shapes(layers: int, heads: int) -> dict[str, tuple[int, ...]]:
-    """The shape of each measured cost; heads: of keys and values."""
-    return {
+FOLLOWER_COSTS = ("follow", "in_place", "follow4")
+"""Costs that are not measured where no head may follow: they take most of the time."""
+
+
+def cost_shapes(layers: int, heads: int, followers: bool = True) -> dict[str, tuple[int, ...]]:
+    """The shape of each measured cost.
+
+    Args:
+        heads: of keys and values.
+        followers: whether heads may follow, so that FOLLOWER_COSTS are measured.
+    """
+    shapes = {
         "window": (layers, heads),
         "follow": (layers, layers, heads, heads),
         "in_place": (layers, layers, heads),
         "lead4": (layers, heads),
         "follow4": (layers, heads),
     }
+    return {name: shape for name, shape in shapes.items() if followers or name not in FOLLOWER_COSTS}
 
 
-def total_costs(
-    tensors: Mapping[str, Tensor], retrieval_weight: float, windows_only: bool = False
-) -> dict[str, Floats]:
-    """Cost on text plus `retrieval_weight` times that on repeated tokens, by role; ValueError for costs that
-    are missing or do not fit each other. windows_only: whether no other role was measured."""
-    names = {"window"} if windows_only else cost_shapes(1, 1).keys()
-    missing = sorted(names - tensors.keys())
+def total_costs(tensors: Mapping[str, Tensor], retrieval_weight: float) -> dict[str, Floats]:
+    """Cost on text plus `retrieval_weight` times that on repeated tokens, by role; without FOLLOWER_COSTS where
+    none of them was measured. ValueError for costs that are missing or do not fit each other."""
+    followers = any(name in tensors for name in FOLLOWER_COSTS)
+    wanted = cost_shapes(1, 1, followers)
+    missing = sorted(wanted.keys() - tensors.keys())
     if missing:
         raise ValueError(f"costs of {', '.join(missing)} are missing: measure them again with `pod explore`")
     sizes: dict[str, int] = {}
     for name, axes in _AXES.items():
         for one in (name, name + RETRIEVAL):
             sizes = check_costs(one, tensors[one], axes, sizes) if one in tensors else sizes
-    total = {name: tensors[name] + retrieval_weight * tensors.get(name + RETRIEVAL, 0.0) for name in names}
+    total = {name: tensors[name] + retrieval_weight * tensors.get(name + RETRIEVAL, 0.0) for name in wanted}
     if EARLY in tensors:
         total["window"] = (
             total["window"] + tensors[EARLY] + retrieval_weight * tensors.get(EARLY + RETRIEVAL, 0.0)
@@ -171,28 +180,34 @@ def total_costs(
 
 @torch.no_grad()
 def measure_costs(
-    model: PodForCausalLM, input_ids: Tensor, num_queries: int, order: Tensor
+    model: PodForCausalLM, input_ids: Tensor, num_queries: int, order: Tensor | None
 ) -> dict[str, Tensor]:
     """The cost of every role of every pair on one sequence ``[1, n]``: fp64 on the CPU in the shapes of `cost_shapes`, from 0 to 1000.
 
     Args:
         model: dense, with the windows of the plan to come (``num_sink_tokens``, ``num_recent_tokens``).
-        num_queries: q, at most ``n - n_s - n_r``; order: ``[L, L, H, H, G]``, see `match_query_heads`.
+        num_queries: q, at most ``n - n_s - n_r``.
+        order: ``[L, L, H, H, G]``, see `match_query_heads`; None = no head may follow, and FOLLOWER_COSTS are left out.
     Raises: ValueError for a model with a plan, a sequence without enough distant tokens, and outputs that are not finite.
     """
     heads, groups = model.config.num_key_value_heads, model.config.num_key_value_groups
-    shapes = cost_shapes(len(planned_layers(model.config)), heads)
-    check_array("order", order, "L L H H G", {"L": shapes["window"][0], "H": heads, "G": groups})
+    shapes = cost_shapes(len(planned_layers(model.config)), heads, order is not None)
+    if order is not None:
+        check_array("order", order, "L L H H G", {"L": shapes["window"][0], "H": heads, "G": groups})
+        order = order.argsort(-1)  # [.., g]: the lead's query head that serves query head g of the follower
     costs = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
-    served_by = order.argsort(-1)  # [.., g]: the lead's query head that serves query head g of the follower
     head, group = torch.arange(heads)[:, None], torch.arange(groups)
     for layer, own, lower in _layers(model, input_ids, num_queries):
         costs["window"][layer] = own.cost(own.near - own.out)
         for name, error in own.errors_of_packing().items():
-            costs[name][layer] = own.cost(error)
+            if name in costs:
+                costs[name][layer] = own.cost(error)
+        if order is None:
+            lower.clear()  # nobody follows them
+            continue
         for lead, rows in enumerate(lower):
             errors = own.errors(rows).unflatten(0, (heads, groups))  # [Hl, Gl, H, G, q, d]
-            served = served_by[lead, layer].to(errors.device)  # [Hl, H, G]
+            served = order[lead, layer].to(errors.device)  # [Hl, H, G]
             places = served[:, None, :, :, None, None].expand(-1, 1, -1, -1, *errors.shape[-2:])
             costs["follow"][lead, layer] = own.cost(errors.gather(1, places).squeeze(1))
             costs["in_place"][lead, layer] = own.cost(errors[head, group, head, group])

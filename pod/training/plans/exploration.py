@@ -15,7 +15,6 @@ from torch import Tensor
 from pod.data import held_out_documents, long_sequences, source_documents
 from pod.data.rows.manifest import MANIFEST_NAME, read_manifest
 from pod.modeling.loading import load_model
-from pod.modeling.placement import ROOM, free_bytes, share_of_rank
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan, check_bits
 from pod.models import resolve_model
@@ -104,9 +103,12 @@ class Exploration:
         return model
 
     def load(self, **changes: Any) -> PodForCausalLM:
-        """The model as it is, but for `changes`, on this rank's device, or on as many of its devices as it needs."""
-        dtype, gguf_file = getattr(torch, self.settings["dtype"]), self.settings["gguf_file"]
-        return load_model(self.model_folder, gguf_file=gguf_file, dtype=dtype, **_where(), **changes)
+        """The model as it is, but for `changes`, on this rank's device."""
+        dtype, device = getattr(torch, self.settings["dtype"]), "cpu"
+        if torch.cuda.is_available():
+            device = f"cuda:{local_rank() % torch.cuda.device_count()}"
+        gguf_file = self.settings["gguf_file"]
+        return load_model(self.model_folder, gguf_file=gguf_file, dtype=dtype, device=device, **changes)
 
     def load_tokenizer(self) -> Any:
         """The model's tokenizer: it reads its own tokens, whatever data.tokenizer says."""
@@ -126,19 +128,6 @@ class Exploration:
             where = "explore.sources" if explore.sources else f"the held-out text in {self.prepared}"
             raise ValueError(f"{where}: {error}") from None
         return list(torch.from_numpy(found))
-
-
-def _where() -> dict[str, Any]:
-    """Arguments of `load_model`: this rank's device, or all of them where there are more GPUs than ranks."""
-    if not torch.cuda.is_available():
-        return {"device": "cpu"}
-    count = torch.cuda.device_count()
-    own = [torch.device("cuda", number) for number in share_of_rank(count)]
-    if len(own) == 1:
-        return {"device": f"cuda:{local_rank() % count}"}
-    if len(own) == count:
-        return {"device_map": "auto"}
-    return {"device_map": "auto", "max_memory": {device: free_bytes(device) * (1 - ROOM) for device in own}}
 
 
 def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> None:
@@ -164,7 +153,7 @@ def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> N
         if 4 in explore.bits:
             frontier = packed_costs(explore, free, windows, config.head_dim).solve(None)
         else:
-            frontier = solve(*allowed(explore, free["in_place"], free["window"]))
+            frontier = solve(*allowed(explore, free))
         for_target(frontier, explore).units_for(explore.least_saving, explore.budget_tokens, **windows)
 
 
@@ -182,10 +171,16 @@ def at_granularity(explore: ExploreArgs, total: dict[str, Floats]) -> dict[str, 
     return {name: cost.sum(axis=-1, keepdims=True) for name, cost in total.items() if name != "follow"}
 
 
-def allowed(explore: ExploreArgs, follow: Any, window: Any) -> tuple[Any, Any]:
-    """These costs, as `solve` takes them; None for those of a role that the settings do not allow."""
+def allowed(
+    explore: ExploreArgs, total: dict[str, Floats], follow: str = "in_place"
+) -> tuple[Floats | None, Floats | None]:
+    """The costs of followers and windows, as `solve` takes them; None for a role that the settings do not allow.
+
+    Args:
+        follow: which costs of followers, ``in_place`` or ``follow``.
+    """
     roles = explore.roles or []
-    return follow if "follow" in roles else None, window if "window" in roles else None
+    return total[follow] if "follow" in roles else None, total["window"] if "window" in roles else None
 
 
 def for_target(frontier: C, explore: ExploreArgs) -> C:
@@ -205,9 +200,9 @@ def packed_costs(
     explore: ExploreArgs, total: dict[str, Floats], windows: dict[str, int], head_dim: int | None
 ) -> PackedCosts:
     """The costs of the roles that the settings allow where layers may be packed; head_dim: of the model."""
-    roles, near = allowed(explore, total["in_place"], total["window"]), sum(windows.values())
-    four = total["lead4"], total["follow4"]
-    return PackedCosts(*roles, *four, explore.budget_tokens, near, head_dim)
+    follow, window = allowed(explore, total)
+    four = total["lead4"], total.get("follow4")
+    return PackedCosts(follow, window, *four, explore.budget_tokens, sum(windows.values()), head_dim)
 
 
 @contextmanager
@@ -234,16 +229,17 @@ def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens") -> s
     layers, heads = len(planned_layers(config)), config.num_attention_heads
     n, q, count = explore.sequence_length, explore.num_queries, explore.num_sequences
     what = f"{explore.cost}: one forward pass over {count} x {n} = {count * n} tokens"
-    if explore.target == "vllm":
-        repeated, losses = explore.retrieval_sequences, min(count, explore.loss_sequences)
-        what += f" and {repeated} x {n} repeated tokens, two over {losses} sequences for the loss"
-        return f"{what}, divided among the ranks\nmemory per rank: the model and a layer's attention rows"
     if explore.cost == "projected":
         repeated = explore.retrieval_sequences
         matching, losses = repeated + min(count, MATCHING_SEQUENCES), min(count, explore.loss_sequences)
-        what += f" and {repeated} x {n} repeated tokens, one pass over {matching} sequences to match heads"
+        what += f" and {repeated} x {n} repeated tokens"
+        if "follow" in (explore.roles or []):
+            what += f", one pass over {matching} sequences to match heads"
         what += f", two over {losses} for the loss"
         if sinks == "constant":
             what += f", one more over {count} and {repeated} sequences for windows with constant sinks"
-    rows = f"{4e-6 * layers * heads * q * n:.0f} MB of attention rows ({layers} layers x {heads} heads x {q} x {n} fp32)"
+    if explore.roles == ["window"]:
+        layers = 1  # rows are kept for layers above that may follow
+    size = 4e-6 * layers * heads * q * n
+    rows = f"{size:.0f} MB of attention rows ({layers} layers x {heads} heads x {q} x {n} fp32)"
     return f"{what}, divided among the ranks\nmemory per rank: the model, {rows}"

@@ -29,15 +29,11 @@ from pod.identity import content_of
 from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.training.checkpoint.identity import sha256_of
-from pod.training.plans.calibration import (
-    CALIBRATION_SEQUENCES,
-    find_sinks,
-    measure_window_costs,
-    no_sink,
-)
+from pod.training.plans.calibration import CALIBRATION_SEQUENCES, find_sinks, measure_window_costs
 from pod.training.plans.checks import check_array, check_groups
 from pod.training.plans.costs import (
     EARLY,
+    FOLLOWER_COSTS,
     RETRIEVAL,
     cost_shapes,
     match_query_heads,
@@ -106,8 +102,14 @@ def find_costs(exploration: Exploration, say: Say = print) -> Measured:
     wanted: dict[str, Any] = {"retrieval_sequences": exploration.explore.retrieval_sequences}
     wanted |= exploration.windows
     if not exploration.windows["num_sink_tokens"]:  # else they are tokens, as in files that do not say it
-        wanted |= {"sinks": exploration.sinks, "windows_only": exploration.explore.target == "vllm"}
-    return _find(exploration, COSTS_NAME, _measure_costs, wanted, say)
+        wanted["sinks"] = exploration.sinks
+    needed = FOLLOWER_COSTS if _may_follow(exploration) else ()
+    return _find(exploration, COSTS_NAME, _measure_costs, wanted, say, needed)
+
+
+def _may_follow(exploration: Exploration) -> bool:
+    """Whether the settings allow heads to follow, so that costs of followers are needed."""
+    return "follow" in (exploration.explore.roles or [])
 
 
 def find_heads(exploration: Exploration) -> RetrievalHeads:
@@ -151,17 +153,25 @@ def _search(exploration: Exploration, wanted: dict[str, Any]) -> RetrievalHeads:
     )
 
 
-def _find(exploration: Exploration, name: str, measure: Any, wanted: dict[str, Any], say: Say) -> Measured:
+def _find(
+    exploration: Exploration,
+    name: str,
+    measure: Any,
+    wanted: dict[str, Any],
+    say: Say,
+    needed: Sequence[str] = (),
+) -> Measured:
     """Read from the folder when it is there, else measured (by all ranks), an interrupted measurement continued, and written; a file
     of other settings is kept under another name. ValueError for texts, models and files that do not fit.
 
     Args:
         measure: (exploration, model, sequences, mean) → tensors; mean: (name, measure of one sequence, shape, sequences).
         wanted: what it depends on beside the settings.
+        needed: tensors that a file must have to be used again.
     """
     path = exploration.folder / name
     wanted = exploration.settings | wanted | {"weights": content_of(exploration.model_folder)}
-    found = from_rank_0(lambda: reusable(path, Measured.load, wanted, say))
+    found = from_rank_0(lambda: reusable(path, Measured.load, wanted, say, needed))
     if found is not None:
         return found
     model = exploration.load_model()
@@ -173,7 +183,7 @@ def _find(exploration: Exploration, name: str, measure: Any, wanted: dict[str, A
     }
     if model.config.layer_windows is not None:
         provenance |= {"layers": planned_layers(model.config), "num_layers": model.config.num_hidden_layers}
-    partial = path.with_suffix(f".partial-{sha256_of(provenance)[:8]}")
+    partial = path.with_suffix(f".partial-{sha256_of([provenance, *needed])[:8]}")
 
     def mean(part: str, measure_one: Any, shape: Sequence[int], texts: Sequence[Tensor]) -> Tensor:
         return measure_mean(lambda ids: measure_one(ids.to(model.device)), shape, texts, partial / part)
@@ -233,29 +243,29 @@ def _measure_similarity(
 def _measure_costs(
     exploration: Exploration, model: PodForCausalLM, sequences: Sequence[Tensor], mean: Any
 ) -> dict[str, Tensor]:
-    """The cost of every role on all sequences; for vLLM that of windows, the only role there."""
+    """Query heads matched on a few sequences where heads may follow, then the cost of every role on all of them."""
     queries, config = exploration.explore.num_queries, model.config
-    layers = len(planned_layers(config))
+    layers, heads = len(planned_layers(config)), config.num_attention_heads
     repeated = repeated_sequences(exploration, config)
-    shapes, tensors = cost_shapes(layers, config.num_key_value_heads), {}
-    windows_only, sinks = exploration.explore.target == "vllm", None
+    followers = _may_follow(exploration)
+    shapes = cost_shapes(layers, config.num_key_value_heads, followers)
+    tensors: dict[str, Tensor] = {}
+    order, sinks = None, None
+    if followers:
+        few = [*sequences[:MATCHING_SEQUENCES], *repeated]
+        shape = layers, layers, heads, heads
+        errors = mean("query heads", lambda ids: measure_query_head_errors(model, ids, queries), shape, few)
+        order = tensors["order"] = match_query_heads(errors, config.num_key_value_heads)
     if exploration.sinks == "constant":
         some = sequences[:CALIBRATION_SEQUENCES]
         sinks = from_rank_0(lambda: find_sinks(model, some, queries))
-        tensors["sink_logits"] = torch.stack([sink.logits for sink in sinks])
-        tensors["sink_values"] = torch.stack([sink.values for sink in sinks])
-    elif windows_only:
-        sinks = [no_sink(config)] * layers
-    if windows_only:
-        shapes = {"window": shapes["window"]}
-    else:
-        tensors["order"] = _match_heads(model, [*sequences[:MATCHING_SEQUENCES], *repeated], queries, mean)
-    if sinks is not None:
+        tensors |= {"sink_logits": torch.stack([sink.logits for sink in sinks])}
+        tensors |= {"sink_values": torch.stack([sink.values for sink in sinks])}
         shapes[EARLY] = shapes["window"]
     sizes = [math.prod(shape) for shape in shapes.values()]
 
     def flat(input_ids: Tensor) -> Tensor:
-        found = {} if windows_only else measure_costs(model, input_ids, queries, tensors["order"])
+        found = measure_costs(model, input_ids, queries, order)
         if sinks is not None:
             found |= measure_window_costs(model, input_ids, queries, sinks)
         return torch.cat([found[name].flatten() for name in shapes])
@@ -265,15 +275,6 @@ def _measure_costs(
         for (role, shape), part in zip(shapes.items(), parts, strict=False):
             tensors[role + ending] = part.view(shape)
     return tensors
-
-
-def _match_heads(model: PodForCausalLM, sequences: Sequence[Tensor], queries: int, mean: Any) -> Tensor:
-    """The order of query heads of every pair, see `match_query_heads`, from a few sequences."""
-    config = model.config
-    layers, heads = len(planned_layers(config)), config.num_attention_heads
-    shape = layers, layers, heads, heads
-    errors = mean("query heads", lambda ids: measure_query_head_errors(model, ids, queries), shape, sequences)
-    return match_query_heads(errors, config.num_key_value_heads)
 
 
 def repeated_sequences(exploration: Exploration, config: Any) -> list[Tensor]:
@@ -286,12 +287,20 @@ def repeated_sequences(exploration: Exploration, config: Any) -> list[Tensor]:
     return [ordinary_tokens(tokenizer, config, num_tokens, REPEATS, seed) for seed in seeds]
 
 
-def reusable(path: Path, load: Callable[[Path], Any], wanted: dict[str, Any], say: Say) -> Any:
-    """What `load` reads at `path` when its provenance has these settings, else None."""
+def reusable(
+    path: Path,
+    load: Callable[[Path], Any],
+    wanted: dict[str, Any],
+    say: Say,
+    needed: Sequence[str] = (),
+) -> Any:
+    """What `load` reads at `path` when its provenance has these settings and it has the tensors `needed`, else None."""
     if not path.exists():
         return None
     found = load(path)
     changed = sorted(key for key, value in wanted.items() if found.provenance.get(key) != value)
+    if any(name not in found.tensors for name in needed):
+        changed.append("roles (it has no costs of followers)")
     if not changed:
         say(f"explore: {path} fits the settings and is used again")
         return found

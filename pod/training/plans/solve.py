@@ -226,7 +226,8 @@ class PackedCosts:
 
     Attributes:
         follow: ``[L, L, H]``, None = nobody follows; window: ``[L, H]``, None = no windows.
-        lead4, follow4: ``[L, H]`` cost of 4 bits of a lead's keys and values, of a follower's values.
+        lead4, follow4: ``[L, H]`` cost of 4 bits of a lead's keys and values, of a follower's values; no ``follow4`` where
+            nobody follows.
         n, near: tokens, and those of them in a window.
         head_dim: of the model, on which the size of packed values depends; None = one that the usual groups
             divide.
@@ -235,7 +236,7 @@ class PackedCosts:
     follow: Floats | None
     window: Floats | None
     lead4: Floats
-    follow4: Floats
+    follow4: Floats | None
     n: int
     near: int
     head_dim: int | None = None
@@ -243,7 +244,9 @@ class PackedCosts:
     def __post_init__(self) -> None:
         sizes = _check_roles(self.follow, self.window)
         for name in ("lead4", "follow4"):
-            sizes = check_costs(name, getattr(self, name), "L H", sizes)
+            cost = getattr(self, name)
+            if cost is not None or self.follow is not None:
+                sizes = check_costs(name, cost, "L H", sizes)
 
     @cached_property
     def units(self) -> tuple[int, int, int]:
@@ -267,7 +270,7 @@ class PackedCosts:
         if packed is not None:
             native[np.asarray(packed)] = four[~np.asarray(packed)] = np.inf
         roles = [Role("lead", 0, native), Role("lead", lead4, self.lead4 + four)]
-        if self.follow is not None:
+        if self.follow is not None and self.follow4 is not None:
             roles.append(Role("follow", pair // 2, self.follow + native))
             roles.append(Role("follow", follow4, self.follow + self.follow4 + four))
         if self.window is not None:

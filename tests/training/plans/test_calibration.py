@@ -19,7 +19,6 @@ from pod.training.plans.calibration import (
     first_tokens,
     fitted_sink,
     measure_window_costs,
-    no_sink,
     window_queries,
     with_constants,
 )
@@ -148,7 +147,8 @@ def test_costs_equal_their_definition_at_distant_and_at_early_queries(heads, rec
 @torch.no_grad()
 def test_a_sink_of_no_weight_costs_nothing_early_and_what_a_window_costs_behind():
     model, ids = make_model(6, 2, sinks=0, recent=RECENT), ids_of()
-    found = measure_window_costs(model, ids, 9, [no_sink(model.config)] * 4)
+    nothing = [Sink(torch.full((6,), -1e4).double(), sink.values) for sink in random_sinks(model)]
+    found = measure_window_costs(model, ids, 9, nothing)
     assert found["early"].abs().max() < 1e-20
     order = torch.arange(3).expand(4, 4, 2, 2, 3)
     torch.testing.assert_close(found["window"], measure_costs(model, ids, 9, order)["window"])

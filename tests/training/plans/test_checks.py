@@ -61,7 +61,7 @@ CASES = {
     "query heads": (lambda: match_query_heads(torch.ones(4, 5, 6, 6), 3), "errors has shape [4, 5, 6, 6]"),
     "query heads, groups": (lambda: match_query_heads(torch.ones(4, 4, 6, 6), 4), "a multiple of"),
     "costs": (lambda: total_costs(COSTS | {"lead4": torch.ones(3, 5)}, 1.0), "lead4 has shape [3, 5]"),
-    "costs, less": (lambda: total_costs({"window": torch.ones(3, 5)}, 1.0), "costs of follow, follow4"),
+    "costs, less": (lambda: total_costs({"window": torch.ones(3, 5)}, 1.0), "costs of lead4 are missing"),
     "scores": (lambda: head_scores(torch.ones(4, 9, 8), torch.ones(2, 8, 9), 3), "k has shape [2, 8, 9]"),
     "scores, groups": (lambda: head_scores(torch.ones(4, 9, 8), torch.ones(3, 9, 8), 3), "4 query heads"),
     "scores, tokens": (lambda: head_scores(torch.ones(4, 9, 8), torch.ones(2, 9, 8), 9), "num_tokens is 9"),

@@ -443,3 +443,27 @@ def test_dry_run_names_the_cost(overrides, capsys):
     printed = capsys.readouterr().out
     assert "roles: [window]" in printed
     assert "projected: one forward pass over 3 x 48 = 144 tokens and 2 x 48 repeated tokens" in printed
+
+
+def test_explore_measures_followers_only_where_heads_may_follow(overrides, tmp_path, monkeypatch, capsys):
+    """Windows alone need no costs of followers; a later plan with followers measures them, and then both serve."""
+    measured = []
+    measure = measure_module.measure_query_head_errors
+
+    def count(*given):
+        measured.append("query heads")
+        return measure(*given)
+
+    monkeypatch.setattr(measure_module, "measure_query_head_errors", count)
+    windows = ["explore.roles=[window]", "explore.bits=[16,4]"]
+    explore.main(load_recipe(None, [*overrides, *windows]))
+    plan, costs = plan_and_costs(tmp_path)
+    assert plan.num_windows and not plan.num_followers and not measured
+    assert not {"order", "follow", "in_place", "follow4"} & set(costs.tensors)
+    explore.main(load_recipe(None, overrides))
+    assert measured and "no costs of followers" in capsys.readouterr().out
+    everything = plan_and_costs(tmp_path)[1]
+    assert torch.equal(everything.tensors["window"], costs.tensors["window"])
+    measured.clear()
+    explore.main(load_recipe(None, [*overrides, *windows]))
+    assert not measured and "is used again" in capsys.readouterr().out

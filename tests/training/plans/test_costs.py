@@ -256,3 +256,16 @@ def as_4_bits(x, per_channel):
     packing, out = Packing(bits=4, group_size=32, per_channel=per_channel), x.clone()
     packing.unpack(packing.pack(x[None, None, :224]), out[None, None, :224])
     return out
+
+
+def test_costs_of_windows_alone_are_those_beside_followers(model, input_ids):
+    """Without an order nobody may follow; what is left is the same."""
+    everything = measure_costs(model, input_ids, 5, any_order(model.config))
+    alone = measure_costs(model, input_ids, 5, None)
+    assert set(alone) == set(everything) - {"follow", "in_place", "follow4"}
+    for name, cost in alone.items():
+        assert torch.equal(cost, everything[name])
+    total = total_costs(alone, 1.0)
+    assert set(total) == set(alone)
+    with pytest.raises(ValueError, match="costs of follow4, in_place are missing"):
+        total_costs({name: everything[name] for name in ("window", "lead4", "follow")}, 1.0)
