@@ -121,6 +121,7 @@ def test_packed_documents_are_as_if_alone(model, plan):
         torch.testing.assert_close(logits, naive(model, plan, own), rtol=0, atol=1e-9)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize(
     "widths", [[50], [1] * 50, [7] * 7 + [1], [3, 1, 1, 29, 2, 14], [30] + [1] * 20], ids=len
 )

@@ -18,7 +18,7 @@ MANIFEST = {"context_length": 8, "tokenizer_sha256": "t", "shards": ["s"]}
 
 
 class Config:
-    layout, num_sink_tokens, num_recent_tokens = "pod", 2, 4
+    layout, num_sink_tokens, num_recent_tokens, sinks = "pod", 2, 4, "tokens"
     rope_parameters, max_position_embeddings = {"rope_type": "default"}, 32
 
 
@@ -32,6 +32,18 @@ def test_a_plan_that_moves_heads_is_another_plan_and_not_another_model():
     moved = identity(samples="b", order=((1, 0), (0, 1)))
     with pytest.raises(ValueError, match="another sharing plan"):
         check_identity(TrainState(identity=identity()), moved, "belongs to {what}: use {needed}")
+
+
+def test_other_sinks_are_other_windows(monkeypatch):
+    """None and constant ones have no first tokens either of them."""
+    monkeypatch.setattr(Config, "num_sink_tokens", 0)
+    kinds = {}
+    for kind in ("none", "constant"):
+        monkeypatch.setattr(Config, "sinks", kind)
+        kinds[kind] = identity()
+    check_identity(TrainState(identity=kinds["constant"]), kinds["constant"], "{what}{needed}")
+    with pytest.raises(ValueError, match=r"other windows: use the same .* and model\.sinks"):
+        check_identity(TrainState(identity=kinds["none"]), kinds["constant"], "{what}: use {needed}")
 
 
 @pytest.mark.parametrize("rows", [(1, 4), (0, 5)])
