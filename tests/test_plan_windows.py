@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import pod
-from pod.bench.run import subject
+from pod.bench.run import load, subject
 from pod.eval.answer.models import Models
 from pod.eval.lm.command import CommandLM
+from pod.modeling.shipped.sharing import SinkConstants
 from pod.models import resolve_model
 from pod.recipe import load_recipe
 from pod.training.run.start_model import model_config
@@ -119,6 +120,36 @@ def test_recipes_take_the_windows_of_the_plan(found, place, file, tmp_path):
     with pytest.warns(UserWarning, match="the plan was made for 4 and 28"):
         changed = found(recipe_with(file, *settings, "model.num_recent_tokens=60"))
     assert changed == {"num_sink_tokens": 4, "num_recent_tokens": 60}
+
+
+def with_constants(plan):
+    """The same plan with constants in the place of its first tokens; the sizes are those of ``package:tiny``."""
+    has = [None in row for row in LEAD]
+    logits = tuple((1.0,) * 4 if one else None for one in has)
+    values = tuple(((0.5,) * 16,) * 2 if one else None for one in has)
+    constants = SinkConstants(logits, values)
+    return replace(plan, sinks="constant", num_sink_tokens=0, sink_constants=constants)
+
+
+@pytest.mark.parametrize("found", [windows_in_training, windows_in_evaluation, windows_in_bench])
+def test_recipes_take_the_sinks_of_the_plan(found, plan, file):
+    """Constants need no slot; a recipe that asks for tokens has as many as usual, with a warning."""
+    with_constants(plan).save(file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert found(recipe_with(file, f"model.plan={file}")) == {**OWN, "num_sink_tokens": 0}
+    with pytest.warns(UserWarning, match="sinks = 'tokens', the plan was made for 'constant'"):
+        changed = found(recipe_with(file, f"model.plan={file}", "model.sinks=tokens"))
+    assert changed == {**OWN, "num_sink_tokens": 16}
+
+
+def test_evaluation_and_bench_load_the_constants(plan, file):
+    with_constants(plan).save(file)
+    recipe = recipe_with(file, f"model.plan={file}")
+    evaluated = Models(replace(recipe, eval=replace(recipe.eval, methods=["full", "pod-unadapted"])))
+    assert evaluated.get("unadapted").model.layers[1].self_attn.sinks.tolist() == [1.0] * 4
+    planned = load(recipe, subject(recipe), torch.device("cpu")).planned
+    assert planned.config.sinks == "constant" and planned.model.layers[1].self_attn.sinks.shape == (4,)
 
 
 def test_lm_eval_takes_the_windows_of_the_plan(file):

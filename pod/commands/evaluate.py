@@ -47,6 +47,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="samples per lm-eval task, for a quick look; default: all",
     )
+    gpus = "with --dry-run: GPUs to lay the models out on, as 8x24 for 8 of 24 GiB; default: those of this machine"
+    add("--gpus", type=_gpus, metavar="NxGIB", help=gpus)
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Refuse what has no effect on an evaluation. Raises: ValueError."""
+    if arguments.gpus is not None and not arguments.dry_run:
+        raise ValueError(
+            "--gpus is for estimates only: add --dry-run. An evaluation takes the GPUs that it finds; "
+            "CUDA_VISIBLE_DEVICES hides others"
+        )
+
+
+def _gpus(text: str) -> Any:
+    from pod.eval.answer.layout import Gpus
+
+    try:
+        return Gpus.of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 class List(argparse.Action):
@@ -64,10 +84,12 @@ class List(argparse.Action):
 
 
 def estimate(recipe: Recipe) -> str:
-    """Tokens that each method will process."""
+    """Tokens that each method will process, and how the models will lie on GPUs."""
     from pod.eval.estimate import estimate as estimate_tokens
 
-    return estimate_tokens(recipe)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_arguments(parser)
+    return estimate_tokens(recipe, parser.parse_known_args()[0].gpus)
 
 
 def main(recipe: Recipe) -> None:

@@ -140,7 +140,9 @@ class EvalArgs:
     files), report (write the page). score and report need no model and take seconds."""
 
     device: str = "auto"
-    """Torch device, for example cuda:1. auto = cuda when there is a GPU, else cpu."""
+    """Torch device, for example cuda:1. auto = cuda when there is a GPU, else cpu; a model that one GPU does not hold
+    lies on as many of this rank's GPUs as it needs. balanced, sequential = on all of them, by equal shares or
+    filled one after the other."""
 
     def __post_init__(self) -> None:
         check_names("method", self.methods, find_method)

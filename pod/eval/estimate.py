@@ -1,7 +1,9 @@
-"""How much an evaluation will feed to the models, before any is loaded."""
+"""How much an evaluation will feed to the models, and how they will lie on GPUs, before any is loaded."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pod.eval.answer.layout import SPREADS, Gpus, Load, layout_lines, longest_of
 from pod.eval.answer.methods import find_method
 from pod.eval.args import EvalArgs
 from pod.eval.speed.args import speed_options
@@ -13,10 +15,14 @@ if TYPE_CHECKING:
 _BY_SETTINGS = ("perplexity", "passkey", "efficiency")  # counted from the recipe alone
 
 
-def estimate(recipe: "Recipe") -> str:
-    """Lines for `--dry-run`: tokens read as prompts and tokens decoded one at a time, per method.
+def estimate(recipe: "Recipe", gpus: Gpus | None = None) -> str:
+    """Lines for `--dry-run`: tokens read as prompts and tokens decoded one at a time, per method; and which layers of each model
+    will lie on which GPU, where there are several.
 
     Tasks other than perplexity, passkey and efficiency are built as the evaluation would build them: their prompts are counted.
+
+    Args:
+        gpus: GPUs to assume; None = those of this machine.
     Raises: ValueError for an unknown task, with the nearest.
     """
     lines = ["Tokens per method (prompt tokens in parallel, decode steps one token per row at a time):"]
@@ -29,7 +35,42 @@ def estimate(recipe: "Recipe") -> str:
             more = run.tasks[task].token_counts(run.method(name))
             prompt, steps = prompt + more[0], steps + more[1]
         lines.append(f"  {name:<{width}} {prompt:>12,} prompt tokens {steps:>8,} decode steps")
-    return "\n".join(lines + missing)
+    gpus = gpus or _gpus_here()
+    layout = [] if gpus is None else _layout(recipe, gpus, None if run is None else run.models.load)
+    return "\n".join(lines + missing + layout)
+
+
+def _gpus_here() -> Gpus | None:
+    """The GPUs of this machine where there are several; looks first without torch, which takes seconds to load."""
+    folder = Path("/proc/driver/nvidia/gpus")
+    if not folder.is_dir() or len(list(folder.iterdir())) < 2:
+        return None
+    import torch
+
+    count = torch.cuda.device_count()
+    sizes = [torch.cuda.get_device_properties(number).total_memory for number in range(count)]
+    return Gpus(count, min(sizes) / 2**30) if count > 1 else None
+
+
+def _layout(recipe: "Recipe", gpus: Gpus, load: Load | None) -> list[str]:
+    """Of each kind of model that the methods need, from configurations alone; load: None where tasks could not be built."""
+    import torch
+
+    from pod.eval.answer.models import Models
+
+    asked = recipe.eval.device if recipe.eval.device in SPREADS else "auto"
+    lines = [f"Layout on {gpus.count} GPUs of {gpus.gib:g} GiB (eval.device: {asked}):"]
+    try:
+        models = Models(recipe)
+        configs = {kind: models.config(kind) for kind in models.kinds}
+    except (ValueError, OSError) as error:
+        text = " ".join(str(error).split())
+        return [*lines, f"  unknown, as the evaluation would end with: {text}"]
+    size = getattr(torch, recipe.model.dtype).itemsize
+    for kind, config in configs.items():
+        expected = load or Load(recipe.eval.batch_size, longest_of(config, recipe.eval))
+        lines += [f"  {line}" for line in layout_lines(kind, config, size, gpus, expected, asked)]
+    return lines
 
 
 def _built(recipe: "Recipe", names: list[str]) -> tuple[Any, list[str], list[str]]:

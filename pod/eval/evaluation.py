@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pod.eval.answer.budget import ByteBudgets, Subject, measure_bytes
+from pod.eval.answer.layout import Load
 from pod.eval.answer.methods import Method, find_method, parts_of, with_requests
 from pod.eval.answer.models import Models
 from pod.eval.answer.ranks import Ranks
@@ -51,6 +52,10 @@ class Evaluation:
             self.tasks = make_tasks(base.Run(recipe, self.models, self.tokenizer))
         self._check_lengths()
         self._check_options()
+        longest = [task.longest() for task in self.tasks.values()]
+        if SPEED_RUN in self.args.tasks:
+            longest.append(self.args.longest_speed_run())
+        self.models.load = Load(self.args.batch_size, max(longest)) if longest else None
 
     def _check_lengths(self) -> None:
         """ValueError for a task that no method can be fed, and for speeds that some method cannot be measured at."""

@@ -49,22 +49,26 @@ def fill(model: Any, cache: Any, batch: int, length: int, skip_share: float = 0.
 
 def _fill_layers(layers: list[Any], length: int, weight: Tensor, skip_share: float) -> None:
     """See ``fill``; the first token is there."""
-    generator = torch.Generator(weight.device).manual_seed(length)
+    generators: dict[torch.device, torch.Generator] = {}
     seen = 0.0
     for layer in layers:
-        loud = weight.new_ones(len(layer.roles.followers), 1, 1)
+        like = weight.new_empty(0, device=layer.device or weight.device)
+        if like.device not in generators:
+            generators[like.device] = torch.Generator(like.device).manual_seed(length)
+        generator = generators[like.device]
+        loud = like.new_ones(len(layer.roles.followers), 1, 1)
         for index in range(len(loud)):
             seen += skip_share
             if seen >= 1 - 1e-9:
                 seen, loud[index] = seen - 1, _LOUD
         for name, store in layer.stores().items():
-            _append_random(store, length, loud if name == "window_keys" else 1.0, weight, generator)
+            _append_random(store, length, loud if name == "window_keys" else 1.0, like, generator)
 
 
 def _append_random(
-    store: TokenStore, length: int, factor: Tensor | float, weight: Tensor, generator: torch.Generator
+    store: TokenStore, length: int, factor: Tensor | float, like: Tensor, generator: torch.Generator
 ) -> None:
-    """Random tokens behind the first, times a factor per head, a part at a time, of the dtype and device of ``weight``."""
+    """Random tokens behind the first, times a factor per head, a part at a time, of the dtype and device of ``like``."""
     batch, heads, _, head_dim = store.shape
     overwrites = type(store) is TokenStore and store.has_window  # what a packed window drops it still counts
     size = max(1, _CHUNK // (batch * heads * head_dim) // 64) * 64
@@ -72,6 +76,6 @@ def _append_random(
         rows = min(size, length - first)
         if first > 1 and overwrites and first + rows <= length - store.num_recent_tokens:
             continue
-        x = weight.new_empty(batch, heads, rows, head_dim).normal_(generator=generator)
+        x = like.new_empty(batch, heads, rows, head_dim).normal_(generator=generator)
         store.append(x * factor, first)
         store.settle(first + rows)

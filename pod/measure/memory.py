@@ -70,12 +70,13 @@ class Meter:
     """Context: peak bytes beyond those that were held when it began.
 
     model: its weights are not counted. limit: bytes of this peak; more of them are a MemoryError (on CUDA at the next `restart`).
+    Of a model on several GPUs the peaks of all are added, which need not come at the same time.
     """
 
     def __init__(self, model: Any, limit: int | None = None):
-        self.device, self.limit = next(model.parameters()).device, limit
+        self.devices, self.limit = {weight.device for weight in model.parameters()}, limit
         self._before, self._live = 0, None
-        if self.device.type != "cuda":
+        if any(device.type != "cuda" for device in self.devices):
             self._live = LiveBytes(limit)
             self._live.ignore([*model.parameters(), *model.buffers()])
 
@@ -83,9 +84,10 @@ class Meter:
         if self._live is not None:
             self._live.__enter__()
         else:
-            torch.cuda.synchronize(self.device)
-            self._before = torch.cuda.memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
+            for device in self.devices:
+                torch.cuda.synchronize(device)
+                torch.cuda.reset_peak_memory_stats(device)
+            self._before = sum(map(torch.cuda.memory_allocated, self.devices))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -97,7 +99,7 @@ class Meter:
         """Bytes, since the beginning or the last `restart`."""
         if self._live is not None:
             return self._live.peak
-        return torch.cuda.max_memory_allocated(self.device) - self._before
+        return sum(map(torch.cuda.max_memory_allocated, self.devices)) - self._before
 
     def restart(self) -> int:
         """Begin a new stretch; returns the peak of the one that ends."""
@@ -105,7 +107,8 @@ class Meter:
         if self._live is not None:
             self._live.restart()
         else:
-            torch.cuda.reset_peak_memory_stats(self.device)
+            for device in self.devices:
+                torch.cuda.reset_peak_memory_stats(device)
             if self.limit is not None and peak > self.limit:
                 raise MemoryError(f"{peak:,} bytes where {self.limit:,} are allowed")
         return peak

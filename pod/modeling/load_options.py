@@ -154,8 +154,6 @@ def _is_spread(device_map: Any) -> bool:
     """Whether a ``device_map`` may name several devices."""
     if isinstance(device_map, Mapping):
         return len(set(map(str, device_map.values()))) > 1
-    if isinstance(device_map, list | tuple):
-        return True
     return isinstance(device_map, str) and device_map in STYLES
 
 

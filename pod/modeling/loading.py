@@ -253,8 +253,8 @@ def load_model(
         others: ``cache_dir``, ``local_files_only``, ``revision`` and ``token`` as in transformers, ``gguf_file`` a GGUF
             file inside ``source``; ``torch_dtype`` is ``dtype``; ``device_map`` names where the layers lie, to which weights
             are read straight away: a device, devices by module, ``balanced`` (all GPUs by equal shares), ``sequential``
-            (one after the other), or ``auto`` (as few as leave 30 % of their memory to the cache; a list of devices:
-            as few of these), with ``max_memory`` as what weights may take on each; ``attn_implementation`` is a backend (``sdpa``: auto, ``eager``: reference,
+            (one after the other), or ``auto`` (as few as leave 30 % of their memory to the cache), with ``max_memory``
+            as what weights may take on each; ``attn_implementation`` is a backend (``sdpa``: auto, ``eager``: reference,
             ``flash_attention_2``: flash). ``trust_remote_code`` is taken and changes nothing: code of this package runs,
             never a checkpoint's.
 

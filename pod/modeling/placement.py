@@ -7,6 +7,7 @@ too. So of layouts that fill their devices about equally the one with the fewest
 
 import difflib
 import math
+import os
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -176,15 +177,17 @@ def _fillings(parts: Parts, capacities: Sequence[float], found: Sequence[int]) -
 def place(
     config: PodConfig,
     bytes_per_number: int,
-    asked: str | Mapping[str, Any] | Sequence[Any],
+    asked: str | Mapping[str, Any],
     max_memory: Mapping[Any, Any] | None,
+    beside: Sequence[int] | None = None,
 ) -> dict[str, torch.device]:
     """The device of every part of a model, by its module's name.
 
     Args:
-        asked: one of ``STYLES``, or devices by module, as ``device_map`` of transformers; a list of devices is ``auto`` on these.
+        asked: one of ``STYLES``, or devices by module, as ``device_map`` of transformers.
         max_memory: bytes, or a text as ``"70GiB"``, by device: what weights may take there; None = of every
             accelerator what is free, less some room (``ROOM_OF_AUTO``, ``ROOM``).
+        beside: bytes of each layer's keys and values, which then are laid out with the weights; None = not known.
 
     Raises:
         ValueError: modules without a device or that are cut, offloading, a model that does not fit.
@@ -193,14 +196,13 @@ def place(
     if isinstance(asked, Mapping):
         return _by_map(names, asked, config.tie_word_embeddings)
     free = capacities(max_memory)
-    if not isinstance(asked, str):
-        only, asked = [_device(one, "device_map") for one in asked], "auto"
-        free = {device: free_bytes(device) for device in only}
     style = "sequential" if asked == "sequential" else "balanced"
     if len(free) == 1 and max_memory is None:
         return named(names, list(free) * (len(names) - 1), config.tie_word_embeddings)
-    parts, refusal = parts_of(config, bytes_per_number), None
-    for count, room in _attempts(asked, len(free), max_memory is not None):
+    parts, refusal = parts_of(config, bytes_per_number, beside), None
+    least = 0.0 if max_memory is not None else ROOM
+    room_of_auto = ROOM_OF_AUTO if max_memory is None and beside is None else least
+    for count, room in _attempts(asked, len(free), least, room_of_auto):
         devices = list(free)[:count]
         try:
             numbers = lay_out(parts, [free[one] * (1 - room) for one in devices], style)
@@ -214,13 +216,10 @@ def place(
     )
 
 
-def _attempts(asked: str, count: int, is_given: bool) -> list[tuple[int, float]]:
-    """How many devices to take, and the share of their memory to leave: ``auto`` takes as few as leave enough room."""
-    least = 0.0 if is_given else ROOM
-    if asked != "auto":
-        return [(count, least)]
-    room = 0.0 if is_given else ROOM_OF_AUTO
-    return [*((few, room) for few in range(1, count + 1)), (count, least)]
+def _attempts(asked: str, count: int, least: float, room: float) -> list[tuple[int, float]]:
+    """How many devices to take, and the share of their memory to leave: ``auto`` takes as few as leave ``room``."""
+    few = [(number, room) for number in range(1, count + 1)] if asked == "auto" else []
+    return [*few, (count, least)]
 
 
 def module_names(config: PodConfig) -> list[str]:
@@ -252,6 +251,14 @@ def free_bytes(device: torch.device) -> float:
     return float(torch.cuda.mem_get_info(device)[0])
 
 
+def share_of_rank(count: int) -> range:
+    """The numbers of this rank's GPUs among the ``count`` of its machine: with more GPUs than ranks each has
+    neighbouring ones of its own."""
+    rank, ranks = int(os.environ.get("LOCAL_RANK", 0)), os.environ.get("WORLD_SIZE", 1)
+    each = max(1, count // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    return range(rank * each, (rank + 1) * each)
+
+
 def _given_capacities(max_memory: Mapping[Any, Any]) -> dict[torch.device, float]:
     from accelerate.utils import convert_file_size_to_int
 
@@ -259,7 +266,7 @@ def _given_capacities(max_memory: Mapping[Any, Any]) -> dict[torch.device, float
     for name, size in max_memory.items():
         device = _device(name, "max_memory")
         try:
-            found[device] = float(convert_file_size_to_int(size))
+            found[device] = size if isinstance(size, float) else float(convert_file_size_to_int(size))
         except ValueError:
             raise ValueError(
                 f"max_memory[{name!r}] = {size!r} is no size: use bytes, or a text as '70GiB'"

@@ -18,6 +18,7 @@ import simulated_device
 import torch
 from conftest import FAMILIES, make_pod, make_stock, random_ids
 from method_table import ROWS, Row
+from test_sinks_of_models import plan_for
 from torch import Tensor, nn
 
 import pod
@@ -163,6 +164,12 @@ def methods() -> Iterator[dict]:
         yield answer_of(row.id, *found)
 
 
+def with_constant_sinks() -> nn.Module:
+    """A plan with all roles, whose windows have constants in the place of first tokens."""
+    stock = make_stock("llama")
+    return pod.load_model(stock, plan=plan_for(stock))
+
+
 def families() -> Iterator[dict]:
     """Every family with a plan, and one without."""
 
@@ -172,6 +179,7 @@ def families() -> Iterator[dict]:
     for family in FAMILIES:
         yield compared(family, run, make_pod(family))
     yield compared("llama, dense", run, make_pod("llama", plan=False))
+    yield compared("llama, constant sinks", run, with_constant_sinks())
 
 
 def trained(model: nn.Module, device: str, **settings) -> dict:
@@ -198,6 +206,7 @@ def training() -> Iterator[dict]:
     """
     models = {family: make_pod(family) for family in FAMILIES}
     models["cla"] = pod.load_model(make_stock("llama"), layout="cla")
+    models["constant sinks"] = with_constant_sinks()
     for number, (name, model) in enumerate(models.items()):
         expected = trained(copy.deepcopy(model), "cpu", gradient_checkpointing="none")
         yield answer_of(name, expected, trained(moved(model), DEVICE, gradient_checkpointing="none"))

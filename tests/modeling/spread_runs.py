@@ -18,6 +18,7 @@ from method_table import ROWS, Row
 from simulated_runs import (
     answer_of,
     conversation,
+    evaluated,
     explored,
     generated,
     largest_difference,
@@ -30,6 +31,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import pod
 from pod.modeling.placement import dispatch, is_spread, module_names, named, places_of
+from pod.modeling.shipped.sharing import SinkConstants
 
 HALVES = "00111"
 """The device of each layer: the border cuts the block of head 0 and that of head 1."""
@@ -234,6 +236,49 @@ def exploring() -> Iterator[dict]:
     yield answer_of("costs, similarity, loss", explored(model, "cpu"), explored(on_both(model), "sim:0"))
 
 
+def evaluation() -> Iterator[dict]:
+    """A whole evaluation on both: scores, answers and bytes as on one device."""
+    lies: set[bool] = set()
+    load = pod.load_model
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        model = load(*arguments, **options)
+        lies.add(is_spread(model))
+        return model
+
+    expected = evaluated("cpu")
+    pod.load_model = watched
+    try:
+        found = evaluated("balanced")
+    finally:
+        pod.load_model = load
+    scores = [torch.tensor([one[2] for one in samples]) for samples in (expected, found)]
+    others = [[(*one[:2], *one[3:]) for one in samples] for samples in (expected, found)]
+    yield {
+        "name": f"evaluation, {len(expected)} samples",
+        "difference": largest_difference(scores[:1], scores[1:]),
+        "same tokens": others[0] == others[1],
+        "spread": sorted(lies),
+    }
+
+
+def constants() -> Iterator[dict]:
+    """Constant sinks: a prompt, a chunk and tokens, with and without a cache."""
+    torch.manual_seed(1)
+    has_windows = [None in row for row in LEAD]
+    logits = tuple(tuple(torch.randn(6).tolist()) if has else None for has in has_windows)
+    values = tuple(torch.randn(2, 8).tolist() if has else None for has in has_windows)
+    windows = {"num_sink_tokens": 0, "num_recent_tokens": 11}
+    plan = pod.SharingPlan(LEAD, sinks="constant", sink_constants=SinkConstants(logits, values), **windows)  # type: ignore[arg-type]
+    model = pod.load_model(make_stock("llama"), plan=plan)
+    spread = on_both(model)
+    found = [conversation(one, pod.make_cache, device) for one, device in ((model, "cpu"), (spread, "sim:0"))]
+    for one, device, run in zip((model, spread), ("cpu", "sim:0"), found, strict=True):
+        with torch.no_grad():
+            run["logits"].append(one(random_ids(2, 40).to(device), use_cache=False).logits)
+    yield answer_of("constant sinks", *found)
+
+
 PARTS: dict[str, Callable[[], Iterator[dict]]] = {
     "methods": methods,
     "layouts": layouts,
@@ -246,6 +291,8 @@ PARTS: dict[str, Callable[[], Iterator[dict]]] = {
     "reads": reads,
     "loaded": loaded,
     "exploring": exploring,
+    "evaluation": evaluation,
+    "constants": constants,
 }
 
 if __name__ == "__main__":

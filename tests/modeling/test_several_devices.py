@@ -96,3 +96,15 @@ def test_a_model_in_memory_stays_where_it_lies_and_auto_takes_one_device_that_is
 @pytest.mark.slow
 def test_a_plan_is_measured_on_both(runs):
     check_numbers(runs.results_of("exploring"))
+
+
+@pytest.mark.slow
+def test_constant_sinks_lie_with_their_layers(runs):
+    check_numbers(runs.results_of("constants"))
+
+
+@pytest.mark.slow
+def test_an_evaluation_on_both_gives_the_same_scores_answers_and_bytes(runs):
+    (found,) = runs.results_of("evaluation")
+    check_numbers([found], limit=1e-3)  # nats of 128 tokens, in float32
+    assert found["spread"] == [True]

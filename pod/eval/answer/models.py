@@ -1,5 +1,6 @@
 """The models that an evaluation compares: dense, dense weights under the plan, adapted export. Each is loaded once, when first needed."""
 
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pod
 from pod.eval.answer.budget import bytes_per_token
+from pod.eval.answer.layout import SPREADS, Load, places_for, rank_devices, room_on
 from pod.eval.answer.methods import Method, find_method
 from pod.eval.results import one_line
 from pod.identity import content_of, plan_of
@@ -51,8 +53,13 @@ class Source:
 class Models:
     """Loads models by kind: `dense`, `unadapted`, `adapted` (see `pod.eval.answer.methods.Method`), or a name in `eval.models`.
 
+    Attributes:
+        load: what caches will hold, by which models are spread over several GPUs; set when tasks are known, else None.
+
     Raises: ValueError at once when a kind that the methods of the recipe need cannot be had.
     """
+
+    load: Load | None = None
 
     def __init__(self, recipe: "Recipe"):
         self.recipe, args = recipe, recipe.model
@@ -141,7 +148,26 @@ class Models:
         if source.plan is not None:
             windows["sinks"] = args.sinks
         path, file = self._place(source)
-        return pod.load_model(path, source.plan, device=self.device, **options, **windows, **file).eval()
+        where: dict[str, Any] = {"device": self.device}
+        if len(self.devices) > 1:
+            asked = self.recipe.eval.device
+            asked, size = asked if asked in SPREADS else "auto", options["dtype"].itemsize
+            room = room_on(self.devices)
+            where = {"device_map": places_for(self._target(source), size, asked, room, self.load)}
+        return pod.load_model(path, source.plan, **where, **options, **windows, **file).eval()
+
+    def _target(self, source: Source) -> Any:
+        from pod.modeling.loading import target_config
+
+        path, file = self._place(source)
+        sinks, recent = source.windows or (None, None)
+        plan = None if source.plan is None else pod.SharingPlan.load(source.plan)
+        found = read_config(path, file.get("gguf_file"))
+        return target_config(found, plan, num_sink_tokens=sinks, num_recent_tokens=recent)
+
+    def config(self, kind: str) -> Any:
+        """The configuration that a kind of model will have, without loading it."""
+        return self._target(self.sources[kind])
 
     def _place(self, source: Source) -> tuple[str, dict[str, Any]]:
         """Folder of a model's weights, and the name of the file in it where the dense ones are in GGUF, as an argument."""
@@ -213,14 +239,15 @@ class Models:
                 "compare the same plan; set model.plan to the export's plan.json, or train and export again"
             )
 
+    @functools.cached_property
+    def devices(self) -> list[Any]:
+        """The devices of this rank: a model that the first one does not hold lies on several."""
+        return rank_devices(self.recipe.eval.device)
+
     @property
     def device(self) -> str:
-        asked = self.recipe.eval.device
-        if asked != "auto":
-            return asked
-        import torch
-
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        """Where tokens come in."""
+        return str(self.devices[0])
 
     def tokenizer(self) -> Any:
         """The dense model's tokenizer, which the export carries too."""

@@ -42,8 +42,10 @@ class Ranks:
 
         if not dist.is_initialized():
             if torch.cuda.is_available():
-                torch.cuda.set_device(self.local_rank)
-            # gloo carries objects and small tensors; models are never spread
+                from pod.modeling.placement import share_of_rank
+
+                torch.cuda.set_device(share_of_rank(torch.cuda.device_count())[0])
+            # gloo carries objects and small tensors; a model lies on the GPUs of one rank
             dist.init_process_group("gloo", timeout=_TIMEOUT)
             self._started = True
 

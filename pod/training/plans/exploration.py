@@ -15,6 +15,7 @@ from torch import Tensor
 from pod.data import held_out_documents, long_sequences, source_documents
 from pod.data.rows.manifest import MANIFEST_NAME, read_manifest
 from pod.modeling.loading import load_model
+from pod.modeling.placement import ROOM, free_bytes, share_of_rank
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan, check_bits
 from pod.models import resolve_model
@@ -103,12 +104,9 @@ class Exploration:
         return model
 
     def load(self, **changes: Any) -> PodForCausalLM:
-        """The model as it is, but for `changes`, on this rank's device."""
-        dtype, device = getattr(torch, self.settings["dtype"]), "cpu"
-        if torch.cuda.is_available():
-            device = f"cuda:{local_rank() % torch.cuda.device_count()}"
-        gguf_file = self.settings["gguf_file"]
-        return load_model(self.model_folder, gguf_file=gguf_file, dtype=dtype, device=device, **changes)
+        """The model as it is, but for `changes`, on this rank's device, or on as many of its devices as it needs."""
+        dtype, gguf_file = getattr(torch, self.settings["dtype"]), self.settings["gguf_file"]
+        return load_model(self.model_folder, gguf_file=gguf_file, dtype=dtype, **_where(), **changes)
 
     def load_tokenizer(self) -> Any:
         """The model's tokenizer: it reads its own tokens, whatever data.tokenizer says."""
@@ -128,6 +126,19 @@ class Exploration:
             where = "explore.sources" if explore.sources else f"the held-out text in {self.prepared}"
             raise ValueError(f"{where}: {error}") from None
         return list(torch.from_numpy(found))
+
+
+def _where() -> dict[str, Any]:
+    """Arguments of `load_model`: this rank's device, or all of them where there are more GPUs than ranks."""
+    if not torch.cuda.is_available():
+        return {"device": "cpu"}
+    count = torch.cuda.device_count()
+    own = [torch.device("cuda", number) for number in share_of_rank(count)]
+    if len(own) == 1:
+        return {"device": f"cuda:{local_rank() % count}"}
+    if len(own) == count:
+        return {"device_map": "auto"}
+    return {"device_map": "auto", "max_memory": {device: free_bytes(device) * (1 - ROOM) for device in own}}
 
 
 def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> None:
