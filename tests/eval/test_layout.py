@@ -115,6 +115,10 @@ def test_ranks_share_the_gpus_of_their_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert rank_devices("auto") == [torch.device("cuda", number) for number in range(4, 8)]
     assert rank_devices("cuda:3") == [torch.device("cuda:3")]
+    with pytest.raises(
+        ValueError, match="eval.device is 'balancd': use auto, balanced, sequential or a device"
+    ):
+        rank_devices("balancd")
 
 
 def test_the_recipe_of_a_72b_model_is_laid_out_by_its_dry_run(tmp_path, monkeypatch):

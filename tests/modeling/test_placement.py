@@ -147,3 +147,40 @@ def test_a_map_by_modules_is_taken_or_refused_in_one_line():
     assert "they are one weight (tie_word_embeddings)" in complaint(place, config(True), 2, halves, None)
     stock = halves | {"lm_head": 0, "model.rotary_emb": 0}
     assert place(config(True), 2, stock, None)["lm_head"] == GPUS[0]
+
+
+def test_transformers_lays_an_export_out_by_whole_layers():
+    from accelerate import infer_auto_device_map
+
+    from pod.modeling.loading import empty_model
+
+    config = pod.PodConfig(
+        num_hidden_layers=6, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=8
+    )
+    model = empty_model(config)
+    each = sum(weight.numel() for weight in model.model.layers[0].parameters()) * 4
+    limits = {0: int(3.5 * each), 1: int(3.5 * each), "cpu": 20 * each}
+    found = infer_auto_device_map(model, limits, no_split_module_classes=model._no_split_modules)
+    cut = [name for name in found if name.startswith("model.layers.") and name.count(".") > 2]
+    assert cut == [] and {found[f"model.layers.{layer}"] for layer in range(6)} >= {0, 1}
+    assert "past_key_values" in model._skip_keys_device_placement
+
+
+def test_explore_takes_the_gpus_of_its_rank(monkeypatch):
+    from pod.training.plans.exploration import _where
+
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert _where() == {"device": "cpu"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 20))
+    for count, ranks, rank, expected in (
+        (1, 1, 0, {"device": "cuda:0"}),
+        (4, 1, 0, {"device_map": "auto"}),
+        (4, 4, 3, {"device": "cuda:3"}),
+        (4, 2, 1, {"device_map": "auto", "max_memory": {GPUS[2]: 9.0, GPUS[3]: 9.0}}),
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert _where() == expected

@@ -21,6 +21,7 @@ def rank_devices(asked: str) -> "list[torch.device]":
 
     Args:
         asked: `eval.device`.
+    Raises: ValueError for what is no device.
     """
     import torch
 
@@ -32,7 +33,13 @@ def rank_devices(asked: str) -> "list[torch.device]":
     elif asked == "auto":
         kind, count = torch.device("cuda"), torch.cuda.device_count() if torch.cuda.is_available() else 0
     else:
-        return [torch.device(asked)]
+        try:
+            return [torch.device(asked)]
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"eval.device is {asked!r}: use auto, {', '.join(SPREADS)} or a device, as cuda:1 ({reason})"
+            ) from None
     if kind is None or not count:
         return [torch.device("cpu")]
     return [torch.device(kind.type, number) for number in share_of_rank(count)]

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
+from pod.eval.answer.layout import SPREADS
 from pod.schema import AtLeast2, build, section
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def speed_options(args: "EvalArgs") -> SpeedOptions:
 
 
 def _has_gpu(device: str) -> bool:
-    if device != "auto":
+    if device not in ("auto", *SPREADS):
         return device.startswith("cuda")
     import torch
 
