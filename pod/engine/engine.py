@@ -177,7 +177,8 @@ class StaticEngine:
         plain: True = without graphs and fused kernels, each module by its own ``forward``, as a method runs
             that no engine serves; may change from step to step.
         steps: tokens per row that the engine, not the ordinary pass, has decoded.
-        is_aside: whether the ordinary pass decodes instead, as layers lie on several devices and a program runs on one.
+        is_aside: whether the ordinary pass decodes instead, as layers lie on several devices and a
+            program runs on one.
     """
 
     plain = False

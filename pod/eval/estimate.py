@@ -16,8 +16,8 @@ _BY_SETTINGS = ("perplexity", "passkey", "efficiency")  # counted from the recip
 
 
 def estimate(recipe: "Recipe", gpus: Gpus | None = None) -> str:
-    """Lines for `--dry-run`: tokens read as prompts and tokens decoded one at a time, per method; and which layers of each model
-    will lie on which GPU, where there are several.
+    """Lines for `--dry-run`: tokens read as prompts and tokens decoded one at a time, per method; and which
+    layers of each model will lie on which GPU, where there are several.
 
     Tasks other than perplexity, passkey and efficiency are built as the evaluation would build them: their prompts are counted.
 
@@ -41,7 +41,8 @@ def estimate(recipe: "Recipe", gpus: Gpus | None = None) -> str:
 
 
 def _gpus_here() -> Gpus | None:
-    """The GPUs of this machine where there are several; looks first without torch, which takes seconds to load."""
+    """The GPUs of this machine where there are several; looks first without torch, which takes seconds to
+    load."""
     folder = Path("/proc/driver/nvidia/gpus")
     if not folder.is_dir() or len(list(folder.iterdir())) < 2:
         return None
@@ -53,7 +54,8 @@ def _gpus_here() -> Gpus | None:
 
 
 def _layout(recipe: "Recipe", gpus: Gpus, load: Load | None) -> list[str]:
-    """Of each kind of model that the methods need, from configurations alone; load: None where tasks could not be built."""
+    """Of each kind of model that the methods need, from configurations alone; load: None where tasks could
+    not be built."""
     import torch
 
     from pod.eval.answer.models import Models

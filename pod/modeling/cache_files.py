@@ -53,8 +53,9 @@ def save_cache(model: PodForCausalLM, cache: PodCache, path: str | os.PathLike) 
 
 
 def load_cache(model: PodForCausalLM, path: str | os.PathLike) -> PodCache:
-    """The cache of a file that ``save_cache`` wrote, for a model like the one that filled it: each layer's tokens on that layer's
-    device, wherever those of the saved one were.
+    """The cache of a file that ``save_cache`` wrote, for a model like the one that filled it.
+
+    Each layer's tokens come to that layer's device, wherever those of the saved one were.
 
     Raises:
         ValueError: no such file, a damaged one or one of another kind or schema; a model of another shape, plan, windows

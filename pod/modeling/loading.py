@@ -251,12 +251,14 @@ def load_model(
         sinks: what stands for the first tokens in heads that keep the plan's windows, ``tokens``, ``constant`` or ``none``;
             None takes the plan's, else the checkpoint's. Constants come from the plan, else from the checkpoint's weights.
         others: ``cache_dir``, ``local_files_only``, ``revision`` and ``token`` as in transformers, ``gguf_file`` a GGUF
-            file inside ``source``; ``torch_dtype`` is ``dtype``; ``device_map`` names where the layers lie, to which weights
-            are read straight away: a device, devices by module, ``balanced`` (all GPUs by equal shares), ``sequential``
-            (one after the other), or ``auto`` (as few as leave 30 % of their memory to the cache), with ``max_memory``
-            as what weights may take on each; ``attn_implementation`` is a backend (``sdpa``: auto, ``eager``: reference,
-            ``flash_attention_2``: flash). ``trust_remote_code`` is taken and changes nothing: code of this package runs,
-            never a checkpoint's.
+            file inside ``source``; ``torch_dtype`` is ``dtype``; ``device_map`` says where the layers lie, see
+            below; ``attn_implementation`` is a backend (``sdpa``: auto, ``eager``: reference,
+            ``flash_attention_2``: flash). ``trust_remote_code`` is taken and changes nothing: code of this
+            package runs, never a checkpoint's.
+
+    Weights are read straight to what ``device_map`` names: a device, devices by module, ``balanced`` (all GPUs
+    by equal shares), ``sequential`` (one after the other), or ``auto`` (as few as leave 30 % of their memory to
+    the cache), with ``max_memory`` as what weights may take on each.
 
     What the files hold wins over the configuration where the two can be reconciled: an output projection that differs from
     the embedding stays its own, whatever ``tie_word_embeddings`` says. The model caches, whatever ``use_cache`` says.
@@ -264,9 +266,9 @@ def load_model(
     on GPUs.
 
     Raises:
-        ValueError: names, families, keys, plans or layouts that do not fit, devices that do not hold the model or would
-            only store it, quantization, files that contradict each other or the configuration; the message says what
-            would fit.
+        ValueError: names, families, keys, plans or layouts that do not fit, devices that do not hold the model
+            or would only store it, quantization, files that contradict each other or the configuration; the
+            message says what would fit.
     """
     use_asked()
     options = load_options(dtype, attention_backend, device, others, _OWN_NAMES)
@@ -302,7 +304,7 @@ def _converted(dense: Any, wishes: dict[str, Any], options: LoadOptions, owned: 
 
 
 def _placed(source: str, wishes: dict[str, Any], options: LoadOptions) -> LoadOptions:
-    """The options with the device of each part of the model that comes of a checkpoint; its configuration is checked."""
+    """The options with the device of each part of the model of a checkpoint, whose configuration is checked."""
     config = _read_config(source, **options.places)
     return options.placed(target_config(config, **wishes), options.dtype or config.dtype)
 

@@ -1,8 +1,9 @@
-"""One model on several devices: which layer lies where, and accelerate's hooks that move what passes between them.
+"""One model on several devices: which layer lies where, and accelerate's hooks for what passes between them.
 
-Layers stay in order, so that a device has neighbouring ones and a token crosses each border once. A border inside a
-block of a plan costs more: what the block's lead left (queries and keys of a prompt, logits of a decoded token) crosses
-too. So of layouts that fill their devices about equally the one with the fewest KV heads that cross is taken.
+Layers stay in order, so that a device has neighbouring ones and a token crosses each border once. A border
+inside a block of a plan costs more: what the block's lead left (queries and keys of a prompt, logits of a
+decoded token) crosses too. So of layouts that fill their devices about equally the one with the fewest KV
+heads that cross is taken.
 """
 
 import difflib
@@ -34,7 +35,8 @@ _IGNORED = frozenset({"model.rotary_emb"})
 
 
 class Parts(NamedTuple):
-    """What is laid out, in the order in which a token passes: embedding, layers, and the end (norm, and head unless tied).
+    """What is laid out, in the order in which a token passes: embedding, layers, and the end (norm, and
+    head unless tied).
 
     Attributes:
         sizes: bytes of each part's weights (and of what else is to lie beside them).
@@ -87,8 +89,8 @@ def lay_out(parts: Parts, capacities: Sequence[float], style: str = "balanced") 
 
     Args:
         capacities: bytes that each device takes; infinite = any number.
-        style: ``sequential`` fills one device after the other; ``balanced`` fills all by the same share, but for what
-            fewer heads that cross are worth (``UNEVEN``).
+        style: ``sequential`` fills one device after the other; ``balanced`` fills all by the same share,
+            but for what fewer heads that cross are worth (``UNEVEN``).
 
     Raises:
         Unplaced: they do not fit.
@@ -138,7 +140,9 @@ class _Layout(NamedTuple):
 
 
 def _best(parts: Parts, capacities: Sequence[float], limit: float) -> list[int] | None:
-    """The layout with the fewest heads that cross, of these with the least full fullest device; None = none is within the limit.
+    """The layout with the fewest heads that cross, of these with the least full fullest device.
+
+    None = none is within the limit.
 
     By dynamic programming: ``best[n]`` is that of the first ``n`` parts on the devices so far.
     """
@@ -187,7 +191,8 @@ def place(
         asked: one of ``STYLES``, or devices by module, as ``device_map`` of transformers.
         max_memory: bytes, or a text as ``"70GiB"``, by device: what weights may take there; None = of every
             accelerator what is free, less some room (``ROOM_OF_AUTO``, ``ROOM``).
-        beside: bytes of each layer's keys and values, which then are laid out with the weights; None = not known.
+        beside: bytes of each layer's keys and values, which then are laid out with the weights; None =
+            not known.
 
     Raises:
         ValueError: modules without a device or that are cut, offloading, a model that does not fit.
@@ -217,7 +222,8 @@ def place(
 
 
 def _attempts(asked: str, count: int, least: float, room: float) -> list[tuple[int, float]]:
-    """How many devices to take, and the share of their memory to leave: ``auto`` takes as few as leave ``room``."""
+    """How many devices to take, and the share of their memory to leave: ``auto`` takes as few as leave
+    ``room``."""
     few = [(number, room) for number in range(1, count + 1)] if asked == "auto" else []
     return [*few, (count, least)]
 
@@ -229,7 +235,8 @@ def module_names(config: PodConfig) -> list[str]:
 
 
 def named(names: Sequence[str], devices: Sequence[torch.device], is_tied: bool) -> dict[str, torch.device]:
-    """By module name, of the devices of the parts: a head of its own lies with the norm, a tied one with the embedding."""
+    """By module name, of the devices of the parts: a head of its own lies with the norm, a tied one with the
+    embedding."""
     return dict(zip(names, [*devices, devices[0] if is_tied else devices[-1]], strict=True))
 
 
@@ -347,7 +354,8 @@ def stock_names(stock: nn.Module, config: PodConfig) -> dict[str, str]:
 def stock_map(
     stock: nn.Module, config: PodConfig, places: Mapping[str, torch.device]
 ) -> dict[str, torch.device]:
-    """A ``device_map`` for the stock model (on ``meta``) from which weights are read; what is left out lies on the first device."""
+    """A ``device_map`` for the stock model (on ``meta``) from which weights are read; what is left out lies
+    on the first device."""
     found = {theirs: places[ours] for ours, theirs in stock_names(stock, config).items()}
     for name, _ in stock.named_parameters():
         if not any(name.startswith(f"{known}.") for known in found):
@@ -364,10 +372,11 @@ def layout_of(model: nn.Module, config: PodConfig) -> dict[str, torch.device] | 
 
 
 def dispatch(model: PodForCausalLM, places: Mapping[str, torch.device]) -> PodForCausalLM:
-    """Put each module onto its device, with accelerate's hooks that move there what it is given; logits come back to where ids are.
+    """Put each module onto its device, with accelerate's hooks that move there what it is given.
 
-    Hooks stand before the embedding, each layer, the norm and the head. Those that accelerate has before each of their
-    submodules would find everything in place, and cost microseconds each in every decoded token: they go.
+    Logits come back to where the ids are. Hooks stand before the embedding, each layer, the norm and the head.
+    Those that accelerate has before each of their submodules would find everything in place, and cost
+    microseconds each in every decoded token: they go.
     """
     from accelerate import dispatch_model
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module

@@ -53,7 +53,8 @@ def devices_of(cache: Any) -> list[str]:
 
 
 def methods() -> Iterator[dict]:
-    """Every method and composition: a padded prompt, a chunk and tokens, saved and loaded between two of them."""
+    """Every method and composition: a padded prompt, a chunk and tokens, saved and loaded between two of
+    them."""
     models: dict[str, tuple[nn.Module, nn.Module]] = {}
     for row in (*ROWS, *with_room_to_pack()):
         if row.model not in models:
@@ -71,7 +72,8 @@ def methods() -> Iterator[dict]:
 
 
 def layouts() -> Iterator[dict]:
-    """What a model holds of itself, by turns too: greedy tokens and beams behind a conversation, of a padded batch."""
+    """What a model holds of itself, by turns too: greedy tokens and beams behind a conversation, of a padded
+    batch."""
     specs = "full", "pod", "cla", "window", "pod+int4", "cla+int4", "pod+snapkv", "pod+quest"
     rows = {row.id: row for row in ROWS}
     for spec in specs:
@@ -88,7 +90,8 @@ def layouts() -> Iterator[dict]:
 
 
 def families() -> Iterator[dict]:
-    """Every family from a folder, weights read to their devices: logits with padding and documents, without a cache."""
+    """Every family from a folder, weights read to their devices: logits with padding and documents, without a
+    cache."""
     for family in FAMILIES:
         stock = make_stock(family)
         plan = pod.SharingPlan(lead_for(stock))
@@ -113,7 +116,8 @@ def families() -> Iterator[dict]:
 
 
 def bytes_of(model: nn.Module, layers: str) -> dict[str, Any]:
-    """Bytes by device after the same prompt: of the spread cache, and those of each layer of a whole one added up."""
+    """Bytes by device after the same prompt: of the spread cache, and those of each layer of a whole one
+    added up."""
     whole, spread = pod.make_cache(model), on_both(model, layers)
     cache = pod.make_cache(spread)
     with torch.no_grad():
@@ -209,7 +213,8 @@ def engine() -> Iterator[dict]:
 
 
 def loaded() -> Iterator[dict]:
-    """Ways to load: a model in memory that lies on two devices already, and `auto`, which takes one device where that is enough."""
+    """Ways to load: a model in memory that lies on two devices already, and `auto`, which takes one device
+    where that is enough."""
     one = make_pod("llama")
     two = on_both(one)
     again = pod.load_model(two, plan=pod.SharingPlan(LEAD), num_sink_tokens=4, num_recent_tokens=11)
@@ -222,7 +227,8 @@ def loaded() -> Iterator[dict]:
 
 
 def reads() -> Iterator[dict]:
-    """How often the host waits in a padded prompt, a chunk and a token: with layers on one device, and on both."""
+    """How often the host waits in a padded prompt, a chunk and a token: with layers on one device, and on
+    both."""
     found = {}
     for name, layers in (("one", "00000"), ("both", HALVES)):
         steps = conversation(on_both(make_pod("llama"), layers), pod.make_cache, "sim:0")["reads"]

@@ -1,6 +1,7 @@
 """A model that lies on two devices computes what it computes on one, and nothing meets that lies apart.
 
-The devices are simulated (`tests/helpers/simulated_device.py`): an operation over tensors of both is an error.
+The devices are simulated (`tests/helpers/simulated_device.py`): an operation over tensors of both is an
+error.
 """
 
 import pytest

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from pod.modeling.shipped.config import PodConfig
 
 SPREADS = ("balanced", "sequential")
-"""What `eval.device` may say beside `auto` and a device: how to spread the layers over all devices of this rank."""
+"""What `eval.device` may say beside `auto` and a device: how to spread the layers over all devices of this
+rank."""
 _GIB = 2**30
 
 
@@ -81,7 +82,8 @@ def places_for(
     max_memory: "Mapping[torch.device, float]",
     load: Load | None,
 ) -> "dict[str, torch.device]":
-    """The device of each part of a model: weights and cache together where both fit, else by the weights alone.
+    """The device of each part of a model: weights and cache together where both fit, else by the weights
+    alone.
 
     Args:
         asked, max_memory: as `pod.modeling.placement.place` takes them.
@@ -102,7 +104,8 @@ def places_for(
 def layout_lines(
     title: str, config: "PodConfig", bytes_per_number: int, gpus: Gpus, load: Load, asked: str
 ) -> list[str]:
-    """How a model lies on GPUs, from its configuration alone: layers, bytes of weights and of its own cache on each.
+    """How a model lies on GPUs, from its configuration alone: layers, bytes of weights and of its own
+    cache on each.
 
     Args:
         asked: `auto`, `balanced` or `sequential`.
@@ -141,7 +144,8 @@ def layout_lines(
 
 
 def cache_bytes(config: "PodConfig", tokens: int, bytes_per_number: int) -> list[int]:
-    """Bytes of each layer's keys and values of one row of so many tokens, as the model's own cache holds them."""
+    """Bytes of each layer's keys and values of one row of so many tokens, as the model's own cache holds
+    them."""
     from pod.modeling.shipped.sharing import bits_per_number, roles_of
 
     plan, found = config.sharing_plan, []
@@ -158,7 +162,8 @@ def cache_bytes(config: "PodConfig", tokens: int, bytes_per_number: int) -> list
 
 
 def longest_of(config: "PodConfig", args: Any) -> int:
-    """Tokens of the longest sequence that a recipe's settings alone tell: those of its own tasks, else what the model reads."""
+    """Tokens of the longest sequence that a recipe's settings alone tell: those of its own tasks, else what
+    the model reads."""
     known: dict[str, Any] = {
         "perplexity": args.text_length,
         "passkey": max(args.passkey_lengths) + args.passkey_new_tokens,

@@ -54,7 +54,8 @@ class Models:
     """Loads models by kind: `dense`, `unadapted`, `adapted` (see `pod.eval.answer.methods.Method`), or a name in `eval.models`.
 
     Attributes:
-        load: what caches will hold, by which models are spread over several GPUs; set when tasks are known, else None.
+        load: what caches will hold, by which models are spread over several GPUs; set when tasks are
+            known, else None.
 
     Raises: ValueError at once when a kind that the methods of the recipe need cannot be had.
     """

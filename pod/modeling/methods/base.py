@@ -111,7 +111,8 @@ class Method:
         inner: methods that may stand in brackets behind the name; the first one is the default.
         trained: whether the model's weights were trained with this layout, so that no selection fits it.
         refuses_pod: why it cannot be combined with the layout ``pod``; None when it can.
-        together: layers that must lie on one device, as their tokens are in common, from the number of layers; None = none.
+        together: layers that must lie on one device, as their tokens are in common, from the number of
+            layers; None = none.
     """
 
     name: str

@@ -370,7 +370,8 @@ class PodCache(Cache):
         return totals
 
     def nbytes_by_device(self) -> dict[str, int]:
-        """Bytes held on each device, as ``cuda:0``; every storage counts once. Each layer's tokens lie on its layer's device."""
+        """Bytes held on each device, as ``cuda:0``; every storage counts once. Each layer's tokens lie on its
+        layer's device."""
         totals: dict[str, int] = {}
         for _, device, size, _ in self._storages():
             totals[str(device)] = totals.get(str(device), 0) + size

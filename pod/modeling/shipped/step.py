@@ -131,7 +131,8 @@ class Step:
         lead: what lead layers leave for their followers.
         groups: the passes of groups of rows, with the rows ``[b]`` of each.
         agreed: what the first layer that asks decides for all.
-        copies: the pass as layers on other devices see it, by device, with this one; empty while all lie on one.
+        copies: the pass as layers on other devices see it, by device, with this one; empty while all lie
+            on one.
     """
 
     layers: list
@@ -159,7 +160,8 @@ class Step:
         """The pass as layers on a device see it; what leads left for their followers moves there.
 
         Args:
-            heads: KV heads whose leads have followers to come; None = any. What other heads left is forgotten.
+            heads: KV heads whose leads have followers to come; None = any. What other heads left is
+                forgotten.
         """
         if device == self.past.device and not self.copies:
             return self
