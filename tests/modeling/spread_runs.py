@@ -15,6 +15,7 @@ import simulated_device
 import torch
 from conftest import FAMILIES, LEAD, lead_for, make_pod, make_stock, random_ids
 from method_table import ROWS, Row
+from peft import LoraConfig, get_peft_model
 from simulated_runs import (
     answer_of,
     conversation,
@@ -236,6 +237,34 @@ def reads() -> Iterator[dict]:
     yield found
 
 
+def adapters() -> Iterator[dict]:
+    """An adapter merged into a base that is read to both, and kept beside it."""
+    ids, plan = random_ids(1, 12), pod.SharingPlan(LEAD)
+    with tempfile.TemporaryDirectory() as folder:
+        base, adapter = f"{folder}/base", f"{folder}/adapter"
+        stock = make_stock()
+        stock.save_pretrained(base)
+        settings = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        tuned = get_peft_model(stock, settings)
+        tuned.peft_config["default"].base_model_name_or_path = base
+        tuned.save_pretrained(adapter)
+        merged = {"plan": plan, "num_sink_tokens": 4, "num_recent_tokens": 11, "dtype": "float64"}
+        for name, load, options in (
+            ("merged", pod.load_model, merged),
+            ("beside", pod.load_adapter, {"dtype": "float64"}),
+        ):
+            one, two = load(adapter, **options), load(adapter, device_map="balanced", **options)
+            with torch.no_grad():
+                logits = [one(ids).logits], [two(ids.to("sim:0")).logits]
+            devices = sorted({str(weight.device) for weight in two.parameters()})
+            yield {
+                "name": name,
+                "difference": largest_difference(*logits),
+                "same tokens": True,
+                "devices": devices,
+            }
+
+
 def exploring() -> Iterator[dict]:
     """The measurements behind a plan, on a dense model that lies on two devices."""
     model = make_pod(plan=False)
@@ -295,6 +324,7 @@ PARTS: dict[str, Callable[[], Iterator[dict]]] = {
     "refused": refused,
     "engine": engine,
     "reads": reads,
+    "adapters": adapters,
     "loaded": loaded,
     "exploring": exploring,
     "evaluation": evaluation,

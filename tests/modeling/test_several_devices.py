@@ -109,3 +109,10 @@ def test_an_evaluation_on_both_gives_the_same_scores_answers_and_bytes(runs):
     (found,) = runs.results_of("evaluation")
     check_numbers([found], limit=1e-3)  # nats of 128 tokens, in float32
     assert found["spread"] == [True]
+
+
+@pytest.mark.slow
+def test_an_adapter_is_merged_into_a_base_on_both_and_kept_beside_it(runs):
+    results = runs.results_of("adapters")
+    check_numbers(results)
+    assert {one["name"]: one["devices"] for one in results} == {"merged": BOTH, "beside": BOTH}
