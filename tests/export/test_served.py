@@ -217,7 +217,9 @@ def test_registering_the_plugin_imports_no_model(root):
         "assert 'pod_vllm.model' not in sys.modules; "
         "from transformers import AutoConfig; "
         "config = AutoConfig.for_model('pod_served', layer_types=['full_attention'], sink_layers=[3], qk_norm=True); "
-        "assert (config.sink_layers, config.qk_norm) == ([3], True)"
+        "assert (config.sink_layers, config.qk_norm) == ([3], True); "
+        "import pickle; "
+        "assert pickle.loads(pickle.dumps(config)).sink_layers == [3], 'vLLM sends it to its processes'"
     )
     folder = root / "integrations" / "vllm"
     done = subprocess.run(

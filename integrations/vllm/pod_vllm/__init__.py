@@ -10,13 +10,10 @@ def register() -> None:
     vLLM calls this in each of its processes, and perhaps twice in one. The class is named as a string, so that
     its module is imported only where such a model is loaded.
     """
-    from transformers import AutoConfig, LlamaConfig
+    from transformers import AutoConfig
     from vllm import ModelRegistry
 
-    class PodServedConfig(LlamaConfig):
-        """Fields of Llama, and `layer_types`, `sliding_window`, `sink_layers`, `qkv_bias` and `qk_norm`."""
-
-        model_type = MODEL_TYPE
+    from pod_vllm.config import PodServedConfig
 
     AutoConfig.register(MODEL_TYPE, PodServedConfig, exist_ok=True)
-    ModelRegistry.register_model(ARCHITECTURE, f"{__name__}.model:{ARCHITECTURE}")
+    ModelRegistry.register_model(ARCHITECTURE, f"pod_vllm.model:{ARCHITECTURE}")
