@@ -1,7 +1,8 @@
 """Load an export of `pod export --format vllm` with vLLM, and let it write. It runs where vLLM is installed.
 
-    python examples/serve_vllm.py runs/demo-vllm/export-vllm
+    python examples/serve_vllm.py runs/demo-vllm/export-vllm [float32]
 
+The second argument is the type that the engine computes in; on CPUs without bfloat16 units float32 is much faster.
 A server with OpenAI's interface is `vllm serve runs/demo-vllm/export-vllm`; docs/serving.md has the installation.
 """
 
@@ -12,8 +13,8 @@ from vllm import LLM, SamplingParams
 PROMPTS = ["The best way to start a company is", "def fibonacci(n):"]
 
 
-def main(folder: str) -> None:
-    llm = LLM(folder, max_model_len=2048)
+def main(folder: str, dtype: str = "auto") -> None:
+    llm = LLM(folder, dtype=dtype, max_model_len=2048)
     cache = llm.llm_engine.vllm_config.cache_config
     print(f"the KV cache holds {cache.kv_cache_size_tokens:,} tokens")
     for answer in llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=40)):
@@ -21,6 +22,6 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python examples/serve_vllm.py EXPORT_FOLDER")
-    main(sys.argv[1])
+    if len(sys.argv) not in (2, 3):
+        sys.exit("usage: python examples/serve_vllm.py EXPORT_FOLDER [DTYPE]")
+    main(*sys.argv[1:])

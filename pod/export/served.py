@@ -1,8 +1,9 @@
 """A model as serving engines load it: standard names, a window per layer, and constant sinks folded into biases.
 
 Engines keep one table of blocks per layer, so that a plan must give all heads of a layer the same role: they lead, or
-they keep their window. Without sinks the folder is a *stock* model where one computes the same. With constant sinks,
-and where no stock model fits, it names the architecture of `integrations/vllm`.
+they keep their window. The folder is a *stock* model where one computes the same: Llama, Qwen2 and Qwen3, and
+GraniteSWA, a Llama with windows, a sink in every layer, biases and factors. Only Qwen3 with windows or sinks has none:
+it names the architecture of `integrations/vllm`.
 
 A constant sink is a logit ``s`` per query head and a value ``u`` per KV head, as one more token of every window. The
 value needs no support of an engine, since the probabilities sum to 1:
@@ -31,8 +32,8 @@ OWN_ARCHITECTURE = "PodServedForCausalLM"
 """What the plugin in `integrations/vllm` registers. transformers does not know the type, and refuses it."""
 MARK = "pod_export"
 """Field of config.json that tells such a folder from one that others made."""
-SINKS = "self_attn.sinks"
-SINK_VALUES = "self_attn.sink_values"
+NO_SINK = -1e4
+"""Logit of a layer without a sink, where the architecture has one in every layer: its share is zero in every dtype."""
 _WAY_OUT = "make one with explore.target=vllm"
 
 
@@ -51,6 +52,10 @@ class Target(NamedTuple):
     def is_stock(self) -> bool:
         """Whether transformers loads the folder without any other code."""
         return self.model_type != OWN_TYPE
+
+
+GRANITE = Target("granite_swa", "GraniteSWAForCausalLM")
+OWN = Target(OWN_TYPE, OWN_ARCHITECTURE)
 
 
 def windows_of_layers(config: PodConfig) -> list[int | None]:
@@ -113,27 +118,32 @@ def check_servable(config: PodConfig) -> None:
 
 
 def _check_family(config: PodConfig) -> None:
-    """Raise ValueError unless the decoder is one of Llama, Mistral, Qwen2 or Qwen3."""
-    scale = config.attention_multiplier
+    """Raise ValueError unless the decoder is one of Llama, Mistral, Qwen2, Qwen3 or Granite's."""
     others = {
         "norm_placement": config.norm_placement != "before",
         "norm_offset": config.norm_offset != 0.0,
         "qk_norm_across_heads": config.qk_norm_across_heads,
-        "embedding_multiplier": config.embedding_multiplier != 1.0,
-        "residual_multiplier": config.residual_multiplier != 1.0,
-        "logits_scaling": config.logits_scaling != 1.0,
-        "attention_multiplier": scale is not None and scale != config.head_dim**-0.5,
         "num_experts": config.num_experts > 0,
-        "no_rope_layers": config.no_rope_layers is not None and not all(config.no_rope_layers),
         "window_rope_parameters": config.window_rope_parameters is not None,
         "hidden_act": config.hidden_act != "silu",
+        "qk_norm": config.qk_norm and _is_granite(config),
     }
     found = [name for name, differs in others.items() if differs]
     if found:
         raise ValueError(
             f"{found[0]} = {getattr(config, found[0])!r}: exports for vLLM are of the families Llama, Mistral, "
-            "Qwen2 and Qwen3 only; use export.format=hf"
+            "Qwen2, Qwen3, Granite and SmolLM3 only; use export.format=hf"
         )
+
+
+def _is_granite(config: PodConfig) -> bool:
+    """Whether the model has factors, or layers that do not rotate, as only Granite's architecture has them."""
+    scale = config.attention_multiplier
+    return (
+        (config.embedding_multiplier, config.residual_multiplier, config.logits_scaling) != (1.0, 1.0, 1.0)
+        or (scale is not None and scale != config.head_dim**-0.5)
+        or (config.no_rope_layers is not None and not all(config.no_rope_layers))
+    )
 
 
 def target_of(config: PodConfig) -> Target:
@@ -142,21 +152,19 @@ def target_of(config: PodConfig) -> Target:
     transformers has windows per layer in Qwen2 and Qwen3, vLLM in Llama. A Llama is a Qwen2 whose biases are zero, so
     one folder serves both: they choose their code by different fields of config.json.
     """
-    own = Target(OWN_TYPE, OWN_ARCHITECTURE)
     has_windows = any(window is not None for window in windows_of_layers(config))
+    has_sinks = bool(sink_layers(config))
     inner, outer = config.attention_qkv_bias, config.attention_out_bias
-    if sink_layers(config):
-        return own
     if config.qk_norm:
-        if config.mlp_bias or inner != outer:
-            return own
+        if has_sinks or config.mlp_bias or inner != outer:
+            return OWN
         plain = not has_windows and not inner
         return Target("qwen3", "Qwen3ForCausalLM" if plain else OWN_ARCHITECTURE)
-    if has_windows:
-        return own if outer or config.mlp_bias else Target("qwen2", "LlamaForCausalLM")
-    if inner == outer:
+    if not has_windows and inner == outer and not _is_granite(config):
         return Target("llama", "LlamaForCausalLM")
-    return own if outer or config.mlp_bias else Target("qwen2", "Qwen2ForCausalLM")
+    if has_sinks or outer or config.mlp_bias or _is_granite(config):
+        return GRANITE
+    return Target("qwen2", "LlamaForCausalLM" if has_windows else "Qwen2ForCausalLM")
 
 
 def served_config(config: PodConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -167,14 +175,14 @@ def served_config(config: PodConfig, dtype: torch.dtype) -> dict[str, Any]:
     sinks = sink_layers(config)
     source = CONFIG_MAPPING["llama" if target.model_type == OWN_TYPE else target.model_type]
     same = {name: getattr(config, name) for name in source.__annotations__ if hasattr(config, name)}
-    fields = source(**same).to_dict()
+    fields = source(**{name: value for name, value in same.items() if value is not None}).to_dict()
     content = {name: fields[name] for name in source.__annotations__ if name in fields}
     content |= {
         "model_type": target.model_type,
         "architectures": [target.architecture],
         "dtype": str(dtype).removeprefix("torch."),
         "head_dim": config.head_dim,
-        "attention_bias": config.attention_out_bias or bool(sinks),
+        "attention_bias": "o" in _biases(config),
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
         "sliding_window": length,
         "use_sliding_window": length is not None,
@@ -182,11 +190,38 @@ def served_config(config: PodConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
     if target == Target("qwen2", "LlamaForCausalLM"):
         content["qkv_bias"] = True  # read by vLLM's Llama
+    if target == GRANITE:
+        content |= _granite_fields(config)
+        content["sliding_window"] = length or config.max_position_embeddings  # transformers wants one
     if target.needs_plugin:
-        content["qkv_bias"] = config.attention_qkv_bias or bool(sinks)
+        content["qkv_bias"] = "q" in _biases(config)
         content["qk_norm"] = config.qk_norm
         content["sink_layers"] = sinks
     return content
+
+
+def _granite_fields(config: PodConfig) -> dict[str, Any]:
+    """Fields of `granite_swa` that are called otherwise here: the factor of attention, and RoPE's base of each layer (0 = none)."""
+    thetas = []
+    for layer in range(config.num_hidden_layers):
+        rope = config.rope_of(layer)
+        thetas.append(0.0 if rope is None else float(rope["rope_theta"]))
+    scale = config.attention_multiplier
+    return {
+        "attention_multiplier": config.head_dim**-0.5 if scale is None else scale,
+        "layer_rope_theta": thetas,
+    }
+
+
+def _biases(config: PodConfig) -> str:
+    """The projections of attention that have a bias in the target: some of `qkvo`."""
+    target = target_of(config)
+    has_sinks = bool(sink_layers(config))
+    inner = config.attention_qkv_bias or has_sinks or target.model_type == "qwen2"
+    outer = config.attention_out_bias or has_sinks
+    if target == GRANITE:
+        inner = outer = inner or outer
+    return ("qkv" if inner else "") + ("o" if outer else "")
 
 
 def served_weights(model: PodForCausalLM) -> dict[str, Tensor]:
@@ -195,36 +230,36 @@ def served_weights(model: PodForCausalLM) -> dict[str, Tensor]:
     weights = {name: weight.detach() for name, weight in model.state_dict().items()}
     if config.tie_word_embeddings:
         weights.pop(HEAD, None)
-    target = target_of(config)
     sinks = sink_layers(config)
-    needed = ["q", "k", "v"] if sinks or target.model_type == "qwen2" else []
-    needed += ["o"] if sinks else []
     for layer in range(config.num_hidden_layers):
-        prefix = f"model.layers.{layer}."
-        for one in needed:
-            projection = weights[f"{prefix}self_attn.{one}_proj.weight"]
-            bias = projection.new_zeros(projection.shape[0])
-            weights.setdefault(f"{prefix}self_attn.{one}_proj.bias", bias)
+        attention = f"model.layers.{layer}.self_attn."
+        for one in _biases(config):
+            projection = weights[f"{attention}{one}_proj.weight"]
+            zeros = projection.new_zeros(projection.shape[0])
+            weights.setdefault(f"{attention}{one}_proj.bias", zeros)
         if layer in sinks:
-            _fold(weights, prefix, config.num_key_value_groups)
+            _fold(weights, attention, config.num_key_value_groups)
+        elif target_of(config) == GRANITE:
+            projection = weights[f"{attention}q_proj.weight"]
+            weights[f"{attention}sinks"] = projection.new_full((config.num_attention_heads,), NO_SINK)
     return weights
 
 
-def _fold(weights: dict[str, Tensor], prefix: str, groups: int) -> None:
+def _fold(weights: dict[str, Tensor], attention: str, groups: int) -> None:
     """Move a layer's sink values into its biases.
 
     What the biases of the values really subtract, rounded as they are stored, is what the bias of the output adds.
     """
-    values = weights.pop(prefix + SINK_VALUES)
-    before = weights[f"{prefix}self_attn.v_proj.bias"]
+    values = weights.pop(f"{attention}sink_values")
+    before = weights[f"{attention}v_proj.bias"]
     after = (before.double() - values.double().flatten()).to(before.dtype)
     subtracted = (before.double() - after.double()).unflatten(0, values.shape)
     each_query_head = subtracted.repeat_interleave(groups, dim=0).flatten()
-    projection = weights[f"{prefix}self_attn.o_proj.weight"]
+    projection = weights[f"{attention}o_proj.weight"]
     added = projection.double() @ each_query_head
-    output = weights[f"{prefix}self_attn.o_proj.bias"]
-    weights[f"{prefix}self_attn.v_proj.bias"] = after
-    weights[f"{prefix}self_attn.o_proj.bias"] = (output.double() + added).to(output.dtype)
+    output = weights[f"{attention}o_proj.bias"]
+    weights[f"{attention}v_proj.bias"] = after
+    weights[f"{attention}o_proj.bias"] = (output.double() + added).to(output.dtype)
 
 
 @torch.no_grad()

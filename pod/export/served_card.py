@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from pod.export.served import Target, sink_layers, target_of, windows_of_layers
+from pod.export.served import GRANITE, OWN, Target, sink_layers, target_of, windows_of_layers
 from pod.modeling.shipped.config import PodConfig
 
-VLLM, TRANSFORMERS = "0.32.0", "5.23.0"
-"""Versions that exports were tried with: vLLM on CPUs, in float32."""
+VLLM, TRANSFORMERS, SGLANG = "0.32.0", "5.23.0", "0.5.23"
+"""Versions that exports were tried with: vLLM on CPUs, in float32. SGLang's source was read."""
 PLUGIN = "pip install 'pod-kv[vllm]'"
 """Or `pip install ./integrations/vllm` in a clone, which brings the plugin alone."""
 
@@ -27,13 +27,19 @@ def serving(config: PodConfig) -> str:
 
 
 def serving_limits(config: PodConfig) -> Iterator[str]:
-    """What engines other than those above do, and what `pod.load_model` does."""
-    if any(window is not None for window in windows_of_layers(config)):
+    """What other engines do, and what `pod.load_model` does."""
+    target = target_of(config)
+    if target == GRANITE:
         yield (
-            "Engines that do not read `layer_types` compute full attention in every layer, which is another "
-            "model, and they need the memory of the original one."
+            f"SGLang {SGLANG} has this architecture, but without biases in attention, which it skips without a word: "
+            "it computes another model (read in its source, not run)."
         )
-    if not target_of(config).is_stock:
+    elif any(window is not None for window in windows_of_layers(config)):
+        yield (
+            f"Engines that do not read `layer_types`, as SGLang {SGLANG}, compute full attention in every layer, which "
+            "is another model and needs the memory of the original one (read in its source, not run)."
+        )
+    if target in (GRANITE, OWN):
         yield "pod-kv loads the other export of this model (`export.format=hf`), not this folder."
 
 

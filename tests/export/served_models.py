@@ -39,10 +39,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "own windows": {"layer_windows": [None, WINDOW, None, WINDOW]},
     "all windows": {"layout": "window", "lead": None},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 2.0,
+    },
+    "smollm3": {"no_rope_layers": [1, 0, 1, 1]},
     "sinks": {"sinks": "constant"},
     "sinks of qwen2": {"sinks": "constant", "attention_qkv_bias": True},
     "sinks of qwen3": {"sinks": "constant", "qk_norm": True},
     "sinks, o_bias": {"sinks": "constant", "attention_qkv_bias": True, "attention_out_bias": True},
+    "sinks, mlp_bias, yarn": {
+        "sinks": "constant",
+        "mlp_bias": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 256,
+        },
+    },
     "sinks, own window": {"sinks": "constant", "layer_windows": [None, WINDOW, None, None]},
 }
 """Changes of `SIZES` by name; weights are random, those of biases, norms and sinks too."""

@@ -17,14 +17,13 @@ from transformers import AutoModelForCausalLM
 
 import pod
 from pod.export import export
-from pod.export.served import Target, served_weights, sink_layers, target_of
+from pod.export.served import GRANITE, NO_SINK, OWN, Target, served_weights, sink_layers, target_of
 
 LLAMA = Target("llama", "LlamaForCausalLM")
 BOTH = Target("qwen2", "LlamaForCausalLM")
 QWEN2 = Target("qwen2", "Qwen2ForCausalLM")
 QWEN3 = Target("qwen3", "Qwen3ForCausalLM")
 QWEN3_WINDOWS = Target("qwen3", "PodServedForCausalLM")
-OWN = Target("pod_served", "PodServedForCausalLM")
 IDS = torch.arange(2 * 60).reshape(2, 60) * 31 % 97
 
 TARGETS = [
@@ -35,16 +34,24 @@ TARGETS = [
     ("qwen3", {}, QWEN3_WINDOWS),
     ("qwen3", DENSE, QWEN3),
     ("qwen3_bias", DENSE, QWEN3_WINDOWS),
-    ("o_bias", {}, OWN),
+    ("o_bias", {}, GRANITE),
     ("o_bias", DENSE, LLAMA),
-    ("mlp_bias", {}, OWN),
+    ("mlp_bias", {}, GRANITE),
     ("mlp_bias", DENSE, LLAMA),
     ("tied", {}, BOTH),
     ("yarn", {}, BOTH),
     ("own windows", {}, BOTH),
     ("all windows", {}, BOTH),
-    ("sinks", {}, OWN),
+    ("granite", {}, GRANITE),
+    ("granite", DENSE, GRANITE),
+    ("smollm3", {}, GRANITE),
+    ("sinks", {}, GRANITE),
+    ("sinks of qwen2", {}, GRANITE),
     ("sinks of qwen3", {}, OWN),
+    ("sinks, o_bias", {}, GRANITE),
+    ("sinks, own window", {}, GRANITE),
+    ("sinks, mlp_bias, yarn", {}, GRANITE),
+    ("sinks", FAMILIES["granite"], GRANITE),
 ]
 SINKS = [name for name in FAMILIES if name.startswith("sinks")]
 
@@ -86,12 +93,14 @@ def test_sink_values_fold_into_biases(family):
     model = make_model(**FAMILIES[family])
     weights = served_weights(model)
     assert not any(name.endswith("sink_values") for name in weights)
-    assert sum(name.endswith("sinks") for name in weights) == len(sink_layers(model.config)) > 0
+    layers = [f"model.layers.{layer}.self_attn.sinks" for layer in sink_layers(model.config)]
+    assert layers and weights.keys() >= set(layers)
     changes = {"attention_qkv_bias": True, "attention_out_bias": True}
     engine = pod.PodForCausalLM(pod.PodConfig(**(model.config.to_dict() | changes))).eval()
     zeros = {name: torch.zeros_like(weight) for name, weight in engine.state_dict().items()}
     engine.load_state_dict({name: weights.get(name, zeros[name]) for name in zeros})
-    assert weights.keys() <= zeros.keys()
+    others = weights.keys() - zeros.keys()
+    assert all((weights[name] == NO_SINK).all() for name in others), "layers that need no sink have none"
     wanted = model(IDS).logits
     assert (engine(IDS).logits - wanted).abs().max() <= 2e-5 * wanted.abs().max()
     without = pod.PodForCausalLM(pod.PodConfig(**(model.config.to_dict() | {"sinks": "none"}))).eval()
@@ -131,10 +140,7 @@ REFUSED = [
     ({"qk_norm": True, "qk_norm_across_heads": True}, "qk_norm_across_heads = True.*Llama, Mistral"),
     ({"norm_offset": 1.0}, "norm_offset = 1.0.*Llama, Mistral"),
     ({"norm_placement": "both"}, "norm_placement = 'both'.*Llama, Mistral"),
-    ({"attention_multiplier": 0.5}, "attention_multiplier = 0.5.*Llama, Mistral"),
-    ({"embedding_multiplier": 2.0}, "embedding_multiplier = 2.0.*Llama, Mistral"),
-    ({"logits_scaling": 2.0}, "logits_scaling = 2.0.*Llama, Mistral"),
-    ({"no_rope_layers": [1, 0, 1, 1]}, "no_rope_layers = .*Llama, Mistral"),
+    ({"qk_norm": True, "logits_scaling": 2.0}, "qk_norm = True.*Llama, Mistral"),
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu'.*Llama, Mistral"),
     ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}, "num_experts = 4.*Mistral"),
 ]
@@ -168,15 +174,19 @@ def test_an_export_of_one_format_does_not_replace_one_of_the_other(tmp_path):
 
 def test_the_card_says_who_serves_it_and_how(tmp_path):
     export(make_model(), tmp_path / "stock", format="vllm")
-    export(make_model(**FAMILIES["o_bias"]), tmp_path / "own", format="vllm")
+    export(make_model(**FAMILIES["sinks of qwen3"]), tmp_path / "own", format="vllm")
+    export(make_model(**FAMILIES["sinks"]), tmp_path / "granite", format="vllm")
     stock = (tmp_path / "stock" / "README.md").read_text(encoding="utf-8")
     own = (tmp_path / "own" / "README.md").read_text(encoding="utf-8")
-    for card in (stock, own):
+    granite = (tmp_path / "granite" / "README.md").read_text(encoding="utf-8")
+    for card in (stock, own, granite):
         assert "vllm serve" in card and "| vLLM, CPU | 0.32.0 |" in card
         assert "trust_remote_code" not in card
         assert "every token in 2 of 4 layers, and the last 16 tokens in the others" in card
     assert "as `LlamaForCausalLM`, without a plugin" in stock and "as `qwen2`" in stock
     assert "pip install 'pod-kv[vllm]'" in own and "with the plugin" in own and "refuses the folder" in own
+    assert "as `GraniteSWAForCausalLM`, without a plugin" in granite and "without biases" in granite
+    assert "In 2 layers a constant stands for the first tokens." in granite
     assert "library_name: vllm" in own and "library_name: transformers" in stock
 
 

@@ -36,7 +36,11 @@ RUNS = {
     "tied": {"family": "tied"},
     "yarn": {"family": "yarn"},
     "all windows": {"family": "all windows", "prefix_caching": False},
+    "granite": {"family": "granite"},
+    "dense granite": {"family": "granite", "changes": DENSE},
+    "smollm3": {"family": "smollm3"},
     "sinks": {"family": "sinks"},
+    "sinks, mlp_bias, yarn": {"family": "sinks, mlp_bias, yarn"},
     "sinks of qwen2": {"family": "sinks of qwen2", "prefix_caching": False},
     "sinks of qwen3": {"family": "sinks of qwen3"},
     "sinks, o_bias": {"family": "sinks, o_bias"},
@@ -133,7 +137,7 @@ def test_tokens_and_log_likelihoods_are_ours(runs, name):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_of_tensor_parallelism_get_the_sinks_and_biases_of_their_heads(tmp_path, ranks):
     """Two KV heads: two ranks have one each, of four ranks two have the same."""
-    model = make_model(**FAMILIES["sinks of qwen2"])
+    model = make_model(**FAMILIES["sinks of qwen3"])
     export(model, tmp_path / "served", format="vllm")
     whole = load_file(tmp_path / "served" / "model.safetensors")
     layer = "model.layers.1.self_attn."
