@@ -8,13 +8,15 @@ own (docs/serving.md); its own tool `vllm bench throughput` sends all requests a
 
 Capacity is what vLLM says when it starts, with requests of 8,192 tokens and 512 prompt tokens in a batch; theory is
 `pod.training.plans.engines`. Throughput is measured with less memory (`--cache-mib`), so that few requests fill it: dense and plan
-take turns, ratios are taken round by round. Prefix caching is off, prompts are random tokens.
+take turns, ratios are taken round by round, of the wall clock and of processor time (which contains the start of the engine, and
+which other work on the machine disturbs less). Prefix caching is off, prompts are random tokens.
 """
 
 import argparse
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -122,7 +124,8 @@ def theory(count: int, cache_mib: int) -> float:
 
 
 def throughput(python: str, model: Path, load: Load) -> dict[str, Any]:
-    """One run of `vllm bench throughput`: its result, and the KV tokens that vLLM says."""
+    """One run of `vllm bench throughput`: its result, the KV tokens that vLLM says, and the processor time of all its threads."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = [
@@ -140,7 +143,9 @@ def throughput(python: str, model: Path, load: Load) -> dict[str, Any]:
         if done.returncode or said is None:
             raise RuntimeError(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-3000:]}")
         found = json.loads(result.read_text())
-    return {"kv_tokens": int(said[1].replace(",", "")), **found}
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"kv_tokens": int(said[1].replace(",", "")), "processor_seconds": used, **found}
 
 
 def capacity(python: str, folders: dict[str, Path]) -> list[dict[str, Any]]:
@@ -158,18 +163,27 @@ def race(python: str, folders: dict[str, Path], load: Load, rounds: int) -> dict
     """Dense and 15 layers in turn, the order reversed every second round."""
     names = list(PLANS)[:2]
     found: dict[str, list[float]] = {name: [] for name in names}
+    used: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         for name in names if number % 2 == 0 else reversed(names):
             figures = throughput(python, folders[name], load)
             found[name].append(figures["requests_per_second"])
-            print(f"{name:16} {found[name][-1]:.4f} requests/s", flush=True)
+            used[name].append(figures["processor_seconds"])
+            print(
+                f"{name:16} {found[name][-1]:.4f} requests/s, {used[name][-1]:.0f} s of processors",
+                flush=True,
+            )
     dense, plan = (found[name] for name in names)
     ratios = [own / other for own, other in zip(plan, dense, strict=True)]
+    dense, plan = (used[name] for name in names)
+    of_processors = [other / own for own, other in zip(plan, dense, strict=True)]
     return {
         "load": vars(load),
         "requests_per_second": {name: spread(values) for name, values in found.items()},
         "each": found,
         "plan_over_dense": spread(ratios),
+        "processor_seconds": used,
+        "plan_over_dense_by_processor_seconds": spread(of_processors),
     }
 
 
