@@ -1,15 +1,17 @@
-"""Constants that stand for the first tokens in heads that keep their windows (METHODS.md §8), and what such windows cost.
+"""Constants that stand for the first tokens in heads that keep their windows, and what such windows cost.
 
-A constant sink is a logit per query head and a value per KV head that join the softmax of a window at every position, as in
-serving engines (``pod.modeling.shipped.sinks``). Its cost is in the currency of ``costs.py`` and has three parts: the mean over
-queries that have distant tokens; the mean over early ones, whose window still holds the first tokens, times their share of the
-sequence; and the mean over first tokens, of which one is in every text and all later tokens attend to it. What a layer does to it
-decides whether later layers find their sink: on SmolLM2-135M a constant that was too heavy in layers 1, 10 and 11 left 1 % of the
-first token's large activations for a quarter of the vocabulary. A first token sees nothing but itself, so any token of a text can
-stand for it, as a sequence of its own.
+A constant sink is a logit per query head and a value per KV head that join the softmax of a window at every
+position, as in serving engines (``pod.modeling.shipped.sinks``). Its cost is in the currency of ``costs.py`` and
+has three parts: the mean over queries that have distant tokens; the mean over early ones, whose window still holds
+the first tokens, times their share of the sequence; and the mean over first tokens. Every text has one of these,
+and all later tokens attend to it. What a layer does to it decides whether later layers find their sink: on
+SmolLM2-135M constants that were too heavy in layers 1, 10 and 11 took 98 % of the first token's large activations
+away where one of 5 % of the vocabulary came first. A first token sees nothing but itself, so any token of a text
+can stand for it, as a sequence of its own.
 
-Calibration starts from what a dense model does (`measured_sink`) and then takes the constants of least cost (`fitted_sink`), since
-those that are right for distant queries would count the first tokens twice for early ones.
+Calibration starts from what a dense model reads from the first tokens (`measured_sink`, METHODS.md §8) and then
+takes the constants of least cost (`fitted_sink`), since those that are right for distant queries would count the
+first tokens twice for early ones.
 """
 
 import os
@@ -107,12 +109,13 @@ class _Part(NamedTuple):
 def window_queries(
     model: PodForCausalLM, input_ids: Tensor, num_queries: int
 ) -> Iterator[tuple[WindowQueries, Sink]]:
-    """The sampled queries of every planned layer on one sequence, and the constants that a calibration starts from.
+    """The sampled queries of every planned layer on one sequence, and constants that a calibration starts from.
 
     Args:
         model: dense, with the ``num_recent_tokens`` of the windows.
         input_ids: ``[1, n]``.
-        num_queries: with distant tokens, at most ``n - num_recent_tokens``; so many early ones and first tokens are added.
+        num_queries: with distant tokens, at most ``n - num_recent_tokens``; so many early ones, and first tokens,
+            are added.
 
     Raises:
         ValueError: a model with a plan, or a sequence that is too short for the windows.
@@ -151,8 +154,8 @@ def window_queries(
 
 
 def first_tokens(input_ids: Tensor, bos_token_id: Any) -> Tensor:
-    """Tokens ``[B]`` that stand for those with which texts begin: that of the sequence ``[n]`` where it is the one that begins
-    all texts, else evenly spaced ones of the sequence, its first one among them."""
+    """Tokens ``[B]`` that stand for those with which texts begin: the first one of the sequence ``[n]`` where all texts
+    begin with it, else evenly spaced ones, the first among them."""
     if bos_token_id is not None and int(input_ids[0]) == bos_token_id:
         return input_ids[:1]
     n = len(input_ids)
@@ -161,7 +164,7 @@ def first_tokens(input_ids: Tensor, bos_token_id: Any) -> Tensor:
 
 
 def _alone(inputs: AttentionInputs) -> _Part:
-    """Queries of B sequences of one token each, which see that token alone; inputs: with a batch dimension."""
+    """Queries of B sequences of one token each, which see it alone; inputs: with a batch dimension."""
     wide = torch.promote_types(inputs.q.dtype, torch.float32)
     q, k, v = (x[:, :, 0].to(wide).transpose(0, 1) for x in inputs[1:])  # [heads, B, d]
     q = q.unflatten(0, (len(k), -1))  # [H, G, B, d]
@@ -172,7 +175,7 @@ def _alone(inputs: AttentionInputs) -> _Part:
 
 
 def _part_of(inputs: AttentionInputs, positions: Tensor, window: int) -> tuple[_Part, Sink]:
-    """The queries at these positions of a sequence, and what those with distant tokens read from the first tokens."""
+    """Queries at these positions of a sequence, and what those with distant tokens read from the first ones."""
     logits = _causal_logits(inputs, positions)  # [H, G, q, n]
     values = inputs.v.to(logits.dtype)[:, None]
     out = logits.softmax(-1) @ values
@@ -201,14 +204,14 @@ def measured_sink(logits: Tensor, values: Tensor) -> Sink:
         values: ``[H, 1, FIRST_TOKENS, d]``.
 
     Returns:
-        per query head the mean log-sum-exp of its logits; per KV head the mean of what its query heads read, in fp64.
+        per query head the mean log-sum-exp of its logits; per KV head the mean of what its query heads read; fp64.
     """
     read = logits.softmax(-1) @ values
     return Sink(logits.logsumexp(-1).double().mean(-1).flatten(), read.double().mean((1, 2)))
 
 
 def fitted_sink(queries: WindowQueries, start: Sink) -> Sink:
-    """The constants of least cost on these queries, by L-BFGS from `start`; `start` where nothing better is found."""
+    """The constants of least cost on these queries, by L-BFGS; `start` where nothing better is found."""
     logits, values = (x.detach().to(queries.lse).clone().requires_grad_() for x in start)
     sink = Sink(logits, values)
     with torch.no_grad():
@@ -263,8 +266,15 @@ def find_sinks(model: PodForCausalLM, sequences: Sequence[Tensor], num_queries: 
 def measure_window_costs(
     model: PodForCausalLM, input_ids: Tensor, num_queries: int, sinks: Sequence[Sink]
 ) -> dict[str, Tensor]:
-    """What windows with these constants cost on one sequence ``[1, n]``: ``window`` at queries with distant tokens, ``early`` at the
-    others; ``[L, H]`` each, fp64 on the CPU, and their sum is the cost of the role. ValueError for costs that are not finite."""
+    """What windows with these constants cost on one sequence ``[1, n]``.
+
+    Returns:
+        ``window`` at queries with distant tokens, ``early`` at the others: ``[L, H]`` each, fp64 on the CPU. Their
+        sum is the cost of the role.
+
+    Raises:
+        ValueError: costs that are not finite.
+    """
     window, early = [], []
     for (queries, _), sink in zip(window_queries(model, input_ids, num_queries), sinks, strict=True):
         costs = queries.costs(Sink(*(x.to(queries.lse) for x in sink))).double()
@@ -281,8 +291,8 @@ def with_constants(plan: SharingPlan, sinks: Sequence[Sink | None]) -> SharingPl
 
     Args:
         plan: of as many layers as ``sinks``.
-        sinks: of every layer, heads in their original order; they move to the plan's order. None for a layer that was
-            trained with a window of its own.
+        sinks: of every layer, heads in their original order; they move to the plan's order. None for a layer that
+            was trained with a window of its own.
     """
     logits: list[Any] = []
     values: list[Any] = []
@@ -305,10 +315,10 @@ def calibrate_sinks(
     texts: Sequence[str | Tensor | Sequence[int]],
     num_queries: int = NUM_QUERIES,
 ) -> SharingPlan:
-    """A plan with constant sinks: a logit and a value stand for the first tokens in heads that keep their windows.
+    """A plan with constant sinks: a logit and a value stand for the first tokens in heads that keep windows.
 
-    The model is read as a dense one. Some 8 texts of a few windows' length are enough; each should be longer than the window by
-    ``num_queries`` tokens and begin as the model's inputs do.
+    The model is read as a dense one. Some 8 texts of a few windows' length are enough. Each must be longer than the
+    window by ``num_queries`` tokens, and should begin as the model's inputs do.
 
     Args:
         model: what ``load_model`` takes.
@@ -317,10 +327,11 @@ def calibrate_sinks(
         num_queries: queries of each text whose attention is measured.
 
     Returns:
-        the plan with ``sinks`` constant, no first tokens, and the constants. ``load_model(model, plan=…)`` takes them.
+        the plan with ``sinks`` constant, no first tokens, and the constants, as ``load_model(model, plan=…)`` takes
+        them.
 
     Raises:
-        ValueError: no texts, a text that is too short, a plan that does not say its windows or is of another size.
+        ValueError: no texts, a text that is too short, a plan that does not say its windows or has another size.
     """
     plan = plan if isinstance(plan, SharingPlan) else SharingPlan.load(plan)
     if plan.num_recent_tokens is None:
@@ -336,8 +347,8 @@ def calibrate_sinks(
     for index, ids in enumerate(sequences):
         if len(ids) < shortest:
             raise ValueError(
-                f"texts[{index}] has {len(ids)} tokens, but windows of {plan.num_recent_tokens} and {num_queries} queries "
-                f"behind them need {shortest}: give longer texts or lower num_queries"
+                f"texts[{index}] has {len(ids)} tokens, but windows of {plan.num_recent_tokens} and {num_queries} "
+                f"queries behind them need {shortest}: give longer texts or lower num_queries"
             )
     sinks = dict(zip(planned_layers(dense.config), find_sinks(dense, sequences, num_queries), strict=True))
     return with_constants(plan, [sinks.get(layer) for layer in range(plan.num_layers)])

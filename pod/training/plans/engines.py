@@ -1,8 +1,8 @@
 """What vLLM holds of a plan of whole layers: groups of layers, blocks of tokens, and how many requests fit.
 
-vLLM gives all layers of one kind (all tokens, or a window) the same number of tokens to hold, splits the layers into
-groups of one size, and gives each group a table of blocks. A block is as large as one group needs, so a group that lacks
-layers wastes memory. The rules are those of vLLM 0.32, `v1/core/kv_cache_utils.py` and `v1/kv_cache_interface.py`.
+vLLM splits the layers of each kind (those that hold all tokens, those that hold a window) into groups of one size and
+gives each group a table of blocks. A block is as large as a whole group needs, so a group that lacks layers wastes
+memory. The rules are those of vLLM 0.32, `v1/core/kv_cache_utils.py` and `v1/kv_cache_interface.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -59,8 +59,8 @@ def layer_groups(num_full: int, num_windows: int) -> LayerGroups:
 def window_counts(num_layers: int) -> list[int]:
     """The numbers of window layers that waste nothing in a model of so many layers, in rising order.
 
-    They are 0, all, and those for which one kind has a multiple of the other kind's layers: of 30 layers 10, 15 and 20
-    among others, not 12.
+    They are 0, all, and those for which one kind has a multiple of the other kind's layers: of 30 layers 10, 15 and
+    20 among others, not 12.
     """
     counts = range(num_layers + 1)
     return [windows for windows in counts if not layer_groups(num_layers - windows, windows).padding]
@@ -126,7 +126,7 @@ class EngineCache:
 
         Args:
             n: tokens of the request, prompt and answer.
-            reading: whether its prompt is being read, when windows hold the tokens of a batch too; else it is decoded.
+            reading: whether its prompt is being read, when windows hold the tokens of a batch too.
         """
         seen = self.window - 1 + (self.batch_tokens if reading else 1)
         whole = -(-n // self.block_tokens)
@@ -151,9 +151,10 @@ def describe_engine(plan: SharingPlan, batch_tokens: int) -> str:
     dense, groups = own.dense, own.groups
     wasted = f", {groups.padding} layers of padding" if groups.padding else ", no padding"
     lines = [
-        f"in vLLM: {groups.full} + {groups.windowed} groups of {groups.size} layers (all tokens + windows){wasted}; 16-bit "
-        f"numbers, blocks of {BLOCK_TOKENS} tokens, {batch_tokens:,} tokens in a batch",
-        "     tokens | MiB per request: dense | plan, prompt read | plan, then | smaller | requests in 1 GiB: dense | plan",
+        f"in vLLM: {groups.full} + {groups.windowed} groups of {groups.size} layers (all tokens + windows){wasted}; "
+        f"16-bit numbers, blocks of {BLOCK_TOKENS} tokens, {batch_tokens:,} tokens in a batch",
+        "     tokens | MiB per request: dense | plan, prompt read | plan, then | smaller | "
+        "requests in 1 GiB: dense | plan",
     ]
     for n in LENGTHS:
         without = dense.request_bytes(n, reading=True)

@@ -1,4 +1,4 @@
-"""Constant sinks of plans: what they are measured to be, what their windows cost at which queries, and plans that have them."""
+"""Constant sinks of plans: what they are measured to be, what windows with them cost, and plans that have them."""
 
 import itertools
 from dataclasses import replace
@@ -123,7 +123,7 @@ def test_the_start_is_what_distant_queries_read_from_the_first_four_tokens(heads
 )
 @torch.no_grad()
 def test_costs_equal_their_definition_at_distant_and_at_early_queries(heads, recent, queries, changes):
-    """The sink counts at every position; first tokens count whole, other early ones by their share of the text."""
+    """The sink counts at every position: first tokens whole, other early ones by their share of the text."""
     model, ids = make_model(*heads, sinks=0, recent=recent, **changes), ids_of()
     sinks = random_sinks(model)
     found = measure_window_costs(model, ids, queries, sinks)
@@ -190,7 +190,7 @@ def test_first_tokens_are_those_of_texts():
 
 
 def test_a_layer_whose_first_token_is_hurt_costs_more_and_is_left_alone():
-    """Fp32. A sink that is light beside a window of 48 tokens is heavy beside one token. Distant queries hardly see it."""
+    """Fp32. A sink that is light beside 48 tokens is heavy beside one. Distant queries hardly see it."""
     torch.manual_seed(1)
     model, ids = make_model(6, 2, sinks=0, recent=48).float(), ids_of(160)
     for number, layer in enumerate(model.model.layers):

@@ -124,8 +124,8 @@ def test_a_saving_between_two_counts_is_rounded_up_and_said():
     assert sum(row[0] is None for row in plan.lead) == 5
     text = summary(plan, settings, WINDOWS)
     assert (
-        "note: 4 layers with windows are enough for 40.0%, but vLLM would waste memory with them; of 10 layers 2 and 5 "
-        "waste nothing, and 5 are taken" in text
+        "note: 4 layers with windows are enough for 40.0%, but vLLM would waste memory with them; of 10 layers "
+        "2 and 5 waste nothing, and 5 are taken" in text
     )
     exact = explore_args(target="vllm", target_saving=0.5)
     assert "note:" not in summary(choose(costs, exact, WINDOWS).plan, exact, WINDOWS)
@@ -167,7 +167,7 @@ def test_explore_writes_a_plan_for_vllm_and_says_what_it_will_hold(explore_overr
     assert sum(row[0] is None for row in plan.lead) == 2
     printed = capsys.readouterr().out
     assert "whole layers for vLLM" in printed
-    # 131,072 tokens: dense 8192 blocks of 4 layers, the plan 8192 of 2 layers and those of a window and a batch
+    # of 131,072 tokens: dense 8192 blocks of 4 layers, the plan 8192 of 2 layers and those of a window and a batch
     line = next(line for line in printed.splitlines() if line.strip().startswith("131,072"))
     cache = EngineCache.of_plan(plan, 2048)
     assert cache.blocks(131_072, reading=True) == 8192 + 130
