@@ -264,6 +264,7 @@ def test_a_plan_of_a_converted_checkpoint(stock, model, plan, tmp_path):
     stored = pod.load_model(model, num_sink_tokens=4, sinks="tokens")
     truth = pod.load_model(stock, plan=SharingPlan(LEAD, num_sink_tokens=4, num_recent_tokens=WINDOW))
     assert stored.config.sinks == "tokens"
+    assert pod.load_model(model, layout="window", num_recent_tokens=9).config.sinks == "none"
     assert torch.equal(stored(ids, use_cache=False).logits, truth(ids, use_cache=False).logits)
 
 
