@@ -1,4 +1,5 @@
-"""Constant sinks in every implementation of attention: against an n x n softmax with one more column, written here."""
+"""Constant sinks in every implementation of attention: against an n x n softmax with one more column,
+written here."""
 
 import flash_emulation
 import flex_eager

@@ -1,4 +1,5 @@
-"""Constant sinks in every cache that a plan allows, and what is done with caches: saved, cropped, regrouped, assisted."""
+"""Constant sinks in every cache that a plan allows, and what is done with caches: saved, cropped, regrouped,
+assisted."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Models whose windows have constant sinks: against a naive decoder, in every way that tokens are fed, loaded and saved."""
+"""Models whose windows have constant sinks: against a naive decoder, in every way that tokens are fed,
+loaded and saved."""
 
 import dataclasses
 import json
@@ -127,7 +128,8 @@ def test_packed_documents_are_as_if_alone(model, plan):
 )
 @pytest.mark.parametrize("spec", ["pod", "pod+int8"])
 def test_chunks_and_single_tokens(model, plan, widths, spec):
-    """Rows of unlike length too: padding left, inside and right. Codes of int8 leave the windows alone; all else is near."""
+    """Rows of unlike length too: padding left, inside and right. Codes of int8 leave the windows alone; all
+    else is near."""
     ids, mask = random_ids(3, 50, seed=4), torch.ones(3, 50, dtype=torch.long)
     mask[0, :9], mask[1, 31:34], mask[2, :33] = 0, 0, 0
     cache, outputs, start = pod.make_cache(model, spec), [], 0
@@ -170,7 +172,8 @@ def test_generation(model, plan):
 
 
 def test_gradients_of_the_parameters(stock, plan):
-    """Flash against autograd through the reference, also under activation checkpointing; each sink of a window gets one."""
+    """Flash against autograd through the reference, also under activation checkpointing; each sink of a
+    window gets one."""
     found = {}
     for backend, recomputes in (("reference", False), ("flash", False), ("flash", True)):
         model = pod.load_model(stock, plan=plan, attention_backend=backend).train()

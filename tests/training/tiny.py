@@ -27,7 +27,8 @@ def plan_rows(heads: int = 3) -> list[list[int | None]]:
 
 
 def draw_constants(model) -> None:
-    """Random constant sinks, where the model has some: about as heavy as a window, with values so large that the gradients of logits
+    """Random constant sinks, where the model has some: about as heavy as a window, with values so large that
+    the gradients of logits
     are no small differences."""
     generator = torch.Generator().manual_seed(17)
     for name, parameter in model.named_parameters():
@@ -48,7 +49,8 @@ def make_model(
     plan=True,
     sinks: str = "tokens",
 ):
-    """PodForCausalLM of 4 layers with windows far shorter than the rows; plan: that of `plan_rows`, none, or rows; sinks: of its windows,
+    """PodForCausalLM of 4 layers with windows far shorter than the rows; plan: that of `plan_rows`, none, or
+    rows; sinks: of its windows,
     constant ones at random."""
     import pod
 

@@ -81,7 +81,8 @@ def one_step(args, model, dataset, folder):
 
 
 def with_joined_constants(gradients: dict) -> dict:
-    """Gradients with the constant sinks of all layers as one weight: those of a layer are as few as two numbers, each a small
+    """Gradients with the constant sinks of all layers as one weight: those of a layer are as few as two
+    numbers, each a small
     difference of large ones, whose own rounding says nothing."""
     found = {name: g for name, g in gradients.items() if not is_constant(name)}
     for kind in PARAMETERS:

@@ -187,7 +187,8 @@ class Segments:
 
 
 class Call(NamedTuple):
-    """A checked call of ``attend`` in which all heads play one role. An implementation that takes no ``sink`` must refuse one."""
+    """A checked call of ``attend`` in which all heads play one role. An implementation that takes no
+    ``sink`` must refuse one."""
 
     q: Tensor
     tokens: Tokens
@@ -289,8 +290,9 @@ def attend(
         backend: ``auto`` or the name of an implementation, which then runs or raises.
         roles: which KV heads lead and see everything with their own keys, follow ``lead``, or see the window of
             ``visibility`` only; None = all see what ``visibility`` says, through ``lead`` if there is one.
-        sink: a logit of every query head and a value of every KV head that join each softmax, at every position, of heads that
-            keep their windows (with ``roles``) or of all heads (without). Padding still gets nothing.
+        sink: a logit of every query head and a value of every KV head that join each softmax, at every
+            position, of heads that keep their windows (with ``roles``) or of all heads (without). Padding
+            still gets nothing.
 
     Returns:
         ``[B, Hq, m, d]`` with gradients for all tensors, and the log-sum-exp ``[B, Hq, m]`` of the logits in at least fp32,

@@ -105,7 +105,8 @@ class PodAttention(nn.Module):
     Attributes:
         source_layer: the layer whose keys and values are attended to: a lower one for the followers of a ``cla``
             layout, which have no projections for their own; else this one.
-        sinks, sink_values: ``[Hq]`` and ``[H, d]``, parameters of a layer with constant sinks (``PodConfig.sinks``), else None.
+        sinks, sink_values: ``[Hq]`` and ``[H, d]``, parameters of a layer with constant sinks
+            (``PodConfig.sinks``), else None.
         followed_here: KV heads whose leads are below this layer and have followers from it on, in a cache
             of this plan.
     """

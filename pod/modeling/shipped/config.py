@@ -45,8 +45,9 @@ class PodConfig(PreTrainedConfig):
             ``SharingPlan``; None = the original one. Set by ``load_model`` when a plan asks for it; nothing is permuted here.
         num_sink_tokens, num_recent_tokens: ``n_s`` and ``n_r`` of the paper; the window counts the current token.
             None = 16 and 4080; 0 and 4096 for ``window``, which has no sinks. ``cla`` has no window.
-        sinks: what stands for the first tokens in heads that keep the plan's windows, see ``SharingPlan``: ``tokens``,
-            ``constant`` (parameters of the layers that have such heads) or ``none``. None = as ``num_sink_tokens`` says.
+        sinks: what stands for the first tokens in heads that keep the plan's windows, see ``SharingPlan``:
+            ``tokens``, ``constant`` (parameters of the layers that have such heads) or ``none``. None = as
+            ``num_sink_tokens`` says.
         layer_windows: ``[num_hidden_layers]``: tokens that the layer was trained to see, the current one included (Mistral's and
             Gemma 3's sliding windows), None = all; the plan says None for the heads of a layer that has one. None = no layer.
         window_rope_parameters: other, plain RoPE of the layers that have such a window (Gemma 3); None = ``rope_parameters``.
@@ -226,7 +227,8 @@ class PodConfig(PreTrainedConfig):
         return (self.num_sink_tokens, self.num_recent_tokens) if own is None else (0, own)
 
     def has_constant_sinks(self, layer_idx: int) -> bool:
-        """Whether a layer has constants in place of first tokens: one of its heads keeps the plan's window."""
+        """Whether a layer has constants in place of first tokens: one of its heads keeps the plan's
+        window."""
         if self.sinks != "constant" or self.window_of(layer_idx) is not None:
             return False
         return None in self.sharing_plan.lead[layer_idx]

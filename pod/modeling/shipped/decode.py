@@ -124,7 +124,8 @@ class DecodeCall(NamedTuple):
         rows: ``lengths`` on the host, for implementations that would otherwise wait for the device.
         near: keys and values ``[B, windows, n_s + n_r, d]`` of the heads that keep their windows, tokens at the slots of
             ``window_keys``; None when there is no such head. Never ``Packed``.
-        sink: of all heads of the layer, read for those that keep their windows; None = they see ``near`` alone.
+        sink: of all heads of the layer, read for those that keep their windows; None = they see ``near``
+            alone.
     """
 
     q: Tensor

@@ -54,7 +54,8 @@ def _alike(lengths: Sequence[int]) -> list[tuple[slice, int]]:
 def _attend_all(
     q: Tensor, keys: Stored | None, values: Stored | None, n: int, sink: Sink | None = None
 ) -> Tensor:
-    """``[b, h, G, d]`` of heads that see the first ``n`` of their tokens ``[b, h, C, d]``, in whatever order, and a sink."""
+    """``[b, h, G, d]`` of heads that see the first ``n`` of their tokens ``[b, h, C, d]``, in whatever
+    order, and a sink."""
     logits = q.new_empty(*q.shape[:3], n)
     write_scores(q, keys, logits)
     if sink is None:

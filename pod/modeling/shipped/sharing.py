@@ -11,10 +11,12 @@ from typing import Any
 
 SCHEMA_VERSION = 4
 _READABLE = (1, 2, 3, SCHEMA_VERSION)
-"""Schemas that are read. 1 has no windows, no order of heads and no bits; 2 has no sizes of windows; 3 knows only sinks that are tokens."""
+"""Schemas that are read. 1 has no windows, no order of heads and no bits; 2 has no sizes of windows; 3 knows
+only sinks that are tokens."""
 _FIRST_WITH_WINDOWS = 3
 SINKS = ("tokens", "constant", "none")
-"""What stands for the first tokens in a head that keeps its window: stored tokens, a logit and a value that no token has, nothing."""
+"""What stands for the first tokens in a head that keeps its window: stored tokens, a logit and a value that
+no token has, nothing."""
 GROUP_SIZE, RESIDUAL = 32, 128  # of a codec: numbers that share a scale, newest tokens that stay native
 NATIVE_TOKENS = RESIDUAL + (GROUP_SIZE - 1) / 2  # on average, since tokens are packed a group at a time
 BITS = (16, 8, 4)
@@ -127,9 +129,11 @@ def is_followed(lead: Sequence[Sequence[int | None]], layer: int, head: int) -> 
 
 @dataclass(frozen=True)
 class SinkConstants:
-    """The constants that stand for the first tokens, by layer; None for a layer in which no head keeps its window.
+    """The constants that stand for the first tokens, by layer; None for a layer in which no head keeps its
+    window.
 
-    Heads stand in the order of the plan's model. In the rows of a layer, heads that lead or follow have numbers that nothing reads.
+    Heads stand in the order of the plan's model. In the rows of a layer, heads that lead or follow have
+    numbers that nothing reads.
 
     Attributes:
         logits: ``[L][Hq]``, the scaled logit of each query head.
@@ -190,10 +194,12 @@ class SharingPlan:
             None = not recorded. Plans with the same roles, order and bits are equal whatever their windows.
         head_dim: channels of a head of the model that the plan was made for: what packed values cost depends
             on it (``bits_per_number``). None = not recorded. It is no part of equality either.
-        sinks: what stands for the first tokens in heads that keep their windows. ``tokens``: ``num_sink_tokens`` stored ones;
-            ``constant``: a logit of each query head and a value of each KV head, which take no slot and count at
-            every position; ``none``. None = as ``num_sink_tokens`` says, where it is recorded. No part of equality.
-        sink_constants: of a plan with constant sinks; None = not measured yet, or the weights have them. No part of equality.
+        sinks: what stands for the first tokens in heads that keep their windows. ``tokens``:
+            ``num_sink_tokens`` stored ones; ``constant``: a logit of each query head and a value of each KV
+            head, which take no slot and count at every position; ``none``. None = as ``num_sink_tokens``
+            says, where it is recorded. No part of equality.
+        sink_constants: of a plan with constant sinks; None = not measured yet, or the weights have them. No
+            part of equality.
 
     Raises:
         ValueError: rows of unequal length, a lead above its layer, a lead that does not lead itself, a block
@@ -393,7 +399,8 @@ class SharingPlan:
         """The windows of a model under this plan, by name: those given, else the plan's, else None.
 
         Others than the plan's are a ``UserWarning`` that names both, and what both save at the length that
-        the plan was made at, where the plan says it. With other ``sinks`` than the plan's the plan's first tokens do not count.
+        the plan was made at, where the plan says it. With other ``sinks`` than the plan's the plan's first
+        tokens do not count.
         """
         own: dict[str, Any] = {
             "num_sink_tokens": self.num_sink_tokens,

@@ -1,9 +1,10 @@
 """A constant sink: one logit per query head and one value per KV head in the place of the first tokens.
 
-With the output ``o`` and the log-sum-exp ``l`` of what a query sees, the share of the sink is ``p = sigmoid(s - l)``, the output
-``(1 - p) o + p u`` and the log-sum-exp ``logaddexp(l, s)``. Every implementation of attention that gives a log-sum-exp gets its
-sink here. Flash's backward, run with the output and the log-sum-exp of the whole softmax, gives the gradients of queries, keys and
-values; those of the sink are made from the same two tensors: ``du = sum p g`` and ``ds = sum p <g, u - out>`` for the gradient
+With the output ``o`` and the log-sum-exp ``l`` of what a query sees, the share of the sink is
+``p = sigmoid(s - l)``, the output ``(1 - p) o + p u`` and the log-sum-exp ``logaddexp(l, s)``. Every
+implementation of attention that gives a log-sum-exp gets its sink here. Flash's backward, run with the
+output and the log-sum-exp of the whole softmax, gives the gradients of queries, keys and values; those of the
+sink are made from the same two tensors: ``du = sum p g`` and ``ds = sum p <g, u - out>`` for the gradient
 ``g`` of the output.
 """
 
@@ -27,15 +28,16 @@ def is_constant(name: str) -> bool:
 
 
 class SinkReader(nn.Module):
-    """Gives parameters as tensors of this pass. A module of its own, because ZeRO-3 gathers weights when a module runs, and
-    attention itself has no such hooks (``drop_carry_hooks``)."""
+    """Gives parameters as tensors of this pass. A module of its own, because ZeRO-3 gathers weights when a
+    module runs, and attention itself has no such hooks (``drop_carry_hooks``)."""
 
     def forward(self, logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return logits.clone(), values.clone()
 
 
 class Sink(NamedTuple):
-    """What stands for the first tokens: ``logits`` ``[Hq]``, scaled, of query heads; ``values`` ``[H, d]`` of KV heads."""
+    """What stands for the first tokens: ``logits`` ``[Hq]``, scaled, of query heads; ``values`` ``[H, d]``
+    of KV heads."""
 
     logits: Tensor
     values: Tensor
@@ -54,9 +56,11 @@ class Sink(NamedTuple):
 
 
 def add_sink(out: Tensor, lse: Tensor, logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """One softmax over what gave ``out`` ``[…, d]`` and ``lse`` ``[…]``, and a token with these logits and values.
+    """One softmax over what gave ``out`` ``[…, d]`` and ``lse`` ``[…]``, and a token with these logits and
+    values.
 
-    Logits and values broadcast to ``lse`` and ``out``. Where nothing was seen nothing is added. Differentiable in everything.
+    Logits and values broadcast to ``lse`` and ``out``. Where nothing was seen nothing is added.
+    Differentiable in everything.
     """
     wide = lse.dtype
     logits = logits.to(wide)
@@ -68,7 +72,8 @@ def add_sink(out: Tensor, lse: Tensor, logits: Tensor, values: Tensor) -> tuple[
 
 
 def merge_sink(out: Tensor, lse: Tensor, sink: Sink | None) -> tuple[Tensor, Tensor]:
-    """``out`` ``[B, Hq, n, d]`` and ``lse`` ``[B, Hq, n]`` with the sink in them, in place and a tile at a time; without gradients."""
+    """``out`` ``[B, Hq, n, d]`` and ``lse`` ``[B, Hq, n]`` with the sink in them, in place and a tile at a
+    time; without gradients."""
     if sink is None:
         return out, lse
     columns = sink.columns()
@@ -78,7 +83,8 @@ def merge_sink(out: Tensor, lse: Tensor, sink: Sink | None) -> tuple[Tensor, Ten
 
 
 def sink_gradients(sink: Sink, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of the logits ``[Hq]`` and of the values ``[H, d]``; ``out`` and ``lse`` are those with the sink in them."""
+    """The gradients of the logits ``[Hq]`` and of the values ``[H, d]``; ``out`` and ``lse`` are those with
+    the sink in them."""
     wide = lse.dtype
     logits, values = (x.to(wide) for x in sink.columns())
     of_logits = torch.zeros_like(logits[:, 0])

@@ -86,7 +86,8 @@ class LeadState:
 
 
 def buffers_on(buffers: DecodeBuffers, device: torch.device, heads: Container[int]) -> DecodeBuffers:
-    """Buffers of the same sizes on another device, with what these KV heads left there; the rest is scratch."""
+    """Buffers of the same sizes on another device, with what these KV heads left there; the rest is
+    scratch."""
     moved: dict[str, Tensor | None] = {}
     for name in ("logits", "distant_lse", "weights", "weight_sums"):
         old = getattr(buffers, name)
@@ -127,7 +128,8 @@ class Step:
         schedule, chunk_index, is_last_chunk: the method's chunks of this prompt, the one being fed, and whether it
             is the prompt's last; None, 0, True for methods that do not chunk.
         ropes, backend: set by the model.
-        sink: of the layer that attends now, set by it: what stands for the first tokens in heads that keep their windows; None = nothing.
+        sink: of the layer that attends now, set by it: what stands for the first tokens in heads that keep
+            their windows; None = nothing.
         lead: what lead layers leave for their followers.
         groups: the passes of groups of rows, with the rows ``[b]`` of each.
         agreed: what the first layer that asks decides for all.
