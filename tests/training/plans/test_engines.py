@@ -36,6 +36,7 @@ SMOLLM2 = EngineCache(
         (20, 10, (10, 2, 1, 0)),
         (10, 20, (10, 1, 2, 0)),
         (18, 12, (12, 2, 1, 6)),  # a third of the full layers' memory again
+        (17, 12, (17, 1, 1, 5)),
         (16, 14, (16, 1, 1, 2)),
         (13, 12, (13, 1, 1, 1)),  # vLLM's own example: gpt-oss and a drafter
         (8, 9, (9, 1, 1, 1)),
