@@ -344,7 +344,11 @@ def test_a_wheel_carries_code_recipes_and_data(tmp_path):
         f"pod/recipes/{file.relative_to(ROOT / 'configs')}" for file in (ROOT / "configs").rglob("*.yaml")
     }
     assert {str(file.relative_to(ROOT)) for file in tracked} | recipes <= names
-    assert {name.split("/")[0] for name in names} == {"pod", f"pod_kv-{pod.__version__}.dist-info"}
+    assert {name.split("/")[0] for name in names} == {
+        "pod",
+        "pod_vllm",
+        f"pod_kv-{pod.__version__}.dist-info",
+    }
     metadata = zipfile.ZipFile(wheel).read(f"pod_kv-{pod.__version__}.dist-info/METADATA").decode()
     assert "Provides-Extra: eval" in metadata and "Provides-Extra: gpu" in metadata
     flash = [line for line in metadata.splitlines() if line.startswith("Requires-Dist: flash")]

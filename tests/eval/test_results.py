@@ -103,7 +103,8 @@ def test_what_answers_is_part_of_an_answer(tmp_path, monkeypatch):
     ("folder", "others"),
     [
         # what these decide stands in an answer's key or in the name of its shelf
-        ("answer", {"__init__", "budget", "methods", "models", "ranks"}),
+        # (and where a model lies does not change what it answers)
+        ("answer", {"__init__", "budget", "layout", "methods", "models", "ranks"}),
         (
             "lm",
             {"__init__", "cli", "command", "index", "payload", "prompts", "requests", "tasks"},

@@ -216,6 +216,7 @@ def test_the_plugin_registers_what_exports_name(root):
         assert points == {"vllm.general_plugins": {"pod_vllm": "pod_vllm:register"}}
 
 
+@pytest.mark.slow
 def test_registering_the_plugin_imports_no_model(root):
     """vLLM calls it in every process at the start: before it forks, and where another model is served."""
     code = (

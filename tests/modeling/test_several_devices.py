@@ -22,6 +22,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_every_method_decodes_on_both_and_holds_tokens_on_both(runs):
     results = runs.results_of("methods")
     assert {row.id for row in ROWS} <= {one["name"] for one in results}
@@ -43,6 +44,7 @@ def test_a_token_waits_no_more_often_than_on_one_device(runs):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_every_family_is_read_to_both(runs):
     results = runs.results_of("families")
     assert [one["name"] for one in results] == list(FAMILIES)
@@ -105,6 +107,7 @@ def test_constant_sinks_lie_with_their_layers(runs):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_an_evaluation_on_both_gives_the_same_scores_answers_and_bytes(runs):
     (found,) = runs.results_of("evaluation")
     check_numbers([found], limit=1e-3)  # nats of 128 tokens, in float32

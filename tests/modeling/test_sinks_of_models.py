@@ -223,6 +223,7 @@ def test_saved_and_loaded(model, tmp_path):
     assert torch.equal(again(ids, use_cache=False).logits, model(ids).logits)
 
 
+@pytest.mark.slow
 def test_an_export_needs_transformers_only(model, tmp_path):
     """Its own code has the sinks, while it decodes too."""
     ids = random_ids(1, 30)

@@ -445,6 +445,7 @@ def test_dry_run_names_the_cost(overrides, capsys):
     assert "projected: one forward pass over 3 x 48 = 144 tokens and 2 x 48 repeated tokens" in printed
 
 
+@pytest.mark.slow
 def test_explore_measures_followers_only_where_heads_may_follow(overrides, tmp_path, monkeypatch, capsys):
     """Windows alone need no costs of followers; a later plan with followers measures them, and then both serve."""
     measured = []

@@ -63,6 +63,7 @@ def test_the_plan_is_the_cheapest_of_all_plans_of_whole_layers(target):
     assert cost_of([row[0] for row in plan.lead], total) == pytest.approx(min(enough))
 
 
+@pytest.mark.slow
 def test_heads_are_never_dearer_than_layers_at_the_same_saving():
     costs = random_costs(LAYERS, HEADS)
     for target in (0.2, 0.4, 0.6):
