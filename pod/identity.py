@@ -28,11 +28,16 @@ def content_of(path: str | os.PathLike) -> str:
 
 
 def plan_of(path: str | os.PathLike) -> list:
-    """What a plan decides: roles, order of heads, bits; not where it came from. ValueError for a file that is no plan."""
+    """What a plan decides: roles, order of heads, bits, and constants that stand for the first tokens; not where it
+    came from. ValueError for a file that is no plan."""
     from pod.modeling.shipped.sharing import SharingPlan  # which loads torch
 
     plan = SharingPlan.load(path)
-    return [plan.lead, plan.head_order, plan.bits]
+    found: list = [plan.lead, plan.head_order, plan.bits]
+    if plan.sinks == "constant":
+        constants = plan.sink_constants
+        found.append(["constant", *((constants.logits, constants.values) if constants else ())])
+    return found
 
 
 def _is_beside(file: Path) -> bool:

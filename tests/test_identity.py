@@ -8,6 +8,7 @@ import pod.identity as identity_module
 from pod import SharingPlan
 from pod.files import sha256_file
 from pod.identity import content_of, plan_of
+from pod.modeling.shipped.sharing import SinkConstants
 
 
 def test_identity_is_names_and_content(tmp_path, monkeypatch):
@@ -74,3 +75,24 @@ def test_a_plan_is_what_it_decides(tmp_path):
     ):
         other.save(tmp_path / "c.json")
         assert plan_of(tmp_path / "a.json") != plan_of(tmp_path / "c.json")
+
+
+def test_identity_of_a_plan_knows_its_constants(tmp_path):
+    """Other constants, or none, make another model; plans without constants are named as before."""
+    stored = SharingPlan(((0, 0), (None, 1)), num_sink_tokens=4, num_recent_tokens=8)
+    without = replace(stored, num_sink_tokens=0, sinks="none")
+    values = ((0.0, 1.0), (2.0, 3.0))
+    ids = []
+    for plan in (
+        stored,
+        without,
+        replace(without, sinks="constant"),
+        *(
+            replace(without, sinks="constant", sink_constants=SinkConstants((None, logits), (None, values)))
+            for logits in ((0.5, 0.5), (0.5, 0.6))
+        ),
+    ):
+        plan.save(tmp_path / "plan.json")
+        ids.append(plan_of(tmp_path / "plan.json"))
+    assert ids[0] == ids[1] == [stored.lead, None, None]
+    assert all(ids[i] != ids[j] for i in range(2, 5) for j in range(i))

@@ -17,7 +17,7 @@ The plans of the PoD paper, from the similarity of attention rows:
 Plans that vLLM runs (`pod export --format vllm`): whole layers lead or keep their window, in numbers that waste no
 memory there, and a constant stands for the first tokens. The report says what vLLM will hold:
 
-  pod explore --config demo --target vllm --target-saving 0.5
+  pod explore --config demo --target vllm --target-saving 0.5 --set model.num_sink_tokens=null
 
 The method razor (RazorAttention) needs the model's retrieval heads. The command searches for them on random tokens when
 eval.methods names razor, and with --heads it does only this. It writes <output_dir>/plan/retrieval_heads.json."""
@@ -158,7 +158,7 @@ def keep_other_plan(path: Path, plan: Any) -> None:
     from pod.modeling.shipped.sharing import SharingPlan
 
     def decisions(one: Any) -> tuple[Any, ...]:
-        return one, one.num_sink_tokens, one.num_recent_tokens
+        return one, one.num_sink_tokens, one.num_recent_tokens, one.sinks, one.sink_constants
 
     try:
         if not path.exists() or decisions(SharingPlan.load(path)) == decisions(plan):
@@ -176,7 +176,7 @@ def estimate(recipe: Recipe) -> str:
     from pod.training.run.start_model import model_config, source_config
 
     source_config(recipe.model)
-    config, _ = model_config(replace(recipe.model, layout="dense", plan=None), recipe.output_dir)
+    config, _ = model_config(replace(recipe.model, layout="dense", plan=None, sinks=None), recipe.output_dir)
     if not recipe.explore.heads:
         check_model(config, recipe.explore, windows_of(recipe))
     return describe_cost(config, recipe.explore, sinks_of(recipe))

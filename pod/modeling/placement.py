@@ -263,7 +263,8 @@ def share_of_rank(count: int) -> range:
     neighbouring ones of its own."""
     rank, ranks = int(os.environ.get("LOCAL_RANK", 0)), os.environ.get("WORLD_SIZE", 1)
     each = max(1, count // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    return range(rank * each, (rank + 1) * each)
+    first = rank * each % max(1, count)  # ranks without one of their own share
+    return range(first, first + each)
 
 
 def _given_capacities(max_memory: Mapping[Any, Any]) -> dict[torch.device, float]:
@@ -272,6 +273,8 @@ def _given_capacities(max_memory: Mapping[Any, Any]) -> dict[torch.device, float
     found: dict[torch.device, float] = {}
     for name, size in max_memory.items():
         device = _device(name, "max_memory")
+        if device.type == "cpu" and len(max_memory) > 1:
+            raise ValueError(_no_offloading("max_memory names cpu beside other devices"))
         try:
             found[device] = size if isinstance(size, float) else float(convert_file_size_to_int(size))
         except ValueError:

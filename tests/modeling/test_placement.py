@@ -125,6 +125,8 @@ def test_sizes_may_be_texts_and_devices_numbers():
     assert capacities({"cuda:1": "2GiB", 0: 7}) == {GPUS[0]: 7, GPUS[1]: 2 * GIB}
     assert "max_memory[0] = 'much' is no size" in complaint(capacities, {0: "much"})
     assert "max_memory names disk" in complaint(capacities, {"disk": 1})
+    assert "max_memory names cpu beside other devices" in complaint(capacities, {0: "2GiB", "cpu": "9GiB"})
+    assert [(device.type, size) for device, size in capacities({"cpu": 7}).items()] == [("cpu", 7)]
 
 
 def test_a_map_by_modules_is_taken_or_refused_in_one_line():

@@ -1,9 +1,12 @@
 """What a checkpoint belongs to, and what a resumed recipe may say otherwise."""
 
+from dataclasses import replace
+
 import pytest
 
 from pod import SharingPlan
 from pod.commands.explore import keep_other_plan, note_on_training
+from pod.modeling.shipped.sharing import SinkConstants
 from pod.recipe import load_recipe
 from pod.training.checkpoint.identity import (
     TrainState,
@@ -142,3 +145,15 @@ def test_another_plan_is_kept_when_a_new_one_is_written(tmp_path, capsys, change
     assert all(file.read_bytes() == before for file in kept)
     assert ("is kept as" in capsys.readouterr().out) == is_kept
     keep_other_plan(tmp_path / "none.json", old)
+
+
+def test_a_plan_with_other_constants_is_kept(tmp_path):
+    """Constants take minutes to measure, and `pod.calibrate_sinks` writes them into the plan that is there."""
+    plan = SharingPlan(((0,), (None,)), num_sink_tokens=0, num_recent_tokens=4, sinks="constant")
+    plan = replace(plan, sink_constants=SinkConstants((None, (0.5,)), (None, ((1.0, 2.0),))))
+    plan.save(tmp_path / "plan.json")
+    keep_other_plan(tmp_path / "plan.json", plan)
+    assert (tmp_path / "plan.json").exists()
+    keep_other_plan(tmp_path / "plan.json", replace(plan, sinks="none", sink_constants=None))
+    (kept,) = tmp_path.glob("plan-????????.json")
+    assert SharingPlan.load(kept).sink_constants == plan.sink_constants

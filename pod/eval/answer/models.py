@@ -164,7 +164,8 @@ class Models:
         sinks, recent = source.windows or (None, None)
         plan = None if source.plan is None else pod.SharingPlan.load(source.plan)
         found = read_config(path, file.get("gguf_file"))
-        return target_config(found, plan, num_sink_tokens=sinks, num_recent_tokens=recent)
+        own = None if plan is None else self.recipe.model.sinks
+        return target_config(found, plan, num_sink_tokens=sinks, num_recent_tokens=recent, sinks=own)
 
     def config(self, kind: str) -> Any:
         """The configuration that a kind of model will have, without loading it."""

@@ -176,6 +176,14 @@ def test_explore_writes_a_plan_for_vllm_and_says_what_it_will_hold(explore_overr
     assert f"{ratio:.2f}x" in line and 1.9 < ratio < 2
 
 
+def test_the_estimate_takes_constant_sinks(explore_overrides):
+    """They are of the plan that explore will make; nothing has them yet."""
+    settings = ["model.num_recent_tokens=7", "model.sinks=constant"]
+    assert "windows with constant sinks" in explore.estimate(
+        load_recipe(None, [*explore_overrides, *settings])
+    )
+
+
 @pytest.mark.parametrize("sinks", ["constant", "none"])
 def test_a_plan_for_vllm_is_that_of_the_same_windows_here(explore_overrides, tmp_path, capsys, sinks):
     """The same costs of windows serve both."""
