@@ -100,10 +100,10 @@ def write_recipe(row: Row) -> Path:
     return file
 
 
-def launch(script: str, recipe: Path) -> None:
-    """Run a launcher in one process; its output passes through."""
+def launch(script: str, recipe: Path, *settings: str) -> None:
+    """Run a launcher in one process, with these arguments behind its recipe; its output passes through."""
     environment = {"OMP_NUM_THREADS": str(os.cpu_count()), **os.environ, "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, ROOT / "launch" / script, "--config", recipe]
+    command = [sys.executable, ROOT / "launch" / script, "--config", recipe, *settings]
     subprocess.run(command, env=environment, check=True)
 
 

@@ -290,6 +290,21 @@ def ratio(own: list[float], dense: list[float]) -> list[float]:
     return [1 + end for end in (found.value, *(found.interval or ()))]
 
 
+def table_head(sizes: Sizes) -> list[str]:
+    """The first two lines of a table of rows."""
+    lengths = (f"passkeys {n}" for n in sizes.key_lengths)
+    columns = ["", "bytes of dense", "perplexity / dense (95 %)", *lengths, "L/F/W"]
+    return [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+
+
+def table_line(x: dict[str, Any], dense: dict[str, Any]) -> str:
+    """The line of a row beside a dense one; ``x`` gets its ratio to it."""
+    keys = [key_cell(right) for right in x["passkeys"].values()]
+    held = f"{x['bytes_over_dense']:.1%}"
+    cells = [x["name"], held, ratio_cell(x, dense), *keys, roles_cell(x["plan"])]
+    return f"| {' | '.join(cells)} |"
+
+
 def ratio_cell(x: dict[str, Any], dense: dict[str, Any]) -> str:
     """Perplexity over dense with its interval; ``x`` gets them as ``ratio``."""
     mean, low, high = x["ratio"] = ratio(x["nll"], dense["nll"])

@@ -13,17 +13,15 @@ kept in runs/plans_layers/<model>/, so that a run that was stopped goes on. How 
 """
 
 import argparse
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from judge_plans import Bench, Row, Sizes, key_cell, measure_missing, ratio_cell, read_kept, roles_cell
+from adaptation_smollm2 import launch
+from judge_plans import Bench, Row, Sizes, measure_missing, read_kept, table_head, table_line
 
 from pod.files import write_json
 from pod.measure.machine import environment
@@ -80,13 +78,6 @@ def write_recipe(model: str, sinks: str, folder: Path, train: bool = False, **ch
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     return file
-
-
-def launch(script: str, recipe: Path, *settings: str) -> None:
-    """Run a launcher in one process; its output passes through."""
-    environment = {"OMP_NUM_THREADS": str(os.cpu_count()), **os.environ, "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, ROOT / "launch" / script, "--config", recipe, *settings]
-    subprocess.run(command, env=environment, check=True)
 
 
 def text_of(model: str) -> Path:
@@ -179,20 +170,10 @@ def assemble() -> None:
             continue
         dense = {x["name"]: x for x in found}
         measured = sorted(found, key=lambda x: (x["name"].startswith("adapted"), -x["bytes_over_dense"]))
-        columns = [
-            "",
-            "bytes",
-            "perplexity / dense (95 %)",
-            *(f"passkeys {n}" for n in SIZES.key_lengths),
-            "L/F/W",
-        ]
-        lines += [f"\n## {model}\n", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+        lines += [f"\n## {model}\n", *table_head(SIZES)]
         for x in measured:
             start = dense["adapted dense"] if x["name"].startswith("adapted") else dense["dense"]
-            keys = [key_cell(right) for right in x["passkeys"].values()]
-            held = f"{x['bytes_over_dense']:.1%}"
-            cells = [x["name"], held, ratio_cell(x, start), *keys, roles_cell(x["plan"])]
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append(table_line(x, start))
         kept[model] = measured
     samples = len(SIZES.depths) * SIZES.samples
     lines.append(

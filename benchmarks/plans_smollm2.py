@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from judge_plans import Bench, Row, Sizes, key_cell, measure_missing, ratio_cell, read_kept, roles_cell
+from judge_plans import Bench, Row, Sizes, measure_missing, read_kept, table_head, table_line
 
 import pod
 from pod.files import read_json, write_json
@@ -120,20 +120,10 @@ def assemble() -> None:
     measured = sorted((x for x in found if "nll" in x), key=lambda x: x["bytes_over_dense"])
     dense = {x["name"]: x for x in measured}
     trained = dense.get("adapted dense", dense["dense"])
-    columns = [
-        "",
-        "bytes of dense",
-        "perplexity / dense (95 %)",
-        *(f"passkeys {n}" for n in SIZES.key_lengths),
-        "L/F/W",
-    ]
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    lines = table_head(SIZES)
     for x in measured:
         start = trained if x["name"].startswith("adapted") else dense["dense"]
-        keys = [key_cell(right) for right in x["passkeys"].values()]
-        held = f"{x['bytes_over_dense']:.1%}"
-        cells = [x["name"], held, ratio_cell(x, start), *keys, roles_cell(x["plan"])]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(table_line(x, start))
     lines += [f"\n{x['name']}: {x['refused']}" for x in found if "refused" in x]
     lines.append(
         f"\n{SIZES.texts} held-out texts of {LENGTH} tokens, {SIZES.scored} scored each; "

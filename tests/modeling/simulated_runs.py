@@ -269,17 +269,20 @@ def evaluated(device: str) -> list[tuple]:
     return found
 
 
-def evaluation() -> Iterator[dict]:
-    """A whole evaluation: scores, answers and bytes."""
-    expected, found = evaluated("cpu"), evaluated(DEVICE)
+def evaluations_compared(expected: list[tuple], found: list[tuple]) -> dict:
+    """How the samples of two evaluations differ: in scores, and in anything else."""
     scores = [torch.tensor([one[2] for one in samples]) for samples in (expected, found)]
     others = [[(*one[:2], *one[3:]) for one in samples] for samples in (expected, found)]
-    yield {
+    return {
         "name": f"evaluation, {len(expected)} samples",
         "difference": largest_difference(scores[:1], scores[1:]),
         "same tokens": others[0] == others[1],
-        "reads": {},
     }
+
+
+def evaluation() -> Iterator[dict]:
+    """A whole evaluation: scores, answers and bytes."""
+    yield evaluations_compared(evaluated("cpu"), evaluated(DEVICE)) | {"reads": {}}
 
 
 def refused(calls: dict[str, Callable[[], object]]) -> list[str]:

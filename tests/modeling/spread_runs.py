@@ -20,6 +20,7 @@ from simulated_runs import (
     answer_of,
     conversation,
     evaluated,
+    evaluations_compared,
     explored,
     generated,
     largest_difference,
@@ -287,14 +288,7 @@ def evaluation() -> Iterator[dict]:
         found = evaluated("balanced")
     finally:
         pod.load_model = load
-    scores = [torch.tensor([one[2] for one in samples]) for samples in (expected, found)]
-    others = [[(*one[:2], *one[3:]) for one in samples] for samples in (expected, found)]
-    yield {
-        "name": f"evaluation, {len(expected)} samples",
-        "difference": largest_difference(scores[:1], scores[1:]),
-        "same tokens": others[0] == others[1],
-        "spread": sorted(lies),
-    }
+    yield evaluations_compared(expected, found) | {"spread": sorted(lies)}
 
 
 def constants() -> Iterator[dict]:

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen2Config
+from large_configs import LLAMA_70B
+from transformers import Qwen2Config
 
 import pod
 from pod.modeling.loading import target_config
@@ -18,16 +19,6 @@ from pod.modeling.placement import (
 
 GIB = 2**30
 GPUS = [torch.device("cuda", number) for number in range(8)]
-LLAMA_70B = LlamaConfig(
-    vocab_size=128256,
-    hidden_size=8192,
-    intermediate_size=28672,
-    num_hidden_layers=80,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    max_position_embeddings=131072,
-    tie_word_embeddings=False,
-)
 
 
 def blocks_of(size: int, layers: int, heads: int) -> pod.SharingPlan:

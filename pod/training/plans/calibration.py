@@ -34,6 +34,7 @@ from pod.training.plans.costs import (
     NOT_FINITE,
     AttentionInputs,
     OutputScale,
+    logits_of,
     planned_layers,
     record_attention_inputs,
     record_batch,
@@ -189,9 +190,7 @@ def _part_of(inputs: AttentionInputs, positions: Tensor, window: int) -> tuple[_
 
 def _causal_logits(inputs: AttentionInputs, positions: Tensor) -> Tensor:
     """Logits ``[H, G, q, n]`` of the queries at these positions, at least fp32, -inf for later tokens."""
-    wide = torch.promote_types(inputs.q.dtype, torch.float32)
-    q = inputs.q[:, positions].unflatten(0, (inputs.k.shape[0], -1)).to(wide)
-    logits = q @ inputs.k.to(wide)[:, None].mT * q.shape[-1] ** -0.5
+    logits = logits_of(inputs, positions)
     later = torch.arange(logits.shape[-1], device=positions.device) > positions[:, None]
     return logits.masked_fill_(later, float("-inf"))
 

@@ -300,7 +300,7 @@ class _Layer:
 
     def __init__(self, inputs: AttentionInputs, sample: Sample, layer: Any):
         self.inputs, self.sample = inputs, sample
-        logits = _logits(inputs, sample)  # [Hq, q, n]
+        logits = logits_of(inputs, sample.positions).flatten(0, 1)  # [Hq, q, n]
         heads = inputs.k.shape[0]
         proximal = logits.masked_fill(sample.future | sample.distant, float("-inf"))
         self.v = inputs.v.to(logits.dtype)
@@ -330,14 +330,15 @@ class _Layer:
     def errors_of_packing(self) -> dict[str, Tensor]:
         """``[H, G, q, d]`` for ``lead4`` and ``follow4``; the newest tokens of each query are as they came."""
         heads, n, _ = self.v.shape
-        logits = _logits(self.inputs, self.sample)
+        positions = self.sample.positions
+        logits = logits_of(self.inputs, positions).flatten(0, 1)
         whole = n // GROUP_SIZE * GROUP_SIZE
         position = torch.arange(n, device=logits.device)
-        packs = (position <= self.sample.positions[:, None] - RESIDUAL) & (position < whole)  # [q, n]
+        packs = (position <= positions[:, None] - RESIDUAL) & (position < whole)  # [q, n]
         packed = self.inputs._replace(k=_packed(self.inputs.k, per_channel=True))
         values = _packed(self.v, per_channel=False)
         errors = {}
-        for name, other in (("lead4", _logits(packed, self.sample)), ("follow4", logits)):
+        for name, other in (("lead4", logits_of(packed, positions).flatten(0, 1)), ("follow4", logits)):
             seen = torch.where(packs, other, logits).masked_fill_(self.sample.future, float("-inf"))
             weights = seen.softmax(-1).unflatten(0, (heads, -1))
             out = (weights * packs) @ values[:, None] + (weights * ~packs) @ self.v[:, None]
@@ -362,9 +363,9 @@ def _packed(x: Tensor, per_channel: bool) -> Tensor:
     return out
 
 
-def _logits(inputs: AttentionInputs, sample: Sample) -> Tensor:
-    """Logits of the sampled queries, ``[Hq, q, n]``, at least fp32, nothing masked."""
+def logits_of(inputs: AttentionInputs, positions: Tensor) -> Tensor:
+    """Logits ``[H, G, q, n]`` of the queries at these positions ``[q]``, at least fp32, nothing masked."""
     compute = torch.promote_types(inputs.q.dtype, torch.float32)
-    q = inputs.q[:, sample.positions].unflatten(0, (inputs.k.shape[0], -1)).to(compute)
+    q = inputs.q[:, positions].unflatten(0, (inputs.k.shape[0], -1)).to(compute)
     k = inputs.k.to(compute)
-    return (q @ k[:, None].mT * q.shape[-1] ** -0.5).flatten(0, 1)
+    return q @ k[:, None].mT * q.shape[-1] ** -0.5

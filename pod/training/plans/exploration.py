@@ -25,7 +25,7 @@ from pod.training.plans.costs import cost_shapes, planned_layers, sample_queries
 from pod.training.plans.engines import window_counts
 from pod.training.plans.solve import Curve, Floats, PackedCosts, solve
 from pod.training.run.longer_context import extend
-from pod.training.run.mesh import local_rank, planned_world_size
+from pod.training.run.mesh import planned_world_size
 
 MATCHING_SEQUENCES = 2  # of text, beside all repeated ones, on which query heads are matched
 C = TypeVar("C", bound=Curve)
@@ -135,7 +135,7 @@ def _where() -> dict[str, Any]:
     count = torch.cuda.device_count()
     own = [torch.device("cuda", number) for number in share_of_rank(count)]
     if len(own) == 1:
-        return {"device": f"cuda:{local_rank() % count}"}
+        return {"device": str(own[0])}
     if len(own) == count:
         return {"device_map": "auto"}
     return {"device_map": "auto", "max_memory": {device: free_bytes(device) * (1 - ROOM) for device in own}}
