@@ -83,11 +83,6 @@ def windows_of_layers(config: PodConfig) -> list[int | None]:
     return windows
 
 
-def sink_layers(config: PodConfig) -> list[int]:
-    """The layers whose heads have constant sinks."""
-    return [layer for layer in range(config.num_hidden_layers) if config.has_constant_sinks(layer)]
-
-
 def check_servable(config: PodConfig) -> None:
     """Raise ValueError, with what to do, unless engines can compute what a model with this configuration does."""
     if config.layout == "cla":
@@ -153,7 +148,7 @@ def target_of(config: PodConfig) -> Target:
     one folder serves both: they choose their code by different fields of config.json.
     """
     has_windows = any(window is not None for window in windows_of_layers(config))
-    has_sinks = bool(sink_layers(config))
+    has_sinks = bool(config.sink_layers)
     inner, outer = config.attention_qkv_bias, config.attention_out_bias
     if config.qk_norm:
         if has_sinks or config.mlp_bias or inner != outer:
@@ -172,7 +167,7 @@ def served_config(config: PodConfig, dtype: torch.dtype) -> dict[str, Any]:
     target = target_of(config)
     windows = windows_of_layers(config)
     length = next((window for window in windows if window is not None), None)
-    sinks = sink_layers(config)
+    sinks = config.sink_layers
     source = CONFIG_MAPPING["llama" if target.model_type == OWN_TYPE else target.model_type]
     same = {name: getattr(config, name) for name in source.__annotations__ if hasattr(config, name)}
     fields = source(**{name: value for name, value in same.items() if value is not None}).to_dict()
@@ -216,7 +211,7 @@ def _granite_fields(config: PodConfig) -> dict[str, Any]:
 def _biases(config: PodConfig) -> str:
     """The projections of attention that have a bias in the target: some of `qkvo`."""
     target = target_of(config)
-    has_sinks = bool(sink_layers(config))
+    has_sinks = bool(config.sink_layers)
     inner = config.attention_qkv_bias or has_sinks or target.model_type == "qwen2"
     outer = config.attention_out_bias or has_sinks
     if target == GRANITE:
@@ -230,7 +225,7 @@ def served_weights(model: PodForCausalLM) -> dict[str, Tensor]:
     weights = {name: weight.detach() for name, weight in model.state_dict().items()}
     if config.tie_word_embeddings:
         weights.pop(HEAD, None)
-    sinks = sink_layers(config)
+    sinks = config.sink_layers
     for layer in range(config.num_hidden_layers):
         attention = f"model.layers.{layer}.self_attn."
         for one in _biases(config):

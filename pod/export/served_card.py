@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from pod.export.served import GRANITE, OWN, Target, sink_layers, target_of, windows_of_layers
+from pod.export.served import GRANITE, OWN, Target, target_of, windows_of_layers
 from pod.modeling.shipped.config import PodConfig
 
 VLLM, TRANSFORMERS, SGLANG = "0.32.0", "5.23.0", "0.5.23"
@@ -58,7 +58,7 @@ def _kept(config: PodConfig) -> str:
         f"{lengths[0]:,} tokens in the others; while it reads a prompt, these hold up to "
         "`--max-num-batched-tokens` more."
     )
-    sinks = len(sink_layers(config))
+    sinks = len(config.sink_layers)
     return f"{kept} In {sinks} layers a constant stands for the first tokens." if sinks else kept
 
 

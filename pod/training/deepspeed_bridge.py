@@ -187,9 +187,8 @@ def drop_carry_hooks(model: Any) -> None:
     """Take ZeRO-3's hooks off the modules that hand on the carry and own no weight: decoder layers and attention.
 
     The hooks fire once per carried tensor. How many there are depends on the heads that a rank computes, and ZeRO-3
-    stops ("disagreement on list contents") when ranks do not meet the same hooks. Their children's gather
-    all weights, also
-    constant sinks, which are attention's own and read by a child.
+    stops ("disagreement on list contents") when ranks do not meet the same hooks. Hooks of their children gather all
+    weights. Constant sinks belong to attention itself, and a child reads them.
     """
     from deepspeed.runtime.zero import register_external_parameter
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import pod
 from pod.export import export
-from pod.export.served import GRANITE, NO_SINK, OWN, Target, served_weights, sink_layers, target_of
+from pod.export.served import GRANITE, NO_SINK, OWN, Target, served_weights, target_of
 
 LLAMA = Target("llama", "LlamaForCausalLM")
 BOTH = Target("qwen2", "LlamaForCausalLM")
@@ -93,7 +93,7 @@ def test_sink_values_fold_into_biases(family):
     model = make_model(**FAMILIES[family])
     weights = served_weights(model)
     assert not any(name.endswith("sink_values") for name in weights)
-    layers = [f"model.layers.{layer}.self_attn.sinks" for layer in sink_layers(model.config)]
+    layers = [f"model.layers.{layer}.self_attn.sinks" for layer in model.config.sink_layers]
     assert layers and weights.keys() >= set(layers)
     changes = {"attention_qkv_bias": True, "attention_out_bias": True}
     engine = pod.PodForCausalLM(pod.PodConfig(**(model.config.to_dict() | changes))).eval()

@@ -234,6 +234,11 @@ class PodConfig(PreTrainedConfig):
         return None in self.sharing_plan.lead[layer_idx]
 
     @property
+    def sink_layers(self) -> list[int]:
+        """The layers that have constants in place of first tokens."""
+        return [layer for layer in range(self.num_hidden_layers) if self.has_constant_sinks(layer)]
+
+    @property
     def sharing_plan(self) -> SharingPlan:
         """The plan of this model; when ``lead`` is None, that in which every head leads, or keeps its window."""
         lead = None if self.lead is None else tuple(map(tuple, self.lead))

@@ -59,7 +59,7 @@ class Shapes:
             windows=(getattr(config, "num_sink_tokens", 16), getattr(config, "num_recent_tokens", 4080)),
             attention_backend=getattr(config, "attention_backend", "auto"),
             silent_layers=silent_layers(config.sharing_plan.lead) if layout == "cla" else 0,
-            sink_layers=sink_layers(config),
+            sink_layers=len(getattr(config, "sink_layers", ())),  # of ours; stock models have none
         )
 
     @property
@@ -137,13 +137,6 @@ class Shapes:
     def carried_width(self) -> int:
         """Elements per token that a lead hands on for one KV head: its queries and key, or (cla) key and value."""
         return (2 if self.layout == "cla" else self.query_heads // self.kv_heads + 1) * self.head_dim
-
-
-def sink_layers(config: Any) -> int:
-    """Layers with constant sinks, by a configuration of ours or of transformers."""
-    if getattr(config, "sinks", None) != "constant":
-        return 0
-    return sum(map(config.has_constant_sinks, range(config.num_hidden_layers)))
 
 
 def silent_layers(lead: Lead) -> int:

@@ -107,9 +107,8 @@ def learning_rate(step: int, args: TrainArgs) -> float:
 
 
 def make_optimizer(module: nn.Module, args: TrainArgs) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters; matrices decay, vectors (norms, biases) and constant sinks do
-    not. ValueError when nothing is
-    trainable."""
+    """AdamW over the trainable parameters. Matrices decay; vectors (norms, biases) and constant sinks do not.
+    ValueError when nothing is trainable."""
     groups: dict[float, list[nn.Parameter]] = {args.weight_decay: [], 0.0: []}
     for name, one in module.named_parameters():
         if one.requires_grad:

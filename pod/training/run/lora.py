@@ -18,9 +18,8 @@ def lora_settings(args: TrainArgs) -> dict[str, Any]:
 
 
 def add_lora(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
-    """The model with trainable adapters, trainable constant sinks, and everything else frozen; ValueError
-    when peft is missing, or the
-    model has no linear layer of a given name that can be adapted."""
+    """The model with trainable adapters and constant sinks, and everything else frozen. ValueError when peft is
+    missing, or the model has no linear layer of a given name that can be adapted."""
     config = lora_config(settings)
     from peft import get_peft_model
 

@@ -35,10 +35,11 @@ def weight_reader(
     gguf_file: str | None = None,
     constants: Constants = MappingProxyType({}),
 ) -> Reader:
-    """Reads the weights of a model with `config` from a checkpoint, in `dtype`: one at a time from its
-    files, or all of a GGUF file;
-    but for `constants`, which win. ValueError or OSError for a checkpoint that cannot be read, or does not
-    fit."""
+    """Reads the weights of a model with `config` from a checkpoint, in `dtype`: one at a time from its files, or all
+    of a GGUF file. Weights in `constants` are taken from there.
+
+    Raises: ValueError or OSError for a checkpoint that cannot be read, or does not fit.
+    """
     files = None if gguf_file else weight_files(path)
     if files is None:
         name = gguf_file or path

@@ -238,9 +238,11 @@ class Ulysses:
         return query, key, value
 
     def own_sink(self, layer: int, q: Tensor, sink: Sink) -> tuple[Tensor, Sink]:
-        """The queries [B,Hq_local,n,d] as they are, and the sink of this rank's heads. Where none of them
-        keeps its window the queries give the
-        whole sink a gradient of zero: ranks that have one for a weight wait for those that have none."""
+        """The queries [B,Hq_local,n,d] as they are, and the sink of this rank's heads.
+
+        Where none of these heads keeps its window, the queries give the whole sink a gradient of zero. Otherwise ranks
+        that have a gradient for a weight would wait for those that have none.
+        """
         mine = self.orders[layer][own_slice(self.kv_counts, self.rank)]
         if None not in self.lead[layer]:
             q = _TakesGradients.apply(q, *sink)  # type: ignore[assignment]
