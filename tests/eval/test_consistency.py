@@ -88,6 +88,7 @@ def test_windows_are_averaged_over_texts(place):
     assert curve["y"][0] < curve["y"][2] < 1
 
 
+@pytest.mark.slow
 def test_batch_of_three_predicts_as_alone(place):
     found = [
         [

@@ -149,6 +149,7 @@ def test_value_and_curves_add_up(place):
     assert len({round(payload["value"], 6) for payload in found.values()}) == 3
 
 
+@pytest.mark.slow
 def test_batch_of_three_scores_as_alone(place):
     names = ["h2o", "d2o", "imdc(snapkv)[chunk_size=30,window=6,function=adaptive]@40"]
     one = make_run(place, "stream_nll", names, OPTIONS | {"length": 120}, eval__batch_size=1)

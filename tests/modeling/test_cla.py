@@ -129,6 +129,7 @@ def test_carry_holds_keys_and_values_of_a_block_until_its_last_layer(tools):
     assert [sum(x.untyped_storage().nbytes() for x in tensors) for tensors in held] == [size, 0, size, 0, 0]
 
 
+@pytest.mark.slow
 def test_compiles_without_graph_breaks(tools):
     model = make_cla(tools, backend="reference")
     ids = tools.random_ids(1, 50)

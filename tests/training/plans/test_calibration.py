@@ -296,6 +296,7 @@ def test_constants_of_measured_layers_become_those_of_the_whole_model():
     assert whole.sinks == "constant"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["head", "layer"])
 def test_explore_writes_constants_into_the_plan(explore_overrides, tmp_path, capsys, granularity):
     settings = [

@@ -359,6 +359,7 @@ def test_a_plan_without_a_lead_is_told(overrides, tmp_path, capsys):
     assert "no head keeps distant tokens" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_interrupted_measurement_continues(overrides, tmp_path, monkeypatch):
     measure, calls = measure_module.measure_costs, []
 

@@ -184,6 +184,7 @@ def test_the_estimate_takes_constant_sinks(explore_overrides):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sinks", ["constant", "none"])
 def test_a_plan_for_vllm_is_that_of_the_same_windows_here(explore_overrides, tmp_path, capsys, sinks):
     """The same costs of windows serve both."""

@@ -86,6 +86,7 @@ def test_another_algorithm_measures_nothing_and_loads_no_model(overrides, tmp_pa
     assert plan.provenance["threshold"] == 0.2 and "target_saving" not in plan.provenance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

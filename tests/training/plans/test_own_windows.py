@@ -81,6 +81,7 @@ def test_a_plan_of_some_layers_is_one_of_all():
     assert in_all_layers(plain) is plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["explore.bits=[16,4]"], ["similarity"]])
 def test_explore_plans_the_layers_that_see_everything(explore_overrides, tmp_path, capsys, more):
     folder = gemma(tmp_path / "gemma", "sfsfsff")
