@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python
 PYTEST := $(RUN) -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install tools test test-all test-rest test-sample demo data docs check-export lint format bench bench-gpu clean
+.PHONY: help install tools test test-all test-gpu test-rest test-sample demo data docs check-export lint format bench bench-gpu clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 16
@@ -35,6 +35,10 @@ test-all: $(STAMP)  ## every test
 test-sample: $(STAMP)  ## what CI runs beside test: a part of test-rest
 	@echo "== test-sample: pytest --level sample $(ARGS)"
 	@$(PYTEST) --level sample $(ARGS)
+
+test-gpu: $(STAMP)  ## the tests that need a GPU
+	@echo "== test-gpu: pytest -m gpu $(ARGS)"
+	@$(PYTEST) -m gpu $(ARGS)
 
 test-rest: $(STAMP)  ## what test leaves out of test-all
 	@echo "== test-rest: pytest --level rest $(ARGS)"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
 
 import pod
@@ -102,7 +103,9 @@ def write_recipe(row: Row) -> Path:
 
 def launch(script: str, recipe: Path, *settings: str) -> None:
     """Run a launcher in one process, with these arguments behind its recipe; its output passes through."""
-    environment = {"OMP_NUM_THREADS": str(os.cpu_count()), **os.environ, "DS_ACCELERATOR": "cpu"}
+    environment = {"OMP_NUM_THREADS": str(os.cpu_count()), **os.environ}
+    if not torch.cuda.is_available():
+        environment["DS_ACCELERATOR"] = "cpu"
     command = [sys.executable, ROOT / "launch" / script, "--config", recipe, *settings]
     subprocess.run(command, env=environment, check=True)
 

@@ -129,7 +129,7 @@ def gpu_contestants(race: Race, n: int, tiny: bool, dtype: torch.dtype) -> float
     """Enter dense forward passes and the statistics; returns the error of the sums."""
     (q, k, v), _ = make_inputs((QUERY_HEADS, KV_HEADS, n, HEAD_DIM), 0, dtype, race.device)
     q, k, v = (x.detach() for x in (q, k, v))
-    for name, make in dense_makers(n, tiny, race.device).items():
+    for name, make in dense_makers(n, tiny, dtype, race.device).items():
         race.add(f"dense: {name}", lambda make=make: without_gradients(make(), q, k, v))
     runs = {
         "column sums": lambda: attention_column_sums(q, k),

@@ -1,7 +1,8 @@
 """Plans of whole layers, as serving engines run them, beside plans of heads and RazorAttention at equal bytes, on two models.
 
     python benchmarks/plans_layers.py --model smollm2 --plans                # once: text, costs, plans (20 minutes)
-    python benchmarks/plans_layers.py --model smollm2 --adapt                # train and export every row that is trained
+    python benchmarks/plans_layers.py --model smollm2 --train                # every row that is trained, here or on a GPU
+    python benchmarks/plans_layers.py --model smollm2 --export               # what is trained, as models
     OMP_NUM_THREADS=1 python benchmarks/plans_layers.py --model smollm2 --part 0/2 &
     OMP_NUM_THREADS=1 python benchmarks/plans_layers.py --model smollm2 --part 1/2
     python benchmarks/plans_layers.py --assemble                             # benchmarks/results/plans_layers.json and .md
@@ -49,12 +50,16 @@ TRAIN: dict[str, Any] = {
     "dtype": "float32",
     "gradient_checkpointing": "none",
     "method": "lora",
+    "lora_rank": 8,
+    "lora_alpha": 16.0,
     "learning_rate": 1e-3,
     "save_every_steps": 0,
     "keep_last": 1,
 }
-STEPS = {"smollm2": 32, "qwen": 0}
+STEPS = {"smollm2": 100, "qwen": 0}
 """Steps of one row of SIZES.length tokens; 0 = the model is not trained here."""
+TRAINING_TOKENS = 524_288
+"""Tokens that are prepared: more than the steps see, so that none is seen twice."""
 
 
 def model_path(model: str) -> str:
@@ -73,6 +78,7 @@ def write_recipe(model: str, sinks: str, folder: Path, train: bool = False, **ch
     recipe["output_dir"] = str(folder)
     recipe["model"] = {"path": model_path(model), **SINKS[sinks], **changes}
     recipe["explore"] |= {"roles": ["window"], "align_heads": False}
+    recipe["data"]["target_tokens"] = TRAINING_TOKENS
     if train:
         recipe["train"] = TRAIN | {"max_steps": STEPS[model], "warmup_ratio": 4 / STEPS[model]}
     file = folder / "recipe.yaml"
@@ -143,8 +149,8 @@ def rows(model: str) -> list[Row]:
     return found
 
 
-def adapt(model: str, only: list[str]) -> None:
-    """Train every plan, and the dense model, on the same tokens, and export it; what is there stays."""
+def train(model: str, only: list[str]) -> None:
+    """Train every plan, and the dense model, on the same tokens; what is trained or exported stays."""
     names = [None, *(plan_name(*each, saving) for saving in SAVINGS for each in GRANULARITIES)]
     for name in names:
         stem = "dense" if name is None else name.removesuffix(".json")
@@ -154,11 +160,16 @@ def adapt(model: str, only: list[str]) -> None:
         with_text(model, folder)
         sinks = "constant" if "constant" in stem else "tokens"
         changes = {"layout": "dense"} if name is None else {"plan": str(WORK / model / "plans" / name)}
-        recipe = write_recipe(model, sinks, folder, train=True, **changes)
-        launch("train_pod.py", recipe)
-        launch("export_hf.py", recipe)
-        shutil.copy(folder / "train" / "metrics.jsonl", folder)
-        shutil.rmtree(folder / "train")
+        launch("train_pod.py", write_recipe(model, sinks, folder, train=True, **changes))
+
+
+def export(model: str) -> None:
+    """Export what is trained, and remove its checkpoints."""
+    for checkpoints in sorted((WORK / model / "adapted").glob("*/train")):
+        folder = checkpoints.parent
+        launch("export_hf.py", folder / "recipe.yaml")
+        shutil.copy(checkpoints / "metrics.jsonl", folder)
+        shutil.rmtree(checkpoints)
 
 
 def assemble() -> None:
@@ -197,14 +208,17 @@ if __name__ == "__main__":
     parser.add_argument("--only", default="", help="rows or runs by name, comma-separated")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--plans", action="store_true", help="make the plans")
-    action.add_argument("--adapt", action="store_true", help="train and export")
+    action.add_argument("--train", action="store_true", help="train the plans; a GPU takes a minute each")
+    action.add_argument("--export", action="store_true", help="export what is trained")
     action.add_argument("--assemble", action="store_true", help="write the tables of what is measured")
     arguments = parser.parse_args()
     names = [name for name in arguments.only.split(",") if name]
     if arguments.plans:
         make_plans(arguments.model)
-    elif arguments.adapt:
-        adapt(arguments.model, names)
+    elif arguments.train:
+        train(arguments.model, names)
+    elif arguments.export:
+        export(arguments.model)
     elif arguments.assemble:
         assemble()
     else:

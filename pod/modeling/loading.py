@@ -4,6 +4,7 @@ import copy
 import inspect
 import os
 import re
+import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -75,10 +76,26 @@ Constants = Mapping[str, Tensor]
 """Weights that no checkpoint needs to have, by name: they come from a plan, and their heads stand in its order."""
 
 
-def sink_weights(plan: SharingPlan | None, config: PodConfig) -> Constants:
-    """The constants of a plan as weights of the model, in fp32; none where the plan or the model has none."""
+def sink_weights(plan: SharingPlan | None, config: PodConfig, checkpoint: Any = None) -> Constants:
+    """The constants of a plan as weights of the model, in fp32; none where the plan or the model has none.
+
+    ``checkpoint`` is the configuration of the weights that the model takes over. If it has constants under the same
+    plan, they stay: they were trained from the plan's.
+    """
     constants = None if plan is None else plan.sink_constants
     found: dict[str, Tensor] = {}
+    if (
+        isinstance(checkpoint, PodConfig)
+        and checkpoint.sinks == "constant"
+        and checkpoint.sharing_plan == plan
+    ):
+        if constants is not None:
+            warnings.warn(
+                "this checkpoint was trained under this plan: its own constants stay in place of the plan's; to "
+                'start from the plan\'s, load it with layout="dense" first',
+                stacklevel=2,
+            )
+        return found
     for layer in range(config.num_hidden_layers):
         if constants is None or not config.has_constant_sinks(layer) or constants.logits[layer] is None:
             continue
@@ -249,7 +266,8 @@ def load_model(
             behind; a ``cla`` model starts from the mean key and value weights of each block of layers. ``dense`` is
             ``pod`` without sharing, whatever plan the checkpoint has.
         sinks: what stands for the first tokens in heads that keep the plan's windows, ``tokens``, ``constant`` or ``none``;
-            None takes the plan's, else the checkpoint's. Constants come from the plan, else from the checkpoint's weights.
+            None takes the plan's, else the checkpoint's. Constants come from the plan; a checkpoint that was trained
+            under the same plan keeps its own (load it with ``layout="dense"`` first to start from the plan's).
         others: ``cache_dir``, ``local_files_only``, ``revision`` and ``token`` as in transformers, ``gguf_file`` a GGUF
             file inside ``source``; ``torch_dtype`` is ``dtype``; ``device_map`` says where the layers lie, see
             below; ``attn_implementation`` is a backend (``sdpa``: auto, ``eager``: reference,
@@ -296,7 +314,7 @@ def _converted(dense: Any, wishes: dict[str, Any], options: LoadOptions, owned: 
     config = target_config(dense.config, **wishes)
     config.dtype = dense.dtype
     config.name_or_path = dense.name_or_path  # where its tokenizer is
-    constants = sink_weights(wishes["plan"], config)
+    constants = sink_weights(wishes["plan"], config, checkpoint=dense.config)
     model: Any = from_dense(dense, config, owned=owned, constants=constants)
     if options.layout is not None:
         return dispatch(model, options.layout).eval()
@@ -362,7 +380,12 @@ def load_adapter(folder: str | os.PathLike, base: Any = None, **options: Any) ->
     plan = config.sharing_plan
     if config.sinks == "constant":
         plan = with_constants(plan, adapter_weights(folder))
-    model = load_model(source, plan=plan, layout=config.layout, **windows, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*its own constants stay")  # until the next lines
+        model = load_model(source, plan=plan, layout=config.layout, **windows, **options)
+    with torch.no_grad():
+        for name, trained in sink_weights(plan, model.config).items():
+            model.get_parameter(name).copy_(trained)
     # nothing has asked for a rotation yet: the tables are made from these at the first forward pass
     model.config.rope_parameters = config.rope_parameters
     model.config.max_position_embeddings = config.max_position_embeddings

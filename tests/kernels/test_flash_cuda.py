@@ -286,7 +286,8 @@ GPU_SHAPES = [(1, 16, 48), (63, 4, 8), (500, 16, 100), (1025, 16, 240), (3000, 0
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", layouts(20))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_on_a_gpu(layout, dtype):
+def test_on_a_gpu(monkeypatch, layout, dtype):
+    flash_emulation.replace_ops(monkeypatch, *TORCH_OPS)  # the library's own, not the emulation of this file
     for n, *windows in GPU_SHAPES:
         inputs = tensors(2, 2, 4, n, 64, dtype, "cuda")
         call = Call(inputs[0], Tokens(*inputs[1:3]), None, CAUSAL, Segments.whole(2, n, n), 1.0)

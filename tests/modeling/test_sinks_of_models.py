@@ -258,18 +258,31 @@ def test_layers_that_were_trained_with_windows_have_none():
 
 
 def test_a_plan_of_a_converted_checkpoint(stock, model, plan, tmp_path):
-    """Its weights are the constants, unless a plan brings others; other sinks leave them behind."""
+    """Its weights are the constants; other sinks leave them behind."""
     ids = random_ids(1, 40)
     bare = dataclasses.replace(plan, sink_constants=None)
     assert torch.equal(pod.load_model(model, plan=bare)(ids, use_cache=False).logits, model(ids).logits)
-    others = plan_for(stock, sink_constants=constants_for(stock, seed=4))
-    truth = pod.load_model(stock, plan=others)(ids, use_cache=False).logits
-    assert torch.equal(pod.load_model(model, plan=others)(ids, use_cache=False).logits, truth)
     stored = pod.load_model(model, num_sink_tokens=4, sinks="tokens")
     truth = pod.load_model(stock, plan=SharingPlan(LEAD, num_sink_tokens=4, num_recent_tokens=WINDOW))
     assert stored.config.sinks == "tokens"
     assert pod.load_model(model, layout="window", num_recent_tokens=9).config.sinks == "none"
     assert torch.equal(stored(ids, use_cache=False).logits, truth(ids, use_cache=False).logits)
+
+
+def test_the_plan_that_a_checkpoint_was_trained_under_does_not_undo_its_constants(stock, model):
+    """The plan's are what training started from. Those of another plan are taken, and after `dense` those of any."""
+    ids = random_ids(1, 40)
+    others = plan_for(stock, sink_constants=constants_for(stock, seed=4))
+    with pytest.warns(UserWarning, match="its own constants stay"):
+        kept = pod.load_model(model, plan=others)
+    assert torch.equal(kept(ids, use_cache=False).logits, model(ids).logits)
+    truth = pod.load_model(stock, plan=others)(ids, use_cache=False).logits
+    again = pod.load_model(pod.load_model(model, layout="dense"), plan=others)
+    assert torch.equal(again(ids, use_cache=False).logits, truth)
+    lead = [*LEAD[:4], [None, None]]
+    another = plan_for(stock, lead, sink_constants=constants_for(stock, lead, seed=5))
+    truth = pod.load_model(stock, plan=another)(ids, use_cache=False).logits
+    assert torch.equal(pod.load_model(model, plan=another)(ids, use_cache=False).logits, truth)
 
 
 def test_heads_move_with_their_sinks(stock):

@@ -74,7 +74,13 @@ def test_a_run_starts_from_the_constants_of_a_checkpoint(start, tmp_path):
     with torch.no_grad():
         trained.model.layers[2].self_attn.sinks.add_(1.0)
     trained.save_pretrained(tmp_path)
-    assert torch.equal(logits_of(load_start_model(ModelArgs(path=str(tmp_path)), None)), logits_of(trained))
+    args = ModelArgs(path=str(tmp_path))
+    assert torch.equal(logits_of(load_start_model(args, None)), logits_of(trained))
+    with pytest.warns(
+        UserWarning, match="its own constants stay"
+    ):  # the plan's are where its training started
+        second_stage = load_start_model(args, start / "plan.json")
+    assert torch.equal(logits_of(second_stage), logits_of(trained))
 
 
 def test_constants_that_no_plan_has_are_one_line(start):
@@ -193,6 +199,9 @@ def test_an_adapter_brings_its_constants(checkpoint, start, tmp_path):
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert {name for name in stored if "lora_" not in name} == {f"base_model.model.{x}" for x in SINK_NAMES}
     loaded = pod.load_adapter(tmp_path / "adapter").eval()
+    assert torch.equal(logits_of(loaded), logits_of(adapted))
+    pod.load_model(start, plan=make_plan()).save_pretrained(tmp_path / "base")  # which has constants too
+    loaded = pod.load_adapter(tmp_path / "adapter", tmp_path / "base").eval()
     assert torch.equal(logits_of(loaded), logits_of(adapted))
     merged = pod.load_model(tmp_path / "adapter")
     expected = logits_of(adapted)

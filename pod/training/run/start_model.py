@@ -38,7 +38,7 @@ def hollow_start_model(
         model.generation_config = caching(GenerationConfig.from_pretrained(path))
     # means of weights are taken before they are rounded
     read_as = torch.float32 if config.layout == "cla" else kind
-    where = path, config, read_as, model_args.gguf_file, sink_weights(plan, config)
+    where = path, config, read_as, model_args.gguf_file, sink_weights(plan, config, checkpoint=source)
     return model, StartWeights(model, partial(weight_reader, *where))
 
 
