@@ -1,8 +1,9 @@
-"""Judge plans and methods on one model: perplexity behind a compressed prompt, passkeys asked after compression, bytes held.
+"""Judge plans and methods on one model: perplexity and passkeys behind a compressed prompt, and bytes held.
 
-`plans_smollm2.py` and `plans_layers.py` say which rows there are; this file measures them. Perplexity: the last
+`plans_smollm2.py` and `plans_layers.py` say which rows there are. This file measures them. Perplexity: the last
 `scored` tokens of held-out texts, decoded one by one from the compressed cache. Passkeys: the text is read and
-compressed first, then asked. A row's figures are kept in a file of their own, so that a run that was stopped goes on.
+compressed first, and the question comes then. The figures of a row are kept in a file of their own, so that a run
+that was stopped goes on.
 """
 
 import json
@@ -119,7 +120,12 @@ class Bench:
         return pod.load_model(self.path, plan=self.plans / row.plan, **options)
 
     def cache(self, row: Row, length: int, fed: int) -> pod.PodCache:
-        """A new cache that holds the row's share of dense bytes when it has seen ``length`` tokens, ``fed`` of them behind the prompt."""
+        """A new cache that will hold the row's share of dense bytes.
+
+        Args:
+            length: tokens that the cache will have seen then.
+            fed: how many of them come behind the prompt.
+        """
         budget = None
         if row.share is not None:
             budget = round(row.share * length) - (fed if row.spec.split("+")[0] in GROWING else 0)
@@ -165,8 +171,10 @@ class Bench:
     def read(
         self, found: list[Found], ids: Tensor, mask: Tensor | None, length: int, fed: int
     ) -> Iterator[tuple[Found, pod.PodCache, Tensor]]:
-        """Each row with a cache that has read and compressed the prompts ``ids``, and the last hidden states ``[B, 1, D]``; of several
-        rows what comes before the last token is read once."""
+        """Each row, with a cache that has read and compressed the prompts, and the last hidden states ``[B, 1, D]``.
+
+        Of several rows, the prompt up to its last token is read once.
+        """
         model = self.model(found[0].row)
         common, count = self.cache(found[0].row, length, fed), ids.shape[1]
 
@@ -238,9 +246,9 @@ class Bench:
         return refused + list(zip(taken, self.measure(taken) if taken else [], strict=True))
 
 
-def kept_at(folder: Path, row: Row) -> Path:
-    """The file that keeps the figures of a row."""
-    return folder / f"{row.name.replace(' ', '_').replace('%', '')}.json"
+def kept_at(folder: Path, name: str) -> Path:
+    """The file that keeps the figures of the row of this name."""
+    return folder / f"{name.replace(' ', '_').replace('%', '')}.json"
 
 
 def measure_missing(
@@ -255,7 +263,7 @@ def measure_missing(
     """
     together: dict[Any, list[Row]] = {}
     for row in rows:
-        if not kept_at(folder, row).is_file():
+        if not kept_at(folder, row.name).is_file():
             whole = row.share is not None and row.spec in WHOLE_PROMPT
             together.setdefault((row.spec, whole or row.name), []).append(row)
     bench = None
@@ -263,7 +271,7 @@ def measure_missing(
         bench = bench or make_bench()
         for row, found in bench.with_refusals(group):
             folder.mkdir(parents=True, exist_ok=True)
-            write_json(kept_at(folder, row), found)
+            write_json(kept_at(folder, row.name), found)
             print(f"{number + 1}/{len(together)} {headline(found)}", flush=True)
 
 
@@ -280,8 +288,8 @@ def headline(found: dict[str, Any]) -> str:
         return f"{found['name']}: refused: {found['refused']}"
     keys = {length: sum(right) / len(right) for length, right in found["passkeys"].items()}
     mean = math.exp(sum(found["nll"]) / len(found["nll"]))
-    bytes_held = f"{found['bytes_over_dense']:.1%}"
-    return f"{found['name']}: perplexity {mean:.2f}, bytes {bytes_held}, passkeys {keys}, {found['seconds']:.0f} s"
+    held = f"bytes {found['bytes_over_dense']:.1%}"
+    return f"{found['name']}: perplexity {mean:.2f}, {held}, passkeys {keys}, {found['seconds']:.0f} s"
 
 
 def ratio(own: list[float], dense: list[float]) -> list[float]:

@@ -1,16 +1,18 @@
-"""Plans of whole layers, as serving engines run them, beside plans of heads and RazorAttention at equal bytes, on two models.
+"""Plans of whole layers, as serving engines run them, beside plans of heads and RazorAttention, at equal bytes.
 
-    python benchmarks/plans_layers.py --model smollm2 --plans                # once: text, costs, plans (20 minutes)
-    python benchmarks/plans_layers.py --model smollm2 --train                # every row that is trained, here or on a GPU
-    python benchmarks/plans_layers.py --model smollm2 --export               # what is trained, as models
+    python benchmarks/plans_layers.py --model smollm2 --plans        # once: text, costs, plans (20 minutes)
+    python benchmarks/plans_layers.py --model smollm2 --train        # every row that is trained, here or on a GPU
+    python benchmarks/plans_layers.py --model smollm2 --export       # what is trained, as models
     OMP_NUM_THREADS=1 python benchmarks/plans_layers.py --model smollm2 --part 0/2 &
     OMP_NUM_THREADS=1 python benchmarks/plans_layers.py --model smollm2 --part 1/2
-    python benchmarks/plans_layers.py --assemble                             # benchmarks/results/plans_layers.json and .md
+    python benchmarks/plans_layers.py --assemble                     # benchmarks/results/plans_layers.json and .md
+
+A row takes 5 to 15 minutes on one core.
 
 Models: `smollm2` (SmolLM2-135M, 30 layers of 3 KV heads) and `qwen` (Qwen2.5-Coder-0.5B, 24 layers of 2; see
-`qwen_coder.py`). Sinks: 16 stored tokens and windows of 240 (`tokens`), or constants in their place and windows of
-256 (`constant`), so that both hold the same bytes. Savings are meant in the limit of long sequences. Figures are
-kept in runs/plans_layers/<model>/, so that a run that was stopped goes on. How they are measured: `judge_plans.py`.
+`qwen_coder.py`). Sinks: 16 stored tokens and windows of 240 (`tokens`), or constants in their place and windows
+of 256 (`constant`). Both hold the same bytes. Savings are those of long sequences. Figures are kept in
+runs/plans_layers/<model>/, so that a run that was stopped goes on. `judge_plans.py` says how they are measured.
 """
 
 import argparse
@@ -22,14 +24,15 @@ from typing import Any
 import torch
 import yaml
 from adaptation_smollm2 import launch
-from judge_plans import Bench, Row, Sizes, measure_missing, read_kept, table_head, table_line
+from judge_plans import Bench, Row, Sizes, kept_at, measure_missing, read_kept, table_head, table_line
 
-from pod.files import write_json
+from pod.files import read_json, write_json
 from pod.measure.machine import environment
 from pod.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
-WORK, RESULTS = ROOT / "runs" / "plans_layers", Path(__file__).parent / "results"
+WORK = ROOT / "runs" / "plans_layers"
+RESULT = Path(__file__).parent / "results" / "plans_layers.json"
 SIZES = Sizes()
 DTYPE = torch.float32  # CPUs without AVX-512 compute bfloat16 eight times slower
 SAVINGS = (0.5, 0.666)  # 15 and 20 of 30 layers, 12 and 16 of 24
@@ -72,7 +75,7 @@ def model_path(model: str) -> str:
 
 
 def write_recipe(model: str, sinks: str, folder: Path, train: bool = False, **changes: Any) -> Path:
-    """The recipe of a model, with its own text, in ``folder``; ``changes`` are entries of its section `model`."""
+    """Write the recipe of a model with its own text into ``folder``. ``changes`` are entries of section `model`."""
     folder.mkdir(parents=True, exist_ok=True)
     recipe = yaml.safe_load((ROOT / "configs" / "plans_smollm2.yaml").read_text(encoding="utf-8"))
     recipe["output_dir"] = str(folder)
@@ -122,9 +125,8 @@ def make_plans(model: str) -> None:
                 explore = replace(recipe.explore, budget_length=0, target_saving=saving, **changes)
                 plan = choose(measured, explore, windows).plan
                 plan.save(plans / plan_name(what, sinks, saving))
-                print(
-                    f"{what}, sinks {sinks}, {saving:.0%}: {plan.num_windows} of {plan.num_pairs} heads keep windows"
-                )
+                counts = f"{plan.num_windows} of {plan.num_pairs} heads keep windows"
+                print(f"{what}, sinks {sinks}, {saving:.0%}: {counts}")
     launch("explore.py", WORK / model / "tokens" / "recipe.yaml", "--heads")
     shutil.copy(WORK / model / "tokens" / "plan" / "retrieval_heads.json", plans)
 
@@ -172,10 +174,22 @@ def export(model: str) -> None:
         shutil.rmtree(checkpoints)
 
 
+def restore(model: str) -> None:
+    """Write the rows of the committed JSON as files of this run, so that they are not measured again."""
+    if not RESULT.is_file():
+        return
+    for found in read_json(RESULT)["models"].get(model, []):
+        file = kept_at(WORK / model / "rows", found["name"])
+        if not file.is_file():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(file, found)
+
+
 def assemble() -> None:
     """One JSON and one Markdown table of all models."""
     lines, kept = [], {}
     for model in STEPS:
+        restore(model)
         found = [x for x in read_kept(WORK / model / "rows", ROOT) if "nll" in x]
         if not found:
             continue
@@ -188,14 +202,13 @@ def assemble() -> None:
         kept[model] = measured
     samples = len(SIZES.depths) * SIZES.samples
     lines.append(
-        f"\n{SIZES.texts} held-out texts of {SIZES.length} tokens, {SIZES.scored} scored each; {samples} passkeys per "
-        f"length. Adapted rows: LoRA, {STEPS['smollm2'] * SIZES.length} tokens, against the dense model trained alike."
+        f"\n{SIZES.texts} held-out texts of {SIZES.length} tokens, {SIZES.scored} scored each; {samples} passkeys "
+        f"per length. Adapted rows: LoRA, {STEPS['smollm2'] * SIZES.length} tokens, against the dense model trained "
+        f"alike."
     )
     settings = asdict(SIZES) | {"dtype": str(DTYPE), "train": TRAIN, "steps": STEPS}
-    write_json(
-        RESULTS / "plans_layers.json", {"environment": environment(), "settings": settings, "models": kept}
-    )
-    (RESULTS / "plans_layers.md").write_text("\n".join(lines).strip() + "\n", encoding="utf-8")
+    write_json(RESULT, {"environment": environment(), "settings": settings, "models": kept})
+    RESULT.with_suffix(".md").write_text("\n".join(lines).strip() + "\n", encoding="utf-8")
     print("\n".join(lines))
 
 
@@ -223,6 +236,7 @@ if __name__ == "__main__":
         assemble()
     else:
         first, parts = arguments.part.split("/")
+        restore(arguments.model)
         wanted = [row for row in rows(arguments.model) if not names or row.name.startswith(tuple(names))]
         recipe = load_recipe(WORK / arguments.model / "tokens" / "recipe.yaml")
         plans = WORK / arguments.model / "plans"
