@@ -1,1 +1,4 @@
-"""How models and caches are judged: perplexity by position, passkey retrieval, bytes and speed, at equal bytes, in one report."""
+"""How models and caches are judged, in one report, at equal bytes.
+
+Measured are perplexity by position, passkey retrieval, bytes and speed.
+"""

@@ -140,15 +140,15 @@ class EvalArgs:
     files), report (write the page). score and report need no model and take seconds."""
 
     device: str = "auto"
-    """Torch device, for example cuda:1. auto = cuda when there is a GPU, else cpu; a model that one GPU does not hold
-    lies on as many of this rank's GPUs as it needs. balanced, sequential = on all of them, by equal shares or
-    filled one after the other."""
+    """Torch device, for example cuda:1. auto = cuda when there is a GPU, else cpu; a model that one GPU does
+    not hold lies on as many of this rank's GPUs as it needs. balanced, sequential = on all of them, by equal
+    shares or filled one after the other."""
 
     def __post_init__(self) -> None:
         check_names("method", self.methods, find_method)
         self.methods = [find_method(name).name for name in self.methods]
-        check_names("method", self.methods, find_method)  # of two spellings one may be left
-        # which tasks exist is known where they are made (`pod.eval.evaluation.make_tasks`), before any computation
+        check_names("method", self.methods, find_method)  # two spellings of one method are now equal names
+        # `pod.eval.evaluation.make_tasks` knows which tasks exist; it runs before any computation
         check_names("task", self.tasks, str)
         if not self.steps or set(self.steps) - set(STEPS):
             given = ", ".join(self.steps) or "none"
@@ -156,7 +156,7 @@ class EvalArgs:
         for name in self.models:
             if not name.isidentifier() or name in ("dense", "unadapted", "adapted"):
                 raise ValueError(f"eval.models: {name!r} must be a word other than dense, unadapted, adapted")
-        # of methods not asked for now, too: a run may be narrower than its recipe
+        # options may also name methods that are not asked for now: a run may be narrower than its recipe
         own = {find_method(name).name: options for name, options in self.method_options.items()}
         if len(own) < len(self.method_options):
             raise ValueError(f"method_options names one method twice: {', '.join(self.method_options)}")
@@ -176,7 +176,7 @@ class EvalArgs:
         )
 
     def template_settings(self) -> dict[str, Any]:
-        """What identities and results say of the chat template's variables: nothing where there are none."""
+        """The chat template's variables, for identities and results; empty where none are set."""
         return {"chat_template_kwargs": self.chat_template_kwargs} if self.chat_template_kwargs else {}
 
     def longest_speed_run(self) -> int:

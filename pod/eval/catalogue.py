@@ -1,4 +1,7 @@
-"""The catalogue of methods as text: what each keeps, its parameters, what it combines with, what it refuses and why."""
+"""The catalogue of methods as text.
+
+For each method it says what it keeps, its parameters, what it combines with, what it refuses and why.
+"""
 
 import textwrap
 from collections.abc import Mapping
@@ -16,7 +19,10 @@ _WRITTEN = (
 
 
 def combinations(registry: Mapping[str, Method], name: str) -> dict[str, str | None]:
-    """Specs that join a method with each method of another axis, to None or the reason why they are refused."""
+    """Every spec that joins a method with one method of another axis.
+
+    Returns: the reason why a spec is refused, by spec; None for a spec that is allowed.
+    """
     method, found = registry[name], {}
     for other in registry.values():
         if other.axis == method.axis or "full" in (method.name, other.name):
@@ -48,7 +54,8 @@ def _describe(registry: Mapping[str, Method], method: Method, width: int) -> lis
     lines += [f"combines with: {', '.join(allowed)}"] if allowed else []
     reasons: dict[str, list[str]] = {}
     for spec, reason in together.items():
-        of_layout = registry[spec.split("+")[0]].trained and method.axis != "layout"  # said once, there
+        # a refusal by a trained layout is said once, in the text of that layout
+        of_layout = registry[spec.split("+")[0]].trained and method.axis != "layout"
         if reason is not None and not of_layout:
             reasons.setdefault(reason, []).append(spec)
     lines += [f"cannot combine: {', '.join(specs)}: {reason}" for reason, specs in reasons.items()]

@@ -16,14 +16,18 @@ _BY_SETTINGS = ("perplexity", "passkey", "efficiency")  # counted from the recip
 
 
 def estimate(recipe: "Recipe", gpus: Gpus | None = None) -> str:
-    """Lines for `--dry-run`: tokens read as prompts and tokens decoded one at a time, per method; and which
-    layers of each model will lie on which GPU, where there are several.
+    """Lines for `--dry-run`: what each method reads and decodes, and how models lie on GPUs.
 
-    Tasks other than perplexity, passkey and efficiency are built as the evaluation would build them: their prompts are counted.
+    For each method they give the tokens read as prompts and the tokens decoded one at a time. Where there are
+    several GPUs, they say which layers of each model will lie on which GPU.
+
+    Tasks other than perplexity, passkey and efficiency are built as the evaluation would build them, and
+    their prompts are counted.
 
     Args:
         gpus: GPUs to assume; None = those of this machine.
-    Raises: ValueError for an unknown task, with the nearest.
+    Raises:
+        ValueError: for an unknown task, with the nearest.
     """
     lines = ["Tokens per method (prompt tokens in parallel, decode steps one token per row at a time):"]
     others = [name for name in recipe.eval.tasks if name not in _BY_SETTINGS]
@@ -41,8 +45,10 @@ def estimate(recipe: "Recipe", gpus: Gpus | None = None) -> str:
 
 
 def _gpus_here() -> Gpus | None:
-    """The GPUs of this machine where there are several; looks first without torch, which takes seconds to
-    load."""
+    """The GPUs of this machine where there are several, else None.
+
+    It looks without torch first, because torch takes seconds to load.
+    """
     folder = Path("/proc/driver/nvidia/gpus")
     if not folder.is_dir() or len(list(folder.iterdir())) < 2:
         return None
@@ -54,8 +60,11 @@ def _gpus_here() -> Gpus | None:
 
 
 def _layout(recipe: "Recipe", gpus: Gpus, load: Load | None) -> list[str]:
-    """Of each kind of model that the methods need, from configurations alone; load: None where tasks could
-    not be built."""
+    """How each kind of model that the methods need lies on the GPUs, from configurations alone.
+
+    Args:
+        load: None where tasks could not be built.
+    """
     import torch
 
     from pod.eval.answer.models import Models
@@ -76,7 +85,7 @@ def _layout(recipe: "Recipe", gpus: Gpus, load: Load | None) -> list[str]:
 
 
 def _built(recipe: "Recipe", names: list[str]) -> tuple[Any, list[str], list[str]]:
-    """The evaluation that has these tasks, those that can be counted, and a line for what is not counted."""
+    """The evaluation with these tasks, the tasks that can be counted, and a line for what is not counted."""
     if not names:
         return None, [], []
     from pod.eval.lm.index import check_known

@@ -1,4 +1,7 @@
-"""The state of one evaluation: recipe, models, tasks with their samples, byte budgets, and the answers of a method to a task."""
+"""The state of one evaluation, and the answers of a method to a task.
+
+The state is: recipe, models, tasks with their samples, and byte budgets.
+"""
 
 import functools
 from collections.abc import Callable
@@ -26,9 +29,12 @@ print_now: Log = functools.partial(print, flush=True)
 
 
 class Evaluation:
-    """The state of one run: recipe, models, tasks with their samples, byte budgets. Models are loaded when first needed.
+    """The state of one run: recipe, models, tasks with their samples, byte budgets.
 
-    Raises: ValueError, before any computation, for whatever is missing.
+    Models are loaded when they are first needed.
+
+    Raises:
+        ValueError: before any computation, for whatever is missing.
     """
 
     def __init__(self, recipe: "Recipe", log: Log = print_now, ranks: Ranks | None = None):
@@ -58,7 +64,12 @@ class Evaluation:
         self.models.load = Load(self.args.batch_size, max(longest)) if longest else None
 
     def _check_lengths(self) -> None:
-        """ValueError for a task that no method can be fed, and for speeds that some method cannot be measured at."""
+        """Refuse lengths that models cannot read.
+
+        Raises:
+            ValueError: for a task that no method can be fed, and for speeds that some method cannot be
+                measured at.
+        """
         lengths = "its lengths (eval.text_length, eval.passkey_lengths …)"
         asked = [(name, task.longest(), all, lengths) for name, task in self.tasks.items()]
         if SPEED_RUN in self.args.tasks:
@@ -72,10 +83,10 @@ class Evaluation:
                 raise ValueError(f"{name} would {next(filter(None, found))}: lower {settings}")
 
     def _check_options(self) -> None:
-        """ValueError for an option that a method does not have or take."""
+        """Raise ValueError for an option that a method does not have or take."""
         named = [method for name in self.args.method_options if (method := find_method(name)).spec]
         if named:
-            import pod  # which loads torch
+            import pod  # this loads torch
             from pod.modeling.methods.base import all_parameters, chosen_methods
             from pod.notation import parse
 
@@ -85,7 +96,7 @@ class Evaluation:
                 all_parameters(str(method.spec), parts, self.args.method_options[method.name])
 
     def refuses(self, method: Method, task: base.Task) -> str | None:
-        """Why a method is not measured by a task, in one line; None when it is."""
+        """Why a task does not measure a method, in one line; None when it does."""
         too_long = self.models.too_long(method, task.longest())
         return task.refuses(method) or (too_long and f"it would {too_long}")
 
@@ -111,8 +122,12 @@ class Evaluation:
         return lengths
 
     def method(self, name: str) -> Method:
-        """A method of the recipe. With options of its own (the gate skip of PoD, say), or a plan that packs, one forward pass may
-        differ from its decode path; the dense weights under a plan are PoD whatever the recipe calls them."""
+        """A method of the recipe.
+
+        One forward pass may differ from the method's decode path: with options of its own (the gate skip of
+        PoD, say), or with a plan that packs. `one_shot` is then False. The dense weights under a plan are
+        PoD, whatever the recipe calls them.
+        """
         found = find_method(name)
         exact = found.one_shot or (found.spec is None and self.models.sources[found.model].plan is not None)
         differs = self.args.method_options.get(name) or (exact and self.models.packs(found.model))
@@ -123,7 +138,10 @@ class Evaluation:
         return Subject(method, lambda: self.models.get(method.model), self.options(method), self.budgets)
 
     def options(self, method: Method) -> dict[str, Any]:
-        """Parameters of a method's caches; razor finds the heads that were searched for this recipe, kvzip its requests."""
+        """Parameters of a method's caches.
+
+        razor finds the heads that were searched for this recipe, kvzip its requests.
+        """
         options = with_requests(method, self.args.method_options.get(method.name, {}), self.tokenizer)
         heads = self.recipe.plan_dir / "retrieval_heads.json"
         if "razor" in parts_of(method) and "heads" not in options and heads.is_file():
@@ -131,10 +149,13 @@ class Evaluation:
         return options
 
     def check_caches(self, method: Method, task: base.Task) -> None:
-        """Make every cache that a task will use, so that a method that cannot run the model, a wrong option or a budget below the
-        method's minimum is an error before any measuring.
+        """Make every cache that a task will use, before any measuring.
 
-        Raises: ValueError that names the method and the task.
+        Errors come at once: a method that cannot run the model, a wrong option, or a budget below the
+        method's minimum.
+
+        Raises:
+            ValueError: it names the method and the task.
         """
         chunks: dict[int | None, Any] = {}
         subject = self.subject(method)
@@ -143,7 +164,8 @@ class Evaluation:
                 budget, prompt = subject.budget(span), task.prompt_of(method, span)
                 if budget not in chunks:
                     chunks[budget] = getattr(subject.trial(span), "chunks", None)
-                # whether a method that compresses chunk by chunk has a chunk left to read everywhere in such a prompt
+                # A method may compress chunk by chunk. This checks that everywhere in such a prompt it has a
+                # chunk left to read.
                 if chunks[budget] is not None and prompt > 0:
                     chunks[budget].start_prompt(prompt, 0, [SimpleNamespace(held=0)])
             except ValueError as error:
@@ -165,7 +187,11 @@ class Evaluation:
     def measure(self, method: Method, task: base.Task, is_open: bool) -> dict[str, Any]:
         """The part of a result file that a method's answers to a task come to.
 
-        is_open: whether what is missing may be answered. Raises: Unanswered when it may not; whatever goes wrong in answering.
+        Args:
+            is_open: whether what is missing may be answered.
+        Raises:
+            Unanswered: when something is missing and may not be answered. Whatever goes wrong in answering is
+                raised as it is.
         """
         self._may_answer = is_open
         try:
@@ -189,9 +215,13 @@ class Evaluation:
 
 
 def make_tasks(run: base.Run) -> dict[str, base.Task]:
-    """The tasks of a recipe by name, in its order; those of this package first come from `suites/own`, the rest from lm-eval.
+    """The tasks of a recipe by name, in its order.
 
-    Raises: ValueError for an unknown task, naming the nearest, and for whatever a task lacks (data, a chat template …).
+    Tasks of this package come from `suites/own` and are made first; the rest come from lm-eval.
+
+    Raises:
+        ValueError: for an unknown task, naming the nearest, and for whatever a task lacks (data, a chat
+            template …).
     """
     ours, tasks = base.names(), {}
     if unasked := sorted(set(run.args.task_options) - set(run.args.tasks)):

@@ -44,7 +44,7 @@ def _chosen(kind: str, names: Sequence[str], blocks: dict[str, str]) -> list[str
 
 
 def _all_methods() -> str:
-    """Making the text loads torch, so it is kept under a digest of the code."""
+    """The catalogue. It is kept under a digest of the code, because making it loads torch."""
     sources = [
         Path(__file__).with_name("catalogue.py"),
         *sorted((Path(__file__).parents[1] / "modeling").rglob("*.py")),
@@ -64,9 +64,13 @@ def _all_methods() -> str:
 
 
 def list_tasks(names: Sequence[str] = ()) -> str:
-    """The text: our own tasks and their options, the suites in `pod/eval/suites`, and what lm-eval adds; all, or those of the given names.
+    """The text: tasks with their options, all or those of the given names.
 
-    Raises: ValueError for a name that is none of these, with the nearest one; tasks of lm-eval itself are not looked up.
+    It lists our own tasks, the suites in `pod/eval/suites`, and what lm-eval adds.
+
+    Raises:
+        ValueError: for a name that is none of these, with the nearest one. Tasks of lm-eval itself are not
+            looked up.
     """
     own, suites = _own_tasks(), _suites()
     options = "\n".join(["Options of every task of lm-eval and of the suites:", *explain(LmTask.Options, "")])
@@ -82,8 +86,8 @@ def list_tasks(names: Sequence[str] = ()) -> str:
         *suites.values(),
     ]
     parts += [
-        "Any task, group or tag of lm-eval (mmlu, hellaswag, arc_easy, arc_challenge, gsm8k, truthfulqa_mc1, …; "
-        "`lm-eval ls tasks` lists them)."
+        "Any task, group or tag of lm-eval (mmlu, hellaswag, arc_easy, arc_challenge, gsm8k, "
+        "truthfulqa_mc1, …; `lm-eval ls tasks` lists them)."
     ]
     return "\n\n".join([*parts, options])
 

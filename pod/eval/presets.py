@@ -1,7 +1,9 @@
-"""How each paper set the methods of its tables, as far as it prints it: `eval.preset`. Standard library only.
+"""How each paper set the methods of its tables, as far as it prints it: `eval.preset`.
 
-Budgets are no option of a method: they stand behind its name, as `snapkv@4096`. What depends on the model (SimLayerKV's threshold)
-stands in the recipe.
+This file needs the standard library only.
+
+Budgets are no option of a method: they stand behind its name, as `snapkv@4096`. What depends on the model
+(SimLayerKV's threshold) stands in the recipe.
 """
 
 from collections.abc import Sequence
@@ -47,9 +49,13 @@ PRESETS: dict[str, dict[str, Options]] = {
 
 
 def with_preset(preset: str | None, methods: Sequence[str], own: dict[str, Options]) -> dict[str, Options]:
-    """Options by method: a paper's, before them the recipe's `own`, before these what stands in a method's name.
+    """Options by method.
 
-    Raises: ValueError for an unknown preset, with the nearest, and for two values of one option.
+    A paper's options come last. The recipe's `own` go before them, and what stands in a method's name goes
+    before both.
+
+    Raises:
+        ValueError: for an unknown preset, with the nearest, and for two values of one option.
     """
     if preset is not None and preset not in PRESETS:
         raise unknown("preset", preset, PRESETS)
@@ -59,14 +65,18 @@ def with_preset(preset: str | None, methods: Sequence[str], own: dict[str, Optio
         twice = [key for key in named if said.get(key, named[key]) != named[key]]
         if twice:
             raise ValueError(
-                f"eval.method_options says {twice[0]} = {said[twice[0]]!r} of {name}: leave it out there or in the name"
+                f"eval.method_options says {twice[0]} = {said[twice[0]]!r} of {name}: "
+                "leave it out there or in the name"
             )
         found[name] = _options(PRESETS.get(preset or "", {}), name) | said | named
     return {name: options for name, options in found.items() if options}
 
 
 def _options(preset: dict[str, Options], method: str) -> Options:
-    """Those of all parts of a method: of `pod+snapkv@4096` snapkv's, of `imdc(snapkv)@1024` imdc's."""
+    """The preset's options of all parts of a method.
+
+    `pod+snapkv@4096` gets those of snapkv, `imdc(snapkv)@1024` those of imdc.
+    """
     return {
         key: value for part in parts_of(find_method(method)) for key, value in preset.get(part, {}).items()
     }

@@ -1,7 +1,8 @@
 """Result files, one JSON per method, and what tells one code from another.
 
-`<output_dir>/eval/<method>.json` holds `parts`, one per task that was ever scored for this very row (model, options, plan behind its
-bytes): they are made of the answers in `pod.eval.answer.store`, and can be made again at any time.
+`<output_dir>/eval/<method>.json` holds `parts`, one per task that was ever scored for this very row. A row
+is one model, with its options and the plan behind its bytes. Parts are made of the answers in
+`pod.eval.answer.store`, and can be made again at any time.
 """
 
 import ast
@@ -21,7 +22,10 @@ SCHEMA_VERSION = 2
 _DECISIVE = ("torch", "transformers", "lm-eval", "flash-attn")
 _PACKAGE = Path(__file__).resolve().parents[1]
 ANSWERING = ("gates", "reading", "store", "texts")
-"""Files of `pod.eval.answer` that decide what is said; what the others decide (method, model, budget) stands in an answer's key or shelf."""
+"""Files of `pod.eval.answer` that decide what is said.
+
+What the others decide (method, model, budget) stands in an answer's key or shelf.
+"""
 _CODE = (
     *("models.py", "modeling/**/*.py", "kernels/**/*.py", "engine/**/*.py"),
     *(f"eval/answer/{name}.py" for name in ANSWERING),
@@ -32,9 +36,14 @@ _CODE = (
 class RunResults:
     """The result file of a method, written after every part.
 
-    path: the JSON file; header: what is the same for all parts (method, config …), its `row` among them; writes: False on ranks that only
-    help. Parts of a file with another `row` (another model, plan or option) are `left_out`: they can be scored again where their
-    answers are kept. An existing file of another schema or method is replaced, an unreadable one too.
+    Parts of a file with another `row` (another model, plan or option) are `left_out`: they can be scored
+    again where their answers are kept. An existing file of another schema or method is replaced, and so is an
+    unreadable one.
+
+    Args:
+        path: the JSON file.
+        header: what is the same for all parts (method, config …); its `row` is among them.
+        writes: False on ranks that only help.
     """
 
     def __init__(self, path: str | os.PathLike, method: str, header: dict[str, Any], writes: bool = True):
@@ -93,8 +102,10 @@ def fingerprint(inputs: Any) -> str:
 
 
 def with_files(options: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of a method with what the files that they name hold (as `razor`'s `heads`): a file may change under its name, and be the
-    same under another."""
+    """Parameters of a method, with the content of files in place of their names (as `razor`'s `heads`).
+
+    A file may change under its name, and may be the same under another.
+    """
     return {
         name: ["file", content_of(value)] if isinstance(value, str) and Path(value).is_file() else value
         for name, value in options.items()
@@ -103,10 +114,14 @@ def with_files(options: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def code_identity(*more: str) -> str:
-    """What decides answers besides the question: versions of the libraries under it, the code of model, kernels, caches and of asking.
+    """A digest of what decides answers besides the question.
 
-    Comments, docstrings and layout do not count, nor does what makes prompts (they are in an answer's key), scores or draws.
-    more: patterns of further sources, below the package.
+    That is: the versions of the libraries under it, and the code of the model, kernels, caches and of asking.
+    Comments, docstrings and layout do not count. What makes prompts does not count either (prompts are in an
+    answer's key), nor does what scores or draws.
+
+    Args:
+        more: patterns of further sources, below the package.
     """
     files = sorted({file for pattern in (*_CODE, *more) for file in _PACKAGE.glob(pattern)})
     sources = [[file.relative_to(_PACKAGE).as_posix(), _meaning(file)] for file in files]
@@ -114,7 +129,7 @@ def code_identity(*more: str) -> str:
 
 
 def _meaning(file: Path) -> str:
-    """A digest of what a file of Python does."""
+    """A digest of what a Python file does."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
@@ -124,7 +139,11 @@ def _meaning(file: Path) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The error as one line: its message, or its class when it has none or is of an unexpected kind."""
+    """The error as one line: its message.
+
+    It is the class when there is no message; the class stands before the message of an unexpected kind of
+    error.
+    """
     text = " ".join(str(error).split())
     if isinstance(error, (ValueError, OSError)) and text:
         return text

@@ -1,4 +1,7 @@
-"""One evaluation: check the inputs, measure every method on every task at equal bytes, keep each result, write the report."""
+"""One evaluation: every method is measured on every task at equal bytes.
+
+It checks the inputs first, keeps each result, and writes the report.
+"""
 
 import time
 from dataclasses import asdict
@@ -16,13 +19,21 @@ if TYPE_CHECKING:
 
 
 def evaluate(recipe: "Recipe", log: Log = print_now) -> dict[str, dict]:
-    """Run the `eval` section of a recipe; returns the results by method.
+    """Run the `eval` section of a recipe.
 
-    Its steps: *answer* asks the models what is not answered yet (<output_dir>/eval/answers), *score* makes <output_dir>/eval/<method>.json
-    of the answers, *report* writes report.html, report.md and report.csv. A method that fails is recorded in its file and the others
-    go on. Under torchrun every rank answers a share of the samples and rank 0 writes.
+    Its steps:
 
-    Raises: ValueError before any computation for wrong input; RuntimeError at the end when a method failed.
+    * *answer* asks the models what is not answered yet (<output_dir>/eval/answers).
+    * *score* makes <output_dir>/eval/<method>.json of the answers.
+    * *report* writes report.html, report.md and report.csv.
+
+    A method that fails is recorded in its file, and the others go on. Under torchrun every rank answers a
+    share of the samples, and rank 0 writes.
+
+    Returns: the results by method.
+    Raises:
+        ValueError: before any computation, for wrong input.
+        RuntimeError: at the end, when a method failed.
     """
     ranks = Ranks()
     try:
@@ -32,7 +43,7 @@ def evaluate(recipe: "Recipe", log: Log = print_now) -> dict[str, dict]:
 
 
 def _evaluate(run: Evaluation) -> dict[str, dict]:
-    # these load torch and matplotlib, which counts for --dry-run need not
+    # these load torch and matplotlib, which the counts for --dry-run do not need
     from pod.eval.report.write import write_report
     from pod.eval.speed.task import check, is_known, measure_speed
 
@@ -71,7 +82,7 @@ def _evaluate(run: Evaluation) -> dict[str, dict]:
 def _method_results(run: Evaluation, method: Method) -> RunResults:
     header = {"title": method.title, "spec": method.spec, "seed": run.recipe.seed, "config": asdict(run.args)}
     follows = method.fills_pod_bytes or method.spec == "pod"
-    # plan and windows behind the budget: results under another plan are no more of the same row
+    # the plan and windows behind the budget: results under another plan are another row
     bytes_of = fingerprint(run.models.reference_layout())[:16] if follows else None
     model, options = run.models.identity(method.model), with_files(run.options(method))
     asked = [run.args.template_settings()] if run.args.chat_template_kwargs else []
@@ -87,7 +98,7 @@ def _method_results(run: Evaluation, method: Method) -> RunResults:
 
 
 def _score_known(run: Evaluation, method: Method, results: RunResults) -> list[str]:
-    """Score the tasks whose answers are all there; returns the others. What a task refuses is noted."""
+    """Score the tasks whose answers are all there, and return the others. What a task refuses is noted."""
     pending, refused = [], {}
     for name, task in run.tasks.items():
         reason = run.refuses(method, task)
@@ -111,12 +122,12 @@ def _is_known(run: Evaluation, method: Method, results: RunResults, task: str) -
     except Exception:
         if "answer" not in run.args.steps:
             raise
-        return False  # it comes again in answering, where it is recorded and the others go on
+        return False  # the error comes again in answering: there it is recorded and the others go on
     return True
 
 
 def _score(run: Evaluation, method: Method, results: RunResults, task: str, is_open: bool) -> None:
-    """Score a task; is_open: what is missing is answered."""
+    """Score a task. With is_open, what is missing is answered first."""
     began = time.perf_counter()
     part = run.measure(method, run.tasks[task], is_open)
     description = run.description(method, is_open)
@@ -135,7 +146,8 @@ def _answer(run: Evaluation, method: Method, results: RunResults, pending: list[
             _score(run, method, results, name, is_open=True)
         except Exception as error:
             if run.ranks.world_size > 1 and not isinstance(error, AnswerError):
-                raise  # the other ranks may wait inside this task: only a restart helps, and the answers stay
+                # the other ranks may wait inside this task: only a restart helps, and the answers stay
+                raise
             results.fail(name, error)
             run.log(f"{method.name}: {name} FAILED: {one_line(error)}")
     if pending and not results.content["failed"] and "score" in run.args.steps:
