@@ -1,9 +1,14 @@
 """Means, shares and differences with 95 % intervals and p values, without resampling.
 
-Samples that ask about one text are no more independent than the tokens of a text are: they are a *cluster*, and clusters are what is
-counted. Means without bounds take Student's t over clusters, because percentile bootstraps of a few sequences cover 77 % where they say
-95 %; scores of 0 to 1 and paired differences of 0/1 samples take score intervals, which have a width at 0 and at 1; weighted means of
-several tasks join the two (MOVER: Zou and Donner, 2008; degrees of freedom after Satterthwaite).
+Samples that ask about one text are no more independent than the tokens of a text are. They form a *cluster*,
+and clusters are what is counted.
+
+* Means without bounds take Student's t over clusters, because percentile bootstraps of a few sequences cover
+  77 % where they say 95 %.
+* Scores of 0 to 1 and paired differences of 0/1 samples take score intervals, which have a width at 0 and at
+  1.
+* Weighted means of several tasks join the two (MOVER: Zou and Donner, 2008; degrees of freedom after
+  Satterthwaite).
 """
 
 import math
@@ -48,7 +53,7 @@ class Estimate:
 
 @lru_cache
 def critical(freedom: float = math.inf) -> float:
-    """Two-sided 95 % quantile of Student's t; of the normal distribution where there is no end of freedom."""
+    """Two-sided 95 % quantile of Student's t, or of the normal distribution where freedom is infinite."""
     return float(special.stdtrit(freedom, _TAIL) if math.isfinite(freedom) else special.ndtri(_TAIL))
 
 
@@ -81,8 +86,11 @@ def mean(
 
 
 def share(scores: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Estimate:
-    """The mean of scores of 0 to 1, or the share of 0/1 scores that are 1, with Wilson's interval (1927) for as many 0/1 trials as they are
-    worth. Scores on another scale have the mean's t interval."""
+    """The mean of scores of 0 to 1, or the share of 0/1 scores that are 1, with its interval.
+
+    The interval is Wilson's (1927), for as many 0/1 trials as the scores are worth. Scores on another scale
+    have the mean's t interval.
+    """
     if min(scores) < 0 or max(scores) > 1:
         return mean(scores, None, clusters)
     value = float(np.mean(scores))
@@ -91,10 +99,12 @@ def share(scores: Sequence[float], clusters: Sequence[Hashable] | None = None) -
 
 
 def _worth(residuals: np.ndarray, variance: float, clusters: Sequence[Hashable] | None) -> float:
-    """How many independent samples of such a variance the samples are worth: their clusters over the design effect (Kish, 1965).
+    """How many independent samples of such a variance the samples are worth.
 
-    That is drawn towards 1 as if one more cluster said so, because few clusters may look alike by chance (t intervals of scores that pile
-    up at 0 or 1 cover 93 % where they say 95 %). One cluster is one trial, and no cluster says more than its samples apart.
+    It is the number of their clusters over the design effect (Kish, 1965). The effect is drawn towards 1 as
+    if one more cluster said so, because few clusters may look alike by chance: t intervals of scores that
+    pile up at 0 or 1 cover 93 % where they say 95 %. One cluster is one trial, and no cluster says more than
+    its samples apart.
     """
     sums, _ = by_cluster(residuals, None, clusters)
     number = len(sums)
@@ -106,7 +116,10 @@ def _worth(residuals: np.ndarray, variance: float, clusters: Sequence[Hashable] 
 
 
 def wilson(successes: float, trials: float) -> tuple[float, float]:
-    """95 % Wilson score interval of a proportion: sound at 0 and at 1, where the normal one has width zero."""
+    """95 % Wilson score interval of a proportion.
+
+    It is sound at 0 and at 1, where the normal interval has width zero.
+    """
     assert 0 <= successes <= trials and trials >= 1, f"{successes} of {trials}"
     rate, z2 = successes / trials, critical() ** 2
     centre = (rate + z2 / (2 * trials)) / (1 + z2 / trials)
@@ -117,9 +130,10 @@ def wilson(successes: float, trials: float) -> tuple[float, float]:
 def paired_share(
     own: Sequence[float], base: Sequence[float], clusters: Sequence[Hashable] | None = None
 ) -> Estimate:
-    """The difference of two shares on the same 0/1 samples, with Tango's score interval (1998) and McNemar's exact test (1947).
+    """The difference of two shares on the same 0/1 samples.
 
-    With clusters both count as many samples as the clusters are worth, and the test is the score test.
+    The interval is Tango's score interval (1998), the test McNemar's exact test (1947). With clusters, both
+    count as many samples as the clusters are worth, and the test is the score test.
     """
     gaps = np.asarray(own, dtype=np.float64) - np.asarray(base, dtype=np.float64)
     value, trials = float(gaps.mean()), len(gaps)
@@ -135,7 +149,10 @@ def paired_share(
 
 
 def tango(gained: float, lost: float, trials: float) -> tuple[float, float]:
-    """95 % score interval of ``(gained - lost) / trials``, paired: all differences that a score test does not refuse."""
+    """95 % score interval of ``(gained - lost) / trials``, paired.
+
+    It holds all differences that a score test does not refuse.
+    """
     return -_tango_high(lost, gained, trials), _tango_high(gained, lost, trials)
 
 
@@ -154,14 +171,20 @@ def _tango_high(gained: float, lost: float, trials: float) -> float:
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """Two-sided exact p value: are two methods right equally often on the same 0/1 samples? Samples on which both agree say nothing."""
+    """Two-sided exact p value: are two methods right equally often on the same 0/1 samples?
+
+    Samples on which both agree say nothing.
+    """
     return min(1.0, 2 * float(special.bdtr(min(gained, lost), gained + lost, 0.5)))
 
 
 def paired_mean(
     own: Sequence[float], base: Sequence[float], clusters: Sequence[Hashable] | None = None
 ) -> Estimate:
-    """The difference of two means of scores of 0 to 1 on the same samples: t over the gaps; where there is no gap, what could hide there."""
+    """The difference of two means of scores of 0 to 1 on the same samples.
+
+    The interval is Student's t over the gaps. Where there is no gap, the interval says what could hide there.
+    """
     gaps = np.asarray(own, dtype=np.float64) - np.asarray(base, dtype=np.float64)
     if not gaps.any():
         return paired_share(own, own, clusters)
@@ -172,7 +195,7 @@ def paired_mean(
 
 
 def weighted(parts: Iterable[tuple[float, Estimate]]) -> Estimate:
-    """``Σ weight · estimate`` of independent estimates; without an interval where one has none."""
+    """``Σ weight · estimate`` of independent estimates. It has no interval where one of them has none."""
     parts = list(parts)
     value = sum(weight * part.value for weight, part in parts)
     if any(part.low is None for _, part in parts):
@@ -186,7 +209,11 @@ def weighted(parts: Iterable[tuple[float, Estimate]]) -> Estimate:
 
 
 def _joined(halves: list[tuple[float, float, float]]) -> tuple[float, float]:
-    """Half widths ``(weight, half, freedom)`` on one side → that of the sum, and its degrees of freedom."""
+    """The half width of a weighted sum on one side, and its degrees of freedom.
+
+    Args:
+        halves: ``(weight, half, freedom)`` of each estimate.
+    """
     squares = [(weight * half / critical(freedom)) ** 2 for weight, half, freedom in halves]
     total = sum(squares)
     loose = sum(square**2 / freedom for square, (_, _, freedom) in zip(squares, halves, strict=True))
@@ -195,7 +222,10 @@ def _joined(halves: list[tuple[float, float, float]]) -> tuple[float, float]:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p values that hold for all comparisons together (Holm, 1979): the chance of one false mark on a page stays below the level."""
+    """p values that hold for all comparisons together (Holm, 1979).
+
+    The chance of one false mark on a page stays below the level.
+    """
     order, adjusted = np.argsort(p_values), np.empty(len(p_values))
     steps = np.arange(len(order), 0, -1) * np.asarray(p_values)[order]
     adjusted[order] = np.minimum(1.0, np.maximum.accumulate(steps))
@@ -203,7 +233,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def clusters_of(samples: Sequence[Mapping[str, Any]]) -> list[Hashable] | None:
-    """What each sample belongs to: its ``cluster``, else itself; None when no two samples share one."""
+    """What each sample belongs to: its ``cluster``, else itself.
+
+    Returns: None when no two samples share a cluster.
+    """
     names: list[Hashable] = [sample.get("cluster") or (number,) for number, sample in enumerate(samples)]
     return names if len(set(names)) < len(names) else None
 
@@ -211,7 +244,7 @@ def clusters_of(samples: Sequence[Mapping[str, Any]]) -> list[Hashable] | None:
 def by_cluster(
     values: Sequence[float] | np.ndarray, counts: Sequence[int] | None, clusters: Sequence[Hashable] | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sum of values and of counts of each cluster, in the order of first appearance."""
+    """Sum of values and sum of counts of each cluster, in the order of first appearance."""
     values = np.asarray(values, dtype=np.float64)
     sizes = np.ones(len(values)) if counts is None else np.asarray(counts, dtype=np.float64)
     assert len(values) == len(sizes) == len(values if clusters is None else clusters) > 0, "they go together"

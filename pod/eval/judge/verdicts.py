@@ -1,7 +1,9 @@
-"""Payloads as estimates, and one method against another: the only place that says better, worse, or neither.
+"""Payloads as estimates, and one method against another.
 
-A *payload* is what a task says of a method: ``kind`` (``nll``, ``binary`` or ``score``), ``metric``, ``samples``, for groups
-``subtasks`` with their weights.
+This is the only place that says better, worse, or neither.
+
+A *payload* is what a task says of a method: ``kind`` (``nll``, ``binary`` or ``score``), ``metric``,
+``samples``, and for groups ``subtasks`` with their weights.
 """
 
 import math
@@ -24,9 +26,10 @@ class Against:
     """A method against its base on the samples that both answered, with equal prompts.
 
     Attributes:
-        relative: the estimate is the relative change of perplexity, else the difference of the scores (0 to 1).
-        gained, lost: 0/1 samples that only the method, only the base got right.
-        left_out: common sample ids that were not compared, by reason.
+        relative: the estimate is the relative change of perplexity; else it is the difference of the scores
+            (0 to 1).
+        gained, lost: number of 0/1 samples that only the method got right, and that only the base got right.
+        left_out: number of common sample ids that were not compared, by reason.
         adjusted: the p value for all comparisons of the page together (Holm); None where there is none.
     """
 
@@ -47,7 +50,7 @@ class Against:
 
     @property
     def mark(self) -> Mark:
-        """Better or worse where chance hardly explains it, over the whole page."""
+        """Better or worse, where chance hardly explains it over the whole page."""
         if self.adjusted is None or self.adjusted >= CHANCE or not self.delta:
             return ""
         return "better" if (self.delta > 0) == self.higher_is_better else "worse"
@@ -56,8 +59,7 @@ class Against:
 def perplexity_of(sums: Sequence[float], counts: Sequence[int]) -> dict[str, Any]:
     """Perplexity of sequences from their summed NLL (nats) and scored tokens.
 
-    Returns:
-        tokens, sequences, mean_nll, perplexity, ci95 (None for one sequence).
+    Returns: tokens, sequences, mean_nll, perplexity, ci95 (None for one sequence).
     """
     found = intervals.mean(sums, counts)
     return {
@@ -70,7 +72,10 @@ def perplexity_of(sums: Sequence[float], counts: Sequence[int]) -> dict[str, Any
 
 
 def perplexity_change(sums: Sequence[float], base_sums: Sequence[float], counts: Sequence[int]) -> Estimate:
-    """Relative change of perplexity on the same tokens: 0.05 = 5 % above the base. Easy and hard sequences cancel."""
+    """Relative change of perplexity on the same tokens: 0.05 = 5 % above the base.
+
+    Easy and hard sequences cancel.
+    """
     gaps = [own - base for own, base in zip(sums, base_sums, strict=True)]
     return intervals.mean(gaps, counts).mapped(math.expm1)
 
@@ -89,7 +94,10 @@ def estimate_of(payload: Payload) -> Estimate | None:
 
 
 def compare(own: Payload, base: Payload, label: str) -> Against | None:
-    """One payload against another on their common samples; None when they are of different kinds or metrics or share none."""
+    """One payload against another on their common samples.
+
+    Returns: None when they are of different kinds or metrics, or share no samples.
+    """
     if any(own[key] != base[key] for key in ("kind", "metric")) or _filter(own) != _filter(base):
         return None
     pairs, left_out = paired_samples(own, base)
@@ -114,7 +122,7 @@ def compare(own: Payload, base: Payload, label: str) -> Against | None:
         estimate=estimate,
         higher_is_better=own["higher_is_better"],
         common=len(pairs),
-        # whatever has no sample of its id on the other side
+        # counts every sample that has none of its id on the other side
         unpaired=len(own["samples"]) + len(base["samples"]) - 2 * (len(pairs) + sum(left_out.values())),
         left_out=left_out,
         gained=sum(gap > 0 for gap in gaps) if binary else None,
@@ -148,7 +156,10 @@ def paired_samples(own: Payload, base: Payload) -> tuple[list[tuple[dict, dict]]
 
 
 def _over_strata(payload: Payload, samples: list[dict], of: Any) -> Estimate:
-    """An estimate of the samples; of a group the mean of its tasks' estimates with their weights."""
+    """An estimate of the samples.
+
+    For a group it is the mean of its tasks' estimates, with their weights.
+    """
     names = [sample.get("subtask") for sample in samples]
     if any(name is None for name in names):
         return of(samples)

@@ -1,1 +1,4 @@
-"""From result files to one page: comparison of methods, tables, pictures, published numbers, HTML, Markdown and CSV."""
+"""From result files to one page in HTML, Markdown and CSV.
+
+The page has a comparison of methods, tables, pictures, and published numbers.
+"""

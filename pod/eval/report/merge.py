@@ -1,4 +1,7 @@
-"""Result files of one or several runs as one comparison: its rows, its tasks, and every method against `full` on the same samples."""
+"""Result files of one or several runs as one comparison.
+
+A comparison has rows, tasks, and every method against `full` on the same samples.
+"""
 
 import os
 import re
@@ -21,14 +24,23 @@ _DENSE = ("dense", "unadapted")
 Part = str | int | None
 """A subtask by name, a position bucket by number, or the whole task."""
 Tasks = tuple[Any, ...]
-"""Task names; a tuple among them counts as one, by its mean: the mean of categories is a tuple of tuples."""
+"""Task names; a tuple among them counts as one, by its mean.
+
+The mean of categories is a tuple of tuples.
+"""
 Question = tuple[int, Tasks, Part]
 """Row, tasks, part."""
 
 
 @dataclass
 class Run:
-    """One evaluation's folder. label: what the report calls it; results: by method; left_out: files that are no results of this schema."""
+    """One evaluation's folder.
+
+    Attributes:
+        label: what the report calls it.
+        results: result files by method.
+        left_out: sentences about files that are left out: results of another schema or dense model.
+    """
 
     label: str
     folder: Path
@@ -37,7 +49,7 @@ class Run:
 
     @property
     def speed(self) -> dict[str, dict[str, Any]]:
-        """By method, what the latest race of several measured."""
+        """What the latest race of several measured, by method."""
         parts = {
             name: of["parts"][SPEED_RUN] for name, of in self.results.items() if SPEED_RUN in of["parts"]
         }
@@ -46,7 +58,7 @@ class Run:
 
     @property
     def dense_path(self) -> str | None:
-        """The dense model that its methods start from, None when none of them was measured."""
+        """The dense model that the methods start from; None when none of them was measured."""
         models = [result.get("model") or {} for result in self.results.values()]
         return next((model["path"] for model in models if model.get("kind") in _DENSE), None)
 
@@ -55,8 +67,11 @@ class Run:
 class Entry:
     """One row of the comparison: a method of a model, with the tasks that one or several runs measured.
 
-    parts, refused, failed: by task; sources: the run of every part; speed: of all its runs, by length; decoding: the same after prompts
-    that were not read.
+    Attributes:
+        parts, refused, failed: by task.
+        sources: the run of every part.
+        speed: speeds of all its runs, by length.
+        decoding: the same after prompts that were not read.
     """
 
     label: str
@@ -84,7 +99,11 @@ class Entry:
 
 @dataclass
 class Comparison:
-    """Everything that a report shows. tasks: in the order of the recipes."""
+    """Everything that a report shows.
+
+    Attributes:
+        tasks: in the order of the recipes.
+    """
 
     runs: list[Run]
     entries: list[Entry]
@@ -96,8 +115,11 @@ class Comparison:
         return [entry for entry in self.entries if task in entry.parts]
 
     def base_of(self, entry: Entry, task: str) -> Entry | None:
-        """The `full` that a row is held against: of its own run, else of the same dense model, else the only one there is. For PoD's
-        adapted weights it is the dense model that saw the same tokens, where that was measured."""
+        """The `full` that a row is held against.
+
+        It is the one of its own run, else the one of the same dense model, else the only one there is. For
+        PoD's adapted weights it is the dense model that saw the same tokens, where that was measured.
+        """
         rows = self.measured(task)
         adapted = (entry.content.get("model") or {}).get("kind") == "adapted"
         wanted = TRAINED if adapted and any(other.method == TRAINED for other in rows) else BASE
@@ -108,8 +130,13 @@ class Comparison:
         return next(iter(own or same or (bases if len(bases) == 1 else [])), None)
 
     def against(self, entry: Entry, tasks: Tasks, part: Part = None) -> Against | None:
-        """The row against its base on a task, on a part of it, or on the mean of several; None for the base itself and where nothing
-        can be paired. Marks hold for the whole overview, those of its details for all details; what a page does not ask has none."""
+        """The row against its base on a task, on a part of it, or on the mean of several.
+
+        Marks of the overview hold for the whole overview, those of the details for all details. What a page
+        does not ask has no mark.
+
+        Returns: None for the base itself, and where nothing can be paired.
+        """
         if not self._judged:
             for asked in (self._overview(), self._details()):
                 self._judged |= judged({(id(e), t, p): self._against(e, t, p) for e, t, p in asked})
@@ -117,7 +144,7 @@ class Comparison:
         return self._judged[key] if key in self._judged else self._against(entry, tasks, part)
 
     def _overview(self) -> Iterator[tuple[Entry, Tasks, Part]]:
-        """Every row on every task, those of a suite as one."""
+        """Every row on every task. The tasks of a suite count as one."""
         return ((entry, tasks, None) for entry in self.entries for tasks in self.columns().values())
 
     def _details(self) -> Iterator[tuple[Entry, Tasks, Part]]:
@@ -133,7 +160,10 @@ class Comparison:
                 yield from ((entry, (task,), number) for number in range(len(payload.get("buckets") or ())))
 
     def columns(self) -> dict[str, tuple[str, ...]]:
-        """What the overview compares, by title: tasks that were measured, those of a suite together, in the order of the recipes."""
+        """What the overview compares, by title, in the order of the recipes.
+
+        These are the tasks that were measured. Tasks of a suite stand together.
+        """
         found: dict[str, list[str]] = {}
         for task in self.tasks:
             parts = [entry.parts[task] for entry in self.measured(task)]
@@ -157,7 +187,11 @@ class Comparison:
 
 
 def payload_of(entry: Entry, tasks: Tasks, part: Part = None) -> Payload | None:
-    """What a row has on a task, on a part of it (a subtask by name, a position bucket by number), or on the mean of several."""
+    """What a row has on a task, on a part of it, or on the mean of several.
+
+    Args:
+        part: a subtask by name, or a position bucket by number.
+    """
     payload = combined(entry, tasks)
     if payload is None or part is None:
         return payload
@@ -175,9 +209,12 @@ def payload_of(entry: Entry, tasks: Tasks, part: Part = None) -> Payload | None:
 
 
 def merge(folders: Iterable[str | os.PathLike]) -> Comparison:
-    """Read the runs. A method of the same model whose tasks do not overlap becomes one row, else a row per run.
+    """Read the runs.
 
-    Raises: ValueError when a folder holds no results.
+    A method of the same model whose tasks do not overlap becomes one row, else it has a row per run.
+
+    Raises:
+        ValueError: when a folder holds no results.
     """
     shared: dict[Any, Any] = {}
     runs, entries = [read_run(folder, shared) for folder in folders], list[Entry]()
@@ -198,9 +235,12 @@ def merge(folders: Iterable[str | os.PathLike]) -> Comparison:
 
 
 def read_run(folder: str | os.PathLike, shared: dict[Any, Any] | None = None) -> Run:
-    """A run's results from its output folder or its `eval` folder. What is of another dense model than the newest file is left out.
+    """A run's results from its output folder or its `eval` folder.
 
-    shared: columns of samples that other runs brought, by content (`Samples`).
+    What is of another dense model than the newest file is left out.
+
+    Args:
+        shared: columns of samples that other runs brought, by content (`Samples`).
     """
     place = Path(folder) / "eval"
     place = place if any(place.glob("*.json")) else Path(folder)
@@ -210,7 +250,7 @@ def read_run(folder: str | os.PathLike, shared: dict[Any, Any] | None = None) ->
             part["samples"] = Samples(part["samples"], shared)
         if content.get("schema") == SCHEMA_VERSION and content["method"] != SPEED_RUN:
             results[content["method"]] = content
-        else:  # speeds had a file of their own
+        else:  # another schema; or a file of speeds, which older versions wrote
             left_out.append(
                 f"{name} comes from an older version (schema {content.get('schema')}): run `pod eval` again"
             )
@@ -226,12 +266,15 @@ def read_run(folder: str | os.PathLike, shared: dict[Any, Any] | None = None) ->
 
 
 def tasks_of(content: dict[str, Any]) -> dict[str, Payload]:
-    """The payloads of a result file, by task; speeds are none."""
+    """The payloads of a result file, by task. Speeds are left out."""
     return {task: part for task, part in content["parts"].items() if task != SPEED_RUN}
 
 
 def combined(entry: Entry, tasks: Tasks) -> Payload | None:
-    """The payload of a task, or of the mean over several scored tasks; None when the row lacks one of them or they cannot be averaged."""
+    """The payload of a task, or of the mean over several scored tasks.
+
+    Returns: None when the row lacks one of them, or when they cannot be averaged.
+    """
     found = [combined(entry, of) if isinstance(of, tuple) else entry.parts.get(of) for of in tasks]
     parts = [part for part in found if part is not None]
     if len(parts) < len(tasks):
@@ -255,7 +298,7 @@ def combined(entry: Entry, tasks: Tasks) -> Payload | None:
 
 
 def prompt_conflicts(comparison: Comparison, task: str) -> tuple[int, int]:
-    """(sample ids of a task whose prompts differ between rows, all sample ids)."""
+    """(number of a task's sample ids whose prompts differ between rows, number of all its sample ids)."""
     hashes: dict[str, set[str]] = {}
     for entry in comparison.measured(task):
         for sample in entry.parts[task]["samples"]:
@@ -269,8 +312,14 @@ def base_name(method: str) -> str:
 
 
 def held_rows(entry: Entry, task: str | None = None) -> list[dict[str, Any]]:
-    """Bytes by length (tokens) of a row, of one task or of all, where they are known: a dense cache's and PoD's are without measuring.
-    `held_tokens`: where they were measured, as answers may end before the length; `dense`: what a dense cache holds there."""
+    """Bytes by length (tokens) of a row, of one task or of all, where they are known.
+
+    A dense cache's bytes and PoD's are known without measuring.
+
+    Returns: rows with two more keys. `held_tokens` says at how many tokens the bytes were measured, as
+    answers
+        may end before the length. `dense` says what a dense cache holds there.
+    """
     parts = [entry.parts[task]] if task else list(entry.parts.values())
     rows = [row for part in parts for row in part.get("bytes") or []]
     if task is None:
@@ -286,19 +335,29 @@ def held_rows(entry: Entry, task: str | None = None) -> list[dict[str, Any]]:
 
 
 def byte_share(entry: Entry, task: str) -> float | None:
-    """Bytes held as a share of the dense cache's, over all lengths of a task; None when they were not measured."""
+    """Bytes held as a share of the dense cache's, over all lengths of a task.
+
+    Returns: None when they were not measured.
+    """
     rows = held_rows(entry, task)
     return sum(row["bytes"] for row in rows) / sum(row["dense"] for row in rows) if rows else None
 
 
 def _goes_with(entry: Entry, content: dict[str, Any]) -> bool:
-    """Whether a run's results continue a row of an earlier run: same method, model, plan and options (`row`), other tasks."""
+    """Whether a run's results continue a row of an earlier run.
+
+    They do with the same method, model, plan and options (`row`), and with other tasks.
+    """
     same = all(entry.content.get(key) == content.get(key) is not None for key in ("method", "row"))
     return same and not entry.parts.keys() & tasks_of(content).keys()
 
 
 def _rank(method: str) -> tuple[int, str, float, str]:
-    """Order of the rows: as pod.eval.answer.methods lists them, combinations and models after, growing budgets together."""
+    """Order of the rows.
+
+    Methods stand as pod.eval.answer.methods lists them; combinations and models come after. Growing budgets
+    stand together.
+    """
     order = [BASE, TRAINED, *METHODS]
     name, budget = cut_budget(method)
     number, plain = re.search(r"[0-9.]+", budget), name.partition("[")[0]

@@ -1,4 +1,7 @@
-"""What the names of tasks say: the suite of one, its place there, and what papers average before they average again."""
+"""What the names of tasks say: a task's suite, its place there, and what papers average.
+
+Papers average tasks by category, before they average again.
+"""
 
 import re
 
@@ -12,11 +15,14 @@ CATEGORIES = {
     "longbench": {name: tuple(tasks) for name, tasks in _LONGBENCH.items()},
     "leval": {name: tuple(GROUPS[f"pod_leval_{group}"]) for name, group in _LEVAL.items()},
 }
-"""Categories of a suite's tasks, which papers average."""
+"""Categories of a suite's tasks. Papers average over each."""
 
 
 def parts_of(task: str) -> tuple[str, str] | None:
-    """`pod_ruler_4k_vt` → (`pod_ruler_4k`, `vt`); None for a task of no suite, and for a whole suite."""
+    """`pod_ruler_4k_vt` → (`pod_ruler_4k`, `vt`).
+
+    Returns: None for a task of no suite, and for a whole suite.
+    """
     found = _SUITE.fullmatch(task)
     return None if found is None or _WHOLE.fullmatch(found[2]) else (found[1], found[2])
 
@@ -39,7 +45,10 @@ def plain(name: str) -> str:
 
 
 def categories_of(tasks: tuple[str, ...]) -> dict[str, tuple[tuple[str, ...], int]]:
-    """(tasks, how many it has in all) of the categories of a suite's tasks; empty where there are not two of them."""
+    """(tasks, how many the category has in all) for each category of a suite's tasks.
+
+    It is empty where fewer than two categories have tasks.
+    """
     groups = CATEGORIES.get((suite_of(tasks[0]) or "").removeprefix("pod_"), {})
     here = {name: tuple(task for task in tasks if short_name(task) in of) for name, of in groups.items()}
     found = {name: (tasks, len(groups[name])) for name, tasks in here.items() if tasks}

@@ -1,4 +1,7 @@
-"""The sentences of a report: which there are and the facts behind them. How they read stands in `notes.jinja`."""
+"""The sentences of a report: which there are, and the facts behind them.
+
+How they read stands in `notes.jinja`.
+"""
 
 from typing import Any
 
@@ -25,7 +28,7 @@ def sentences(name: str, **facts: Any) -> list[str]:
 
 
 def headline(comparison: Comparison) -> str:
-    """PoD's result if there is one, what it gains and loses over all tasks, and how much was measured."""
+    """PoD's result if there is one, its gains and losses over all tasks, and how much was measured."""
     rows = {entry.method: entry for entry in reversed(comparison.entries) if entry.parts or entry.speed}
     shown = rows.get("pod") or rows.get("pod-unadapted")
     parts = [part for entry in comparison.entries for part in entry.parts.values()]
@@ -43,7 +46,10 @@ def headline(comparison: Comparison) -> str:
 
 
 def _packed(rows: dict[str, Entry], length: int) -> dict[str, float]:
-    """Share of the dense bytes that 4 bits keep, alone and under PoD, at a length where both were measured; else nothing."""
+    """Share of the dense bytes that 4 bits keep, alone and under PoD, at a length.
+
+    It is empty unless both were measured at this length.
+    """
     found = {}
     for method in ("pod+int4", "int4"):
         row = bytes_at(rows[method], length) if method in rows else None
@@ -74,7 +80,7 @@ def _against_trained(comparison: Comparison, entry: Entry) -> list[str]:
 
 
 def origin(comparison: Comparison) -> list[str]:
-    """Models of every run; machine, versions, commit and date of what was measured last."""
+    """Models of every run; and machine, versions, commit and date of what was measured last."""
     found = []
     for run in comparison.runs:
         contents = list(run.results.values())
@@ -135,15 +141,17 @@ def differing_settings(comparison: Comparison, task: str) -> list[str]:
     lines = []
     for key in dict.fromkeys(key for seen in by_run.values() for key in seen):
         values = {label: seen.get(key, {"not said"}) for label, seen in by_run.items()}
-        # where the methods of one run differ in it, it is the method's and not the run's
+        # where the methods of one run differ in a setting, it belongs to the method and not to the run
         if all(len(found) == 1 for found in values.values()) and len(set.union(*values.values())) > 1:
             lines.append(f"{key} ({', '.join(f'{label}: {min(found)}' for label, found in values.items())})")
     return lines
 
 
 def _unpaired(comparison: Comparison, task: str) -> dict[tuple[Any, ...], list[str]]:
-    """Rows that are compared on a part of their samples only, and rows that cannot be compared, by cause: (base, common samples, samples of
-    one side)."""
+    """Rows that are compared on a part of their samples only, and rows that cannot be compared.
+
+    Returns: labels of rows by cause: (base, common samples, samples of one side).
+    """
     causes: dict[tuple[Any, ...], list[str]] = {}
     methods = {entry.method for entry in comparison.measured(task)}
     for entry in comparison.measured(task):
@@ -157,12 +165,15 @@ def _unpaired(comparison: Comparison, task: str) -> dict[tuple[Any, ...], list[s
 
 
 def _environments(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Where and when the parts of a result file were measured; a run that only kept them wrote the file's own entry."""
+    """Where and when the parts of a result file were measured.
+
+    A run that only kept its parts wrote the file's own entry, so that one counts only where parts have none.
+    """
     own = [part["environment"] for part in content["parts"].values() if part.get("environment")]
     return own or [content["environment"]]
 
 
 def _commit_text(environment: dict[str, Any]) -> str:
-    """Ten digits, with `+` where files differed from the commit."""
+    """Ten digits of the commit, with `+` where files differed from it."""
     name = environment["commit"] or "unknown"
     return name[:10] + ("+" if name.endswith("+") else "")

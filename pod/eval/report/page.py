@@ -1,4 +1,7 @@
-"""Blocks of a report (tables, notes, pictures) and their two forms: one self-contained HTML page, and Markdown (`page.*.jinja`)."""
+"""Blocks of a report (tables, notes, pictures) and their two forms.
+
+The forms are one self-contained HTML page, and Markdown (`page.*.jinja`).
+"""
 
 import base64
 import itertools
@@ -14,7 +17,8 @@ from markupsafe import Markup, escape
 # 0 to 1; dark text stays readable on all
 _SCALE = ["#f2b8b0", "#f6cdb6", "#fae3bd", "#e2e4c0", "#c5dfbf", "#a9d9bd"]
 
-_RAW = re.compile(r"nats|nll|bits|loss|second|MB|×|/s")  # names of numbers that are no share, however small
+# names of numbers that are no share, however small
+_RAW = re.compile(r"nats|nll|bits|loss|second|MB|×|/s")
 _OURS = {"pod", "mean of the tasks"}  # rows that stand out: PoD as it is meant to be used
 
 
@@ -22,8 +26,11 @@ _OURS = {"pod", "mean of the tasks"}  # rows that stand out: PoD as it is meant 
 class Cell:
     """One value of a table.
 
-    small: lines under it (an interval); sort: what the column is sorted by; tone: the verdict that a line of the cell ends with, in
-    words; shade: background, a colour or a bar.
+    Attributes:
+        small: lines under it (an interval).
+        sort: what the column is sorted by.
+        tone: the verdict that a line of the cell ends with, in words.
+        shade: background, a colour or a bar.
     """
 
     text: str
@@ -44,19 +51,22 @@ def cell(
     ends: Sequence[float] | None = None,
     shade: str = "",
 ) -> Cell:
-    """A number as a pattern or a function prints it, sorted by its value, over its interval if it has one; a dash for None."""
+    """A number as a pattern or a function prints it, sorted by its value; a dash for None.
+
+    Its interval stands under it, if it has one.
+    """
     text = form.format if isinstance(form, str) else form
     interval = f"[{', '.join(map(text, ends))}]" if ends else small
     return NONE if value is None else Cell(text(value), interval, float(value), shade=shade)
 
 
 def is_share(name: str, values: Iterable[float]) -> bool:
-    """Whether numbers of this name are shares or relative changes, which are printed in percent."""
+    """Whether numbers of this name are shares or relative changes. Those are printed in percent."""
     return not _RAW.search(name) and all(-1 <= value <= 1 for value in values)
 
 
 def shade(share: float | None) -> str:
-    """Colour of a share from 0 to 1, grey for what was not measured."""
+    """The colour of a share from 0 to 1; grey for what was not measured."""
     return "#f3f5f6" if share is None else _SCALE[min(len(_SCALE) - 1, max(0, int(share * len(_SCALE))))]
 
 
@@ -67,8 +77,13 @@ def bar(share: float) -> str:
 
 @dataclass
 class Table:
-    """columns: heads; kind: `cards` (few rows, many facts) makes a card of every row on a phone, in a `matrix` the first column stays
-    while the rest scrolls, a `map` has shaded cells and stands beside others."""
+    """Heads and rows, with a title.
+
+    Attributes:
+        columns: the heads.
+        kind: `cards` (few rows, many facts) makes a card of every row on a phone. In a `matrix` the first
+            column stays while the rest scrolls. A `map` has shaded cells and stands beside others.
+    """
 
     columns: list[str]
     rows: list[list[Cell]]
@@ -87,7 +102,11 @@ class Table:
 
 @dataclass
 class Notes:
-    """Sentences as a list. alarm: something went wrong."""
+    """Sentences as a list.
+
+    Attributes:
+        alarm: something went wrong.
+    """
 
     lines: list[str]
     alarm: bool = False
@@ -101,7 +120,12 @@ def listed(lines: list[str], alarm: bool = False) -> "list[Block]":
 
 @dataclass
 class Picture:
-    """data: SVG text or the bytes of a PNG. title: what it shows, printed above."""
+    """A picture with the title that is printed above it.
+
+    Attributes:
+        data: SVG text, or the bytes of a PNG.
+        title: what it shows.
+    """
 
     data: str | bytes
     title: str
@@ -109,14 +133,17 @@ class Picture:
 
     @property
     def source(self) -> str:
-        """The picture itself, as an address."""
+        """The picture itself, as an address (a `data:` URL)."""
         kind, data = ("svg+xml", self.data.encode()) if isinstance(self.data, str) else ("png", self.data)
         return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 @dataclass
 class Section:
-    """A headed part of the report; inside another a line that opens its blocks, which are open on paper. Left out without blocks."""
+    """A headed part of the report. It is left out when it has no blocks.
+
+    Inside another section it is a line that opens its blocks; on paper they are open.
+    """
 
     title: str
     blocks: "list[Block]"
@@ -127,9 +154,12 @@ Block = Table | Notes | Picture | Section
 
 
 def render(form: str, title: str, lead: str, origin: list[str], sections: list[Section]) -> str:
-    """A report as `html`, one page without any other file, or `md`, the same without pictures.
+    """A report as `html`, one page without any other file, or as `md`, the same without pictures.
 
-    lead: the result in a sentence or two; origin: models, machine, versions; sections without blocks are left out.
+    Args:
+        lead: the result in a sentence or two.
+        origin: models, machine, versions.
+        sections: those without blocks are left out.
     """
     shown = [section for section in sections if section.blocks]
     return TEMPLATES.get_template(f"page.{form}.jinja").render(
@@ -138,7 +168,7 @@ def render(form: str, title: str, lead: str, origin: list[str], sections: list[S
 
 
 def _groups(blocks: list[Block]) -> list[tuple[str, list[Block]]]:
-    """Neighbours of a kind, which may share a grid."""
+    """Neighbouring blocks of one kind, which may share a grid."""
     return [(kind, list(found)) for kind, found in itertools.groupby(blocks, key=lambda block: block.kind)]
 
 
@@ -148,7 +178,7 @@ def _breakable(text: str) -> Markup:
 
 
 def _oneline(cell: Cell) -> str:
-    """All of a cell between two bars."""
+    """All of a cell, as it stands between two bars of a Markdown table."""
     return " ".join([cell.text, *cell.small.split()]).strip().replace("|", "\\|")
 
 

@@ -1,4 +1,7 @@
-"""Published results (papers/*.csv beside this file), and ours next to them where model, benchmark, task and method are the same."""
+"""Published results (papers/*.csv beside this file), and ours next to them.
+
+Ours stand there where model, benchmark, task and method are the same.
+"""
 
 import csv
 import itertools
@@ -29,7 +32,12 @@ _STANDARD = ("mmlu", "hellaswag", "arc_easy", "arc_challenge", "humaneval")
 
 
 class Published(NamedTuple):
-    """One printed number. value: as printed; metric `score` is 0 to 100, anything else names its unit."""
+    """One printed number.
+
+    Attributes:
+        value: as printed.
+        metric: `score` is 0 to 100; anything else names its unit.
+    """
 
     paper: str
     table: str
@@ -48,7 +56,8 @@ COLUMNS = Published._fields
 def load(folder: str | Path | None = None) -> list[Published]:
     """Every row of the CSV files of a folder (default: papers/ beside this file).
 
-    Raises: ValueError naming file and line for other columns or a value that is no number.
+    Raises:
+        ValueError: for other columns or a value that is no number, naming file and line.
     """
     place = Path(__file__).with_name("papers") if folder is None else Path(folder)
     files = sorted(place.glob("*.csv"))
@@ -70,8 +79,11 @@ def _read(file: Path) -> list[Published]:
 
 
 def same_model(ours: str, published: str) -> bool:
-    """Whether a path or hub id is the model that a paper names: `meta-llama/Meta-Llama-3-8B-Instruct` is `LLaMA3-8B-Instruct`, the export
-    `runs/llama3_8b_32k_dense/export` is `LLaMA3-8B-32K`, and the raw model of 8K is not."""
+    """Whether a path or hub id is the model that a paper names.
+
+    `meta-llama/Meta-Llama-3-8B-Instruct` is `LLaMA3-8B-Instruct`. The export
+    `runs/llama3_8b_32k_dense/export` is `LLaMA3-8B-32K`, and the raw model of 8K is not.
+    """
     return _model_key(ours) == _model_key(published)
 
 
@@ -83,17 +95,24 @@ def _model_key(name: str) -> str:
 
 
 def paper_name(method: str) -> str:
-    """What papers call a method: `snapkv@25%` is `snapkv`, `model:cla` is `cla`, `model:wa_cpt` and `model:window` are `wa+cpt`."""
+    """What papers call a method.
+
+    `snapkv@25%` is `snapkv`, `model:cla` is `cla`, `model:wa_cpt` and `model:window` are `wa+cpt`.
+    """
     name = base_name(method).removeprefix("model:")
     return _TRAINED.get(name, name) if method.startswith("model:") else name
 
 
 def blocks(comparison: Comparison, published: list[Published], model: str | None = None) -> list[Block]:
-    """A table per published table of a model that was measured. model: the paper's name, for every run."""
+    """A table per published table of a model that was measured.
+
+    Args:
+        model: the paper's name of the model, for every run; None: told by the models' paths.
+    """
     found: list[Block] = []
     paths = list(dict.fromkeys(run.dense_path for run in comparison.runs if run.dense_path))
     for name in paths if model is None else [model]:
-        only = paths[0] if len(paths) == 1 else None  # of runs that hold trained models alone
+        only = paths[0] if len(paths) == 1 else None  # for runs that hold trained models alone
         own = [entry for entry in comparison.entries if model or (entry.run.dense_path or only) == name]
         fitting = [row for row in published if same_model(name, row.model)]
         for paper, table in dict.fromkeys((row.paper, row.table) for row in fitting):
@@ -135,8 +154,11 @@ def _row(row: Published, base: float | None, entry: Entry, value: Any, change: A
 def _ours(
     entries: list[Entry], entry: Entry, row: Published, published: list[Published]
 ) -> tuple[float | None, float | None, str]:
-    """Our number for a published one (None when we did not measure it), its change against full, and a note. Of bytes and speeds it is
-    that of the longest length."""
+    """Our number for a published one, its change against full, and a note.
+
+    The number is None when we did not measure it. For bytes and speeds it is the number at the longest
+    length.
+    """
     timed, held = speed_of(entry), bytes_at(entry, None)
     if row.task == "decode" and timed:
         rate, ratio = timed["decode_tokens_per_second"], timed.get("speed_over_full")
@@ -156,9 +178,13 @@ def _ours(
 
 
 def relative_drop(averages: list[tuple[float | None, float | None]]) -> float | None:
-    """Mean of what each benchmark's average loses of full's, relative to it: "Perf" of PoD Table 5, as Table 1's numbers give it.
+    """Mean of what each benchmark's average loses against full's, relative to it.
 
-    averages: (method, full). None where one was not measured.
+    This is "Perf" of PoD Table 5, as Table 1's numbers give it.
+
+    Args:
+        averages: (method, full) of each benchmark.
+    Returns: None where one was not measured.
     """
     drops = [1 - own / full for own, full in averages if own is not None and full]
     return sum(drops) / len(drops) if len(drops) == len(averages) else None
@@ -167,7 +193,10 @@ def relative_drop(averages: list[tuple[float | None, float | None]]) -> float | 
 def _with_full(
     entries: list[Entry], entry: Entry, groups: list[list[str]]
 ) -> tuple[float | None, float | None]:
-    """Mean (0 to 1) over groups of the means of their tasks, of a row and of full of the same model; None where a task is missing."""
+    """Mean (0 to 1) over groups of the means of their tasks, of a row and of full of the same model.
+
+    Each is None where a task is missing.
+    """
     bases = (other for other in entries if other.method == BASE and other is not entry)
     same = (other for other in bases if entry.run.dense_path in (None, other.run.dense_path))
     means: list[float | None] = []
@@ -178,7 +207,10 @@ def _with_full(
 
 
 def _leaves(row: Published, published: list[Published]) -> list[list[str]]:
-    """The tasks behind a published number: means of means. An average is over everything else that the table prints for the model."""
+    """The tasks behind a published number: means of means.
+
+    An average is over everything else that the table prints for the model.
+    """
     if row.task != "average" or row.benchmark == "niah":
         return [_members(row.benchmark, row.task)]
     if row.paper == "imdc":

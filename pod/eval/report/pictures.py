@@ -1,4 +1,7 @@
-"""The report's pictures as SVG text. Small canvases with large type, because a phone shows them 360 pixels wide."""
+"""The report's pictures as SVG text.
+
+Canvases are small and their type is large, because a phone shows them 360 pixels wide.
+"""
 
 import contextlib
 import io
@@ -38,7 +41,11 @@ def _canvas(height: float) -> tuple[Figure, Axes]:
 
 
 def _finished(figure: Figure, axes: Axes, x_label: str, y_label: str) -> str:
-    """SVG text. Names of lines stand above, the canvas grows by them; as many columns as the longest leaves room for."""
+    """The figure as SVG text.
+
+    The names of lines stand above, and the canvas grows by them. They have as many columns as the longest
+    name leaves room for.
+    """
     axes.set(xlabel=x_label, ylabel=y_label)
     axes.grid(alpha=0.25)
     handles, names = axes.get_legend_handles_labels()
@@ -66,12 +73,12 @@ def color(method: str) -> str:
 
 
 def _errors(values: list[float], intervals: list[list[float] | None]) -> Any:
-    """Lengths of error bars below and above; None unless every value has an interval."""
+    """Lengths of error bars below and above. None unless every value has an interval."""
     return None if None in intervals else np.abs(np.transpose(np.array(intervals)) - values)
 
 
 def _log_if_wide(axes: Axes, values: list[float]) -> None:
-    """A logarithmic scale for positive values of more than a factor of 6."""
+    """A logarithmic scale for positive values that span more than a factor of 6."""
     if min(values) > 0 and max(values) > 6 * min(values):
         axes.set_yscale("log")
         steps = (1, 2, 5) if max(values) < 200 * min(values) else (1,)
@@ -82,7 +89,13 @@ def _log_if_wide(axes: Axes, values: list[float]) -> None:
 
 @_styled
 def perplexity_by_position(curves: dict[str, list[dict]]) -> str:
-    """Perplexity of each span of positions with 95 % intervals, methods side by side in the span's slot. curves: buckets by method."""
+    """Perplexity of each span of positions with 95 % intervals.
+
+    Methods stand side by side in the span's slot.
+
+    Args:
+        curves: buckets by method.
+    """
     figure, axes = _canvas(3.3)
     ends = sorted({bucket["end"] for buckets in curves.values() for bucket in buckets})
     heights: list[float] = []
@@ -101,10 +114,14 @@ def perplexity_by_position(curves: dict[str, list[dict]]) -> str:
 
 @_styled
 def score_over_bytes(points: list[dict[str, Any]], y_label: str, higher_is_better: bool) -> str:
-    """Score against the share of the dense cache's bytes, each point where it was measured, its name at the right, joined by a thin line.
+    """Score against the share of the dense cache's bytes.
 
-    points: {label, family, share, value, ci95 or None}, in row order. Points of one family (a method at several budgets) are joined;
-    points of one place are one marker with all their names. Dotted: the best measured value at these bytes or fewer, no verdict.
+    Each point stands where it was measured. Its name stands at the right, joined to it by a thin line. A
+    dotted line shows the best measured value at these bytes or fewer; it is no verdict.
+
+    Args:
+        points: {label, family, share, value, ci95 or None}, in row order. Points of one family (a method at
+            several budgets) are joined. Points of one place are one marker with all their names.
     """
     figure, axes = _canvas(3.8)
     best = best_so_far(points, higher_is_better)
@@ -132,7 +149,10 @@ def score_over_bytes(points: list[dict[str, Any]], y_label: str, higher_is_bette
 
 
 def _names_at_the_right(figure: Figure, axes: Axes, names: dict[tuple[float, float], str]) -> None:
-    """Names in a column beside the axes, in the order of their points' heights, no two on one another."""
+    """Names in a column beside the axes, in the order of their points' heights.
+
+    No name stands on another.
+    """
     inside = max(figure.get_figheight() - 0.8, _LINE * len(names))
     figure.set_figheight(inside + 0.8)
     axes.autoscale_view()
@@ -150,8 +170,10 @@ def _names_at_the_right(figure: Figure, axes: Axes, names: dict[tuple[float, flo
 
 
 def best_so_far(points: list[dict[str, Any]], higher_is_better: bool) -> list[dict[str, Any]]:
-    """By growing bytes, the points whose measured value is better than that of every point of fewer bytes. No verdict: chance is not
-    asked."""
+    """By growing bytes, the points whose measured value beats every point of fewer bytes.
+
+    This is no verdict: nobody asks whether chance explains the difference.
+    """
     sign = 1 if higher_is_better else -1
     best: list[dict[str, Any]] = []
     for point in sorted(points, key=lambda point: (point["share"], -sign * point["value"])):
@@ -162,7 +184,11 @@ def best_so_far(points: list[dict[str, Any]], higher_is_better: bool) -> list[di
 
 @_styled
 def curve(curves: dict[str, dict[str, Any]]) -> str:
-    """One line per method. curves: {label: {x, y, low, high, x_label, y_label, log_x}}; what is None in y is left out."""
+    """One line per method.
+
+    Args:
+        curves: {label: {x, y, low, high, x_label, y_label, log_x}}; where y is None, the point is left out.
+    """
     figure, axes = _canvas(3.4)
     first = next(iter(curves.values()))
     for number, (label, line) in enumerate(curves.items()):
@@ -182,12 +208,14 @@ def curve(curves: dict[str, dict[str, Any]]) -> str:
 
 
 def training_curve(metrics: Path) -> str | None:
-    """Loss over steps from metrics.jsonl (`step`, `loss`), raw and as a running mean; None when there is too little."""
+    """Loss over steps from metrics.jsonl (`step`, `loss`), raw and as a running mean.
+
+    Returns: None when there is too little.
+    """
     points = []
     for line in metrics.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(
-            ValueError, KeyError
-        ):  # the last line of a run that was killed, steps without a loss
+        # ValueError: the last line of a run that was killed; KeyError: steps without a loss
+        with contextlib.suppress(ValueError, KeyError):
             record = json.loads(line)
             points.append((record["step"], record["loss"]))
     if len(points) < 2:

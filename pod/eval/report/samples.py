@@ -1,17 +1,22 @@
-"""Samples of a result file as a report holds them: what it reads of them, by column, however many methods there are."""
+"""Samples of a result file as a report holds them.
+
+It keeps what the report reads of them, by column, however many methods there are.
+"""
 
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 READ = ("id", "score", "tokens", "prompt_hash", "subtask", "cluster", "buckets")
-"""What judgements and tables read of a sample; answers and targets stay in the file."""
+"""What judgements and tables read of a sample. Answers and targets stay in the file."""
 
 
 class Samples(Sequence[dict[str, Any]]):
-    """Rows that are made when they are asked for; they have what the given ones had of `READ`.
+    """Rows that are made when they are asked for. They have what the given rows had of `READ`.
 
-    shared: columns of other files, by content. Methods that answered the same samples hold ids and prompt hashes once.
+    Args:
+        shared: columns of other files, by content. Methods that answered the same samples hold ids and prompt
+            hashes once.
     """
 
     def __init__(self, rows: Sequence[dict[str, Any]], shared: dict[Any, Any]):

@@ -1,4 +1,7 @@
-"""The speed and memory part of a report. Speeds of one run were measured in one process, in turns: they are compared within a run only."""
+"""The speed and memory part of a report.
+
+Speeds of one run were measured in one process, in turns. They are compared within a run only.
+"""
 
 from typing import Any
 
@@ -16,7 +19,7 @@ _PART_NAMES = {
     "near_values": "values in windows",
     "window_keys": "followers' near keys",
 }
-"""Of stores whose own names say less to a reader."""
+"""Names for stores whose own names say less to a reader."""
 
 
 def speed_blocks(runs: list[Run]) -> list[Block]:
@@ -38,7 +41,10 @@ def _by_length(parts: Parts) -> list[list[tuple[str, dict[str, Any]]]]:
 
 
 def speed_table(parts: Parts, title: str = "") -> Table:
-    """Decode speed with its spread, time to first token and bytes with their parts, per length and method; bars within a length."""
+    """Speed and bytes per length and method, with bars within a length.
+
+    Columns are the decode speed with its spread, the time to the first token, and bytes with their parts.
+    """
     heads = ["method", "prompt tokens", "tokens/s", "× full", "first token, s", "KV MB", "of PoD's"]
     lengths, rows = _by_length(parts), []
     held_parts = list(dict.fromkeys(part for of in lengths for _, own in of for part in own["bytes_by_part"]))
@@ -61,7 +67,10 @@ def speed_table(parts: Parts, title: str = "") -> Table:
 
 
 def decoding_table(parts: Parts, name: str) -> Table:
-    """Decoding after longer prompts, where it was measured; no prompt was read, the caches hold random tokens."""
+    """Decoding after longer prompts, where it was measured.
+
+    No prompt was read: the caches hold random tokens.
+    """
     heads = {"method": "method", "length": "prompt tokens", "decode_tokens_per_second": "tokens/s"}
     heads |= {"speed_over_full": "× full", "bytes": "KV MB", "bytes_over_full": "of full's bytes"}
     rows = []
@@ -88,7 +97,10 @@ def memory_tables(parts: Parts, name: str) -> list[Block]:
 
 
 def batch_table(parts: Parts, name: str) -> Table:
-    """The largest batch of every method for each (prompt, generated) pair, and the longest prompt, where they were measured."""
+    """The largest batch of every method and the longest prompt, where they were measured.
+
+    A row stands for a method and a (prompt, generated) pair.
+    """
     heads = {"method": "method", "asked": "prompt + new", "limit": "limit", "batch": "largest batch"}
     heads |= {"batch_over_full": "× full", "tokens_per_second": "tokens/s"}
     heads |= {"tokens_per_second_over_full": "× full's tokens/s"}

@@ -1,4 +1,8 @@
-"""The tables of a report: methods by tasks, one task in detail, tasks of a suite, heat maps, and whatever a payload brings along."""
+"""The tables of a report.
+
+They show methods by tasks, one task in detail, tasks of a suite, heat maps, and whatever a payload brings
+along.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,14 +24,18 @@ from pod.eval.report.names import categories_of, short_name
 from pod.eval.report.page import NONE, Cell, Table, cell, is_share, shade
 
 MOST_COLUMNS = 12
-_Row = tuple[str, str, Tasks, Part]  # name, small text, and what it asks for
+_Row = tuple[str, str, Tasks, Part]  # its name, small text, and the tasks and part that it asks for
 
 
 # -- numbers as text -----------------------------------------------------------------------------------------
 
 
 def number(value: float, digits: int, sign: str = "", unit: str = "") -> str:
-    """So many decimals, or `<0.01` for what would round to nothing. sign: "+" to print it."""
+    """So many decimals, or `<0.01` for what would round to nothing.
+
+    Args:
+        sign: "+" to print it.
+    """
     least = 10.0**-digits
     if 0 < abs(value) < least / 2:
         return f"{'-' if value < 0 else sign}<{least:.{digits}f}{unit}"
@@ -35,7 +43,7 @@ def number(value: float, digits: int, sign: str = "", unit: str = "") -> str:
 
 
 def percent(value: float, sign: str = "", unit: str = "%") -> str:
-    """A share times 100 with one decimal, with two below 0.1."""
+    """A share times 100 with one decimal; with two decimals below 0.1."""
     return number(100 * value, 2 if 0 < abs(value) < 0.001 else 1, sign, unit)
 
 
@@ -47,7 +55,7 @@ def value_text(payload: Payload, value: float) -> str:
 
 
 def delta_text(against: Against, value: float | None = None) -> str:
-    """A change (default: the measured one) of perplexity in percent, of scores in points."""
+    """A change (default: the measured one): of perplexity in percent, of scores in points."""
     return percent(against.delta if value is None else value, "+", "%" if against.relative else "")
 
 
@@ -64,7 +72,11 @@ def p_text(value: float) -> str:
 
 
 def column_form(values: Sequence[float], share: bool) -> Callable[[float], str]:
-    """How all numbers of a column are printed: one unit, as many decimals for all. share: they are shares or changes, in percent."""
+    """How all numbers of a column are printed: in one unit, with as many decimals for all.
+
+    Args:
+        share: they are shares or changes, which are printed in percent.
+    """
     if share:
         return percent
     largest = max(map(abs, values), default=0.0)
@@ -90,7 +102,10 @@ def change_cell(against: Against | None) -> Cell:
 
 
 def result_cell(comparison: Comparison, entry: Entry, tasks: Tasks, part: Part = None) -> Cell:
-    """A row's number on a task, on a part of it or on the mean of several, over its change; else why there is none."""
+    """A row's number on a task, on a part of it or on the mean of several, over its change.
+
+    Where there is no number, the cell says why.
+    """
     payload = payload_of(entry, tasks, part)
     if payload is None or payload["value"] is None:
         if tasks[0] in entry.failed:
@@ -128,19 +143,28 @@ def common_length(entries: list[Entry]) -> int | None:
 
 
 def _whole_rows(entry: Entry) -> list[dict[str, Any]]:
-    """Stated bytes of caches that reached their length; where answers ended early, only if there is nothing else."""
+    """Stated bytes of caches that reached their length.
+
+    Where answers ended early, their rows count only if there are no others.
+    """
     rows = held_rows(entry)
     return [row for row in rows if row["held_tokens"] >= row["length"]] or rows
 
 
 def bytes_at(entry: Entry, length: int | None) -> dict[str, Any] | None:
-    """The stated bytes at a length, else at the row's longest; the largest where several tasks state it."""
+    """The stated bytes at a length, else at the row's longest.
+
+    They are the largest where several tasks state them.
+    """
     rows = _whole_rows(entry)
     return max(rows, key=lambda row: (row["length"] == length, row["length"], row["bytes"]), default=None)
 
 
 def saving_of(row: dict[str, Any]) -> float:
-    """Share of the dense bytes that is saved; what an empty answer or bookkeeping adds counts as nothing saved."""
+    """Share of the dense bytes that is saved.
+
+    What an empty answer or bookkeeping adds counts as nothing saved.
+    """
     return max(0.0, 1 - row["bytes"] / row["dense"])
 
 
@@ -155,7 +179,7 @@ def _byte_cells(entry: Entry, length: int | None) -> list[Cell]:
 
 
 def speed_of(entry: Entry) -> dict[str, Any]:
-    """Speeds of a row at the longest length of its runs' speed measurements; empty without any."""
+    """Speeds of a row at the longest length of its runs' speed measurements. Empty without any."""
     return max(entry.speed, key=lambda row: row["length"], default={})
 
 
@@ -168,7 +192,10 @@ def median(value: Any) -> Any:
 
 
 def task_table(comparison: Comparison, task: str) -> Table:
-    """Every method on one task: value, Δ, answered and skipped samples, share of the dense bytes, further metrics."""
+    """Every method on one task.
+
+    Columns are value, Δ, answered and skipped samples, share of the dense bytes, and further metrics.
+    """
     entries = comparison.measured(task)
     payloads = [entry.parts[task] for entry in entries]
     binary = any(payload["kind"] == "binary" for payload in payloads)
@@ -208,7 +235,10 @@ def _metric_cells(payloads: list[Payload], name: str) -> list[Cell]:
 
 
 def suite_table(comparison: Comparison, tasks: tuple[str, ...]) -> Table:
-    """Tasks of a suite as rows, then its categories and the mean of those, the mean of all tasks last; each cell with Δ to full."""
+    """Tasks of a suite as rows, each cell with Δ to full.
+
+    After the tasks come the suite's categories and the mean of those. The mean of all tasks stands last.
+    """
     entries = [entry for entry in comparison.entries if any(task in entry.parts for task in tasks)]
     metrics = {task: comparison.measured(task)[0].parts[task]["metric"] for task in tasks}
     rows: list[_Row] = [(short_name(task), metric, (task,), None) for task, metric in metrics.items()]
@@ -223,8 +253,10 @@ def suite_table(comparison: Comparison, tasks: tuple[str, ...]) -> Table:
 
 
 def part_table(comparison: Comparison, task: str) -> list[Table]:
-    """Subtasks of a group, and positions of perplexity where all methods have the same, as rows, methods as columns, each with Δ to full
-    on the same samples."""
+    """Parts of a task as rows, methods as columns, each with Δ to full on the same samples.
+
+    Parts are the subtasks of a group, and positions of perplexity where all methods have the same.
+    """
     parts = {entry.label: entry.parts[task] for entry in reversed(comparison.measured(task))}
     inner = {name: one for part in parts.values() for name, one in (part.get("subtasks") or {}).items()}
     spans = [[(row["first"], row["end"]) for row in part.get("buckets") or ()] for part in parts.values()]
@@ -237,7 +269,7 @@ def part_table(comparison: Comparison, task: str) -> list[Table]:
 
 
 def _by_method(comparison: Comparison, head: str, entries: list[Entry], rows: list[_Row]) -> Table:
-    """Methods as columns."""
+    """A table with methods as columns."""
     body = [
         [Cell(name, small.replace("_", " ")), *[result_cell(comparison, e, tasks, part) for e in entries]]
         for name, small, tasks, part in rows
@@ -267,7 +299,10 @@ def _heat_cell(share: float | None) -> Cell:
 
 
 def plain_table(rows: list[dict[str, Any]], heads: dict[str, str], title: str) -> Table:
-    """Values of any kind by key, a column in one unit: shares and changes in percent, but for the first column, which names the rows."""
+    """Values of any kind by key, a column in one unit.
+
+    Shares and changes are printed in percent, but not in the first column, which names the rows.
+    """
     forms: dict[str, str | Callable[[float], str]] = {}
     for key, head in heads.items():
         numbers = [row[key] for row in rows if _is_number(row.get(key))]

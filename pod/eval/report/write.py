@@ -37,7 +37,12 @@ _TITLE = "Proximal over distant: evaluation"
 
 
 def write_report(recipe: "Recipe") -> Path:
-    """Write report.html, report.md and report.csv into the eval folder of one run, from the files of all methods there; returns the HTML path."""
+    """Write report.html, report.md and report.csv into the eval folder of one run.
+
+    They are made from the files of all methods there.
+
+    Returns: the path of the HTML page.
+    """
     return write_merged([recipe.eval_dir], recipe.eval_dir, more=_run_pictures(recipe))
 
 
@@ -48,10 +53,14 @@ def write_merged(
     model: str | None = None,
     more: Sequence[Section] = (),
 ) -> Path:
-    """One report of several runs into the folder `out`; returns the HTML path.
+    """Write one report of several runs into the folder `out`.
 
-    papers: folder of CSV files as in papers/ beside this file; model: the papers' name of the model, where its path does not tell.
-    Raises: ValueError when a folder holds no results.
+    Args:
+        papers: folder of CSV files as in papers/ beside this file.
+        model: the papers' name of the model, where its path does not tell.
+    Returns: the path of the HTML page.
+    Raises:
+        ValueError: when a folder holds no results.
     """
     comparison, folder = merge(folders), Path(out)
     theirs = paper_tables.blocks(comparison, paper_tables.load(papers), model)
@@ -103,14 +112,14 @@ def task_blocks(comparison: Comparison, task: str) -> list[Block]:
 
 
 def suite_blocks(comparison: Comparison, tasks: tuple[str, ...]) -> list[Block]:
-    """A suite: its table, its picture over bytes, and its tasks behind a line each."""
+    """A suite: its table, its picture over bytes, and its tasks, each behind a line that opens it."""
     blocks: list[Block] = [tables.suite_table(comparison, tasks)]
     blocks += _over_bytes(_points(comparison, tasks), "mean score of the tasks")
     return blocks + [Section(short_name(task), task_blocks(comparison, task)) for task in tasks]
 
 
 def _overall_bytes(comparison: Comparison) -> list[Block]:
-    """Mean score over all tasks of which every row has a score, against bytes."""
+    """Mean score over all tasks on which every row has a score, against bytes."""
     scored = tuple(
         task
         for task in comparison.tasks
@@ -141,7 +150,7 @@ def _points(comparison: Comparison, tasks: tuple[str, ...]) -> list[dict[str, An
 
 
 def _over_bytes(points: list[dict[str, Any]], label: str) -> list[Block]:
-    """The picture of points that differ in bytes."""
+    """The picture of points, if they differ in bytes."""
     if len(points) < 3 or len({round(point["share"], 3) for point in points}) < 2:
         return []
     svg = pictures.score_over_bytes(points, label, points[0]["higher_is_better"])
@@ -159,7 +168,7 @@ def _curves(comparison: Comparison, task: str) -> list[Block]:
 
 def _run_pictures(recipe: "Recipe") -> list[Section]:
     """Pictures that other steps of the run left behind: similarity and plan, training loss."""
-    files = sorted(recipe.plan_dir.glob("*.png"))  # which say themselves what they show
+    files = sorted(recipe.plan_dir.glob("*.png"))  # these pictures say themselves what they show
     plans: list[Block] = [Picture(file.read_bytes(), file.stem.replace("_", " ")) for file in files]
     metrics = recipe.train_dir / "metrics.jsonl"
     curve = pictures.training_curve(metrics) if metrics.is_file() else None
@@ -171,7 +180,7 @@ def _run_pictures(recipe: "Recipe") -> list[Section]:
 
 
 def csv_text(comparison: Comparison) -> str:
-    """One line per method and task, everything that the page says about it."""
+    """One line per method and task, with everything that the page says about it."""
     out = io.StringIO()
     asked = ((entry, task) for entry in comparison.entries for task in comparison.tasks)
     rows = [_csv_row(comparison, e, t) for e, t in asked if t in {*e.parts, *e.refused, *e.failed}]
@@ -182,7 +191,7 @@ def csv_text(comparison: Comparison) -> str:
 
 
 def _csv_row(comparison: Comparison, entry: Entry, task: str) -> dict[str, Any]:
-    """Whatever there is of a task, in the order of the columns; None for the rest."""
+    """Whatever there is about a task, in the order of the columns; None for the rest."""
     part: dict[str, Any] = entry.parts.get(task) or {}
     against = comparison.against(entry, (task,)) if part else None
     longest = max(held_rows(entry, task), key=lambda row: row["length"], default={}) if part else {}
@@ -208,7 +217,7 @@ def _ends(name: str, interval: list[float] | None) -> dict[str, float | None]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line."""
+    """The command line."""
     parser = argparse.ArgumentParser(
         "python -m pod.eval.report", description=(__doc__ or "").partition("\n")[0]
     )

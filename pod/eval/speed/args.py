@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from pod.eval.args import EvalArgs
 
 NAME = "efficiency"
-"""The task: a part of every method's result file that only compares within one race, in one process."""
+"""The task.
+
+It is a part of every method's result file, and only compares within one race, in one process.
+"""
 
 
 @section
@@ -27,8 +30,9 @@ class SpeedOptions:
     cache, and activations. Processes the prompt once more for each method."""
 
     decode_lengths: list[AtLeast2] = field(default_factory=list)
-    """More prompt lengths in tokens, at which only decoding is timed. Random tokens fill the caches, so no prompt is
-    processed; bytes and time stay the same. Methods that select tokens by the prompt are left out."""
+    """More prompt lengths in tokens, at which only decoding is timed. Random tokens fill the caches, so no
+    prompt is processed; bytes and time stay the same. Methods that select tokens by the prompt are left
+    out."""
 
     max_batch: list[tuple[PositiveInt, PositiveInt]] = field(default_factory=list)
     """Pairs [prompt tokens, generated tokens] for which the largest batch that fits is searched, for
@@ -56,14 +60,16 @@ class SpeedOptions:
         return None if self.memory_limit_gib is None else int(self.memory_limit_gib * 2**30)
 
     def lengths(self) -> set[int]:
-        """Tokens in the cache at the end of every batch that is tried; the last new token is never fed."""
+        """Tokens in the cache at the end of every batch that is tried. The last new token is never fed."""
         return {prompt + generated - 1 for prompt, generated in self.max_batch}
 
 
 def speed_options(args: "EvalArgs") -> SpeedOptions:
     """The options of the task `efficiency`.
 
-    Raises: ValueError for an unknown key, naming the nearest, for a wrong value, and for a search without a GPU that has no limit.
+    Raises:
+        ValueError: for an unknown key, naming the nearest; for a wrong value; for a search that has no limit
+            on a machine without a GPU.
     """
     options: SpeedOptions = build(SpeedOptions, args.task_options.get(NAME, {}), f"eval.task_options.{NAME}")
     searched = "max_batch" if options.max_batch else "longest_prompt"

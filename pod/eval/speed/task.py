@@ -1,5 +1,7 @@
-"""Speeds, bytes, peak memory and largest batches of all methods side by side, in one process: the part `efficiency` of their result
-files."""
+"""Speeds, bytes, peak memory and largest batches of all methods side by side, in one process.
+
+They are the part `efficiency` of the methods' result files.
+"""
 
 import time
 from collections.abc import Callable
@@ -25,7 +27,10 @@ _MEMORY_STEPS = 4  # decoded tokens whose peak memory is measured
 
 
 def measure_speed(run: "Evaluation", results: dict[str, RunResults]) -> None:
-    """Speeds of all methods side by side, as a part of each one's results; errors of methods that failed stand there, too."""
+    """Measure the speeds of all methods side by side, as a part of each one's results.
+
+    Errors of methods that failed stand there, too.
+    """
     if is_known(run, results):
         date = {result.content["parts"][SPEED_RUN]["environment"]["date"] for result in results.values()}
         run.log(f"speed: kept from {', '.join(date)}")
@@ -58,7 +63,7 @@ def _own(rows: list[dict[str, dict]], name: str) -> list[dict]:
 
 
 def row_of(run: "Evaluation") -> str:
-    """Changes with anything that can change the speeds of all methods."""
+    """A digest that changes with anything that can change the speeds of all methods."""
     args, model = run.args, run.models.reference_layout()
     asked = [args.efficiency_lengths, args.efficiency_tokens, args.efficiency_repeats, asdict(run.speed)]
     code, hardware = code_identity("eval/speed/*.py", "measure/*.py"), environment()["hardware"]
@@ -73,7 +78,11 @@ def is_known(run: "Evaluation", results: dict[str, RunResults]) -> bool:
 
 
 def check(run: "Evaluation") -> None:
-    """Make every cache that will be used by methods with a budget. Raises: ValueError for a budget below a method's minimum."""
+    """Make every cache that methods with a budget will use.
+
+    Raises:
+        ValueError: for a budget below a method's minimum.
+    """
     spans = [(length, 0) for length in run.args.efficiency_lengths]
     spans += [(prompt + generated - 1, generated - 1) for prompt, generated in run.speed.max_batch]
     for method in map(find_method, run.args.methods):
@@ -90,7 +99,7 @@ def _speed_headline(lengths: list[dict[str, dict]]) -> str:
 
 
 def _race(run: "Evaluation", length: int, errors: dict[str, Exception]) -> dict[str, dict[str, Any]]:
-    """A row per method at one prompt length. Adds the methods that cannot run to `errors`."""
+    """A row per method at one prompt length. Methods that cannot run are added to `errors`."""
     args = run.args
     rows: dict[str, dict[str, Any]] = {name: {"length": length} for name in args.methods}
     contestants = [race.Contestant(name) for name in args.methods]
@@ -98,7 +107,7 @@ def _race(run: "Evaluation", length: int, errors: dict[str, Exception]) -> dict[
         with one.trying():
             method = find_method(one.name)
             one.model = run.models.get(method.model)
-            if run.speed.memory:  # reads the whole prompt: the model is warm afterwards
+            if run.speed.memory:  # measuring reads the whole prompt: the model is warm afterwards
                 make, prompt = partial(_cache, run, one.name, length), _prompt(run, one.model, length)
                 rows[one.name]["memory"] = memory.measure(one.model, make, prompt, _MEMORY_STEPS)
             race.warm_up(one.model, _prompt(run, one.model, length))
@@ -107,7 +116,7 @@ def _race(run: "Evaluation", length: int, errors: dict[str, Exception]) -> dict[
         for one in race.in_turns(contestants, turn):
             with one.trying():
                 if one.failed is None:
-                    one.cache = None  # frees the one before
+                    one.cache = None  # frees the cache of the turn before
                     one.cache = _cache(run, one.name, length)
                     race.fill(one, _prompt(run, one.model, length))
     contestants = _still_in(contestants, errors)
@@ -122,7 +131,10 @@ def _race(run: "Evaluation", length: int, errors: dict[str, Exception]) -> dict[
 
 
 def _race_filled(run: "Evaluation", length: int, errors: dict[str, Exception]) -> dict[str, dict[str, Any]]:
-    """Decoding at a length that no prompt was read for: a row per method whose cache can be filled. Adds failures to `errors`."""
+    """Decoding at a length that no prompt was read for: a row per method whose cache can be filled.
+
+    Methods that fail are added to `errors`.
+    """
     contestants = []
     for one in map(race.Contestant, run.args.methods):
         method = find_method(one.name)
@@ -191,7 +203,10 @@ def _largest_batches(
 
 
 def _longest_prompts(run: "Evaluation", errors: dict[str, Exception]) -> dict[str, dict[str, Any]]:
-    """The longest prompt of every method, as rows of one row each; `batch_over_full` is the ratio of tokens."""
+    """The longest prompt of every method, as rows with a batch of one row each.
+
+    `batch_over_full` is the ratio of tokens.
+    """
     step, limit, most = run.speed.longest_prompt, run.speed.memory_limit, run.speed.longest_prompt_tokens
 
     def measured(subject: Subject) -> dict[str, Any]:
@@ -211,7 +226,7 @@ def _longest_prompts(run: "Evaluation", errors: dict[str, Exception]) -> dict[st
 def _searched(
     run: "Evaluation", measured: Callable[[Subject], dict[str, Any]], errors: dict[str, Exception]
 ) -> dict[str, dict[str, Any]]:
-    """A row per method; adds the methods that fail to `errors`."""
+    """A row per method. Methods that fail are added to `errors`."""
     rows: dict[str, dict[str, Any]] = {}
     for one in map(race.Contestant, run.args.methods):
         with one.trying():
@@ -223,7 +238,10 @@ def _searched(
 
 
 def speeds(contestant: race.Contestant, base: race.Contestant | None, steps: int) -> dict[str, Any]:
-    """Seconds to the first token and tokens per second (median, min, max over the repeats), and the ratios to `base`, taken round by round."""
+    """Seconds to the first token and tokens per second, and the ratios to `base`.
+
+    Numbers are the median, min and max over the repeats. Ratios are taken round by round.
+    """
     first = spread(contestant.prompt_seconds)
     found: dict[str, Any] = {"time_to_first_token_seconds": first["median"], "time_to_first_token": first}
     found |= decode_speeds(contestant, base, steps)
@@ -233,7 +251,10 @@ def speeds(contestant: race.Contestant, base: race.Contestant | None, steps: int
 
 
 def decode_speeds(contestant: race.Contestant, base: race.Contestant | None, steps: int) -> dict[str, Any]:
-    """Tokens per second of decoding (median, min, max over the repeats), and the ratio to `base`, taken round by round."""
+    """Tokens per second of decoding, and the ratio to `base`.
+
+    Numbers are the median, min and max over the repeats. The ratio is taken round by round.
+    """
     rates = spread([steps / seconds for seconds in contestant.seconds])
     found: dict[str, Any] = {"decode_tokens_per_second": rates}
     if base is not None:
@@ -242,5 +263,5 @@ def decode_speeds(contestant: race.Contestant, base: race.Contestant | None, ste
 
 
 def _ratios(theirs: list[float], own: list[float]) -> dict[str, float | int]:
-    """How many times as fast as `theirs`, round by round."""
+    """How many times as fast as `theirs` our own times are, round by round."""
     return spread([other / mine for other, mine in zip(theirs, own, strict=True)])
