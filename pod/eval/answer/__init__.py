@@ -1,6 +1,7 @@
 """What a method says to a prompt: the store of answers, and everything that runs a model to get one.
 
-Tasks name its files as `answer.reading`, which loads them when they are first used: making a list of tasks needs no torch.
+Tasks name its files as `answer.reading`. That loads them when they are first used: making a list of tasks
+needs no torch.
 """
 
 import importlib

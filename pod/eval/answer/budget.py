@@ -1,4 +1,7 @@
-"""Equal bytes: what PoD really holds at a length, the token budget that gives a token-dropping method as much, and caches made with it."""
+"""Equal bytes, and caches made with them.
+
+What PoD really holds at a length gives the token budget with which a token-dropping method holds as much.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +19,7 @@ LENGTH_CLASS = 64  # tokens
 
 
 def length_class(length: int) -> int:
-    """A sample's length rounded up to a multiple of 64 tokens, the length that its budget is taken at.
+    """A sample's length rounded up to a multiple of 64 tokens. Its budget is taken at this length.
 
     So few budgets and cache sizes exist, however ragged the lengths are.
     """
@@ -25,7 +28,12 @@ def length_class(length: int) -> int:
 
 @dataclass(frozen=True, order=True)
 class Span:
-    """A cache that will be used: the length it reaches (tokens), and how many of them are fed after the prompt."""
+    """A cache that will be used.
+
+    Attributes:
+        length: tokens that it reaches.
+        fed: how many of them are fed after the prompt.
+    """
 
     length: int
     fed: int
@@ -34,8 +42,10 @@ class Span:
 class ByteBudgets:
     """Bytes that the PoD cache holds at each length, and the budgets that follow from them.
 
-    bytes_per_token: of the dense model; measure: bytes by part of one sequence at each of some lengths (`measure_bytes`), asked when
-    they are needed; None without a PoD model.
+    Args:
+        bytes_per_token: of the dense model.
+        measure: gives the bytes by part of one sequence at each of some lengths (`measure_bytes`). It is
+            asked when they are needed. None without a PoD model.
     """
 
     def __init__(
@@ -47,7 +57,7 @@ class ByteBudgets:
         self._known: dict[int, dict[str, int]] = {}
 
     def prepare(self, lengths: Iterable[int]) -> None:
-        """Measure what is not known of these lengths, in one pass over the longest."""
+        """Measure the lengths that are not known yet, in one pass over the longest."""
         new = sorted(set(lengths) - self._known.keys())
         if new and self._measure is not None:
             self._known |= self._measure(new)
@@ -58,10 +68,13 @@ class ByteBudgets:
         return None if self._measure is None else sum(self._known[length].values())
 
     def tokens(self, method: Method, span: Span) -> int:
-        """Budget of a method (tokens per KV head and layer) that fills PoD's bytes when the sequence has reached the span's length.
+        """Budget of a method (tokens per KV head and layer) that fills PoD's bytes.
 
-        A method that keeps every token fed after the prompt gets so many slots less for its prompt, so that the *largest* number of
-        bytes it ever holds is PoD's. The length where PoD holds every key and value: nothing is dropped then.
+        The bytes are compared when the sequence has reached the span's length. A method that keeps every
+        token fed after the prompt gets so many slots less for its prompt, so that the *largest* number of
+        bytes it ever holds is PoD's.
+
+        Returns: the length itself where PoD holds every key and value: nothing is dropped then.
         """
         held = self.pod_bytes(span.length)
         assert held is not None, "methods that follow PoD's bytes are refused where there is no PoD model"
@@ -71,15 +84,17 @@ class ByteBudgets:
         budget = slots - (span.fed if method.grows else 0)
         if budget < 1:
             raise ValueError(
-                f"{method.name}: PoD's bytes at {span.length} tokens leave {budget} tokens for the prompt; score or generate fewer "
-                f"tokens than {slots} after it"
+                f"{method.name}: PoD's bytes at {span.length} tokens leave {budget} tokens for the prompt; "
+                f"score or generate fewer tokens than {slots} after it"
             )
         return budget
 
     def stated(self, length: int, budget: int | None, held: Sequence[int]) -> dict[str, Any]:
         """What a result says about its bytes per sequence of `length` tokens.
 
-        budget: tokens that a token-dropping method got; held: bytes of the caches that were used (the largest counts), empty when none was.
+        Args:
+            budget: tokens that a token-dropping method got.
+            held: bytes of the caches that were used (the largest counts); empty when none was used.
         """
         own, dense, reference = max(held, default=0), self.bytes_per_token * length, self.pod_bytes(length)
         return {
@@ -96,7 +111,10 @@ class ByteBudgets:
 class Subject:
     """A method under test: its model, and its caches of every size.
 
-    load: gives the model; options: parameters of its caches; budgets: what a budget follows that is not the method's own.
+    Args:
+        load: gives the model.
+        options: parameters of its caches.
+        budgets: what a budget follows that is not the method's own.
     """
 
     def __init__(
@@ -117,20 +135,26 @@ class Subject:
         return None if budget is None else budget.of_prompt(span.length - span.fed)
 
     def room(self, span: Span) -> int | str | None:
-        """The budget that a cache is made with: a share as it is written, which each row takes of its own prompt; no limit where it
-        follows PoD's bytes and PoD has dropped nothing yet."""
+        """The budget that a cache is made with.
+
+        A share stands as it is written; each row takes it of its own prompt. There is no limit where the
+        budget follows PoD's bytes and PoD has dropped nothing yet.
+        """
         if self.method.budget is not None:
             return self.method.budget.tokens or str(self.method.budget)
         budget = self.budget(span)
         return NO_LIMIT if budget is not None and budget >= span.length else budget
 
     def cache(self, *spans: Span) -> Any:
-        """A new cache; of several spans, for a batch whose rows are of these."""
+        """A new cache. With several spans it is for a batch whose rows have these spans."""
         rooms = [room for span in spans if (room := self.room(span)) is not None]
         return self._new_cache(rooms if len(set(rooms)) > 1 else next(iter(rooms), None))
 
     def trial(self, span: Span) -> Any:
-        """A cache whose budget is in tokens, which refuses a share of the prompt that is less than the method takes."""
+        """A cache whose budget is in tokens.
+
+        It refuses a share of the prompt that is less than the method takes.
+        """
         room = self.room(span)
         return self._new_cache(self.budget(span) if isinstance(room, str) else room)
 
@@ -160,7 +184,7 @@ def measure_bytes(
 
     Returns: {length: {part: bytes}}. The tokens fed are arbitrary: bytes do not depend on them.
     """
-    import torch  # which counting tokens needs not
+    import torch  # counting tokens does not need it
 
     cache = pod.make_cache(model, spec, budget=budget)
     device = next(model.parameters()).device

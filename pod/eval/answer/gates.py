@@ -1,4 +1,7 @@
-"""How much PoD's gate lets decoding leave out (`tau`, PoD appendix B.4): counted by a cache's layers, told as shares of heads and of attention."""
+"""How much PoD's gate lets decoding leave out (`tau`, PoD appendix B.4).
+
+A cache's layers count it; it is told as shares of heads and of attention.
+"""
 
 from typing import Any
 
@@ -6,8 +9,11 @@ Counts = dict[str, list[float | None]]
 
 
 def watch(cache: Any) -> Any:
-    """Let the layers of a new cache note what gates skip, where it has a `tau`; for `skipped`. Returns the cache."""
-    for kind in getattr(cache, "kinds", ()):  # whose layers are made when rows come
+    """Let the layers of a new cache note what gates skip, where it has a `tau`. `skipped` reads the notes.
+
+    Returns: the cache.
+    """
+    for kind in getattr(cache, "kinds", ()):  # their layers are made when rows come
         kind.make_child = lambda *arguments, make=kind.make_child: _watched(make(*arguments))
     for layer in cache.layers:
         _watched(layer)
@@ -21,12 +27,16 @@ def _watched(layer: Any) -> Any:
 
 
 def skipped(layers: list[Any], row: int, end: int) -> Counts:
-    """What a row's tokens up to the `end`-th that were decoded and had distant ones skipped: by name a number per layer; nothing where
-    nothing was noted.
+    """What one row has skipped: by name a number per layer. It is empty where nothing was noted.
 
-    heads, groups: query heads of followers, and their KV heads; …_skipped: those whose gate reached tau (of groups: all their query heads;
-    only then the distant values stay unread). exact, saved, dense: multiply-adds of attention in units of head_dim, over all heads: of
-    PoD without skipping, of what is left out, and of the dense model.
+    Tokens of the row up to the `end`-th count, if they were decoded and had distant tokens before them.
+
+    Returns:
+        heads, groups: query heads of followers, and their KV heads.
+        heads_skipped, groups_skipped: those whose gate reached tau. A group counts when all its query heads
+            did; only then the distant values stay unread.
+        exact, saved, dense: multiply-adds of attention in units of head_dim, over all heads: of PoD without
+            skipping, of what is left out, and of the dense model.
     """
     noted = [layer for layer in layers if getattr(layer, "skips", None)]
     if not noted:

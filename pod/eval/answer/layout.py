@@ -1,4 +1,4 @@
-"""On which devices the models of an evaluation lie: those of this rank, and on paper any."""
+"""On which devices the models of an evaluation lie: on those of this rank, or on paper on any."""
 
 import re
 from collections.abc import Mapping
@@ -10,19 +10,22 @@ if TYPE_CHECKING:
     from pod.modeling.shipped.config import PodConfig
 
 SPREADS = ("balanced", "sequential")
-"""What `eval.device` may say beside `auto` and a device: how to spread the layers over all devices of this
-rank."""
+"""What `eval.device` may say beside `auto` and a device.
+
+It says how to spread the layers over all devices of this rank.
+"""
 _GIB = 2**30
 
 
 def rank_devices(asked: str) -> "list[torch.device]":
-    """The devices of this rank, the one where tokens come in first.
+    """The devices of this rank. The first one is where tokens come in.
 
-    Ranks of a machine share its GPUs: with more GPUs than ranks each has neighbouring ones of its own.
+    Ranks of a machine share its GPUs. With more GPUs than ranks, each rank has neighbouring ones of its own.
 
     Args:
         asked: `eval.device`.
-    Raises: ValueError for what is no device.
+    Raises:
+        ValueError: for what is no device.
     """
     import torch
 
@@ -54,7 +57,11 @@ class Gpus(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> "Gpus":
-        """Of a text as `8x24`; ValueError for another."""
+        """The GPUs that a text such as `8x24` names.
+
+        Raises:
+            ValueError: for any other text.
+        """
         parts = re.fullmatch(r"([1-9]\d*)x(\d+(?:\.\d+)?)", text)
         if parts is None or not float(parts[2]):
             raise ValueError(f"{text!r} is not allowed: give number x GiB, as 8x24 for 8 GPUs of 24 GiB")
@@ -82,13 +89,15 @@ def places_for(
     max_memory: "Mapping[torch.device, float]",
     load: Load | None,
 ) -> "dict[str, torch.device]":
-    """The device of each part of a model: weights and cache together where both fit, else by the weights
-    alone.
+    """The device of each part of a model.
+
+    Weights and cache are placed together where both fit, else by the weights alone.
 
     Args:
         asked, max_memory: as `pod.modeling.placement.place` takes them.
         load: None = not known.
-    Raises: ValueError for weights that do not fit.
+    Raises:
+        ValueError: for weights that do not fit.
     """
     from pod.modeling.placement import place
 
@@ -97,15 +106,16 @@ def places_for(
         try:
             return place(config, bytes_per_number, asked, max_memory, beside)
         except ValueError:
-            asked = "balanced" if asked == "auto" else asked  # as much room as there is
+            asked = "balanced" if asked == "auto" else asked  # leaves caches as much room as there is
     return place(config, bytes_per_number, asked, max_memory)
 
 
 def layout_lines(
     title: str, config: "PodConfig", bytes_per_number: int, gpus: Gpus, load: Load, asked: str
 ) -> list[str]:
-    """How a model lies on GPUs, from its configuration alone: layers, bytes of weights and of its own
-    cache on each.
+    """How a model lies on GPUs, from its configuration alone.
+
+    The lines give the layers on each GPU, and the bytes of weights and of the model's own cache there.
 
     Args:
         asked: `auto`, `balanced` or `sequential`.
@@ -144,8 +154,10 @@ def layout_lines(
 
 
 def cache_bytes(config: "PodConfig", tokens: int, bytes_per_number: int) -> list[int]:
-    """Bytes of each layer's keys and values of one row of so many tokens, as the model's own cache holds
-    them."""
+    """Bytes of each layer's keys and values for one row of so many tokens.
+
+    They are counted as the model's own cache holds them.
+    """
     from pod.modeling.shipped.sharing import bits_per_number, roles_of
 
     plan, found = config.sharing_plan, []
@@ -162,8 +174,10 @@ def cache_bytes(config: "PodConfig", tokens: int, bytes_per_number: int) -> list
 
 
 def longest_of(config: "PodConfig", args: Any) -> int:
-    """Tokens of the longest sequence that a recipe's settings alone tell: those of its own tasks, else what
-    the model reads."""
+    """Tokens of the longest sequence that a recipe's settings alone tell.
+
+    Its own tasks tell it; for other tasks it is what the model reads.
+    """
     known: dict[str, Any] = {
         "perplexity": args.text_length,
         "passkey": max(args.passkey_lengths) + args.passkey_new_tokens,

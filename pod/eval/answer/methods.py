@@ -1,4 +1,7 @@
-"""The methods that an evaluation can compare, and what it must know about each. Standard library only."""
+"""The methods that an evaluation can compare, and what it must know about each.
+
+This file needs the standard library only.
+"""
 
 import hashlib
 import re
@@ -13,15 +16,20 @@ from pod.notation import Budget, parse, unknown
 class Method:
     """One way to hold the KV cache, under evaluation.
 
-    spec: its parts as `pod.make_cache` takes them, without parameters and budget; None: the layout of the model itself.
-    axis: what it decides, as in `pod.methods()`: parts of a name stand in the order of AXES.
-    model: `dense` (recipe.model.path), `unadapted` (the same weights under the plan, no training), `adapted` (the PoD export) or a name in
-        eval.models.
-    takes_budget: it drops or skips tokens, so it is given the budget that fills the bytes that `pod` holds.
-    grows: how many slots a token fed after the prompt adds (0 = as many leave).
-    one_shot: one forward pass without a cache equals its decode path (tests/eval/test_perplexity.py proves it), so that
-        perplexity may be scored by that pass. A method that compresses must never say so.
-    unbounded: no distance grows with the prompt, so that it may be longer than what the model was trained on.
+    Attributes:
+        spec: its parts as `pod.make_cache` takes them, without parameters and budget; None: the layout of the
+            model itself.
+        axis: what it decides, as in `pod.methods()`. Parts of a name stand in the order of AXES.
+        model: `dense` (recipe.model.path), `unadapted` (the same weights under the plan, no training),
+            `adapted` (the PoD export) or a name in eval.models.
+        takes_budget: it drops or skips tokens, so it is given the budget that fills the bytes that `pod`
+            holds.
+        grows: whether a token fed after the prompt adds a slot; False: as many leave as come.
+        one_shot: one forward pass without a cache equals its decode path (tests/eval/test_perplexity.py
+            proves it), so that perplexity may be scored by that pass. A method that compresses must never say
+            so.
+        unbounded: no distance grows with the prompt, so that it may be longer than what the model was trained
+            on.
     """
 
     name: str
@@ -34,9 +42,12 @@ class Method:
     title: str = ""
     axis: str = "selection"
     budget: Budget | None = None
-    """tokens or a share of each prompt; None of a method that takes one: as many as fill PoD's bytes"""
+    """Tokens, or a share of each prompt.
+
+    None for a method that takes a budget: as many as fill PoD's bytes.
+    """
     options: dict[str, Any] = field(default_factory=dict, hash=False)
-    """parameters that stand in its name, as `simlayerkv[threshold=0.8]`"""
+    """Parameters that stand in its name, as `simlayerkv[threshold=0.8]`."""
 
     @property
     def fills_pod_bytes(self) -> bool:
@@ -45,12 +56,12 @@ class Method:
 
     @property
     def file_name(self) -> str:
-        """Its result file."""
+        """The name of its result file."""
         return f"{safe_name(self.name)}.json"
 
 
 def _dense(name: str, title: str, takes_budget: bool = True, **more: Any) -> Method:
-    """On the dense model, unless told."""
+    """A method on the dense model, unless told otherwise."""
     known = {"name": name, "spec": name, "model": "dense", "takes_budget": takes_budget, "title": title}
     return Method(**known | more)
 
@@ -58,7 +69,10 @@ def _dense(name: str, title: str, takes_budget: bool = True, **more: Any) -> Met
 BASE = "full"
 """What every method is held against."""
 TRAINED = "model:dense_trained"
-"""The dense model trained on the tokens of PoD's adaptation: where it is a row, PoD's adapted weights are held against it."""
+"""The dense model trained on the tokens of PoD's adaptation.
+
+Where it is a row, PoD's adapted weights are held against it.
+"""
 METHODS = {
     method.name: method
     for method in (
@@ -113,17 +127,21 @@ METHODS = {
 
 
 AXES = "layout", "selection", "channels", "codec"
-"""In this order stand the parts of a name."""
+"""Parts of a name stand in this order."""
 
 
 def find_method(name: str) -> Method:
-    """The method that a text writes (`pod.notation`), its `name` in canonical spelling: `pod+snapkv[window=16]+int4@25%`.
+    """The method that a text writes (`pod.notation`).
 
-    Where a method drops tokens and has no budget, or the budget `pod`, it gets as many as fill the bytes that PoD holds; so `snapkv@pod`
-    is `snapkv`. `model:cla` is a model of its own, of `eval.models`; `pod-unadapted` the plan on the dense weights.
+    Its `name` is in canonical spelling: `pod+snapkv[window=16]+int4@25%`.
 
-    Raises: ValueError naming the nearest method there is. Whether the parts go together, and which parameters they have, is for
-    `pod.make_cache` to say.
+    Where a method drops tokens and has no budget, or the budget `pod`, it gets as many as fill the bytes that
+    PoD holds. So `snapkv@pod` is `snapkv`. `model:cla` is a model of its own, of `eval.models`.
+    `pod-unadapted` is the plan on the dense weights.
+
+    Raises:
+        ValueError: naming the nearest method there is. Whether the parts go together, and which parameters
+            they have, is for `pod.make_cache` to say.
     """
     written = parse(name)
     if written.names[0].startswith("model:"):
@@ -149,13 +167,18 @@ def _own_model(name: str) -> Method:
     kind = name.removeprefix("model:")
     if not kind.isidentifier() or kind in ("dense", "unadapted", "adapted"):
         raise ValueError(
-            f"method {name!r}: write a name of eval.models after `model:`, other than dense, unadapted and adapted"
+            f"method {name!r}: write a name of eval.models after `model:`, "
+            "other than dense, unadapted and adapted"
         )
     return Method(name=name, spec=None, model=kind, title=f"the model {kind} with its own layout")
 
 
 def _joined(parts: list[Method], plain: str) -> Method:
-    """One method of several; plain: their names, with the methods inside them."""
+    """One method of several parts.
+
+    Args:
+        plain: their names, with the methods inside them.
+    """
     first = parts[0]
     if plain == first.name:
         return first
@@ -172,8 +195,11 @@ def _joined(parts: list[Method], plain: str) -> Method:
 
 
 def safe_name(name: str) -> str:
-    """A method's name as a file name: `imdc(snapkv)[function=sqrt]@25%` → `imdc_snapkv__function=sqrt_@25p`. Long names, and those with
-    other characters than these, end in digits of their own."""
+    """A method's name as a file name.
+
+    `imdc(snapkv)[function=sqrt]@25%` → `imdc_snapkv__function=sqrt_@25p`. Long names, and those with other
+    characters than these, end in digits of their own.
+    """
     text = name.replace("%", "p")
     safe = re.sub(r"[^\w.,=+@-]", "_", text)
     if len(safe) <= 120 and re.fullmatch(r"[\w.,=+@()\[\]:-]*", text):
@@ -182,7 +208,12 @@ def safe_name(name: str) -> str:
 
 
 def check_names(kind: str, names: object, find: Callable[[str], object]) -> None:
-    """Raise ValueError for what `find` does not know, an empty list, and repetitions or names whose files would be one."""
+    """Check the names of a list in the `eval` section.
+
+    Raises:
+        ValueError: for what `find` does not know, an empty list, repetitions, and names whose files would be
+            one.
+    """
     if not isinstance(names, list) or not names:
         raise ValueError(f"eval.{kind}s must be a list of at least one {kind}, got {names!r}")
     for name in names:
@@ -192,14 +223,14 @@ def check_names(kind: str, names: object, find: Callable[[str], object]) -> None
 
 
 def with_requests(method: Method, options: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """The options of a method, with KVzip's requests in the words of this tokenizer unless they have them."""
+    """The options of a method. KVzip gets its requests in the words of this tokenizer unless it has them."""
     if "kvzip" not in parts_of(method) or "repeat_ids" in options:
         return options
-    from pod.modeling.methods.kvzip import repeat_ids  # which loads torch
+    from pod.modeling.methods.kvzip import repeat_ids  # this loads torch
 
     return options | {"repeat_ids": repeat_ids(tokenizer)}
 
 
 def parts_of(method: Method) -> tuple[str, ...]:
-    """The names of its parts as `pod.make_cache` takes them; none of a model with a layout of its own."""
+    """The names of its parts as `pod.make_cache` takes them. Empty for a model with its own layout."""
     return () if method.spec is None else parse(method.spec).names

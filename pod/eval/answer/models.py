@@ -1,4 +1,7 @@
-"""The models that an evaluation compares: dense, dense weights under the plan, adapted export. Each is loaded once, when first needed."""
+"""The models that an evaluation compares: dense, dense weights under the plan, adapted export.
+
+Each is loaded once, when first needed.
+"""
 
 import functools
 import re
@@ -17,17 +20,24 @@ from pod.models import read_config, resolve_model, ways_without_network
 if TYPE_CHECKING:
     from pod.recipe import Recipe
 
-_NO_BUDGET = "{}: its budget is the size of PoD's cache, and there is neither a PoD export in {} nor a plan: run `pod explore`, or set model.plan"
+_NO_BUDGET = (
+    "{}: its budget is the size of PoD's cache, and there is neither a PoD export in {} nor a plan: "
+    "run `pod explore`, or set model.plan"
+)
 
 
 def _dtype(name: str) -> Any:
-    import torch  # the checks before a model is loaded need none
+    import torch  # the checks before a model is loaded do not need it
 
     return getattr(torch, name)
 
 
 def _check_there(path: str) -> None:
-    """ValueError for a model that is neither a folder, nor kept from the hub, nor there: said at once, without the hub's retries."""
+    """Check at once that a model is there, without the hub's retries.
+
+    Raises:
+        ValueError: for a model that is neither a folder, nor kept from the hub, nor on the hub.
+    """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     if Path(path).is_dir():
@@ -42,8 +52,13 @@ def _check_there(path: str) -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """What a model is made of: the folder of an export (None: the dense weights), and the plan (a file) and windows (sink and recent
-    tokens) that it gets instead of its own."""
+    """What a model is made of.
+
+    Attributes:
+        path: the folder of an export; None: the dense weights.
+        plan: the plan (a file) that it gets instead of its own.
+        windows: the windows (sink and recent tokens) that it gets instead of its own.
+    """
 
     path: str | None = None
     plan: Path | None = None
@@ -51,13 +66,17 @@ class Source:
 
 
 class Models:
-    """Loads models by kind: `dense`, `unadapted`, `adapted` (see `pod.eval.answer.methods.Method`), or a name in `eval.models`.
+    """Loads models by kind.
+
+    Kinds are `dense`, `unadapted`, `adapted` (see `pod.eval.answer.methods.Method`), or a name in
+    `eval.models`.
 
     Attributes:
-        load: what caches will hold, by which models are spread over several GPUs; set when tasks are
-            known, else None.
+        load: what caches will hold. By it models are spread over several GPUs. It is set when tasks are
+            known; until then it is None.
 
-    Raises: ValueError at once when a kind that the methods of the recipe need cannot be had.
+    Raises:
+        ValueError: at once, when a kind that the methods of the recipe need cannot be had.
     """
 
     load: Load | None = None
@@ -77,7 +96,7 @@ class Models:
         }
         self.sources |= {kind: self._own(kind) for kind in self.kinds if kind not in self.sources}
         self._check_available()
-        self.dense_path = resolve_model(args.path)  # which may convert it
+        self.dense_path = resolve_model(args.path)  # this may convert the model
         if not args.gguf_file:
             _check_there(self.dense_path)
         self.reference_kind = self._reference_kind()
@@ -91,17 +110,23 @@ class Models:
             raise ValueError(_NO_BUDGET.format(", ".join(budgeted), self.export))
 
     def _windows(self, plan: Path | None) -> tuple[int, int]:
-        """Sink and recent tokens of the dense weights under a plan: the recipe's, else the plan's, else 16
-        and 4080."""
+        """Sink and recent tokens of the dense weights under a plan.
+
+        They are the recipe's, else the plan's, else 16 and 4080.
+        """
         found = self.recipe.model.windows(pod.SharingPlan.load(plan) if plan and plan.is_file() else None)
         return found["num_sink_tokens"], found["num_recent_tokens"]
 
     def _own(self, kind: str) -> Source:
-        """An entry of `eval.models`: the folder of an export, or a plan.json for the dense weights, with windows as `…@16+240`."""
+        """An entry of `eval.models`.
+
+        It is the folder of an export, or a plan.json for the dense weights, with windows as `…@16+240`.
+        """
         own = self.recipe.eval.models
         if kind not in own:
             raise ValueError(
-                f"method 'model:{kind}' needs eval.models.{kind}, the folder of an export or a plan.json; there is {', '.join(own) or 'none'}"
+                f"method 'model:{kind}' needs eval.models.{kind}, the folder of an export or a plan.json; "
+                f"there is {', '.join(own) or 'none'}"
             )
         parts = re.fullmatch(r"(.+?)(?:@(\d+)\+(\d+))?", str(own[kind] or ""))
         if parts is None:
@@ -121,8 +146,8 @@ class Models:
     def _check_available(self) -> None:
         if "adapted" in self.kinds and not (self.export / "config.json").is_file():
             raise ValueError(
-                f"method 'pod' needs the trained model, and there is none in {self.export}: run `pod export`, set "
-                "eval.pod_model, or compare 'pod-unadapted' instead"
+                f"method 'pod' needs the trained model, and there is none in {self.export}: "
+                "run `pod export`, set eval.pod_model, or compare 'pod-unadapted' instead"
             )
         if "unadapted" in self.kinds and self.plan is None:
             raise ValueError("method 'pod-unadapted' needs a plan: run `pod explore` or set model.plan")
@@ -172,19 +197,26 @@ class Models:
         return self._target(self.sources[kind])
 
     def _place(self, source: Source) -> tuple[str, dict[str, Any]]:
-        """Folder of a model's weights, and the name of the file in it where the dense ones are in GGUF, as an argument."""
+        """Where a model's weights lie.
+
+        Returns: their folder; and the name of the file in it, as an argument, where the dense weights are in
+        GGUF.
+        """
         file = self.recipe.model.gguf_file if source.path is None else None
         return source.path or self.dense_path, {"gguf_file": file} if file else {}
 
     def _config(self, kind: str) -> dict[str, Any]:
-        """The configuration of a kind of model as it stands there, without loading the model."""
+        """The configuration of a kind of model as it stands in its files, without loading the model."""
         from transformers import PreTrainedConfig
 
         path, file = self._place(self.sources[kind])
         return PreTrainedConfig.get_config_dict(path, **file)[0]
 
     def packs(self, kind: str) -> bool:
-        """Whether the plan of a kind of model holds fewer bits than the model computes in, without loading it."""
+        """Whether the plan of a kind of model holds fewer bits than the model computes in.
+
+        The model is not loaded for that.
+        """
         if (plan := self.sources[kind].plan) is not None:
             return pod.SharingPlan.load(plan).packs
         return bool(set(self._config(kind).get("kv_bits") or ()) - {16})
@@ -197,10 +229,12 @@ class Models:
         return f"feed up to {longest} tokens and the {method.model} model reads {limit}"
 
     def max_length(self) -> int:
-        """The longest sequence (tokens) that lm-eval's prompts are cut to, the same for all methods: `eval.max_length`, else what every
-        model that is compared reads.
+        """The longest sequence (tokens) that lm-eval's prompts are cut to, the same for all methods.
 
-        Raises: ValueError when no model says how much it reads.
+        It is `eval.max_length`, else what every model that is compared reads.
+
+        Raises:
+            ValueError: when no model says how much it reads.
         """
         if self.recipe.eval.max_length is not None:
             return self.recipe.eval.max_length
@@ -212,7 +246,10 @@ class Models:
         return min(limits)
 
     def limit(self, kind: str) -> int | None:
-        """Tokens that the model of a kind reads (max_position_embeddings), without loading it; None when it does not say."""
+        """Tokens that the model of a kind reads (max_position_embeddings), without loading it.
+
+        Returns: None when it does not say.
+        """
         return self._config(kind).get("max_position_embeddings")
 
     def bytes_per_token(self) -> int:
@@ -228,8 +265,9 @@ class Models:
         heads = heads or config.num_attention_heads
         if (plan.num_layers, plan.num_key_value_heads) != (layers, heads):
             raise ValueError(
-                f"{file} is for {plan.num_layers} layers x {plan.num_key_value_heads} KV heads, the model has {layers} x "
-                f"{heads}: make a plan for this model with `pod explore`, or correct model.plan"
+                f"{file} is for {plan.num_layers} layers x {plan.num_key_value_heads} KV heads, "
+                f"the model has {layers} x {heads}: "
+                "make a plan for this model with `pod explore`, or correct model.plan"
             )
 
     def _check_same_plan(self) -> None:
@@ -237,18 +275,19 @@ class Models:
         exported = pod.PodConfig.from_pretrained(self.export).sharing_plan
         if exported != pod.SharingPlan.load(self.plan):
             raise ValueError(
-                f"the export {self.export} has another plan than {self.plan}: 'pod' and 'pod-unadapted' would not "
-                "compare the same plan; set model.plan to the export's plan.json, or train and export again"
+                f"the export {self.export} has another plan than {self.plan}: 'pod' and 'pod-unadapted' "
+                "would not compare the same plan; set model.plan to the export's plan.json, "
+                "or train and export again"
             )
 
     @functools.cached_property
     def devices(self) -> list[Any]:
-        """The devices of this rank: a model that the first one does not hold lies on several."""
+        """The devices of this rank. A model that the first one does not hold lies on several."""
         return rank_devices(self.recipe.eval.device)
 
     @property
     def device(self) -> str:
-        """Where tokens come in."""
+        """The device where tokens come in."""
         return str(self.devices[0])
 
     def tokenizer(self) -> Any:
@@ -271,7 +310,10 @@ class Models:
         return config.get("num_sink_tokens", 16), config.get("num_recent_tokens", 4080)
 
     def reference_layout(self) -> Any:
-        """What PoD's bytes depend on: plan with its bits, windows, dtype. Training changes none of them."""
+        """What PoD's bytes depend on: the plan with its bits, windows, dtype.
+
+        Training changes none of them.
+        """
         kind = self.reference_kind
         if kind is None:
             return None

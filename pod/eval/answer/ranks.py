@@ -1,7 +1,7 @@
-"""Data-parallel evaluation: every rank answers its share of the samples, and all know all answers afterwards.
+"""Data-parallel evaluation: every rank answers its share of the samples.
 
-Ranks come from the launcher's environment (`torchrun`, `accelerate launch`, `deepspeed`, `srun` with RANK and WORLD_SIZE set); without it
-there is one.
+Afterwards all ranks know all answers. Ranks come from the launcher's environment (`torchrun`,
+`accelerate launch`, `deepspeed`, `srun` with RANK and WORLD_SIZE set); without it there is one.
 """
 
 import contextlib
@@ -16,8 +16,11 @@ _TIMEOUT = datetime.timedelta(days=2)  # a rank with long prompts keeps the othe
 class Ranks:
     """This process among its peers: `rank` (global), `local_rank`, `world_size`.
 
-    Starts torch.distributed (nccl on CUDA, gloo else) when the environment asks for more than one rank and nobody has started it.
-    Raises: ValueError when the environment is not whole.
+    It starts torch.distributed (gloo) when the environment asks for more than one rank and nobody has started
+    it.
+
+    Raises:
+        ValueError: when the environment is not whole.
     """
 
     def __init__(self) -> None:
@@ -27,7 +30,8 @@ class Ranks:
             raise ValueError("the environment variable WORLD_SIZE is 0: unset it or start with torchrun")
         if self.world_size > 1 and "RANK" not in os.environ:
             raise ValueError(
-                f"the environment variable WORLD_SIZE is {self.world_size} and RANK is not set: start with torchrun"
+                f"the environment variable WORLD_SIZE is {self.world_size} and RANK is not set: "
+                "start with torchrun"
             )
         if self.rank >= self.world_size:
             raise ValueError(
@@ -55,11 +59,14 @@ class Ranks:
         return self.rank == 0
 
     def share(self, items: list[Any]) -> list[Any]:
-        """The items of this rank: every `world_size`-th, so that neighbours of like length are spread."""
+        """The items of this rank: every `world_size`-th, which spreads neighbours of like length."""
         return items[self.rank :: self.world_size]
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every rank, in the order of ranks, on every rank. Plain data only (JSON types, numbers, tuples)."""
+        """`value` of every rank, in the order of ranks, on every rank.
+
+        Plain data only (JSON types, numbers, tuples).
+        """
         if self.world_size == 1:
             return [value]
         import torch.distributed as dist  # one rank alone needs no torch
@@ -74,7 +81,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def first_alone(self) -> Iterator[None]:
-        """Around what rank 0 does while the others wait in `close`: it asks them nothing, as if it were the only one."""
+        """Rank 0 works alone within, while the others wait in `close`.
+
+        It asks them nothing, as if it were the only one.
+        """
         assert self.is_first, "the other ranks have nothing to do here"
         size, self.world_size = self.world_size, 1
         try:
@@ -83,7 +93,7 @@ class Ranks:
             self.world_size = size
 
     def close(self) -> None:
-        """Leave together."""
+        """Leave together: wait for the other ranks and end the process group."""
         if self._started:
             import torch.distributed as dist
 

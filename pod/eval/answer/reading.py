@@ -1,4 +1,7 @@
-"""Prompts through a cache: a text is read and compressed, then asked about, as in use where nobody knows the question beforehand."""
+"""Prompts through a cache: a text is read and compressed, then asked about.
+
+So it is in use, where nobody knows the question beforehand.
+"""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -13,7 +16,10 @@ from pod.tokenizer import pad_id
 
 
 class Asked(Protocol):
-    """A prompt as token ids, the last ``num_asked`` of which are the question; 0: the whole prompt is compressed at once."""
+    """A prompt as token ids. The last ``num_asked`` of them are the question.
+
+    0: the whole prompt is compressed at once.
+    """
 
     @property
     def token_ids(self) -> tuple[int, ...]: ...
@@ -23,7 +29,7 @@ class Asked(Protocol):
 
 
 def tokens_from(encode: Callable[[str], Sequence[int]], text: str, start: int) -> int:
-    """How many tokens of a text stand from the character ``start`` on; a token that spans it counts."""
+    """How many tokens of a text stand from the character ``start`` on. A token that spans it counts."""
     return max(1, len(encode(text)) - len(encode(text[:start]))) if 0 < start < len(text) else 0
 
 
@@ -38,13 +44,19 @@ def left_padded(
 
 
 def branch(cache: Any) -> Any:
-    """A cache of its own with the same content; tensors are copied, the model's configuration is shared."""
+    """A cache of its own with the same content.
+
+    Tensors are copied; the model's configuration is shared.
+    """
     return copy.deepcopy(cache, {id(cache.config): cache.config})
 
 
 @torch.no_grad()
 def read_prompts(model: Any, cache: Any, rows: Sequence[Sequence[int]], pad: int) -> Tensor:
-    """Feed prompts (token ids, left padding) as one prompt each, after which `cache` has compressed; returns their mask [B, n]."""
+    """Feed prompts (token ids, left padding) as one prompt each, after which `cache` has compressed.
+
+    Returns: their mask [B, n].
+    """
     ids, mask = left_padded(rows, pad, next(model.parameters()).device)
     out = model.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
     judge_ahead(model, cache, mask, hidden=out.last_hidden_state[:, -1:])
@@ -55,12 +67,15 @@ def read_prompts(model: Any, cache: Any, rows: Sequence[Sequence[int]], pad: int
 def judge_ahead(
     model: Any, cache: Any, mask: Tensor | None, hidden: Tensor | None = None, last: Tensor | None = None
 ) -> None:
-    """Let a method that judges by the first generated token (SimLayerKV) do so before anything is scored or asked: a copy generates it,
-    and the cache takes over what the copy decided. Nothing happens for other methods.
+    """Let a method that judges by the first generated token do so before anything is scored or asked.
+
+    SimLayerKV is such a method. A copy of the cache generates the token, and the cache takes over what the
+    copy decided. Nothing happens for other methods.
 
     Args:
         mask: [B, n] of what the cache has seen; None where no row is padded.
-        hidden: [B, 1, D], from which the model would generate; last: [B, 1] instead, the prompt's last token, which is not fed yet.
+        hidden: [B, 1, D], from which the model would generate.
+        last: [B, 1] instead of `hidden`: the prompt's last token, which is not fed yet.
     """
     waiting = _waiting(cache)
     if not waiting:
@@ -93,10 +108,14 @@ def _waiting(cache: Any) -> list[Any]:
 
 
 def decided(cache: Any, new: Tensor | None = None, pad: int = 0) -> list[dict[str, Any]]:
-    """What a method decided for each row: `decisions`, by name a number per layer (None: not decided); nothing for a method that says
-    none. SimLayerKV: lazy (0 or 1), mass; D2O: variance, tokens; PoD with a tau: what `gates.skipped` counts.
+    """What a method decided for each row: `decisions`, by name a number per layer (None: not decided).
 
-    new: the rows' answers [B, m] that were generated last; behind one that ended before others stands `pad`, which counts for nothing.
+    A method that says none gives nothing. SimLayerKV gives lazy (0 or 1) and mass, D2O variance and tokens,
+    PoD with a tau what `gates.skipped` counts.
+
+    Args:
+        new: the rows' answers [B, m] that were generated last.
+        pad: what stands behind an answer that ended before others; it counts for nothing.
     """
     ends = cache.lengths if new is None else cache.lengths - (new == pad).long().cummax(dim=1).values.sum(1)
     found: list[dict[str, Any]] = [{} for _ in ends]
@@ -112,7 +131,10 @@ def decided(cache: Any, new: Tensor | None = None, pad: int = 0) -> list[dict[st
 
 
 def held(cache: Any) -> list[dict[str, int]]:
-    """What is held for each row: `bytes`, and `held_tokens`, those seen by the longest of the rows that share its tensors."""
+    """What is held for each row: `bytes` and `held_tokens`.
+
+    `held_tokens` are those seen by the longest of the rows that share its tensors.
+    """
     lengths = cache.lengths.tolist()
     shared = [group.rows for group in getattr(cache, "groups", ())] or [range(len(lengths))]
     tokens = {row: max(lengths[other] for other in rows) for rows in shared for row in rows}
@@ -120,7 +142,11 @@ def held(cache: Any) -> list[dict[str, int]]:
 
 
 def behind(mask: Tensor | None, rows: Sequence[Sequence[int]], pad: int, device: Any) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask` for `generate`: rows (left padding) behind what a cache has seen, of which ``mask`` [B, n] tells."""
+    """`input_ids` and `attention_mask` for `generate`: rows (left padding) behind what a cache has seen.
+
+    Args:
+        mask: [B, n] of what the cache has seen; None for a new one.
+    """
     ids, new = left_padded(rows, pad, device)
     return {"input_ids": ids, "attention_mask": new if mask is None else torch.cat((mask, new), dim=1)}
 
@@ -129,9 +155,13 @@ def behind(mask: Tensor | None, rows: Sequence[Sequence[int]], pad: int, device:
 def tokens_behind(
     model: Any, cache: Any, mask: Tensor | None, rows: Sequence[Sequence[int]], new_tokens: int, pad: int
 ) -> Tensor:
-    """Greedy answers [B, m] to questions (token ids, at least one each) behind the prompts that `cache` holds; it is used up.
+    """Greedy answers [B, m] to questions behind the prompts that `cache` holds. The cache is used up.
 
-    mask: [B, n] of what the cache has seen, None for a new one. The questions are one prompt more for the method, as in a conversation.
+    The questions are one prompt more for the method, as in a conversation.
+
+    Args:
+        mask: [B, n] of what the cache has seen; None for a new one.
+        rows: the questions (token ids, at least one each).
     """
     fed = behind(mask, rows, pad, next(model.parameters()).device)
     options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": pad}
@@ -155,7 +185,10 @@ def _texts(tokenizer: Any, new: Tensor) -> list[str]:
 
 
 def in_parts(prompts: Sequence[Asked]) -> tuple[list[tuple[int, ...]] | None, list[tuple[int, ...]]]:
-    """What is read first (None when a prompt has no question of its own), and what then."""
+    """What is read first, and what is read then.
+
+    The first is None when a prompt has no question of its own.
+    """
     if not all(prompt.num_asked for prompt in prompts):
         return None, [prompt.token_ids for prompt in prompts]
     pairs = [(p.token_ids[: -p.num_asked], p.token_ids[-p.num_asked :]) for p in prompts]
@@ -165,8 +198,10 @@ def in_parts(prompts: Sequence[Asked]) -> tuple[list[tuple[int, ...]] | None, li
 def answers(
     model: Any, tokenizer: Any, cache: Any, prompts: Sequence[Asked], new_tokens: int
 ) -> list[dict[str, Any]]:
-    """Greedy answers to a batch of prompts through `cache`, a new one, as records for a shelf: what was said, the bytes held for it at the
-    end, and what was `decided`."""
+    """Greedy answers to a batch of prompts through `cache`, a new one, as records for a shelf.
+
+    A record says what was said, the bytes held for it at the end, and what was `decided`.
+    """
     gates.watch(cache)
     pad, (before, rows) = pad_id(tokenizer), in_parts(prompts)
     mask = None if before is None else read_prompts(model, cache, before, pad)
@@ -176,5 +211,9 @@ def answers(
 
 
 def key_of_prompt(prompt: Asked, new_tokens: int, room: int | str | None) -> str:
-    """What `answers` is asked; room: the budget of its cache."""
+    """The key of what `answers` is asked.
+
+    Args:
+        room: the budget of its cache.
+    """
     return key_of("greedy", prompt.token_ids, prompt.num_asked, new_tokens, room)

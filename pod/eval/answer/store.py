@@ -1,9 +1,12 @@
 """Answers, kept for good: what a method says to a prompt is computed once, whoever asks for it again.
 
-`<output_dir>/eval/answers/<method>.<digest>/` is a shelf: the answers of one method with its options, on one model, by one version of the
-code that answers; `shelf.json` says which. Every rank appends to its own file there, a line per batch, and nothing is ever removed. An
-answer's key is a digest of what was asked (prompt, budget, generation settings) and not of who asked: tasks that share a prompt share
-its answer, a longer list of samples adds to it, and scores are functions of what stands here.
+`<output_dir>/eval/answers/<method>.<digest>/` is a shelf. It holds the answers of one method with its
+options, on one model, by one version of the code that answers; `shelf.json` says which. Every rank appends to
+its own file there, a line per batch, and nothing is ever removed.
+
+An answer's key is a digest of what was asked (prompt, budget, generation settings) and not of who asked. So
+tasks that share a prompt share its answer, a longer list of samples adds to it, and scores are functions of
+what stands here.
 """
 
 import contextlib
@@ -58,7 +61,7 @@ def key_of(*asked: Any) -> str:
 def in_batches(
     items: Sequence[T], size: int, kind: Callable[[T], object] = lambda item: None
 ) -> list[list[T]]:
-    """Neighbours of one kind together, `size` at most; kinds in the order of their first item."""
+    """Batches of at most `size` neighbours of one kind. Kinds stand in the order of their first item."""
     groups: dict[object, list[T]] = {}
     for item in items:
         groups.setdefault(kind(item), []).append(item)
@@ -66,16 +69,27 @@ def in_batches(
 
 
 class Store:
-    """The shelves below a folder; None: nothing is kept beyond this process. reuse: False answers everything again (later answers count)."""
+    """The shelves below a folder.
+
+    Args:
+        folder: None: nothing is kept beyond this process.
+        reuse: False answers everything again (later answers count).
+    """
 
     def __init__(self, folder: Path | None, ranks: "Ranks", reuse: bool = True):
         self.folder, self.ranks, self.reuse = folder, ranks, reuse
         self._shelf: Shelf | None = None
 
     def shelf(self, method: str, identity: Record) -> "Shelf":
-        """The shelf of a method; identity: JSON that changes with whatever can change an answer besides what is asked."""
+        """The shelf of a method.
+
+        Args:
+            identity: JSON that changes with whatever can change an answer besides what is asked.
+        """
         name = f"{safe_name(method)}.{fingerprint(identity)[:12]}"
-        if self._shelf is None or self._shelf.name != name:  # answers of one method are in memory at a time
+        if (
+            self._shelf is None or self._shelf.name != name
+        ):  # memory holds the answers of one method at a time
             self._shelf = Shelf(name, method, identity, self)
         return self._shelf
 
@@ -83,7 +97,9 @@ class Store:
 class Shelf:
     """The answers of one method on one model.
 
-    label: what is being asked, for the progress bar; is_open: False refuses to compute.
+    Attributes:
+        label: what is being asked, for the progress bar.
+        is_open: False refuses to compute.
     """
 
     def __init__(self, name: str, method: str, identity: Record, store: Store):
@@ -96,7 +112,7 @@ class Shelf:
 
     @contextlib.contextmanager
     def asked_by(self, task: str, is_open: bool) -> Iterator["Shelf"]:
-        """Questions within are those of a task; a closed shelf only gives what it holds."""
+        """Questions within are those of a task. A closed shelf only gives what it holds."""
         self.label, self.is_open, self._asked = f"{self.method}: {task}", is_open, set()
         try:
             yield self
@@ -105,7 +121,7 @@ class Shelf:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was answered yet, on every rank."""
+        """Whether nothing was answered yet. It is the same on every rank."""
         return not self._load()
 
     def answers(
@@ -115,15 +131,20 @@ class Shelf:
         batches: Callable[[list[T]], Iterable[list[T]]],
         compute: Callable[[list[T]], list[Record]],
     ) -> list[Record]:
-        """A record per item, in the order of `items`, the same on every rank; what stands here is not computed again.
+        """A record per item, in the order of `items`, the same on every rank.
+
+        What stands here is not computed again.
 
         Args:
-            key: what is asked by an item (`key_of`); items of one key get one answer.
-            batches: puts items into batches. Ranks share whole batches, and a batch stands in one line: a run that goes on after a
-                kill or on other ranks computes the batches that are missing as they were planned, so that answers have the same bits.
+            key: what is asked by an item (`key_of`). Items of one key get one answer.
+            batches: puts items into batches. Ranks share whole batches, and a batch stands in one line. A run
+                that goes on after a kill or on other ranks computes the batches that are missing as they were
+                planned, so that answers have the same bits.
             compute: the records of a batch (JSON types), one per item.
-        Raises: Unanswered by a closed shelf; what `compute` raises, on several ranks AnswerError on all of them. What was answered
-            before stays.
+        Raises:
+            Unanswered: by a closed shelf.
+            AnswerError: on several ranks, on all of them, when `compute` fails on one. On one rank, what
+                `compute` raises is raised as it is. What was answered before stays.
         """
         known, keys = self._load(), [key(item) for item in items]
         unique = dict(zip(keys, items, strict=True))
@@ -149,11 +170,14 @@ class Shelf:
             self._take(lines)
         failed = [f"rank {rank}: {line}" for rank, (_, line) in enumerate(outcomes) if line is not None]
         if failed:
-            self._known = None  # ranks that failed have lines of which the others do not know
+            self._known = None  # ranks that failed have lines that the others do not know
             raise AnswerError("; ".join(failed)) from failure
 
     def _compute(self, batches: list[list[T]], key: Any, compute: Any) -> list[Record]:
-        """Answer batches and write each as a line; returns the lines."""
+        """Answer batches and write each as a line.
+
+        Returns: the lines.
+        """
         found: list[Record] = []
         if not batches:
             return found
@@ -166,7 +190,8 @@ class Shelf:
                 began, names = time.perf_counter(), [key(item) for item in batch]
                 line: Record = {"answers": dict(zip(names, compute(batch), strict=True))}
                 line["seconds"] = round(time.perf_counter() - began, 3)
-                # as the file holds it: an answer that was read back is not another one (tuples, keys that are numbers)
+                # kept as the file holds it, so that an answer that is read back is the same (tuples, keys
+                # that are numbers)
                 found.append(json.loads(write(line)))
                 if self.ranks.world_size == 1:
                     self._take(found[-1:])  # what follows may fail
@@ -175,7 +200,7 @@ class Shelf:
 
     @contextlib.contextmanager
     def _file(self) -> Iterator[Callable[[Record], str]]:
-        """This rank's file, to which lines are appended whole; it begins with the machine that writes."""
+        """This rank's file, to which lines are appended whole. It begins with the machine that writes."""
         if self.folder is None:
             yield json.dumps
             return
@@ -203,14 +228,17 @@ class Shelf:
     # -- reading -------------------------------------------------------------------------------------------
 
     def _load(self) -> dict[str, Answer]:
-        """Every answer by key, read by the first rank once; none where all are asked for anew."""
+        """Every answer by key, which the first rank reads once. Empty where all are asked for anew."""
         if self._known is None:
             self._known = {}
             self._take(self.ranks.from_first(self._read() if self.ranks.is_first and self._reuse else []))
         return self._known
 
     def _read(self) -> list[Record]:
-        """The whole lines of every run of every rank, whatever number of ranks wrote them, by the time at which the runs began."""
+        """The whole lines of every run of every rank, whatever number of ranks wrote them.
+
+        Runs are sorted by the time at which they began.
+        """
         runs: list[list[Record]] = []
         for file in sorted(self.folder.glob("*.jsonl")) if self.folder is not None else ():
             with open(file, encoding="utf-8", errors="replace") as texts:
@@ -230,8 +258,11 @@ class Shelf:
                 self._known[name] = Answer(record, self._environment, line["seconds"] / len(answers))
 
     def account(self) -> Record:
-        """Of the answers that the task asked for: the machine and time of the latest, the seconds that all took, and `decisions` of the
-        method, by name the mean per layer."""
+        """What a result says of the answers that the task asked for.
+
+        It gives the machine and time of the latest, the seconds that all took, and the method's `decisions`,
+        by name the mean per layer.
+        """
         came = [self._load()[name] for name in sorted(self._asked)]
         machines = [answer.environment for answer in came if answer.environment]
         latest = max(machines, key=lambda found: found["date"], default=None)
@@ -241,7 +272,7 @@ class Shelf:
 
 
 def means(said: list[dict[str, list[float | None]]]) -> dict[str, list[float | None]]:
-    """By name the mean per layer of what is known."""
+    """By name, the mean per layer of the numbers that are known."""
     found = {}
     for name in said[0]:
         layers = (
@@ -252,7 +283,10 @@ def means(said: list[dict[str, list[float | None]]]) -> dict[str, list[float | N
 
 
 def _planned(items: list[T], key: Any, missing: set[str], batches: Any) -> list[list[T]]:
-    """The batches to compute: planned ones of which nothing is known as they are, what others lack anew."""
+    """The batches to compute.
+
+    Planned batches of which nothing is known stay as they are. What the others lack is put into new batches.
+    """
     whole, rest = [], []
     for batch in batches(items):
         left = [item for item in batch if key(item) in missing]
@@ -271,7 +305,10 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def _read(text: str) -> Record | None:
-    """A line of a file; None for one that a kill tore or the machine damaged: its samples are answered again."""
+    """A line of a file.
+
+    Returns: None for a line that a kill tore or the machine damaged. Its samples are answered again.
+    """
     try:
         line = json.loads(text)
     except ValueError:

@@ -1,1 +1,4 @@
-"""lm-eval through a compressed cache: its model class, its requests and batches, its tasks as tasks of an evaluation."""
+"""lm-eval through a compressed cache.
+
+It has lm-eval's model class, its requests and batches, and its tasks as tasks of an evaluation.
+"""

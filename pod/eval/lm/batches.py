@@ -1,4 +1,7 @@
-"""Batches of encoded requests, fixed from all requests before any is answered: an answer is the same on any number of ranks."""
+"""Batches of encoded requests.
+
+They are fixed from all requests before any is answered, so that an answer is the same on any number of ranks.
+"""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +17,8 @@ from pod.eval.lm.requests import Encoded, span_of
 class Unit:
     """A context and the continuations that are scored after one prefill of it.
 
-    owners: for each continuation the number of its request.
+    Attributes:
+        owners: for each continuation the number of its request.
     """
 
     context: tuple[int, ...]
@@ -28,15 +32,21 @@ class Unit:
 
     @property
     def holds_out(self) -> bool:
-        """Whether a context token can be held out of the prompt; a context of one token (BOS) is the whole prompt."""
+        """Whether a context token can be held out of the prompt.
+
+        A context of one token (BOS) is the whole prompt.
+        """
         return len(self.context) > 1
 
 
 def units_of(encoded: Sequence[Encoded], one_shot: bool = False) -> list[Unit]:
-    """Scoring requests as units: choices of one document with one context share theirs, whole texts are cut into blocks.
+    """Scoring requests as units. Skipped requests are left out.
 
-    one_shot: for a forward pass without a cache: every continuation has a unit of its own, whole texts are cut into windows. Skipped
-    requests are left out.
+    Choices of one document with one context share their context. Whole texts are cut into blocks.
+
+    Args:
+        one_shot: for a forward pass without a cache: every continuation has a unit of its own, and whole
+            texts are cut into windows.
     """
     found: dict[Any, tuple[tuple[int, ...], list[tuple[int, ...]], list[int]]] = {}
     for number, item in enumerate(encoded):
@@ -51,7 +61,10 @@ def units_of(encoded: Sequence[Encoded], one_shot: bool = False) -> list[Unit]:
 
 
 def unit_batches(units: Sequence[Unit], batch_size: int) -> list[list[Unit]]:
-    """At most `batch_size` continuations in a batch unless one unit has more; the longest first. Every row's cache has its own budget."""
+    """Batches of at most `batch_size` continuations, unless one unit has more. The longest come first.
+
+    Every row's cache has its own budget.
+    """
     groups: dict[bool, list[list[Unit]]] = {}
     for unit in sorted(units, key=lambda unit: unit.span, reverse=True):
         batches = groups.setdefault(unit.holds_out, [[]])
@@ -62,7 +75,7 @@ def unit_batches(units: Sequence[Unit], batch_size: int) -> list[list[Unit]]:
 
 
 def generation_batches(items: Sequence[Encoded], batch_size: int) -> list[list[Encoded]]:
-    """Generation requests with the same settings; the longest first."""
+    """Batches of generation requests with the same settings. The longest come first."""
 
     def kind(item: Encoded) -> tuple[bool, int, str]:
         settings = json.dumps(item.settings, sort_keys=True, default=str)
@@ -72,10 +85,11 @@ def generation_batches(items: Sequence[Encoded], batch_size: int) -> list[list[E
 
 
 def forward_batches(units: Sequence[Unit], batch_size: int, in_order: bool) -> list[list[Unit]]:
-    """Units of one continuation that one forward pass scores together, in the very batches of lm-eval's HFLM (bits depend on them).
+    """Units of one continuation that one forward pass scores together.
 
-    Requests that differ only in the last token of their continuation are one row; rows are sorted by length, the longest first. Windows
-    of whole texts stay in order.
+    They are the very batches of lm-eval's HFLM, because bits depend on them. Requests that differ only in the
+    last token of their continuation are one row. Rows are sorted by length, the longest first. Windows of
+    whole texts stay in order.
     """
     if in_order:
         return in_batches(units, batch_size)
@@ -93,7 +107,7 @@ def forward_batches(units: Sequence[Unit], batch_size: int, in_order: bool) -> l
 
 
 def spans_of(encoded: Sequence[Encoded]) -> set[Span]:
-    """Every cache that a model class will ask for to answer these requests, none of which is skipped."""
+    """Every cache that a model class will ask for to answer these requests. None of them may be skipped."""
     generated = {item.span for item in encoded if item.kind == "generate_until"}
     scored = units_of([item for item in encoded if item.kind != "generate_until"])
     return generated | {unit.span for unit in scored}

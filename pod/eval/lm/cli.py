@@ -12,10 +12,11 @@ from pod.recipe import rank
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run lm-eval's `cli_evaluate()` on `argv` (everything behind `lm-eval`); `--model pod` is the default and our tasks are known.
+    """Run lm-eval's `cli_evaluate()` on `argv` (everything behind `lm-eval`).
 
-    Under torchrun every rank runs the whole pipeline and answers its share of the requests; rank 0 prints and writes.
-    Ends the process with code 2 and one line for wrong input.
+    `--model pod` is the default, and our tasks are known. Under torchrun every rank runs the whole pipeline
+    and answers its share of the requests; rank 0 prints and writes. For wrong input it ends the process with
+    code 2 and one line.
     """
     from lm_eval.__main__ import cli_evaluate
 
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def arguments(argv: Sequence[str], first: bool = True) -> list[str]:
-    """lm-eval's arguments with our defaults; ranks that are not the first write nothing."""
+    """lm-eval's arguments with our defaults. Ranks that are not the first write nothing."""
     given = [_with_semicolons(item) for item in argv]
     if not given or given[0] in ("ls", "validate", "-h", "--help"):
         return given
@@ -60,13 +61,16 @@ def arguments(argv: Sequence[str], first: bool = True) -> list[str]:
 
 
 def _with_semicolons(argument: str) -> str:
-    """A model argument `method=…` with `;` for the commas inside its brackets, at which lm-eval would split it."""
+    """A model argument `method=…` with `;` for the commas inside its brackets.
+
+    lm-eval would split the argument at these commas.
+    """
     start = re.search(r"(?:^|[=,])method=", argument)
     if start is None:
         return argument
     head, tail = argument[: start.end()], argument[start.end() :]
     try:
         first = split(tail, ",")[0]
-    except ValueError:  # brackets that do not close: refused later, with the method's name
+    except ValueError:  # brackets that do not close are refused later, with the method's name
         return argument
     return head + swap_commas(first) + tail[len(first) :]

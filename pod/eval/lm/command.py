@@ -1,6 +1,7 @@
-"""The model `pod` of lm-eval's command line: it takes a cache method from lm-eval's model arguments.
+"""The model `pod` of lm-eval's command line. It takes a cache method from lm-eval's model arguments.
 
-`--model_args pretrained=…,method=snapkv[window=16]@25%` are the arguments of `CommandLM`, which importing this module registers.
+`--model_args pretrained=…,method=snapkv[window=16]@25%` are the arguments of `CommandLM`. Importing this
+module registers it.
 """
 
 import functools
@@ -35,12 +36,13 @@ def make_subject(
 
     Args:
         method: `method_of` the model.
-        reference: for a budget that fills PoD's bytes: a model with the sharing plan.
+        reference: a model with the sharing plan, for a budget that fills PoD's bytes.
         options: parameters beside those in the method's name.
-    Raises: ValueError for whatever does not go together, by making one cache at once.
+    Raises:
+        ValueError: for whatever does not go together. One cache is made at once to find out.
     """
     options = method.options | (options or {})
-    # one forward equals the decode path: no gate skip (tau), no plan that packs
+    # one forward equals the decode path only without gate skip (tau) and without a plan that packs
     one_shot = method.one_shot and not options and not model.config.sharing_plan.packs
     measure = None if reference is None else functools.partial(measure_bytes, reference, "pod")
     budgets = ByteBudgets(native_bytes_per_token(model), measure)
@@ -51,7 +53,7 @@ def make_subject(
 
 
 def method_of(model: Any, name: str | None) -> Method:
-    """The method that `name` writes, or without one the layout of the model itself."""
+    """The method that `name` writes; without a name, the layout of the model itself."""
     own = model.config.own_method
     if name is None or name == own:
         return Method(name=own, spec=None, model="dense", one_shot=True)
@@ -82,13 +84,16 @@ class CommandLM(PodLM):
         store: str | None = None,
         **others: Any,
     ):
-        """
+        """Load what lm-eval's model arguments describe.
+
         Args:
             pretrained: folder or hub id: a dense model or an export of this project.
-            method: written as in `pod.make_cache`, for example `pod+snapkv[window=16;kernel=7]+int4@25%`. Write `;` between
-                parameters, because lm-eval splits its arguments at commas; `pod eval lm-eval` takes commas too. Default: the
-                model's own layout. A method without a budget, or with the budget `pod`, gets as many bytes as PoD uses.
-            plan: plan.json for the method `pod` on dense weights, or for the budget `pod`. An export has its own.
+            method: written as in `pod.make_cache`, for example `pod+snapkv[window=16;kernel=7]+int4@25%`.
+                Write `;` between parameters, because lm-eval splits its arguments at commas; `pod eval
+                lm-eval` takes commas too. Default: the model's own layout. A method without a budget, or with
+                the budget `pod`, gets as many bytes as PoD uses.
+            plan: plan.json for the method `pod` on dense weights, or for the budget `pod`. An export has its
+                own.
             num_sink_tokens, num_recent_tokens: PoD's windows in tokens. Default: those recorded in the plan.
             gguf_file: name of a GGUF file in `pretrained`.
             dtype: of the weights. Default: the checkpoint's.
@@ -98,11 +103,13 @@ class CommandLM(PodLM):
             too_long: truncate or error. Recipes also allow skip.
             question_aware: methods see the question when they compress a prompt (see eval.question_aware).
             chat_template_args: variables for the chat template, as in lm-eval's own model class.
-            enable_thinking: short for `{enable_thinking: …}` in chat_template_args, which it overrides. True is an
-                error: the thoughts would stay in the answers and be scored.
-            store: folder that keeps answers by model, method, budget and prompt. A killed run continues from it.
+            enable_thinking: short for `{enable_thinking: …}` in chat_template_args, which it overrides. True
+                is an error: the thoughts would stay in the answers and be scored.
+            store: folder that keeps answers by model, method, budget and prompt. A killed run continues from
+                it.
             others: none. Each of them is an error that names the argument.
-        Raises: ValueError, before any computation, for arguments that do not go together.
+        Raises:
+            ValueError: before any computation, for arguments that do not go together.
         """
         _check(batch_size, max_batch_size, too_long)
         _check_others(others)
@@ -145,7 +152,7 @@ class CommandLM(PodLM):
         super().__init__(subject, encoder, int(batch_size), shelf)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes into its results; asks no network."""
+        """What lm-eval writes into its results. No network is asked."""
         return {
             "model_num_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "model_dtype": str(self.model.dtype),
@@ -165,14 +172,17 @@ def close_ranks() -> None:
 
 
 def _tokenizer(pretrained: str, gguf_file: str | None, variables: dict[str, Any], ranks: Ranks) -> Any:
-    """The tokenizer, whose chat template gets `variables`; the first rank warns of unused ones."""
+    """The tokenizer. Its chat template gets `variables`; the first rank warns of unused ones."""
     tokenizer = pod.load_tokenizer(pretrained, gguf_file=gguf_file)
     warn = _log.warning if ranks.is_first else _log.debug
     return with_template_variables(tokenizer, variables, "chat_template_args", warn)
 
 
 def _device(asked: str | None, ranks: Ranks) -> str:
-    """lm-eval's command line asks for cuda:0 by itself: that means a GPU where there is one, and each rank its own."""
+    """The device for what lm-eval's command line asks.
+
+    It asks for cuda:0 by itself. That means a GPU where there is one, and for each rank its own.
+    """
     if asked is not None and not asked.startswith("cuda"):
         return asked
     if not torch.cuda.is_available():
@@ -181,8 +191,11 @@ def _device(asked: str | None, ranks: Ranks) -> str:
 
 
 def _reference(model: Any, plan: str | None, method: Method, windows: dict[str, Any]) -> Any:
-    """A model that tells PoD's bytes: the model itself when it has a plan, else the same weights under
-    `plan`, with its windows where none are given."""
+    """A model that tells PoD's bytes.
+
+    It is the model itself when it has a plan. Else it has the same weights under `plan`, with the plan's
+    windows where none are given.
+    """
     if not method.fills_pod_bytes:
         return None
     if model.config.own_method == "pod":
@@ -190,31 +203,39 @@ def _reference(model: Any, plan: str | None, method: Method, windows: dict[str, 
     if plan is None:
         name = method.name
         raise ValueError(
-            f"method {name!r} needs a budget: write method={name}@1024 (tokens) or method={name}@25% (of each prompt), or "
-            "give plan=PLAN.json, whose bytes it then fills"
+            f"method {name!r} needs a budget: write method={name}@1024 (tokens) or method={name}@25% "
+            "(of each prompt), or give plan=PLAN.json, whose bytes it then fills"
         )
     return pod.load_model(model, plan=plan, attention_backend=model.config.attention_backend, **windows)
 
 
 def _check_no_thoughts(variables: dict[str, Any]) -> None:
-    """ValueError where the model is asked to think: lm-eval itself takes that only with a token that ends the thoughts."""
+    """Raise ValueError where the model is asked to think.
+
+    lm-eval itself takes that only with a token that ends the thoughts.
+    """
     if variables.get("enable_thinking"):
         raise ValueError(
-            "enable_thinking=True is not supported: the thoughts would stay in the answers and be scored; set enable_thinking=False"
+            "enable_thinking=True is not supported: the thoughts would stay in the answers and be scored; "
+            "set enable_thinking=False"
         )
 
 
 def _check_others(others: dict[str, Any]) -> None:
-    """ValueError for arguments that there are not: a budget and a method's parameters stand in the method's name."""
+    """Raise ValueError for arguments that do not exist.
+
+    A budget and a method's parameters stand in the method's name.
+    """
     if others.get("think_end_token") is not None:
         raise ValueError(
-            "think_end_token is not supported, because thoughts stay in the answers: turn them off with "
-            "enable_thinking=False"
+            "think_end_token is not supported, because thoughts stay in the answers: "
+            "turn them off with enable_thinking=False"
         )
     for name, value in others.items():
         where = f"write it after the method: method=snapkv@{value}" if name == "budget" else ""
         where = where or (
-            f"write a method's parameters in brackets, separated by ;, as in method=snapkv[{name}={value}]@25%"
+            "write a method's parameters in brackets, separated by ;, "
+            f"as in method=snapkv[{name}={value}]@25%"
         )
         raise ValueError(f"unknown model argument {name}={value}: {where}")
 
@@ -222,11 +243,11 @@ def _check_others(others: dict[str, Any]) -> None:
 def _check(batch_size: int | str, max_batch_size: int | None, too_long: str) -> None:
     if not str(batch_size).isdecimal() or int(batch_size) < 1 or max_batch_size is not None:
         raise ValueError(
-            f"batch_size = {batch_size!r} must be a number of sequences; auto and max_batch_size are not supported, because "
-            "results would depend on the machine"
+            f"batch_size = {batch_size!r} must be a number of sequences; auto and max_batch_size are not "
+            "supported, because results would depend on the machine"
         )
     if too_long == "skip":
         raise ValueError(
-            "too_long=skip is not supported here, because lm-eval would count skipped prompts as wrong: set truncate or "
-            "error, or use a recipe with eval.too_long, which counts them separately"
+            "too_long=skip is not supported here, because lm-eval would count skipped prompts as wrong: "
+            "set truncate or error, or use a recipe with eval.too_long, which counts them separately"
         )

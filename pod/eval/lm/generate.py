@@ -1,4 +1,7 @@
-"""Answers generated through a cache: greedy or sampled, ended by every EOS of the model and by stop strings."""
+"""Answers generated through a cache: greedy or sampled.
+
+Every EOS of the model and stop strings end them.
+"""
 
 import hashlib
 import itertools
@@ -18,7 +21,11 @@ _MARGIN = 4  # tokens looked at beyond the longest stop string
 
 
 def end_ids(model: Any, tokenizer: Any, stops: Sequence[str]) -> list[int]:
-    """Token ids that end an answer: every EOS of the generation config, the tokenizer's, and stop strings that are one special token."""
+    """Token ids that end an answer.
+
+    They are every EOS of the generation config, the tokenizer's EOS, and stop strings that are one special
+    token.
+    """
     configured = model.generation_config.eos_token_id
     found = list(configured) if isinstance(configured, (list, tuple)) else [configured]
     found.append(tokenizer.eos_token_id)
@@ -28,7 +35,7 @@ def end_ids(model: Any, tokenizer: Any, stops: Sequence[str]) -> list[int]:
 
 
 def text_of(tokenizer: Any, ids: Sequence[int], ends: Sequence[int], stops: Sequence[str]) -> str:
-    """The answer: up to the first end id and the first stop string, neither included."""
+    """The answer up to the first end id and the first stop string. Neither is included."""
     kept = itertools.takewhile(lambda token: token not in ends, ids)
     text = tokenizer.decode(list(kept), skip_special_tokens=True)
     for stop in filter(None, stops):
@@ -37,7 +44,7 @@ def text_of(tokenizer: Any, ids: Sequence[int], ends: Sequence[int], stops: Sequ
 
 
 class StopStrings(StoppingCriteria):
-    """Ends each row of its own as soon as one of the stop strings stands in its new text.
+    """Ends each row on its own, as soon as one of the stop strings stands in its new text.
 
     Only the newest tokens are decoded: a stop string of k bytes ends within the last k of them.
     """
@@ -57,8 +64,10 @@ class StopStrings(StoppingCriteria):
 def _ends(model: Any, tokenizer: Any, until: Sequence[str], at_once: bool) -> tuple[list[int], list[str]]:
     """Ids and strings that end an answer.
 
-    at_once: False under `min_new_tokens`: stop strings of one token are then ids, because stock generate() keeps back only ids until
-    so many tokens stand (LongBench's samsum ends at a line break, but not before it has begun).
+    Args:
+        at_once: False under `min_new_tokens`. Stop strings of one token are then ids, because stock
+            generate() keeps back only ids until so many tokens stand. (LongBench's samsum ends at a line
+            break, but not before it has begun.)
     """
     stops = [stop for stop in until if stop]
     ends = end_ids(model, tokenizer, stops)
@@ -81,11 +90,13 @@ def _options(settings: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def generate(model: Any, tokenizer: Any, cache: Any, items: Sequence[Encoded]) -> list[dict[str, Any]]:
-    """The record of every request of a batch (left padding) through `cache`, a new one: its `answer`, what was `held` at the end, and what
-    was `decided`.
+    """The record of every request of a batch (left padding) through `cache`, a new one.
 
-    A question of its own is put behind the compressed text. New tokens and settings are those of the first request (`until` holds the stop
-    strings); sampling depends on the requests' keys, so that a restarted run samples the same answers.
+    A record has the `answer`, what was `held` at the end, and what was `decided`.
+
+    A question of its own is put behind the compressed text. New tokens and settings are those of the first
+    request (`until` holds the stop strings). Sampling depends on the requests' keys, so that a restarted run
+    samples the same answers.
     """
     settings, seed = items[0].settings, " ".join(item.key for item in items)
     options = _options(settings)

@@ -1,4 +1,8 @@
-"""Which tasks lm-eval has, those of `pod/eval/suites` included, and how they are loaded: quietly, with local data, errors in one line."""
+"""Which tasks lm-eval has, and how they are loaded.
+
+Those of `pod/eval/suites` are included. They are loaded quietly, with local data, and with errors in one
+line.
+"""
 
 import contextlib
 import difflib
@@ -23,15 +27,21 @@ DROPS = ("middle", "start", "end", "document", "none")
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """`metadata.pod` of a task's or group's configuration: what may be done to its prompts, how it is scored.
+    """`metadata.pod` of a task's or group's configuration.
 
-    chat_template: whether its prompts go into the tokenizer's chat template.
-    truncation: the part that is dropped of a prompt that is too long: its middle, start or end, a part of its document
-        (`doc["document"]`, see `pod.eval.lm.prompts`), or none; keep: of a document, the end that stays: start or end.
-    max_prompt_tokens: the longest prompt (tokens), whatever the model reads; None = what the model reads.
-    metric: the primary one, `name` or `name,filter`; kind: `score`, `binary` or `nll`.
-    average: of a group: `samples` (each counts alike), `tasks` (each leaf task counts alike) or `members` (each direct member).
-    source, license: of data, prompts and scorer.
+    It says what may be done to a task's prompts, and how the task is scored.
+
+    Attributes:
+        chat_template: whether its prompts go into the tokenizer's chat template.
+        truncation: the part that is dropped of a prompt that is too long: its middle, start or end, a part of
+            its document (`doc["document"]`, see `pod.eval.lm.prompts`), or none.
+        keep: the end of a document that stays: start or end.
+        max_prompt_tokens: the longest prompt (tokens), whatever the model reads; None = what the model reads.
+        metric: the primary one, `name` or `name,filter`.
+        kind: `score`, `binary` or `nll`.
+        average: of a group: `samples` (each counts alike), `tasks` (each leaf task counts alike) or `members`
+            (each direct member counts alike).
+        source, license: of data, prompts and scorer.
     """
 
     chat_template: bool = False
@@ -50,7 +60,7 @@ class Rule:
 
 
 def rule_of(metadata: Any) -> Rule:
-    """The rule of a task; that of a task that says nothing (lm-eval's own) is the default."""
+    """The rule of a task. A task that says nothing (lm-eval's own) has the default."""
     given = metadata.get("pod") if isinstance(metadata, dict) else None
     known = Rule.__dataclass_fields__
     return Rule(**{key: value for key, value in (given or {}).items() if key in known})
@@ -58,13 +68,17 @@ def rule_of(metadata: Any) -> Rule:
 
 @functools.cache
 def own_rule(name: str) -> Rule:
-    """The rule of a task in `pod/eval/suites` by its name alone; of any other task: the default."""
+    """The rule of a task in `pod/eval/suites` by its name alone; for any other task, the default."""
     found = find_config(name)
     return rule_of(found[1].get("metadata")) if found else Rule()
 
 
 def check_known(names: list[str]) -> None:
-    """ValueError for the first name that neither this package nor lm-eval has, with the nearest there is."""
+    """Check that this package or lm-eval has all of these tasks.
+
+    Raises:
+        ValueError: for the first name that neither has, with the nearest that there is.
+    """
     ours = {*base.names(), SPEED_RUN, *(name for found in suite_configs().values() for name in found)}
     others = set(names) - ours
     if not others or others == _in_files_of_lm_eval(others):
@@ -80,7 +94,10 @@ def check_known(names: list[str]) -> None:
 
 
 def _in_files_of_lm_eval(names: set[str]) -> set[str]:
-    """Those of the names that a file of lm-eval says in so many words; the index of all that it has takes ten seconds to make."""
+    """The names that a file of lm-eval says in so many words.
+
+    Reading these files is quicker: the index of all that lm-eval has takes ten seconds to make.
+    """
     said = rf"""["']?({"|".join(map(re.escape, names))})["']?\s*$"""
     key = r"""^["']?(?:(?:task|group|tag)["']?: *|tag["']?:(?:\s+- .*)*\s+- )"""
     line = re.compile(key + said, re.MULTILINE)
@@ -92,7 +109,12 @@ def _in_files_of_lm_eval(names: set[str]) -> set[str]:
 
 @dataclass
 class Loaded:
-    """A task, group or tag of lm-eval: leaf tasks by name in order; share: of each leaf in the mean, None where each sample counts alike."""
+    """A task, group or tag of lm-eval.
+
+    Attributes:
+        leaves: leaf tasks by name, in order.
+        share: of each leaf in the mean; None where each sample counts alike.
+    """
 
     name: str
     leaves: dict[str, Any]
@@ -101,23 +123,27 @@ class Loaded:
 
 
 def load(name: str, metadata: dict[str, Any]) -> Loaded:
-    """Load a task, group or tag; its data are read (see `pod.eval.suites.data.use`).
+    """Load a task, group or tag, and read its data (see `pod.eval.suites.data.use`).
 
-    metadata: given to functions that make data. Raises: ValueError for missing data, code that may not be run, and whatever else fails.
+    Args:
+        metadata: given to functions that make data.
+    Raises:
+        ValueError: for missing data, for code that may not be run, and for whatever else fails.
     """
     from lm_eval.tasks._factory import TaskFactory
 
     class Careful(TaskFactory):
         def _load_full_config(self, entry: Any, overrides: Any = None) -> dict[str, Any]:
-            """Refuse before the task's module is imported: some load a metric that executes code on import."""
+            """Refuse before the task's module is imported: some load a metric that executes code then."""
             if (entry.cfg or {}).get("unsafe_code") and not data.unsafe_code():
                 raise ValueError(
-                    f"task {entry.name} executes code that the model writes: set eval.unsafe_code to true on a machine where such code can do no harm"
+                    f"task {entry.name} executes code that the model writes: "
+                    "set eval.unsafe_code to true on a machine where such code can do no harm"
                 )
             return super()._load_full_config(entry, overrides)
 
     manager = task_manager(find_config(name) is None)
-    manager._factory = Careful(meta=metadata)  # a new index for other metadata takes ten seconds
+    manager._factory = Careful(meta=metadata)  # making a new index for other metadata takes ten seconds
     with quiet(), data.local_datasets(), in_one_line(f"task {name} cannot be loaded"):
         loaded = manager.load([name])
     group = loaded.get("groups", {}).get(name)
@@ -148,7 +174,11 @@ def _shares(group: Any) -> dict[str, float] | None:
 
 
 def lm_eval_file() -> str:
-    """Where lm-eval is installed. Raises: ValueError where it is not."""
+    """The file that lm-eval is installed in.
+
+    Raises:
+        ValueError: where it is not installed.
+    """
     spec = importlib.util.find_spec("lm_eval")
     if spec is None or spec.origin is None:
         raise ValueError(
@@ -159,7 +189,7 @@ def lm_eval_file() -> str:
 
 @functools.cache
 def task_manager(with_lm_eval: bool) -> Any:
-    """The index of tasks; that of lm-eval's own takes ten seconds, so ours have one of their own."""
+    """The index of tasks. lm-eval's own index takes ten seconds to make, so ours is a separate one."""
     lm_eval_file()
     from lm_eval.tasks import TaskManager
 
@@ -169,7 +199,10 @@ def task_manager(with_lm_eval: bool) -> Any:
 
 @contextlib.contextmanager
 def in_one_line(what: str) -> Iterator[None]:
-    """Errors of a task's own code or data as ValueErrors of one line that begins with `what`; ValueErrors as they are."""
+    """Turn errors of a task's own code or data into ValueErrors of one line that begins with `what`.
+
+    ValueErrors stay as they are.
+    """
     try:
         yield
     except ValueError:
@@ -192,7 +225,7 @@ def quiet_logger(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """lm-eval without its notes on every task and a progress bar for every list of prompts."""
+    """lm-eval without its notes on every task, and without a progress bar for every list of prompts."""
     from datasets.utils import logging as bars
 
     shown = bars.is_progress_bar_enabled()

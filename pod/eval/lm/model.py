@@ -1,4 +1,7 @@
-"""The language model class of lm-eval for every method: the compressed cache is used in generation *and* in scoring."""
+"""The language model class of lm-eval for every method.
+
+The compressed cache is used in generation *and* in scoring.
+"""
 
 import functools
 import logging
@@ -30,17 +33,20 @@ _Stock: Any = HFLM  # lm-eval's decorator hides its type
 class PodLM(LM):
     """A model under a method, for lm-eval. It is loaded when something is not answered yet.
 
-    Every rank runs lm-eval's pipeline as if it were alone (rank 0 of 1); only the batches of requests are shared, so that results are
-    the same on any number of ranks.
+    Every rank runs lm-eval's pipeline as if it were alone (rank 0 of 1). Only the batches of requests are
+    shared, so that results are the same on any number of ranks.
 
     Args:
-        subject: the method; scored by one forward without a cache where that equals its decode path (`Method.one_shot`).
+        subject: the method. One forward without a cache scores it where that equals its decode path
+            (`Method.one_shot`).
         encoder: text to token ids; the one that rendered this run's chat templates.
-        batch_size: sequences that run together; shelf: what keeps the answers; default: this process's memory.
+        batch_size: sequences that run together.
+        shelf: what keeps the answers; default: this process's memory.
 
     Attributes:
-        records: by request key: prompt_tokens, prompt_hash, dropped_tokens, skipped, budget_tokens, bytes (held at the end per
-            sequence) and held_tokens (that the cache had seen then); None where one forward without a cache scores.
+        records: by request key: prompt_tokens, prompt_hash, dropped_tokens, skipped, budget_tokens, bytes
+            (held at the end per sequence) and held_tokens (that the cache had seen then). The last three are
+            None where one forward without a cache scores.
     """
 
     def __init__(self, subject: Subject, encoder: Encoder, batch_size: int = 1, shelf: Shelf | None = None):
@@ -64,7 +70,7 @@ class PodLM(LM):
     @functools.cached_property
     def _stock(self) -> Any:
         """lm-eval's own class around the model."""
-        with quiet_logger("lm_eval.models.huggingface"):  # which warns that a loaded model is handed over
+        with quiet_logger("lm_eval.models.huggingface"):  # it warns that a loaded model is handed over
             stock: Any = _Stock(self.model, "causal", tokenizer=self.tokenizer, batch_size=self.batch_size)
         stock._max_length = self.encoder.max_length
         # HFLM takes the softmax in the model's dtype: bfloat16 rounds log-likelihoods to 3 digits
@@ -80,7 +86,7 @@ class PodLM(LM):
         finally:
             self._rule = before
 
-    # -- what lm-eval calls ------------------------------------------------------------------------------------
+    # -- what lm-eval calls ----------------------------------------------------------------------------------
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         return self._score(self._encode(requests), whole_texts=False)
@@ -112,23 +118,34 @@ class PodLM(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The name of finished prompts for `--cache_requests`; other template variables make other prompts."""
+        """The name of finished prompts for `--cache_requests`.
+
+        Other template variables make other prompts, and so another name.
+        """
         name = self.tokenizer.name_or_path.replace("/", "__")
         variables = template_variables(self.tokenizer)
         return f"{name}.{fingerprint(variables)[:12]}" if variables else name
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Raises: ValueError for a `--use_cache`, whose keys name the prompt only."""
+        """Refuse lm-eval's own cache of answers.
+
+        Raises:
+            ValueError: for a `--use_cache`, because its keys name the prompt only.
+        """
         if cache_hook.dbdict is not None:
             raise ValueError(
-                "--use_cache does not tell methods and budgets apart: use the model argument store=FOLDER instead"
+                "--use_cache does not tell methods and budgets apart: "
+                "use the model argument store=FOLDER instead"
             )
         super().set_cache_hook(cache_hook)
 
     # -- answers ---------------------------------------------------------------------------------------------
 
     def _encode(self, requests: Sequence[Any]) -> list[Encoded]:
-        """The requests as token ids, by the rule of their task: the one that is set, else the one in its YAML."""
+        """The requests as token ids, by the rule of their task.
+
+        The rule is the one that is set, else the one in the task's YAML.
+        """
         encoded = self.encoder.requests(requests, self._rule)
         skipped = Counter(item.skipped for item in encoded if item.skipped)
         for reason, number in skipped.items():
@@ -136,7 +153,10 @@ class PodLM(LM):
         return encoded
 
     def _score(self, encoded: list[Encoded], whole_texts: bool) -> list[tuple[float, bool]]:
-        """Sum in nats and whether it is greedy, per request; of a text in blocks the sums add up. Skipped: (-inf, False)."""
+        """For each request the sum in nats, and whether it is greedy. A skipped one has (-inf, False).
+
+        The sums of a text in blocks add up.
+        """
         totals = [(-float("inf"), False) if item.skipped else (0.0, True) for item in encoded]
         batches: Callable[[list[Unit]], list[list[Unit]]]
         units = units_of(encoded, self.one_shot)
@@ -158,7 +178,7 @@ class PodLM(LM):
         return totals
 
     def _generation_key(self, item: Encoded) -> str:
-        sampled = item.key if item.settings.get("do_sample") else None  # its repeats are to differ
+        sampled = item.key if item.settings.get("do_sample") else None  # repeats of a sampled answer differ
         asked = [item.context, item.num_asked, item.new_tokens, item.settings, sampled]
         return key_of("generate", *asked, self.subject.room(item.span))
 
@@ -168,7 +188,10 @@ class PodLM(LM):
         return key_of("decode", unit.context, unit.continuations, self.subject.room(unit.span))
 
     def _keep(self, item: Encoded, answers: list[tuple[Span, dict[str, Any]]]) -> None:
-        """The record of a request; of what its caches held, one for each part of a text in blocks, the largest counts."""
+        """Keep the record of a request.
+
+        A text in blocks has caches of several sizes, one for each part; the largest counts.
+        """
         held: list[dict[str, Any]] = [
             a | {"budget_tokens": self.subject.budget(span)} for span, a in answers if a["bytes"] is not None
         ]

@@ -1,4 +1,7 @@
-"""From what lm-eval logs about its samples to the payload that every task has (`pod.eval.suites.base`)."""
+"""From what lm-eval logs about its samples to the payload that every task has.
+
+See `pod.eval.suites.base` for payloads.
+"""
 
 import json
 from collections import defaultdict
@@ -13,7 +16,7 @@ from pod.eval.answer.budget import ByteBudgets, Span
 from pod.eval.lm.index import Loaded, Rule
 from pod.eval.suites.base import scored_payload
 
-# bleu_acc: truthfulqa_gen, whose other metrics are no 0 to 1
+# bleu_acc is for truthfulqa_gen, whose other metrics are not between 0 and 1
 _PREFERRED = ("acc_norm", "acc", "exact_match", "bleu_acc")
 _PERPLEXITIES = ("word_perplexity", "byte_perplexity")
 _OF_ALL = {"bits_per_byte", "bleu", "brier_score", "chrf", "f1", "likelihood", "mcc", "perplexity", "ter"}
@@ -23,9 +26,15 @@ _OF_ALL = {"bits_per_byte", "bleu", "brier_score", "chrf", "f1", "likelihood", "
 class Leaf:
     """A leaf task of lm-eval with what its prompts came to.
 
-    metric: (name, filter or None for the first); kind: of the payload.
-    spans: of every cache that it needs; lengths: length class by document; longest: tokens read at most; tokens: see `token_counts`;
-    question: whether methods see what is asked when they compress, for tables; None where nothing is asked.
+    Attributes:
+        metric: (name, filter or None for the first).
+        kind: of the payload.
+        spans: of every cache that it needs.
+        lengths: length class by document.
+        longest: tokens read at most.
+        question: for tables, whether methods see what is asked when they compress; None where nothing is
+            asked.
+        tokens: see `token_counts`.
     """
 
     name: str
@@ -41,10 +50,13 @@ class Leaf:
 
 
 def token_counts(encoded: list[Any], batch_size: int) -> dict[bool, tuple[int, int]]:
-    """(prompt tokens, decode steps of a batch) of requests: by one forward for each (True), through the decode path (False)."""
+    """(prompt tokens, decode steps of a batch) of requests, for two ways of scoring.
+
+    Returns: by True: one forward for each request; by False: through the decode path.
+    """
 
     def steps(fed: list[int]) -> int:
-        """Of batches of like rows, each as long as its longest."""
+        """Steps of batches of like rows. Each batch takes as many as its longest row."""
         return sum(sorted(fed, reverse=True)[::batch_size])
 
     contexts = {(item.unit, item.context): len(item.context) for item in encoded}
@@ -57,7 +69,8 @@ def token_counts(encoded: list[Any], batch_size: int) -> dict[bool, tuple[int, i
 def primary_metric(name: str, task: Any, rule: Rule, asked: str | None) -> tuple[tuple[str, str | None], str]:
     """The metric (and its filter) that stands for the task, and its kind.
 
-    Raises: ValueError for a metric that the task does not have or that is no number per sample.
+    Raises:
+        ValueError: for a metric that the task does not have, or that is no number per sample.
     """
     wanted, has = asked or rule.metric, list(task.aggregation())
     if wanted is None:
@@ -74,14 +87,15 @@ def primary_metric(name: str, task: Any, rule: Rule, asked: str | None) -> tuple
         raise ValueError(f"task {name} has no metric {wanted!r}: it has {known}")
     if metric in _OF_ALL:
         raise ValueError(
-            f"task {name}: {metric} gives no score per sample, so methods cannot be compared: choose another metric"
+            f"task {name}: {metric} gives no score per sample, so methods cannot be compared: "
+            "choose another metric"
         )
     kind = (asked is None and rule.kind) or _kind_of(metric, task)
     return (metric, filtered or None), kind
 
 
 def _kind_of(metric: str, task: Any) -> str:
-    """`binary` only where lm-eval itself makes nothing but 0 and 1."""
+    """The kind of a payload. It is `binary` only where lm-eval itself makes nothing but 0 and 1."""
     if metric in _PERPLEXITIES:
         return "nll"
     plain = task.config.process_results is None
@@ -99,8 +113,11 @@ def leaf_payload(
 ) -> dict[str, Any]:
     """The payload of a leaf task.
 
-    logged: samples as lm-eval logs them, one per document and filter; records: by request key, from our model class; prefix: of the ids
-    of samples, in a group; settings: of the run.
+    Args:
+        logged: samples as lm-eval logs them, one per document and filter.
+        records: by request key, from our model class.
+        prefix: put before the ids of samples, in a group.
+        settings: of the run.
     """
     metric, filtered = leaf.metric
     filtered = filtered or (logged[0]["filter"] if logged else None)
@@ -134,7 +151,7 @@ def leaf_payload(
 
 
 def largest(rows: Iterable[dict[str, Any]], *names: str) -> dict[str, Any]:
-    """The largest number of every name, None where no row has one."""
+    """The largest number of every name. None where no row has one."""
     known = {name: [row[name] for row in rows if row[name] is not None] for name in names}
     return {name: max(found, default=None) for name, found in known.items()}
 
@@ -154,13 +171,16 @@ def _sample(leaf: Leaf, row: Mapping[str, Any], asked: list[dict[str, Any]], met
 
 
 def _cluster(leaf: Leaf, doc: Any) -> dict[str, str]:
-    """What a sample shares with others of its task: the row's `cluster`, as in `pod/eval/suites`, made different from other tasks'."""
+    """What a sample shares with others of its task.
+
+    It is the row's `cluster`, as in `pod/eval/suites`, made different from that of other tasks.
+    """
     shared = doc.get("cluster") if isinstance(doc, Mapping) else None
     return {} if shared is None else {"cluster": f"{leaf.name}/{shared}"}
 
 
 def _answer(leaf: Leaf, row: Mapping[str, Any]) -> dict[str, Any]:
-    """What the model said: the text; of choices the likeliest, with all log-likelihoods (nats)."""
+    """What the model said: the text; or of choices the likeliest, with all log-likelihoods (nats)."""
     if leaf.task.OUTPUT_TYPE == "generate_until":
         return {"answer": row["resps"][0][0], "filtered": _plain(row["filtered_resps"][0])}
     if leaf.task.OUTPUT_TYPE == "loglikelihood_rolling":
@@ -179,7 +199,7 @@ def _plain(value: Any) -> Any:
 
 
 def _bytes_rows(leaf: Leaf, samples: list[dict[str, Any]], budgets: ByteBudgets) -> list[dict[str, Any]]:
-    """What was held, by length class."""
+    """What the caches held, by length class."""
     rows = []
     for length in sorted({sample["length"] for sample in samples if sample["length"]}):
         same = [sample for sample in samples if sample["length"] == length]
@@ -192,10 +212,11 @@ def _bytes_rows(leaf: Leaf, samples: list[dict[str, Any]], budgets: ByteBudgets)
 
 
 def _correct_early_ends(stated: dict[str, Any], tokens: int) -> None:
-    """Answers may end long before the last new token: compare what was held with a dense cache of the tokens that were there.
+    """Compare what was held with a dense cache of the tokens that were there.
 
-    PoD's bytes are known at the length class only, so their ratio is left out where what was held is not near it: answers may end
-    early, and rows of a batch hold what its longest does.
+    Answers may end long before the last new token. PoD's bytes are known at the length class only, so their
+    ratio is left out where what was held is not near it: answers may end early, and rows of a batch hold what
+    its longest row does.
     """
     dense = stated["dense_bytes"] // stated["length"] * tokens
     if stated["bytes"] is not None:
@@ -244,7 +265,8 @@ def _other_metrics(
 def group_payload(loaded: Loaded, payloads: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """One payload for a group: the mean over its leaf tasks, each with its share, and a value per subtask.
 
-    Raises: ValueError when the members cannot be averaged.
+    Raises:
+        ValueError: when the members cannot be averaged.
     """
     parts = list(payloads.values())
     kinds, higher = {part["kind"] for part in parts}, {part["higher_is_better"] for part in parts}
@@ -270,7 +292,7 @@ def group_payload(loaded: Loaded, payloads: dict[str, dict[str, Any]]) -> dict[s
 
 
 def _weights(loaded: Loaded, payloads: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Share of each subtask that has a sample; they add to 1."""
+    """The share of each subtask that has a sample. They add to 1."""
     counts = {name: len(part["samples"]) for name, part in payloads.items() if part["samples"]}
     shares = counts if loaded.share is None else {name: loaded.share[name] for name in counts}
     total = sum(shares.values())
@@ -278,7 +300,7 @@ def _weights(loaded: Loaded, payloads: dict[str, dict[str, Any]]) -> dict[str, f
 
 
 def _common(settings: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all members share; what differs is `by task`. Counts add up."""
+    """What all members share. What differs is `by task`; counts add up."""
     values = {key: [row[key] for row in settings] for key in settings[0]}
     alike = {
         key: same[0] if all(one == same[0] for one in same) else "by task" for key, same in values.items()

@@ -1,8 +1,11 @@
-"""Prompts that are too long: drop their middle, start, end or a part of their document until they fit. Text in, text out.
+"""Prompts that are too long: drop their middle, start, end or a part of their document until they fit.
 
-A document is cut by the rule of L-Eval (An et al., ACL 2024; Baselines/*-test.py of github.com/OpenLMLab/LEval): words are dropped from
-one end, down to as many words as there are tokens of room, then 250 fewer until it fits; instructions and question stay whole. There the
-document alone is measured; here the whole prompt is, so that it never exceeds what the model reads.
+Text comes in, and text goes out.
+
+A document is cut by the rule of L-Eval (An et al., ACL 2024; Baselines/*-test.py of
+github.com/OpenLMLab/LEval). Words are dropped from one end, down to as many words as there are tokens of
+room, then 250 fewer until it fits. Instructions and question stay whole. L-Eval measures the document alone.
+Here the whole prompt is measured, so that it never exceeds what the model reads.
 """
 
 import bisect
@@ -10,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 WORD_STEP = 250
-_SMALL_ROOM = 8 * WORD_STEP  # below, steps of 250 words would drop most of the document
+_SMALL_ROOM = 8 * WORD_STEP  # below this, steps of 250 words would drop most of the document
 
 _ROUNDS = 8  # pieces of text that are joined anew may encode to a few tokens more than they had
 
@@ -32,12 +35,16 @@ def shorten(
 ) -> str:
     """The text within `room` tokens.
 
-    drop: `middle` (both ends stay, half of the room each, as the official LongBench and InfiniteBench code does it), `start`, `end`, or
-        `document` (only the document is cut).
-    count: tokens of a text as the model reads it, special tokens included.
-    span: the characters of the user's message in a rendered chat: only it is cut. None: the whole text may be.
-    document: the document within the text; keep: which end of it stays.
-    Raises: Unanswerable when what may not be dropped exceeds the room.
+    Args:
+        drop: `middle` (both ends stay, half of the room each, as the official LongBench and InfiniteBench
+            code does it), `start`, `end`, or `document` (only the document is cut).
+        count: tokens of a text as the model reads it, special tokens included.
+        span: the characters of the user's message in a rendered chat: only it is cut. None: the whole text
+            may be cut.
+        document: the document within the text.
+        keep: which end of the document stays.
+    Raises:
+        Unanswerable: when what may not be dropped exceeds the room.
     """
     if drop == "document":
         if not document:
@@ -59,7 +66,10 @@ def shorten(
 
 
 class _Pieces:
-    """A text's tokens as pieces of the text. Offsets keep characters whole that decoding a part of their bytes would break."""
+    """A text's tokens as pieces of the text.
+
+    Decoding a part of a character's bytes would break it; offsets keep characters whole.
+    """
 
     def __init__(self, tokenizer: Any, text: str):
         has_offsets = bool(getattr(tokenizer, "is_fast", False))
@@ -78,7 +88,7 @@ class _Pieces:
         return self.text[self.offsets[-tokens][0] :] if tokens else ""
 
     def without(self, drop: str, kept: int) -> str:
-        """What stays when `kept` tokens stay; an odd token of a dropped middle goes, too."""
+        """What stays when `kept` tokens stay. An odd token of a dropped middle goes, too."""
         if drop == "middle":
             return self.first(kept // 2) + self.last(kept // 2)
         return self.last(kept) if drop == "start" else self.first(kept)
@@ -87,13 +97,18 @@ class _Pieces:
 def cut_document(
     prompt: str, document: str, keep: Literal["start", "end"], room: int, count: Callable[[str], int]
 ) -> str:
-    """The prompt with as many words (between single blanks) of its document as fit, of a text with hardly a blank characters.
+    """The prompt with as many words (between single blanks) of its document as fit.
+
+    A text with hardly a blank is cut by characters.
 
     Args:
-        prompt: the final text, chat template included; document: as it stands in the prompt (outer white space may be missing there).
+        prompt: the final text, chat template included.
+        document: as it stands in the prompt (outer white space may be missing there).
         keep: the end of the document that stays.
-        room: tokens that the prompt may have; count: the number of tokens of a text, special tokens included.
-    Raises: Unanswerable when the document is not in the prompt or the prompt is too long even without it.
+        room: tokens that the prompt may have.
+        count: the number of tokens of a text, special tokens included.
+    Raises:
+        Unanswerable: when the document is not in the prompt, or the prompt is too long even without it.
     """
     if count(prompt) <= room:
         return prompt

@@ -1,7 +1,10 @@
-"""Requests of lm-eval as token ids: encoded as lm-eval does it, shortened by the task's own rule. Needs a tokenizer, no model.
+"""Requests of lm-eval as token ids: encoded as lm-eval does it, shortened by the task's own rule.
 
-Encoding equals `lm_eval.models.huggingface.HFLM` (lm-eval 0.4.13, MIT) for whatever fits the model. What does not fit is shortened here
-and not by dropping its start: that would lose the beginning-of-sequence token and, in a chat template, the system message.
+This needs a tokenizer and no model.
+
+Encoding equals `lm_eval.models.huggingface.HFLM` (lm-eval 0.4.13, MIT) for whatever fits the model. What does
+not fit is shortened here, and not by dropping its start: that would lose the beginning-of-sequence token and,
+in a chat template, the system message.
 """
 
 from collections import Counter
@@ -26,13 +29,18 @@ BLOCK = 256  # tokens of a long text that are scored after one compression
 class Encoded:
     """One request as token ids.
 
-    key: its id within a run: request type, task, document, index, repeat.
-    unit: what it belongs to: choices of one document with one context are scored from one prefill.
-    context, continuation: token ids; generation has no continuation.
-    windows: of a text scored whole (`loglikelihood_rolling`): pairs of context and continuation that follow one another.
-    new_tokens: tokens to generate at most; settings: of the generation, normalized by lm-eval.
-    num_asked: tokens at the end of the context that ask about the text before, put when that is compressed; 0: all is compressed at once.
-    dropped: tokens by which the prompt was shortened; skipped: why it is not answered.
+    Attributes:
+        key: its id within a run: request type, task, document, index, repeat.
+        unit: what it belongs to. Choices of one document with one context are scored from one prefill.
+        context, continuation: token ids. A generation has no continuation.
+        windows: for a text scored whole (`loglikelihood_rolling`): pairs of context and continuation that
+            follow one another.
+        new_tokens: tokens to generate at most.
+        settings: of the generation, normalized by lm-eval.
+        num_asked: tokens at the end of the context that ask about the text before them. They are put when
+            that text is compressed. 0: all is compressed at once.
+        dropped: tokens by which the prompt was shortened.
+        skipped: why it is not answered.
     """
 
     key: str
@@ -54,7 +62,7 @@ class Encoded:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt; of the whole text when that is what is scored."""
+        """Tokens of the prompt, or of the whole text when that is what is scored."""
         if self.kind == "loglikelihood_rolling":
             return sum(len(continuation) for _, continuation in self.windows)
         return len(self.context)
@@ -62,7 +70,7 @@ class Encoded:
     @property
     def prompt_hash(self) -> str:
         """Hash of the prompt as the model reads it (token ids)."""
-        if self.kind == "loglikelihood_rolling":  # what stands before a token depends on the windows
+        if self.kind == "loglikelihood_rolling":  # the windows decide what stands before a token
             return prompt_hash([token for window in self.windows for part in window for token in (*part, -1)])
         return prompt_hash(self.context)
 
@@ -74,8 +82,8 @@ class Encoded:
     def blocks(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Context and continuation pairs that a compressed cache scores.
 
-        A text that is scored whole is cut into blocks, each scored after the compression of everything before it: 1 token, then as many
-        as stand before it, then `BLOCK` at a time.
+        A text that is scored whole is cut into blocks. Each is scored after the compression of everything
+        before it: 1 token, then as many as stand before it, then `BLOCK` at a time.
         """
         if self.kind != "loglikelihood_rolling":
             return [(self.context, self.continuation)]
@@ -90,20 +98,26 @@ class Encoded:
 
 
 def span_of(context: int, continuation: int, new_tokens: int = 0) -> Span:
-    """The cache for a context and its longest continuation or its new tokens (all in tokens), from the request alone, so that its
-    budget does not depend on what else is in its batch: the length is a length class, of scored tokens a power of two.
+    """The cache for a context and its longest continuation, or for its new tokens (all in tokens).
 
-    Scoring holds the last context token out of the prompt and never feeds the last scored token; generation never feeds its last.
+    The request alone decides it, so that its budget does not depend on what else is in its batch. The length
+    is a length class; the number of scored tokens is a power of two.
+
+    Scoring holds the last context token out of the prompt and never feeds the last scored token. Generation
+    never feeds its last token.
     """
-    if continuation:  # many lengths: rounded up, so that few sizes exist
+    if continuation:  # there are many lengths; they are rounded up, so that few sizes exist
         return Span(length_class(context + continuation - 1), 1 << (continuation - 1).bit_length())
-    # the same for a whole task: rounded up it would take bytes from methods that keep every new token
+    # new_tokens is the same for a whole task; rounding it up would take bytes from methods that keep every
+    # new token
     return Span(length_class(context + new_tokens - 1), new_tokens - 1)
 
 
 def request_keys(requests: Iterable[Any]) -> list[str]:
-    """The ids of lm-eval's instances within a run, in order: type, task, document, index (choice), repeat; lm-eval repeats the same object
-    for `repeats: k`, which are told apart by their occurrence."""
+    """The ids of lm-eval's instances within a run, in order: type, task, document, index (choice), repeat.
+
+    lm-eval repeats the same object for `repeats: k`; occurrences are counted to tell these apart.
+    """
     seen, keys = Counter(), []
     for request in requests:
         base = f"{request.request_type}/{request.task_name}/{request.doc_id}/{request.idx}"
@@ -115,9 +129,12 @@ def request_keys(requests: Iterable[Any]) -> list[str]:
 class Encoder:
     """Text to token ids under a length limit.
 
-    tokenizer: of the model; max_length: the longest sequence that the model reads (tokens); too_long: what happens to prompts that
-    exceed it: `truncate` by the task's rule, `skip`, or `error`. question_aware: methods see questions when they compress; else the end
-    of a generation's prompt that its document's `asked` names is put behind the compressed rest.
+    Args:
+        tokenizer: of the model.
+        max_length: the longest sequence that the model reads (tokens).
+        too_long: what happens to prompts that exceed it: `truncate` by the task's rule, `skip`, or `error`.
+        question_aware: methods see questions when they compress. Else the end of a generation's prompt that
+            its document's `asked` names is put behind the compressed rest.
     """
 
     def __init__(
@@ -129,11 +146,15 @@ class Encoder:
             raise ValueError(f"max_length = {max_length!r} must be a whole number of at least 2 tokens")
         self.tokenizer, self.max_length, self.too_long = tokenizer, max_length, too_long
         self.question_aware = question_aware
-        self._user_part: dict[str, tuple[int, int]] = {}  # of rendered chats: where the user's message is
+        self._user_part: dict[str, tuple[int, int]] = {}  # where the user's message is in a rendered chat
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context: BOS, else EOS. Raises: ValueError when the tokenizer has neither."""
+        """What stands before a text without context: BOS, else EOS.
+
+        Raises:
+            ValueError: when the tokenizer has neither.
+        """
         for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
             if token is not None:
                 return token
@@ -142,14 +163,22 @@ class Encoder:
         )
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids; special tokens as the tokenizer adds them, unless the text begins with BOS already."""
+        """Token ids, with special tokens as the tokenizer adds them.
+
+        They are not added when the text begins with BOS already.
+        """
         if special and text.startswith(self.tokenizer.decode(self.prefix_token_id)):
             special = False
         return list(self.tokenizer.encode(text, add_special_tokens=special))
 
     def requests(self, requests: Sequence[Any], rule: Rule | None = None) -> list[Encoded]:
-        """Every request, in order; rule: of their task, None: of each the one in its configuration. Raises: ValueError for a prompt that
-        is too long where that is an error."""
+        """Every request, in order.
+
+        Args:
+            rule: of their task. None: for each request the one in its configuration.
+        Raises:
+            ValueError: for a prompt that is too long where that is an error.
+        """
         keys = request_keys(requests)
         return [self.request(request, rule, key) for request, key in zip(requests, keys, strict=True)]
 
@@ -188,7 +217,10 @@ class Encoder:
         )
 
     def _num_asked(self, request: Any, text: str) -> int:
-        """Tokens of the question at the end of a prompt; 0 where none is named or methods may see it."""
+        """Tokens of the question at the end of a prompt.
+
+        It is 0 where no question is named, and where methods may see it.
+        """
         question = str((request.doc or {}).get("asked") or "").strip()
         if self.question_aware or not question:
             return 0
@@ -227,7 +259,10 @@ class Encoder:
         return Encoded(key=key, kind="loglikelihood_rolling", unit=key, windows=pairs)
 
     def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Ids of a context and of its continuation, encoded together and split where the context alone ends (lm-eval's way)."""
+        """Ids of a context and of its continuation.
+
+        Both are encoded together and split where the context alone ends (lm-eval's way).
+        """
         if not context:
             ids = self.encode(continuation, special=False)
             if ids[0] == self.prefix_token_id and len(ids) > 1:
@@ -240,7 +275,11 @@ class Encoder:
         return ids, whole[len(ids) :] if context else whole
 
     def _fit(self, request: Any, text: str, tokens: int, rule: Rule, room: int) -> tuple[str, int]:
-        """A prompt of `tokens` within `room` and the rule's own limit, and the tokens that it lost. Raises: Unanswerable."""
+        """A prompt of `tokens` within `room` and the rule's own limit, and the tokens that it lost.
+
+        Raises:
+            Unanswerable: when it may not be shortened.
+        """
         if rule.max_prompt_tokens is not None:
             room = min(room, rule.max_prompt_tokens)
         if tokens <= room:
@@ -262,22 +301,27 @@ class Encoder:
     def _too_long(self, request: Any, tokens: int, room: int) -> Unanswerable:
         if self.too_long == "error":
             raise ValueError(
-                f"{request.task_name}, document {request.doc_id}: a prompt of {tokens} tokens exceeds the {max(room, 0)} tokens "
-                "that fit: set too_long to truncate or skip, or lower the task's length"
+                f"{request.task_name}, document {request.doc_id}: a prompt of {tokens} tokens exceeds the "
+                f"{max(room, 0)} tokens that fit: "
+                "set too_long to truncate or skip, or lower the task's length"
             )
-        # equal causes are counted by their reason: no numbers in it
+        # the text holds no numbers, because equal reasons are counted together
         skip = self.too_long == "skip"
         return Unanswerable("too long for the model" if skip else "too long, and may not be shortened")
 
     def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The messages in the tokenizer's chat template; a last message of the assistant is left open when no generation prompt is added.
+        """The messages in the tokenizer's chat template.
 
-        A template that knows no system role gets its text before the user's first message.
-        Raises: ValueError when the tokenizer has no chat template.
+        When no generation prompt is added, a last message of the assistant is left open. A template that
+        knows no system role gets its text before the user's first message.
+
+        Raises:
+            ValueError: when the tokenizer has no chat template.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(
-                "the tokenizer has no chat template: set chat_template to off, or take an instruction-tuned model"
+                "the tokenizer has no chat template: set chat_template to off, "
+                "or take an instruction-tuned model"
             )
         options = {
             "tokenize": False,
@@ -298,7 +342,8 @@ class Encoder:
 def _check_generation(task: str, settings: dict[str, Any], new_tokens: int, max_length: int) -> None:
     if not 1 <= new_tokens < max_length:
         raise ValueError(
-            f"{task} generates {new_tokens} tokens and the model reads {max_length}: generate from 1 to {max_length - 1}"
+            f"{task} generates {new_tokens} tokens and the model reads {max_length}: "
+            f"generate from 1 to {max_length - 1}"
         )
     for name in ("num_beams", "num_return_sequences"):
         if int(settings.get(name) or 1) > 1:

@@ -1,4 +1,7 @@
-"""Log-likelihoods through a compressed cache: prefill → compress → score, one prefill for all continuations of a context."""
+"""Log-likelihoods through a compressed cache: prefill → compress → score.
+
+One prefill serves all continuations of a context.
+"""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -12,21 +15,26 @@ from pod.eval.answer.reading import decided, held, judge_ahead, left_padded
 from pod.eval.lm.batches import Unit
 
 Score = tuple[float, bool]
-"""Log-likelihood of one continuation: sum in nats, and whether greedy decoding would have produced it."""
+"""Log-likelihood of one continuation: the sum in nats, and whether greedy decoding would produce it."""
 
 
 @torch.no_grad()
 def score_by_decode(
     model: Any, cache: Any, units: Sequence[Unit], pad: int, max_rows: int
 ) -> list[dict[str, Any]]:
-    """The record of every unit: the `Score`s of its continuations through `cache`, a new one, as `answers`, what was `held` at the end of
-    the longest, and what was `decided` about the context.
+    """The record of every unit through `cache`, a new one.
 
-    Every context is fed once, without its last token, and compressed. The cache is then branched: each branch reads the held-out token
-    and one continuation, token by token as in generation, so that already the first token is predicted from the compressed cache. A
-    context of a single token (BOS) cannot be held out of itself; then all must be of one token.
+    A record has the `Score`s of the unit's continuations as `answers`, what was `held` at the end of the
+    longest, and what was `decided` about the context.
 
-    pad: id that fills shorter rows; max_rows: branches that run together.
+    Every context is fed once, without its last token, and compressed. The cache is then branched: each branch
+    reads the held-out token and one continuation, token by token as in generation. So the first token is
+    already predicted from the compressed cache. A context of a single token (BOS) cannot be held out of
+    itself; where there is one, all contexts must be of one token.
+
+    Args:
+        pad: id that fills shorter rows.
+        max_rows: branches that run together.
     """
     alone = not units[0].holds_out
     assert all(unit.holds_out != alone for unit in units), "contexts of one token have a batch of their own"
@@ -56,7 +64,10 @@ def score_by_decode(
 
 
 def _prefill(model: Any, cache: Any, prompts: list[tuple[int, ...]], pad: int) -> tuple[Tensor, Tensor]:
-    """Feed whole prompts (left padding), compressed at their end; the last hidden state [B, 1, D] and the mask [B, longest]."""
+    """Feed whole prompts (left padding), compressed at their end.
+
+    Returns: the last hidden state [B, 1, D] and the mask [B, longest].
+    """
     ids, mask = left_padded(prompts, pad, next(model.parameters()).device)
     cache.begin_prompt(ids.shape[1])
     out = model.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
@@ -74,7 +85,9 @@ def _decode_rows(
 ) -> list[Score]:
     """Scores of `rows` after the prompts in the cache.
 
-    last: the held-out token of each prompt, fed first; or none when `hidden` [B, 1, D] predicts the first token.
+    Args:
+        last: the held-out token of each prompt, which is fed first; or none when `hidden` [B, 1, D] predicts
+            the first token.
     """
     longest = max(len(row) for row in rows)
     targets = torch.tensor([row + [pad] * (longest - len(row)) for row in rows], device=mask.device)

@@ -14,7 +14,7 @@ from pod.eval.suites import base, data
 from pod.eval.suites.base import Task
 from pod.schema import section
 
-_FEWSHOT_SEED = 1234  # lm-eval's own default: the same examples as its command line draws
+_FEWSHOT_SEED = 1234  # lm-eval's own default: its command line draws the same examples
 
 
 @section
@@ -28,30 +28,36 @@ class LmOptions:
     """Use only the first samples of each task; this is their number. null = eval.limit."""
 
     metric: str | None = None
-    """The metric for tables and intervals, for example exact_match or exact_match,flexible-extract. null = the task's
-    first metric."""
+    """The metric for tables and intervals, for example exact_match or exact_match,flexible-extract. null =
+    the task's first metric."""
 
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Values for tasks that generate their prompts, for example {max_seq_lengths: [4096]} for lm-eval's ruler."""
+    """Values for tasks that generate their prompts, for example {max_seq_lengths: [4096]} for lm-eval's
+    ruler."""
 
 
 def make_lm_tasks(run: base.Run, names: list[str]) -> dict[str, Task]:
-    """A task per name; a group or tag of lm-eval is one task.
+    """A task per name. A group or tag of lm-eval is one task.
 
-    Raises: ValueError for a name that neither this package nor lm-eval knows, with the nearest, and for whatever a task lacks.
+    Raises:
+        ValueError: for a name that neither this package nor lm-eval knows, with the nearest, and for whatever
+            a task lacks.
     """
     lm_index.check_known(names)
     tasks: dict[str, Task] = {}
     for name in names:
         options = base.make_options(LmTask, run.args.task_options.get(name, {}), name)
         metadata = {"pretrained": str(run.models.dense_path), **options.metadata}
-        # one by one: groups of different papers share tasks, which lm-eval refuses within one load
+        # loaded one by one: groups of different papers share tasks, which lm-eval refuses within one load
         tasks[name] = LmTask(run, options, lm_index.load(name, metadata))
     return tasks
 
 
 class LmTask(Task):
-    """A task, group or tag of lm-eval: its prompts, filters and metrics; our model class answers through the method's cache."""
+    """A task, group or tag of lm-eval, with its prompts, filters and metrics.
+
+    Our model class answers through the method's cache.
+    """
 
     name = "lm-eval"
     title = "a task of lm-eval"
@@ -73,7 +79,11 @@ class LmTask(Task):
                 self._build(leaf)
 
     def _leaf(self, name: str, task: Any) -> Leaf:
-        """What is known of a leaf task before its prompts. Raises: ValueError for what cannot be run."""
+        """What is known of a leaf task before its prompts.
+
+        Raises:
+            ValueError: for what cannot be run.
+        """
         if getattr(task, "MULTIMODAL", False):
             raise ValueError(f"task {name} asks about pictures or sound, which these models do not read")
         rule = lm_index.rule_of(task.config.metadata)
@@ -86,16 +96,23 @@ class LmTask(Task):
         return Leaf(name=name, task=task, rule=rule, metric=metric, kind=kind)
 
     def _chat(self, rule: lm_index.Rule) -> bool:
-        """Whether the prompts of a leaf go into the chat template. A tokenizer without one is an error only when it is asked for."""
+        """Whether the prompts of a leaf go into the chat template.
+
+        A tokenizer without one is an error only when the template is asked for.
+        """
         has = bool(getattr(self.run.tokenizer, "chat_template", None))
         if self.args.chat_template == "on" and not has:
             raise ValueError(
-                f"eval.chat_template is on and the tokenizer of {self.run.recipe.model.path} has no chat template: set it to auto or off"
+                f"eval.chat_template is on and the tokenizer of {self.run.recipe.model.path} has no chat "
+                "template: set it to auto or off"
             )
         return {"on": True, "off": False}.get(self.args.chat_template, rule.chat_template and has)
 
     def _prompts(self, leaf: Leaf) -> None:
-        """Build the requests of a leaf; the same ones every time: few-shot examples are drawn by a seed."""
+        """Build the requests of a leaf.
+
+        They are the same ones every time: a seed draws the few-shot examples.
+        """
         leaf.task.set_fewshot_seed(seed=_FEWSHOT_SEED)
         leaf.task.build_all_requests(
             limit=self.limit,
@@ -108,7 +125,10 @@ class LmTask(Task):
         )
 
     def _build(self, leaf: Leaf) -> None:
-        """Encode the prompts of a leaf and keep what the checks need: sizes and counts; the prompts themselves are made again."""
+        """Encode the prompts of a leaf and keep what the checks need: sizes and counts.
+
+        The prompts themselves are made again.
+        """
         from pod.eval.lm.batches import spans_of
 
         with lm_index.quiet():
