@@ -70,17 +70,22 @@ class Evaluation:
             ValueError: for a task that no method can be fed, and for speeds that some method cannot be
                 measured at.
         """
-        lengths = "its lengths (eval.text_length, eval.passkey_lengths …)"
-        asked = [(name, task.longest(), all, lengths) for name, task in self.tasks.items()]
+        for name, task in self.tasks.items():
+            reasons = self._too_long(task.longest())
+            if all(reasons):
+                lengths = "its lengths (eval.text_length, eval.passkey_lengths …)"
+                raise ValueError(f"{name} would {reasons[0]}: lower {lengths}")
         if SPEED_RUN in self.args.tasks:
             decoded = self.args.longest_speed_run() - max(self.args.efficiency_lengths)
             filled = [length + decoded for length in self.speed.decode_lengths]
             longest = max(self.args.longest_speed_run(), *self.speed.lengths(), *filled, 0)
-            asked.append((SPEED_RUN, longest, any, "eval.efficiency_lengths"))
-        for name, longest, refused, settings in asked:
-            found = [self.models.too_long(find_method(method), longest) for method in self.args.methods]
-            if refused(found):
-                raise ValueError(f"{name} would {next(filter(None, found))}: lower {settings}")
+            refusals = [reason for reason in self._too_long(longest) if reason is not None]
+            if refusals:
+                raise ValueError(f"{SPEED_RUN} would {refusals[0]}: lower eval.efficiency_lengths")
+
+    def _too_long(self, longest: int) -> list[str | None]:
+        """For each method, why it cannot be fed so many tokens; None where it can."""
+        return [self.models.too_long(find_method(method), longest) for method in self.args.methods]
 
     def _check_options(self) -> None:
         """Raise ValueError for an option that a method does not have or take."""

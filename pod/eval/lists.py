@@ -78,8 +78,10 @@ def list_tasks(names: Sequence[str] = ()) -> str:
         of_suites = {
             task: block for suite, block in suites.items() for task in [suite, *suite_configs()[suite]]
         }
-        found = _chosen("task", names, own | of_suites)
-        return "\n\n".join([*dict.fromkeys(found), *[options] * any(name in of_suites for name in names)])
+        blocks = list(dict.fromkeys(_chosen("task", names, own | of_suites)))
+        if any(name in of_suites for name in names):
+            blocks.append(options)
+        return "\n\n".join(blocks)
     parts = ["Tasks of this package (options: eval.task_options.TASK.OPTION):", *own.values()]
     parts += [
         "Suites (pod/eval/suites/README.md lists source, licence, metric, prompt and truncation):",

@@ -96,7 +96,9 @@ class ByteBudgets:
             budget: tokens that a token-dropping method got.
             held: bytes of the caches that were used (the largest counts); empty when none was used.
         """
-        own, dense, reference = max(held, default=0), self.bytes_per_token * length, self.pod_bytes(length)
+        own = max(held, default=0)
+        dense = self.bytes_per_token * length
+        reference = self.pod_bytes(length)
         return {
             "length": length,
             "budget_tokens": budget,

@@ -35,7 +35,8 @@ def rank_devices(asked: str) -> "list[torch.device]":
         kind = torch.accelerator.current_accelerator(check_available=True)
         count = 0 if kind is None else torch.accelerator.device_count()
     elif asked == "auto":
-        kind, count = torch.device("cuda"), torch.cuda.device_count() if torch.cuda.is_available() else 0
+        kind = torch.device("cuda")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     else:
         try:
             return [torch.device(asked)]
@@ -134,11 +135,13 @@ def layout_lines(
         return [f"{head} do not fit {room}: use more GPUs"]
     numbers = [device.index for device in list(places.values())[:-1]]
     row = [0, *cache_bytes(config, load.tokens, bytes_per_number), 0]
-    crossing, lines, most = heads_that_cross(config), [], []
+    crossing = heads_that_cross(config)
+    lines, most = [], []
     for number in dict.fromkeys(numbers):
         own = [part for part, device in enumerate(numbers) if device == number]
         layers = [part - 1 for part in own if 0 < part < len(numbers) - 1]
-        held, each = (sum(sizes[part] for part in own) / _GIB for sizes in (weights, row))
+        held = sum(weights[part] for part in own) / _GIB
+        each = sum(row[part] for part in own) / _GIB
         most.append(int((gpus.gib * (1 - ROOM) - held) / each) if each else load.rows)
         name = f"layers {layers[0]}-{layers[-1]}" if layers else "no layer"
         line = f"  cuda:{number}  {name:<14} {held:6.1f} GiB of weights {load.rows * each:7.1f} GiB of cache"
@@ -160,10 +163,12 @@ def cache_bytes(config: "PodConfig", tokens: int, bytes_per_number: int) -> list
     """
     from pod.modeling.shipped.sharing import bits_per_number, roles_of
 
-    plan, found = config.sharing_plan, []
+    plan = config.sharing_plan
+    found = []
     native = config.head_dim * bytes_per_number
     for layer in range(config.num_hidden_layers):
-        roles, window = roles_of(plan.lead, layer), min(tokens, sum(w or 0 for w in config.windows_of(layer)))
+        roles = roles_of(plan.lead, layer)
+        window = min(tokens, sum(w or 0 for w in config.windows_of(layer)))
         bits = plan.bits[layer] if plan.bits else 16
         key, value = (native * one / 16 for one in bits_per_number(bits, config.head_dim))
         followers = 0 if config.layout == "cla" else len(roles.followers)

@@ -168,7 +168,8 @@ class Models:
         return self._loaded[kind]
 
     def _load(self, source: Source) -> Any:
-        args, (sinks, recent) = self.recipe.model, source.windows or (None, None)
+        args = self.recipe.model
+        sinks, recent = source.windows or (None, None)
         options = {"dtype": _dtype(args.dtype), "attention_backend": args.attention_backend}
         windows: dict[str, Any] = {"num_sink_tokens": sinks, "num_recent_tokens": recent}
         if source.plan is not None:
@@ -176,8 +177,8 @@ class Models:
         path, file = self._place(source)
         where: dict[str, Any] = {"device": self.device}
         if len(self.devices) > 1:
-            asked = self.recipe.eval.device
-            asked, size = asked if asked in SPREADS else "auto", options["dtype"].itemsize
+            asked = self.recipe.eval.device if self.recipe.eval.device in SPREADS else "auto"
+            size = options["dtype"].itemsize
             room = room_on(self.devices)
             where = {"device_map": places_for(self._target(source), size, asked, room, self.load)}
         return pod.load_model(path, source.plan, **where, **options, **windows, **file).eval()

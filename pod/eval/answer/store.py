@@ -87,9 +87,8 @@ class Store:
             identity: JSON that changes with whatever can change an answer besides what is asked.
         """
         name = f"{safe_name(method)}.{fingerprint(identity)[:12]}"
-        if (
-            self._shelf is None or self._shelf.name != name
-        ):  # memory holds the answers of one method at a time
+        # memory holds the answers of one method at a time
+        if self._shelf is None or self._shelf.name != name:
             self._shelf = Shelf(name, method, identity, self)
         return self._shelf
 

@@ -125,9 +125,13 @@ class Comparison:
         wanted = TRAINED if adapted and any(other.method == TRAINED for other in rows) else BASE
         bases = [other for other in rows if other.method == wanted]
         run = entry.sources.get(task, entry.run)
-        own = [base for base in bases if base.sources[task] is run]
-        same = [base for base in bases if run.dense_path in (base.run.dense_path, None)]
-        return next(iter(own or same or (bases if len(bases) == 1 else [])), None)
+        of_this_run = [base for base in bases if base.sources[task] is run]
+        if of_this_run:
+            return of_this_run[0]
+        same_model = [base for base in bases if run.dense_path in (base.run.dense_path, None)]
+        if same_model:
+            return same_model[0]
+        return bases[0] if len(bases) == 1 else None
 
     def against(self, entry: Entry, tasks: Tasks, part: Part = None) -> Against | None:
         """The row against its base on a task, on a part of it, or on the mean of several.
@@ -195,13 +199,16 @@ def payload_of(entry: Entry, tasks: Tasks, part: Part = None) -> Payload | None:
     payload = combined(entry, tasks)
     if payload is None or part is None:
         return payload
-    subtasks, buckets = payload.get("subtasks") or {}, payload.get("buckets") or []
-    if part not in (subtasks if isinstance(part, str) else range(len(buckets))):
-        return None
     if isinstance(part, str):
+        subtasks = payload.get("subtasks") or {}
+        if part not in subtasks:
+            return None
         found = subtasks[part]
         samples = [{**one, "subtask": None} for one in payload["samples"] if one.get("subtask") == part]
         return {**payload, "value": found["value"], "ci95": found.get("ci95"), "samples": samples}
+    buckets = payload.get("buckets") or []
+    if part not in range(len(buckets)):
+        return None
     found = buckets[part]
     tokens = found["end"] - found["first"]
     samples = [{**one, "score": one["buckets"][part], "tokens": tokens} for one in payload["samples"]]
@@ -217,10 +224,12 @@ def merge(folders: Iterable[str | os.PathLike]) -> Comparison:
         ValueError: when a folder holds no results.
     """
     shared: dict[Any, Any] = {}
-    runs, entries = [read_run(folder, shared) for folder in folders], list[Entry]()
+    runs = [read_run(folder, shared) for folder in folders]
+    entries: list[Entry] = []
     labels = [run.label for run in runs]
     for number, run in enumerate(runs, start=1):
-        run.label += f" {number}" if labels.count(run.label) > 1 else ""
+        if labels.count(run.label) > 1:
+            run.label += f" {number}"
         for method, content in run.results.items():
             entry = next((other for other in entries if _goes_with(other, content)), None)
             if entry is None:
@@ -229,8 +238,9 @@ def merge(folders: Iterable[str | os.PathLike]) -> Comparison:
             entry.take(run, content)
     entries.sort(key=lambda entry: _rank(entry.method))
     methods = [entry.method for entry in entries]
-    for entry in entries:  # rows of one method carry their run's name
-        entry.label += f" · {entry.run.label}" if methods.count(entry.method) > 1 else ""
+    for entry in entries:
+        if methods.count(entry.method) > 1:  # rows of one method carry their run's name
+            entry.label += f" · {entry.run.label}"
     return Comparison(runs, entries, _task_order(entries))
 
 
@@ -243,12 +253,18 @@ def read_run(folder: str | os.PathLike, shared: dict[Any, Any] | None = None) ->
         shared: columns of samples that other runs brought, by content (`Samples`).
     """
     place = Path(folder) / "eval"
-    place = place if any(place.glob("*.json")) else Path(folder)
-    results, left_out, shared = dict[str, dict](), list[str](), {} if shared is None else shared
+    if not any(place.glob("*.json")):
+        place = Path(folder)
+    if shared is None:
+        shared = {}
+    results: dict[str, dict] = {}
+    left_out: list[str] = []
     for name, content in result_files(place):
-        for part in tasks_of(content).values() if content.get("schema") == SCHEMA_VERSION else ():
-            part["samples"] = Samples(part["samples"], shared)
-        if content.get("schema") == SCHEMA_VERSION and content["method"] != SPEED_RUN:
+        is_current = content.get("schema") == SCHEMA_VERSION
+        if is_current:
+            for part in tasks_of(content).values():
+                part["samples"] = Samples(part["samples"], shared)
+        if is_current and content["method"] != SPEED_RUN:
             results[content["method"]] = content
         else:  # another schema; or a file of speeds, which older versions wrote
             left_out.append(
@@ -348,8 +364,10 @@ def _goes_with(entry: Entry, content: dict[str, Any]) -> bool:
 
     They do with the same method, model, plan and options (`row`), and with other tasks.
     """
-    same = all(entry.content.get(key) == content.get(key) is not None for key in ("method", "row"))
-    return same and not entry.parts.keys() & tasks_of(content).keys()
+    for key in ("method", "row"):
+        if content.get(key) is None or entry.content.get(key) != content[key]:
+            return False
+    return entry.parts.keys().isdisjoint(tasks_of(content))
 
 
 def _rank(method: str) -> tuple[int, str, float, str]:
@@ -360,9 +378,11 @@ def _rank(method: str) -> tuple[int, str, float, str]:
     """
     order = [BASE, TRAINED, *METHODS]
     name, budget = cut_budget(method)
-    number, plain = re.search(r"[0-9.]+", budget), name.partition("[")[0]
-    place = order.index(plain) if plain in order else len(order)
-    return place, name, float(number.group()) if number else 0.0, method
+    number = re.search(r"[0-9.]+", budget)
+    size = float(number.group()) if number else 0.0
+    without_parameters = name.partition("[")[0]
+    place = order.index(without_parameters) if without_parameters in order else len(order)
+    return place, name, size, method
 
 
 def _task_order(entries: list[Entry]) -> list[str]:

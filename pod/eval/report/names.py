@@ -49,7 +49,10 @@ def categories_of(tasks: tuple[str, ...]) -> dict[str, tuple[tuple[str, ...], in
 
     It is empty where fewer than two categories have tasks.
     """
-    groups = CATEGORIES.get((suite_of(tasks[0]) or "").removeprefix("pod_"), {})
-    here = {name: tuple(task for task in tasks if short_name(task) in of) for name, of in groups.items()}
-    found = {name: (tasks, len(groups[name])) for name, tasks in here.items() if tasks}
+    suite = (suite_of(tasks[0]) or "").removeprefix("pod_")
+    found = {}
+    for name, members in CATEGORIES.get(suite, {}).items():
+        here = tuple(task for task in tasks if short_name(task) in members)
+        if here:
+            found[name] = (here, len(members))
     return found if len(found) > 1 else {}

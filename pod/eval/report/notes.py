@@ -115,19 +115,17 @@ def overview_notes(comparison: Comparison) -> list[str]:
 def warnings(comparison: Comparison) -> list[str]:
     """What a reader must know before comparing rows."""
     worlds: dict[str, set[str]] = {}
-    for content in (content for run in comparison.runs for content in run.results.values()):
+    contents = [content for run in comparison.runs for content in run.results.values()]
+    for content in contents:
         for environment in _environments(content):
-            for name, version in ({"commit": _commit_text(environment)} | environment["versions"]).items():
+            versions = {"commit": _commit_text(environment)} | environment["versions"]
+            for name, version in versions.items():
                 worlds.setdefault(name, set()).add(str(version))
-    tasks = [
-        (
-            task,
-            *prompt_conflicts(comparison, task),
-            differing_settings(comparison, task),
-            _unpaired(comparison, task),
-        )
-        for task in comparison.tasks
-    ]
+    tasks = []
+    for task in comparison.tasks:
+        differ, of_all = prompt_conflicts(comparison, task)
+        settings = differing_settings(comparison, task)
+        tasks.append((task, differ, of_all, settings, _unpaired(comparison, task)))
     return sentences("warnings", tasks=tasks, runs=comparison.runs, worlds=worlds)
 
 

@@ -119,33 +119,44 @@ def blocks(comparison: Comparison, published: list[Published], model: str | None
             rows = [row for row in fitting if (row.paper, row.table) == (paper, table)]
             title = f"{TITLES.get(paper, paper)}, Table {table}: {rows[0].model}"
             body = _rows(own, rows)
-            if body:
-                long = len(body) > _OPEN_ROWS
-                found.append(Section(title, [Table(_HEADS, body)]) if long else Table(_HEADS, body, title))
+            if len(body) > _OPEN_ROWS:
+                found.append(Section(title, [Table(_HEADS, body)]))
+            elif body:
+                found.append(Table(_HEADS, body, title))
     return [*found, Notes(sentences("papers"))] if found else []
 
 
 def _rows(entries: list[Entry], published: list[Published]) -> list[list[Cell]]:
     printed: dict[tuple[str, ...], float] = {}
-    for row in (row for row in published if row.method == BASE):
-        printed[row.benchmark, row.task, row.metric, row.setting] = row.value
-        printed.setdefault((row.benchmark, row.task, row.metric), row.value)
+    for row in published:
+        if row.method == BASE:
+            printed[row.benchmark, row.task, row.metric, row.setting] = row.value
+            printed.setdefault((row.benchmark, row.task, row.metric), row.value)
     body = []
     for row in published:
         asked = (row.benchmark, row.task, row.metric)
         base = None if row.method == BASE else printed.get((*asked, row.setting), printed.get(asked))
-        for entry in (entry for entry in entries if paper_name(entry.method) == row.method):
-            if (ours := _ours(entries, entry, row, published))[0] is not None:
-                body.append(_row(row, base, entry, *ours))
+        for entry in entries:
+            if paper_name(entry.method) != row.method:
+                continue
+            value, change, note = _ours(entries, entry, row, published)
+            if value is not None:
+                body.append(_row(row, base, entry, value, change, note))
     return body
 
 
 def _row(row: Published, base: float | None, entry: Entry, value: Any, change: Any, note: str) -> list[Cell]:
-    score, name = row.metric == "score", row.task.replace("_", " ")
-    theirs = None if base is None else row.value - base if score else row.value / base
-    form = "{:+.1f}" if score else "× {:.2f}"
+    is_score = row.metric == "score"
+    if base is None:
+        theirs = None
+    elif is_score:
+        theirs = row.value - base
+    else:
+        theirs = row.value / base
+    form = "{:+.1f}" if is_score else "× {:.2f}"
     where = row.benchmark if _LENGTH.search(row.benchmark) else ""
-    task = Cell(name if score else f"{name} ({row.metric})", where)
+    name = row.task.replace("_", " ")
+    task = Cell(name if is_score else f"{name} ({row.metric})", where)
     printed = [cell(row.value, "{:g}"), cell(theirs, form)]
     mine = [cell(value, "{:.1f}", note), cell(change, form)]
     return [task, Cell(row.method), Cell(row.setting or "–"), *printed, Cell(entry.label), *mine]

@@ -25,7 +25,9 @@ _PART_NAMES = {
 def speed_blocks(runs: list[Run]) -> list[Block]:
     """Tables of speed and memory, and largest batches, per run."""
     blocks: list[Block] = []
-    for run in (run for run in runs if run.speed):
+    for run in runs:
+        if not run.speed:
+            continue
         name = f" ({run.label})" if len(runs) > 1 else ""
         blocks += [speed_table(run.speed, f"Speed{name}"), *listed(sentences("speed"))]
         blocks += [*memory_tables(run.speed, name), decoding_table(run.speed, name)]
@@ -46,22 +48,31 @@ def speed_table(parts: Parts, title: str = "") -> Table:
     Columns are the decode speed with its spread, the time to the first token, and bytes with their parts.
     """
     heads = ["method", "prompt tokens", "tokens/s", "× full", "first token, s", "KV MB", "of PoD's"]
-    lengths, rows = _by_length(parts), []
-    held_parts = list(dict.fromkeys(part for of in lengths for _, own in of for part in own["bytes_by_part"]))
+    lengths = _by_length(parts)
+    held_parts: list[str] = []
+    for of_length in lengths:
+        for _, own in of_length:
+            held_parts += [part for part in own["bytes_by_part"] if part not in held_parts]
+    rows = []
     for of_length in lengths:
         fastest = max(own["decode_tokens_per_second"]["median"] for _, own in of_length)
         largest = max(own["bytes"]["bytes"] for _, own in of_length)
         digits = "{:,.1f}" if largest > 1e7 else "{:,.3f}"
         for name, own in of_length:
-            rate, held = own["decode_tokens_per_second"], own["bytes"]
+            rate = own["decode_tokens_per_second"]
+            held = own["bytes"]
             spread = f"({rate['min']:.1f}–{rate['max']:.1f})"
-            rows.append([Cell(name), cell(own["length"], "{:,}")])
-            rows[-1].append(cell(rate["median"], "{:.1f}", spread, shade=bar(rate["median"] / fastest)))
-            rows[-1].append(cell(median(own.get("speed_over_full")), "{:.2f}"))
-            rows[-1].append(cell(own["time_to_first_token_seconds"], "{:.2f}"))
-            rows[-1].append(cell(_mb(held["bytes"]), digits, shade=bar(held["bytes"] / largest)))
-            rows[-1].append(cell(held["bytes_over_pod"], "{:.1%}"))
-            rows[-1] += [cell(_mb(own["bytes_by_part"].get(part)), digits) for part in held_parts]
+            row = [
+                Cell(name),
+                cell(own["length"], "{:,}"),
+                cell(rate["median"], "{:.1f}", spread, shade=bar(rate["median"] / fastest)),
+                cell(median(own.get("speed_over_full")), "{:.2f}"),
+                cell(own["time_to_first_token_seconds"], "{:.2f}"),
+                cell(_mb(held["bytes"]), digits, shade=bar(held["bytes"] / largest)),
+                cell(held["bytes_over_pod"], "{:.1%}"),
+            ]
+            row += [cell(_mb(own["bytes_by_part"].get(part)), digits) for part in held_parts]
+            rows.append(row)
     named = [_PART_NAMES.get(part, part.replace("_", " ")) for part in held_parts]
     return Table([*heads, *[f"{part}, MB" for part in named]], rows, title, "cards")
 
@@ -74,9 +85,10 @@ def decoding_table(parts: Parts, name: str) -> Table:
     heads = {"method": "method", "length": "prompt tokens", "decode_tokens_per_second": "tokens/s"}
     heads |= {"speed_over_full": "× full", "bytes": "KV MB", "bytes_over_full": "of full's bytes"}
     rows = []
-    for method, own in ((method, own) for method, part in parts.items() for own in part.get("decoding", [])):
-        row = {key: median(own.get(key)) for key in heads}
-        rows.append(row | {"method": method, "bytes": _mb(own["bytes"])})
+    for method, part in parts.items():
+        for own in part.get("decoding", []):
+            row = {key: median(own.get(key)) for key in heads}
+            rows.append(row | {"method": method, "bytes": _mb(own["bytes"])})
     return plain_table(rows, heads, f"Decoding after longer prompts{name}")
 
 
@@ -85,13 +97,16 @@ def memory_tables(parts: Parts, name: str) -> list[Block]:
     heads = {"method": "method", "length": "prompt tokens", "weights": "weights MB", "phase": "phase"}
     heads |= {part: f"{part} MB" for part in ("peak", "activations")} | {"kv": "KV MB"}
     rows, ways = [], set()
-    for method, own in (pair for of_length in _by_length(parts) for pair in of_length):
-        memory = own.get("memory") or {}
-        for phase in filter(memory.get, ("prefill", "decode")):
-            sizes = {"weights": memory.get("weights"), **memory[phase]}
-            row = {"method": method, "length": own["length"], "phase": phase}
-            rows.append(row | {part: _mb(size) for part, size in sizes.items() if part in heads})
-            ways.add(memory.get("counted_by"))
+    for of_length in _by_length(parts):
+        for method, own in of_length:
+            memory = own.get("memory") or {}
+            for phase in ("prefill", "decode"):
+                if not memory.get(phase):
+                    continue
+                sizes = {"weights": memory.get("weights"), **memory[phase]}
+                row = {"method": method, "length": own["length"], "phase": phase}
+                rows.append(row | {part: _mb(size) for part, size in sizes.items() if part in heads})
+                ways.add(memory.get("counted_by"))
     notes = [f"Memory is counted by {way}." for way in sorted(filter(None, ways))]
     return [plain_table(rows, heads, f"Peak memory{name}"), *listed(notes)]
 
@@ -105,11 +120,12 @@ def batch_table(parts: Parts, name: str) -> Table:
     heads |= {"batch_over_full": "× full", "tokens_per_second": "tokens/s"}
     heads |= {"tokens_per_second_over_full": "× full's tokens/s"}
     rows = []
-    for method, own in ((method, own) for method, part in parts.items() for own in part["max_batch"]):
-        limit = "the GPU" if own.get("limit_bytes") is None else f"{own['limit_bytes'] / 2**30:.3g} GiB"
-        asked = f"{own['prompt']:,} + {own['generated']:,}"
-        row = {"method": method, "asked": asked, "limit": limit}
-        rows.append({key: median(own.get(key)) for key in heads} | row)
+    for method, part in parts.items():
+        for own in part["max_batch"]:
+            limit = "the GPU" if own.get("limit_bytes") is None else f"{own['limit_bytes'] / 2**30:.3g} GiB"
+            asked = f"{own['prompt']:,} + {own['generated']:,}"
+            row = {"method": method, "asked": asked, "limit": limit}
+            rows.append({key: median(own.get(key)) for key in heads} | row)
     return plain_table(rows, heads, f"Largest batch, longest prompt{name}")
 
 

@@ -44,7 +44,8 @@ def number(value: float, digits: int, sign: str = "", unit: str = "") -> str:
 
 def percent(value: float, sign: str = "", unit: str = "%") -> str:
     """A share times 100 with one decimal; with two decimals below 0.1."""
-    return number(100 * value, 2 if 0 < abs(value) < 0.001 else 1, sign, unit)
+    digits = 2 if 0 < abs(value) < 0.001 else 1
+    return number(100 * value, digits, sign, unit)
 
 
 def value_text(payload: Payload, value: float) -> str:
@@ -80,7 +81,15 @@ def column_form(values: Sequence[float], share: bool) -> Callable[[float], str]:
     if share:
         return percent
     largest = max(map(abs, values), default=0.0)
-    return partial(number, digits=0 if largest >= 1000 else 1 if largest >= 100 else 2 if largest >= 1 else 4)
+    if largest >= 1000:
+        digits = 0
+    elif largest >= 100:
+        digits = 1
+    elif largest >= 1:
+        digits = 2
+    else:
+        digits = 4
+    return partial(number, digits=digits)
 
 
 # -- cells ---------------------------------------------------------------------------------------------------
@@ -122,15 +131,19 @@ def result_cell(comparison: Comparison, entry: Entry, tasks: Tasks, part: Part =
 
 def overview(comparison: Comparison) -> Table:
     """Every method: its value on each task or suite with Δ to full, bytes, saving, speed."""
-    columns, entries = list(comparison.columns().items())[:MOST_COLUMNS], comparison.entries
-    length, timed = common_length(entries), any(entry.speed for entry in entries)
+    columns = list(comparison.columns().items())[:MOST_COLUMNS]
+    entries = comparison.entries
+    length = common_length(entries)
+    timed = any(entry.speed for entry in entries)
     rows = []
     for entry in entries:
         cells = [result_cell(comparison, entry, tasks) for _, tasks in columns]
-        rows.append([Cell(entry.label), *_byte_cells(entry, length), *cells])
+        row = [Cell(entry.label), *_byte_cells(entry, length), *cells]
         if timed:
-            rows[-1].append(cell(median(speed_of(entry).get("decode_tokens_per_second")), "{:.1f}"))
-            rows[-1].append(cell(median(speed_of(entry).get("speed_over_full")), "{:.2f}"))
+            speed = speed_of(entry)
+            row.append(cell(median(speed.get("decode_tokens_per_second")), "{:.1f}"))
+            row.append(cell(median(speed.get("speed_over_full")), "{:.2f}"))
+        rows.append(row)
     heads = ["method", "KV MB", "saved", *[title for title, _ in columns]]
     heads += ["tokens/s", "× full"] if timed else []
     return Table(heads, rows, kind="cards")
@@ -215,8 +228,7 @@ def _task_row(comparison: Comparison, entry: Entry, task: str, binary: bool) -> 
     payload, against = entry.parts[task], comparison.against(entry, (task,))
     row = [Cell(entry.label), value_cell(payload), change_cell(against)]
     if binary:
-        gained = None if against is None else against.gained
-        row.append(cell(gained, f"{{}} / {against and against.lost}"))
+        row.append(NONE if against is None else cell(against.gained, f"{{}} / {against.lost}"))
     answered = len(payload["samples"])
     paired = "" if against is None or against.common == answered else f"{against.common:,} paired"
     row += [cell(answered, "{:,}", paired), cell(len(payload["skipped"]), "{:,}")]
@@ -295,7 +307,8 @@ def heat_maps(comparison: Comparison, task: str) -> list[Table]:
 
 
 def _heat_cell(share: float | None) -> Cell:
-    return replace(cell(share and 100 * share, "{:.0f}"), sort=share, shade=shade(share))
+    percentage = None if share is None else 100 * share
+    return replace(cell(percentage, "{:.0f}"), sort=share, shade=shade(share))
 
 
 def plain_table(rows: list[dict[str, Any]], heads: dict[str, str], title: str) -> Table:
@@ -308,13 +321,14 @@ def plain_table(rows: list[dict[str, Any]], heads: dict[str, str], title: str) -
         numbers = [row[key] for row in rows if _is_number(row.get(key))]
         whole = not forms or all(isinstance(value, int) for value in numbers)
         forms[key] = "{:,}" if whole else column_form(numbers, is_share(head, numbers))
-    body = [
-        [
-            cell(x, f) if _is_number(x := row.get(key)) or x is None else Cell(str(x))
-            for key, f in forms.items()
-        ]
-        for row in rows
-    ]
+    body = []
+    for row in rows:
+        cells = []
+        for key, form in forms.items():
+            value = row.get(key)
+            is_text = value is not None and not _is_number(value)
+            cells.append(Cell(str(value)) if is_text else cell(value, form))
+        body.append(cells)
     return Table([*heads.values()], body, title)
 
 

@@ -127,7 +127,8 @@ def _overall_bytes(comparison: Comparison) -> list[Block]:
         and not prompt_conflicts(comparison, task)[0]
         and all(entry.parts[task]["kind"] != "nll" for entry in comparison.entries)
     )
-    found = _over_bytes(_points(comparison, scored) if len(scored) > 1 else [], "mean score")
+    points = _points(comparison, scored) if len(scored) > 1 else []
+    found = _over_bytes(points, "mean score")
     return [*found, Notes(notes.sentences("over_bytes", tasks=scored))] if found else []
 
 
@@ -138,7 +139,8 @@ def _points(comparison: Comparison, tasks: tuple[str, ...]) -> list[dict[str, An
         payload = combined(entry, tasks)
         if payload is None or payload["value"] is None:
             continue
-        shares, ends = [byte_share(entry, task) for task in tasks], payload.get("ci95")
+        shares = [byte_share(entry, task) for task in tasks]
+        ends = payload.get("ci95")
         known = [share for share in shares if share is not None]
         if len(known) == len(tasks):
             scale = 1 if payload["kind"] == "nll" else 100
