@@ -139,10 +139,10 @@ def _meaning(file: Path) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The error as one line: its message.
+    """The message of an error as one line.
 
-    It is the class when there is no message; the class stands before the message of an unexpected kind of
-    error.
+    Without a message it is the error's class. For an unexpected kind of error the class stands before the
+    message.
     """
     text = " ".join(str(error).split())
     if isinstance(error, (ValueError, OSError)) and text:

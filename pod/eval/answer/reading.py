@@ -44,7 +44,7 @@ def left_padded(
 
 
 def branch(cache: Any) -> Any:
-    """A cache of its own with the same content.
+    """A copy of a cache, with the same content.
 
     Tensors are copied; the model's configuration is shared.
     """
@@ -133,7 +133,7 @@ def decided(cache: Any, new: Tensor | None = None, pad: int = 0) -> list[dict[st
 def held(cache: Any) -> list[dict[str, int]]:
     """What is held for each row: `bytes` and `held_tokens`.
 
-    `held_tokens` are those seen by the longest of the rows that share its tensors.
+    `held_tokens` counts what the longest of the rows that share its tensors has seen.
     """
     lengths = cache.lengths.tolist()
     shared = [group.rows for group in getattr(cache, "groups", ())] or [range(len(lengths))]

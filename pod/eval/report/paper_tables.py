@@ -107,7 +107,7 @@ def blocks(comparison: Comparison, published: list[Published], model: str | None
     """A table per published table of a model that was measured.
 
     Args:
-        model: the paper's name of the model, for every run; None: told by the models' paths.
+        model: the paper's name of the model, for every run. None: the models' paths tell it.
     """
     found: list[Block] = []
     paths = list(dict.fromkeys(run.dense_path for run in comparison.runs if run.dense_path))

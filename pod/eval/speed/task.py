@@ -164,7 +164,7 @@ def _race_filled(run: "Evaluation", length: int, errors: dict[str, Exception]) -
 
 
 def _still_in(contestants: list[race.Contestant], errors: dict[str, Exception]) -> list[race.Contestant]:
-    """Those that did not fail; the errors of the others go to `errors`."""
+    """The contestants that did not fail. The errors of the others go to `errors`."""
     errors |= {one.name: one.failed for one in contestants if one.failed is not None}
     return [one for one in contestants if one.failed is None]
 
