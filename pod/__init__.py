@@ -1,4 +1,7 @@
-"""pod-kv: long-context language models that hold less memory without forgetting (PoD, Proximal over Distant)."""
+"""pod-kv: long-context language models that hold less memory without forgetting.
+
+PoD stands for Proximal over Distant.
+"""
 
 import importlib
 import importlib.util
@@ -35,7 +38,8 @@ __all__ = [
     "save_cache",
 ]
 
-_HOMES = {  # imported when first used: `--help` of a launcher needs no torch
+# A name is imported when it is first used, so that `--help` of a launcher needs no torch.
+_HOMES = {
     "modeling.cache_files": ("load_cache", "save_cache"),
     "modeling.loading": ("load_adapter", "load_model"),
     "modeling.methods": ("make_cache", "methods"),
@@ -64,7 +68,10 @@ _AUTO = "transformers.models.auto.modeling_auto"
 
 
 class _WithAutoClasses(MetaPathFinder):
-    """Has ``AutoModelForCausalLM`` know our classes as soon as somebody imports it: before, nothing of transformers is needed."""
+    """Registers our classes with ``AutoModelForCausalLM`` as soon as somebody imports it.
+
+    Until then, nothing of transformers is needed.
+    """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname != _AUTO:

@@ -1,4 +1,4 @@
-"""`python -m pod COMMAND …`: what the command `pod` does, for the interpreter that is named."""
+"""`python -m pod COMMAND …` does what the command `pod` does, with the interpreter that is named."""
 
 from pod.commands import main
 

@@ -1,4 +1,4 @@
-"""What all parts of the command line share: a parser that suggests the nearest option, and `-q` and `-v`."""
+"""Shared by all parts of the command line: a parser that suggests the nearest option, and `-q` and `-v`."""
 
 import argparse
 import sys
@@ -9,7 +9,10 @@ from pod.schema import nearest
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser without abbreviations; paragraphs stay as they are written; an unknown option gets a suggestion."""
+    """argparse's parser without abbreviations, which answers an unknown option with a suggestion.
+
+    Paragraphs of a description stay as they are written.
+    """
 
     def __init__(self, **settings: typing.Any):
         layout = argparse.RawDescriptionHelpFormatter
@@ -18,14 +21,14 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Like argparse's; an unknown option ends the process with code 2 and names the nearest known one."""
+        """Like argparse's, but an unknown option ends the process with code 2 and names the nearest one."""
         found, unknown = self.parse_known_args(args, namespace or argparse.Namespace())
         if unknown:
             self.error(f"unknown argument {unknown[0]}{self._suggestion(unknown[0])}")
         return found
 
     def _suggestion(self, argument: str) -> str:
-        """What an unknown argument was perhaps meant to be, in parentheses; empty when no option is near."""
+        """The option that was perhaps meant, in parentheses. Empty when no option is near."""
         options = [name for name in self._option_string_actions if name.startswith("--")]
         word = argument.partition("=")[0]
         if not word.startswith("-"):
@@ -35,13 +38,13 @@ class Parser(argparse.ArgumentParser):
         return nearest(word, options)
 
     def error(self, message: str) -> typing.NoReturn:
-        """One line and where to read more, exit code 2."""
+        """Print one line that says where to read more, and exit with code 2."""
         print(f"error: {self.prog}: {message}; `{self.prog} --help` explains the options", file=sys.stderr)
         sys.exit(2)
 
 
 def add_verbosity(parser: argparse.ArgumentParser) -> None:
-    """`-q` and `-v`, as `verbosity`; None when neither is given."""
+    """Add `-q` and `-v`. The result is `verbosity`, which is None when neither is given."""
     either = parser.add_mutually_exclusive_group()
     quiet = "print warnings and errors only; results are still written to their files"
     verbose = "also print the messages of libraries, and a traceback with each error"

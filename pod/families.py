@@ -1,7 +1,9 @@
-"""The families that load: a row each of how their configuration's fields are ours, and where their weights stand.
+"""The model families that load: how their configuration becomes ours, and where their weights stand.
 
-What a family's modeling file fixes without a field is in ``fixed``, what it calls otherwise in ``reads``; fields of the same name and
-meaning are taken over as they are. The decoder knows fields of ``PodConfig`` only, no families; this file only what others wrote.
+Each family is one row. ``fixed`` holds what the family's modeling file fixes without a field of its
+configuration. ``reads`` holds what the family calls by another name. Fields of the same name and meaning are
+taken over as they are. The decoder knows no families, only fields of ``PodConfig``. This file knows only what
+others wrote.
 """
 
 from collections.abc import Callable, Container, Mapping
@@ -21,7 +23,7 @@ class Family(NamedTuple):
     Attributes:
         fixed: fields of ``PodConfig`` that all models of the family share.
         reads: fields of ``PodConfig`` as functions of the family's configuration.
-        required: fields of the family's, each with what it must be, as the decoder has nothing else.
+        required: fields of the family's configuration, each with the one value that the decoder supports.
     """
 
     fixed: Mapping[str, Any] = MappingProxyType({})
@@ -30,8 +32,11 @@ class Family(NamedTuple):
 
 
 def _windows(source: Any) -> list[int | None] | None:
-    """``PodConfig.layer_windows``: those of the layers that slide, which are all where no types are told; None where no window is
-    shorter than the model's context."""
+    """``PodConfig.layer_windows``: the window of each layer that slides, and None for the other layers.
+
+    All layers slide where the configuration names no layer types. The result is None where no window is
+    shorter than the model's context.
+    """
     window = source.sliding_window
     types = getattr(source, "layer_types", None) or ["sliding_attention"] * source.num_hidden_layers
     if window is None or window >= source.max_position_embeddings or "sliding_attention" not in types:
@@ -88,14 +93,17 @@ FAMILIES: dict[str, Family] = {
     ),
     "smollm3": Family(reads=_BIAS | _SLIDES),
 }
-"""By ``model_type``."""
+"""The families by their ``model_type``."""
 
 
 def fields_of(source: Any) -> dict[str, Any]:
-    """The fields of ``PodConfig`` that a configuration of transformers' text models calls otherwise, or its family fixes.
+    """The fields of ``PodConfig`` that a model family fixes, or calls by another name.
+
+    Args:
+        source: a configuration of transformers for a text model.
 
     Raises:
-        ValueError: another family, or a field with a value that the decoder does not have.
+        ValueError: the family is not supported, or a field has a value that the decoder does not support.
     """
     name = source.model_type
     if name not in FAMILIES:
@@ -131,28 +139,43 @@ _STORED: dict[str, list[tuple[str, ...]]] = {
         ("block_sparse_moe.experts.{}.w2.weight",),
     ],
 }
-"""Where a weight of a decoder layer stands in checkpoints that have it by no such name: Phi-3's fused ones, files of Qwen3-MoE and Mixtral."""
+"""Where a decoder layer's weight stands in a checkpoint that does not have it under its own name.
+
+That is so for the fused weights of Phi-3, and for files of Qwen3-MoE and Mixtral.
+"""
 OTHER_PARTS = "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."
-"""Of models that also see, in which the text part is ``language_model``: what is left out."""
+"""The parts that are left out of models that also see. Their text part is ``language_model``."""
 
 
 def stored_names(name: str, have: Container[str], config: Any) -> list[str]:
-    """The weights of a checkpoint with the names ``have`` of which the decoder's weight ``name`` is made: one, or one per expert
-    and part."""
+    """The names of the checkpoint's weights of which the decoder's weight ``name`` is made.
+
+    It is one name, or one per expert and part.
+
+    Args:
+        have: the names of all weights in the checkpoint.
+    """
     head, layer, own = name[: len(_LAYERS)], *name[len(_LAYERS) :].partition(".")[::2]
     for theirs in _STORED.get(own, ()) if head == _LAYERS and name not in have else ():
         experts = range(config.num_experts if "{}" in theirs[0] else 1)
         names = [f"{head}{layer}.{one.format(i)}" for i in experts for one in theirs]
         if names[0] in have:
             return names
-    bare = name.removeprefix("model.")  # as the decoder without its head is saved
+    bare = name.removeprefix("model.")  # a decoder that is saved without its head has such names
     inside = f"language_model.{name}", f"model.language_model.{bare}", bare
     return [next((one for one in inside if one in have and name not in have), name)]
 
 
 def read_weight(name: str, read: Callable[[str], Tensor], have: Container[str], config: Any) -> Tensor:
-    """The decoder's weight ``name`` from a checkpoint that has the names ``have`` and gives a weight by ``read(name)``: that weight
-    itself, a view of rows of a fused one, or experts put together."""
+    """The decoder's weight ``name``, read from a checkpoint.
+
+    It is the stored weight itself, a view of some rows of a fused weight, or the weights of all experts put
+    together.
+
+    Args:
+        read: gives the weight that the checkpoint has under a name.
+        have: the names of all weights in the checkpoint.
+    """
     stored = stored_names(name, have, config)
     weights = [read(one) for one in stored]
     if stored[0].endswith((_QKV, _GATE_UP)):

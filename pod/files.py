@@ -17,24 +17,30 @@ import psutil
 
 PathLike = str | os.PathLike[str]
 
-_NEARLY_FULL = 1 << 20  # bytes; a write that fails with less free space than this failed for lack of space
+# Bytes. A write that fails while less space than this is free failed for lack of space.
+_NEARLY_FULL = 1 << 20
 
 
 def atomic_write_bytes(path: PathLike, data: bytes) -> None:
-    """Write `data` to `path`, which holds afterwards either its old or its whole new content. Makes missing folders. Raises: OSError with one
-    line that says how much to free when the disk is full."""
+    """Write `data` to `path`, which holds afterwards either its old or its whole new content.
+
+    Makes missing folders.
+
+    Raises:
+        OSError: the disk is full; one line says how much to free.
+    """
     with explain_disk_full(path, needed_bytes=len(data)), atomic_stream(path) as stream:
         stream.write(data)
 
 
 def atomic_write_text(path: PathLike, text: str) -> None:
-    """`atomic_write_bytes` of `text` in UTF-8."""
+    """Write `text` in UTF-8, as `atomic_write_bytes` does."""
     atomic_write_bytes(path, text.encode("utf-8"))
 
 
 @contextlib.contextmanager
 def atomic_stream(path: PathLike) -> Iterator[BinaryIO]:
-    """A binary stream whose content becomes `path` when the block ends, and is dropped when the block raises."""
+    """Yield a binary stream: its content becomes `path` when the block ends, and is dropped if it raises."""
     temporary = _temporary_sibling(Path(path))
     try:
         with open(temporary, "xb") as stream:
@@ -48,10 +54,16 @@ def atomic_stream(path: PathLike) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def atomic_dir(path: PathLike, replace: bool = True) -> Iterator[Path]:
-    """Yield an empty temporary folder beside `path`; it becomes `path` when the block ends, and is removed when the block raises.
+    """Yield an empty temporary folder beside `path`, which becomes `path` when the block ends.
 
-    replace: True replaces an existing `path`; False keeps it and drops the new folder (two processes filling one cache).
-    Raises: OSError with one line that says how much to free when the disk is full.
+    The folder is removed when the block raises.
+
+    Args:
+        replace: True replaces an existing `path`. False keeps it and drops the new folder, as when two
+            processes fill one cache.
+
+    Raises:
+        OSError: the disk is full; one line says how much to free.
     """
     target = Path(path)
     temporary = _temporary_sibling(target)
@@ -70,15 +82,19 @@ def explain_disk_full(
 ) -> Iterator[None]:
     """Turn any error of the block that a full disk caused into an OSError of one line that says what to do.
 
-    needed_bytes: size of what is being written, when known; otherwise what lies in the folder `written` is the lower bound.
-    Some libraries hide ENOSPC (NumPy, safetensors, torch), so a failed write onto a disk with < 1 MiB left counts too.
+    Some libraries hide ENOSPC (NumPy, safetensors, torch). A failed write onto a disk with less than 1 MiB
+    left therefore counts too.
+
+    Args:
+        needed_bytes: size of what is being written, when it is known.
+        written: a folder whose size is the lower bound when `needed_bytes` is not known.
     """
     try:
         yield
     except Exception as error:  # not only OSError: safetensors' own class derives from Exception
         number = getattr(error, "errno", None)
         says_so = number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error)
-        # FileNotFoundError and its like have an errno of their own and say what is wrong; a hidden ENOSPC has none.
+        # FileNotFoundError and its like have an errno and say what is wrong. A hidden ENOSPC has no errno.
         hidden = isinstance(error, (OSError, RuntimeError)) and number is None
         target = Path(path)
         folder = target if target.is_dir() else target.parent
@@ -93,8 +109,13 @@ def explain_disk_full(
 
 
 def check_can_write(folder: PathLike, setting: str) -> None:
-    """Raise ValueError, naming the recipe's `setting`, when files cannot be made in `folder`, or in the nearest one above it that exists;
-    leaves nothing behind."""
+    """Raise ValueError when files cannot be made in `folder`, or in the nearest folder above it that exists.
+
+    Leaves nothing behind.
+
+    Args:
+        setting: the recipe's setting that the message names.
+    """
     place = Path(os.path.abspath(folder))
     while not os.path.lexists(place):
         place = place.parent
@@ -108,12 +129,17 @@ def check_can_write(folder: PathLike, setting: str) -> None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return  # the writer knows how much space it needs, and says so
         raise ValueError(
-            f"{setting} = {folder}: {place} is not writable ({os.strerror(error.errno or 0)}); set another {setting}"
+            f"{setting} = {folder}: {place} is not writable ({os.strerror(error.errno or 0)}); "
+            f"set another {setting}"
         ) from None
 
 
 def write_json(path: PathLike, obj: Any) -> None:
-    """Write `obj` as indented JSON, atomically. Raises ValueError for NaN and infinity, which JSON does not have."""
+    """Write `obj` as indented JSON, atomically.
+
+    Raises:
+        ValueError: for NaN and infinity, which JSON does not have.
+    """
     try:
         text = json.dumps(obj, indent=2, allow_nan=False)
     except ValueError as error:
@@ -124,7 +150,11 @@ def write_json(path: PathLike, obj: Any) -> None:
 
 
 def read_json(path: PathLike) -> Any:
-    """The content of a JSON file. Raises ValueError with one line that names the file when it is missing or not JSON."""
+    """The content of a JSON file.
+
+    Raises:
+        ValueError: the file is missing or not JSON; one line names the file.
+    """
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -151,7 +181,10 @@ def sha256_file(path: PathLike) -> str:
 
 
 def keep_old(path: Path) -> Path | None:
-    """Move a file out of the way of a new one, under a name with the hash of its content; returns that name, None where there is no file."""
+    """Move a file out of the way of a new one, under a name with the hash of its content.
+
+    Returns that path, or None where there is no file.
+    """
     if not path.is_file():
         return None
     kept = path.with_name(f"{path.stem}-{sha256_file(path)[:8]}{path.suffix}")
@@ -160,9 +193,12 @@ def keep_old(path: Path) -> Path | None:
 
 
 def move_into_place(temporary: Path, target: Path, replace: bool = True) -> None:
-    """Rename a complete folder to `target` on the same file system; an older `target` is replaced, or kept with `replace=False`."""
+    """Rename a complete folder to `target` on the same file system.
+
+    An older `target` is replaced, or kept with `replace=False`.
+    """
     try:
-        os.rename(temporary, target)  # atomic, and works onto a missing or empty folder
+        os.rename(temporary, target)  # this is atomic, and works where `target` is missing or empty
         return
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
@@ -175,8 +211,10 @@ def move_into_place(temporary: Path, target: Path, replace: bool = True) -> None
 
 
 def _temporary_sibling(target: Path) -> Path:
-    """A hidden name beside `target`, whose folder is made, with host and process. What killed processes of this machine left under such
-    names is removed: a checkpoint can be large."""
+    """A hidden name beside `target` that holds host and process. The folder around it is made.
+
+    What killed processes of this machine left under such names is removed, because a checkpoint can be large.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{target.name}.tmp-{socket.gethostname()}-"
     for entry in target.parent.iterdir():

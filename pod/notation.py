@@ -60,17 +60,17 @@ class Budget:
 
     @property
     def is_pod(self) -> bool:
-        """Whether it is as much as PoD holds."""
+        """Whether the budget is as much as PoD holds."""
         return self == POD
 
     def of_prompt(self, length: int) -> int:
         """Tokens to keep of a prompt of ``length`` tokens.
 
-        A share is rounded down, and at least 1: 25 % of 1,002 tokens are 250, of 3 tokens 1. A budget in tokens is
-        itself, whatever the prompt.
+        A share is rounded down, but is at least 1 token: 25 % of 1,002 tokens are 250, and 25 % of 3 tokens
+        are 1. A budget in tokens is the same for every prompt.
 
         Raises:
-            ValueError: for ``pod``, which depends on a plan.
+            ValueError: for the budget ``pod``, which depends on a plan.
         """
         if self.tokens is not None:
             return self.tokens
@@ -85,9 +85,12 @@ class Budget:
 
 
 POD = Budget()
-"""As many tokens as fill the bytes that PoD holds."""
+"""The budget of as many tokens as fill the bytes that PoD holds."""
 NO_LIMIT = 1 << 20
-"""Tokens; a budget under which nothing is dropped, also by methods that give some layers less than others."""
+"""A budget in tokens under which nothing is dropped.
+
+That holds also for methods that give some layers less than others.
+"""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class Part:
 
     @property
     def plain(self) -> str:
-        """Without parameters: `imdc(snapkv)`."""
+        """The method without its parameters: `imdc(snapkv)`."""
         return self.name if self.inner is None else f"{self.name}({self.inner})"
 
     def __str__(self) -> str:
@@ -117,21 +120,21 @@ class Spec:
 
     @property
     def plain(self) -> str:
-        """Without parameters and budget: `pod+snapkv+int4`."""
+        """The spec without parameters and budget: `pod+snapkv+int4`."""
         return "+".join(part.plain for part in self.parts)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the parts, in order."""
+        """The names of the parts, in order."""
         return tuple(part.name for part in self.parts)
 
     @property
     def params(self) -> dict[str, Any]:
-        """The parameters of all parts. No two methods that go together have one of the same name."""
+        """The parameters of all parts. Methods that go together share no parameter's name."""
         return {key: value for part in self.parts for key, value in part.params.items()}
 
     def in_order(self, place: Callable[[str], int]) -> "Spec":
-        """With the parts sorted by the place of their names."""
+        """The same spec with its parts sorted by the place of their names."""
         return replace(self, parts=tuple(sorted(self.parts, key=lambda part: place(part.name))))
 
     def __str__(self) -> str:
@@ -140,10 +143,10 @@ class Spec:
 
 
 def parse(text: object) -> Spec:
-    """The method that ``text`` writes; which methods there are, and what goes together, is for the caller to say.
+    """The method that ``text`` writes. The caller says which methods there are, and which go together.
 
     Raises:
-        ValueError: in one line, for what is not written as a method.
+        ValueError: the text is not written as a method; the message is one line.
     """
     if not isinstance(text, str):
         raise ValueError(f"method {text!r} must be a text, such as 'snapkv@25%'")
@@ -161,7 +164,7 @@ def parse_budget(said: object) -> Budget:
     """A budget from a number or a text: 4096, "4096", "25%", 0.25, "pod".
 
     Raises:
-        ValueError: in one line, for anything else.
+        ValueError: it is anything else; the message is one line.
     """
     if isinstance(said, Budget):
         return said
@@ -170,8 +173,8 @@ def parse_budget(said: object) -> Budget:
         return POD
     if isinstance(said, bool) or not _NUMBER.fullmatch(text):
         raise ValueError(
-            f"{text!r} is no budget; {_hint(text, ['pod'])}write tokens as 4096, a share of the prompt as 25% or "
-            "0.25, or pod"
+            f"{text!r} is no budget; {_hint(text, ['pod'])}write tokens as 4096, "
+            "a share of the prompt as 25% or 0.25, or pod"
         )
     if text.endswith("%"):
         return Budget(share=Fraction(text[:-1]) / 100)
@@ -184,9 +187,10 @@ def parse_budget(said: object) -> Budget:
 
 
 def cut_budget(text: str) -> tuple[str, str]:
-    """A method's name as it is written and its budget: `snapkv@25%` → (`snapkv`, `25%`).
+    """A method's name as it is written, and its budget: `snapkv@25%` → (`snapkv`, `25%`).
 
-    An `@` within brackets, and one before what is no budget, belongs to the name; the budget is then empty.
+    An `@` within brackets belongs to the name, and so does one before a text that is no budget. The budget is
+    then empty.
     """
     name, _, budget = text.rpartition("@")
     if not name:
@@ -199,13 +203,13 @@ def cut_budget(text: str) -> tuple[str, str]:
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:
-    """The error for a name that does not exist, with the nearest that does."""
+    """The error for a name that does not exist. It shows the nearest name that does."""
     names = list(known)
     return ValueError(f"unknown {kind} {name!r}; {_hint(str(name), names)}known: {', '.join(names)}")
 
 
 def unknown_parameter(method: str, name: str, known: Iterable[str]) -> ValueError:
-    """The error for a parameter that a method does not have, with the nearest that it has."""
+    """The error for a parameter that a method does not have. It shows the nearest one that it has."""
     names = list(known)
     hint = _hint(name, names) or f"it has {', '.join(names) or 'none'}"
     return ValueError(f"{method} has no parameter {name!r}; {hint.strip()}")
@@ -220,10 +224,10 @@ def _hint(word: str, known: Sequence[str]) -> str:
 
 
 def split(text: str, separators: str) -> list[str]:
-    """Cut at any of these signs where it stands outside of brackets and quotes.
+    """Cut a text at any of these signs, where the sign stands outside of brackets and quotes.
 
     Raises:
-        ValueError: brackets or quotes that do not close.
+        ValueError: brackets or quotes do not close.
     """
     pieces, start, open_brackets = [], 0, ""
     for at, sign, is_quoted in _signs(text):
@@ -244,7 +248,7 @@ def split(text: str, separators: str) -> list[str]:
 
 
 def _signs(text: str) -> Iterator[tuple[int, str, bool]]:
-    """Place, sign, and whether it stands in quotes, which count as quoted themselves."""
+    """Each sign with its place, and whether it stands in quotes. Quotes themselves count as quoted."""
     is_quoted = is_escaped = False
     for at, sign in enumerate(text):
         is_quote = sign == '"' and not is_escaped
@@ -256,7 +260,7 @@ def _signs(text: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def swap_commas(text: str) -> str:
-    """With `;` for every comma outside of quotes."""
+    """The text with `;` in place of every comma outside of quotes."""
     return "".join(";" if sign == "," and not is_quoted else sign for _, sign, is_quoted in _signs(text))
 
 
@@ -321,7 +325,7 @@ def _finite(text: str) -> float:
 
 
 def _percent(share: Fraction) -> str:
-    """`12.5%`; the text of a share is decimal, so that this ends."""
+    """A share as `12.5%`. Its decimal digits come to an end, because a share is read from a decimal text."""
     with localcontext(prec=200):
         number = Decimal(share.numerator * 100) / Decimal(share.denominator)
         return f"{number.normalize():f}%"

@@ -1,6 +1,7 @@
 """The recipe, one YAML file for all commands: reading, checking, overriding and explaining it.
 
-The string under each field is its documentation, which `--help` prints. `run` is the command line that the commands share.
+The string under each field is its documentation, which `--help` prints. `run` is the command line that the
+commands share.
 """
 
 import argparse
@@ -79,7 +80,10 @@ class Recipe:
 
     @property
     def held_out_tokens(self) -> int:
-        """Tokens of text to hold out of training: data.held_out_tokens, or the most that one reader of it asks for."""
+        """How many tokens of text to hold out of training.
+
+        It is data.held_out_tokens where that is set, else the most that one reader of the text asks for.
+        """
         explore, train, text = self.explore, self.train, self.eval
         if self.data.held_out_tokens is not None:
             return self.data.held_out_tokens
@@ -118,7 +122,10 @@ RECIPES = _INSIDE if _INSIDE.is_dir() else Path(__file__).parents[1] / "configs"
 
 
 def recipe_names() -> list[str]:
-    """The names of the recipes that come with pod, as `--config` takes them: `demo`, `paper/pod_3`; those of the papers last."""
+    """The names of the recipes that come with pod, as `--config` takes them: `demo`, `paper/pod_3`.
+
+    The recipes of the papers come last.
+    """
     found = [file.relative_to(RECIPES).with_suffix("").as_posix() for file in RECIPES.rglob("*.yaml")]
     return sorted(found, key=lambda name: ("/" in name, name))
 
@@ -133,15 +140,20 @@ def run(
     check_arguments: Callable[[argparse.Namespace], None] | None = None,
     argv: Sequence[str] | None = None,
 ) -> None:
-    """The command line of a command that takes a recipe: `--config --set --dry-run --help` and more, then `main(recipe)`.
+    """Read the command line of a command that takes a recipe, then call `main(recipe)`.
 
-    sections: the recipe's sections that this launcher reads, the ones that `--help` explains.
-    estimate: text about time, memory and disk for `--dry-run`.
-    add_arguments: called with the parser. An option whose `dest` holds a dot is a shorthand:
-        `parser.add_argument("--threshold", dest="explore.threshold")` equals `--set explore.threshold=…` and wins over it.
-        One whose `dest` is a parameter of `main` is handed to it: `main(recipe, overwrite=True)`.
-    check_arguments: called with the parsed arguments; raises ValueError for options that do not go together.
-    Ends the process with code 2 and one line on stderr for ValueError, OSError, RuntimeError and ImportError; `-v` adds the traceback.
+    The options are `--config`, `--set`, `--dry-run`, `--help` and more. A ValueError, OSError, RuntimeError
+    or ImportError ends the process with code 2 and one line on stderr; `-v` adds the traceback.
+
+    Args:
+        sections: the recipe's sections that this launcher reads. `--help` explains these.
+        estimate: gives the text about time, memory and disk for `--dry-run`.
+        add_arguments: called with the parser. An option whose `dest` holds a dot is a shorthand:
+            `parser.add_argument("--threshold", dest="explore.threshold")` equals `--set explore.threshold=…`
+            and wins over it. An option whose `dest` is a parameter of `main` is handed to it: `main(recipe,
+            overwrite=True)`.
+        check_arguments: called with the parsed arguments. It raises ValueError for options that do not go
+            together.
     """
     parser = _parser(sections, description)
     if add_arguments is not None:
@@ -173,7 +185,7 @@ def _print_dry_run(
     estimate: Callable[[Recipe], str] | None,
     arguments: argparse.Namespace,
 ) -> None:
-    """The estimate for `--dry-run`, and below it the resolved recipe for `--print-config`."""
+    """Print the estimate for `--dry-run`, and below it the resolved recipe for `--print-config`."""
     if arguments.dry_run:
         print(estimate(recipe) if estimate else "There is no estimate for this command.")
     if arguments.dry_run and arguments.print_config:
@@ -183,9 +195,14 @@ def _print_dry_run(
 
 
 def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a YAML recipe and apply overrides `section.field=value` (values are YAML); checks every key, type and value.
+    """Read a YAML recipe, apply overrides `section.field=value`, and check every key, type and value.
 
-    path: None means all defaults. Raises: ValueError with one line that names the file or the key and what is allowed.
+    Args:
+        path: the recipe; None means all defaults.
+        overrides: their values are YAML.
+
+    Raises:
+        ValueError: one line names the file or the key, and what is allowed.
     """
     content = _read_recipe(_find_recipe(Path(path))) if path is not None else {}
     for override in overrides:
@@ -198,7 +215,10 @@ def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = 
 
 
 def _find_recipe(path: Path) -> Path:
-    """The file of this path, else the recipe of this name that comes with pod, with or without .yaml: `demo`, `paper/pod_3`."""
+    """The file of this path, else the recipe of this name that comes with pod: `demo`, `paper/pod_3`.
+
+    The name is given with or without .yaml.
+    """
     inside = path.relative_to("configs") if path.is_relative_to("configs") else path
     names = (RECIPES / path, RECIPES / f"{path}.yaml", RECIPES / inside)
     return path if path.exists() else next((file for file in names if file.is_file()), path)
@@ -221,21 +241,27 @@ def _apply_override(content: dict[str, Any], override: str) -> None:
         value = yaml.load(text, Loader=Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"--set {override!r}: the value is not valid YAML ({one_line(error)})") from None
-    # `data.sources=stdlib:` means the text, not the mapping {stdlib: null} that YAML sees in it
+    # `data.sources=stdlib:` means the text, not the mapping {stdlib: null} that YAML sees in it.
     content[last] = text if isinstance(value, dict) and not text.lstrip().startswith("{") else value
 
 
 def _read_recipe(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A file's sections. With `extends: NAME` (a recipe in the same folder, or one that comes with pod), settings that the file does not
-    have are taken from that recipe."""
+    """A file's sections, and those of the recipe that it extends.
+
+    With `extends: NAME`, settings that the file does not have are taken from the recipe NAME: one in the same
+    folder, or one that comes with pod.
+
+    Args:
+        above: the files that extend this one, which it may not extend in turn.
+    """
     own = _read_yaml(path)
     name, above = own.pop("extends", None), (*above, path.resolve())
     if name is None:
         return own
     if not isinstance(name, str) or (path.parent / name).resolve() in above:
         raise ValueError(
-            f"--config {path}: extends is {name!r}: it should be the name of another recipe, in the same folder or one of "
-            "`pod recipes`"
+            f"--config {path}: extends is {name!r}: it should be the name of another recipe, "
+            "in the same folder or one of `pod recipes`"
         )
     content = _read_recipe(_find_extended(path.parent, name, above), above)
     for key, value in own.items():
@@ -245,7 +271,10 @@ def _read_recipe(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _find_extended(folder: Path, name: str, above: tuple[Path, ...]) -> Path:
-    """The recipe `name`, with or without .yaml: in `folder`, else as `--config` finds it; not one that extends this one."""
+    """The recipe `name`, with or without .yaml: in `folder`, else as `--config` finds it.
+
+    Never one of `above`, the recipes that extend this one.
+    """
     beside = (folder / name, folder / f"{name}.yaml")
     found = (file for file in beside if file.is_file() and file.resolve() not in above)
     inside = _find_recipe(Path(name))
@@ -258,8 +287,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         near = nearest(path.with_suffix(""), recipe_names()) or nearest(path.stem, recipe_names())
         raise ValueError(
-            f"--config {path}: there is no such file, and no recipe of this name{near}; `pod recipes` lists the recipes "
-            "that come with pod"
+            f"--config {path}: there is no such file, and no recipe of this name{near}; "
+            "`pod recipes` lists the recipes that come with pod"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {path}: cannot be read ({one_line(error)})") from None
@@ -278,14 +307,20 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _parser(sections: Sequence[str], description: str | None) -> argparse.ArgumentParser:
-    """The options that all commands share; the epilog lists every field of the given sections with type, default and meaning."""
+    """A parser with the options that all commands share.
+
+    Its epilog lists every field of the given sections with type, default and meaning.
+    """
     lines = ["settings of the recipe (in the file of --config, or with --set NAME=VALUE):"]
     lines += explain(Recipe, "", skip_sections=True)
     for name in sections:
         lines += ["", f"[{name}] {field_docs(Recipe)[name]}", *explain(hints_of(Recipe)[name], name)]
     parser = Parser(description=description, epilog="\n".join(lines))
     add = parser.add_argument
-    which = "YAML recipe: a file, or the name of a recipe that comes with pod, such as demo_tiny (`pod recipes` lists them)"
+    which = (
+        "YAML recipe: a file, or the name of a recipe that comes with pod, such as demo_tiny "
+        "(`pod recipes` lists them)"
+    )
     add("-c", "--config", metavar="FILE", help=which)
     override = "change one setting, for example --set train.max_steps=10 (may be given several times)"
     add("--set", dest="changes", metavar="NAME=VALUE", action="append", default=[], help=override)
@@ -302,7 +337,10 @@ def _parser(sections: Sequence[str], description: str | None) -> argparse.Argume
 
 
 def exit_with(error: Exception) -> typing.NoReturn:
-    """One line on stderr and exit code 2. A RuntimeError of several lines is a bug: it keeps its traceback."""
+    """Print one line on stderr and exit with code 2.
+
+    A RuntimeError of several lines is a bug and keeps its traceback.
+    """
     if isinstance(error, BrokenPipeError):
         raise error  # the reader of the output has closed it, as `head` does
     is_bug = isinstance(error, RuntimeError) and "\n" in str(error).strip()
@@ -316,8 +354,10 @@ def exit_with(error: Exception) -> typing.NoReturn:
 
 
 def said_by_all(error: Exception) -> bool:
-    """Whether every rank raises this error, so that one message is enough: errors in a recipe are found before ranks communicate, and
-    are printed once on each machine."""
+    """Whether every rank raises this error, so that one message is enough.
+
+    Errors in a recipe are found before ranks communicate, and are printed once on each machine.
+    """
     ranks: Any = sys.modules.get("torch.distributed")
     alone = ranks is None or not ranks.is_initialized()
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -325,5 +365,5 @@ def said_by_all(error: Exception) -> bool:
 
 
 def rank() -> int:
-    """Rank of this process as its launcher says, 0 without a launcher; needs no torch."""
+    """The rank of this process as its launcher says; 0 without a launcher. This needs no torch."""
     return int(os.environ.get("RANK", "0") or 0)

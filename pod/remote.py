@@ -1,4 +1,7 @@
-"""Files of other machines by their URLs (s3://, gs://, https:// and all else that fsspec knows): found, watched, and copied here."""
+"""Files of other machines: found, watched, and copied here by their URLs.
+
+A URL is s3://, gs://, https:// or anything else that fsspec knows.
+"""
 
 import hashlib
 import tempfile
@@ -9,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _VERSION_KEYS = "ETag", "etag", "Content-MD5", "md5Hash", "Last-Modified", "LastModified", "mtime", "updated"
-"""What places tell of a file that changes with it."""
+"""Names under which a place reports something that changes when the file changes."""
 
 
 def is_remote(place: str) -> bool:
@@ -18,9 +21,12 @@ def is_remote(place: str) -> bool:
 
 
 def remote_files(url: str) -> list[str]:
-    """URLs of the file, of those that a pattern matches, or of all below a folder, whose URL ends in a slash; sorted, no hidden ones.
+    """The URLs of the file, of the files that a pattern matches, or of all files below a folder.
 
-    Raises ValueError in one line when there is none, or the place cannot be asked.
+    The URL of a folder ends in a slash. The result is sorted, and has no hidden files.
+
+    Raises:
+        ValueError: there is no such file, or the place cannot be asked; the message is one line.
     """
     with _asked(url) as (system, path):
         if url.endswith("/"):
@@ -37,7 +43,10 @@ def remote_files(url: str) -> list[str]:
 
 
 def remote_state(url: str) -> tuple[int, int]:
-    """Size in bytes, and a number that changes with the content as far as its place tells; (-1, 0) for a file that is missing."""
+    """The size of a file in bytes, and a number that changes with its content as far as its place tells.
+
+    It is (-1, 0) for a file that is missing.
+    """
     with _asked(url) as (system, path):
         try:
             told: dict[str, Any] = system.info(path)
@@ -49,7 +58,7 @@ def remote_state(url: str) -> tuple[int, int]:
 
 @contextmanager
 def local_copy(url: str) -> Iterator[Path]:
-    """A copy of the file in the folder for temporary files, under its own name, while the block runs."""
+    """Yield a copy of the file, under its own name in a temporary folder, for as long as the block runs."""
     with tempfile.TemporaryDirectory(prefix="pod-copy-") as folder:
         copy = Path(folder, url.rpartition("/")[2])
         with _asked(url) as (system, path):
@@ -59,13 +68,17 @@ def local_copy(url: str) -> Iterator[Path]:
 
 @contextmanager
 def _asked(url: str) -> Iterator[tuple[Any, str]]:
-    """The file system of `url`, and its path there; all that goes wrong is a ValueError that names the URL."""
+    """Yield the file system of `url` and its path there.
+
+    Any error becomes a ValueError that names the URL.
+    """
     from fsspec.core import url_to_fs
 
     try:
         yield url_to_fs(url)
-    except Exception as error:  # each kind of place has errors of its own
+    except Exception as error:  # each kind of place has its own classes of errors
         said = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"{url} cannot be read ({type(error).__name__}: {said}): check the address, the network and your keys"
+            f"{url} cannot be read ({type(error).__name__}: {said}): "
+            "check the address, the network and your keys"
         ) from error

@@ -1,6 +1,7 @@
-"""A dataclass of dataclasses from YAML and back, with every key, type and range checked, and its fields' documentation for `--help`.
+"""A dataclass of dataclasses from YAML and back, with every key, type and range checked.
 
-pydantic converts and checks; what it finds is told in one line: which field, what came, what is allowed.
+It also gives the documentation of the fields for `--help`. pydantic converts and checks. What it finds is
+told in one line: which field, what came, what is allowed.
 """
 
 import dataclasses
@@ -36,9 +37,10 @@ _VERY_NEAR = 0.8
 
 @typing.dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
 def section(cls: type[_Section]) -> type[_Section]:
-    """A dataclass for recipes: keyword arguments only, converted and checked wherever one is made.
+    """Make a dataclass for recipes: it takes keyword arguments only, and converts and checks them.
 
-    A `ValueError` of its `__post_init__`, which begins with a field's name where it is about one, says what types and ranges cannot.
+    Its `__post_init__` checks what types and ranges cannot say, and raises `ValueError`. The message begins
+    with a field's name where it is about one field.
     """
     cls._prepared = model_validator(mode="before")(_prepared)  # type: ignore[attr-defined]
     made: Any = checked_dataclass(kw_only=True, config=_SETTINGS)(cls)
@@ -56,7 +58,14 @@ def section(cls: type[_Section]) -> type[_Section]:
 
 
 def build(cls: Any, content: Any, where: str = "") -> Any:
-    """The section `cls` from a mapping as YAML gave it; where: dotted name of this place in the recipe, for messages. Raises: ValueError."""
+    """The section `cls` from a mapping as YAML gave it.
+
+    Args:
+        where: dotted name of this place in the recipe, for messages.
+
+    Raises:
+        ValueError: a key, a type or a value is wrong.
+    """
     try:
         return cls.__pydantic_validator__.validate_python(content)
     except ValidationError as error:
@@ -64,14 +73,22 @@ def build(cls: Any, content: Any, where: str = "") -> Any:
 
 
 def to_yaml(recipe: Any, fields: Collection[str] | None = None) -> str:
-    """A recipe (or a section) as the YAML that builds it again; of some fields only, if they are given."""
+    """A recipe or a section as the YAML that builds it again.
+
+    Args:
+        fields: the fields to write; None means all.
+    """
     content = to_jsonable_python(recipe)
     shown = {name: value for name, value in content.items() if fields is None or name in fields}
     return yaml.dump(shown, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def _prepared(cls: type, given: Any) -> Any:
-    """What pydantic shall convert: an empty section is one of defaults, comma-separated texts are lists, truth values are no numbers."""
+    """What pydantic shall convert.
+
+    An empty section becomes one of defaults, and comma-separated texts become lists. Truth values are refused
+    as numbers.
+    """
     if isinstance(given, ArgsKwargs):
         return ArgsKwargs((), _prepared(cls, given.kwargs))
     if not isinstance(given, dict):
@@ -97,7 +114,7 @@ def _split_commas(text: str) -> list[str]:
     """Split at commas outside parentheses and brackets: `pod,d2o[merge=average,alpha=2]` has two parts."""
     try:
         parts = split(text, ",")
-    except ValueError:  # brackets that do not close are for the field to refuse
+    except ValueError:  # the field itself refuses brackets that do not close
         parts = text.split(",")
     return [part.strip() for part in parts if part.strip()]
 
@@ -176,7 +193,10 @@ def nearest(word: Any, known: Sequence[Any] | dict[str, str], cutoff: float = 0.
 
 
 class Loader(yaml.SafeLoader):
-    """Decimal numbers only (`1e-5` is a float; PyYAML's 1.1 rules make it a string) and duplicate keys refused."""
+    """Reads decimal numbers only, and refuses duplicate keys.
+
+    `1e-5` is a float; PyYAML's rules of YAML 1.1 make it a string.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [key.value for key, _ in node.value if key.value != "<<"]
@@ -189,9 +209,12 @@ class Loader(yaml.SafeLoader):
 
 _NUMBERS = {
     "int": r"[-+]?[0-9][0-9_]*$",
-    "float": r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?$|[-+]?\.inf$|\.nan$",
+    "float": (
+        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?$"
+        r"|[-+]?\.inf$|\.nan$"
+    ),
 }
-"""What stands for a number; YAML 1.1 also takes 010 for 8 and 1:30 for 90."""
+"""The texts that stand for a number. YAML 1.1 also takes 010 for 8 and 1:30 for 90."""
 Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in known if tag.rsplit(":", 1)[1] not in _NUMBERS]
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -202,7 +225,7 @@ Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.va
 
 
 class Dumper(yaml.SafeDumper):
-    """Lists of plain values on one line."""
+    """Writes a list of plain values on one line."""
 
 
 def _dump_list(dumper: yaml.SafeDumper, value: list) -> yaml.Node:
@@ -214,7 +237,7 @@ Dumper.add_representer(list, _dump_list)
 
 
 def explain(cls: Any, where: str, skip_sections: bool = False) -> list[str]:
-    """Lines for `--help`: per field its dotted name, type, default and documentation."""
+    """Lines for `--help`: the dotted name, type, default and documentation of each field."""
     lines, docs, indent = [], field_docs(cls), " " * 6
     for name, item in cls.__pydantic_fields__.items():
         hint, default = hints_of(cls)[name], "required"
@@ -228,7 +251,7 @@ def explain(cls: Any, where: str, skip_sections: bool = False) -> list[str]:
 
 
 def _as_yaml(value: Any) -> str:
-    """A default as a recipe would have it: null and true, not None and True."""
+    """A default as it stands in a recipe: null and true, not None and True."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else repr(value)
@@ -242,7 +265,7 @@ def type_name(hint: Any) -> str:
 
 
 def field_docs(cls: Any) -> dict[str, str]:
-    """The string literal under each field."""
+    """The string literal under each field, by the field's name."""
     fields = cls.__pydantic_fields__.items()
     return {name: " ".join(item.description.split()) for name, item in fields if item.description}
 
@@ -253,7 +276,7 @@ def fields_of(cls: Any) -> dict[str, dataclasses.Field]:
 
 
 hints_of = functools.cache(typing.get_type_hints)
-"""Of a class: name → resolved type annotation."""
+"""The fields of a class: name → resolved type annotation."""
 
 
 def one_line(error: BaseException) -> str:

