@@ -1,1 +1,4 @@
-"""Decode speed of methods beside the dense cache: what `pod bench` measures, and what a decode step must read."""
+"""Decode speed of methods beside the dense cache.
+
+The modules hold what `pod bench` measures, and which bytes a decode step must read.
+"""

@@ -16,7 +16,7 @@ _SIZES = (
 _ROWS = {
     "llama3-8b": (128256, 4096, 14336, 32, 32, 8, 128),
     "llama-1b": (128256, 2048, 8192, 16, 32, 8, 64),
-    # heads of real size and little around them: attention is what costs time
+    # Its heads have a real size and little around them, so that attention is what costs time.
     "cpu": (512, 2048, 512, 4, 16, 4, 128),
     "tiny": (258, 64, 128, 4, 4, 2, 16),
 }
@@ -24,16 +24,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     name: dict(zip(_SIZES, row, strict=True)) | {"tie_word_embeddings": name == "llama-1b"}
     for name, row in _ROWS.items()
 }
-"""Fields of `LlamaConfig` by name. The `llama` ones are LLaMA-3-8B and LLaMA-3.2-1B."""
+"""Fields of `LlamaConfig` by the name of a shape. The `llama` ones are LLaMA-3-8B and LLaMA-3.2-1B."""
 FULL = find_method("full")
 POD = find_method("pod")
 STOCK = Method(name="transformers", spec=None, model="stock")
 
 
 def contestant(name: str) -> Method:
-    """The method of a name as in `eval.methods`; `skip_share` may stand among its options.
+    """The method of a name as in `eval.methods`. Its options may include `skip_share`.
 
-    Raises: ValueError for a name that no cache of the measured model has.
+    Raises:
+        ValueError: no cache of the measured model has this name.
     """
     method = find_method(name)
     if method.model not in ("dense", "adapted") or "capacity" in method.options:
@@ -49,7 +50,10 @@ def contestant(name: str) -> Method:
 
 @section
 class BenchArgs:
-    """The `bench` section: decode speed of methods beside the dense cache, which takes the fastest attention that runs."""
+    """The `bench` section: decode speed of methods beside the dense cache.
+
+    The dense cache takes the fastest attention that runs.
+    """
 
     shapes: str | None = None
     """Random weights of a known shape in place of model.path: llama3-8b, llama-1b, cpu (four layers with
@@ -106,10 +110,14 @@ class BenchArgs:
 
     @property
     def contestants(self) -> list[Method]:
-        """What races the dense cache, the stock model left out."""
+        """The methods that race the dense cache. The stock model is left out."""
         return [method for method in map(contestant, self.methods) if method != FULL]
 
     def room(self, length: int, races: int = 1) -> int:
-        """Tokens that a cache of `length` tokens has at the end of its duels, of so many races each."""
+        """Tokens that a cache of `length` tokens has at the end of its duels.
+
+        Args:
+            races: the number of races in each duel.
+        """
         duels = len(self.contestants) + self.stock
         return length + duels * races * (self.repeats + 1) * self.steps

@@ -1,17 +1,22 @@
 """Bytes that a decode step must read, and bytes that a cache holds, before anything is allocated. No torch.
 
-**The model of a step** at ``n`` tokens per row, the new one included, with ``n_s`` sinks, ``n_r`` recent tokens, ``G`` query heads
-per KV head, ``D = max(0, n - n_s - n_r)`` distant tokens, ``w = min(n, n_s + n_r)`` and ``k``, ``v`` bytes per key and value:
+**The model of a step.** A row has ``n`` tokens, the new one included. There are ``n_s`` sinks, ``n_r`` recent
+tokens, ``G`` query heads per KV head, ``D = max(0, n - n_s - n_r)`` distant tokens and
+``w = min(n, n_s + n_r)`` near ones. A key has ``k`` bytes, a value ``v``:
 
     dense pair (layer, KV head)        n·k + n·v
-    lead                               n·k + n·v, and 4·G·D for the fp32 logits that it writes when a layer follows it
+    lead                               n·k + n·v, and 4·G·D when a layer follows it (fp32 logits written)
     follower                           w·k + n·v + 4·G·D (logits read)
     follower that skips (tau)          w·k + w·v
     window                             w·k + w·v
 
-Keys of followers in a window, and windows, are native, also under a codec. Weights are read once per step, whatever the batch: all but the embedding,
-of which a step reads one row per token (with tied weights the head is the embedding, and is read), and of a mixture of experts
-those that one token sees. Not counted: activations, the new token's own key and value, partial results of split-KV. The *ceiling*
+Keys that followers keep in a window are native, also under a codec. So are keys and values of windows.
+
+Weights are read once per step, whatever the batch. All are read except the embedding, of which a step reads
+one row per token. (With tied weights the head is the embedding, and is read.) Of a mixture of experts, a step
+reads the experts that one token sees.
+
+Not counted are activations, the new token's own key and value, and partial results of split-KV. The *ceiling*
 of a method's speed over dense is the ratio of the two sums, weights included.
 """
 
@@ -33,11 +38,14 @@ class Sizes:
     """What bytes depend on in a model.
 
     Attributes:
-        plan: the sharing plan; dense: that of the model without it, in which layers trained with windows keep them.
-        windows: per layer, first and last tokens that a pair sees which keeps its window.
+        plan: the sharing plan.
+        dense: the plan of the model without it, in which layers that were trained with windows keep them.
+        windows: for each layer, how many first and last tokens a pair sees that keeps its window.
         groups: query heads per KV head.
+        head_dim: numbers in a key or value of one head.
         element: bytes per number of weights, keys and values.
-        weights: bytes of all parameters, norms and biases left out; read: those that a step reads.
+        weights: bytes of all parameters. Norms and biases are left out.
+        read: the bytes of these that a step reads.
     """
 
     plan: SharingPlan
@@ -51,7 +59,12 @@ class Sizes:
 
     @classmethod
     def of(cls, config: Any, plan: SharingPlan, windows: tuple[int, int], element: int) -> "Sizes":
-        """Of anything with the sizes of a Llama among the fields of `PodConfig`; windows: the plan's sink and recent tokens."""
+        """The sizes of a model.
+
+        Args:
+            config: anything that has the sizes of a Llama, under the names that they have in `PodConfig`.
+            windows: the plan's sink and recent tokens.
+        """
         own = getattr(config, "layer_windows", None) or [None] * config.num_hidden_layers
         heads, hidden, inner = config.num_key_value_heads, config.hidden_size, config.intermediate_size
         linear = 2 * hidden * config.head_dim * (config.num_attention_heads + heads)
@@ -78,24 +91,27 @@ class Sizes:
         return self.head_dim * self.element
 
     def layers(self, method: Method, tokens: int) -> Iterator[tuple[Roles, int, float, float]]:
-        """Of every layer under a method: roles, tokens of a window, and `token_bytes` among `tokens` stored
-        ones."""
+        """For every layer under a method: its roles, the tokens of a window, and its `token_bytes`.
+
+        Args:
+            tokens: how many tokens are stored.
+        """
         plan = self.plan if uses_plan(method) else self.dense
         for layer, window in enumerate(self.windows):
             bits = codec_bits(method) or (plan.bits[layer] if plan.bits else 16)
             yield roles_of(plan.lead, layer), sum(window), *self.token_bytes(method, bits, tokens)
 
     def token_bytes(self, method: Method, bits: int, tokens: int) -> tuple[float, float]:
-        """Mean bytes of one key and of one value among `tokens` stored ones of one head: packed ones, and the
-        native residual.
+        """Mean bytes of one key and of one value among `tokens` stored tokens of one head.
 
-        A group of keys is `group_size` tokens of a channel, one of values the `channel_group` of a token;
-        each has a zero and a scale of 2 bytes.
+        The mean is over packed tokens and the native residual. A group of keys is `group_size` tokens of a
+        channel. A group of values is the `channel_group` of a token. Each group has a zero and a scale of 2
+        bytes each.
         """
         if bits == 16:
             return self.native, self.native
         group = method.options.get("group_size", GROUP_SIZE)
-        # `residual` to `residual + group_size - 1` tokens are native
+        # From `residual` to `residual + group_size - 1` tokens are native.
         tail = method.options.get("residual", RESIDUAL) + (group - 1) / 2
         share = min(1.0, tail / tokens)
         codes = self.head_dim * bits / 8
@@ -107,12 +123,15 @@ class Sizes:
 def spread_plan(
     own_windows: Sequence[int | None], kv_heads: int, share_followers: float, share_windows: float = 0.0
 ) -> SharingPlan:
-    """A plan in which these shares of the pairs follow and keep their window, rounded to whole pairs; a head with
-    pairs that keep more has a lead.
+    """A plan in which these shares of the pairs follow, and keep their window, rounded to whole pairs.
 
-    Every KV head gets the same number of windows and of blocks (some one more), at layers of its own, so that layers mix roles
-    as plans of real models do. Layers that were trained with windows (of tokens; None = without) keep them and count as no pairs.
-    The same arguments give the same plan.
+    A head that has pairs which keep more than their window has a lead. Every KV head gets the same number of
+    windows and of blocks (some get one more), at layers of its own, so that layers mix roles as plans of real
+    models do. The same arguments give the same plan.
+
+    Args:
+        own_windows: for each layer, the window in tokens that it was trained with; None = without. Such
+            layers keep their windows and count as no pairs.
     """
     free = [layer for layer, window in enumerate(own_windows) if window is None]
     pairs, draw = len(free) * kv_heads, random.Random(0)
@@ -131,17 +150,20 @@ def spread_plan(
 
 
 def uses_plan(method: Method) -> bool:
-    """Whether it runs on the model with the sharing plan."""
+    """Whether the method runs on the model with the sharing plan."""
     return method.model != "dense"
 
 
 def codec_bits(method: Method) -> int | None:
-    """Bits per number of the codec in the method's spec."""
+    """Bits per number of the codec in the method's spec; None without a codec."""
     return next((_CODEC_BITS[part] for part in str(method.spec).split("+") if part in _CODEC_BITS), None)
 
 
 def is_modelled(method: Method) -> bool:
-    """Whether the bytes that a step reads are known here: full and pod, with or without a codec."""
+    """Whether the bytes that a step reads are known here.
+
+    They are known for full and pod, with or without a codec.
+    """
     return all(part in ("full", "pod", *_CODEC_BITS) for part in str(method.spec).split("+"))
 
 
@@ -159,12 +181,15 @@ def read_per_row(sizes: Sizes, method: Method, length: int) -> float:
 
 
 def read_per_step(sizes: Sizes, method: Method, length: int, batch: int) -> float:
-    """Bytes that a step moves: weights, and the cache of every row."""
+    """Bytes that a step moves: the weights, and the cache of every row."""
     return sizes.read + batch * read_per_row(sizes, method, length)
 
 
 def budget_at(sizes: Sizes, method: Method, length: int) -> int:
-    """Tokens per KV head and layer that a method keeps of `length`: its budget, or as many as fill what the plan holds."""
+    """Tokens per KV head and layer that a method keeps of `length`.
+
+    It is the method's budget, or as many tokens as fill the bytes that the plan holds.
+    """
     if method.budget is not None:
         return method.budget.of_prompt(length)
     held = stored_per_row(sizes, POD, length)
@@ -183,8 +208,8 @@ def stored_per_row(sizes: Sizes, method: Method, capacity: int) -> float:
 def held_per_row(sizes: Sizes, method: Method, capacity: int, on_cpu: bool = False) -> float:
     """Bytes of cache and decode buffers for one row with room for `capacity` tokens.
 
-    Of methods that are not modelled those of the dense cache, which is what they hold while they read a prompt; of the stock model
-    with the layer that its cache copies in order to append.
+    A method that is not modelled counts with the bytes of the dense cache, which it holds while it reads a
+    prompt. The stock model also counts the layer that its cache copies in order to append.
     """
     native, heads = sizes.native, sizes.plan.num_key_value_heads
     if not is_modelled(method):

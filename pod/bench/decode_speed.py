@@ -1,18 +1,19 @@
-"""Decode speed of cache methods beside the dense cache, both through the decode engine, in one process and in turns.
+"""Decode speed of cache methods beside the dense cache: both in one process, in turns, by the decode engine.
 
-Dense and PoD run the same program: preallocated stores, one static step from embedding to argmax, on CUDA recorded as a graph.
-Every method meets the dense cache in a *duel*: rounds in which both decode ``steps`` tokens per row at the
-same length, in alternating order; the ratio is taken round by round. What is compared with it is the byte
-ceiling of ``pod.bench.decode_bytes``.
+Dense and PoD run the same program: preallocated stores and one static step from embedding to argmax, which is
+recorded as a graph on CUDA. Every method meets the dense cache in a *duel*. In each round of a duel both
+decode ``steps`` tokens per row at the same length, in alternating order. The ratio is taken round by round.
+It is compared with the byte ceiling of ``pod.bench.decode_bytes``.
 
-CUDA graphs and fused kernels save what launches cost, whatever the cache. Every row says whether it had
-them: methods that the engine does not serve decode through the ordinary cache, which waits for the host,
-and stock transformers copies its cache to append to it; neither can be recorded. Wherever the dense cache
-had one of the two, each method meets it once more, both without: the ratio ``like_for_like``.
+CUDA graphs and fused kernels save what launches cost, whatever the cache. Every row says whether it had them.
+Methods that the engine does not serve decode through the ordinary cache, which waits for the host. Stock
+transformers copies its cache to append to it. Neither can be recorded. Wherever the dense cache had graphs or
+fused kernels, each method meets it once more, and both do without them: this gives the ratio
+``like_for_like``.
 
-Caches are filled without reading a prompt: random keys and values are written into the stores, which is what they hold after
-a prompt as far as time is concerned. Caches that compress a prompt by what is in it read a random one, with an attention that
-returns zeros.
+Caches are filled without reading a prompt: random keys and values are written into the stores. As far as time
+is concerned, stores hold the same after a prompt. Caches that compress a prompt by its content read a random
+one, with an attention that returns zeros.
 """
 
 import gc
@@ -33,7 +34,7 @@ from pod.eval.results import one_line
 from pod.measure.fill import fill
 from pod.measure.race import Contestant, race, spread
 
-_WARM_UP = 2  # tokens; the first compiles and captures
+_WARM_UP = 2  # tokens; during the first one, the engine compiles and captures
 _TRIAL_STEPS = 8  # tokens by which backends for the dense cache are compared
 _NO_ENGINE = "it has no decode engine, and its passes wait for the host"
 _STOCK_GROWS = "transformers' cache is copied to append a token"
@@ -45,9 +46,10 @@ class Bench:
 
     Attributes:
         args: the section of the recipe.
-        sizes: of the models.
-        dense, planned: the model without and with a sharing plan.
-        stock: the transformers model with these weights, None when there is none.
+        sizes: the sizes of the models.
+        dense: the model without a sharing plan.
+        planned: the model with a sharing plan.
+        stock: the transformers model with these weights; None when there is none.
     """
 
     args: BenchArgs
@@ -65,15 +67,18 @@ class Bench:
         return self.planned if uses_plan(method) else self.dense
 
 
-# -- caches ----------------------------------------------------------------------------------------------------------
+# -- caches --------------------------------------------------------------------------------------------------
 
 
 def make_cache(
     bench: Bench, method: Method, length: int, capacity: int, backend: str = "auto"
 ) -> tuple[Any, str | None]:
-    """An empty cache for ``length`` tokens with the decode engine; when the engine refuses, an ordinary one and the reason.
+    """An empty cache for ``length`` tokens with the decode engine, and None.
 
-    Raises: ValueError for what ``pod.make_cache`` refuses without an engine too.
+    When the engine refuses, it is an ordinary cache, and the reason.
+
+    Raises:
+        ValueError: ``pod.make_cache`` refuses the method without an engine too.
     """
     model, spec = bench.model_of(method), str(method.spec)
     options = {name: value for name, value in method.options.items() if name != "skip_share"}
@@ -90,14 +95,17 @@ def make_cache(
     return cache, None
 
 
-# -- contestants -----------------------------------------------------------------------------------------------------
+# -- contestants ---------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def entrant(
     bench: Bench, method: Method, batch: int, length: int, capacity: int, backend: str = "auto"
 ) -> tuple[Contestant, str | None]:
-    """A contestant that holds ``length`` tokens, warmed up: what compiles has compiled, what is captured is. And what to know of it."""
+    """A contestant that holds ``length`` tokens, and a note on it.
+
+    It is warmed up: kernels are compiled and graphs are captured.
+    """
     if method is STOCK:
         model, sizes = bench.stock, bench.sizes
         cache: Any = DynamicCache(config=model.config)
@@ -115,14 +123,20 @@ def entrant(
 
 
 def free(device: torch.device) -> None:
-    """Give back what nobody holds any more: engines and caches refer to each other."""
+    """Give back memory that nobody holds any more.
+
+    Garbage is collected first, because engines and caches refer to each other.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def fastest_backend(bench: Bench, batch: int, length: int) -> tuple[str, dict[str, Any]]:
-    """The decode backend in which the dense cache is fastest, and what was tried: seconds per step, or the error."""
+    """The decode backend in which the dense cache is fastest, and what was tried.
+
+    For each backend that was tried, the second result has the seconds per step, or the error.
+    """
     tried: dict[str, Any] = {}
     for name in candidates(bench.device):
         try:
@@ -138,7 +152,7 @@ def fastest_backend(bench: Bench, batch: int, length: int) -> tuple[str, dict[st
     return min(found, key=lambda name: found[name]), tried
 
 
-# -- one setting -----------------------------------------------------------------------------------------------------
+# -- one setting ---------------------------------------------------------------------------------------------
 
 
 def compare(
@@ -150,7 +164,8 @@ def compare(
         backend: decode backend of the dense cache; None = the fastest that runs.
 
     Returns:
-        ``full``: the dense cache's backend, what was tried, its bytes by part; ``methods``: by name, figures or an error.
+        ``batch`` and ``length``; ``full``: the dense cache's backend, what was tried, and its bytes by part;
+        ``methods``: figures or an error, by name.
     """
     capacity = bench.args.room(length, races_on(bench.device))
     tried: dict[str, Any] = {}
@@ -173,14 +188,18 @@ def compare(
 
 
 def races_on(device: torch.device) -> int:
-    """How often a method meets the dense cache: once more, without graphs and fused kernels, where there
-    are some."""
+    """How often a method meets the dense cache.
+
+    They meet a second time, without graphs and fused kernels, where there are some.
+    """
     return 1 if device.type == "cpu" else 2
 
 
 def means(one: Contestant) -> dict[str, str | None]:
-    """Why a contestant has no CUDA graph (``no_graph``), and no fused kernels (``no_fused``); None = it
-    has."""
+    """Why a contestant has no CUDA graph (``no_graph``) and no fused kernels (``no_fused``).
+
+    A reason is None where it has them.
+    """
     engine = getattr(one.cache, "engine", None)
     if engine is not None:
         return {"no_graph": engine.without_graph(), "no_fused": engine.without_kernels()}
@@ -190,7 +209,7 @@ def means(one: Contestant) -> dict[str, str | None]:
 
 @contextmanager
 def plainly(contestants: Sequence[Contestant]) -> Iterator[None]:
-    """Engines work without graphs and fused kernels."""
+    """Let the engines work without graphs and fused kernels while the block runs."""
     engines = [engine for one in contestants if (engine := getattr(one.cache, "engine", None)) is not None]
     for engine in engines:
         engine.plain = True
@@ -202,7 +221,7 @@ def plainly(contestants: Sequence[Contestant]) -> Iterator[None]:
 
 
 def duel(bench: Bench, full: Contestant, method: Method, batch: int, capacity: int) -> dict[str, Any]:
-    """A method against the dense cache, both at the length that the latter has now; figures of the method."""
+    """The figures of a method that races the dense cache, both at the length that the latter has now."""
     length, args = full.cache.get_seq_length(), bench.args
     one, note = entrant(bench, method, batch, length, capacity)
     race([full, one], args.steps, args.repeats)
@@ -229,7 +248,11 @@ def duel(bench: Bench, full: Contestant, method: Method, batch: int, capacity: i
 
 
 def _speeds(full: Contestant, one: Contestant, tokens: int) -> dict[str, Any]:
-    """Of the race that both have just run, ``tokens`` in each round."""
+    """The speeds in the race that both have just run.
+
+    Args:
+        tokens: how many tokens each of them decoded in each round.
+    """
     pairs = list(zip(full.seconds, one.seconds, strict=True))
     return {
         "tokens_per_second": spread([tokens / own for _, own in pairs]),
@@ -239,7 +262,7 @@ def _speeds(full: Contestant, one: Contestant, tokens: int) -> dict[str, Any]:
 
 
 def _raced_plainly(full: Contestant, one: Contestant, args: BenchArgs, tokens: int) -> dict[str, Any]:
-    """The same race again, both without graphs and fused kernels."""
+    """The speeds when both race again, without graphs and fused kernels."""
     with plainly([full, one]):
         race([full, one], args.steps, args.repeats)
     if one.failed is not None:

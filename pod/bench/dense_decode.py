@@ -1,8 +1,8 @@
-"""Decode attention of others as backends of our decode engine, so that the dense cache is measured with the best there is.
+"""Decode attention of others as backends of our decode engine.
 
-They serve dense layers only: no head follows, and none is followed. Both work at static shapes and ask the
-device nothing, so that a step with them is a CUDA graph with fused kernels between its products, as one
-with our own kernel.
+With them, the dense cache is measured with the best attention there is. They serve dense layers only: no head
+follows, and none is followed. Both work at static shapes and ask the device nothing. A step with them is
+therefore a CUDA graph with fused kernels between its products, like a step with our own kernel.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,11 @@ from pod.modeling.shipped.decode import DECODERS, RECORDABLE, DecodeCall
 
 
 def _dense_stores(call: DecodeCall) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[B, H, slots, d]``. Raises: ValueError for what is not dense and native."""
+    """Keys and values ``[B, H, slots, d]``.
+
+    Raises:
+        ValueError: the cache is not dense, or not native.
+    """
     keys, values, roles = call.keys, call.values, call.roles
     if roles.followers or roles.windows or not isinstance(keys, Tensor) or not isinstance(values, Tensor):
         raise ValueError("it serves dense caches only, without a codec")
@@ -28,8 +32,8 @@ def _dense_stores(call: DecodeCall) -> tuple[Tensor, Tensor]:
 def sdpa(call: DecodeCall) -> None:
     """PyTorch's flash attention.
 
-    It takes no lengths per row. On a GPU it attends to all reserved slots, with keys that are whatever stands there: what it
-    costs is what it would cost, but its output is not the model's. On a CPU it attends to the longest row's tokens.
+    It takes no lengths per row. On a GPU it attends to all reserved slots, whatever their keys hold: the cost
+    is right, but the output is not the model's. On a CPU it attends to the longest row's tokens.
     """
     longest = None if call.q.is_cuda else int(call.lengths.max())
     keys, values = (x[:, :, :longest] for x in _dense_stores(call))
@@ -55,12 +59,12 @@ def flash_attn(call: DecodeCall) -> None:
 PEERS = {
     name: Implementation(run, lambda call: None) for name, run in (("sdpa", sdpa), ("flash_attn", flash_attn))
 }
-"""Backends for dense caches by name."""
+"""Backends for dense caches, by name."""
 
 
 @contextmanager
 def dense_peers() -> Iterator[None]:
-    """Offer ``PEERS`` as decode backends by name; ``auto`` takes none of them."""
+    """Offer ``PEERS`` as decode backends by name while the block runs; ``auto`` takes none of them."""
     DECODERS.update(PEERS)
     RECORDABLE.update(PEERS)
     try:
@@ -72,9 +76,10 @@ def dense_peers() -> Iterator[None]:
 
 
 def candidates(device: torch.device) -> list[str]:
-    """Backends that may decode a dense cache on a device, apart from the reference, which is not meant to be fast.
+    """The backends that may decode a dense cache on a device.
 
-    ``grouped`` asks the device for lengths, which no CUDA graph can record.
+    The reference is left out, which is not meant to be fast. On a GPU ``grouped`` is left out too: it asks
+    the device for lengths, which no CUDA graph can record.
     """
     left_out = {"grouped"} if device.type == "cuda" else set()
     return [name for name in dict.fromkeys((*DECODERS, *PEERS)) if name not in left_out]

@@ -1,4 +1,7 @@
-"""The `bench` section of a recipe, run: every batch size and length, printed as a table and written as JSON after each."""
+"""Run the `bench` section of a recipe: every batch size and length.
+
+After each of them, the figures are printed as a table and written as JSON.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,25 +22,29 @@ if TYPE_CHECKING:
     from pod.recipe import Recipe
 
 _ELEMENT = {"float32": 4, "bfloat16": 2, "float64": 8}
-_RANDOM_LONGEST = 1 << 20  # positions of random models, which read any length alike
+_RANDOM_LONGEST = 1 << 20  # positions of random models, which read all lengths alike
 _OF_EXPORTS = (
     "model.path is an export with PoD weights; set it to the dense model to compare with stock transformers"
 )
 
 
 def settings(args: BenchArgs) -> Iterator[tuple[int, int]]:
-    """Batch sizes and lengths."""
+    """Every pair of a batch size and a length."""
     return ((batch, length) for batch in args.batch_sizes for length in args.lengths)
 
 
 def estimate(recipe: "Recipe") -> str:
-    """Lines for `--dry-run`: size of each cache and bytes read per step at every setting, and the ceiling of the speed over dense."""
+    """Lines for `--dry-run`, for every setting and method.
+
+    They tell the size of the cache, the bytes read per step, and the ceiling of the speed over dense.
+    """
     args, measured = recipe.bench, subject(recipe)
     sizes, plan = measured.sizes, measured.sizes.plan
     lines = [
         f"Plan: {measured.describe()}",
         f"Weights: {sizes.weights / 1e9:.2f} GB, of which a decode step reads {sizes.read / 1e9:.2f} GB. "
-        f"{plan.num_followers} of {plan.num_pairs} (layer, KV head) pairs follow, {plan.num_windows} keep their window.",
+        f"{plan.num_followers} of {plan.num_pairs} (layer, KV head) pairs follow, "
+        f"{plan.num_windows} keep their window.",
         "Each line: size of the cache after all rounds (GB); bytes that a step reads from cache and "
         "weights (GB); highest possible speed relative to full, if only these bytes took time:",
     ]
@@ -57,10 +64,12 @@ class Measured(NamedTuple):
     """What is measured.
 
     Attributes:
+        sizes: the sizes of the model, with its plan.
         plan_source: where the plan comes from, in words.
         positions: the longest sequence that the model reads, in tokens.
         windows: sink and recent tokens of the plan.
-        is_export: the model is an export of this project, of which there is no dense transformers model.
+        is_export: whether the model is an export of this project, for which there is no dense transformers
+            model.
     """
 
     sizes: Sizes
@@ -76,9 +85,14 @@ class Measured(NamedTuple):
 
 
 def subject(recipe: "Recipe") -> Measured:
-    """What the recipe asks to measure. The plan is that of model.plan, else an export's own, else that in <output_dir>/plan, else made up.
+    """What the recipe asks to measure.
 
-    A plan comes with its windows, unless the recipe sets others. Raises: ValueError for a plan of another size.
+    The plan is that of model.plan, else an export's own, else the one in <output_dir>/plan, else a generated
+    one. A plan comes with its windows, unless the recipe sets others.
+
+    Raises:
+        ValueError: the plan has another size than the model, or the model has another layout than pod or
+            dense.
     """
     args, model = recipe.bench, recipe.model
     stored: Any = None
@@ -91,8 +105,8 @@ def subject(recipe: "Recipe") -> Measured:
         config = target_config(stored)
         if config.layout != "pod":
             raise ValueError(
-                f"{model.path} has layout {config.layout!r}: `pod bench` compares a dense cache with PoD's. Give it a model "
-                "with layout pod or dense"
+                f"{model.path} has layout {config.layout!r}: `pod bench` compares a dense cache with PoD's. "
+                "Give it a model with layout pod or dense"
             )
     has_own_plan = getattr(config, "lead", None) is not None
     found = None if has_own_plan and model.plan is None else model.plan_file(recipe.output_dir)
@@ -117,7 +131,10 @@ def subject(recipe: "Recipe") -> Measured:
 
 
 def _with_sinks(plan: SharingPlan, windows: dict[str, Any], sinks: str | None, config: Any) -> SharingPlan:
-    """The plan with these windows; with constant sinks it has some, as any numbers cost the same."""
+    """The plan with these windows.
+
+    Where sinks are constant, they are all zeros: any numbers cost the same.
+    """
     if sinks != "constant":
         return replace(plan, **windows, sinks=None, sink_constants=None)
     heads, head_dim = config.num_attention_heads, head_dim_of(config)
@@ -135,7 +152,10 @@ def _places(recipe: "Recipe") -> dict[str, str]:
 
 
 def load(recipe: "Recipe", measured: Measured, device: "torch.device") -> "Bench":
-    """The models on a device, with the same weights: random ones, or those of model.path. Of an export there is no stock model."""
+    """The models on a device, all with the same weights: random ones, or those of model.path.
+
+    For an export there is no stock model.
+    """
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -164,18 +184,19 @@ def load(recipe: "Recipe", measured: Measured, device: "torch.device") -> "Bench
 
 
 def stock_attention(device: "torch.device") -> str:
-    """The attention of the stock model: that of the package flash-attn where there is one, else PyTorch's."""
-    # asked for as a distribution: flash-attn-4 has a folder of the same name without what transformers needs
+    """The attention of the stock model: flash-attn's where that package is installed, else PyTorch's."""
+    # The installed distribution is asked for, not the folder: flash-attn-4 has a folder of the same name,
+    # which lacks what transformers needs.
     has_flash = device.type == "cuda" and version("flash-attn") is not None
     return "flash_attention_2" if has_flash else "sdpa"
 
 
 def run_bench(recipe: "Recipe") -> dict[str, Any]:
-    """Measure what the section asks for; writes <output_dir>/bench/bench.json after every setting.
+    """Measure what the section asks for, and write <output_dir>/bench/bench.json after every setting.
 
     Raises:
-        ValueError: lengths beyond the model's positions, settings that do not fit into memory, unknown options, a plan of
-            another size; before anything is measured.
+        ValueError: before anything is measured, for lengths beyond the model's positions, settings that do
+            not fit into memory, unknown options, and a plan of another size.
     """
     import torch
 
@@ -191,7 +212,7 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
     _check_lengths(args, measured.positions, races_on(device))
     no_room = _check_memory(args, sizes, device)
     bench = load(recipe, measured, device)
-    for method in args.contestants:  # refused before anything is measured
+    for method in args.contestants:  # a cache that cannot be made is refused before anything is measured
         for length in args.lengths:
             make_cache(bench, method, length, length)
     earlier = keep_old(recipe.bench_dir / "bench.json")
@@ -262,11 +283,11 @@ _COLUMNS = {
     "reached": 9,
     "GB": 9,
 }
-"""Titles of the table's columns and their widths."""
+"""The titles of the table's columns, and their widths."""
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    """The figures of a method, in the order of the columns; empty where there is none."""
+    """The figures of a method as texts, in the order of the columns; empty where there is none."""
     own, other = (row[key]["median"] for key in ("tokens_per_second", "full_tokens_per_second"))
     speed, alike = row["speed_over_full"], row.get("like_for_like", {})
     return [
@@ -308,7 +329,11 @@ def _check_lengths(args: BenchArgs, positions: int, races: int) -> None:
 
 
 def _check_memory(args: BenchArgs, sizes: Sizes, device: "torch.device") -> dict[tuple[int, int], str]:
-    """Why the stock model is not measured, by (batch, length). Raises: ValueError for a setting that does not fit."""
+    """Why the stock model is not measured, by (batch, length).
+
+    Raises:
+        ValueError: another method does not fit at some setting.
+    """
     from pod.bench.decode_speed import races_on
     from pod.measure import memory
 
@@ -325,6 +350,7 @@ def _check_memory(args: BenchArgs, sizes: Sizes, device: "torch.device") -> dict
                 reasons[batch, length] = said
             elif size > there:
                 raise ValueError(
-                    f"batch {batch} at {length} tokens: {method.name} {said}: lower bench.batch_sizes or bench.lengths"
+                    f"batch {batch} at {length} tokens: {method.name} {said}: "
+                    "lower bench.batch_sizes or bench.lengths"
                 )
     return reasons

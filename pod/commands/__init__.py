@@ -1,4 +1,7 @@
-"""The command `pod` and its parts. Most take a YAML recipe; the scripts in launch/ start the same commands from a checkout."""
+"""The command `pod` and its parts.
+
+Most parts take a YAML recipe. The scripts in launch/ start the same commands from a checkout.
+"""
 
 import importlib
 import os
@@ -17,22 +20,25 @@ COMMANDS = {
     "demo": ("demo", "run all of these steps on one small model"),
     "doctor": ("doctor", "check the installation and show what is missing"),
 }
-"""Name → module of this package, and what it does."""
+"""Name of each command → its module in this package, and what it does."""
 SUBCOMMANDS = {
     "data verify": "check that prepared data is complete and undamaged",
     "data inspect": "show what prepared data contains",
     "eval lm-eval": "run lm-eval's command line with pod's models and tasks",
 }
-"""Commands within a command, which handles them itself."""
+"""Commands within a command. The outer command handles them itself."""
 INSTALL = "run `pip install .` in a clone of the repository"
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as in a shell."""
 CONTINUING = ("data", "explore", "train", "eval", "demo")
-"""Commands that keep what is finished: the same command continues after Ctrl-C. Their subcommands do not."""
+"""Commands that keep what is finished, so that the same command continues after Ctrl-C.
+
+Their subcommands do not.
+"""
 
 
 def main() -> None:
-    """`pod COMMAND …`; ends the process with code 2 for an unknown command."""
+    """Run `pod COMMAND …`. An unknown command ends the process with code 2."""
     import pod
 
     arguments = sys.argv[1:] or ["--help"]
@@ -83,14 +89,17 @@ def overview() -> str:
 
 
 def start(name: str) -> None:
-    """Run one of the commands: its module's own `start`, else its `main`. Ends the process with code 130 after Ctrl-C."""
+    """Run one of the commands: its module's own `start`, else its `main`.
+
+    Ends the process with code 130 after Ctrl-C.
+    """
     try:
         command = importlib.import_module(f"pod.commands.{COMMANDS[name][0]}")
         try:
             command.start() if hasattr(command, "start") else run_recipe(command)
         finally:
-            sys.stdout.flush()  # here, where a closed pipe can still be told from an error
-    except BrokenPipeError:  # as of `pod eval --list-methods | head`
+            sys.stdout.flush()  # only here can a closed pipe still be told from an error
+    except BrokenPipeError:  # the reader has closed the pipe, as in `pod eval --list-methods | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print(interrupted(name), file=sys.stderr)
@@ -113,7 +122,7 @@ def interrupted(name: str) -> str:
 
 
 def note_on_data(recipe: Any) -> None:
-    """Warn, on the first rank, when the prepared data was made with other settings than the recipe's."""
+    """Warn, on the first rank, when the prepared data was made with other settings than the recipe has."""
     from pod.data.rows.manifest import read_manifest
     from pod.recipe import rank
 
@@ -128,7 +137,10 @@ def note_on_data(recipe: Any) -> None:
 
 
 def run_recipe(command: ModuleType) -> None:
-    """Call a module's `main` with the recipe of the command line. Its SECTIONS are the recipe's sections that it reads."""
+    """Call a module's `main` with the recipe of the command line.
+
+    The module's SECTIONS name the sections of the recipe that it reads.
+    """
     from pod.recipe import run
 
     names = ("estimate", "add_arguments", "check_arguments")

@@ -1,4 +1,7 @@
-"""What the commands after `pod data` would refuse, said before the hours that the rows take, or right after them."""
+"""Tell early what the commands after `pod data` would refuse.
+
+It is told before the hours that the rows take, or right after them.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,14 +11,17 @@ from pod.recipe import Recipe
 
 
 def longest_context(model: ModelArgs) -> int | None:
-    """Tokens that the model of a recipe reads, extended as the recipe says; None where its configuration cannot be read here."""
+    """The most tokens that the model of a recipe reads, extended as the recipe says.
+
+    It is None where the model's configuration cannot be read here.
+    """
     from pod.training.run.longer_context import change_rope
     from pod.training.run.start_model import source_config
 
     try:
         config, _ = source_config(model)
     except (ValueError, OSError):
-        return None  # data can be prepared for a model that is elsewhere, by data.tokenizer
+        return None  # with data.tokenizer, data can be prepared for a model that is elsewhere
     longest = getattr(config, "max_position_embeddings", None)
     if longest is None or not (model.rope or model.max_position_embeddings):
         return longest
@@ -25,7 +31,8 @@ def longest_context(model: ModelArgs) -> int | None:
 def check_lengths(recipe: Recipe) -> list[str]:
     """Lines about lengths of the recipe that the model cannot read.
 
-    Raises: ValueError in one line that names all of them where the rows themselves are too long for the model.
+    Raises:
+        ValueError: the rows themselves are too long for the model; one line names all lengths that are.
     """
     longest = longest_context(recipe.model)
     if longest is None:
@@ -37,14 +44,17 @@ def check_lengths(recipe: Recipe) -> list[str]:
         f"lower them to at most {longest}, or extend the model (model.rope_theta or model.rope_type with "
         "model.max_position_embeddings)"
     )
-    text = f"the model {recipe.model.path} reads {longest} tokens, and the recipe has {', '.join(too_long)}: {way_out}"
+    text = (
+        f"the model {recipe.model.path} reads {longest} tokens, "
+        f"and the recipe has {', '.join(too_long)}: {way_out}"
+    )
     if recipe.data.context_length > longest and recipe.data.tokenizer is None:
         raise ValueError(text)
     return [f"note: {text}"]
 
 
 def _lengths(recipe: Recipe) -> Iterator[tuple[str, int]]:
-    """Names and tokens of every length that the commands after this one ask the model to read."""
+    """Name and tokens of every length that the commands after this one ask the model to read."""
     yield "data.context_length", recipe.data.context_length
     if recipe.model.layout in ("auto", "pod"):
         yield "explore.sequence_length", recipe.explore.sequence_length
@@ -54,7 +64,10 @@ def _lengths(recipe: Recipe) -> Iterator[tuple[str, int]]:
 
 
 def notes_on_rows(recipe: Recipe, manifest: dict[str, Any]) -> list[str]:
-    """Lines about what the prepared rows and the held-out text lack for explore, train and eval of the same recipe."""
+    """Lines about what the prepared rows and the held-out text lack.
+
+    They are compared with what explore, train and eval of the same recipe need.
+    """
     return [
         f"note: {line}"
         for line in (*_on_windows(recipe), *_on_steps(recipe, manifest), *_on_held_out(recipe, manifest))
@@ -62,27 +75,31 @@ def notes_on_rows(recipe: Recipe, manifest: dict[str, Any]) -> list[str]:
 
 
 def _on_windows(recipe: Recipe) -> Iterator[str]:
-    """Sequences without distant tokens leave a plan nothing to save."""
+    """A line when the sequences to explore have no distant tokens, which leaves a plan nothing to save."""
     model, explore = recipe.model, recipe.explore
     windows = sum(model.windows().values())
     if model.layout not in ("auto", "pod") or model.plan is not None or explore.cost != "projected":
         return
     if explore.sequence_length <= windows:
         yield (
-            f"`pod explore` will refuse sequences of {explore.sequence_length} tokens, which the windows of {windows} tokens "
-            "cover: lower model.num_recent_tokens (a quarter of explore.sequence_length is a good start)"
+            f"`pod explore` will refuse sequences of {explore.sequence_length} tokens, "
+            f"which the windows of {windows} tokens cover: lower model.num_recent_tokens "
+            "(a quarter of explore.sequence_length is a good start)"
         )
 
 
 def _on_steps(recipe: Recipe, manifest: dict[str, Any]) -> Iterator[str]:
-    """Steps of a training against the rows that there are."""
+    """A line when the steps of the training do not fit the rows that there are."""
     train, length, rows = recipe.train, manifest["context_length"], manifest["num_rows"]
     each = train.tokens_per_step or length
     if each % length:
         yield f"train.tokens_per_step is {each}, no multiple of the rows' {length} tokens"
         return
     if each // length > rows:
-        yield f"`pod train` will refuse train.tokens_per_step = {each}: the data has {rows} rows, {rows * length} tokens"
+        yield (
+            f"`pod train` will refuse train.tokens_per_step = {each}: "
+            f"the data has {rows} rows, {rows * length} tokens"
+        )
         return
     if train.max_steps is None and train.total_tokens is None:
         return
@@ -90,13 +107,14 @@ def _on_steps(recipe: Recipe, manifest: dict[str, Any]) -> Iterator[str]:
     if steps * each > rows * length and not train.allow_repeats:
         most = rows * length // each * each
         yield (
-            f"`pod train` will refuse {steps * each} tokens: the data has {rows} rows, {rows * length} tokens; set "
-            f"train.total_tokens to at most {most}, or train.allow_repeats=true"
+            f"`pod train` will refuse {steps * each} tokens: "
+            f"the data has {rows} rows, {rows * length} tokens; "
+            f"set train.total_tokens to at most {most}, or train.allow_repeats=true"
         )
 
 
 def _on_held_out(recipe: Recipe, manifest: dict[str, Any]) -> Iterator[str]:
-    """Held-out text that explore, eval and the evaluation while training ask for and do not get."""
+    """Lines about held-out text that explore, eval or the evaluation during training ask for and lack."""
     held_out = manifest.get("held_out") or {}
     tokens, explore, evaluated = held_out.get("tokens", 0), recipe.explore, recipe.eval
     asked = {}
@@ -113,9 +131,10 @@ def _on_held_out(recipe: Recipe, manifest: dict[str, Any]) -> Iterator[str]:
         if count * length > tokens:
             documents = held_out.get("documents", 0)
             yield (
-                f"`pod {command}` asks for {count} sequences of {length} held-out tokens, and {tokens} tokens ({documents} "
-                f"documents) were held out, at most a fifth of all documents: add documents, lower {setting}, or name texts "
-                f"in {other}"
+                f"`pod {command}` asks for {count} sequences of {length} held-out tokens, "
+                f"and {tokens} tokens ({documents} documents) were held out, "
+                "at most a fifth of all documents: "
+                f"add documents, lower {setting}, or name texts in {other}"
             )
     if recipe.train.eval_every_steps and not tokens:
         yield "`pod train` will refuse train.eval_every_steps: no text was held out"

@@ -1,7 +1,7 @@
 """Measure how fast cache methods decode, compared with the dense cache.
 
-The command uses your model (model.path, model.plan) or random weights of a known shape (bench.shapes). It fills the
-caches with random keys and values, so it needs no prompt. Its table shows, for each method:
+The command uses your model (model.path, model.plan) or random weights of a known shape (bench.shapes). It
+fills the caches with random keys and values, so it needs no prompt. Its table shows, for each method:
   tokens/s    decoding speed
   full        speed of the dense cache, measured in turns with the method
   x full      tokens/s divided by full
@@ -15,7 +15,8 @@ caches with random keys and values, so it needs no prompt. Its table shows, for 
 It also writes <output_dir>/bench/bench.json.
 
   pod bench --config bench_cpu                         a minute on a CPU
-  pod bench --shapes llama3-8b --lengths 32768,131072 --methods pod,pod+int4,snapkv@25% --set model.dtype=bfloat16"""
+  pod bench --shapes llama3-8b --lengths 32768,131072 --methods pod,pod+int4,snapkv@25% \\
+            --set model.dtype=bfloat16"""
 
 import argparse
 
@@ -26,7 +27,7 @@ SECTIONS = "model", "bench"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Shorthands for `--set bench.…=…`."""
+    """Add shorthands for `--set bench.…=…`."""
     add = parser.add_argument
     shapes = "random weights in the shape of llama3-8b, llama-1b, cpu or tiny, in place of model.path"
     add("--shapes", dest="bench.shapes", metavar="NAME", help=shapes)
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def estimate(recipe: Recipe) -> str:
-    """Size of every cache, bytes read per step, and the speed that they allow."""
+    """The size of every cache, the bytes read per step, and the speed that these bytes allow."""
     from pod.bench.run import estimate as estimate_bytes
 
     return estimate_bytes(recipe)

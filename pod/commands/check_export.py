@@ -1,10 +1,10 @@
-"""Load an export with plain transformers and its own modeling code, and compare its output with `pod.load_model`.
+"""Load an export with plain transformers and its own code, and compare its output with `pod.load_model`.
 
     python -m pod.commands.check_export runs/demo/export 512 runs/demo/export_check.json
 
-512 is the number of prompt tokens: more than the plan's windows, so that shared keys are used. Writes the difference of
-the logits, and beside it the prompt with its last logits, for examples/load_export.py. Exit code 1 when the relative
-difference is above 2e-5.
+512 is the number of prompt tokens: more than the plan's windows, so that shared keys are used. The command
+writes the difference of the logits. Beside it, it writes the prompt with its last logits, for
+examples/load_export.py. The exit code is 1 when the relative difference is above 2e-5.
 """
 
 import json
@@ -27,7 +27,7 @@ def main(folder: str, length: int, out: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     text = " ".join(Path(pod.__file__).with_name("recipe.py").read_text(encoding="utf-8").split())
     prompt = torch.tensor([tokenizer(text)["input_ids"][:length]])
-    # with pod imported, AutoModelForCausalLM takes the package's class
+    # AutoModelForCausalLM would take the package's class here, because pod is imported.
     own_code: Any = get_class_from_dynamic_module("llama.PodForCausalLM", folder)
     stock = own_code.from_pretrained(folder, dtype=torch.float32).eval()
     theirs, their_tokens = answer(stock, prompt)
@@ -35,8 +35,8 @@ def main(folder: str, length: int, out: Path) -> None:
     error = float((theirs - ours).abs().max() / ours.abs().max())
     if error > ALLOWED or their_tokens != our_tokens:
         sys.exit(
-            f"error: {folder} gives other output in plain transformers: a relative difference of {error:.1e} in the "
-            f"logits (allowed: {ALLOWED:.0e})"
+            f"error: {folder} gives other output in plain transformers: "
+            f"a relative difference of {error:.1e} in the logits (allowed: {ALLOWED:.0e})"
         )
     said = tokenizer.decode(their_tokens)
     print(
@@ -48,7 +48,7 @@ def main(folder: str, length: int, out: Path) -> None:
 
 
 def answer(model: Any, prompt: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-    """Logits of a prompt, and the 16 tokens that follow it."""
+    """The logits of a prompt, and the 16 tokens that the model generates after it."""
     generated = model.generate(prompt, max_new_tokens=16, do_sample=False)
     return model(prompt).logits, generated[0, prompt.shape[1] :].tolist()
 

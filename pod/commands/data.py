@@ -1,9 +1,9 @@
 """Turn text into packed training rows.
 
-The command reads and tokenizes documents. It takes the same number of tokens from every interval of document lengths
-and packs whole documents into rows of data.context_length tokens. It keeps some text out of training, for explore and
-eval. The results are in <output_dir>/data, the only folder that the other commands read: shards, held-out text,
-manifest.json and lengths.png.
+The command reads and tokenizes documents. It takes the same number of tokens from every interval of document
+lengths and packs whole documents into rows of data.context_length tokens. It keeps some text out of training,
+for explore and eval. The results are in <output_dir>/data, the only folder that the other commands read:
+shards, held-out text, manifest.json and lengths.png.
 
   pod data --config demo                       prepare the data of a recipe
   pod data "my_text/**/*.txt" --set data.target_tokens=1000000 --set output_dir=runs/mine
@@ -25,7 +25,7 @@ SUBCOMMANDS = ("verify", "inspect")
 
 
 def estimate(recipe: Recipe) -> str:
-    """Length intervals, tokens and disk space."""
+    """Text for `--dry-run`: length intervals, tokens and disk space."""
     from pod.commands.ahead import check_lengths
     from pod.data.run.prepare import estimate as estimate_data
 
@@ -37,7 +37,11 @@ def estimate(recipe: Recipe) -> str:
 
 
 def main(recipe: Recipe, overwrite: bool = False) -> None:
-    """Prepare the data of the recipe with the tokenizer of its model; overwrite: replace rows of other settings."""
+    """Prepare the data of the recipe with the tokenizer of its model.
+
+    Args:
+        overwrite: replace finished rows that were made with other settings.
+    """
     from pod.commands.ahead import check_lengths, notes_on_rows
     from pod.data.read.books import split_fragment
     from pod.data.read.places import check_places
@@ -48,8 +52,10 @@ def main(recipe: Recipe, overwrite: bool = False) -> None:
     from pod.models import resolve_model
     from pod.tokenizer import load_tokenizer
 
-    if not (recipe.data_dir / MANIFEST_NAME).exists():  # finished rows stay when their sources are gone
-        check_places(split_fragment(source)[0] for source in recipe.data.sources)  # before the hub is asked
+    # Finished rows stay when their sources are gone. Otherwise the sources are checked before the hub is
+    # asked.
+    if not (recipe.data_dir / MANIFEST_NAME).exists():
+        check_places(split_fragment(source)[0] for source in recipe.data.sources)
     notes = check_lengths(recipe)
     args, model, trained = recipe.data, recipe.model, recipe.train_dir
     tokenizer = args.tokenizer or load_tokenizer(resolve_model(model.path), gguf_file=model.gguf_file)
@@ -65,15 +71,18 @@ def main(recipe: Recipe, overwrite: bool = False) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`pod data FILE …` for `--set data.sources=…`, and the consent to replace finished rows."""
+    """Add `pod data FILE …` for `--set data.sources=…`, and the consent to replace finished rows."""
     sources = "files, folders or patterns to read in place of data.sources"
     parser.add_argument("data.sources", nargs="*", metavar="SOURCE", help=sources)
-    text = "read the sources again and replace finished rows; without it rows of other settings are kept and the command stops"
+    text = (
+        "read the sources again and replace finished rows; "
+        "without it rows of other settings are kept and the command stops"
+    )
     parser.add_argument("--overwrite", action="store_true", help=text)
 
 
 def start() -> None:
-    """The command line."""
+    """Run the command line: a subcommand, or `pod data` itself."""
     first = sys.argv[1] if len(sys.argv) > 1 else ""
     if first in SUBCOMMANDS:
         from pod.commands.look import main as look

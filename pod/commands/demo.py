@@ -1,8 +1,8 @@
 """Run all steps on one machine: prepare data, explore, train, export, reload, evaluate.
 
-Without --config the command runs the recipe demo (SmolLM2-135M). With DEMO_TINY=1 it runs demo_tiny: a random model that
-takes seconds and gives numbers without meaning. Each step is a command of its own, which is printed before it starts.
-To continue an interrupted run, use the same command again; it keeps finished steps.
+Without --config the command runs the recipe demo (SmolLM2-135M). With DEMO_TINY=1 it runs demo_tiny: a random
+model that takes seconds and gives numbers without meaning. Each step is a command of its own, which is
+printed before it starts. To continue an interrupted run, use the same command again; it keeps finished steps.
 
   pod demo
   pod demo --config demo_tiny
@@ -29,9 +29,13 @@ from pod.verbosity import is_quiet
 
 BIN = Path(sys.executable).parent
 RESOLVED = "demo_recipe.yaml"
-"""The recipe of a demo with every field, in its output_dir; a recipe.yaml that lies there may be the user's own."""
+"""The file in a demo's output_dir that holds its recipe with every field.
+
+It is not recipe.yaml, because one that lies there may be the user's own.
+"""
 RANKS = 2  # the smallest number with which ZeRO and Ulysses have something to divide
-_CTRL_C_SECONDS = 30  # for the step to save and end by itself; then it gets SIGTERM
+# A step has this time to save and to end by itself; then it gets SIGTERM.
+_CTRL_C_SECONDS = 30
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore::FutureWarning"}
 
 
@@ -44,13 +48,17 @@ class Step(NamedTuple):
 
 
 def steps_of(recipe: Recipe, config: Path, ranks: int = RANKS) -> list[Step]:
-    """The chain, in order; config: file that holds the resolved recipe."""
+    """The steps of the chain, in order.
+
+    Args:
+        config: the file that holds the resolved recipe.
+    """
 
     def pod(name: str, *more: str) -> list[str]:
         return [sys.executable, "-m", "pod", name, "--config", str(config), *more]
 
     export, check = recipe.export_dir, Path(recipe.output_dir) / "export_check.json"
-    windows = sum(recipe.model.windows().values())  # a prompt is to exceed them
+    windows = sum(recipe.model.windows().values())  # the prompt shall be longer than these
     tokens = str(min(2 * windows, recipe.data.context_length))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -74,8 +82,11 @@ def steps_of(recipe: Recipe, config: Path, ranks: int = RANKS) -> list[Step]:
 def main(recipe: Recipe, config: str = "demo") -> None:
     """Run the chain and print the summary.
 
-    config: the recipe as the command line names it, for the command that is printed at the end.
-    Raises: RuntimeError when a command fails.
+    Args:
+        config: the recipe as the command line names it, for the command that is printed at the end.
+
+    Raises:
+        RuntimeError: a command fails.
     """
     import torch
 
@@ -96,8 +107,8 @@ def main(recipe: Recipe, config: str = "demo") -> None:
         seconds[step.name] = round(time.perf_counter() - started, 1)
         if code != 0:
             raise RuntimeError(
-                f"step {step.name} failed with exit code {code}; its message is above. To continue from this step, run the "
-                "same command again"
+                f"step {step.name} failed with exit code {code}; its message is above. "
+                "To continue from this step, run the same command again"
             )
         print(f"{step.name}: done in {seconds[step.name]} s")
     write_json(folder / "demo.json", seconds)
@@ -106,7 +117,10 @@ def main(recipe: Recipe, config: str = "demo") -> None:
 
 
 def put_away_other_training(recipe: Recipe) -> None:
-    """Rename a training by another recipe, which this one would continue; the other steps notice changes themselves."""
+    """Rename the folder of a training by another recipe, which this demo would otherwise continue.
+
+    The other steps notice changes themselves.
+    """
     made_from = Path(recipe.output_dir) / "trained_by.yaml"
     wanted = to_yaml(recipe, {"seed", "model", "explore", "data", "train"})
     if made_from.is_file() and made_from.read_text(encoding="utf-8") == wanted:
@@ -117,12 +131,12 @@ def put_away_other_training(recipe: Recipe) -> None:
 
 
 def put_away_other_data(recipe: Recipe) -> None:
-    """Rename prepared rows of other settings, which `pod data` would not replace."""
+    """Rename the folder of rows prepared with other settings, which `pod data` would not replace."""
     from pod.data.rows.manifest import read_manifest
 
     try:
         manifest = read_manifest(recipe.data_dir)
-    except ValueError:  # missing, or of unknown settings: `pod data` reports it
+    except ValueError:  # the rows are missing or of unknown settings: `pod data` reports it
         return
     held_out = (manifest.get("held_out") or {}).get("asked", 0)
     if recipe.data.other_than(manifest, recipe.seed) or held_out < recipe.held_out_tokens:
@@ -146,12 +160,12 @@ def run_command(command: list[str], has_gpu: bool) -> int:
     with subprocess.Popen(command, env=environment, stdout=output) as process:
         try:
             return process.wait()
-        except KeyboardInterrupt:  # a terminal sends Ctrl-C to the step as well
+        except KeyboardInterrupt:  # the terminal sends Ctrl-C to the step as well
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_CTRL_C_SECONDS)
             raise
         finally:
-            if process.poll() is None:  # stopped from outside: let the step save what it can
+            if process.poll() is None:  # the demo was stopped from outside: let the step save what it can
                 process.terminate()
                 process.wait()
 
@@ -170,11 +184,14 @@ def summary(recipe: Recipe) -> str:
 
 
 FOR_VLLM = "explore.target=vllm", "model.sinks=constant", "model.num_sink_tokens=0"
-"""What makes a demo whose plan vLLM runs."""
+"""The settings of a demo whose plan vLLM runs."""
 
 
 def how_to_serve(recipe: Recipe, config: str) -> str:
-    """The commands that serve the demo's export with vLLM, or the demo that makes one which can be served."""
+    """The commands that serve the demo's export with vLLM.
+
+    Where vLLM cannot run it, the result is the command of a demo whose export vLLM runs.
+    """
     from pod.export import check_servable, serve_command
     from pod.modeling.shipped.config import PodConfig
 
@@ -193,22 +210,23 @@ def how_to_serve(recipe: Recipe, config: str) -> str:
 
 
 def estimate(recipe: Recipe) -> str:
-    """The commands, in order."""
+    """Text for `--dry-run`: the steps, in order."""
     steps = steps_of(recipe, Path(recipe.output_dir) / RESOLVED)
     lines = (f"{step.name}: {step.title}\n" for step in steps)
     return (
-        "".join(lines)
-        + "What a step needs: the same command with --dry-run, for example `pod train --config demo --dry-run`"
+        "".join(lines) + "What a step needs: the same command with --dry-run, "
+        "for example `pod train --config demo --dry-run`"
     )
 
 
 def start() -> None:
-    """The command line."""
+    """Run the command line."""
     arguments = sys.argv[1:]
     if not any(argument.split("=")[0] in ("--config", "-c") for argument in arguments):
         name = "demo_tiny.yaml" if os.environ.get("DEMO_TINY") == "1" else "demo.yaml"
         arguments = ["--config", name, *arguments]
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # both need installed packages only
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the step at work would go on alone
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # both recipes need installed packages only
+    # Without this, the step at work would go on alone after SIGTERM.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sections = "model", "explore", "data", "train", "export", "eval"
     run(main, sections=sections, description=__doc__, estimate=estimate, argv=arguments)

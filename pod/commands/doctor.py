@@ -1,6 +1,7 @@
 """Check the installation: required and optional packages, compiler, GPUs, and where files are kept.
 
-Each line begins with ok (found), bad (a required package is missing or has the wrong version) or - (an optional
+Each line begins with ok (found), bad (a required package is missing or has the wrong version) or - (an
+optional
 package is missing; the line tells what needs it). The exit code is 1 when a line is bad."""
 
 import importlib.metadata
@@ -38,7 +39,7 @@ TOOLS = {
 
 
 def start() -> None:
-    """The command line."""
+    """Run the command line."""
     Parser(description=__doc__).parse_args()
     wrong = [*packages(), *parts()]
     options()
@@ -48,12 +49,12 @@ def start() -> None:
 
 
 def say(mark: str, name: str, text: str) -> None:
-    """`ok   torch          2.13.0`"""
+    """Print a line such as `ok   torch          2.13.0`."""
     print(f"{mark:4} {name:15} {text}")
 
 
 def packages() -> list[str]:
-    """Print the packages that pod-kv requires; returns what is wrong with them."""
+    """Print the packages that pod-kv requires. Returns what is wrong with them."""
     say("", "pod-kv", f"{pod.__version__}, Python {platform.python_version()}, {platform.platform()}")
     needs = requirements()
     wrong = [] if needs else [f"pod-kv is not installed in this Python: {INSTALL}"]
@@ -67,10 +68,10 @@ def packages() -> list[str]:
 
 
 def requirements() -> list[Requirement]:
-    """What pod-kv needs without extras: from the metadata of its installation, and from pyproject.toml in a clone.
+    """What pod-kv needs without extras. Empty where pod-kv is not installed.
 
-    The metadata of a clone that was installed with `pip install -e` stay as they were when it is updated. Nothing
-    where pod-kv is not installed.
+    It is read from the metadata of the installation, and in a clone also from pyproject.toml: the metadata of
+    a clone that was installed with `pip install -e` do not change when the clone is updated.
     """
     try:
         lines = importlib.metadata.requires("pod-kv") or []
@@ -83,12 +84,12 @@ def requirements() -> list[Requirement]:
 
 
 def is_required(requirement: Requirement) -> bool:
-    """Whether it is needed here without extras."""
+    """Whether a requirement is needed here without extras."""
     return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
 
 
 def dependencies_of_clone() -> list[str]:
-    """The dependencies in the pyproject.toml beside the package; nothing where pod-kv is not a clone."""
+    """The dependencies in the pyproject.toml beside the package. Empty where pod-kv is not a clone."""
     file = Path(pod.__file__).parents[1] / "pyproject.toml"
     if not file.is_file():
         return []
@@ -97,7 +98,7 @@ def dependencies_of_clone() -> list[str]:
 
 
 def installed(name: str) -> str | None:
-    """The version of a package."""
+    """The version of a package; None where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -105,7 +106,7 @@ def installed(name: str) -> str | None:
 
 
 def parts() -> list[str]:
-    """Print the devices; returns what torch and DeepSpeed lack."""
+    """Print the devices. Returns what torch and DeepSpeed lack."""
     if not (installed("torch") and installed("deepspeed")):
         return []
     import torch
@@ -128,7 +129,7 @@ def parts() -> list[str]:
 
 
 def attention_backends() -> str:
-    """What `model.attention_backend` may name."""
+    """The names that `model.attention_backend` may have."""
     from pod.modeling.shipped.attend import AUTO_ORDER, IMPLEMENTATIONS
 
     by_name = sorted({*IMPLEMENTATIONS} - {*AUTO_ORDER})
@@ -138,7 +139,8 @@ def attention_backends() -> str:
 def flash_attention() -> None:
     """Print which FlashAttention commands will run on GPUs, and which are installed.
 
-    Raises: ValueError where POD_FLASH_ATTENTION names one that cannot run here.
+    Raises:
+        ValueError: POD_FLASH_ATTENTION names one that cannot run here.
     """
     from pod.modeling.shipped import flash_version
 

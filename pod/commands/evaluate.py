@@ -1,13 +1,13 @@
-"""Compare cache methods at equal memory: PoD, the dense model, and methods that drop, merge or quantize tokens.
+"""Compare cache methods at equal memory: PoD, the dense model, methods that drop, merge or quantize tokens.
 
-The command measures perplexity, retrieval (passkey, needle in a haystack), the benchmarks of the papers, any task of
-lm-eval, speed and memory. It writes one JSON file per method and report.html into <output_dir>/eval. An interrupted
-run continues where it stopped.
+The command measures perplexity, retrieval (passkey, needle in a haystack), the benchmarks of the papers, any
+task of lm-eval, speed and memory. It writes one JSON file per method and report.html into <output_dir>/eval.
+An interrupted run continues where it stopped.
 
-  pod eval --config demo                               evaluate a trained model
+  pod eval --config demo                           evaluate a trained model
   pod eval --config demo --methods full,pod,snapkv@25% --tasks niah
-  pod eval --list-methods snapkv                       parameters of one method
-  pod eval lm-eval --help                              lm-eval's own command line, with pod's models and tasks"""
+  pod eval --list-methods snapkv                   parameters of one method
+  pod eval lm-eval --help                          lm-eval's own command line, with pod's models and tasks"""
 
 import argparse
 import sys
@@ -21,10 +21,10 @@ SECTIONS = "model", "data", "eval"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Shorthands for `--set eval.methods=…`, `--set eval.tasks=…` and others."""
+    """Add shorthands for `--set eval.methods=…`, `--set eval.tasks=…` and others."""
     steps = (
-        "parts of the work: answer (run the models), score and report (from saved answers, in seconds, without a model); "
-        "default: all three"
+        "parts of the work: answer (run the models), score and report "
+        "(from saved answers, in seconds, without a model); default: all three"
     )
     add = parser.add_argument
     add("eval.steps", nargs="*", metavar="STEP", help=steps)
@@ -47,12 +47,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="samples per lm-eval task, for a quick look; default: all",
     )
-    gpus = "with --dry-run: GPUs to lay the models out on, as 8x24 for 8 of 24 GiB; default: those of this machine"
+    gpus = (
+        "with --dry-run: GPUs to lay the models out on, as 8x24 for 8 of 24 GiB; "
+        "default: those of this machine"
+    )
     add("--gpus", type=_gpus, metavar="NxGIB", help=gpus)
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Refuse what has no effect on an evaluation. Raises: ValueError."""
+    """Refuse an option that has no effect on an evaluation.
+
+    Raises:
+        ValueError: `--gpus` without `--dry-run`.
+    """
     if arguments.gpus is not None and not arguments.dry_run:
         raise ValueError(
             "--gpus is for estimates only: add --dry-run. An evaluation takes the GPUs that it finds; "
@@ -70,7 +77,7 @@ def _gpus(text: str) -> Any:
 
 
 class List(argparse.Action):
-    """`--list-methods`, `--list-tasks`: print them, all or those that are named, and stop."""
+    """The action of `--list-methods` and `--list-tasks`: print all, or those that are named, and stop."""
 
     def __call__(self, parser, namespace: object, values: Any, option_string: str | None = None) -> None:
         from pod.eval import lists
@@ -84,7 +91,7 @@ class List(argparse.Action):
 
 
 def estimate(recipe: Recipe) -> str:
-    """Tokens that each method will process, and how the models will lie on GPUs."""
+    """Text for `--dry-run`: tokens that each method will process, and how the models will lie on GPUs."""
     from pod.eval.estimate import estimate as estimate_tokens
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -103,7 +110,7 @@ def main(recipe: Recipe) -> None:
 
 
 def start() -> None:
-    """The command line; `pod eval lm-eval …` is lm-eval's own, with our model class and tasks."""
+    """Run the command line. `pod eval lm-eval …` is lm-eval's own, with our model class and tasks."""
     if sys.argv[1:2] == ["lm-eval"]:
         from pod.eval.lm.cli import main as lm_eval
 

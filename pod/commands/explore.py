@@ -1,11 +1,11 @@
 """Measure which attention heads can share keys and values, and write a plan.
 
-A KV head can reuse the attention of a lower layer (it follows) or keep only recent tokens (a window). The command
-measures on long held-out text how much each choice changes the output of the head's layer. The plan saves
-explore.target_saving of the bytes at the lowest total cost. The results are in <output_dir>/plan: plan.json, summary.txt,
-the measured costs (plan_costs.safetensors), the lowest cost of every saving (pareto.json) and pictures. Measured costs
-serve again: another --target-saving or --roles takes seconds. An interrupted run continues. Several processes
-(torchrun or deepspeed) share the work.
+A KV head can reuse the attention of a lower layer (it follows) or keep only recent tokens (a window). The
+command measures on long held-out text how much each choice changes the output of the head's layer. The plan
+saves explore.target_saving of the bytes at the lowest total cost. The results are in <output_dir>/plan:
+plan.json, summary.txt, the measured costs (plan_costs.safetensors), the lowest cost of every saving
+(pareto.json) and pictures. Measured costs serve again: another --target-saving or --roles takes seconds. An
+interrupted run continues. Several processes (torchrun or deepspeed) share the work.
 
   pod explore --config demo --target-saving 0.5
 
@@ -14,13 +14,14 @@ The plans of the PoD paper, from the similarity of attention rows:
   pod explore --config demo --cost similarity --roles follow                  lowest total cost
   pod explore --config demo --cost similarity --roles follow --algorithm greedy --threshold 0.5   Algorithm 1
 
-Plans that vLLM runs (`pod export --format vllm`): whole layers lead or keep their window, in numbers that waste no
-memory there, and a constant stands for the first tokens. The report says what vLLM will hold:
+Plans that vLLM runs (`pod export --format vllm`): whole layers lead or keep their window, in numbers that
+waste no memory there, and a constant stands for the first tokens. The report says what vLLM will hold:
 
   pod explore --config demo --target vllm --target-saving 0.5 --set model.num_sink_tokens=null
 
-The method razor (RazorAttention) needs the model's retrieval heads. The command searches for them on random tokens when
-eval.methods names razor, and with --heads it does only this. It writes <output_dir>/plan/retrieval_heads.json."""
+The method razor (RazorAttention) needs the model's retrieval heads. The command searches for them on random
+tokens when eval.methods names razor, and with --heads it does only this. It writes
+<output_dir>/plan/retrieval_heads.json."""
 
 import argparse
 import sys
@@ -37,7 +38,7 @@ SECTIONS = "model", "explore", "data"
 
 
 def main(recipe: Recipe) -> None:
-    """Measure, write the plan, measure its loss, find retrieval heads if they are needed."""
+    """Measure, write the plan, measure its loss, and find retrieval heads if they are needed."""
     from pod.training.plans.choose import find_plan, with_losses
     from pod.training.plans.exploration import Exploration, process_group
     from pod.training.plans.measure import find_heads
@@ -63,7 +64,7 @@ def main(recipe: Recipe) -> None:
 
 
 def note_on_leads(plan: Any, explore: Any) -> None:
-    """Tell when the target left no head that keeps distant tokens: the model would read its windows only.
+    """Tell when the target left no head that keeps distant tokens, so that the model reads its windows only.
 
     Args:
         plan: the SharingPlan that was chosen.
@@ -80,7 +81,7 @@ def note_on_leads(plan: Any, explore: Any) -> None:
 
 
 def note_on_training(recipe: Recipe) -> None:
-    """Warn when the newest checkpoint was trained with another plan, which that training and its export keep."""
+    """Warn when the newest checkpoint was trained with another plan. That training and its export keep it."""
     from pod.modeling.shipped.sharing import SharingPlan
     from pod.training.checkpoint.identity import plan_sha256
     from pod.training.checkpoint.newest import latest_checkpoint
@@ -88,12 +89,12 @@ def note_on_training(recipe: Recipe) -> None:
     try:
         checkpoint = latest_checkpoint(recipe.train_dir)
         trained = checkpoint and plan_sha256(SharingPlan.load(checkpoint / "plan.json"))
-    except ValueError:  # a damaged checkpoint: the command that needs it reports it
+    except ValueError:  # the checkpoint is damaged: the command that needs it reports it
         return
     if trained and trained != plan_sha256(SharingPlan.load(recipe.plan_dir / "plan.json")):
         print(
-            f"warning: {checkpoint} was trained with another plan and keeps it; to train with this plan, set another "
-            "output_dir",
+            f"warning: {checkpoint} was trained with another plan and keeps it; "
+            "to train with this plan, set another output_dir",
             file=sys.stderr,
         )
 
@@ -119,7 +120,10 @@ def write_heads(exploration: Any, heads: Any) -> None:
 
 
 def write_plan(exploration: Any, choice: Any) -> None:
-    """plan.json, pareto.json, summary.txt and the pictures: the plan first, whose curve may take minutes."""
+    """Write plan.json, pareto.json, summary.txt and the pictures.
+
+    The plan is written first, because its curve may take minutes.
+    """
     from pod.training.plans import report
 
     write_summary(exploration, choice)
@@ -139,7 +143,7 @@ def write_plan(exploration: Any, choice: Any) -> None:
 
 
 def write_summary(exploration: Any, choice: Any) -> str:
-    """plan.json and summary.txt, with the losses where they are measured; what the summary says."""
+    """Write plan.json and summary.txt, with losses where they are measured. Returns the summary's text."""
     from pod.training.plans import report
     from pod.training.plans.choose import in_all_layers
 
@@ -154,7 +158,10 @@ def write_summary(exploration: Any, choice: Any) -> str:
 
 
 def keep_other_plan(path: Path, plan: Any) -> None:
-    """Keep what stands at `path` under another name unless it is the same plan: a training or an export may need it."""
+    """Keep the plan that stands at `path` under another name, unless it is the same plan.
+
+    A training or an export may need it.
+    """
     from pod.modeling.shipped.sharing import SharingPlan
 
     def decisions(one: Any) -> tuple[Any, ...]:
@@ -163,7 +170,7 @@ def keep_other_plan(path: Path, plan: Any) -> None:
     try:
         if not path.exists() or decisions(SharingPlan.load(path)) == decisions(plan):
             return
-    except ValueError:  # damaged: kept too
+    except ValueError:  # the file is damaged; it is kept too
         pass
     kept = keep_old(path)
     if kept is not None:
@@ -171,7 +178,7 @@ def keep_other_plan(path: Path, plan: Any) -> None:
 
 
 def estimate(recipe: Recipe) -> str:
-    """Tokens, memory and disk space; needs the model's config only."""
+    """Text for `--dry-run`: tokens, memory and disk space. It needs the model's configuration only."""
     from pod.training.plans.exploration import check_model, describe_cost, sinks_of, windows_of
     from pod.training.run.start_model import model_config, source_config
 
@@ -183,7 +190,7 @@ def estimate(recipe: Recipe) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--threshold 0.42` for `--set explore.threshold=0.42`, and its siblings."""
+    """Add `--threshold 0.42` for `--set explore.threshold=0.42`, and other shorthands like it."""
     heads = "search for retrieval heads only, without a plan; same as --set explore.heads=true"
     parser.add_argument("--heads", dest="explore.heads", action="store_const", const="true", help=heads)
     shorthands = {

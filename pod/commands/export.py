@@ -1,7 +1,7 @@
 """Write a training checkpoint as a Hugging Face model folder, for transformers or for vLLM.
 
-The command reads <output_dir>/train and writes <output_dir>/export: safetensors, configuration, tokenizer, modeling
-code, model card and licences. Run it again after `pod eval` to show the results in the model card.
+The command reads <output_dir>/train and writes <output_dir>/export: safetensors, configuration, tokenizer,
+modeling code, model card and licences. Run it again after `pod eval` to show the results in the model card.
 With --format vllm it writes <output_dir>/export-vllm, without modeling code: `vllm serve` loads that folder.
 
   pod export --config demo                              the newest checkpoint, for transformers
@@ -56,6 +56,6 @@ def main(recipe: Recipe) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--format vllm` for `--set export.format=vllm`."""
+    """Add `--format vllm` for `--set export.format=vllm`."""
     text = "hf (transformers, the default) or vllm; same as --set export.format=…"
     parser.add_argument("--format", dest="export.format", metavar="FORMAT", help=text)

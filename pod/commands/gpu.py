@@ -1,5 +1,7 @@
-"""What a command with attention on GPUs settles before it starts: FlashAttention's version, and what
-this machine lacks."""
+"""What a command settles before it computes attention on GPUs.
+
+It settles the version of FlashAttention, and tells what this machine lacks.
+"""
 
 import sys
 from typing import Any
@@ -9,15 +11,18 @@ from pod.recipe import Recipe, rank
 
 
 def prepare(recipe: Recipe, device: str = "auto", reads: bool = True, decodes: bool = False) -> None:
-    """Activate the FlashAttention that the recipe or the environment names; refuse a GPU machine on which
-    prompts would be read by the reference, and warn where tokens would be decoded without Triton's kernels.
+    """Activate the FlashAttention that the recipe or the environment names, and check this machine.
+
+    A GPU machine on which the reference would read prompts is refused. There is a warning where tokens would
+    be decoded without Triton's kernels.
 
     Args:
         device: the command's own setting; `auto` is a GPU where there is one.
-        reads, decodes: whether the command reads texts, and decodes tokens.
+        reads: whether the command reads texts.
+        decodes: whether the command decodes tokens.
 
     Raises:
-        ValueError: in one line, what cannot run here and what to do.
+        ValueError: one line says what cannot run here and what to do.
     """
     import torch
 
@@ -44,8 +49,10 @@ def prepare(recipe: Recipe, device: str = "auto", reads: bool = True, decodes: b
 
 
 def recipe_head_dim(recipe: Recipe) -> int | None:
-    """The head dimension of the recipe's model; None where its configuration cannot be read, which the
-    command itself reports."""
+    """The head dimension of the recipe's model.
+
+    It is None where the configuration cannot be read; the command itself reports that.
+    """
     from pod.training.run.start_model import source_config
 
     try:

@@ -19,7 +19,8 @@ from pod.schema import one_line
 from pod.verbosity import is_quiet, printing
 
 WHOLE, DAMAGED = 0, 1
-DESCRIPTION = """Check a folder of prepared data, as `pod data` writes it (verify), or show what it contains (inspect).
+DESCRIPTION = """Check a folder of prepared data, as `pod data` writes it (verify), \
+or show what it contains (inspect).
 
   pod data verify runs/demo/data               compare every file with its checksum
   pod data inspect runs/demo/data --rows 3     numbers of documents and tokens, and three rows as text
@@ -28,7 +29,7 @@ Exit code: 0 = no damage, 1 = damaged (one line for each fault), 2 = wrong argum
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line. Returns the exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ?, not an error
@@ -101,7 +102,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _tokenizer(manifest: dict[str, Any], wanted: str | None) -> tuple[Any, str | None]:
     """The tokenizer that made the data, or None and the reason why rows are printed as ids.
 
-    Raises: ValueError when the `wanted` tokenizer cannot be loaded or did not make this data.
+    Raises:
+        ValueError: the `wanted` tokenizer cannot be loaded, or did not make this data.
     """
     from pod.data.tokens.tokenizers import tokenizer_sha256
     from pod.tokenizer import load_tokenizer

@@ -19,7 +19,7 @@ _LONGEST_SUMMARY = 120
 
 
 def start() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = Parser(description=__doc__)
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="a recipe of the list, such as demo_tiny or paper/pod_3"
@@ -68,7 +68,11 @@ def summary(name: str) -> str:
 
 
 def recipe_text(name: str) -> str:
-    """The YAML of a recipe that comes with pod. Raises: ValueError for an unknown name, with the nearest known one."""
+    """The YAML of a recipe that comes with pod.
+
+    Raises:
+        ValueError: the name is unknown; the message has the nearest known one.
+    """
     known = recipe_names()
     wanted = name.removeprefix("configs/").removesuffix(".yaml")
     if wanted not in known:
@@ -79,14 +83,18 @@ def recipe_text(name: str) -> str:
 
 
 def copy(name: str, target: Path) -> None:
-    """Write a recipe to a new file. Raises: ValueError when the file exists, or its folder does not."""
+    """Write a recipe to a new file.
+
+    Raises:
+        ValueError: the file exists, or its folder does not.
+    """
     if target.exists():
         raise ValueError(f"--copy {target}: this file exists already: give another name, or remove it first")
     if not target.parent.is_dir():
         raise ValueError(
             f"--copy {target}: the folder {target.parent} does not exist: create it, or choose another place"
         )
-    # beside the copy there is no recipe to extend: name it as one that comes with pod
+    # The recipe to extend does not lie beside the copy: name it as one that comes with pod.
     folder = Path(name.removeprefix("configs/")).parent
     text = re.sub(
         r"^extends: *(\S+?)(\.yaml)?$",

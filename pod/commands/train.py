@@ -6,12 +6,14 @@ model.layout selects the kind of model: PoD, dense, CLA or window attention.
 
   pod train --config demo                                                      one device
   deepspeed --module pod.commands.train --config llama3_8b_32k_pod             all GPUs of this machine
-  deepspeed --hostfile hosts.txt --module pod.commands.train --config NAME     several machines (Slurm: launch/slurm/)
+  deepspeed --hostfile hosts.txt --module pod.commands.train --config NAME     several machines
+                                                                               (Slurm: launch/slurm/)
   DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 --module pod.commands.train --config demo
                                                                                two processes on a CPU
   pod train --config NAME --dry-run --ranks 8 --device h100                    memory and time, without a GPU
 
-Ctrl-C, SIGTERM and SIGUSR1 save a checkpoint and end the run; the same command continues it exactly. The exit code is
+Ctrl-C, SIGTERM and SIGUSR1 save a checkpoint and end the run; the same command continues it exactly. The exit
+code is
 130 after Ctrl-C, and 0 after the other two."""
 
 import argparse
@@ -30,12 +32,13 @@ def main(recipe: Recipe, config: str | None = None, changes: Sequence[str] = ())
     """Train, and name the next command.
 
     Args:
-        config, changes: the values of --config and --set that the recipe was made of.
+        config: the value of --config that the recipe was made of.
+        changes: the values of --set that the recipe was made of.
     """
     from pod.training.run.allocator import expand_segments
 
     expand_segments()
-    from pod.training.run.start import train  # imports torch, which reads what was set
+    from pod.training.run.start import train  # this imports torch, which reads what was set above
 
     note_on_data(recipe)
     is_finished = train(recipe, make_passkeys(recipe))
@@ -83,7 +86,10 @@ def estimate(recipe: Recipe) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--max-hours 11.5` for `--set train.max_hours=11.5`, and the machines that `--dry-run` shall assume."""
+    """Add `--max-hours 11.5` for `--set train.max_hours=11.5`, and options for `--dry-run`.
+
+    The latter name the machines that the estimate shall assume.
+    """
     hours = (
         "save and end before so many hours have passed, for example 11.5; same as --set train.max_hours=HOURS"
     )
@@ -103,13 +109,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Refuse what has no effect on a training. Raises: ValueError."""
+    """Refuse options that have no effect on a training.
+
+    Raises:
+        ValueError: an option for estimates without `--dry-run`.
+    """
     for name in ("ranks", "ranks_per_node", "device"):
         if getattr(arguments, name) is not None and not arguments.dry_run:
             option = "--" + name.replace("_", "-")
             raise ValueError(
-                f"{option} is for estimates only: add --dry-run. How many processes train, and on what, is set by the "
-                "launcher, for example `deepspeed --num_gpus 8 --module pod.commands.train --config NAME`"
+                f"{option} is for estimates only: add --dry-run. How many processes train, and on what, "
+                "is set by the launcher, "
+                "for example `deepspeed --num_gpus 8 --module pod.commands.train --config NAME`"
             )
 
 
