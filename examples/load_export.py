@@ -2,7 +2,7 @@
 
     python examples/load_export.py runs/demo/export [runs/demo/export_check.safetensors]
 
-The second file is what `make demo` saved when it exported: a prompt and the logits of its last token.
+`make demo` saves the second file when it exports: a prompt, and the logits of its last token.
 """
 
 import sys

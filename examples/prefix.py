@@ -2,8 +2,9 @@
 
     python examples/prefix.py MODEL text.txt prefix.safetensors "First question?" "Second question?"
 
-The first call reads the text and writes `prefix.safetensors`; later calls load that file instead. MODEL is a folder or a name
-that `pod.load_model` takes. The file belongs to this model and text: delete it when either changes.
+The first call reads the text and writes `prefix.safetensors`; later calls load that file instead. MODEL is a
+folder or a name that `pod.load_model` takes. The file belongs to this model and text: delete it when either
+changes.
 """
 
 import copy
@@ -16,7 +17,7 @@ import pod
 
 
 def read_prefix(model, ids, path, spec=None, **options):
-    """A cache that holds `ids` [1, n]: from the file at `path`, or read now and saved there."""
+    """A cache that holds `ids` [1, n]: loaded from the file at `path`, or read now and saved there."""
     if Path(path).exists():
         return pod.load_cache(model, path)
     cache = pod.make_cache(model, spec, **options)
@@ -27,7 +28,7 @@ def read_prefix(model, ids, path, spec=None, **options):
 
 
 def ask(model, cache, ids, question, **options):
-    """The answer [1, m] to `question` [1, q] behind the prefix `ids`; `cache` is left as it is."""
+    """The answer [1, m] to `question` [1, q] behind the prefix `ids` [1, n]; `cache` is left as it is."""
     branch = copy.deepcopy(cache)
     whole = torch.cat((ids, question), dim=1)
     return model.generate(whole, past_key_values=branch, do_sample=False, **options)[:, whole.shape[1] :]

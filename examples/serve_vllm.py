@@ -2,8 +2,9 @@
 
     python examples/serve_vllm.py runs/demo-vllm/export-vllm [float32]
 
-The second argument is the type that the engine computes in; on CPUs without bfloat16 units float32 is much faster.
-A server with OpenAI's interface is `vllm serve runs/demo-vllm/export-vllm`; docs/serving.md has the installation.
+The second argument is the type that the engine computes in. On CPUs without bfloat16 units, float32 is much
+faster. `vllm serve runs/demo-vllm/export-vllm` starts a server with OpenAI's interface. docs/serving.md has
+the installation.
 """
 
 import sys

@@ -1,4 +1,7 @@
-"""A model as others get it: a folder for transformers or for serving engines, with card and licences, or an adapter."""
+"""A model as others get it: a folder with card and licences, or an adapter.
+
+The folder is made for transformers or for serving engines.
+"""
 
 from pod.export.card import Origin
 from pod.export.folder import export, export_adapter

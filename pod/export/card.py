@@ -1,4 +1,8 @@
-"""The model card of an export: what the model is, what memory it saves, how to load it, its training data and its limits."""
+"""The model card of an export.
+
+It says what the model is, what memory it saves, how to load it, what it was trained on, and what its limits
+are.
+"""
 
 import re
 from collections.abc import Iterator
@@ -13,11 +17,12 @@ from pod.export.served_card import serving, serving_limits
 from pod.modeling.shipped.config import PodConfig
 
 LENGTHS = (2048, 8192, 32_768, 131_072)
-"""Tokens at which savings are told, as far as the model reads."""
+"""The lengths in tokens for which savings are told, as far as the model reads."""
 _PAPERS = {
     "pod": "[Compressing KV Cache for Long-Context LLM Inference with Inter-Layer Attention Similarity]"
     "(https://arxiv.org/abs/2412.02252)",
-    "cla": "[Reducing Transformer Key-Value Cache Size with Cross-Layer Attention](https://arxiv.org/abs/2405.12981)",
+    "cla": "[Reducing Transformer Key-Value Cache Size with Cross-Layer Attention]"
+    "(https://arxiv.org/abs/2405.12981)",
     "window": "[Longformer: The Long-Document Transformer](https://arxiv.org/abs/2004.05150)",
 }
 _IDEAS = {
@@ -38,17 +43,18 @@ inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=30)[0]))
 ```
 
-`generate()` makes the smaller cache by itself. `attn_implementation` can be `"sdpa"`, `"flash_attention_2"` or `"eager"`."""
+`generate()` makes the smaller cache by itself. `attn_implementation` can be `"sdpa"`, \
+`"flash_attention_2"` or `"eager"`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where weights come from, as far as it is known; a card leaves out what is not."""
+    """Where weights come from, as far as it is known. A card leaves out what is not known."""
 
     base: str | None = None
     """The model that training started from: a hub id, a folder, or as recipes name it."""
     sources: tuple[str, ...] = ()
-    """Of the training text, as recipes name them."""
+    """The sources of the training text, as recipes name them."""
     context_length: int | None = None
     """Tokens of a training sequence."""
     num_tokens: int | None = None
@@ -57,12 +63,12 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Licence:
-    """What the weights may be used for, as the card of the model says that they come from."""
+    """What the weights may be used for, as the card of the base model says."""
 
     fields: dict[str, str]
-    """`license`, `license_name` and `license_link` of that card."""
+    """The fields `license`, `license_name` and `license_link` of that card."""
     files: tuple[str, ...] = ()
-    """Its licence files, by their names in the export."""
+    """The licence files of that model, by their names in the export."""
 
 
 def card(
@@ -73,12 +79,12 @@ def card(
     results: list[dict[str, Any]],
     format: str = "hf",
 ) -> str:
-    """Markdown with the fields that the hub reads.
+    """The card as Markdown, with the fields that the hub reads.
 
     Args:
-        name: of the export.
+        name: the name of the export.
         results: result files of an evaluation, of this model and of the dense one.
-        format: of the export, hf or vllm.
+        format: the format of the export, hf or vllm.
     """
     base = _shown(origin.base) if origin.base else None
     fields: dict[str, Any] = {
@@ -103,18 +109,25 @@ def card(
 
 
 def saved_share(config: PodConfig, n: int) -> float:
-    """Share of the bytes of `dense_tokens` in 16 bits that this model's own cache saves at `n` tokens."""
+    """The share of bytes that this model's own cache saves at `n` tokens.
+
+    It is compared with a cache that holds `dense_tokens` in 16 bits.
+    """
     plan = config.sharing_plan
     if config.layout == "cla":
         return plan.share_followers
     near = min(n, config.num_sink_tokens + config.num_recent_tokens)
     every = plan.saving(n, config.num_sink_tokens, config.num_recent_tokens) * n * plan.num_layers
-    # layers that were trained with windows counted as the plan's: they save nothing
+    # `every` counts layers that were trained with windows as if the plan had shortened them: they save
+    # nothing.
     return (every - len(_own_windows(config)) * (n - near)) / dense_tokens(config, n)
 
 
 def dense_tokens(config: PodConfig, n: int) -> int:
-    """Tokens of all layers together that the model holds without a plan at `n` tokens: layers trained with a window hold that window."""
+    """The tokens that the model holds without a plan at `n` tokens, in all layers together.
+
+    Layers that were trained with a window hold that window.
+    """
     own = _own_windows(config)
     return n * (config.num_hidden_layers - len(own)) + sum(min(n, window) for window in own)
 
@@ -124,13 +137,13 @@ def _own_windows(config: PodConfig) -> list[int]:
 
 
 def _shown(source: str) -> str:
-    """A source without the folders of one machine."""
+    """The name of a source, without the folders of one machine."""
     path = Path(source).expanduser()
     return path.name if path.is_absolute() or path.exists() else source
 
 
 def _window_pairs(config: PodConfig) -> int:
-    """(layer, KV head) pairs of layers that were trained with a window."""
+    """The number of (layer, KV head) pairs in layers that were trained with a window."""
     return len(_own_windows(config)) * config.num_key_value_heads
 
 
@@ -142,7 +155,7 @@ def _is_dense(config: PodConfig) -> bool:
 
 
 def _trained_windows(config: PodConfig) -> str:
-    """A sentence about layers that were trained with windows; empty where there are none."""
+    """A sentence about the layers that were trained with windows; empty where there are none."""
     own = _own_windows(config)
     layers = f"{len(own)} of {config.num_hidden_layers} layers"
     seen = f"were trained to see only their last {max(own, default=0):,} tokens and keep only these"
@@ -150,7 +163,7 @@ def _trained_windows(config: PodConfig) -> str:
 
 
 def _savings(config: PodConfig, base: str | None) -> Iterator[str]:
-    """What the model is, and megabytes of its cache beside the dense one's."""
+    """Sentences that say what the model is, and a table of its cache beside the dense one's, in megabytes."""
     model = base or "a language model"
     if _is_dense(config):
         kept = "It keeps the keys and values of every token in every layer: no layer shares them."
@@ -203,8 +216,8 @@ def _heads(config: PodConfig) -> Iterator[str]:
     ]
     rows = "\n".join(f"KV head {head:2}  {row}" for head, row in enumerate(signs))
     yield (
-        "The map shows the first layer on the left. `L` leads, `f` follows the nearest lead on its left, `.` keeps "
-        f"nearby tokens only.\n\n```\n{rows}\n```"
+        "The map shows the first layer on the left. `L` leads, `f` follows the nearest lead on its left, "
+        f"`.` keeps nearby tokens only.\n\n```\n{rows}\n```"
     )
 
 
@@ -219,7 +232,10 @@ def _roles(config: PodConfig) -> str:
     near = f"{first}the last {config.num_recent_tokens} tokens"
     follows = "They store nothing and read its keys and values."
     if config.layout != "cla":
-        follows = f"They reuse its attention for all tokens except {near}. They keep all values, but no distant keys."
+        follows = (
+            f"They reuse its attention for all tokens except {near}. "
+            "They keep all values, but no distant keys."
+        )
     shared = sum(any(lead not in (layer, None) for lead in row) for layer, row in enumerate(plan.lead))
     said = [f"The model has {plan.num_pairs} pairs of a layer and a KV head."]
     if plan.num_leads:
@@ -284,7 +300,7 @@ def _limits(config: PodConfig, format: str) -> str:
 
 
 def _engines_of(config: PodConfig) -> str:
-    """Whether serving engines run the model, and what they need for it."""
+    """A sentence that says whether serving engines run the model, and what they need for it."""
     try:
         check_servable(config)
     except ValueError:

@@ -1,8 +1,9 @@
-"""From a model or a training checkpoint to a Hugging Face folder, for transformers or for serving engines, or to an adapter for `peft`.
+"""From a model or a training checkpoint to a Hugging Face folder, or to an adapter for `peft`.
 
-The folder of a model holds safetensors, configuration, generation configuration, tokenizer, the sharing plan, a model card and licences.
-One for transformers (`hf`) also holds the decoder's own source files as remote code; what engines load (`vllm`) is in `served.py`. The
-folder of an adapter holds what `peft` reads, the plan and the configuration.
+A model's folder is made for transformers or for serving engines. It holds safetensors, configuration,
+generation configuration, tokenizer, the sharing plan, a model card and licences. A folder for transformers
+(`hf`) also holds the decoder's own source files as remote code. What engines load (`vllm`) is in `served.py`.
+The folder of an adapter holds what `peft` reads, the plan and the configuration.
 """
 
 import filecmp
@@ -44,20 +45,24 @@ def export(
     """Write a trained model as a Hugging Face folder at `path`, in one atomic step.
 
     Args:
-        source: a training checkpoint, or a model in memory, which stays as it is: ours, or a dense one that `load_model` takes.
+        source: a training checkpoint, or a model in memory, which stays as it is. The model is ours, or a
+            dense one that `load_model` takes.
         tokenizer: saved beside the weights; None leaves it out.
-        dtype: "auto" is the model's own, or the one that was trained in.
+        dtype: the type of the written weights. "auto" is the model's own, or the one that was trained in.
+        max_shard_size: the largest size of one file of weights.
         start_model: see `restore_model`.
-        origin: of the weights, for the model card; None = what a checkpoint knows.
-        results: folder of an evaluation's result files. Those of the export that stood at `path`, had it the same weights, and of
-            the dense model come into the card.
-        format: "hf" loads with transformers and computes any plan. "vllm" loads with vLLM, and with transformers where a stock model
-            computes the same; it needs a plan of whole layers (see `pod.export.served`) and takes no results.
+        origin: where the weights come from, for the model card; None = what a checkpoint knows of it.
+        results: folder of an evaluation's result files. The card shows the results of the dense model, and
+            those of the export that stood at `path` if it had the same weights.
+        format: "hf" loads with transformers and computes any plan. "vllm" loads with vLLM, and with
+            transformers where a stock model computes the same. It needs a plan of whole layers (see
+            `pod.export.served`) and takes no results.
 
     Raises:
-        ValueError: a checkpoint that is unreadable or does not fit; a model that `load_model` refuses, or engines cannot compute; a
-            folder at `path` that is no earlier export of this format, or holds other files beside one.
-        OSError: disk full; nothing half-written is kept.
+        ValueError: the checkpoint is unreadable or does not fit. Or `load_model` refuses the model, or
+            engines cannot compute it. Or the folder at `path` is no earlier export of this format, or holds
+            other files beside one.
+        OSError: the disk is full; nothing half-written is kept.
     """
     path = Path(path)
     check_format(format)
@@ -67,7 +72,8 @@ def export(
         plan = model.config.sharing_plan
     else:
         state, plan = read_state(source), SharingPlan.load(Path(source) / "plan.json")
-        model = restore_model(source, state, start_model).to(dtype=_dtype(state, dtype))  # type: ignore[call-arg]
+        restored = restore_model(source, state, start_model)
+        model = restored.to(dtype=_dtype(state, dtype))  # type: ignore[call-arg]
         origin = origin or origin_of(state)
     model.config.attention_backend = "auto"
     origin = origin or Origin()
@@ -78,7 +84,8 @@ def export(
         else:
             model.save_pretrained(folder, max_shard_size=max_shard_size)
         if tokenizer is not None:
-            tokenizer.init_kwargs.pop("local_files_only", None)  # how it was loaded is none of its facts
+            # This tells how the tokenizer was loaded, and is no property of it.
+            tokenizer.init_kwargs.pop("local_files_only", None)
             tokenizer.save_pretrained(folder)
         plan.save(folder / "plan.json")
         licence = add_licences(folder, origin.base)
@@ -99,8 +106,10 @@ def check_format(format: str) -> None:
 
 
 def check_replaceable(path: Path, format: str = "hf") -> None:
-    """Raise ValueError where an export to `path` would remove anything but an earlier export of this format: it replaces the folder as
-    a whole."""
+    """Raise ValueError where an export to `path` would remove anything but an earlier export of this format.
+
+    An export replaces the folder as a whole.
+    """
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     way_out = "set another export.path, or move it away"
@@ -126,7 +135,7 @@ def check_replaceable(path: Path, format: str = "hf") -> None:
 
 
 def origin_of(state: TrainState) -> Origin:
-    """What a checkpoint knows of it."""
+    """What a checkpoint knows of the origin of its weights."""
     data, model = state.config.get("data") or {}, state.config.get("model") or {}
     length = data.get("context_length")
     return Origin(
@@ -138,7 +147,15 @@ def origin_of(state: TrainState) -> Origin:
 
 
 def results_of(results: Path, before: Path, now: Path, method: str) -> list[dict[str, Any]]:
-    """Result files in the folder `results`: of the dense model, and of the export `before` where its weights are those of `now`."""
+    """The contents of result files in the folder `results`: of the dense model, and of an earlier export.
+
+    They are empty where there are no results of the earlier export, or its weights were others.
+
+    Args:
+        before: the folder of the earlier export.
+        now: the folder of the new export, whose weights are compared with those in `before`.
+        method: the method by which the results of the export are named.
+    """
     own, dense = results / f"{method}.json", results / "full.json"
     weights = sorted(file.name for file in now.glob("*.safetensors"))
     if not own.is_file() or not before.is_dir():
@@ -154,9 +171,10 @@ def results_of(results: Path, before: Path, now: Path, method: str) -> list[dict
 
 
 def export_adapter(checkpoint: Path, path: Path, base: str, dtype: str = "auto") -> None:
-    """Write the LoRA adapters of `checkpoint` as a folder that `peft` loads onto the start model; errors as in `export`.
+    """Write the LoRA adapters of `checkpoint` as a folder that `peft` loads onto the start model.
 
-    adapter_config.json names no base model: transformers would load that one without its plan and put the adapter on it.
+    adapter_config.json names no base model: transformers would load that model without its plan, and put the
+    adapter on it. Errors are those of `export`.
 
     Args:
         base: the start model as the recipe names it, for the README and for `pod.load_adapter`.
@@ -165,7 +183,8 @@ def export_adapter(checkpoint: Path, path: Path, base: str, dtype: str = "auto")
     state = read_state(checkpoint)
     if state.lora is None:
         raise ValueError(
-            f"checkpoint {checkpoint} was trained with train.method=full and has no adapters: set export.adapter=false"
+            f"checkpoint {checkpoint} was trained with train.method=full and has no adapters: "
+            "set export.adapter=false"
         )
     weights = {
         name.replace(".default.", "."): weight.to(_dtype(state, dtype)).contiguous()
@@ -186,7 +205,8 @@ def _dtype(state: TrainState, asked: str) -> torch.dtype:
 
 _OF_EXPORT = re.compile(
     r"(adapter_)?model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
-    r"|((generation_|pod_|adapter_|preprocessor_)?config|plan|tokenizer\w*|tekken|special_tokens_map|added_tokens|vocab|chat_template)\.json"
+    r"|((generation_|pod_|adapter_|preprocessor_)?config|plan|tokenizer\w*|tekken|special_tokens_map"
+    r"|added_tokens|vocab|chat_template)\.json"
     r"|(merges|vocab)\.txt|additional_chat_templates|.+\.(py|jinja|model)|README\.md|__pycache__|\..+"
     r"|(base_model-)?(LICEN[CS]E|NOTICE|COPYING|COPYRIGHT|USE_POLICY)\b.*|base_model-.*",
     re.IGNORECASE,

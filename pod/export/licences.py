@@ -1,4 +1,4 @@
-"""Licence files: of this code, and of the model that weights come from."""
+"""Licence files of this code, and of the model that the weights come from."""
 
 import shutil
 from importlib import metadata
@@ -18,12 +18,13 @@ _FIELDS = ("license", "license_name", "license_link")
 
 
 def add_licences(folder: Path, base: str | None) -> Licence:
-    """Copy the licence of this code, and those of the base model, into an export.
+    """Copy the licence of this code, and the licences of the base model, into an export.
 
     Args:
-        base: as `Origin.base`; None = unknown.
+        base: the base model as in `Origin.base`; None = unknown.
 
-    Returns: what the base model's card says of its licence, `unknown` where there is none.
+    Returns:
+        What the base model's card says of its licence; `unknown` where it says nothing.
     """
     shutil.copyfile(own_licence(), folder / "LICENSE")
     files, fields = _of_base(base)
@@ -34,19 +35,19 @@ def add_licences(folder: Path, base: str | None) -> Licence:
 
 
 def own_licence() -> Path:
-    """The licence of this package, installed or in a clone."""
+    """The licence file of this package, installed or in a clone."""
     return next(iter(_of_distribution("pod-kv")), Path(pod.__file__).parents[1] / "LICENSE")
 
 
 def _of_base(base: str | None) -> tuple[list[Path], dict[str, Any]]:
-    """Licence files, and what a card says."""
+    """The licence files of the base model, and what its card says of the licence."""
     if base is None:
         return [], {}
     return _of_package(base) if base.startswith(PACKAGE) else _of_model(base)
 
 
 def _of_package(base: str) -> tuple[list[Path], dict[str, Any]]:
-    """Of a model inside an installed package."""
+    """Files and fields of a model inside an installed package."""
     module = base.removeprefix(PACKAGE)
     for name in metadata.packages_distributions().get(module, []):
         about = metadata.metadata(name).json
@@ -66,20 +67,20 @@ def _of_distribution(name: str) -> list[Path]:
 
 
 def _of_model(base: str) -> tuple[list[Path], dict[str, Any]]:
-    """Of a folder, or of a hub id: from the hub, or from what is on this machine."""
+    """Files and fields of a folder or a hub id. The latter are taken from the hub, or from this machine."""
     folder = Path(base).expanduser()
     if not folder.is_dir():
         try:
             patterns = ["README.md", *(f"{name}*" for name in _NAMES)]
             folder = Path(snapshot_download(base, allow_patterns=patterns))
-        except (OSError, ValueError):  # no such model, no network and nothing on this machine
+        except (OSError, ValueError):  # there is no such model, or no network and nothing on this machine
             return [], {}
     try:
         fields = metadata_load(folder / "README.md") or {}
-    except (OSError, ValueError, yaml.YAMLError):  # none, or one that says nothing
+    except (OSError, ValueError, yaml.YAMLError):  # there is no card, or it says nothing
         fields = {}
     found = sorted(file for file in folder.iterdir() if file.is_file() and _is_licence(file.name))
-    # an export's own LICENSE is that of its code
+    # An export's own LICENSE is the licence of its code.
     of_base = [file for file in found if file.name.startswith(_OF_BASE)]
     is_export = (folder / "llama.py").is_file()
     return of_base if is_export else found, {name: fields[name] for name in _FIELDS if fields.get(name)}

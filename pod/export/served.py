@@ -1,17 +1,17 @@
-"""A model as serving engines load it: standard names, a window per layer, and constant sinks folded into biases.
+"""A model as serving engines load it: standard names, a window per layer, constant sinks folded into biases.
 
-Engines keep one table of blocks per layer, so that a plan must give all heads of a layer the same role: they lead, or
-they keep their window. The folder is a *stock* model where one computes the same: Llama, Qwen2 and Qwen3, and
-GraniteSWA, a Llama with windows, a sink in every layer, biases and factors. Only Qwen3 with windows or sinks has none:
-it names the architecture of `integrations/vllm`.
+Engines keep one table of blocks per layer. A plan must therefore give all heads of a layer the same role:
+they lead, or they keep their window. The folder is a *stock* model where one computes the same: Llama, Qwen2,
+Qwen3 or GraniteSWA, which is a Llama with windows, a sink in every layer, biases and factors. Only for Qwen3
+with windows or sinks there is no stock model: its folder names the architecture of `integrations/vllm`.
 
-A constant sink is a logit ``s`` per query head and a value ``u`` per KV head, as one more token of every window. The
-value needs no support of an engine, since the probabilities sum to 1:
+A constant sink is a logit ``s`` per query head and a value ``u`` per KV head. It acts as one more token of
+every window. The value needs no support of an engine, since the probabilities sum to 1:
 
     sum_j p_j v_j + p_s u  =  sum_j p_j (v_j - u) + u
 
-So ``u`` is subtracted from the bias of ``v_proj``, and ``W_o u`` is added to the bias of ``o_proj``. What remains is a
-softmax with one more logit, `self_attn.sinks`, as gpt-oss has it.
+So ``u`` is subtracted from the bias of ``v_proj``, and ``W_o u`` is added to the bias of ``o_proj``. What
+remains is a softmax with one more logit, `self_attn.sinks`, as gpt-oss has it.
 """
 
 from pathlib import Path
@@ -29,23 +29,29 @@ from pod.modeling.shipped.llama import PodForCausalLM
 
 OWN_TYPE = "pod_served"
 OWN_ARCHITECTURE = "PodServedForCausalLM"
-"""What the plugin in `integrations/vllm` registers. transformers does not know the type, and refuses it."""
+"""The architecture that the plugin in `integrations/vllm` registers.
+
+transformers does not know its type, and refuses it.
+"""
 MARK = "pod_export"
-"""Field of config.json that tells such a folder from one that others made."""
+"""The field of config.json that tells such a folder from one that others made."""
 NO_SINK = -1e4
-"""Logit of a layer without a sink, where the architecture has one in every layer: its share is zero in every dtype."""
+"""The logit of a layer without a sink, for an architecture with a sink in every layer.
+
+Its share in the softmax is zero in every dtype.
+"""
 _WAY_OUT = "make one with explore.target=vllm"
 
 
 class Target(NamedTuple):
-    """What a folder says it is: transformers goes by `model_type`, vLLM by `architecture`."""
+    """What a folder says that it is: transformers goes by `model_type`, vLLM by `architecture`."""
 
     model_type: str
     architecture: str
 
     @property
     def needs_plugin(self) -> bool:
-        """Whether vLLM needs the plugin; stock models with windows in Qwen3's layers do, too."""
+        """Whether vLLM needs the plugin. It does also for a stock Qwen3 whose layers have windows."""
         return self.architecture == OWN_ARCHITECTURE
 
     @property
@@ -59,10 +65,10 @@ OWN = Target(OWN_TYPE, OWN_ARCHITECTURE)
 
 
 def windows_of_layers(config: PodConfig) -> list[int | None]:
-    """Per layer the tokens that it sees and keeps, the current one included; None = all.
+    """For each layer the number of tokens that it sees and keeps, the current one included; None = all.
 
     Raises:
-        ValueError: heads of one layer with different roles, or heads that follow.
+        ValueError: heads of one layer have different roles, or a head follows.
     """
     windows = []
     for layer, row in enumerate(config.sharing_plan.lead):
@@ -84,7 +90,10 @@ def windows_of_layers(config: PodConfig) -> list[int | None]:
 
 
 def check_servable(config: PodConfig) -> None:
-    """Raise ValueError, with what to do, unless engines can compute what a model with this configuration does."""
+    """Raise ValueError unless engines can compute what a model with this configuration does.
+
+    The message says what to do.
+    """
     if config.layout == "cla":
         raise ValueError(
             "layout = 'cla' shares keys and values between layers, which vLLM cannot: use export.format=hf"
@@ -126,13 +135,13 @@ def _check_family(config: PodConfig) -> None:
     found = [name for name, differs in others.items() if differs]
     if found:
         raise ValueError(
-            f"{found[0]} = {getattr(config, found[0])!r}: exports for vLLM are of the families Llama, Mistral, "
-            "Qwen2, Qwen3, Granite and SmolLM3 only; use export.format=hf"
+            f"{found[0]} = {getattr(config, found[0])!r}: exports for vLLM are of the families "
+            "Llama, Mistral, Qwen2, Qwen3, Granite and SmolLM3 only; use export.format=hf"
         )
 
 
 def _is_granite(config: PodConfig) -> bool:
-    """Whether the model has factors, or layers that do not rotate, as only Granite's architecture has them."""
+    """Whether the model has factors, or layers that do not rotate. Only Granite's architecture has them."""
     scale = config.attention_multiplier
     return (
         (config.embedding_multiplier, config.residual_multiplier, config.logits_scaling) != (1.0, 1.0, 1.0)
@@ -142,10 +151,11 @@ def _is_granite(config: PodConfig) -> bool:
 
 
 def target_of(config: PodConfig) -> Target:
-    """The stock model that computes the same in transformers and vLLM, else the plugin's.
+    """The stock model that computes the same in transformers and vLLM, else the plugin's model.
 
-    transformers has windows per layer in Qwen2 and Qwen3, vLLM in Llama. A Llama is a Qwen2 whose biases are zero, so
-    one folder serves both: they choose their code by different fields of config.json.
+    transformers has windows per layer in Qwen2 and Qwen3, vLLM has them in Llama. A Llama is a Qwen2 whose
+    biases are zero. One folder therefore serves both: they choose their code by different fields of
+    config.json.
     """
     has_windows = any(window is not None for window in windows_of_layers(config))
     has_sinks = bool(config.sink_layers)
@@ -184,10 +194,10 @@ def served_config(config: PodConfig, dtype: torch.dtype) -> dict[str, Any]:
         MARK: "vllm",
     }
     if target == Target("qwen2", "LlamaForCausalLM"):
-        content["qkv_bias"] = True  # read by vLLM's Llama
+        content["qkv_bias"] = True  # vLLM's Llama reads this
     if target == GRANITE:
         content |= _granite_fields(config)
-        content["sliding_window"] = length or config.max_position_embeddings  # transformers wants one
+        content["sliding_window"] = length or config.max_position_embeddings  # transformers wants a number
     if target.needs_plugin:
         content["qkv_bias"] = "q" in _biases(config)
         content["qk_norm"] = config.qk_norm
@@ -196,7 +206,10 @@ def served_config(config: PodConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _granite_fields(config: PodConfig) -> dict[str, Any]:
-    """Fields of `granite_swa` that are called otherwise here: the factor of attention, and RoPE's base of each layer (0 = none)."""
+    """Fields of `granite_swa` that have other names here.
+
+    They are the factor of attention, and the base of RoPE in each layer (0 = none).
+    """
     thetas = []
     for layer in range(config.num_hidden_layers):
         rope = config.rope_of(layer)
@@ -220,7 +233,10 @@ def _biases(config: PodConfig) -> str:
 
 
 def served_weights(model: PodForCausalLM) -> dict[str, Tensor]:
-    """The weights by their standard names, with sinks folded, and zeros where the target has a bias and the model none."""
+    """The weights by their standard names, with sinks folded into the biases.
+
+    Where the target has a bias and the model has none, it is zeros.
+    """
     config = model.config
     weights = {name: weight.detach() for name, weight in model.state_dict().items()}
     if config.tie_word_embeddings:
@@ -243,7 +259,8 @@ def served_weights(model: PodForCausalLM) -> dict[str, Tensor]:
 def _fold(weights: dict[str, Tensor], attention: str, groups: int) -> None:
     """Move a layer's sink values into its biases.
 
-    What the biases of the values really subtract, rounded as they are stored, is what the bias of the output adds.
+    The biases of the values are rounded when they are stored. The bias of the output adds exactly what they
+    really subtract.
     """
     values = weights.pop(f"{attention}sink_values")
     before = weights[f"{attention}v_proj.bias"]
@@ -259,7 +276,10 @@ def _fold(weights: dict[str, Tensor], attention: str, groups: int) -> None:
 
 @torch.no_grad()
 def write_served(model: PodForCausalLM, folder: Path, max_shard_size: str) -> None:
-    """Write configuration, generation configuration and weights into an existing folder. Errors as in `check_servable`."""
+    """Write configuration, generation configuration and weights into an existing folder.
+
+    Errors are those of `check_servable`.
+    """
     check_servable(model.config)
     write_json(folder / "config.json", served_config(model.config, model.dtype))
     if model.generation_config is not None:

@@ -1,4 +1,4 @@
-"""What the model card of an export for serving engines says of them."""
+"""What the model card of an export for serving engines says of these engines."""
 
 from collections.abc import Iterator
 
@@ -6,21 +6,21 @@ from pod.export.served import GRANITE, OWN, Target, target_of, windows_of_layers
 from pod.modeling.shipped.config import PodConfig
 
 VLLM, TRANSFORMERS, SGLANG = "0.32.0", "5.23.0", "0.5.23"
-"""Versions that exports were tried with: vLLM on CPUs, in float32. SGLang's source was read."""
+"""The versions that exports were tried with: vLLM on CPUs, in float32. SGLang's source was only read."""
 PLUGIN = "pip install 'pod-kv[vllm]'"
-"""Or `pip install ./integrations/vllm` in a clone, which brings the plugin alone."""
+"""How to install the plugin. In a clone, `pip install ./integrations/vllm` brings the plugin alone."""
 
 
 def serving(config: PodConfig) -> str:
-    """How to serve it, and which engines were tried with models of its kind."""
+    """How to serve the model, and which engines were tried with models of its kind."""
     target = target_of(config)
     install = f"{PLUGIN}  # once: vLLM finds the plugin by itself\n" if target.needs_plugin else ""
     lines = [
         "## How to serve it",
         f"```\n{install}vllm serve NAME  # the folder or hub id of this model\n```",
         _kept(config),
-        "Engines that were tried with models of this kind (not with this model itself), in float32. Greedy tokens "
-        "and log-likelihoods of prompts were those of pod-kv:",
+        "Engines that were tried with models of this kind (not with this model itself), in float32. "
+        "Greedy tokens and log-likelihoods of prompts were those of pod-kv:",
         "\n".join(["| engine | version | how |", "|---|---|---|", *_engines(target)]),
     ]
     return "\n\n".join(lines)
@@ -31,13 +31,14 @@ def serving_limits(config: PodConfig) -> Iterator[str]:
     target = target_of(config)
     if target == GRANITE:
         yield (
-            f"SGLang {SGLANG} has this architecture, but without biases in attention, which it skips without a word: "
-            "it computes another model (read in its source, not run)."
+            f"SGLang {SGLANG} has this architecture, but without biases in attention, "
+            "which it skips without a word: it computes another model (read in its source, not run)."
         )
     elif any(window is not None for window in windows_of_layers(config)):
         yield (
-            f"Engines that do not read `layer_types`, as SGLang {SGLANG}, compute full attention in every layer, which "
-            "is another model and needs the memory of the original one (read in its source, not run)."
+            f"Engines that do not read `layer_types`, as SGLang {SGLANG}, compute full attention "
+            "in every layer, which is another model and needs the memory of the original one "
+            "(read in its source, not run)."
         )
     if target in (GRANITE, OWN):
         yield "pod-kv loads the other export of this model (`export.format=hf`), not this folder."

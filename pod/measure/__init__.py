@@ -1,2 +1,5 @@
-"""Time and memory of whole models, and on which machine: who decodes how fast, what a pass takes, how many rows fit. Nothing here knows of
-evaluations."""
+"""Time and memory of whole models, and the machine on which they were measured.
+
+The modules measure who decodes how fast, what a pass takes, and how many rows fit. Nothing here knows of
+evaluations.
+"""

@@ -1,4 +1,4 @@
-"""Caches that hold random tokens: time and bytes of decoding do not depend on what a prompt said."""
+"""Fill caches with random tokens: time and bytes of decoding do not depend on what a prompt said."""
 
 from typing import Any
 
@@ -13,11 +13,15 @@ from pod.modeling.shipped.rows import GroupedCache
 from pod.modeling.shipped.stores import TokenStore
 
 _CHUNK = 1 << 26  # random numbers written to a store at a time
-_LOUD = 100.0  # standard deviation of window keys whose logits drown those of distant tokens, also of small queries
+# Standard deviation of window keys whose logits drown those of distant tokens, also when queries are small.
+_LOUD = 100.0
 
 
 def is_filled_directly(cache: Any) -> bool:
-    """Whether ``fill`` writes into the stores of a cache, so that no prompt is read: what it holds follows from the plan alone."""
+    """Whether ``fill`` writes into the stores of a cache, so that no prompt is read.
+
+    It does so where the plan alone decides what the cache holds.
+    """
     if type(cache) not in (PodCache, GroupedCache) or getattr(cache, "chunks", None) is not None:
         return False
     layer = cache.new_layer(0)
@@ -26,19 +30,18 @@ def is_filled_directly(cache: Any) -> bool:
 
 @torch.no_grad()
 def fill(model: Any, cache: Any, batch: int, length: int, skip_share: float = 0.0) -> None:
-    """Let a cache hold ``length`` random tokens in each of ``batch`` rows, more than one.
+    """Let a cache hold ``length`` random tokens, more than one, in each of ``batch`` rows.
 
     Args:
-        skip_share: this share of the following pairs, spread over the layers, gets window keys so loud that proximal
-            tokens hold nearly all attention of their query heads.
+        skip_share: the share of the following pairs, spread over the layers, that get very large window keys.
+            Proximal tokens then hold nearly all attention of their query heads.
     """
     if not is_filled_directly(cache):
         with without_attention(model):
             model(input_ids=random_rows(model, batch, length), past_key_values=cache, logits_to_keep=1)
         return
-    model(
-        input_ids=random_rows(model, batch, 1), past_key_values=cache, logits_to_keep=1
-    )  # stores take their place
+    # Reading one token makes the stores take their place.
+    model(input_ids=random_rows(model, batch, 1), past_key_values=cache, logits_to_keep=1)
     weight = model.lm_head.weight
     step, _ = cache.begin_step(weight.new_empty(batch, length - 1, 0), None, None)
     for piece in cache.pieces(step):
@@ -48,7 +51,7 @@ def fill(model: Any, cache: Any, batch: int, length: int, skip_share: float = 0.
 
 
 def _fill_layers(layers: list[Any], length: int, weight: Tensor, skip_share: float) -> None:
-    """See ``fill``; the first token is there."""
+    """Fill the stores of these layers as ``fill`` says. The first token is already there."""
     generators: dict[torch.device, torch.Generator] = {}
     seen = 0.0
     for layer in layers:
@@ -68,9 +71,16 @@ def _fill_layers(layers: list[Any], length: int, weight: Tensor, skip_share: flo
 def _append_random(
     store: TokenStore, length: int, factor: Tensor | float, like: Tensor, generator: torch.Generator
 ) -> None:
-    """Random tokens behind the first, times a factor per head, a part at a time, of the dtype and device of ``like``."""
+    """Append random tokens behind the first one, a part at a time.
+
+    Args:
+        length: tokens that the store holds in the end.
+        factor: multiplies the numbers of each head.
+        like: has the dtype and the device of the numbers.
+    """
     batch, heads, _, head_dim = store.shape
-    overwrites = type(store) is TokenStore and store.has_window  # what a packed window drops it still counts
+    # A packed window still counts what it drops, so that only a plain one may leave tokens out.
+    overwrites = type(store) is TokenStore and store.has_window
     size = max(1, _CHUNK // (batch * heads * head_dim) // 64) * 64
     for first in range(1, length, size):
         rows = min(size, length - first)

@@ -1,4 +1,4 @@
-"""Where and when something was measured: machine, versions, commit."""
+"""Where and when something was measured: the machine, the versions and the commit."""
 
 import datetime
 import os
@@ -34,7 +34,7 @@ def environment() -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """Of an installed package; None where it is not."""
+    """The version of an installed package; None where it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -42,7 +42,10 @@ def version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Commit of the checkout that this package runs from, `+` when files differ from it; None outside a checkout."""
+    """The commit of the checkout that this package runs from; None outside a checkout.
+
+    It ends in `+` when files differ from the commit.
+    """
     describe = ("describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*")
     asked = ["git", "-C", str(_ROOT), *describe]
     try:

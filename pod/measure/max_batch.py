@@ -1,10 +1,14 @@
-"""The largest batch that fits, or the longest prompt, by trying (PoD Table 3, D2O Table 3; as FlexGen and LCKV measure it).
+"""The largest batch that fits, or the longest prompt, found by trying.
 
-A try reads a random prompt of x tokens per row into the method's cache and decodes y tokens of every row, one at a time. It fits when the
-GPU does not run out of memory, or when weights, cache and activations stay below a number of bytes. Two small tries tell the bytes per
-row and so where to look; bisection does the rest.
+This is measured in PoD Table 3 and D2O Table 3, in the way of FlexGen and LCKV.
 
-Batches are whole numbers, 41 and 57 rows are 1.39x where bytes allow 1.41x; so the rows that would fit if rows could be cut are told too.
+A try reads a random prompt of x tokens per row into the method's cache, and decodes y tokens of every row,
+one at a time. It fits when the GPU does not run out of memory, or when weights, cache and activations stay
+below a number of bytes. Two small tries tell the bytes per row, and so where to look. Bisection does the
+rest.
+
+Batches are whole numbers: 41 and 57 rows are 1.39x where bytes allow 1.41x. Therefore the result also has the
+number of rows that would fit if rows could be cut.
 """
 
 import collections
@@ -22,10 +26,17 @@ _KEPT = 200  # characters of an error
 
 
 class Tries:
-    """What is known about the batches of one method: does one fit, and with how many bytes.
+    """What is known about the batches of one method: whether they fit, and how many bytes they take.
 
-    make_cache: a new cache; prompt, generated: tokens per row that are read and decoded; limit: bytes that weights, cache and activations
-    may take, None = until the GPU is full. peaks: batch → peak bytes of tries that fitted; failed: batch → why it did not.
+    Args:
+        make_cache: makes a new cache.
+        prompt: tokens per row that are read.
+        generated: tokens per row that are decoded.
+        limit: bytes that weights, cache and activations may take; None = until the GPU is full.
+
+    Attributes:
+        peaks: batch → peak bytes of a try that fitted.
+        failed: batch → why a try did not fit.
     """
 
     def __init__(
@@ -44,7 +55,7 @@ class Tries:
         self.failed: dict[int, str] = {}
 
     def fits(self, batch: int) -> bool:
-        """Try a batch, once. Raises: whatever is no lack of memory."""
+        """Whether a batch fits. Each batch is tried once. Errors that are no lack of memory are raised."""
         if batch not in self.peaks and batch not in self.failed:
             try:
                 self.peaks[batch] = self._peak(batch)
@@ -56,14 +67,18 @@ class Tries:
         return batch in self.peaks
 
     def _passes(self, cache: Any, token: Tensor) -> Iterator[None]:
-        """Rows are read into a new cache, then tokens decoded; the last new token is never fed."""
+        """Read rows into a new cache, then decode tokens: one per step. The last new token is never fed."""
         for _ in range(self.generated):
             token = next_token(self.model, cache, token)
             yield
 
     @torch.no_grad()
     def _peak(self, batch: int) -> int:
-        """Peak bytes of a try, weights included. Raises: MemoryError beyond the limit, or what CUDA raises."""
+        """The peak bytes of a try, weights included.
+
+        Raises:
+            MemoryError: the peak is beyond the limit. Without a limit, CUDA raises its own error.
+        """
         room = None if self.limit is None else self.limit - self.weights
         if room is not None and room < 0:
             raise MemoryError(f"the weights alone take {self.weights:,} bytes")
@@ -72,12 +87,15 @@ class Tries:
             return self.weights + max(meter.restart() for _ in self._passes(cache, rows))
 
     def _start(self, batch: int) -> tuple[Tensor, Any]:
-        """What a try reads, and a new cache for it."""
+        """The rows that a try reads, and a new cache for it."""
         return random_rows(self.model, batch, self.prompt, self.seed), self.make_cache()
 
     @torch.no_grad()
     def throughput(self, batch: int) -> dict[str, float]:
-        """Generated tokens per second of all rows: of the whole (reading the prompt included, as FlexGen counts), and of decoding alone."""
+        """Generated tokens per second of all rows: of the whole, and of decoding alone.
+
+        The whole includes reading the prompt, as FlexGen counts it.
+        """
         rows = random_rows(self.model, batch, self.prompt, self.seed)
         passes = self._passes(self.make_cache(), rows)
         began = now(rows.device)
@@ -92,16 +110,19 @@ class Tries:
         return rates
 
     def _free(self) -> None:
-        """Give a try's memory back, also what a failed one left in cycles."""
+        """Give a try's memory back, also what a failed try left in reference cycles."""
         if next(self.model.parameters()).is_cuda:
             gc.collect()
             torch.cuda.empty_cache()
 
 
 class LongTries(Tries):
-    """Tries of one row, as long as so many times ``prompt`` tokens: the longest prompt that fits (IMDC Table 1).
+    """Tries of one long row, for the longest prompt that fits (IMDC Table 1).
 
-    make_cache: tokens → a new cache.
+    The row of a try has ``batch`` times ``prompt`` tokens.
+
+    Args:
+        make_cache: makes a new cache for a number of tokens.
     """
 
     def _start(self, batch: int) -> tuple[Tensor, Any]:
@@ -110,7 +131,7 @@ class LongTries(Tries):
 
 
 def random_rows(model: Any, batch: int, length: int, seed: int = 0) -> Tensor:
-    """[batch, length] random tokens on the model's device."""
+    """Random tokens [batch, length] on the model's device."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(model.config.vocab_size, (batch, length), generator=generator)
     return tokens.to(next(model.parameters()).device)
@@ -119,8 +140,9 @@ def random_rows(model: Any, batch: int, length: int, seed: int = 0) -> Tensor:
 def search(tries: Tries, most: int) -> dict[str, Any]:
     """The largest batch up to `most` rows that fits, with the tries.
 
-    Returns: {batch, fractional_batch, bytes_per_row, peak_bytes, failed, most_reached}; batch = 0 when not one row fits. `most_reached`: so
-    many rows fit that no more were tried.
+    Returns:
+        {batch, fractional_batch, bytes_per_row, peak_bytes, failed, most_reached}. `batch` is 0 when not one
+        row fits. `most_reached` says that `most` rows fit, so that no more were tried.
     """
     limit, guess = memory_limit(tries), 1
     if most > 1 and all(tries.fits(batch) for batch in (1, 2)):
@@ -140,7 +162,10 @@ def search(tries: Tries, most: int) -> dict[str, Any]:
 
 
 def memory_limit(tries: Tries) -> int | None:
-    """Bytes that weights, cache and activations may take: the limit asked for, or what the GPU has left; None on a CPU without a limit."""
+    """The bytes that weights, cache and activations may take.
+
+    It is the limit that was asked for, or what the GPU has left. It is None on a CPU without a limit.
+    """
     device = next(tries.model.parameters()).device
     if tries.limit is not None or device.type != "cuda":
         return tries.limit
@@ -148,7 +173,10 @@ def memory_limit(tries: Tries) -> int | None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or what led to it, is a lack of memory: a graph that is being captured raises another error behind it."""
+    """Whether an error, or what led to it, is a lack of memory.
+
+    What led to it is asked too, because a graph that is being captured raises another error behind it.
+    """
     while error is not None:
         text = str(error)
         if (
@@ -163,7 +191,10 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def largest(fits: Callable[[int], bool], guess: int, most: int = sys.maxsize) -> int:
-    """The largest batch (of at most `most`) that fits, 0 when not even one does: from a guess outwards, then by bisection."""
+    """The largest batch of at most `most` rows that fits; 0 when not even one row fits.
+
+    The search goes outwards from a guess, then by bisection.
+    """
     low, high, batch, width = 0, most + 1, guess, 1
     while high - low > 1:
         batch = min(max(batch, low + 1), high - 1)
@@ -171,7 +202,7 @@ def largest(fits: Callable[[int], bool], guess: int, most: int = sys.maxsize) ->
             low = batch
         else:
             high = batch
-        if high > most:  # nothing was too large yet
+        if high > most:  # no batch was too large yet
             batch = low + width
         else:
             batch = high - width if low == 0 else (low + high) // 2
@@ -180,12 +211,15 @@ def largest(fits: Callable[[int], bool], guess: int, most: int = sys.maxsize) ->
 
 
 def bytes_per_row(peaks: dict[int, int]) -> float:
-    """Slope of the line through the smallest and the largest batch tried."""
+    """The slope of the line through the smallest and the largest batch that were tried and fitted."""
     first, last = min(peaks), max(peaks)
     return (peaks[last] - peaks[first]) / (last - first)
 
 
 def fractional(peaks: dict[int, int], limit: float) -> float:
-    """Rows that would fit into `limit` bytes if they could be cut, by the line through the smallest and the largest batch tried."""
+    """The number of rows that would fit into `limit` bytes if rows could be cut.
+
+    It follows from the line through the smallest and the largest batch that were tried and fitted.
+    """
     last = max(peaks)
     return last + (limit - peaks[last]) / bytes_per_row(peaks)

@@ -1,7 +1,8 @@
-"""Peak memory of a model's passes, split into weights, keys and values by part, and activations; the same on CPU and GPU.
+"""Peak memory of a model's passes, on CPU and GPU alike.
 
-On CUDA the allocator counts. Elsewhere every storage that an operation makes is counted once while it lives, which is what an allocator
-without slack would hold; what a library's kernel takes and gives back inside one operation is seen on CUDA only.
+It is split into weights, keys and values by part, and activations. On CUDA the allocator counts. Elsewhere
+every storage that an operation makes is counted once while it lives: an allocator without slack would hold as
+much. Memory that a library's kernel takes and gives back inside one operation is seen on CUDA only.
 """
 
 import time
@@ -20,9 +21,12 @@ ALLOCATOR, STORAGES = "CUDA allocator", "live storages"
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of all tensors that operations made and that live, each storage once, and their peak.
+    """Counts the bytes of all tensors that operations made and that live, and their peak.
 
-    limit: bytes; MemoryError by the operation with which the peak exceeds it.
+    Each storage counts once.
+
+    Args:
+        limit: bytes. The operation with which the peak exceeds it raises MemoryError.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -36,7 +40,7 @@ class LiveBytes(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf.untyped_storage())
-        if self.now > self.peak:  # some of these may be gone
+        if self.now > self.peak:  # some of the counted storages may be gone
             self._forget_dead()
             self.peak = max(self.peak, self.now)
             if self.limit is not None and self.peak > self.limit:
@@ -56,21 +60,24 @@ class LiveBytes(TorchDispatchMode):
             self.now -= self.live.pop(key)[1]
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """These were there before: views of them, which operations return too, count nothing."""
+        """Do not count these tensors, which were there before, nor views of them that operations return."""
         for storage in (tensor.untyped_storage() for tensor in tensors):
             self.live[storage._cdata] = StorageWeakRef(storage), 0
 
     def restart(self) -> None:
-        """The peak counts from now on."""
+        """Let the peak count from now on."""
         self._forget_dead()
         self.peak = self.now
 
 
 class Meter:
-    """Context: peak bytes beyond those that were held when it began.
+    """A context that measures the peak bytes beyond those that were held when it began.
 
-    model: its weights are not counted. limit: bytes of this peak; more of them are a MemoryError (on CUDA at the next `restart`).
-    Of a model on several GPUs the peaks of all are added, which need not come at the same time.
+    For a model on several GPUs the peaks of all are added, though they need not come at the same time.
+
+    Args:
+        model: its weights are not counted.
+        limit: bytes of this peak. More of them raise MemoryError (on CUDA at the next `restart`).
     """
 
     def __init__(self, model: Any, limit: int | None = None):
@@ -96,13 +103,13 @@ class Meter:
 
     @property
     def peak(self) -> int:
-        """Bytes, since the beginning or the last `restart`."""
+        """The peak in bytes since the beginning or the last `restart`."""
         if self._live is not None:
             return self._live.peak
         return sum(map(torch.cuda.max_memory_allocated, self.devices)) - self._before
 
     def restart(self) -> int:
-        """Begin a new stretch; returns the peak of the one that ends."""
+        """Begin a new stretch. Returns the peak in bytes of the one that ends."""
         peak = self.peak
         if self._live is not None:
             self._live.restart()
@@ -115,7 +122,7 @@ class Meter:
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of parameters and buffers, tied ones once."""
+    """Bytes of parameters and buffers. Tied ones count once."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
@@ -130,11 +137,17 @@ def free_memory(device: torch.device) -> int:
 
 @torch.no_grad()
 def measure(model: Any, make_cache: Callable[[], Any], prompt: Tensor, steps: int) -> dict[str, Any]:
-    """Peak bytes while a prompt [B, n] is read into a new cache, and while `steps` tokens per row are decoded behind it.
+    """Peak bytes while a prompt is read into a new cache, and while tokens are decoded behind it.
 
-    Returns: {counted_by, weights, prefill, decode}; the two phases have peak = weights + kv + activations and kv_by_part. `kv` is what the
-    cache holds at the end of the decoder layer in which the peak lies; keys and values that a method lets go before that, as those of a
-    prompt that it compresses, are activations.
+    Args:
+        prompt: [B, n].
+        steps: tokens to decode per row.
+
+    Returns:
+        {counted_by, weights, prefill, decode}. The last two are phases: each has peak = weights + kv +
+        activations, and kv_by_part. `kv` is what the cache holds at the end of the decoder layer in which the
+        peak lies. Keys and values that a method lets go before that are activations, for example those of a
+        prompt that it compresses.
     """
     weights, stretches = weight_bytes(model), list[tuple[int, dict[str, int]]]()
     result: dict[str, Any] = {"counted_by": ALLOCATOR if prompt.is_cuda else STORAGES, "weights": weights}
@@ -164,13 +177,13 @@ def measure(model: Any, make_cache: Callable[[], Any], prompt: Tensor, steps: in
 
 
 def next_token(model: Any, cache: Any, fed: Tensor) -> Tensor:
-    """The most likely next token [B, 1] of every row once `fed` [B, n] is read into the cache."""
+    """The most likely next token [B, 1] of every row, after `fed` [B, n] is read into the cache."""
     output = model(input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return output.logits[:, -1].argmax(-1, keepdim=True)
 
 
 def now(device: torch.device) -> float:
-    """Seconds of a clock, once the device has done what it was given."""
+    """The seconds of a clock, read when the device has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,4 +1,7 @@
-"""Time to first token and decode speed, side by side: all methods in one process, their repeats interleaved, one step at a time."""
+"""Time to first token and decode speed of methods, side by side.
+
+All methods run in one process. Their repeats are interleaved, one step at a time.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +23,10 @@ T = TypeVar("T")
 class Contestant:
     """A model with a filled cache, and the next token to feed.
 
-    prompt_seconds: of every timed reading of the prompt; seconds: of every timed repeat of decoding. failed: why it is out.
+    Attributes:
+        prompt_seconds: the seconds of every timed reading of the prompt.
+        seconds: the seconds of every timed repeat of decoding.
+        failed: why it is out; None while it is in the race.
     """
 
     name: str
@@ -33,7 +39,7 @@ class Contestant:
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """What goes wrong within is kept in `failed`: one method's failure must not lose the others."""
+        """Keep an error of the block in `failed`, because one method's failure must not lose the others."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - compilers and drivers raise anything
@@ -41,7 +47,10 @@ class Contestant:
 
     @torch.no_grad()
     def decode(self, steps: int) -> float:
-        """Greedy decoding of `steps` tokens per row, by the cache's engine if it has one; returns the seconds that it took."""
+        """Decode `steps` tokens per row greedily, by the cache's engine if it has one.
+
+        Returns the seconds that it took.
+        """
         token, engine = self.token, getattr(self.cache, "engine", None)
         assert token is not None, "fill() comes first"
         began = now(token.device)
@@ -61,7 +70,10 @@ def _no_attention(call: Call) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def without_attention(model: Any) -> Iterator[None]:
-    """Prompts are read with an attention that gives zeros (the backend ``zeros``): projections, methods and packing work as ever."""
+    """Let prompts be read with an attention that gives zeros (the backend ``zeros``) while the block runs.
+
+    Projections, methods and packing work as ever.
+    """
     IMPLEMENTATIONS["zeros"] = Implementation(_no_attention, lambda call: None)
     before, model.config.attention_backend = model.config.attention_backend, "zeros"
     try:
@@ -73,37 +85,42 @@ def without_attention(model: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def warm_up(model: Any, prompt: Tensor) -> None:
-    """A short pass without a cache."""
+    """Run a short pass without a cache."""
     model(input_ids=prompt[:, :_WARM_UP_TOKENS], use_cache=False, logits_to_keep=1)
 
 
 @torch.no_grad()
 def fill(contestant: Contestant, prompt: Tensor) -> None:
-    """Read the prompt [B, n] into the cache, a new one, and time it up to the first token: the method's compression included."""
+    """Read the prompt [B, n] into the cache, a new one, and time it up to the first token.
+
+    The time includes the method's compression.
+    """
     began = now(prompt.device)
     contestant.token = next_token(contestant.model, contestant.cache, prompt)
     contestant.prompt_seconds.append(now(prompt.device) - began)
 
 
 def race(contestants: Sequence[Contestant], steps: int, repeats: int) -> None:
-    """One warm-up round, then `repeats` timed rounds; every round lets each contestant decode `steps` tokens, in turns.
+    """Run one warm-up round, then `repeats` timed rounds.
 
-    The order moves by one from round to round, so that no one always runs on another's warm or cold caches. Whoever fails is out, and the
-    others go on.
+    In every round each contestant decodes `steps` tokens, in turns. The order moves by one from round to
+    round, so that no one always runs on another's warm or cold caches. Whoever fails is out, and the others
+    go on.
     """
     for turn in range(repeats + 1):
         for one in in_turns(contestants, turn):
             with one.trying():
                 if one.failed is None:
+                    # The first timed round, turn 1, drops the seconds of the warm-up.
                     one.seconds = ([] if turn < 2 else one.seconds) + [one.decode(steps)]
 
 
 def in_turns(items: Sequence[T], turn: int) -> list[T]:
-    """The order of a round."""
+    """The items in the order of a round."""
     shift = turn % max(1, len(items))
     return [*items[shift:], *items[:shift]]
 
 
 def spread(values: Sequence[float]) -> dict[str, float | int]:
-    """Median, minimum, maximum and count of repeated measurements."""
+    """The median, minimum, maximum and count of repeated measurements."""
     return {"median": median(values), "min": min(values), "max": max(values), "repeats": len(values)}

@@ -7,8 +7,8 @@ MODEL_TYPE = "pod_served"
 def register() -> None:
     """Tell vLLM the architecture, and transformers the type of its configuration.
 
-    vLLM calls this in each of its processes, and perhaps twice in one. The class is named as a string, so that
-    its module is imported only where such a model is loaded.
+    vLLM calls this in each of its processes, and perhaps twice in one. The class is named as a string, so
+    that its module is imported only where such a model is loaded.
     """
     from transformers import AutoConfig
     from vllm import ModelRegistry

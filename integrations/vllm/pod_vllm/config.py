@@ -1,9 +1,12 @@
-"""The configuration of an export: at the top of a module, since vLLM pickles it for its other processes."""
+"""The configuration of an export.
+
+It stands at the top of a module, since vLLM pickles it for its other processes.
+"""
 
 from transformers import LlamaConfig
 
 
 class PodServedConfig(LlamaConfig):
-    """Fields of Llama, and `layer_types`, `sliding_window`, `sink_layers`, `qkv_bias` and `qk_norm`."""
+    """The fields of Llama, and `layer_types`, `sliding_window`, `sink_layers`, `qkv_bias` and `qk_norm`."""
 
     model_type = "pod_served"

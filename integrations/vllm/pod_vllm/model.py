@@ -1,7 +1,8 @@
-"""The decoder of Llama, Mistral, Qwen2 and Qwen3 with a window and a sink per layer, built of vLLM's own layers.
+"""The decoder of Llama, Mistral, Qwen2 and Qwen3 with a window and a sink per layer, in vLLM's own layers.
 
-The configuration says of each layer whether it keeps a window (`layer_types`, `sliding_window`) and which layers have a
-sink (`sink_layers`): one logit per query head, `self_attn.sinks`, that is added to the softmax at every position.
+The configuration says whether each layer keeps a window (`layer_types`, `sliding_window`), and which layers
+have a sink (`sink_layers`). A sink is one logit per query head, `self_attn.sinks`, that is added to the
+softmax at every position.
 """
 
 from typing import Any
@@ -22,11 +23,11 @@ from vllm.model_executor.utils import set_weight_attrs
 
 
 class WindowAttention(nn.Module):
-    """Attention of one layer. Arguments as `LlamaDecoderLayer` gives them.
+    """The attention of one layer. It takes the arguments that `LlamaDecoderLayer` gives.
 
     Attributes:
-        sinks: `[query heads of this rank]`, or None.
-        q_norm, k_norm: norms of heads (Qwen3), or None.
+        sinks: the logits of the sink, `[query heads of this rank]`, or None.
+        q_norm, k_norm: the norms of heads (Qwen3), or None.
     """
 
     def __init__(
@@ -72,7 +73,8 @@ class WindowAttention(nn.Module):
             max_position=max_position_embeddings,
             rope_parameters=config.rope_parameters,
         )
-        # the layers above have checked that the ranks divide the heads; few KV heads are repeated on several ranks
+        # The layers above have checked that the ranks divide the heads. When there are fewer KV heads than
+        # ranks, they are repeated on several ranks.
         query_heads = num_heads // ranks
         key_value_heads = max(1, num_kv_heads // ranks)
         self.sizes = [heads * self.head_dim for heads in (query_heads, key_value_heads, key_value_heads)]
@@ -97,7 +99,7 @@ class WindowAttention(nn.Module):
         )
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[tokens]` and `[tokens, hidden]` to `[tokens, hidden]`."""
+        """From positions `[tokens]` and states `[tokens, hidden]` to the output `[tokens, hidden]`."""
         qkv, _ = self.qkv_proj(hidden_states)
         q, k, v = qkv.split(self.sizes, dim=-1)
         if self.q_norm is not None and self.k_norm is not None:
@@ -116,7 +118,7 @@ class WindowDecoderLayer(LlamaDecoderLayer):
 
 
 class PodServedForCausalLM(LlamaForCausalLM):
-    """Llama's model of the layers above; weights have Llama's names, and those of Qwen3's norms."""
+    """Llama's model with the layers above. Weights have Llama's names, and norms of heads have Qwen3's."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=WindowDecoderLayer)
