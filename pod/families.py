@@ -155,15 +155,18 @@ def stored_names(name: str, have: Container[str], config: Any) -> list[str]:
     Args:
         have: the names of all weights in the checkpoint.
     """
-    head, layer, own = name[: len(_LAYERS)], *name[len(_LAYERS) :].partition(".")[::2]
-    for theirs in _STORED.get(own, ()) if head == _LAYERS and name not in have else ():
-        experts = range(config.num_experts if "{}" in theirs[0] else 1)
-        names = [f"{head}{layer}.{one.format(i)}" for i in experts for one in theirs]
-        if names[0] in have:
-            return names
+    if name in have:
+        return [name]
+    if name.startswith(_LAYERS):
+        layer, _, own = name.removeprefix(_LAYERS).partition(".")
+        for theirs in _STORED.get(own, ()):
+            experts = range(config.num_experts if "{}" in theirs[0] else 1)
+            names = [f"{_LAYERS}{layer}.{one.format(i)}" for i in experts for one in theirs]
+            if names[0] in have:
+                return names
     bare = name.removeprefix("model.")  # a decoder that is saved without its head has such names
     inside = f"language_model.{name}", f"model.language_model.{bare}", bare
-    return [next((one for one in inside if one in have and name not in have), name)]
+    return [next((one for one in inside if one in have), name)]
 
 
 def read_weight(name: str, read: Callable[[str], Tensor], have: Container[str], config: Any) -> Tensor:
@@ -184,7 +187,9 @@ def read_weight(name: str, read: Callable[[str], Tensor], have: Container[str], 
         )
         inner = config.intermediate_size
         rows = {"q": (0, q), "k": (q, q + kv), "v": (q + kv, None), "gate": (0, inner), "up": (inner, None)}
-        return weights[0][slice(*rows[name.rsplit(".", 2)[1].removesuffix("_proj")])]
+        projection = name.rsplit(".", 2)[1].removesuffix("_proj")
+        first, end = rows[projection]
+        return weights[0][first:end]
     if len(stored) == 1:
         return weights[0]
     each = len(stored) // config.num_experts

@@ -143,8 +143,8 @@ class ModelArgs:
     def plan_file(self, output_dir: str | os.PathLike[str]) -> Path | None:
         """The file of the plan to use; None where there is none.
 
-        It is `plan` where that is set. Where the layout takes a plan, it is otherwise the one that `pod
-        explore` left in <output_dir>/plan.
+        It is `plan` where that is set. Otherwise, where the layout takes a plan, it is the one that
+        `pod explore` left in <output_dir>/plan.
 
         Raises:
             ValueError: `plan` is set and does not exist.

@@ -150,8 +150,8 @@ def run(
         estimate: gives the text about time, memory and disk for `--dry-run`.
         add_arguments: called with the parser. An option whose `dest` holds a dot is a shorthand:
             `parser.add_argument("--threshold", dest="explore.threshold")` equals `--set explore.threshold=…`
-            and wins over it. An option whose `dest` is a parameter of `main` is handed to it: `main(recipe,
-            overwrite=True)`.
+            and wins over it. An option whose `dest` is a parameter of `main` is handed to it:
+            `main(recipe, overwrite=True)`.
         check_arguments: called with the parsed arguments. It raises ValueError for options that do not go
             together.
     """

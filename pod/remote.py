@@ -31,8 +31,10 @@ def remote_files(url: str) -> list[str]:
     with _asked(url) as (system, path):
         if url.endswith("/"):
             found = system.find(path)
+        elif has_magic(path):
+            found = system.glob(path)
         else:
-            found = system.glob(path) if has_magic(path) else [path] if system.isfile(path) else []
+            found = [path] if system.isfile(path) else []
         names = sorted(system.unstrip_protocol(name) for name in found)
     shown = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
     if not shown:

@@ -150,7 +150,10 @@ def _section_at(cls: Any, path: Sequence[str | int]) -> Any:
     """The type at a place inside the section `cls`."""
     for part in path:
         inner = get_args(cls)
-        cls = hints_of(cls)[str(part)] if dataclasses.is_dataclass(cls) else inner[-1] if inner else None
+        if dataclasses.is_dataclass(cls):
+            cls = hints_of(cls)[str(part)]
+        else:
+            cls = inner[-1] if inner else None
     return cls
 
 
@@ -276,7 +279,7 @@ def fields_of(cls: Any) -> dict[str, dataclasses.Field]:
 
 
 hints_of = functools.cache(typing.get_type_hints)
-"""The fields of a class: name → resolved type annotation."""
+"""For a class: name → resolved type annotation."""
 
 
 def one_line(error: BaseException) -> str:

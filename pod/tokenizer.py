@@ -178,8 +178,12 @@ def _checked_encoding(tokenizer: Any, encode: Callable[..., Any], *args: Any, **
     ids, mask = found["input_ids"], found.get("attention_mask")
     if hasattr(ids, "tolist"):
         ids, mask = ids.tolist(), None if mask is None else mask.tolist()
-    rows = ids if ids and isinstance(ids[0], list) else [ids]
-    masks = [None] * len(rows) if mask is None else mask if rows is ids else [mask]
+    is_batch = bool(ids) and isinstance(ids[0], list)
+    rows = ids if is_batch else [ids]
+    if mask is None:
+        masks = [None] * len(rows)
+    else:
+        masks = mask if is_batch else [mask]
     for row, seen in zip(rows, masks, strict=True):
         if seen is not None:
             row = [one for one, real in zip(row, seen, strict=True) if real]

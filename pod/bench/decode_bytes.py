@@ -139,8 +139,9 @@ def spread_plan(
     leads = max(min(kv_heads, pairs - windows), pairs - windows - round(share_followers * pairs))
     plan: list[list[int | None]] = [[None] * kv_heads for _ in own_windows]
     for head in range(kv_heads):
-        blocks = leads // kv_heads + (head < leads % kv_heads)
-        short = windows // kv_heads + (kv_heads - head <= windows % kv_heads)
+        # The remainder of the division goes to the first heads as blocks, and to the last heads as windows.
+        blocks = leads // kv_heads + int(head < leads % kv_heads)
+        short = windows // kv_heads + int(kv_heads - head <= windows % kv_heads)
         held = sorted(draw.sample(free, len(free) - short)) if short else free
         cuts = {0, *draw.sample(range(1, len(held)), blocks - 1)} if held else set()
         lead = None
@@ -215,9 +216,11 @@ def held_per_row(sizes: Sizes, method: Method, capacity: int, on_cpu: bool = Fal
     if not is_modelled(method):
         pairs = sizes.plan.num_pairs + (2 * heads if method is STOCK else 0)
         return pairs * 2 * capacity * native
-    any_lead = any(roles.leads for roles, *_ in sizes.layers(method, capacity))
+    stored = stored_per_row(sizes, method, capacity)
+    if not any(roles.leads for roles, *_ in sizes.layers(method, capacity)):
+        return stored
     logits = heads * sizes.groups * capacity * max(_LOGIT, sizes.element) * (2 if on_cpu else 1)
-    return stored_per_row(sizes, method, capacity) + any_lead * logits
+    return stored + logits
 
 
 def needed(sizes: Sizes, method: Method, batch: int, capacity: int, on_cpu: bool) -> float:

@@ -206,9 +206,8 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
 
     args, measured = recipe.bench, subject(recipe)
     sizes = measured.sizes
-    device = torch.device(
-        args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    )
+    fastest = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(fastest if args.device == "auto" else args.device)
     _check_lengths(args, measured.positions, races_on(device))
     no_room = _check_memory(args, sizes, device)
     bench = load(recipe, measured, device)
@@ -235,7 +234,8 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
         for setting in settings(args):
             reason = _OF_EXPORTS if measured.is_export else no_room.get(setting)
             with_stock = args.stock and reason is None
-            found = compare(bench, [*args.contestants, *[STOCK] * with_stock], *setting)
+            methods = [*args.contestants, STOCK] if with_stock else args.contestants
+            found = compare(bench, methods, *setting)
             if args.stock and not with_stock:
                 found["methods"][STOCK.name] = {"not_measured": reason}
             result["settings"].append(found)

@@ -103,7 +103,8 @@ def main(recipe: Recipe, config: str = "demo") -> None:
     for number, step in enumerate(steps, start=1):
         shown = [os.path.relpath(part) if os.path.isabs(part) else part for part in step.command]
         print(f"\n[{number}/{len(steps)}] {step.name}: {step.title}\n$ {shlex.join(shown)}", flush=True)
-        started, code = time.perf_counter(), run_command(step.command, gpus > 0)
+        started = time.perf_counter()
+        code = run_command(step.command, gpus > 0)
         seconds[step.name] = round(time.perf_counter() - started, 1)
         if code != 0:
             raise RuntimeError(

@@ -63,7 +63,8 @@ def _fill_layers(layers: list[Any], length: int, weight: Tensor, skip_share: flo
         for index in range(len(loud)):
             seen += skip_share
             if seen >= 1 - 1e-9:
-                seen, loud[index] = seen - 1, _LOUD
+                seen -= 1
+                loud[index] = _LOUD
         for name, store in layer.stores().items():
             _append_random(store, length, loud if name == "window_keys" else 1.0, like, generator)
 

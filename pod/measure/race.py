@@ -111,8 +111,10 @@ def race(contestants: Sequence[Contestant], steps: int, repeats: int) -> None:
         for one in in_turns(contestants, turn):
             with one.trying():
                 if one.failed is None:
-                    # The first timed round, turn 1, drops the seconds of the warm-up.
-                    one.seconds = ([] if turn < 2 else one.seconds) + [one.decode(steps)]
+                    took = one.decode(steps)
+                    if turn < 2:  # the first timed round, turn 1, drops the seconds of the warm-up
+                        one.seconds = []
+                    one.seconds.append(took)
 
 
 def in_turns(items: Sequence[T], turn: int) -> list[T]:
