@@ -1,4 +1,4 @@
-"""Decoding at static shapes: preallocated stores, the decode kernels, and on CUDA one graph for the whole step."""
+"""Decoding at static shapes: preallocated stores, the decode kernels, and on CUDA one graph per step."""
 
 from pod.engine.engine import StaticEngine, attach, attach_for_generation
 from pod.modeling.shipped.cache import PodCache

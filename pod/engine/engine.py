@@ -1,13 +1,13 @@
 """The decode engine: one step over a cache's own stores, replayed as a CUDA graph where there is CUDA.
 
-The engine holds no keys or values. It works in the tensors of a ``PodCache`` that has room reserved, and the cache goes on checking and
-counting what is fed, so any pass may also take the ordinary way (a second prompt, rows that feed padding): both find the same tokens at
-the same slots. When a tensor moved (rows were reordered, room ran out) the next step takes the ordinary way, and the one after that, if
-nothing moved again, captures anew.
+The engine holds no keys or values. It works in the tensors of a ``PodCache`` that has room reserved, and the
+cache goes on checking and counting what is fed. So any pass may also take the ordinary way (a second prompt,
+rows that feed padding): both ways find the same tokens at the same slots.
 
-Whether a tensor moved is asked before every token, so it costs microseconds: whatever holds tensors of the
-cache counts how often it replaced one (``stores.replaced``). As long as the sum of these counts stays as it
-was, nothing is looked at.
+When a tensor moved (rows were reordered, room ran out), the next step takes the ordinary way. The step after
+that captures anew, if nothing moved again. Whether a tensor moved is asked before every token, so the answer
+must cost only microseconds: whatever holds tensors of the cache counts how often it replaced one
+(``stores.replaced``). As long as the sum of these counts stays as it was, nothing is looked at.
 """
 
 import functools
@@ -32,7 +32,8 @@ from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Step
 
 _WARM_UPS = 2  # runs before a capture: kernels compile, libraries allocate
-_ROOM = 256  # tokens reserved behind a prompt, and by which a full cache grows, at least; 1/8 of a long one
+# Tokens reserved behind a prompt, at least; a full cache grows by as many. For a long one both are 1/8 of it.
+_ROOM = 256
 _version = operator.attrgetter("version")
 _PLAINLY, _NO_STEP = "switched off", "no step was made yet"
 _SPREAD = "the model lies on several devices"
@@ -75,10 +76,13 @@ def attach(cache: PodCache, capacity: int, backend: str = "auto") -> "StaticEngi
 
 
 def attach_for_generation(cache: PodCache, prompt: int, longest: int) -> None:
-    """What ``generate()`` calls for a cache of its own: an engine, kept from call to call, where one is possible.
+    """Attach an engine to a cache of ``generate()``, where one is possible; it is kept from call to call.
+
+    ``generate()`` calls this for a cache of its own.
 
     Args:
-        prompt: columns of the prompt; longest: columns when everything allowed has been generated.
+        prompt: columns of the prompt.
+        longest: columns when everything allowed has been generated.
     """
     if refusal(cache) is not None:
         return
@@ -91,7 +95,11 @@ def attach_for_generation(cache: PodCache, prompt: int, longest: int) -> None:
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """For tensors that are written to again and again: also when the first caller is in inference mode, others may not be."""
+    """Make tensors that may be written to again and again, without gradients.
+
+    The first caller may be in inference mode where later callers are not, so the tensors are made outside of
+    it.
+    """
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -104,7 +112,7 @@ class _Bound:
         versioned: what holds these tensors.
         version: sum of the versions of these objects when the tensors were at ``places``.
         hidden: ``[B, 1, hidden]``, what goes into the layers.
-        plain: of the engine at its last step.
+        plain: what ``plain`` of the engine was at its last step.
         unfused: by ``plain``, why the layers ran as their modules' own ``forward``; None = they did not.
     """
 
@@ -125,12 +133,12 @@ class _Bound:
         self.unfused: dict[bool, str | None] = {}
 
     def watch(self, layers: list[PodCacheLayer]) -> None:
-        """All tensors of the layers are at ``places`` and at rest now; a replaced one shows from here on."""
+        """Note that the layers' tensors are at ``places`` and at rest now; a replaced one shows from here on."""
         self.versioned = [item for layer in layers for item in layer.versioned()]
         self.version = sum(map(_version, self.versioned))
 
     def is_untouched(self) -> bool:
-        """Whether no tensor was replaced since ``watch``. Versions only grow: changes never cancel out."""
+        """Whether no tensor was replaced since ``watch``. Versions only grow, so changes never cancel out."""
         return sum(map(_version, self.versioned)) == self.version
 
     def can_be_recorded(self) -> bool:
@@ -146,8 +154,10 @@ class _Bound:
         return None
 
     def obstacle_to_kernels(self) -> str | None:
-        """Why norms, rotation and gates are several operations each, unless the engine is plain; None
-        when each is one kernel."""
+        """Why norms, rotation and gates are several operations each, unless the engine is plain.
+
+        None when each is one kernel.
+        """
         if (reason := self.unfused.get(False)) is not None:
             return reason
         has_none = all(layer.best is fused.REFERENCE for layer in self.step.layers)
@@ -169,15 +179,16 @@ class _Bound:
 class StaticEngine:
     """Decodes over one cache. Use ``attach``.
 
-    The cache owns the engine, and programs know their tensors but not the engine: no cycle of references, so that the
-    memory of both is free as soon as the cache is gone. A copy of a cache has an engine of its own without programs.
+    The cache owns the engine, and programs know their tensors but not the engine. So there is no cycle of
+    references, and the memory of both is free as soon as the cache is gone. A copy of a cache has an engine
+    of its own, without programs.
 
     Attributes:
         graphs: CUDA graphs captured so far; 0 on CPU.
-        plain: True = without graphs and fused kernels, each module by its own ``forward``, as a method runs
-            that no engine serves; may change from step to step.
+        plain: True = without graphs and fused kernels: each module runs by its own ``forward``, as for a
+            method that no engine serves. It may change from step to step.
         steps: tokens per row that the engine, not the ordinary pass, has decoded.
-        is_aside: whether the ordinary pass decodes instead, as layers lie on several devices and a
+        is_aside: whether the ordinary pass decodes instead, because layers lie on several devices and a
             program runs on one.
     """
 
@@ -207,7 +218,7 @@ class StaticEngine:
         return _NO_STEP if self._bound is None else self._bound.obstacle_to_recording()
 
     def without_kernels(self) -> str | None:
-        """Why steps have no fused kernels between their products; None when they have."""
+        """Why steps have no fused kernels between their products; None when they have them."""
         if self.plain or self.is_aside:
             return _PLAINLY if self.plain else _SPREAD
         return _NO_STEP if self._bound is None else self._bound.obstacle_to_kernels()
@@ -220,7 +231,11 @@ class StaticEngine:
 
     @torch.compiler.disable
     def decode(self, model: Any, hidden_states: Tensor, step: Step) -> Tensor | None:
-        """``[B, 1, hidden]`` embeddings to the final hidden states; None = the ordinary way, as for passes with gradients."""
+        """Turn embeddings ``[B, 1, hidden]`` into the final hidden states.
+
+        Returns:
+            ``[B, 1, hidden]``. None = the ordinary way must be taken, for example in passes with gradients.
+        """
         if torch.is_grad_enabled() and any(
             weight.requires_grad for weight in (hidden_states, *model.parameters())
         ):
@@ -247,7 +262,7 @@ class StaticEngine:
 
     @torch.no_grad()
     def greedy(self, model: Any, token: Tensor, num_tokens: int) -> Tensor:
-        """Feed ``token`` and then what the model finds most likely, from embedding to argmax in one program.
+        """Feed ``token``, then what the model finds most likely; one program runs from embedding to argmax.
 
         Args:
             model: the ``PodForCausalLM`` that filled the cache.
@@ -258,8 +273,9 @@ class StaticEngine:
             ``[B, num_tokens]``, the tokens found; the last of them has not been fed.
 
         Raises:
-            ValueError: an empty cache, rows with padding, a prompt that is not complete, a model that the cache was not
-                made for, no step.
+            ValueError: an empty cache, rows with padding, a prompt that is not complete, a model that the
+                cache was not made for, fewer than 1 step, a token of another shape, or layers on several
+                devices.
         """
         self.cache.check_fits(model.config)
         if self._steps_aside():
@@ -288,7 +304,7 @@ class StaticEngine:
         return ids
 
     def _steps_aside(self) -> bool:
-        """Whether the cache lies on several devices, which is looked up until a step is bound to its tensors."""
+        """Whether the cache lies on several devices; looked up until a step is bound to its tensors."""
         if self._bound is None and not self.is_aside:
             devices = {layer.device for layer in self._layers()} - {None}
             self.is_aside = len(devices) > 1
@@ -297,7 +313,11 @@ class StaticEngine:
         return self.is_aside
 
     def _settle(self, bound: _Bound, past: int | None) -> None:
-        """A token has been decoded in every row behind ``past`` tokens; None = rows that differ, never those of packed stores."""
+        """Count a step, and let the stores settle: a token has been decoded in every row.
+
+        Args:
+            past: tokens of each row before it. None = rows differ; rows of packed stores never do.
+        """
         self.steps += 1
         if past is not None:
             for layer in bound.step.layers:
@@ -311,13 +331,16 @@ class StaticEngine:
         self._programs: dict[str, Program] = {}  # on the tensors of `_bound`
 
     def tensors(self) -> Iterator[Tensor]:
-        """What the engine itself holds: buffers between layers, whose bytes count as the cache's."""
+        """What the engine itself holds: buffers between layers. Their bytes count as the cache's."""
         if self._bound is not None:
             held = (getattr(self._bound.buffers, field.name) for field in fields(self._bound.buffers))
             yield from (tensor for tensor in held if isinstance(tensor, Tensor))
 
     def check_integrity(self) -> None:
-        """See ``PodCache.check_integrity``: what the engine is bound to is what the cache holds, or is known to have moved."""
+        """See ``PodCache.check_integrity``.
+
+        The engine is bound to what the cache holds, or it is known that something has moved.
+        """
         assert self.cache.engine is self, "the engine serves another cache"
         if self._bound is not None and self._bound.is_untouched():
             assert self._is_at_rest(), "a prompt began, and no version changed"
@@ -326,7 +349,7 @@ class StaticEngine:
             for layer, own in zip(self._bound.step.layers, self._layers(), strict=True):
                 assert layer.layer is own, "the engine decodes over layers that the cache does not have"
 
-    # -- programs ------------------------------------------------------------------------------------------------
+    # -- programs --------------------------------------------------------------------------------------------
 
     def _program(
         self, name: str, model: Any, run: Callable[[], Tensor], restart: Callable[[], None] = lambda: None
@@ -343,8 +366,8 @@ class StaticEngine:
     def _prepare(self, run: Callable[[], Tensor], restart: Callable[[], None]) -> Callable[[], Tensor]:
         """``run``, on CUDA recorded as a graph.
 
-        It runs a few times before that, each time from ``restart``: so it writes the slot of the next token and no
-        other (in a ring, that of a token which has left the window).
+        It runs a few times before that, each time from ``restart``. So it writes the slot of the next token
+        and no other slot. In a ring, this is the slot of a token that has left the window.
         """
         assert self._bound is not None
         if self.plain or not self._bound.can_be_recorded():
@@ -359,7 +382,7 @@ class StaticEngine:
 
         return replay
 
-    # -- the cache's tensors -------------------------------------------------------------------------------------
+    # -- the cache's tensors ---------------------------------------------------------------------------------
 
     def _layers(self) -> list[PodCacheLayer]:
         return self.cache.layers  # type: ignore[return-value]
@@ -380,45 +403,48 @@ class StaticEngine:
     def _bind(self) -> _Bound | None:
         """The engine on the tensors as they are now.
 
-        None when they have just moved, as they may move again, and while there are none or a prompt has not ended.
+        None when they have just moved, since they may move again. None, too, while there are no tensors, or a
+        prompt has not ended.
         """
         if self._bound is not None and self._bound.is_untouched():
             return self._bound
         return self._bind_anew()
 
     def _bind_anew(self) -> _Bound | None:
-        """As ``_bind``, from a look at every tensor."""
+        """What ``_bind`` returns, found by looking at every tensor."""
         if not self._is_at_rest():
             return None
         places = self._places()
         if self._bound is not None and self._bound.places == places:
             self._bound.watch(self._layers())
             return self._bound
-        is_first, self._bound = self._bound is None and self._moved_to is None, None
+        is_first = self._bound is None and self._moved_to is None
+        self._bound = None
         self._programs.clear()
         if not is_first and self._moved_to != places:
             self._moved_to = places
             return None
         with lasting():
-            self._bound, self._moved_to = _Bound(self._layers(), places, self.backend), places
+            self._bound = _Bound(self._layers(), places, self.backend)
+        self._moved_to = places
         return self._bound
 
 
 @functools.cache
 def _say_aside() -> None:
-    """Once in a process."""
+    """Warn that the engine steps aside, once in a process."""
     _log.warning("the decode engine steps aside, and layers decode one by one: %s", _SPREAD)
 
 
 _ONE_CAPTURE = threading.Lock()
-"""Of two captures at a time the second would be recorded by the first."""
+"""Only one capture at a time: a second one would be recorded by the first."""
 
 
 @functools.cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """One for all captures on a device: libraries keep a workspace for every stream that they have seen.
+    """One stream for all captures on a device: libraries keep a workspace for every stream they have seen.
 
-    Without a stream ``torch.cuda.graph`` takes the one that it made for the first graph of the process, on
+    Without a stream, ``torch.cuda.graph`` takes the one that it made for the first graph of the process, on
     whatever device that was.
     """
     return torch.cuda.Stream(device)
@@ -427,7 +453,7 @@ def _capture_stream(device: int) -> torch.cuda.Stream:
 def _record(run: Callable[[], Tensor], restart: Callable[[], None]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """A graph of ``run`` on the current device, and the tensor that it writes.
 
-    Other threads may go on using the device, such as one that copies batches to it.
+    Other threads may go on using the device, for example a thread that copies batches to it.
     """
     with _ONE_CAPTURE:
         side = _capture_stream(torch.cuda.current_device())
@@ -445,6 +471,7 @@ def _record(run: Callable[[], Tensor], restart: Callable[[], None]) -> tuple[tor
 
 
 def _greedy_step(model: Any, bound: _Bound) -> Tensor:
+    """One step from the token in ``bound`` to the most likely next one ``[B, 1]``, which takes its place."""
     hidden_states = bound.run_layers(model.model, model.model.embed_tokens(bound.token))
     bound.token.copy_(model.lm_head(hidden_states[:, -1]).argmax(-1, keepdim=True))
     bound.step.place(bound.step.lengths)

@@ -1,5 +1,8 @@
-"""One decoded token through the decoder's layers at static shapes: what they share, each layer over its
-stores, and all of them with fused operations between their products."""
+"""One decoded token through the decoder's layers at static shapes.
+
+This file has what the layers share, each layer over its stores, and all layers with fused operations between
+their products.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +23,7 @@ from pod.modeling.shipped.llama import PodDecoderLayer, PodMLP
 from pod.modeling.shipped.sinks import Sink
 
 _STORED = ("keys", "window_keys", "values")
-"""Stores of a layer, under the names that ``DecodeCall`` and ``NewToken`` have for them."""
+"""Stores of a layer, by the names that ``DecodeCall`` and ``NewToken`` have for them."""
 
 
 @dataclass
@@ -29,8 +32,8 @@ class StaticStep:
 
     Attributes:
         layers: one ``StaticLayer`` per decoder layer.
-        past: ``[B]`` int64 tokens per row before the step.
-        lengths: ``[B]`` int64 tokens per row, the new one included.
+        past: ``[B]`` int64, tokens per row before the step.
+        lengths: ``[B]`` int64, tokens per row, the new one included.
         tables: for each layer cos and sin ``[B, d / 2]`` at ``past``; set for each step.
         sink: of the layer that attends now, see ``Step``.
     """
@@ -44,13 +47,16 @@ class StaticStep:
         self.lengths = self.past + 1
 
     def place(self, past: Tensor | int) -> None:
-        """The next token stands behind ``past`` tokens per row."""
-        self.past.copy_(past) if isinstance(past, Tensor) else self.past.fill_(past)
+        """Set the place of the next token: behind ``past`` tokens per row."""
+        if isinstance(past, Tensor):
+            self.past.copy_(past)
+        else:
+            self.past.fill_(past)
         torch.add(self.past, 1, out=self.lengths)
 
 
 class StaticLayer:
-    """One layer: writes the new key and value where the cache expects them, and calls the decode kernel.
+    """One layer: it writes the new key and value where the cache expects them, and calls the decode kernel.
 
     Args:
         layer: the cache's layer, with room reserved and at least one token stored.
@@ -61,13 +67,13 @@ class StaticLayer:
     def __init__(self, layer: PodCacheLayer, buffers: decode.DecodeBuffers, backend: str):
         self.layer, self.buffers, self.backend = layer, buffers, backend
         self.roles, self.stores = layer.roles, layer.stores()
-        # backends of others have no operations of their own: they get the fastest
+        # Backends that others registered have no operations of their own: they get the fastest.
         is_ours = backend == "triton" or backend not in decode.RECORDABLE
         self.best = fused.choose(self._any_target(), backend if is_ours else "auto")
         self.operations = self.best
 
     def can_be_recorded(self) -> bool:
-        """Whether the backend that decodes here asks the device nothing: ``grouped`` reads the lengths."""
+        """Whether the backend that decodes here asks the device nothing; ``grouped`` asks for the lengths."""
         if self.backend not in ("auto", *decode.RECORDABLE):
             return False
         like = self._any_target()
@@ -97,19 +103,19 @@ class StaticLayer:
         }
 
     def _near(self) -> Tokens | None:
-        """Keys and values of the heads that keep their windows, to be read and written: always native."""
+        """Keys and values of the heads that keep their windows, to be read and written; always native."""
         if not self.roles.windows:
             return None
         return Tokens(*(self.stores[name].target for name in ("near_keys", "near_values")))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: StaticStep) -> Tensor:
-        """As ``CacheLayer.attend`` for ``m = 1``: ``[B, Hq, 1, d]``."""
+        """What ``CacheLayer.attend`` returns for ``m = 1``: ``[B, Hq, 1, d]``."""
         return self.attend_new(q[:, :, 0], k[:, :, 0], v[:, :, 0], None, step).unsqueeze(2)
 
     def attend_new(
         self, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms | None, step: StaticStep
     ) -> Tensor:
-        """Norm, rotate, store and attend for the new token of each row: ``[B, Hq, d]`` to the same."""
+        """Norm, rotate, store and attend for the new token of each row: ``[B, Hq, d]`` to the same shape."""
         held = {name: self.stores[name].target if name in self.stores else None for name in _STORED}
         sinks = self.layer.num_sink_tokens
         target = NewToken(past=step.past, **held, num_sink_tokens=sinks, near=self._near())
@@ -118,12 +124,12 @@ class StaticLayer:
         return decode.pod_decode(**self._call(q, step.lengths), sink=step.sink, backend=self.backend)
 
     def settle(self, length: int) -> None:
-        """Let packed stores pack, outside of any graph; nothing to do in most steps."""
+        """Let packed stores pack, outside of any graph; there is nothing to do in most steps."""
         for store in self.stores.values():
             store.settle(length)
 
 
-# -- whole layers -------------------------------------------------------------------------------------------------
+# -- whole layers --------------------------------------------------------------------------------------------
 
 _SILU = type(ACT2FN["silu"])
 _PLAIN = {
@@ -174,7 +180,7 @@ def _changed(module: nn.Module, expected: type, dtype: torch.dtype) -> str | Non
 
 
 def run_layers(model: Any, hidden_states: Tensor, step: StaticStep) -> Tensor:
-    """As ``PodModel.run_layers`` with ``step``: ``[B, 1, hidden]`` to the same, final norm included."""
+    """``PodModel.run_layers`` with ``step``, final norm included: ``[B, 1, hidden]`` to the same shape."""
     x, delta, operations = hidden_states, None, step.layers[0].operations
     for layer, static in zip(model.layers, step.layers, strict=True):
         norm = layer.input_layernorm
@@ -187,7 +193,7 @@ def run_layers(model: Any, hidden_states: Tensor, step: StaticStep) -> Tensor:
 
 
 def _attend(attention: PodAttention, x: Tensor, static: StaticLayer, step: StaticStep) -> Tensor:
-    """``[B, 1, hidden]`` to the same."""
+    """The attention of one layer, with its projections: ``[B, 1, hidden]`` to the same shape."""
     assert attention.k_proj is not None and attention.v_proj is not None, "a layer without keys of its own"
     shape = x.shape[0], -1, attention.head_dim
     step.sink = attention.sink

@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class Program:
-    """A prepared step, of one model, its modules, and its weights where they are.
+    """A prepared step of one model, with its modules, and its weights at their addresses.
 
-    A graph would go on reading the weights where they were. ``serves`` is asked before every token, so it
-    runs in C: no loop of Python over the weights.
+    A graph would go on reading the weights where they were when it was captured. ``serves`` is asked before
+    every token, so it runs in C: no loop of Python over the weights.
 
     Attributes:
         run: makes the step.
@@ -37,5 +37,5 @@ class Program:
         return self._addresses() == self._addresses_then
 
     def _addresses(self) -> list[int]:
-        """Of the weights that the modules have now."""
+        """Addresses of the weights that the modules have now."""
         return list(map(Tensor.data_ptr, map(operator.getitem, self._owners, self._names)))

@@ -1,6 +1,7 @@
 """Attention, decoding and statistics of attention that not every installation of torch runs.
 
-Imports torch and (where installed) triton, and of this package only the operation that it implements.
+These files import torch and (where installed) triton. Of ``pod`` they import only the operation that they
+implement.
 """
 
 import importlib
@@ -43,11 +44,11 @@ def _unsupported(call: DecodeCall) -> str | None:
         return f"Triton cannot be imported ({error})"
 
 
-# Attention by FlexAttention, on CUDA; imported when first asked for, as it brings PyTorch's compiler.
+# Attention by FlexAttention, on CUDA; imported when first asked for, since it brings PyTorch's compiler.
 IMPLEMENTATIONS["flex"] = Implementation(lambda call: _flex().attend(call), _unsupported_by_flex)
 
-# Attention of training and prompts as one fused Triton pass; by name only, `auto` never takes it.
+# Attention of training and prompts as one fused Triton pass; chosen by name only, `auto` never takes it.
 IMPLEMENTATIONS["triton"] = Implementation(lambda call: _prefill().attend(call), _unsupported_by_prefill)
 
-# Decoding with split keys by Triton, which is imported when first asked for: not every installation has it.
+# Decoding with split keys by Triton; imported when first asked for, since not every installation has Triton.
 DECODERS["triton"] = Implementation(lambda call: _triton().decode(call), _unsupported)

@@ -1,16 +1,17 @@
-"""PoD attention as two FlexAttention calls, merged by the gate of eq. 4: on CUDA what flash cannot run.
+"""PoD attention as two FlexAttention calls, merged by the gate of eq. 4: on CUDA, for what flash cannot run.
 
 All rows of a batch are one sequence: *place* ``j`` is column ``j % n`` of row ``j // n``. A query sees at
-most two runs of places: its sinks and its window; through its lead, one: what lies between. So four int32
-numbers per query say all about documents, windows and chunks behind a past, and the compiled kernels are the
-same for all of them. They are made once in a pass, from the segments. Which blocks of 128 x 128 a call
-computes comes from the least and the greatest of these numbers in a block, never from an ``n x n`` mask.
+most two runs of places: its sinks and its window. Through its lead it sees one run: what lies between. So
+four int32 numbers per query say all about documents, windows and chunks behind a past, and the compiled
+kernels are the same for all of them. The numbers are made once in a pass, from the segments. Which blocks of
+128 x 128 a call computes comes from the least and the greatest of these numbers in a block, never from an ``n
+x n`` mask.
 
-KV heads stand where FlexAttention has its batch: layers differ in how many heads lead and how many follow,
-and it would compile anew for every number of heads, but does not for every size of a batch.
+KV heads stand where FlexAttention has its batch. Layers differ in how many heads lead and how many follow.
+FlexAttention would compile anew for every number of heads, but it does not for every size of a batch.
 
 On CUDA both calls and the merge are compiled together, and a call that cannot be compiled raises. On the CPU
-they run as they stand, with ``n x n`` logits, which is for tests.
+they run as they stand, with ``n x n`` logits; this is for tests.
 """
 
 from functools import cache
@@ -26,7 +27,10 @@ from pod.modeling.shipped.sinks import add_sink
 _BLOCK = 128
 _NEVER = torch.iinfo(torch.int32).max
 _MOST_COMPILED = 64
-"""Most forms of one function: with and without a lead or gradients, each dtype, static and other shapes."""
+"""How many forms of one function may be compiled.
+
+Forms differ in having a lead, in having gradients, in their dtype, and in static or other shapes.
+"""
 
 
 def unsupported(call: Call) -> str | None:
@@ -40,13 +44,13 @@ def unsupported(call: Call) -> str | None:
         return reason
     if any(getattr(x, "dtype", q.dtype) != q.dtype for x in call.tokens):
         return f"keys or values of another dtype than the queries ({q.dtype})"
-    from pod.kernels import triton_launch  # Triton is not everywhere
+    from pod.kernels import triton_launch  # here, since Triton is not everywhere
 
     return triton_launch.unsupported(q)
 
 
 def unsupported_sizes(dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why no GPU runs this dtype and head dimension; None when there are some that do."""
+    """Why no GPU runs this dtype and head dimension; None when some do."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"dtype {dtype} (float32, float16 or bfloat16)"
     return None if 16 <= head_dim <= 256 else f"head_dim {head_dim} (16 to 256)"
@@ -72,13 +76,14 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         call.scale,
         _by_kv_head(call),
     )
-    return _batch(out, shape[0]).to(call.q.dtype), _batch(lse, shape[0])  # autocast may have chosen another
+    # autocast may have chosen another dtype
+    return _batch(out, shape[0]).to(call.q.dtype), _batch(lse, shape[0])
 
 
 def _sequence(x: Tensor, groups: int, idle: Tensor | None) -> Tensor:
-    """``[B, H·groups, n, d]`` to ``[H, groups, B·n, d]``: a view, where the layout allows.
+    """Turn ``[B, H·groups, n, d]`` into ``[H, groups, B·n, d]``: a view, where the layout allows.
 
-    Idle columns may hold anything, and a weight of 0 does not hide a NaN: they become 0, in a copy.
+    Idle columns may hold anything, and a weight of 0 does not hide a NaN. So they become 0, in a copy.
     """
     tokens = x.transpose(1, 2).flatten(0, 1)
     if idle is not None:
@@ -94,7 +99,7 @@ def _by_kv_head(call: Call) -> tuple[Tensor, Tensor] | None:
 
 
 def _batch(x: Tensor, batch: int) -> Tensor:
-    """``[H, groups, B·m, …]`` to ``[B, H·groups, m, …]``."""
+    """Turn ``[H, groups, B·m, …]`` into ``[B, H·groups, m, …]``."""
     return x.flatten(0, 1).unflatten(1, (batch, -1)).transpose(0, 1)
 
 
@@ -107,7 +112,7 @@ def _function(device_type: str):
         return attend_to_places
     config = torch._dynamo.config  # pyright: ignore[reportPrivateImportUsage]
     config.recompile_limit = max(_MOST_COMPILED, config.recompile_limit)
-    # A whole graph: past the limit PyTorch raises, where it would otherwise hold n x n logits.
+    # As a whole graph, PyTorch raises past the limit; otherwise it would hold n x n logits there.
     return torch.compile(attend_to_places, fullgraph=True)
 
 
@@ -122,24 +127,28 @@ def attend_to_places(
     """One softmax over the places of one or two masks, each with its own queries and keys, and over a sink.
 
     Args:
-        queries: ``[H, G, M, d]`` each; keys: ``[H, 1, N, d]`` each; values: ``[H, 1, N, d]``.
+        queries: ``[H, G, M, d]`` each.
+        keys: ``[H, 1, N, d]`` each.
+        values: ``[H, 1, N, d]``.
+        masks: which places each query sees.
+        scale: factor on logits.
         sink: logits and values that broadcast to ``[H, G, M]`` and ``[H, G, M, d]``.
 
     Returns:
-        ``[H, G, M, d]``, with gradients, and the log-sum-exp ``[H, G, M]``, without; 0 and -inf where a query
-        sees nothing.
+        The output ``[H, G, M, d]``, with gradients, and the log-sum-exp ``[H, G, M]``, without. They are 0
+        and -inf where a query sees nothing.
     """
     options = kernel_options(values.dtype, values.shape[-1])
     found = [
         _flex(q, k, values, mask, scale, options) for q, k, mask in zip(queries, keys, masks, strict=True)
     ]
     near, near_lse = found[0]
-    if sink is not None:  # before what is distant: the log-sum-exp of both together has no gradient
+    if sink is not None:  # before distant places, since the log-sum-exp of both together has no gradient
         near, near_lse = add_sink(near, near_lse, *sink)
     if len(found) == 1:
         return near, near_lse.detach()
     far, far_lse = found[1]
-    # Every query sees its own token, only padding sees none; and -inf less -inf has no value.
+    # Every query sees its own token. Only padding sees none, and -inf less -inf has no value.
     gate = torch.sigmoid(near_lse.masked_fill(near_lse == float("-inf"), 0.0) - far_lse)[..., None]
     out = gate * near + (1 - gate) * far
     return out.to(near.dtype), torch.logaddexp(near_lse.detach(), far_lse.detach())
@@ -161,7 +170,13 @@ def _flex(
 
 
 class Tiles(NamedTuple):
-    """(queries, keys) of tiles: forward, for the gradient of queries, for those of keys and values."""
+    """Sizes of tiles, as (queries, keys).
+
+    Attributes:
+        forward: in the forward pass.
+        of_queries: for the gradient of queries.
+        of_keys: for the gradients of keys and values.
+    """
 
     forward: tuple[int, int]
     of_queries: tuple[int, int]
@@ -169,10 +184,11 @@ class Tiles(NamedTuple):
 
 
 def float32_tiles(head_dim: int) -> Tiles:
-    """Tiles for full fp32 products: what moves few bytes, of what compiles to few spilled registers.
+    """Tiles for full fp32 products.
 
-    PyTorch's own at 128, (32, 64) and twice (16, 16), load three times as much, and spill 1.7 KB a thread in
-    the forward pass. For head dimensions that its table lacks it takes more shared memory than an A100 has.
+    Among tiles that compile to few spilled registers, these move few bytes. PyTorch's own tiles at 128 are
+    (32, 64) and twice (16, 16). They load three times as much, and spill 1.7 KB a thread in the forward pass.
+    For head dimensions that its table lacks, PyTorch takes more shared memory than an A100 has.
     """
     if head_dim > 128:
         return Tiles(forward=(32, 16), of_queries=(16, 16), of_keys=(16, 16))
@@ -180,7 +196,7 @@ def float32_tiles(head_dim: int) -> Tiles:
 
 
 def kernel_options(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
-    """What ``flex_attention`` is asked for: its own tiles for 16 bits, and one kernel for all lengths."""
+    """Options of ``flex_attention``: its own tiles for 16 bits, ours for fp32, one kernel for all lengths."""
     options: dict[str, Any] = {"BACKEND": "TRITON"}
     if dtype == torch.float32:
         tiles = float32_tiles(head_dim)
@@ -195,13 +211,17 @@ def kernel_options(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
 
 
 class Layout(NamedTuple):
-    """Where segments lie. Of each query, int32 ``[B·m]``:
+    """Where segments lie.
+
+    ``start``, ``own`` and ``end`` are int32 ``[B·m]``, a number for each query. Padding has 0, -1 and 0: no
+    place lies between.
 
     Attributes:
-        start: the place where its segment begins, which is the segment's number.
-        own: the place of its own key; ``own - start`` is its position.
-        end: the place behind its segment. Padding has 0, -1 and 0: no place lies between.
-        idle_queries, idle_keys: bool, columns of no segment ``[B·m]`` and ``[B·n]``; None = there are none.
+        start: the place where the query's segment begins, which is the segment's number.
+        own: the place of the query's own key; ``own - start`` is its position.
+        end: the place behind the query's segment.
+        idle_queries: bool ``[B·m]``, columns of queries in no segment; None = there are none.
+        idle_keys: bool ``[B·n]``, columns of keys in no segment; None = there are none.
     """
 
     start: Tensor
@@ -250,7 +270,7 @@ class Runs(NamedTuple):
 
 
 def runs_of(layout: Layout, see: Visibility, is_far: bool) -> Runs:
-    """Sinks and window, or with ``is_far`` the places between them, which are seen through the lead."""
+    """The runs of sinks and window; with ``is_far``, of the places between them, seen through the lead."""
     start, own, end, *_ = layout
     stop = own + 1 if see.causal else end
     if see.num_recent_tokens is None:
@@ -271,7 +291,7 @@ def _run(first: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mask(call: Call, shape: tuple[int, int, int], is_far: bool) -> BlockMask:
-    """Made once in a pass, for all layers that have these windows."""
+    """The mask of a call, made once in a pass for all layers that have these windows."""
 
     def make() -> BlockMask:
         runs = runs_of(_layout(call, shape), call.visibility, is_far)
@@ -281,7 +301,7 @@ def _mask(call: Call, shape: tuple[int, int, int], is_far: bool) -> BlockMask:
 
 
 def block_mask(runs: Runs, num_places: int) -> BlockMask:
-    """The mask of one call."""
+    """The mask of one FlexAttention call."""
     partial, full = blocks_of(runs, num_places)
     return BlockMask.from_kv_blocks(
         *_as_lists(partial),
@@ -302,9 +322,10 @@ def _mask_function(first: Tensor, stop: Tensor, other_first: Tensor, other_stop:
 
 
 def blocks_of(runs: Runs, num_places: int) -> tuple[Tensor, Tensor]:
-    """Pairs of blocks that need the mask, and pairs of which all is seen: ``[blocks of queries, of places]``.
+    """Pairs of blocks that need the mask, and pairs that are seen whole: ``[blocks of queries, of places]``.
 
-    A pair may be listed although nothing of it is seen, which costs its time; never the other way round.
+    A pair may be listed although nothing of it is seen, which costs the time for it. It never happens that a
+    pair is seen and not listed.
     """
     begin = torch.arange(0, num_places, _BLOCK, device=runs.first.device)
     end = (begin + _BLOCK).clamp(max=num_places)
@@ -320,16 +341,17 @@ def blocks_of(runs: Runs, num_places: int) -> tuple[Tensor, Tensor]:
 
 
 def _bounds(per_query: Tensor) -> tuple[Tensor, Tensor]:
-    """``[M]`` to the least and the greatest of every block, ``[blocks, 1]`` each."""
+    """The least and the greatest of ``[M]`` numbers in every block, ``[blocks, 1]`` each."""
     missing = -len(per_query) % _BLOCK
     blocks = torch.cat([per_query, per_query[-1:].expand(missing)]).unflatten(0, (-1, _BLOCK))
     return blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
 
 
 def _as_lists(pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """``[rows, columns]`` to how many columns each row has, and which, those that it has first.
+    """Turn ``[rows, columns]`` into how many columns each row has, and which.
 
-    int32 ``[1, 1, rows]`` and ``[1, 1, rows, columns]``.
+    Columns that a row has stand first. Both results are int32: ``[1, 1, rows]`` and ``[1, 1, rows,
+    columns]``.
     """
     columns = pairs.int().argsort(dim=-1, descending=True, stable=True)
     return pairs.sum(-1, dtype=torch.int32)[None, None], columns.int()[None, None]

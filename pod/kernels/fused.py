@@ -1,7 +1,8 @@
-"""What stands between the products of a decoder layer, for one new token per row: choice of a backend, and its plain form.
+"""What stands between the products of a decoder layer, for one new token per row.
 
-Three operations: residual and norm; head norms, rotation and the stores of keys and values; the gate of the feed-forward. The
-plain form computes what the modules of ``pod.modeling.shipped`` compute, in the same order of roundings, in any dtype.
+There are three operations: residual and norm; head norms, rotation and the stores of keys and values; the
+gate of the feed-forward. This file chooses their backend, and has their plain form. The plain form computes
+what the modules of ``pod.modeling.shipped`` compute, in the same order of roundings, in any dtype.
 """
 
 import importlib
@@ -18,7 +19,7 @@ from pod.modeling.shipped.sharing import Roles
 
 
 class HeadNorms(NamedTuple):
-    """Norms of single heads (Qwen3): ``[d]`` weights of queries and of keys."""
+    """Norms of single heads (Qwen3): weights ``[d]`` of queries and of keys."""
 
     q_weight: Tensor
     k_weight: Tensor
@@ -28,14 +29,18 @@ class HeadNorms(NamedTuple):
 class NewToken(NamedTuple):
     """Where the new token of each row goes in a layer's tensors.
 
-    Token ``p`` stands at slot ``p`` of ``[B, h, slots, d]`` while there are so many slots; later a ring takes it.
+    Token ``p`` stands at slot ``p`` of ``[B, h, slots, d]`` while there are that many slots; later a ring
+    takes it.
 
     Attributes:
         past: int64 ``[B]``, position of the new token.
-        keys: of the heads that lead, None without; the ring begins at slot 0.
-        window_keys: of the heads that follow, None without; the ring begins at slot ``num_sink_tokens``.
-        values: of the heads that lead or follow, None without; the ring begins at slot 0.
-        near: keys and values of the heads that keep their windows, None without; slots and ring of ``window_keys``.
+        keys: of the heads that lead; None where there are none. The ring begins at slot 0.
+        window_keys: of the heads that follow; None where there are none. The ring begins at slot
+            ``num_sink_tokens``.
+        values: of the heads that lead or follow; None where there are none. The ring begins at slot 0.
+        num_sink_tokens: slots before the ring of ``window_keys`` and ``near``.
+        near: keys and values of the heads that keep their windows; None where there are none. Slots and ring
+            are those of ``window_keys``.
     """
 
     past: Tensor
@@ -47,7 +52,7 @@ class NewToken(NamedTuple):
 
 
 class Operations(NamedTuple):
-    """The operations of a backend; signatures as in this file."""
+    """The operations of a backend; their signatures are those of the functions in this file."""
 
     add_norm: Callable[..., tuple[Tensor, Tensor]]
     rotate_and_store: Callable[..., Tensor]
@@ -56,7 +61,10 @@ class Operations(NamedTuple):
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``x + delta`` (None = 0) and its root-mean-square norm times ``weight`` ``[size]``; all ``[…, size]``."""
+    """Return ``x + delta`` (None = 0), and its root-mean-square norm times ``weight``.
+
+    Shapes: ``weight`` ``[size]``, all others ``[…, size]``.
+    """
     total = x if delta is None else x + delta
     return total, rms_norm(total, weight, eps)
 
@@ -70,10 +78,17 @@ def rotate_and_store(
     roles: Roles,
     token: NewToken,
 ) -> Tensor:
-    """Norm (None = none) and rotate the heads of ``q`` ``[B, Hq, d]`` and ``k`` ``[B, H, d]``; write ``k`` and ``v`` to their slots.
+    """Norm and rotate the heads of ``q`` and ``k``; write ``k`` and ``v`` to their slots.
 
     Args:
-        tables: cos and sin ``[B, d / 2]`` of the new positions, in the dtype that is computed in (at least fp32).
+        q: ``[B, Hq, d]``.
+        k: ``[B, H, d]``.
+        v: ``[B, H, d]``.
+        tables: cos and sin ``[B, d / 2]`` of the new positions, in the dtype of the computation (at least
+            fp32).
+        norms: of the heads; None = there are none.
+        roles: of the KV heads.
+        token: where keys and values go.
 
     Returns:
         ``[B, Hq, d]``, the rotated queries.
@@ -103,7 +118,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _ring_slot(token: NewToken, slots: int) -> Tensor:
-    """``[B]`` slots of the new tokens among those of a window, whose ring begins behind the sinks."""
+    """Slots ``[B]`` of the new tokens among the slots of a window, whose ring begins behind the sinks."""
     past, first = token.past, token.num_sink_tokens
     return torch.where(past < slots, past, first + (past - first) % (slots - first))
 
@@ -116,10 +131,15 @@ ORDER = {"cuda": ["triton", "reference"]}
 
 
 def choose(x: Tensor, backend: str = "auto") -> Operations:
-    """The operations that will run on tensors like ``x``; ``ValueError`` when the asked backend cannot.
+    """The operations that will run on tensors like ``x``.
 
     Args:
-        backend: of ``pod.modeling.shipped.decode``: ``auto``, ``triton``; the others are written in torch, and so is this then.
+        x: a tensor of the device and dtype.
+        backend: of ``pod.modeling.shipped.decode``: ``auto`` or ``triton``. The other backends are written in
+            torch, and then the plain form runs, which is torch too.
+
+    Raises:
+        ValueError: the backend that was asked for cannot run.
     """
     if backend not in ("auto", "triton") or (backend == "auto" and x.device.type not in ORDER):
         return REFERENCE
@@ -128,7 +148,7 @@ def choose(x: Tensor, backend: str = "auto") -> Operations:
 
 
 def _triton() -> Operations:
-    """The Triton kernels; imported when first asked for, because a CPU installation has no Triton."""
+    """The Triton kernels, imported when first asked for, because a CPU installation has no Triton."""
     try:
         return importlib.import_module("pod.kernels.triton_fused").OPERATIONS
     except ImportError as error:

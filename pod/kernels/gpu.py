@@ -1,5 +1,7 @@
-"""What can run on the GPUs of this machine, known before a model is loaded: attention of prompts,
-kernels by Triton."""
+"""What can run on the GPUs of this machine: attention of prompts, and kernels by Triton.
+
+This is known before a model is loaded.
+"""
 
 import torch
 
@@ -12,7 +14,7 @@ from pod.modeling.shipped.flash_version import SHIPPED, asked, unsupported_by_ve
 def refusals(dtype: torch.dtype, head_dim: int) -> dict[str, str | None]:
     """Why ``flash`` and ``flex``, in the order of ``auto``, cannot run on a GPU; None = it can.
 
-    Where this machine has GPUs, what they and its compilers cannot do counts too.
+    Where this machine has GPUs, the limits of these GPUs and of its compilers count too.
     """
     flash = varlen.unsupported_sizes(dtype, head_dim)
     flexible = flex.unsupported_sizes(dtype, head_dim)
@@ -25,7 +27,7 @@ def refusals(dtype: torch.dtype, head_dim: int) -> dict[str, str | None]:
 
 
 def refusal(backend: str, refused: dict[str, str | None]) -> str | None:
-    """Why a backend that was asked for by name cannot run, by what ``refusals`` says; None = it can."""
+    """Why a backend that was asked for by name cannot run, according to ``refusals``; None = it can."""
     if backend == "grouped":
         return "it takes one query per row"
     # The kernels of both are Triton's, for the same dtypes and head dimensions.
@@ -38,14 +40,16 @@ def least_capability() -> tuple[int, int]:
 
 
 def check_prompts(dtype: torch.dtype, head_dim: int, backend: str) -> None:
-    """Refuse to read prompts on this machine's GPUs by the reference, unless it was asked for by name.
+    """Refuse to read prompts on this machine's GPUs with the reference, unless it was asked for by name.
 
     Args:
-        backend: ``auto`` or the name of one.
+        dtype: of the model.
+        head_dim: of the model.
+        backend: ``auto`` or the name of a backend.
 
     Raises:
-        ValueError: a named backend that cannot run, or only the reference could; in one line, with what
-            would help.
+        ValueError: a named backend cannot run, or only the reference could. The message is one line and says
+            what would help.
     """
     refused = refusals(dtype, head_dim)
     if (reason := refusal(backend, refused)) is not None:
@@ -58,6 +62,5 @@ def check_prompts(dtype: torch.dtype, head_dim: int, backend: str) -> None:
     helps = "model.dtype=bfloat16, or " if None in refusals(torch.bfloat16, head_dim).values() else ""
     raise ValueError(
         f"no fused attention runs on this GPU ({told}); without it, all n x n logits of a prompt are in "
-        f"memory: mend "
-        f"this, or set {helps}model.attention_backend=reference to accept it"
+        f"memory: mend this, or set {helps}model.attention_backend=reference to accept it"
     )

@@ -1,9 +1,10 @@
 """What eviction methods read from attention, without the ``n x n`` matrix. Results carry no gradient.
 
-One block of queries at a time: memory O(n), work about half of n². A block of ``r`` queries of a few KV heads
-needs the keys up to its last query only. Its logits are one matrix product into a buffer that all blocks
-share; on CPU the buffer is small enough for the processor's caches. On CUDA tensor cores multiply 16-bit
-queries and keys as they are, and add up and write fp32: products of two 16-bit numbers are exact there.
+Queries are taken one block at a time, so memory is O(n), and work about half of n². A block of ``r`` queries
+of a few KV heads needs only the keys up to its last query. Its logits are one matrix product into a buffer
+that all blocks share; on CPU the buffer is small enough for the processor's caches. On CUDA, tensor cores
+multiply 16-bit queries and keys as they are, and add up and write fp32: products of two 16-bit numbers are
+exact there.
 """
 
 from collections.abc import Iterator
@@ -20,18 +21,21 @@ _LEAST_ROWS = 32  # a matrix product with fewer rows is slow; the buffer then gr
 
 @torch.no_grad()
 def attention_column_sums(q: Tensor, k: Tensor, scale: float | None = None, squares: bool = False) -> Tensor:
-    """How much attention every key received: ``Σ_i A_ij``, the accumulated score of H2O (Zhang et al., 2023, section 4).
+    """How much attention every key received: ``Σ_i A_ij``.
 
-    D2O sums it over the prompt in the same way; RoCo (Ren and Zhu, 2024) also needs ``Σ_i A_ij²`` for the standard deviation.
+    This is the accumulated score of H2O (Zhang et al., 2023, section 4). D2O sums it over the prompt in the
+    same way. RoCo (Ren and Zhu, 2024) also needs ``Σ_i A_ij²``, for the standard deviation.
 
     Args:
-        q: ``[B, Hq, m, d]``, rotated: the queries of the last ``m`` of ``n`` positions; each sees the keys up to its own.
+        q: ``[B, Hq, m, d]``, rotated: the queries of the last ``m`` of ``n`` positions. Each sees the keys up
+            to its own.
         k: ``[B, H, n, d]``, rotated, with ``Hq = G·H``.
         scale: factor on logits, ``1/sqrt(d)`` when None.
         squares: also return the sums of squared weights.
 
     Returns:
-        ``[B, Hq, n]``, with ``squares`` ``[2, B, Hq, n]``, in fp32 (fp64 for fp64 inputs); per query head, not averaged over G.
+        ``[B, Hq, n]``, with ``squares`` ``[2, B, Hq, n]``, in fp32 (fp64 for fp64 inputs). The sums are per
+        query head, not averaged over G.
     """
     (batch, kv_heads, n, _), query_heads = k.shape, q.shape[1]
     shape = 1 + squares, batch * kv_heads, query_heads // kv_heads, n
@@ -46,12 +50,14 @@ def attention_column_sums(q: Tensor, k: Tensor, scale: float | None = None, squa
 
 @torch.no_grad()
 def attention_rows(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
-    """Softmax rows of the last queries, such as the observation window of SnapKV (Li et al., 2024, section 4.1).
+    """Softmax rows of the last queries.
 
-    Arguments as of ``attention_column_sums``.
+    Such queries are the observation window of SnapKV (Li et al., 2024, section 4.1). The arguments are those
+    of ``attention_column_sums``.
 
     Returns:
-        ``[B, Hq, m, n]`` in fp32 (fp64 for fp64 inputs); every row sums to one, and is 0 after its own position.
+        ``[B, Hq, m, n]`` in fp32 (fp64 for fp64 inputs). Every row sums to one, and is 0 after its own
+        position.
     """
     (batch, kv_heads, n, _), (query_heads, m) = k.shape, q.shape[1:3]
     compute = compute_dtype(q.dtype)
@@ -62,7 +68,7 @@ def attention_rows(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
 
 
 def _blocks(q: Tensor, k: Tensor, scale: float | None) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Pairs ``h`` (of ``B·H``), queries ``r`` (of m) and softmax rows ``[h, G, r, S]`` of every block.
+    """Yield pairs ``h`` (of ``B·H``), queries ``r`` (of m) and softmax rows ``[h, G, r, S]`` of every block.
 
     ``S`` ends at the key of the block's last query. The next block overwrites the rows.
     """
@@ -83,12 +89,12 @@ def _blocks(q: Tensor, k: Tensor, scale: float | None) -> Iterator[tuple[slice, 
         for start in range(0, m, rows):
             block = slice(start, min(start + rows, m))
             logits = _logits(q[here, :, block].to(dtype), keys[:, : n - m + block.stop], factor, buffer)
-            # not in the logits' place: the fused kernel is then a quarter faster
+            # The softmax is not written over the logits: so the fused kernel is a quarter faster.
             yield here, block, torch.softmax(logits, -1, out=room[: logits.numel()].view(logits.shape))
 
 
 def _multiplies_narrow(q: Tensor, k: Tensor) -> bool:
-    """Whether there is a product of these 16-bit factors with a result in fp32."""
+    """Whether the device can multiply these 16-bit factors with a result in fp32."""
     return q.is_cuda and q.dtype == k.dtype and q.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -96,7 +102,8 @@ def _logits(q: Tensor, k: Tensor, factor: float, buffer: Tensor) -> Tensor:
     """``factor · q · k`` of the last ``r`` of ``S`` positions, in ``buffer``: ``[h, G, r, S]``.
 
     Args:
-        q: ``[h, G, r, d]``; k: ``[h, S, d]``.
+        q: ``[h, G, r, d]``.
+        k: ``[h, S, d]``.
     """
     heads, groups, rows, _ = q.shape
     width = k.shape[1]

@@ -1,21 +1,21 @@
-"""Decoding as Triton kernels: split-KV over mixed heads, one launch for heads of all roles, and one that merges the splits.
+"""Decoding as Triton kernels, split-KV: one launch for heads of all roles, and one that merges the splits.
 
-**Who does what.** The programs of a row are dealt to its heads on the device, by ``lengths``: a tile of tokens costs a lead two
-units (keys and values), a follower two for tokens of its window and one for distant ones (values; logits are small), a head that
-keeps its window two for each tile of that. So the grid is fixed, as CUDA graphs need it, and programs still finish together. A program walks over *far* tiles (distant tokens)
-first, then *near* ones (sinks and recent tokens), so that a lead knows the log-sum-exp of its distant tokens alone.
+* **Who does what.** The programs of a row are dealt to its heads on the device, by ``lengths``. A tile of
+  tokens costs a lead two units (keys and values). It costs a follower two for tokens of its window, and one
+  for distant tokens (values; logits are small). It costs a head that keeps its window two. So the grid is
+  fixed, as CUDA graphs need it, and programs still finish together. A program walks over *far* tiles (distant
+  tokens) first, then over *near* ones (sinks and recent tokens), so that a lead knows the log-sum-exp of its
+  distant tokens alone.
+* **With a gate threshold** the first launch leaves out the distant tokens of followers. A second launch takes
+  them. By then its programs know which query heads skip: where a whole group does, no value is read.
+* **Stores of 4 bits** are read as they are. The low and the high four bits of a byte are channels ``i`` and
+  ``i + d/2``. So a tile is two tiles of half the features, every product is two, and nothing is interleaved.
+  A native tile is its own low half, and has no high one. The newest tokens of packed stores are native and
+  near, which needs ``num_recent_tokens`` >= the ring that holds them. They get tiles of their own, behind the
+  packed near ones. Windows are always native.
+* **A constant sink** begins the softmax of a window's first split: one token with the sink's logit and value.
 
-**With a gate threshold** the first launch leaves out the distant tokens of followers; a second one takes them, and its programs
-know by then which query heads skip: where a whole group does, no value is read.
-
-**Stores of 4 bits** are read as they are: the low and the high four bits of a byte are channels ``i`` and ``i + d/2``, so a tile is two
-tiles of half the features, every product is two, and nothing is interleaved; a native tile is its own low half, and has no high one.
-The newest tokens of packed stores are native and near (this asks for ``num_recent_tokens`` >= the ring that holds them): they get
-tiles of their own, behind the packed near ones. Windows are always native.
-
-**A constant sink** is where the softmax of a window's first split begins: one token with the sink's logit and value.
-
-Nothing here waits for the device or allocates. Logits and sums are fp32; those of fp32 inputs full fp32, not TF32.
+Nothing here waits for the device or allocates. Logits and sums are fp32; for fp32 inputs full fp32, not TF32.
 """
 
 from typing import Any, NamedTuple
@@ -35,11 +35,12 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 _SPLITS = 64  # partial results that the merging kernel reads at a time
 
 ALL, FIRST, SECOND = range(3)
-"""``PART`` of a launch: all tokens; all of leads, near ones of others; distant ones of followers, where a query head reads them."""
+"""``PART`` of a launch. ALL: all tokens. FIRST: all tokens of leads, near tokens of others.
+SECOND: distant tokens of followers, where a query head reads them."""
 
 
 class Tile(NamedTuple):
-    """Tokens per step of a program, features of a product, query heads of a product, and how it is compiled."""
+    """Tokens of a program's step, features and query heads of a product, and how the kernel is compiled."""
 
     BLOCK_N: int
     BLOCK_D: int
@@ -49,11 +50,11 @@ class Tile(NamedTuple):
 
 
 def tile(dtype: torch.dtype, head_dim: int, groups: int, packed: bool = False, part: int = ALL) -> Tile:
-    """About 16 KiB of values per step: two programs on a multiprocessor have some 100 KiB under way. A product has at least 16
-    rows; rows without a query head cost no traffic.
+    """Tiles of about 16 KiB of values per step: two programs on a multiprocessor have some 100 KiB under way.
 
-    A packed step is fewer bytes, and more arithmetic. Distant tokens alone get a stage more where one fewer would spill
-    (head_dim 128 on sm_90).
+    A product has at least 16 rows; rows without a query head cost no traffic. A packed step has fewer bytes,
+    and more arithmetic. Distant tokens alone get a stage more where one fewer would spill (head_dim 128 on
+    sm_90).
     """
     block_g = max(16, triton.next_power_of_2(groups))
     block_d = head_dim // 2 if packed else max(16, triton.next_power_of_2(head_dim))
@@ -63,7 +64,7 @@ def tile(dtype: torch.dtype, head_dim: int, groups: int, packed: bool = False, p
     return Tile(64 if head_dim <= 128 else 32, block_d, block_g, 4, stages)
 
 
-# -- work of a program --------------------------------------------------------------------------------------------
+# -- work of a program ---------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -86,17 +87,17 @@ def proximal_lse(part_lse, first, count, groups, BLOCK_G: tl.constexpr, BLOCK_S:
 
 @triton.jit
 def window_slot(place, far, n_s, n_r):
-    """Where a follower's own key of near token ``place`` is, behind ``far`` distant tokens: the ring wraps once."""
+    """The slot of a follower's own key of near token ``place``, behind ``far`` distant tokens: one wrap."""
     slot = place + tl.where(place < n_s, 0, far % n_r)
     return slot - tl.where(slot < n_s + n_r, 0, n_r)
 
 
-# -- tiles of tokens ----------------------------------------------------------------------------------------------
+# -- tiles of tokens -----------------------------------------------------------------------------------------
 
 
 @triton.jit
 def products(q_low, q_high, k_low, k_high, PACKED: tl.constexpr):
-    """``[G, N]`` in fp32, of queries and keys."""
+    """Products ``[G, N]`` of queries and keys, in fp32."""
     out = tl.dot(q_low, tl.trans(k_low), input_precision="ieee")
     if PACKED:
         out = tl.dot(q_high, tl.trans(k_high), out, input_precision="ieee")
@@ -133,7 +134,7 @@ def native(rows, inside, PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: 
 
 @triton.jit
 def packed_keys(codes, zero, scale, token, inside, dtype, HALF: tl.constexpr, GROUP_SIZE: tl.constexpr):
-    """Halves ``[N, d/2]`` of keys at ``token`` ``[N, 1]``: one zero and scale per channel and ``GROUP_SIZE`` tokens."""
+    """Halves ``[N, d/2]`` of keys at ``token`` ``[N, 1]``; one zero, scale per channel, GROUP_SIZE tokens."""
     features = tl.arange(0, HALF)[None, :]
     numbers = tl.load(codes + token * HALF + features, mask=inside, other=0, eviction_policy="evict_first")
     group = token // GROUP_SIZE * (2 * HALF) + features
@@ -148,7 +149,7 @@ def packed_keys(codes, zero, scale, token, inside, dtype, HALF: tl.constexpr, GR
 
 @triton.jit
 def scaled(numbers, zero, scale, BLOCK_N: tl.constexpr, HALF: tl.constexpr, COUNT: tl.constexpr):
-    """Codes ``[N, d/2]`` with zeros and scales ``[N, COUNT]`` of neighbouring channels."""
+    """Numbers of codes ``[N, d/2]``, by the zeros and scales ``[N, COUNT]`` of neighbouring channels."""
     grouped = tl.reshape(numbers.to(tl.float32), [BLOCK_N, COUNT, HALF // COUNT])
     return tl.reshape(grouped * scale[:, :, None] + zero[:, :, None], [BLOCK_N, HALF])
 
@@ -158,7 +159,7 @@ def packed_values(
     codes, zero, scale, token, inside, dtype,
     BLOCK_N: tl.constexpr, HALF: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Halves ``[N, d/2]`` of values at ``token`` ``[N, 1]``: one zero and scale per token and ``GROUP_SIZE`` channels."""
+    """Halves ``[N, d/2]`` of values at ``token`` ``[N, 1]``; one zero, scale per token, GROUP_SIZE channels."""
     PER_TOKEN: tl.constexpr = 2 * HALF // GROUP_SIZE
     COUNT: tl.constexpr = (PER_TOKEN + 1) // 2
     NEXT: tl.constexpr = PER_TOKEN - COUNT  # one group for all channels: both halves share it
@@ -188,9 +189,8 @@ def keys_at(
 
 @triton.jit
 def values_at(
-    values, zero, scale, start, token, row, inside, dtype,
-    PACKED: tl.constexpr, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    values, zero, scale, start, token, row, inside, dtype, PACKED: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Values at ``start + token`` ``[N, 1]``."""
     if PACKED:
@@ -204,7 +204,7 @@ def sink_at(
     logits, values, groups, low, high,
     PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Peak, sum and output of ``groups`` query heads that have seen one token with these logits and this value."""
+    """Peak, sum and output of ``groups`` query heads that saw one token with these logits and this value."""
     heads, features = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     peak = tl.load(logits + heads, mask=heads < groups, other=float("-inf")).to(tl.float32) * _LOG2E
     total = tl.where(peak == float("-inf"), 0.0, 1.0)
@@ -216,22 +216,25 @@ def sink_at(
     return peak, total, low, high
 
 
-# vary by layer, batch or call: one compiled kernel for all
+# These arguments vary by layer, batch or call: one compiled kernel serves all.
 _FREE = ["leads", "followers", "windows", "programs", "scale", "tau"]
 
 
 @triton.jit(do_not_specialize=_FREE)
 def decode_kernel(
-    q, keys, key_zero, key_scale, key_tail, window, values, value_zero, value_scale, value_tail, near_keys, near_values,
-    lengths, packed_lengths, table, sink_logits, sink_values, logits, distant_lse, part_out, part_lse,
-    leads, followers, windows, programs, n_s, n_r, room, capacity, ring, scale, tau,
-    q_batch, q_head, k_batch, k_head, k_row, w_batch, w_head, w_row, v_batch, v_head, v_row, n_batch, n_head, n_row,
-    PART: tl.constexpr, PACKED: tl.constexpr, KEY_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr, WITH_SINK: tl.constexpr,
-    GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
+    q, keys, key_zero, key_scale, key_tail, window, values, value_zero, value_scale, value_tail,
+    near_keys, near_values, lengths, packed_lengths, table, sink_logits, sink_values, logits, distant_lse,
+    part_out, part_lse, leads, followers, windows, programs, n_s, n_r, room, capacity, ring, scale, tau,
+    q_batch, q_head, k_batch, k_head, k_row, w_batch, w_head, w_row, v_batch, v_head, v_row,
+    n_batch, n_head, n_row, PART: tl.constexpr, PACKED: tl.constexpr, KEY_GROUP: tl.constexpr,
+    VALUE_GROUP: tl.constexpr, WITH_SINK: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """One split of one head of one row; ``logits`` ``[B, H, G, room]``, see ``DecodeBuffers`` for the partial results.
+    """One split of one head of one row.
 
-    Keys and values are codes where they are packed; what begins with ``key_``, ``value_`` and ``packed_`` is then there too.
+    ``logits`` are ``[B, H, G, room]``; see ``DecodeBuffers`` for the partial results. Keys and values are
+    codes where they are packed. Then arguments that begin with ``key_``, ``value_`` and ``packed_`` are there
+    too.
     """
     pid = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -268,7 +271,7 @@ def decode_kernel(
     features = tl.arange(0, BLOCK_D)
     tokens = tl.arange(0, BLOCK_N)
     near = tl.minimum(length, n_s + n_r)
-    far = tl.where(is_window, 0, length - near)  # a window's slots are taken as they come
+    far = tl.where(is_window, 0, length - near)  # the slots of a window are taken as they come
     real = heads < GROUPS
     stored_head = (row * kv_heads + head) * GROUPS
     lse_row = row * programs * GROUPS
@@ -279,19 +282,19 @@ def decode_kernel(
             1, BLOCK_N,  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
         start = leads * first_per_lead + (index - leads) * first_per_follower
-        near_lse = proximal_lse(part_lse + lse_row, start, first_per_follower, GROUPS, BLOCK_G, 16)  # pyright: ignore[reportArgumentType]
+        near_lse = proximal_lse(
+            part_lse + lse_row, start, first_per_follower, GROUPS,
+            BLOCK_G, 16,  # pyright: ignore[reportArgumentType]
+        )  # fmt: skip
         far_lse = tl.load(distant_lse + stored_head + heads, mask=real, other=float("-inf"))
         skips = 1.0 / (1.0 + tl.exp(far_lse - near_lse)) >= tau
         skips = skips | (heads >= GROUPS)
         last = tl.where(tl.min(skips.to(tl.int32), 0) == 1, first, last)
 
     q_low, q_high = native(
-        q + row * q_batch + (head * GROUPS + heads)[:, None] * q_head,
-        real[:, None],
-        PACKED,
-        HEAD_DIM,
-        BLOCK_D,
-    )
+        q + row * q_batch + (head * GROUPS + heads)[:, None] * q_head, real[:, None],
+        PACKED, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
     dtype = q.dtype.element_ty
     keys += row * k_batch + index.to(tl.int64) * k_head
     window += row * w_batch + (index - leads).to(tl.int64) * w_head
@@ -324,16 +327,16 @@ def decode_kernel(
                 start = n_s + step * BLOCK_N
                 inside = start + tokens < n_s + far
                 k_low, k_high = keys_at(
-                    keys, key_zero, key_scale, tl.cast(start, tl.int64), tokens[:, None], k_row, inside[:, None], dtype,
-                    PACKED, KEY_GROUP, HEAD_DIM, BLOCK_D,
+                    keys, key_zero, key_scale, tl.cast(start, tl.int64), tokens[:, None], k_row,
+                    inside[:, None], dtype, PACKED, KEY_GROUP, HEAD_DIM, BLOCK_D,
                 )  # fmt: skip
                 found = products(q_low, q_high, k_low, k_high, PACKED) * scale
                 place = logits + heads[:, None] * room + (start + tokens)[None, :]
                 tl.store(place, found, mask=real[:, None] & (start + tokens < written)[None, :])
                 found = tl.where(inside[None, :], found * _LOG2E, float("-inf"))
                 v_low, v_high = values_at(
-                    values, value_zero, value_scale, tl.cast(start, tl.int64), tokens[:, None], v_row, inside[:, None], dtype,
-                    PACKED, VALUE_GROUP, HEAD_DIM, BLOCK_N, BLOCK_D,
+                    values, value_zero, value_scale, tl.cast(start, tl.int64), tokens[:, None], v_row,
+                    inside[:, None], dtype, PACKED, VALUE_GROUP, HEAD_DIM, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
                 peak, total, low, high = attend(found, v_low, v_high, peak, total, low, high, PACKED)
             where = part_lse + 2 * tl.num_programs(1) * programs * GROUPS + lse_row + pid * GROUPS + heads
@@ -343,7 +346,7 @@ def decode_kernel(
             for step in range(first, far_last):
                 start = n_s + step * BLOCK_N
                 inside = start + tokens < n_s + far
-                # columns behind the last are there (see make_buffers), and unused: no mask, so 16 bytes at a time
+                # Columns behind the last exist (see make_buffers), unused: no mask, so 16 bytes at a time.
                 found = tl.load(
                     logits + heads[:, None] * room + (start + tokens)[None, :], mask=real[:, None], other=0.0
                 )
@@ -352,13 +355,13 @@ def decode_kernel(
                     seen = seen & (skips[:, None] == 0)
                 found = tl.where(seen, found * _LOG2E, float("-inf"))
                 v_low, v_high = values_at(
-                    values, value_zero, value_scale, tl.cast(start, tl.int64), tokens[:, None], v_row, inside[:, None], dtype,
-                    PACKED, VALUE_GROUP, HEAD_DIM, BLOCK_N, BLOCK_D,
+                    values, value_zero, value_scale, tl.cast(start, tl.int64), tokens[:, None], v_row,
+                    inside[:, None], dtype, PACKED, VALUE_GROUP, HEAD_DIM, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
                 peak, total, low, high = attend(found, v_low, v_high, peak, total, low, high, PACKED)
 
     if PART != 2:
-        begin = 0  # of the native near tokens, among the near ones
+        begin = 0  # where the native near tokens begin, among the near ones
         native_first = far_tiles
         if PACKED:
             begin = tl.where(is_window, 0, near - tail)
@@ -420,8 +423,8 @@ def decode_kernel(
 
 
 @triton.jit
-def merge(part_out, part_lse, first, count, peak, total, out,
-          GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def merge(part_out, part_lse, first, count, peak, total, out, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr,
+          BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Add ``count`` splits of one query head to the running peak, sum and output."""
     features = tl.arange(0, BLOCK_D)
     for start in range(0, count, BLOCK_S):
@@ -449,7 +452,7 @@ def combine_kernel(
     WITH_GATE: tl.constexpr, PACKED: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Output of one query head from its splits; for heads that are followed, also the lse of their distant tokens."""
+    """Output of one query head from its splits; for followed heads also the lse of their distant tokens."""
     index = tl.program_id(0) // GROUPS
     group = tl.program_id(0) % GROUPS
     row = tl.program_id(1).to(tl.int64)
@@ -490,7 +493,7 @@ def combine_kernel(
     tl.store(place, (result / total).to(out.dtype.element_ty), mask=features < HEAD_DIM)
 
 
-# -- launch -------------------------------------------------------------------------------------------------------
+# -- launch --------------------------------------------------------------------------------------------------
 
 
 def unsupported(call: DecodeCall) -> str | None:
@@ -530,14 +533,15 @@ def _cannot_unpack(call: DecodeCall) -> str | None:
     if keys is not None and keys.tail.shape[2] != values.tail.shape[2]:
         return "keys and values with different numbers of native slots"
     if call.num_recent_tokens < values.tail.shape[2]:
-        return f"num_recent_tokens {call.num_recent_tokens} below the {values.tail.shape[2]} native slots of packed stores"
+        slots = f"{values.tail.shape[2]} native slots of packed stores"
+        return f"num_recent_tokens {call.num_recent_tokens} below the {slots}"
     if not all(y.is_contiguous() for x in stores for y in (x.codes, x.zero, x.scale, x.tail)):
         return "packed stores that are not contiguous"
     return None
 
 
 def decode(call: DecodeCall) -> None:
-    """See ``pod.modeling.shipped.decode.pod_decode``; packed keys and values of a row have one ``packed_lengths``."""
+    """See ``pod.modeling.shipped.decode.pod_decode``; packed keys and values share one ``packed_lengths``."""
     parts = (ALL,) if call.tau is None or not call.roles.followers else (FIRST, SECOND)
     for part in parts:
         _launch(call, part)
@@ -559,8 +563,9 @@ def _launch(call: DecodeCall, part: int) -> None:
     strides = (stride for x in (of_keys[0], window, of_values[0], near_keys) for stride in x.stride()[:3])
     triton_launch.run(
         decode_kernel, (buffers.programs, batch), call.q,
-        call.q, *of_keys, window, *of_values, near_keys, near_values, call.lengths, packed_lengths, role_table(roles, call.q.device),
-        *((None, None) if call.sink is None else call.sink), buffers.logits, buffers.distant_lse, buffers.partial_out, buffers.partial_lse,
+        call.q, *of_keys, window, *of_values, near_keys, near_values, call.lengths, packed_lengths,
+        role_table(roles, call.q.device), *((None, None) if call.sink is None else call.sink),
+        buffers.logits, buffers.distant_lse, buffers.partial_out, buffers.partial_lse,
         *_counts(roles), buffers.programs, call.num_sink_tokens, call.num_recent_tokens,
         buffers.logits.stride(2), call.num_slots, ring, call.scale, 2.0 if call.tau is None else call.tau,
         *call.q.stride()[:2], *strides,
@@ -575,7 +580,7 @@ def _counts(roles: Roles) -> tuple[int, int, int]:
 
 
 def _tensors(x: Stored) -> tuple[Any, ...]:
-    """Numbers or codes; of packed ones also zero, scale and tail."""
+    """Numbers or codes of a store; of packed ones also zero, scale and tail."""
     return (x.codes, x.zero, x.scale, x.tail) if isinstance(x, Packed) else (x, None, None, None)
 
 
@@ -588,9 +593,8 @@ def _combine(call: DecodeCall, with_gate: bool) -> None:
     triton_launch.run(
         combine_kernel, (heads, batch), call.q,
         call.lengths, packed_lengths, role_table(roles, call.q.device),
-        buffers.distant_lse, buffers.partial_out, buffers.partial_lse, call.out,
-        *_counts(roles), buffers.programs, call.num_sink_tokens, call.num_recent_tokens,
-        *call.out.stride()[:2],
+        buffers.distant_lse, buffers.partial_out, buffers.partial_lse, call.out, *_counts(roles),
+        buffers.programs, call.num_sink_tokens, call.num_recent_tokens, *call.out.stride()[:2],
         WITH_GATE=with_gate, PACKED=packed_lengths is not None, GROUPS=groups, HEAD_DIM=head_dim,
         BLOCK_N=shape.BLOCK_N, BLOCK_S=_SPLITS, BLOCK_D=shape.BLOCK_D, num_warps=4,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """The operations of ``pod.kernels.fused`` as Triton kernels, one launch each.
 
-Arithmetic is fp32; what the modules round to their dtype on the way is rounded here as well.
+Arithmetic is fp32. What the modules round to their dtype on the way is rounded here as well.
 """
 
 import torch
@@ -20,7 +20,7 @@ GATE = {"BLOCK": 512, "num_warps": 2}  # 16 bytes of 16-bit numbers per thread
 def add_norm_kernel(
     x, delta, weight, total, out, eps, WITH_DELTA: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One row."""
+    """``add_norm`` of one row."""
     dtype = out.dtype.element_ty
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -37,7 +37,7 @@ def add_norm_kernel(
 
 @triton.jit
 def ring_slot(position, first, slots):
-    """See ``NewToken``."""
+    """The slot of a position, see ``NewToken``."""
     return tl.where(position < slots, position, first + (position - first) % (slots - first))
 
 
@@ -68,7 +68,11 @@ def rotate_kernel(
     k_batch, k_head, k_row, w_batch, w_head, w_row, v_batch, v_head, v_row, n_batch, n_head, n_row,
     WITH_NORM: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: first those of the queries, then of the keys and of the values, both in the order of ``table``."""
+    """One head of one row.
+
+    Programs take the heads of the queries first, then those of the keys, then those of the values. Keys and
+    values are in the order of ``table``.
+    """
     kv_heads = leads + followers + windows
     index = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -108,7 +112,7 @@ def rotate_kernel(
 
 @triton.jit
 def gate_kernel(gate, up, out, numbers, BLOCK: tl.constexpr):
-    """``silu(gate) · up``."""
+    """Compute ``silu(gate) · up``."""
     dtype = out.dtype.element_ty
     here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = here < numbers
@@ -118,7 +122,7 @@ def gate_kernel(gate, up, out, numbers, BLOCK: tl.constexpr):
     tl.store(out + here, (x * y).to(dtype), mask=inside)
 
 
-# -- launch -------------------------------------------------------------------------------------------------------
+# -- launch --------------------------------------------------------------------------------------------------
 
 
 def _add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""Where our Triton kernels can run, one launch, and how the decode kernels deal their programs to the heads
-of a row, by its length.
+"""Where our Triton kernels can run, how one is launched, and how the decode kernels deal their programs.
 
-``PART`` is that of ``pod.kernels.triton_decode``.
+Programs are dealt to the heads of a row, by the length of the row. ``PART`` is that of
+``pod.kernels.triton_decode``.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ def unsupported(x: Tensor) -> str | None:
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"dtype {x.dtype} (float32, float16 or bfloat16)"
     if triton.knobs.runtime.interpret:  # pyright: ignore[reportAttributeAccessIssue]
-        # its tl.dot multiplies the bit patterns of bfloat16 (Triton 3.6 to 3.9)
+        # The interpreter's tl.dot multiplies the bit patterns of bfloat16 (Triton 3.6 to 3.9).
         return "bfloat16 under TRITON_INTERPRET=1" if x.dtype == torch.bfloat16 else None
     if not x.is_cuda:
         return f"device {x.device.type} (CUDA, or TRITON_INTERPRET=1)"
@@ -29,14 +29,17 @@ def unsupported(x: Tensor) -> str | None:
 
 
 def run(kernel, grid: tuple[int, ...], on: Tensor, *arguments, **options) -> None:
-    """On the device of a tensor; waits for nothing."""
+    """Launch a kernel on the device of the tensor ``on``, and wait for nothing."""
     with torch.cuda.device(on.device) if on.is_cuda else contextlib.nullcontext():
         kernel[grid](*arguments, **options)
 
 
 @triton.jit
 def tiles(length, tail, n_s, n_r, is_lead, is_window, PART: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(far tiles, near tiles) that a launch takes of a head with ``length`` tokens, the newest ``tail`` in tiles of their own."""
+    """(far tiles, near tiles) that a launch takes of a head with ``length`` tokens.
+
+    The newest ``tail`` tokens are in tiles of their own.
+    """
     near = tl.minimum(length, n_s + n_r)
     far_tiles = tl.where(is_window, 0, tl.cdiv(length - near, BLOCK_N))
     tail = tl.where(is_window, 0, tail)
@@ -53,9 +56,10 @@ def tiles(length, tail, n_s, n_r, is_lead, is_window, PART: tl.constexpr, BLOCK_
 def splits(
     length, tail, leads, followers, windows, programs, n_s, n_r, PART: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """(programs of each lead, of each follower, of each window), dealt in this order. At least one where there is a tile.
+    """(programs of each lead, of each follower, of each window), dealt in this order.
 
-    Windows get their share first, rounded; what others have to do is finer and fits into the rest.
+    There is at least one where there is a tile. Windows get their share first, rounded. What others have to
+    do is finer and fits into the rest.
     """
     lead_far, lead_near = tiles(length, tail, n_s, n_r, True, False, PART, BLOCK_N)
     far, near = tiles(length, tail, n_s, n_r, False, False, PART, BLOCK_N)
@@ -81,7 +85,7 @@ def splits(
 
 @triton.jit
 def dealt(index, leads, followers, per_lead, per_follower, per_window):
-    """(first program, number of programs) of the head at ``index`` of the table."""
+    """(first program, number of programs) of the head that stands at ``index`` of the table."""
     of_leads, of_followers = tl.minimum(index, leads), tl.minimum(tl.maximum(index - leads, 0), followers)
     of_windows = tl.maximum(index - leads - followers, 0)
     first = of_leads * per_lead + of_followers * per_follower + of_windows * per_window
@@ -91,6 +95,6 @@ def dealt(index, leads, followers, per_lead, per_follower, per_window):
 
 @triton.jit
 def boundary(split, count, far_tiles, near_tiles, near_cost):
-    """First tile of a split, so that all cost the same; far tiles come first."""
+    """First tile of a split, chosen so that all splits cost the same; far tiles come first."""
     units = split * (far_tiles + near_tiles * near_cost) // count
     return tl.where(units < far_tiles, units, far_tiles + (units - far_tiles) // near_cost)

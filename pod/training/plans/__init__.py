@@ -1,1 +1,4 @@
-"""Which (layer, KV head) leads, follows or keeps its window: solved by least cost, with heads aligned across layers."""
+"""Which (layer, KV head) leads, follows or keeps its window.
+
+The plan of least cost is solved for, with heads aligned across layers.
+"""

@@ -1,7 +1,8 @@
-"""Heads aligned across layers: which KV head of each layer shares a place, so that the plan of least cost costs least.
+"""Align heads across layers: choose which KV heads share a place, so that the best plan costs least.
 
-KV heads of a layer may be permuted with their query heads without changing the model, and a head follows only the head in its
-own place of a lower layer. The places are found by local search on the cost that ``solve`` minimises.
+The KV heads of a layer may be permuted together with their query heads without changing the model. A head
+follows only the head in its own place of a lower layer. The places are found by local search on the cost that
+``solve`` minimises.
 """
 
 from itertools import pairwise
@@ -25,8 +26,10 @@ class Alignment(NamedTuple):
     """Places of KV heads, and the costs in them.
 
     Attributes:
-        kv_order: ``[L][H]``: the original KV head at each place.
-        follow, window: costs as ``solve`` takes them; cost: of the best plan that saves the units.
+        kv_order: ``[L][H]``, the original KV head at each place.
+        follow: costs of followers by place, as ``solve`` takes them.
+        window: costs of windows by place, as ``solve`` takes them.
+        cost: of the best plan that saves the units.
     """
 
     kv_order: tuple[tuple[int, ...], ...]
@@ -36,17 +39,23 @@ class Alignment(NamedTuple):
 
 
 def align(follow: Floats, window: Floats | None, units: int, restarts: int = 200, seed: int = 0) -> Alignment:
-    """Places in which the plan that saves ``units`` costs little; never more than in the original order.
+    """Find places in which the plan that saves ``units`` costs little, never more than in the original order.
 
-    Given a price per unit, near the slope of the frontier at ``units``, and all other layers, the best permutation of one layer, or
-    of all layers above a cut together, is an assignment problem that is solved exactly; sweeps over the layers repeat both until
+    The search sets a price per unit, near the slope of the frontier at ``units``. With the price and all
+    other layers given, the best permutation of one layer is an assignment problem. So is the best permutation
+    of all layers above a cut together. Both are solved exactly. Sweeps over the layers repeat both until
     nothing improves. Each restart swaps one to six random heads of the best order so far and sweeps again.
 
     Args:
-        follow: ``[L, L, H, H]`` = [lead, layer, KV head of the lead, KV head of the layer], read where lead < layer.
+        follow: ``[L, L, H, H]`` = [lead, layer, KV head of the lead, KV head of the layer], read where lead <
+            layer.
         window: ``[L, H]``, see ``solve``.
-        restarts: sweeps from a disturbed order; the same seed gives the same order.
-    Raises: ValueError for costs of other shapes, NaN, and units that no plan in the original order saves.
+        units: that the plan saves.
+        restarts: number of sweeps from a disturbed order.
+        seed: of the disturbances; the same seed gives the same order.
+
+    Raises:
+        ValueError: costs of other shapes, NaN, and units that no plan in the original order saves.
     """
     sizes = check_costs("follow", follow, "L L H H")
     if window is not None:
@@ -59,9 +68,11 @@ def align(follow: Floats, window: Floats | None, units: int, restarts: int = 200
     low, high = _slopes(frontier.costs, units)
     for restart in steps(range(restarts + 1), "order of heads"):
         start = order.copy()
-        for _ in range(1 + restart % _MOST_SWAPS if restart else 0):
-            _swap(start, rng)
-        price = (low + high) / 2 + (rng.uniform(low - high, high - low) if restart else 0.0)
+        price = (low + high) / 2
+        if restart:
+            for _ in range(1 + restart % _MOST_SWAPS):
+                _swap(start, rng)
+            price += rng.uniform(low - high, high - low)
         for found in (start, _Search(follow, window, price, start).run()):  # no price leads to some savings
             costs = solve(*placed_costs(follow, window, found)).costs
             if costs[units] < best - 1e-12 * abs(best):
@@ -73,14 +84,14 @@ def align(follow: Floats, window: Floats | None, units: int, restarts: int = 200
 
 
 def placed_costs(follow: Floats, window: Floats | None, order: Order) -> tuple[Floats, Floats | None]:
-    """The costs that ``align`` takes by place, as ``solve`` takes them, when ``order[L, H]`` stands there."""
+    """The costs of ``align``, by place, as ``solve`` takes them, when ``order[L, H]`` stands there."""
     layer = np.arange(len(order))
     placed = follow[layer[:, None, None], layer[None, :, None], order[:, None], order[None]]
     return placed, None if window is None else np.take_along_axis(window, order, axis=1)
 
 
 def _slopes(costs: Floats, units: int) -> tuple[float, float]:
-    """What a unit costs just below and just above ``units``, on the lower hull of the curve on either side."""
+    """What a unit costs just below and just above ``units``, on the lower hull of the curve on each side."""
     reachable = np.flatnonzero(np.isfinite(costs))
     slopes = (costs[reachable] - costs[units]) / np.where(reachable == units, np.nan, reachable - units)
     sides = (np.max, slopes[reachable < units]), (np.min, slopes[reachable > units])
@@ -100,9 +111,12 @@ def _swap(order: Order, rng: np.random.Generator) -> None:
 class _Search:
     """Local search at a price per saved unit.
 
-    A *state* is the lead that is open: 0 = none, ``1 + layer * H + KV head``. ``stay[l][state, head]`` is the cost of KV head
-    ``head`` of layer l when it follows that lead or keeps its window, whichever is cheaper. ``above[l][state, place]`` is the
-    least cost of the layers from l on in a place, below ``[state, place]`` that of the layers before the one at hand.
+    A *state* is the lead that is open: 0 for none, else ``1 + layer * H + KV head``.
+
+    * ``stay[l][state, head]`` is the cost of KV head ``head`` of layer l when it follows that lead or keeps
+      its window, whichever is cheaper.
+    * ``above[l][state, place]`` is the least cost of the layers from l on, in a place.
+    * ``below[state, place]`` is the least cost of the layers before the one at hand, in a place.
     """
 
     def __init__(self, follow: Floats, window: Floats | None, price: float, order: Order):
@@ -116,7 +130,7 @@ class _Search:
         self.stay = stay
 
     def run(self) -> Order:
-        """The order, when no layer and no cut can be improved."""
+        """Search until no layer and no cut can be improved, and return the order."""
         while self._sweep():
             pass
         return self.order
@@ -135,7 +149,7 @@ class _Search:
         return above
 
     def _sweep(self) -> bool:
-        """Improve every cut and every layer once, from below; whether anything was gained."""
+        """Improve every cut and every layer once, from below, and say whether anything was gained."""
         layers, states, heads = self.stay.shape
         above, place, gained = self._above(), np.arange(heads), False
         below = np.full((states, heads), np.inf)
@@ -158,20 +172,22 @@ class _Search:
 
 
 def _least(left: Floats, right: Floats) -> Floats:
-    """``[S, A]`` and ``[S, B]`` → ``[A, B]``: the least sum over the states."""
+    """The least sum over the states: ``[S, A]`` and ``[S, B]`` → ``[A, B]``."""
     return np.stack([(column[:, None] + right).min(axis=0) for column in left.T])
 
 
 def _assign(costs: Floats, now: Order) -> Order:
-    """The columns that rows shall have at least cost; those of now unless others are cheaper."""
+    """The column of each row, at least total cost; the columns of ``now`` unless others are cheaper."""
     rows, columns = linear_sum_assignment(costs)
     old, new = costs[rows, now].sum(), costs[rows, columns].sum()
     return columns if new < old - 1e-12 * max(1.0, abs(old)) else now
 
 
 def _neighbours(order: Order, plan: SharingPlan) -> Order:
-    """The same plan with heads that lead more before heads that keep more windows, so that neighbours hold the same: between cuts that
-    no block crosses places may be sorted."""
+    """Put heads that lead more before heads that keep more windows, so that neighbours hold the same.
+
+    The plan stays the same: places may be sorted between cuts that no block crosses.
+    """
     layers, heads = order.shape
     crossed = [[is_followed(plan.lead, layer - 1, head) for head in range(heads)] for layer in range(layers)]
     windows = np.array([[lead is None for lead in row] for row in plan.lead])

@@ -1,17 +1,21 @@
 """Constants that stand for the first tokens in heads that keep their windows, and what such windows cost.
 
-A constant sink is a logit per query head and a value per KV head that join the softmax of a window at every
-position, as in serving engines (``pod.modeling.shipped.sinks``). Its cost is in the currency of ``costs.py`` and
-has three parts: the mean over queries that have distant tokens; the mean over early ones, whose window still holds
-the first tokens, times their share of the sequence; and the mean over first tokens. Every text has one of these,
-and all later tokens attend to it. What a layer does to it decides whether later layers find their sink: on
-SmolLM2-135M constants that were too heavy in layers 1, 10 and 11 took 98 % of the first token's large activations
-away where one of 5 % of the vocabulary came first. A first token sees nothing but itself, so any token of a text
-can stand for it, as a sequence of its own.
+A constant sink is a logit per query head and a value per KV head. Both join the softmax of a window at every
+position, as in serving engines (``pod.modeling.shipped.sinks``). The cost of a sink is in the currency of
+``costs.py`` and has three parts:
 
-Calibration starts from what a dense model reads from the first tokens (`measured_sink`, METHODS.md §8) and then
-takes the constants of least cost (`fitted_sink`), since those that are right for distant queries would count the
-first tokens twice for early ones.
+* the mean over queries that have distant tokens;
+* the mean over early queries, whose window still holds the first tokens, times their share of the sequence;
+* the mean over first tokens.
+
+Every text has a first token, and all later tokens attend to it. What a layer does to it decides whether later
+layers find their sink. On SmolLM2-135M, constants that were too heavy in layers 1, 10 and 11 took 98 % of the
+first token's large activations away, where the first token was one of 5 % of the vocabulary. A first token
+sees nothing but itself, so any token of a text can stand for it, as a sequence of its own.
+
+Calibration starts from what a dense model reads from the first tokens (`measured_sink`, METHODS.md §8). These
+constants are right for distant queries, but would count the first tokens twice for early ones. So calibration
+then takes the constants of least cost (`fitted_sink`).
 """
 
 import os
@@ -42,7 +46,7 @@ from pod.training.plans.costs import (
 )
 
 FIRST_TOKENS = 4
-"""First tokens for whose attention the constants stand at the start of the calibration."""
+"""First tokens of a text whose attention the constants replace at the start of the calibration."""
 NUM_QUERIES = 64
 CALIBRATION_SEQUENCES = 8
 """Sequences of text on which `pod explore` calibrates, at most."""
@@ -60,8 +64,8 @@ class WindowQueries:
         near: ``[H, G, q, d]``, attention to the window.
         lse: ``[H, G, q]``, log-sum-exp of the logits in the window.
         out: ``[H, G, q, d]``, attention to all tokens.
-        residual: ``[q]``, what squared errors behind the output projection are relative to.
-        factor: ``[H, r, G·d]``, whose products have the lengths of those with the output projection.
+        residual: ``[q]``, by which squared errors behind the output projection are divided.
+        factor: ``[H, r, G·d]``; products with it are as long as products with the output projection.
         weights: ``[q]``; the weighted sum over queries is the cost.
         early: ``[q]``, whether a query sees the first tokens in its window.
     """
@@ -110,13 +114,13 @@ class _Part(NamedTuple):
 def window_queries(
     model: PodForCausalLM, input_ids: Tensor, num_queries: int
 ) -> Iterator[tuple[WindowQueries, Sink]]:
-    """The sampled queries of every planned layer on one sequence, and constants that a calibration starts from.
+    """Yield the sampled queries of every planned layer on one sequence, and constants to start a calibration.
 
     Args:
         model: dense, with the ``num_recent_tokens`` of the windows.
         input_ids: ``[1, n]``.
-        num_queries: with distant tokens, at most ``n - num_recent_tokens``; so many early ones, and first tokens,
-            are added.
+        num_queries: number of queries with distant tokens, at most ``n - num_recent_tokens``. As many early
+            queries, at most ``num_recent_tokens - 1``, and the first tokens are added.
 
     Raises:
         ValueError: a model with a plan, or a sequence that is too short for the windows.
@@ -134,12 +138,13 @@ def window_queries(
     firsts = record_batch(model, tokens[:, None])
     inputs = record_attention_inputs(model, input_ids)
     for layer, own, first in zip(planned_layers(config), inputs, firsts, strict=True):
+        alone = _alone(first)
         part, sink = _part_of(own, positions, window)
         joined = _Part(
-            *(
-                torch.cat(both, dim=-2 if both[0].dim() == 4 else -1)
-                for both in zip(_alone(first), part, strict=True)
-            )
+            near=torch.cat([alone.near, part.near], dim=2),
+            lse=torch.cat([alone.lse, part.lse], dim=2),
+            out=torch.cat([alone.out, part.out], dim=2),
+            residual=torch.cat([alone.residual, part.residual]),
         )
         scale = OutputScale.of(model.model.layers[layer], joined.out, joined.residual)
         queries = WindowQueries(
@@ -155,8 +160,11 @@ def window_queries(
 
 
 def first_tokens(input_ids: Tensor, bos_token_id: Any) -> Tensor:
-    """Tokens ``[B]`` that stand for those with which texts begin: the first one of the sequence ``[n]`` where all texts
-    begin with it, else evenly spaced ones, the first among them."""
+    """Tokens ``[B]`` that stand for the tokens with which texts begin.
+
+    This is the first token of the sequence ``[n]`` where all texts begin with it. Else these are evenly
+    spaced tokens of the sequence, the first one among them.
+    """
     if bos_token_id is not None and int(input_ids[0]) == bos_token_id:
         return input_ids[:1]
     n = len(input_ids)
@@ -165,7 +173,7 @@ def first_tokens(input_ids: Tensor, bos_token_id: Any) -> Tensor:
 
 
 def _alone(inputs: AttentionInputs) -> _Part:
-    """Queries of B sequences of one token each, which see it alone; inputs: with a batch dimension."""
+    """Queries of B sequences of one token each, which see only themselves; inputs: with a batch dimension."""
     wide = torch.promote_types(inputs.q.dtype, torch.float32)
     q, k, v = (x[:, :, 0].to(wide).transpose(0, 1) for x in inputs[1:])  # [heads, B, d]
     q = q.unflatten(0, (len(k), -1))  # [H, G, B, d]
@@ -176,7 +184,7 @@ def _alone(inputs: AttentionInputs) -> _Part:
 
 
 def _part_of(inputs: AttentionInputs, positions: Tensor, window: int) -> tuple[_Part, Sink]:
-    """Queries at these positions of a sequence, and what those with distant tokens read from the first ones."""
+    """Queries at these positions, and what the queries with distant tokens read from the first tokens."""
     logits = _causal_logits(inputs, positions)  # [H, G, q, n]
     values = inputs.v.to(logits.dtype)[:, None]
     out = logits.softmax(-1) @ values
@@ -203,14 +211,15 @@ def measured_sink(logits: Tensor, values: Tensor) -> Sink:
         values: ``[H, 1, FIRST_TOKENS, d]``.
 
     Returns:
-        per query head the mean log-sum-exp of its logits; per KV head the mean of what its query heads read; fp64.
+        Per query head the mean log-sum-exp of its logits, and per KV head the mean of what its query heads
+        read. Both are fp64.
     """
     read = logits.softmax(-1) @ values
     return Sink(logits.logsumexp(-1).double().mean(-1).flatten(), read.double().mean((1, 2)))
 
 
 def fitted_sink(queries: WindowQueries, start: Sink) -> Sink:
-    """The constants of least cost on these queries, by L-BFGS; `start` where nothing better is found."""
+    """Find the constants of least cost on these queries by L-BFGS; `start` where nothing better is found."""
     logits, values = (x.detach().to(queries.lse).clone().requires_grad_() for x in start)
     sink = Sink(logits, values)
     with torch.no_grad():
@@ -238,11 +247,11 @@ def find_sinks(model: PodForCausalLM, sequences: Sequence[Tensor], num_queries: 
 
     Args:
         model: dense, with the ``num_recent_tokens`` of the windows.
-        sequences: ``[n]`` tokens each; all of their sampled queries are held at a time.
+        sequences: ``[n]`` tokens each; all of their sampled queries are held at the same time.
         num_queries: per sequence, see `window_queries`.
 
     Raises:
-        ValueError: as `window_queries`; values that are not finite.
+        ValueError: for the reasons of `window_queries`, and for values that are not finite.
     """
     layers: list[list[WindowQueries]] = [[] for _ in planned_layers(model.config)]
     starts: list[list[Sink]] = [[] for _ in layers]
@@ -268,8 +277,8 @@ def measure_window_costs(
     """What windows with these constants cost on one sequence ``[1, n]``.
 
     Returns:
-        ``window`` at queries with distant tokens, ``early`` at the others: ``[L, H]`` each, fp64 on the CPU. Their
-        sum is the cost of the role.
+        ``window``, the cost at queries with distant tokens, and ``early``, the cost at the others: ``[L, H]``
+        each, fp64 on the CPU. Their sum is the cost of the role.
 
     Raises:
         ValueError: costs that are not finite.
@@ -290,8 +299,8 @@ def with_constants(plan: SharingPlan, sinks: Sequence[Sink | None]) -> SharingPl
 
     Args:
         plan: of as many layers as ``sinks``.
-        sinks: of every layer, heads in their original order; they move to the plan's order. None for a layer that
-            was trained with a window of its own.
+        sinks: one per layer, with heads in their original order; here they move to the plan's order. None for
+            a layer that was trained with a window of its own.
     """
     logits: list[Any] = []
     values: list[Any] = []
@@ -316,21 +325,22 @@ def calibrate_sinks(
 ) -> SharingPlan:
     """A plan with constant sinks: a logit and a value stand for the first tokens in heads that keep windows.
 
-    The model is read as a dense one. Some 8 texts of a few windows' length are enough. Each must be longer than the
-    window by ``num_queries`` tokens, and should begin as the model's inputs do.
+    The model is read as a dense one. About 8 texts, each as long as a few windows, are enough. Each must be
+    longer than the window by ``num_queries`` tokens, and should begin as the model's inputs do.
 
     Args:
         model: what ``load_model`` takes.
-        plan: a plan of this model or its file, which says how long windows are.
+        plan: a plan of this model, or the file of one; it says how long windows are.
         texts: strings, or token ids ``[n]``.
         num_queries: queries of each text whose attention is measured.
 
     Returns:
-        the plan with ``sinks`` constant, no first tokens, and the constants, as ``load_model(model, plan=…)`` takes
-        them.
+        The plan with ``sinks`` constant, no first tokens, and the constants. ``load_model(model, plan=…)``
+        takes it.
 
     Raises:
-        ValueError: no texts, a text that is too short, a plan that does not say its windows or has another size.
+        ValueError: no texts, a text that is too short, a plan that does not say its windows, or a plan of
+            another size.
     """
     plan = plan if isinstance(plan, SharingPlan) else SharingPlan.load(plan)
     if plan.num_recent_tokens is None:
@@ -346,8 +356,8 @@ def calibrate_sinks(
     for index, ids in enumerate(sequences):
         if len(ids) < shortest:
             raise ValueError(
-                f"texts[{index}] has {len(ids)} tokens, but windows of {plan.num_recent_tokens} and {num_queries} "
-                f"queries behind them need {shortest}: give longer texts or lower num_queries"
+                f"texts[{index}] has {len(ids)} tokens, but windows of {plan.num_recent_tokens} and "
+                f"{num_queries} queries behind them need {shortest}: give longer texts or lower num_queries"
             )
     sinks = dict(zip(planned_layers(dense.config), find_sinks(dense, sequences, num_queries), strict=True))
     return with_constants(plan, [sinks.get(layer) for layer in range(plan.num_layers)])

@@ -1,4 +1,7 @@
-"""Arrays of similarities and costs as users may hand them in: what came, what is allowed, and what to do, in one line."""
+"""Check arrays of similarities and costs that users hand in.
+
+Each message says in one line what came, what is allowed, and what to do.
+"""
 
 from typing import Any
 
@@ -8,16 +11,19 @@ _AXES = {"L": "layers", "H": "KV heads", "Hq": "query heads", "q": "queries", "n
 
 
 def check_array(name: str, values: Any, axes: str, sizes: dict[str, int] | None = None) -> dict[str, int]:
-    """The sizes of an array by axis; ``ValueError`` when its shape does not fit.
+    """Check the shape of an array, and return its sizes by axis.
 
     Args:
         name: of the array, for the message.
         values: anything with a shape.
         axes: one name per dimension, as ``"L L Hq"``; equal names have equal sizes, at least 1.
-        sizes: those that are known already, from other arrays.
+        sizes: sizes that are known already, from other arrays.
 
     Returns:
-        The known sizes and those that this array has.
+        The known sizes and the sizes of this array.
+
+    Raises:
+        ValueError: the shape does not fit.
     """
     found, shape, names = dict(sizes or {}), tuple(np.shape(values)), axes.split()
     fits = len(shape) == len(names) and all(size >= 1 for size in shape)
@@ -28,16 +34,18 @@ def check_array(name: str, values: Any, axes: str, sizes: dict[str, int] | None 
         meaning = [f"{axis}: {_AXES[axis]}" for axis in dict.fromkeys(names) if axis in _AXES]
         raise ValueError(
             f"{name} has shape {list(shape)}, it must be [{', '.join(names)}]"
-            f"{' with ' + ', '.join(known) if known else ''} ({', '.join(meaning)}): bring the axes into this order"
+            f"{' with ' + ', '.join(known) if known else ''} ({', '.join(meaning)}): "
+            "bring the axes into this order"
         )
     return found
 
 
 def check_groups(name: str, query_heads: int, kv_heads: Any) -> None:
-    """``ValueError`` unless the query heads of an array are a multiple of the KV heads."""
+    """Raise ``ValueError`` unless the query heads of an array are a multiple of the KV heads."""
     if isinstance(kv_heads, bool) or not isinstance(kv_heads, int | np.integer) or kv_heads < 1:
         raise ValueError(
-            f"num_key_value_heads is {kv_heads!r}, it must be an integer of at least 1: see the model's config"
+            f"num_key_value_heads is {kv_heads!r}, it must be an integer of at least 1: "
+            "see the model's config"
         )
     if query_heads % kv_heads:
         raise ValueError(
@@ -47,27 +55,34 @@ def check_groups(name: str, query_heads: int, kv_heads: Any) -> None:
 
 
 def check_similarity(similarity: Any, num_key_value_heads: Any) -> None:
-    """``ValueError`` unless ``similarity`` ``[L, L, Hq]`` can be one: finite, from 0 to 1, and the same both ways.
+    """Raise ``ValueError`` unless ``similarity`` ``[L, L, Hq]`` is finite, from 0 to 1, the same both ways.
 
-    Both ways tells the order of axes where a model has as many query heads as layers.
+    "The same both ways" finds a wrong order of axes where a model has as many query heads as layers.
     """
     values = np.asarray(similarity, dtype=np.float64)
     sizes = check_array("similarity", values, "L L Hq")
     check_groups("similarity", sizes["Hq"], num_key_value_heads)
     if not np.isfinite(values).all() or values.min() < -1e-6 or values.max() > 1 + 1e-6:
         raise ValueError(
-            f"similarity holds values from {values.min():.4g} to {values.max():.4g}, it must be finite and from 0 "
-            "to 1: measure it again, or scale it"
+            f"similarity holds values from {values.min():.4g} to {values.max():.4g}, it must be finite and "
+            "from 0 to 1: measure it again, or scale it"
         )
     if not np.allclose(values, values.transpose(1, 0, 2), rtol=0, atol=1e-6):
         raise ValueError(
-            "similarity is not the same from layer a to b as from b to a, [L, L, Hq] must be: bring the axes into "
-            "this order"
+            "similarity is not the same from layer a to b as from b to a, [L, L, Hq] must be: bring the axes "
+            "into this order"
         )
 
 
 def check_costs(name: str, costs: Any, axes: str, sizes: dict[str, int] | None = None) -> dict[str, int]:
-    """``check_array`` of costs, which are numbers or inf (not allowed there); of pairs of layers where lead < layer."""
+    """Check the shape and the values of costs, and return the sizes as ``check_array`` does.
+
+    Costs must be numbers, or inf where a role is not allowed. Costs of pairs of layers are checked where
+    lead < layer.
+
+    Raises:
+        ValueError: another shape, NaN or -inf.
+    """
     found = check_array(name, costs, axes, sizes)
     values = np.asarray(costs, dtype=np.float64)
     if axes.startswith("L L"):
@@ -81,6 +96,6 @@ def check_costs(name: str, costs: Any, axes: str, sizes: dict[str, int] | None =
 
 
 def check_threshold(threshold: Any) -> None:
-    """``ValueError`` for a threshold of similarity that is not from 0 to 1."""
+    """Raise ``ValueError`` for a threshold of similarity that is not from 0 to 1."""
     if not 0 <= threshold <= 1:
         raise ValueError(f"threshold is {threshold}, it must be from 0 to 1: the paper's is 0.5")

@@ -1,5 +1,8 @@
-"""From measurements to a plan: heads aligned, roles and bits chosen at the target saving, and the plan's own loss measured, since
-costs of roles add up (``costs.py``) and errors of one layer change what the next ones see."""
+"""From measurements to a plan: align heads, choose roles and bits at the target saving, measure the loss.
+
+Costs of roles only add up (``costs.py``), while errors of one layer change what the next layers see. So the
+loss of the plan itself is measured too.
+"""
 
 import math
 import shutil
@@ -48,8 +51,10 @@ class Choice:
 
     Attributes:
         plan: of the measured layers; `in_all_layers` makes it one of the model.
-        frontier: all allowed roles and bits, in the plan's order of heads; None for a greedy plan. units: those that the plan saves.
-        without: ``follow``, ``window`` or ``4_bits`` → the same when it is forbidden, heads aligned for it alone.
+        frontier: with all allowed roles and bits, in the plan's order of heads; None for a greedy plan.
+        units: that the plan saves.
+        without: by ``follow``, ``window`` or ``4_bits``: the frontier when that is forbidden, with heads
+            aligned for this frontier alone.
         similarity: ``[L, L, Hq]``, measured for cost=similarity, else None.
     """
 
@@ -60,14 +65,17 @@ class Choice:
     similarity: Tensor | None = None
 
     def plan_at(self, units: int) -> SharingPlan:
-        """The plan of the curve that saves so many units; ValueError where no plan does."""
+        """The plan of the curve that saves this many units; ValueError where no plan does."""
         assert self.frontier is not None, "a greedy plan has no curve"
         return of_all_heads(self.frontier.plan(units), self.plan.num_key_value_heads)
 
 
 def find_plan(exploration: Exploration) -> Choice:
-    """The plan of the settings, the same on every rank. What was measured before serves again. ValueError for texts, models, windows and
-    files that do not fit."""
+    """Find the plan of the settings, the same on every rank. What was measured before is used again.
+
+    Raises:
+        ValueError: texts, models, windows or files that do not fit.
+    """
     explore = exploration.explore
     if explore.cost == "similarity":
         return choose_by_similarity(find_similarity(exploration), explore, exploration.windows)
@@ -75,10 +83,10 @@ def find_plan(exploration: Exploration) -> Choice:
 
 
 def with_losses(exploration: Exploration, choice: Choice) -> Choice:
-    """The choice with the measured losses of the dense model and of its plan; as it is where the settings
-    want none.
+    """Add the measured losses of the dense model and of the plan to the choice.
 
-    All ranks call this together. What was measured before an interruption is kept.
+    Where the settings want no losses, the choice stays as it is. All ranks call this together. What was
+    measured before an interruption is kept.
     """
     if exploration.explore.cost == "similarity" or not exploration.explore.loss_sequences:
         return choice
@@ -88,7 +96,7 @@ def with_losses(exploration: Exploration, choice: Choice) -> Choice:
 
 
 def choose_by_similarity(measured: Measured, explore: ExploreArgs, windows: dict[str, int]) -> Choice:
-    """The paper's plan: greedy, or the followers of least ``Σ (1 - similarity with the lead)``."""
+    """Choose the paper's plan: greedy, or the followers of least ``Σ (1 - similarity with the lead)``."""
     similarity, provenance = measured.tensors["similarity"], measured.provenance
     heads = provenance["num_key_value_heads"]
     if explore.algorithm == "greedy":
@@ -103,9 +111,9 @@ def choose_by_similarity(measured: Measured, explore: ExploreArgs, windows: dict
 
 
 def of_all_heads(plan: SharingPlan, num_key_value_heads: int) -> SharingPlan:
-    """A plan of whole layers, whose rows have one role, as one of a model with H KV heads; others as they are.
+    """Turn a plan of whole layers, whose rows have one role, into a plan of a model with H KV heads.
 
-    Example: the rows (0,), (None,) become (0, 0), (None, None) for H = 2.
+    Other plans stay as they are. Example: the rows (0,), (None,) become (0, 0), (None, None) for H = 2.
     """
     if plan.num_key_value_heads == num_key_value_heads:
         return plan
@@ -118,7 +126,10 @@ def _made_for(plan: SharingPlan, windows: dict[str, int]) -> SharingPlan:
 
 
 def choose(costs: Measured, explore: ExploreArgs, windows: dict[str, int]) -> Choice:
-    """The plan of least cost at the target saving, heads aligned for it, and what forbidding each role, or packing, costs."""
+    """Choose the plan of least cost at the target saving, with heads aligned for it.
+
+    The choice also holds what it costs to forbid each role, or packing.
+    """
     total, head_dim = total_costs(costs.tensors, explore.retrieval_weight), costs.provenance.get("head_dim")
     frontier, units, kv_order = _solve(total, explore, windows, head_dim)
     provenance = costs.provenance | windows | {"retrieval_weight": explore.retrieval_weight}
@@ -140,7 +151,7 @@ def choose(costs: Measured, explore: ExploreArgs, windows: dict[str, int]) -> Ch
 
 
 def _forbidding(explore: ExploreArgs) -> dict[str, ExploreArgs]:
-    """The settings without each of what they allow."""
+    """Settings that forbid one thing each, by its name: each role where there are several, and 4 bits."""
     changes: dict[str, dict[str, Any]] = {}
     roles = explore.roles or []
     if len(roles) > 1:
@@ -157,9 +168,20 @@ def _solve(
     head_dim: int | None,
     pairs: float | None = None,
 ) -> tuple[Frontier | PackedFrontier, int, Order | None]:
-    """The least cost of every saving, the units of the target saving (or of so many pairs' bytes if that is given, or as many as can
-    be saved), and ``[L][H]``, the KV head at each place; None = where they were, as where layers may be packed: hardly any head follows
-    then."""
+    """Solve for the least cost of every saving, and align heads at the target saving.
+
+    Args:
+        total: costs by name.
+        explore: the settings.
+        windows: that the plan is for, by name.
+        head_dim: of the model.
+        pairs: save the bytes of this many pairs, or as many as can be saved, instead of the target saving.
+
+    Returns:
+        The frontier; the units of the target saving or of the pairs; and ``[L][H]``, the KV head at each
+        place. The last one is None where heads stay where they were. They do where layers may be packed,
+        since hardly any head follows then.
+    """
 
     def units_of(frontier: Frontier | PackedFrontier) -> int:
         if pairs is None:
@@ -187,8 +209,13 @@ def _solve(
 
 
 def head_order(plan: SharingPlan, kv_order: Order, order: Tensor) -> Order:
-    """Which query head of the original weights stands at each place, ``[L][Hq]``, when ``kv_order[L][H]`` does; order: of query heads
-    inside the groups of pairs, see `match_query_heads`; a follower's group stands as its lead's does."""
+    """Which query head of the original weights stands at each place, ``[L][Hq]``, for ``kv_order[L][H]``.
+
+    The group of a follower stands in the order of its lead's group.
+
+    Args:
+        order: of query heads inside the groups of pairs, see `match_query_heads`.
+    """
     groups, rows = order.shape[-1], []
     for layer, heads in enumerate(kv_order):
         row: list[int] = []
@@ -202,19 +229,24 @@ def head_order(plan: SharingPlan, kv_order: Order, order: Tensor) -> Order:
 
 
 def in_all_layers(plan: SharingPlan) -> SharingPlan:
-    """A plan of the measured layers as one of the whole model, whose other layers keep the windows that they were trained with."""
+    """Turn a plan of the measured layers into a plan of the whole model.
+
+    The other layers of the model keep the windows that they were trained with.
+    """
     layers = plan.provenance.get("layers")
     if layers is None:
         return plan
 
     def spread(rows: Sequence[Any], other: Any) -> tuple[Any, ...]:
-        """A row for every layer of the model, `other` for those that were not measured."""
+        """A row for every layer of the model; `other` for layers that were not measured."""
         own = dict(zip(layers, rows, strict=True))
         return tuple(own.get(layer, other) for layer in range(plan.provenance["num_layers"]))
 
     lead = [[None if one is None else layers[one] for one in row] for row in plan.lead]
-    bits = plan.bits and spread(plan.bits, 16)
-    order = plan.head_order and spread(plan.head_order, range(len(plan.head_order[0])))
+    bits = spread(plan.bits, 16) if plan.bits else plan.bits
+    order = plan.head_order
+    if order:
+        order = spread(order, range(len(order[0])))
     constants = plan.sink_constants
     if constants is not None:
         constants = SinkConstants(spread(constants.logits, None), spread(constants.values, None))
@@ -228,7 +260,7 @@ def _settings(explore: ExploreArgs, frontier: Frontier | PackedFrontier, units: 
 
 
 def _losses(exploration: Exploration, plan: SharingPlan) -> dict[str, Any]:
-    """Of the dense model and of the plan, on text and on repeated tokens, and on how many sequences."""
+    """Losses of the dense model and of the plan, on text and repeated tokens; on how many sequences, too."""
     dense = SharingPlan.dense(plan.num_layers, plan.num_key_value_heads)
     dense = in_all_layers(replace(dense, head_order=plan.head_order, provenance=plan.provenance))
     made = sha256_of([plan.lead, plan.head_order, plan.bits, plan.provenance])
@@ -251,8 +283,13 @@ def _losses(exploration: Exploration, plan: SharingPlan) -> dict[str, Any]:
 
 @torch.no_grad()
 def plan_loss(model: PodForCausalLM, plan: SharingPlan, sequences: Sequence[Tensor]) -> float:
-    """Mean next-token loss on N sequences ``[n]`` under a plan, in nats per token; packed layers as the cache holds them, as in decoding.
-    model: dense weights with the windows that the plan is for."""
+    """Mean next-token loss on N sequences ``[n]`` under a plan, in nats per token.
+
+    Packed layers are read as the cache holds them, as in decoding.
+
+    Args:
+        model: dense weights, with the windows that the plan is for.
+    """
     shared = _under(model, plan)
     total = sum(_summed_loss(shared, row.reshape(1, -1).to(model.device)) for row in sequences)
     return total / sum(len(row) - 1 for row in sequences)
@@ -264,7 +301,7 @@ def _under(model: PodForCausalLM, plan: SharingPlan) -> PodForCausalLM:
 
 
 def mean_loss(model: PodForCausalLM) -> Callable[[Tensor], Tensor]:
-    """``[1, n]`` tokens to their mean next-token loss, in nats per token, as `measure_mean` takes it."""
+    """A function for `measure_mean`: tokens ``[1, n]`` to their mean next-token loss, in nats per token."""
 
     @torch.no_grad()
     def measure(input_ids: Tensor) -> Tensor:
@@ -275,8 +312,11 @@ def mean_loss(model: PodForCausalLM) -> Callable[[Tensor], Tensor]:
 
 
 def _summed_loss(model: PodForCausalLM, tokens: Tensor) -> float:
-    """Of ``[1, n]``. Where layers are packed every token reads what the model's own cache holds in its place: a group at a time,
-    since nothing is packed between two multiples of its size."""
+    """Sum of the next-token losses of tokens ``[1, n]``, in nats.
+
+    Where layers are packed, every token reads what the model's own cache holds when that token comes. The
+    tokens are read a group at a time, since nothing is packed between two multiples of the group size.
+    """
     packs = model.config.sharing_plan.packs
     cache: Any = make_cache(model) if packs else None
     parts = [

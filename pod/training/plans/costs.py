@@ -1,20 +1,32 @@
 """What each role of a (layer, KV head) pair would cost, all in one currency (METHODS.md §7).
 
-The cost of a role is ``mean ‖W (o' - o)‖² / ‖x‖²`` over queries that have distant tokens: ``o`` what the pair's query heads put
-out, ``o'`` the same under the role while everything else stays dense, ``W`` their columns of the output projection, ``x`` the
-residual stream in front of the layer, which is what the next layers normalise. Where a norm stands behind attention (OLMo 2) ``W`` is
-followed by that norm, its scale as for ``o``; a factor on what is added (Granite) belongs to ``W``. Measured on text and on random tokens that are
-repeated, where copying is all there is to do; both in the same units, so that their sum needs a weight and no scale.
+The cost of a role is ``mean ‖W (o' - o)‖² / ‖x‖²`` over queries that have distant tokens:
 
-* ``window`` ``[L, H]``: softmax over proximal tokens alone; with constant sinks (``calibration.py``) over these and the sink, to
-  which ``early`` ``[L, H]`` is added, what the sink costs at queries without distant tokens.
-* ``follow`` ``[L, L, H, H]`` = [lead layer, layer, KV head of the lead layer, KV head of the layer], zero unless lead < layer: own
-  logits for proximal tokens, the lead's for distant ones, one softmax (PoD, eq. 4), query heads matched inside the pair of groups.
-* ``in_place`` ``[L, L, H]``: following the KV head of the same index, query head by query head, with nothing re-ordered.
-* ``lead4``, ``follow4`` ``[L, H]``: 4 bits per number of a lead's keys and values, of a follower's values; the newest tokens stay native.
+* ``o`` is what the pair's query heads put out;
+* ``o'`` is what they put out under the role, while everything else stays dense;
+* ``W`` are their columns of the output projection;
+* ``x`` is the residual stream in front of the layer, which is what the next layers normalise.
 
-L counts the layers that were trained to see everything; the others keep their windows under every plan.
-Beside the model this holds the distant attention rows of the sampled queries of all layers, ``4 · L · Hq · q · n`` bytes.
+Where a norm stands behind attention (OLMo 2), ``W`` is followed by that norm, with its scale as for ``o``. A
+factor on what is added (Granite) belongs to ``W``.
+
+Costs are measured on text, and on random tokens that are repeated, where copying is all there is to do. Both
+are in the same units, so their sum needs a weight and no scale.
+
+* ``window`` ``[L, H]``: softmax over proximal tokens alone. With constant sinks (``calibration.py``) it is
+  over these and the sink; then ``early`` ``[L, H]`` is added, which is what the sink costs at queries without
+  distant tokens.
+* ``follow`` ``[L, L, H, H]`` = [lead layer, layer, KV head of the lead layer, KV head of the layer], zero
+  unless lead < layer: own logits for proximal tokens, the lead's logits for distant ones, one softmax (PoD,
+  eq. 4). Query heads are matched inside the pair of groups.
+* ``in_place`` ``[L, L, H]``: following the KV head of the same index, query head by query head. Nothing is
+  re-ordered.
+* ``lead4`` ``[L, H]``: 4 bits per number of a lead's keys and values. The newest tokens stay native.
+* ``follow4`` ``[L, H]``: 4 bits per number of a follower's values. The newest tokens stay native.
+
+L counts the layers that were trained to see everything. The others keep their windows under every plan.
+Beside the model, measuring holds the distant attention rows of the sampled queries of all layers: ``4 · L ·
+Hq · q · n`` bytes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,8 +48,14 @@ from pod.training.plans.solve import Floats
 
 
 class AttentionInputs(NamedTuple):
-    """What one layer's attention reads for one sequence: the residual stream before the layer ``[n, hidden]``, rotated
-    queries ``[Hq, n, d]``, rotated keys and values ``[H, n, d]``."""
+    """What one layer's attention reads for one sequence.
+
+    Attributes:
+        hidden_states: ``[n, hidden]``, the residual stream before the layer.
+        q: ``[Hq, n, d]``, rotated queries.
+        k: ``[H, n, d]``, rotated keys.
+        v: ``[H, n, d]``, values.
+    """
 
     hidden_states: Tensor
     q: Tensor
@@ -46,7 +64,11 @@ class AttentionInputs(NamedTuple):
 
 
 def planned_layers(config: PodConfig) -> list[int]:
-    """The layers that plans are made for: those that were trained to see everything. ValueError for a model without any."""
+    """The layers that plans are made for: those that were trained to see everything.
+
+    Raises:
+        ValueError: the model has no such layer.
+    """
     found = [layer for layer in range(config.num_hidden_layers) if config.window_of(layer) is None]
     if not found:
         raise ValueError("every layer of this model was trained with a window: there is nothing to plan")
@@ -54,8 +76,11 @@ def planned_layers(config: PodConfig) -> list[int]:
 
 
 def record_attention_inputs(model: PodForCausalLM, input_ids: Tensor) -> Iterator[AttentionInputs]:
-    """Yield the `AttentionInputs` of each of the `planned_layers` of a dense model on one sequence ``[1, n]``. ValueError for a model
-    with a sharing plan or a window layout, and for a batch."""
+    """Yield the `AttentionInputs` of each of a dense model's `planned_layers` on one sequence ``[1, n]``.
+
+    Raises:
+        ValueError: a model with a sharing plan or a window layout, or a batch of several sequences.
+    """
     if input_ids.shape[0] != 1:
         raise ValueError(f"need input_ids [1, n], got {list(input_ids.shape)}")
     for inputs in record_batch(model, input_ids):
@@ -64,7 +89,11 @@ def record_attention_inputs(model: PodForCausalLM, input_ids: Tensor) -> Iterato
 
 @torch.no_grad()
 def record_batch(model: PodForCausalLM, input_ids: Tensor) -> Iterator[AttentionInputs]:
-    """Yield the same of every sequence of a batch ``[B, n]``, with the batch as first dimension."""
+    """Yield the `AttentionInputs` of a batch of sequences ``[B, n]``, with the batch as first dimension.
+
+    Raises:
+        ValueError: a model with a sharing plan or a window layout.
+    """
     config: PodConfig = model.config
     planned, plan = set(planned_layers(config)), config.sharing_plan
     if config.layout != "pod" or plan.packs or any(set(plan.lead[layer]) != {layer} for layer in planned):
@@ -79,7 +108,7 @@ def record_batch(model: PodForCausalLM, input_ids: Tensor) -> Iterator[Attention
     layer: PodDecoderLayer
     for number, layer in enumerate(decoder.layers):  # type: ignore[assignment]
         if number in planned:
-            own = hidden_states.to(layer.self_attn.o_proj.weight.device)  # layers may lie on several
+            own = hidden_states.to(layer.self_attn.o_proj.weight.device)  # layers may lie on several devices
             found = own, *layer.self_attn._project(layer.attention_input(own))
             hidden, q, k, v = (x.to(input_ids.device) for x in found)
             rope = context.ropes[number]
@@ -89,8 +118,20 @@ def record_batch(model: PodForCausalLM, input_ids: Tensor) -> Iterator[Attention
 
 @torch.no_grad()
 def record_attention_rows(model: PodForCausalLM, input_ids: Tensor, num_queries: int) -> Iterator[Tensor]:
-    """Yield, per planned layer of a dense model, the softmaxed attention of the last ``num_queries`` tokens of ``[1, n]`` (eq. 1 of the PoD
-    paper): ``[Hq, q, n]`` fp32 (fp64 for fp64 models), zero above the diagonal. ValueError unless 1 <= num_queries <= n."""
+    """Yield, per planned layer of a dense model, the softmaxed attention of the last ``num_queries`` tokens.
+
+    This is eq. 1 of the PoD paper.
+
+    Args:
+        input_ids: ``[1, n]``.
+        num_queries: q, from 1 to n.
+
+    Yields:
+        ``[Hq, q, n]`` in fp32 (fp64 for fp64 models), zero above the diagonal.
+
+    Raises:
+        ValueError: unless 1 <= num_queries <= n.
+    """
     n = input_ids.shape[1]
     if not 1 <= num_queries <= n:
         raise ValueError(f"need 1 <= num_queries <= {n} tokens, got {num_queries}")
@@ -98,14 +139,22 @@ def record_attention_rows(model: PodForCausalLM, input_ids: Tensor, num_queries:
         yield attention_rows(inputs.q[None, :, n - num_queries :], inputs.k[None])[0]
 
 
-EARLY = "early"  # what windows with constant sinks cost in addition, at queries without distant tokens
+EARLY = (
+    "early"  # name of what windows with constant sinks cost in addition, at queries without distant tokens
+)
 RETRIEVAL = "_retrieval"  # ends the name of a cost that was measured on repeated random tokens
 MAX_COST = 1000.0
 NOT_FINITE = "the model gives NaN or infinite values on this text: try model.dtype=float32"
 
 
 class Sample(NamedTuple):
-    """The queries that stand for a sequence, positions ``[q]``, and which tokens each of them sees how, ``[q, n]``."""
+    """The queries that stand for a sequence, and how each of them sees each token.
+
+    Attributes:
+        positions: ``[q]``, of the queries.
+        future: ``[q, n]``, whether the token comes after the query.
+        distant: ``[q, n]``, whether the token is distant from the query.
+    """
 
     positions: Tensor
     future: Tensor
@@ -113,14 +162,19 @@ class Sample(NamedTuple):
 
 
 def sample_queries(n: int, num_queries: int, num_sink_tokens: int, num_recent_tokens: int) -> Sample:
-    """`num_queries` evenly spaced positions among those with at least one distant token, the last token one of them; ValueError when the
-    sequence has fewer."""
+    """Choose `num_queries` evenly spaced positions among those that have at least one distant token.
+
+    The last token is one of them.
+
+    Raises:
+        ValueError: the sequence has fewer such positions.
+    """
     first = num_sink_tokens + num_recent_tokens
     if n - first < num_queries:
         raise ValueError(
-            f"explore.num_queries is {num_queries}, but only {max(0, n - first)} positions of a sequence of {n} tokens "
-            f"have distant tokens, with windows of {num_sink_tokens} sink and {num_recent_tokens} recent tokens: lower "
-            "explore.num_queries or the windows, or raise explore.sequence_length"
+            f"explore.num_queries is {num_queries}, but only {max(0, n - first)} positions of a sequence of "
+            f"{n} tokens have distant tokens, with windows of {num_sink_tokens} sink and {num_recent_tokens} "
+            "recent tokens: lower explore.num_queries or the windows, or raise explore.sequence_length"
         )
     positions = (n - 1 - torch.arange(num_queries) * (n - first) // num_queries).flip(0)
     key, query = torch.arange(n), positions[:, None]
@@ -159,8 +213,13 @@ def cost_shapes(layers: int, heads: int, followers: bool = True) -> dict[str, tu
 
 
 def total_costs(tensors: Mapping[str, Tensor], retrieval_weight: float) -> dict[str, Floats]:
-    """Cost on text plus `retrieval_weight` times that on repeated tokens, by role; without FOLLOWER_COSTS where
-    none of them was measured. ValueError for costs that are missing or do not fit each other."""
+    """By role: the cost on text, plus `retrieval_weight` times the cost on repeated tokens.
+
+    FOLLOWER_COSTS are left out where none of them was measured.
+
+    Raises:
+        ValueError: costs that are missing or do not fit each other.
+    """
     followers = any(name in tensors for name in FOLLOWER_COSTS)
     wanted = cost_shapes(1, 1, followers)
     missing = sorted(wanted.keys() - tensors.keys())
@@ -169,7 +228,8 @@ def total_costs(tensors: Mapping[str, Tensor], retrieval_weight: float) -> dict[
     sizes: dict[str, int] = {}
     for name, axes in _AXES.items():
         for one in (name, name + RETRIEVAL):
-            sizes = check_costs(one, tensors[one], axes, sizes) if one in tensors else sizes
+            if one in tensors:
+                sizes = check_costs(one, tensors[one], axes, sizes)
     total = {name: tensors[name] + retrieval_weight * tensors.get(name + RETRIEVAL, 0.0) for name in wanted}
     if EARLY in tensors:
         total["window"] = (
@@ -182,13 +242,20 @@ def total_costs(tensors: Mapping[str, Tensor], retrieval_weight: float) -> dict[
 def measure_costs(
     model: PodForCausalLM, input_ids: Tensor, num_queries: int, order: Tensor | None
 ) -> dict[str, Tensor]:
-    """The cost of every role of every pair on one sequence ``[1, n]``: fp64 on the CPU in the shapes of `cost_shapes`, from 0 to 1000.
+    """Measure the cost of every role of every pair on one sequence ``[1, n]``.
 
     Args:
         model: dense, with the windows of the plan to come (``num_sink_tokens``, ``num_recent_tokens``).
         num_queries: q, at most ``n - n_s - n_r``.
-        order: ``[L, L, H, H, G]``, see `match_query_heads`; None = no head may follow, and FOLLOWER_COSTS are left out.
-    Raises: ValueError for a model with a plan, a sequence without enough distant tokens, and outputs that are not finite.
+        order: ``[L, L, H, H, G]``, see `match_query_heads`. None = no head may follow, and FOLLOWER_COSTS are
+            left out.
+
+    Returns:
+        Costs from 0 to 1000, fp64 on the CPU, in the shapes of `cost_shapes`.
+
+    Raises:
+        ValueError: a model with a plan, a sequence without enough distant tokens, or outputs that are not
+            finite.
     """
     heads, groups = model.config.num_key_value_heads, model.config.num_key_value_groups
     shapes = cost_shapes(len(planned_layers(model.config)), heads, order is not None)
@@ -219,8 +286,14 @@ def measure_costs(
 
 @torch.no_grad()
 def measure_query_head_errors(model: PodForCausalLM, input_ids: Tensor, num_queries: int) -> Tensor:
-    """What it costs one query head to take the distant logits of one of a lower layer, its KV head's others staying dense:
-    ``[L, L, Hq, Hq]`` = [lead layer, layer, query head of the lead layer, of the layer], fp64 on the CPU, 0 to 1000."""
+    """What it costs one query head to take the distant logits of a query head of a lower layer.
+
+    The other query heads of its KV head stay dense.
+
+    Returns:
+        ``[L, L, Hq, Hq]`` = [lead layer, layer, query head of the lead layer, query head of the layer], from
+        0 to 1000, fp64 on the CPU.
+    """
     layers, query_heads = len(planned_layers(model.config)), model.config.num_attention_heads
     found = torch.zeros(layers, layers, query_heads, query_heads, dtype=torch.float64)
     for layer, own, lower in _layers(model, input_ids, num_queries):
@@ -230,21 +303,39 @@ def measure_query_head_errors(model: PodForCausalLM, input_ids: Tensor, num_quer
 
 
 def match_query_heads(errors: Tensor, num_key_value_heads: int) -> Tensor:
-    """The order of the query heads of every follower that costs least, each query head counted alone: ``[L, L, H, H, G]``, which query
-    head of the follower's group stands at each place when it follows, those of the lead standing as they are.
-    ValueError for errors of another shape than ``[L, L, Hq, Hq]``, and NaN."""
+    """Find the cheapest order of the query heads of every follower, with each query head counted alone.
+
+    Args:
+        errors: ``[L, L, Hq, Hq]``, from `measure_query_head_errors`.
+        num_key_value_heads: H.
+
+    Returns:
+        ``[L, L, H, H, G]``: which query head of the follower's group stands at each place when it follows.
+        The query heads of the lead stand as they are.
+
+    Raises:
+        ValueError: errors of another shape, and NaN.
+    """
     check_groups("errors", check_costs("errors", errors, "L L Hq Hq")["Hq"], num_key_value_heads)
     heads, groups = num_key_value_heads, errors.shape[-1] // num_key_value_heads
     by_pair = errors.unflatten(3, (heads, groups)).unflatten(2, (heads, groups)).transpose(3, 4).numpy()
     order = torch.arange(groups).expand(*by_pair.shape[:4], groups).clone()
-    for lead, layer, i, j in np.ndindex(by_pair.shape[:4]) if groups > 1 else ():
+    if groups == 1:
+        return order
+    for lead, layer, i, j in np.ndindex(by_pair.shape[:4]):
         if lead < layer:
-            order[lead, layer, i, j] = torch.from_numpy(linear_sum_assignment(by_pair[lead, layer, i, j])[1])
+            _, places = linear_sum_assignment(by_pair[lead, layer, i, j])
+            order[lead, layer, i, j] = torch.from_numpy(places)
     return order
 
 
 class _Rows(NamedTuple):
-    """Attention among distant tokens only: probabilities ``[Hq, q, n]``, whose rows sum to 1, and log-sum-exp of the logits ``[Hq, q]``."""
+    """Attention among distant tokens only.
+
+    Attributes:
+        probabilities: ``[Hq, q, n]``, whose rows sum to 1.
+        lse: ``[Hq, q]``, log-sum-exp of the logits.
+    """
 
     probabilities: Tensor
     lse: Tensor
@@ -253,7 +344,7 @@ class _Rows(NamedTuple):
 def _layers(
     model: PodForCausalLM, input_ids: Tensor, num_queries: int
 ) -> Iterator[tuple[int, "_Layer", list[_Rows]]]:
-    """Every planned layer, numbered among these, with the rows of all lower ones."""
+    """Yield every planned layer, its number among the planned ones first, with the rows of all lower ones."""
     config = model.config
     sample = sample_queries(input_ids.shape[1], num_queries, config.num_sink_tokens, config.num_recent_tokens)
     sample = Sample(*(x.to(input_ids.device) for x in sample))
@@ -269,9 +360,11 @@ class OutputScale(NamedTuple):
     """What turns errors of attention's output into cost.
 
     Attributes:
-        residual: ``[q]``, the squared length of the residual stream at each query, by which squared errors are divided.
-        columns: ``[H, hidden, G·d]``, from the output of a KV head's query heads to what the residual stream gets.
-        factor: ``[H, r, G·d]``, upper triangular: its products have the lengths of those with ``columns``.
+        residual: ``[q]``, the squared length of the residual stream at each query; squared errors are divided
+            by it.
+        columns: ``[H, hidden, G·d]``, from the output of a KV head's query heads to what the residual stream
+            gets.
+        factor: ``[H, r, G·d]``, upper triangular; products with it are as long as products with ``columns``.
     """
 
     residual: Tensor
@@ -280,7 +373,10 @@ class OutputScale(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any, out: Tensor, residual: Tensor) -> "OutputScale":
-        """Of a decoder layer with the outputs ``[H, G, q, d]``. What a norm behind attention divides by goes into ``residual``."""
+        """The scale of a decoder layer whose attention puts out ``[H, G, q, d]``.
+
+        What a norm behind attention divides by goes into ``residual``.
+        """
         projection, place = layer.self_attn.o_proj, layer.norms[1]
         weight = projection.weight.to(out)
         if place is not None:
@@ -295,8 +391,13 @@ class OutputScale(NamedTuple):
 
 
 class _Layer:
-    """A layer's sampled queries. near, out: ``[H, G, q, d]``, what its heads put out from proximal tokens alone, and from all; rows: their
-    distant attention, for layers above."""
+    """A layer's sampled queries.
+
+    Attributes:
+        near: ``[H, G, q, d]``, what its heads put out from proximal tokens alone.
+        out: ``[H, G, q, d]``, what its heads put out from all tokens.
+        rows: their distant attention, for layers above.
+    """
 
     def __init__(self, inputs: AttentionInputs, sample: Sample, layer: Any):
         self.inputs, self.sample = inputs, sample
@@ -320,7 +421,11 @@ class _Layer:
         self.factor_of_query_heads = torch.linalg.qr(alone, mode="r").R
 
     def errors(self, lead: _Rows) -> Tensor:
-        """``[Hq of the lead, H, G, q, d]``: how the output of every query head changes when it takes these distant logits."""
+        """How the output of every query head changes when it takes these distant logits.
+
+        Returns:
+            ``[Hq of the lead, H, G, q, d]``.
+        """
         heads, n, d = self.v.shape
         values = self.v.transpose(0, 1).reshape(n, heads * d)
         distant = (lead.probabilities @ values).unflatten(-1, (heads, d)).transpose(1, 2)  # [Hl, H, q, d]
@@ -328,7 +433,7 @@ class _Layer:
         return gate * self.near + (1 - gate) * distant[:, :, None] - self.out
 
     def errors_of_packing(self) -> dict[str, Tensor]:
-        """``[H, G, q, d]`` for ``lead4`` and ``follow4``; the newest tokens of each query are as they came."""
+        """Errors ``[H, G, q, d]`` of ``lead4`` and ``follow4``; each query's newest tokens are not packed."""
         heads, n, _ = self.v.shape
         positions = self.sample.positions
         logits = logits_of(self.inputs, positions).flatten(0, 1)
@@ -346,17 +451,21 @@ class _Layer:
         return errors
 
     def cost(self, errors: Tensor) -> Tensor:
-        """``[…, H, G, q, d]`` to the cost of each KV head ``[…, H]``, fp64 on the CPU."""
+        """The cost of each KV head ``[…, H]`` from errors ``[…, H, G, q, d]``; fp64 on the CPU."""
         flat = errors.transpose(-3, -2).flatten(-2)  # […, H, q, G·d], as o_proj reads it
         return self.mean(flat @ self.factor.mT)
 
     def mean(self, projected: Tensor) -> Tensor:
-        """Squared errors behind the output projection ``[…, q, r]`` relative to the residual, over queries; fp64 on the CPU."""
+        """The mean over queries of squared errors relative to the residual; fp64 on the CPU.
+
+        Args:
+            projected: ``[…, q, r]``, errors behind the output projection.
+        """
         return (projected.square().sum(-1) / self.residual).double().mean(-1).cpu()
 
 
 def _packed(x: Tensor, per_channel: bool) -> Tensor:
-    """``[H, n, d]`` in 4 bits and back; what fills no group stays."""
+    """Pack ``[H, n, d]`` to 4 bits and unpack it; tokens that fill no group stay as they are."""
     packing = Packing(bits=4, group_size=GROUP_SIZE, per_channel=per_channel)
     whole, out = x.shape[1] // GROUP_SIZE * GROUP_SIZE, x.clone()
     packing.unpack(packing.pack(x[None, :, :whole]), out[None, :, :whole])
@@ -364,7 +473,7 @@ def _packed(x: Tensor, per_channel: bool) -> Tensor:
 
 
 def logits_of(inputs: AttentionInputs, positions: Tensor) -> Tensor:
-    """Logits ``[H, G, q, n]`` of the queries at these positions ``[q]``, at least fp32, nothing masked."""
+    """Logits ``[H, G, q, n]`` of the queries at these positions ``[q]``, at least fp32, without a mask."""
     compute = torch.promote_types(inputs.q.dtype, torch.float32)
     q = inputs.q[:, positions].unflatten(0, (inputs.k.shape[0], -1)).to(compute)
     k = inputs.k.to(compute)

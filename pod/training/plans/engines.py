@@ -1,8 +1,9 @@
 """What vLLM holds of a plan of whole layers: groups of layers, blocks of tokens, and how many requests fit.
 
-vLLM splits the layers of each kind (those that hold all tokens, those that hold a window) into groups of one size and
-gives each group a table of blocks. A block is as large as a whole group needs, so a group that lacks layers wastes
-memory. The rules are those of vLLM 0.32, `v1/core/kv_cache_utils.py` and `v1/kv_cache_interface.py`.
+Some layers hold all tokens, others hold a window. vLLM splits the layers of each kind into groups of one
+size, and gives each group a table of blocks. A block is as large as a whole group needs, so a group that
+lacks layers wastes memory. The rules are those of vLLM 0.32, `v1/core/kv_cache_utils.py` and
+`v1/kv_cache_interface.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -57,10 +58,10 @@ def layer_groups(num_full: int, num_windows: int) -> LayerGroups:
 
 
 def window_counts(num_layers: int) -> list[int]:
-    """The numbers of window layers that waste nothing in a model of so many layers, in rising order.
+    """The numbers of window layers that waste nothing in a model of this many layers, in rising order.
 
-    They are 0, all, and those for which one kind has a multiple of the other kind's layers: of 30 layers 10, 15 and
-    20 among others, not 12.
+    They are 0, all, and the numbers for which one kind has a multiple of the other kind's layers. With 30
+    layers these are 10, 15 and 20 among others, but not 12.
     """
     counts = range(num_layers + 1)
     return [windows for windows in counts if not layer_groups(num_layers - windows, windows).padding]
@@ -93,7 +94,7 @@ class EngineCache:
 
     @classmethod
     def of_plan(cls, plan: SharingPlan, batch_tokens: int) -> "EngineCache":
-        """The cache of a plan of leads and windows of whole layers, which records its windows and head_dim."""
+        """The cache of a plan of leads and windows of whole layers that records its windows and head_dim."""
         assert plan.head_dim is not None and plan.num_recent_tokens is not None
         num_windows = sum(row[0] is None for row in plan.lead)
         return cls(
@@ -126,7 +127,7 @@ class EngineCache:
 
         Args:
             n: tokens of the request, prompt and answer.
-            reading: whether its prompt is being read, when windows hold the tokens of a batch too.
+            reading: whether its prompt is being read; then windows hold the tokens of a batch too.
         """
         seen = self.window - 1 + (self.batch_tokens if reading else 1)
         whole = -(-n // self.block_tokens)
@@ -141,18 +142,18 @@ class EngineCache:
         return self.blocks(n, reading=reading) * self.block_bytes
 
     def requests(self, memory_bytes: int, n: int) -> float:
-        """Requests of n tokens that fit into so many bytes, as vLLM counts them: with all prompts being read."""
+        """Requests of n tokens that fit into this memory, as vLLM counts: with all prompts being read."""
         return memory_bytes // self.block_bytes / self.blocks(n, reading=True)
 
 
 def describe_engine(plan: SharingPlan, batch_tokens: int) -> str:
-    """What vLLM holds for a request at several lengths under a plan and without it: a table in lines of text."""
+    """What vLLM holds for a request at several lengths, under a plan and without it: a table in text."""
     own = EngineCache.of_plan(plan, batch_tokens)
     dense, groups = own.dense, own.groups
     wasted = f", {groups.padding} layers of padding" if groups.padding else ", no padding"
     lines = [
-        f"in vLLM: {groups.full} + {groups.windowed} groups of {groups.size} layers (all tokens + windows){wasted}; "
-        f"16-bit numbers, blocks of {BLOCK_TOKENS} tokens, {batch_tokens:,} tokens in a batch",
+        f"in vLLM: {groups.full} + {groups.windowed} groups of {groups.size} layers (all tokens + windows)"
+        f"{wasted}; 16-bit numbers, blocks of {BLOCK_TOKENS} tokens, {batch_tokens:,} tokens in a batch",
         "     tokens | MiB per request: dense | plan, prompt read | plan, then | smaller | "
         "requests in 1 GiB: dense | plan",
     ]

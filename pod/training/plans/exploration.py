@@ -33,16 +33,23 @@ POSITIONS = ("rope", "max_position_embeddings")
 
 
 def windows_of(recipe: Any) -> dict[str, int]:
-    """The windows that the plan is made for: those of the recipe, else 16 and 4080 tokens, or 0 and 4096 for vLLM."""
+    """The windows that the plan is made for.
+
+    These are the windows of the recipe. Where it names none, they are 16 and 4080 tokens, or 0 and 4096 for
+    vLLM.
+    """
     if recipe.explore.target == "pod":
         return recipe.model.windows()
     return {"num_sink_tokens": 0, "num_recent_tokens": recipe.model.num_recent_tokens or 4096}
 
 
 def sinks_of(recipe: Any) -> str:
-    """What stands for the first tokens in windows: ``tokens``, ``constant`` or ``none``; constant for vLLM unless the recipe says none.
+    """What stands for the first tokens in windows: ``tokens``, ``constant`` or ``none``.
 
-    Raises: ValueError for stored first tokens with target=vllm.
+    For vLLM it is constant unless the recipe says none.
+
+    Raises:
+        ValueError: stored first tokens with target=vllm.
     """
     model = recipe.model
     if recipe.explore.target == "pod":
@@ -51,20 +58,24 @@ def sinks_of(recipe: Any) -> str:
     for name, value in (("num_sink_tokens", model.num_sink_tokens), ("sinks", model.sinks)):
         if value and value not in ("constant", "none"):
             raise ValueError(
-                f"model.{name} is {value} with explore.target=vllm, but vLLM's windows store no first tokens: leave it "
-                "out, or set explore.target=pod"
+                f"model.{name} is {value} with explore.target=vllm, but vLLM's windows store no first "
+                "tokens: leave it out, or set explore.target=pod"
             )
     return model.sinks or "constant"
 
 
 @dataclass(frozen=True)
 class Exploration:
-    """What a plan is made of and from.
+    """What a plan is made from.
 
     Attributes:
-        folder: shared by all ranks; receives the measurements. settings: everything that a similarity depends on, as JSON.
-        model_folder: folder or hub id of the dense model. windows: those that the plan is for, by name.
-        prepared: folder of prepared data, whose held-out text is measured where explore.sources names no other.
+        folder: receives the measurements; shared by all ranks.
+        settings: everything that a similarity depends on, as JSON.
+        model_folder: folder or hub id of the dense model.
+        windows: that the plan is for, by name.
+        explore: settings of the recipe.
+        prepared: folder of prepared data; its held-out text is measured where explore.sources names no other
+            text.
         sinks: what stands for the first tokens in windows, see `sinks_of`.
     """
 
@@ -78,11 +89,13 @@ class Exploration:
 
     @classmethod
     def of(cls, recipe: Any) -> "Exploration":
-        """As a `Recipe` says."""
+        """The exploration that a `Recipe` describes."""
         model, explore = recipe.model, recipe.explore
         is_prepared = (recipe.data_dir / MANIFEST_NAME).is_file()
         data = read_manifest(recipe.data_dir)["id"] if is_prepared else None
-        settings = {name: value for name in POSITIONS if (value := getattr(model, name))} | {
+        positions = {name: getattr(model, name) for name in POSITIONS}
+        settings = {name: value for name, value in positions.items() if value}
+        settings |= {
             "num_sequences": explore.num_sequences,
             "sequence_length": explore.sequence_length,
             "num_queries": explore.num_queries,
@@ -97,23 +110,34 @@ class Exploration:
         return cls(recipe.plan_dir, settings, folder, windows_of(recipe), explore, recipe.data_dir, sinks)
 
     def load_model(self, plan: SharingPlan | None = None) -> PodForCausalLM:
-        """The model on this rank's device, dense unless there is a plan, with the windows; refuses what `check_model` refuses."""
+        """Load the model on this rank's device, with the windows, and dense unless there is a plan.
+
+        Raises:
+            ValueError: for what `check_model` refuses.
+        """
         model = self.load(plan=plan, **self.windows)
         extend(model.config, *(self.settings.get(name) for name in POSITIONS))
         check_model(model.config, self.explore, self.windows)
         return model
 
     def load(self, **changes: Any) -> PodForCausalLM:
-        """The model as it is, but for `changes`, on this rank's device, or on as many of its devices as it needs."""
+        """Load the model as it is, but for `changes`.
+
+        It is placed on this rank's device, or on as many of the rank's devices as it needs.
+        """
         dtype, gguf_file = getattr(torch, self.settings["dtype"]), self.settings["gguf_file"]
         return load_model(self.model_folder, gguf_file=gguf_file, dtype=dtype, **_where(), **changes)
 
     def load_tokenizer(self) -> Any:
-        """The model's tokenizer: it reads its own tokens, whatever data.tokenizer says."""
+        """Load the model's tokenizer: the model reads its own tokens, whatever data.tokenizer says."""
         return load_tokenizer(self.model_folder, gguf_file=self.settings["gguf_file"])
 
     def read(self) -> list[Tensor]:
-        """N token sequences ``[n]`` of explore.sources, or else of the held-out text of the prepared data; ValueError without either."""
+        """Read N token sequences ``[n]`` of explore.sources, or else of the prepared data's held-out text.
+
+        Raises:
+            ValueError: there is neither.
+        """
         explore, tokenizer = self.explore, self.load_tokenizer()
         if explore.sources:
             documents = source_documents(explore.sources, tokenizer)
@@ -129,7 +153,7 @@ class Exploration:
 
 
 def _where() -> dict[str, Any]:
-    """Arguments of `load_model`: this rank's device, or all of them where there are more GPUs than ranks."""
+    """Arguments of `load_model`: this rank's device, or its devices where there are more GPUs than ranks."""
     if not torch.cuda.is_available():
         return {"device": "cpu"}
     count = torch.cuda.device_count()
@@ -142,8 +166,13 @@ def _where() -> dict[str, Any]:
 
 
 def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> None:
-    """Refuse, before hours of measuring, a length the model cannot read, sequences that the windows cover whole, and a saving that its
-    layers cannot reach, or a model that has no layer to plan."""
+    """Refuse what cannot give a plan, before hours of measuring.
+
+    Raises:
+        ValueError: a length that the model cannot read, sequences that the windows cover whole, a saving that
+            the model's layers cannot reach, a model that has no layer to plan, bits that do not fit its
+            head_dim, or target=vllm for a model with layers that were trained with windows.
+    """
     shapes = cost_shapes(len(planned_layers(config)), config.num_key_value_heads)
     if 4 in explore.bits:
         check_bits(4, config.head_dim, f"explore.bits is {explore.bits}")
@@ -156,8 +185,8 @@ def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> N
         sample_queries(explore.sequence_length, explore.num_queries, **windows)
     if explore.target == "vllm" and config.layer_windows is not None:
         raise ValueError(
-            "explore.target is vllm, but some layers of this model were trained with windows, which vLLM frees without a "
-            "plan: set explore.target=pod"
+            "explore.target is vllm, but some layers of this model were trained with windows, which vLLM "
+            "frees without a plan: set explore.target=pod"
         )
     if explore.algorithm == "dp":
         free = at_granularity(explore, {name: np.zeros(shape) for name, shape in shapes.items()})
@@ -169,13 +198,16 @@ def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> N
 
 
 def at_granularity(explore: ExploreArgs, total: dict[str, Floats]) -> dict[str, Floats]:
-    """The costs of what gets a role of its own: of every KV head, or of every layer.
+    """The costs of whatever gets a role of its own: every KV head, or every layer.
 
     Args:
         explore: says which, in `granularity`.
         total: costs by name, in the shapes of `cost_shapes`.
-    Returns: for `layer` the sums over the KV heads, with H = 1, since the costs of a layer's heads add up. `follow`
-        is left out there: whole layers follow whole layers, head by head in the order of the model.
+
+    Returns:
+        For `head` the costs as they are. For `layer` the sums over the KV heads, with H = 1, since the costs
+        of a layer's heads add up. `follow` is left out there: whole layers follow whole layers, head by head
+        in the order of the model.
     """
     if explore.granularity == "head":
         return total
@@ -185,19 +217,22 @@ def at_granularity(explore: ExploreArgs, total: dict[str, Floats]) -> dict[str, 
 def allowed(
     explore: ExploreArgs, total: dict[str, Floats], follow: str = "in_place"
 ) -> tuple[Floats | None, Floats | None]:
-    """The costs of followers and windows, as `solve` takes them; None for a role that the settings do not allow.
+    """The costs of followers and windows, as `solve` takes them; None for a role that is not allowed.
 
     Args:
         follow: which costs of followers, ``in_place`` or ``follow``.
     """
     roles = explore.roles or []
-    return total[follow] if "follow" in roles else None, total["window"] if "window" in roles else None
+    followers = total[follow] if "follow" in roles else None
+    windows = total["window"] if "window" in roles else None
+    return followers, windows
 
 
 def for_target(frontier: C, explore: ExploreArgs) -> C:
-    """The plans of a curve that waste no memory where they will run; `frontier` itself where all of them do.
+    """Keep the plans of a curve that waste no memory where they will run.
 
-    Of 30 layers vLLM wastes nothing with 10, 15 or 20 windows, see `window_counts`, and something with 12.
+    For target=pod no plan wastes memory, and the result is `frontier` itself. With 30 layers vLLM wastes
+    nothing for 10, 15 or 20 windows (see `window_counts`), and something for 12.
     """
     if explore.target == "pod":
         return frontier
@@ -210,16 +245,26 @@ def for_target(frontier: C, explore: ExploreArgs) -> C:
 def packed_costs(
     explore: ExploreArgs, total: dict[str, Floats], windows: dict[str, int], head_dim: int | None
 ) -> PackedCosts:
-    """The costs of the roles that the settings allow where layers may be packed; head_dim: of the model."""
+    """The costs of the roles that the settings allow, where layers may be packed; head_dim: of the model."""
     follow, window = allowed(explore, total)
-    four = total["lead4"], total.get("follow4")
-    return PackedCosts(follow, window, *four, explore.budget_tokens, sum(windows.values()), head_dim)
+    return PackedCosts(
+        follow=follow,
+        window=window,
+        lead4=total["lead4"],
+        follow4=total.get("follow4"),
+        n=explore.budget_tokens,
+        near=sum(windows.values()),
+        head_dim=head_dim,
+    )
 
 
 @contextmanager
 def process_group() -> Iterator[int]:
-    """Join the ranks of a launcher (torchrun, deepspeed) when WORLD_SIZE > 1; yields this process's rank. Only sums of a few megabytes
-    travel, so gloo serves on every machine. The timeout is long because ranks wait for the slowest."""
+    """Join the ranks of a launcher (torchrun, deepspeed) when WORLD_SIZE > 1, and yield this process's rank.
+
+    Only sums of a few megabytes travel, so gloo is enough on every machine. The timeout is long because ranks
+    wait for the slowest one.
+    """
     if planned_world_size() == 1:
         yield 0
         return
@@ -232,7 +277,11 @@ def process_group() -> Iterator[int]:
 
 
 def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens") -> str:
-    """What measuring needs, from the model's sizes: tokens to read, memory beside the weights; sinks: see `sinks_of`."""
+    """What measuring needs, from the model's sizes: tokens to read, and memory beside the weights.
+
+    Args:
+        sinks: see `sinks_of`.
+    """
     if explore.heads:
         num_tokens = min(explore.head_tokens, config.max_position_embeddings // explore.head_repeats)
         n = explore.head_repeats * num_tokens

@@ -1,10 +1,14 @@
-"""What plans are made from, measured by all ranks or read from the folder where it lies: similarity, costs of roles, retrieval heads.
+"""What plans are made from: similarity, costs of roles, retrieval heads.
 
-Every sequence contributes integers, what was measured in units of 2^-40, so that the sum does not depend on the order: one process,
-several ranks, and a run that was interrupted and continued with another number of ranks give the same bits.
+All ranks measure it together, or it is read from the folder where it lies.
 
-Heads that look far back are found without text (RazorAttention §3.3): one that has learnt to retrieve finds the earlier copies of the
-current token (*echo*), or what followed them (*induction*), even among repeated random tokens. No matrix of n x n is ever held.
+Every sequence contributes integers: what was measured, in units of 2^-40. So the sum does not depend on the
+order. One process, several ranks, and a run that was interrupted and continued with another number of ranks
+all give the same bits.
+
+Heads that look far back are found without text (RazorAttention §3.3). A head that has learnt to retrieve
+finds the earlier copies of the current token (*echo*), or what followed them (*induction*), even among
+repeated random tokens. No matrix of n x n is ever held.
 """
 
 import hashlib
@@ -51,7 +55,7 @@ from pod.verbosity import is_quiet
 COSTS_NAME, HEADS_NAME = "plan_costs.safetensors", "retrieval_heads.json"
 SCHEMA_VERSION = "2"
 REPEATS = 4  # copies of the random tokens of a retrieval sequence
-UNIT = 2.0**-40  # of the integer sums, of which int64 holds those below 2^23
+UNIT = 2.0**-40  # of the integer sums; int64 holds sums below 2^23
 Say = Callable[[str], None]
 
 
@@ -60,11 +64,13 @@ class Measured:
     """Tensors with what they were measured on.
 
     Attributes:
-        tensors: means over sequences, fp64. A similarity: ``similarity`` ``[L, L, Hq]``. Costs: those of `cost_shapes`, the same with
-            RETRIEVAL where it was measured, and ``order`` ``[L, L, H, H, G]``, see `match_query_heads`; with constant sinks
-            also EARLY, ``sink_logits`` ``[L, Hq]`` and ``sink_values`` ``[L, H, d]``.
-        provenance: model, number of its KV heads, sources, windows, n, q, N, seed and fingerprints; where layers were trained with
-            windows also ``layers``, the L that are measured, and ``num_layers``, those of the model.
+        tensors: means over sequences, fp64. For a similarity: ``similarity`` ``[L, L, Hq]``. For costs: those
+            of `cost_shapes`; the same names with RETRIEVAL, where that was measured; and ``order`` ``[L, L,
+            H, H, G]``, see `match_query_heads`. With constant sinks also EARLY, ``sink_logits`` ``[L, Hq]``
+            and ``sink_values`` ``[L, H, d]``.
+        provenance: model, number of its KV heads, sources, windows, n, q, N, seed and fingerprints. Where
+            layers were trained with windows, also ``layers``, the L layers that are measured, and
+            ``num_layers``, the number of all layers of the model.
     """
 
     tensors: dict[str, Tensor]
@@ -78,7 +84,11 @@ class Measured:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Measured":
-        """Read what `save` wrote; ValueError of one line that names the file when it is something else."""
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: the file is something else. The message is one line that names the file.
+        """
         try:
             with safe_open(os.fspath(path), framework="pt") as file:
                 metadata = file.metadata() or {}
@@ -101,7 +111,7 @@ def find_costs(exploration: Exploration, say: Say = print) -> Measured:
     """The costs of these settings, see `_find`."""
     wanted: dict[str, Any] = {"retrieval_sequences": exploration.explore.retrieval_sequences}
     wanted |= exploration.windows
-    if not exploration.windows["num_sink_tokens"]:  # else they are tokens, as in files that do not say it
+    if not exploration.windows["num_sink_tokens"]:  # else sinks are tokens, as in files that do not name them
         wanted["sinks"] = exploration.sinks
     needed = FOLLOWER_COSTS if _may_follow(exploration) else ()
     return _find(exploration, COSTS_NAME, _measure_costs, wanted, say, needed)
@@ -113,8 +123,11 @@ def _may_follow(exploration: Exploration) -> bool:
 
 
 def find_heads(exploration: Exploration) -> RetrievalHeads:
-    """The retrieval heads of these settings: scores read from the folder when they are there, else measured, by rank 0 and without text;
-    then written. Other shares choose other heads from the same scores."""
+    """Find the retrieval heads of these settings.
+
+    Their scores are read from the folder when they are there. Else rank 0 measures them, without text. Then
+    they are written. Other shares choose other heads from the same scores.
+    """
     explore, path = exploration.explore, exploration.folder / HEADS_NAME
     wanted = {name: exploration.settings[name] for name in ("model", "gguf_file", "dtype", "seed")}
     wanted |= {name: getattr(explore, name) for name in ("head_tokens", "head_repeats")}
@@ -136,13 +149,15 @@ def _search(exploration: Exploration, wanted: dict[str, Any]) -> RetrievalHeads:
     model, asked, repeats = exploration.load(), wanted["head_tokens"], wanted["head_repeats"]
     if model.config.layer_windows is not None:
         raise ValueError(
-            "some layers of this model were trained with windows: razor cannot run it and needs no retrieval heads"
+            "some layers of this model were trained with windows: razor cannot run it and needs "
+            "no retrieval heads"
         )
     ids = ordinary_tokens(exploration.load_tokenizer(), model.config, asked, repeats, wanted["seed"])
     num_tokens = len(ids) // repeats
     if num_tokens < asked:
         print(
-            f"retrieval heads: {num_tokens} distinct tokens instead of {asked}, because the model's context is too short"
+            f"retrieval heads: {num_tokens} distinct tokens instead of {asked}, because the model's context "
+            "is too short"
         )
     echo, induction = search_heads(model, ids, num_tokens)
     return RetrievalHeads(
@@ -161,13 +176,20 @@ def _find(
     say: Say,
     needed: Sequence[str] = (),
 ) -> Measured:
-    """Read from the folder when it is there, else measured (by all ranks), an interrupted measurement continued, and written; a file
-    of other settings is kept under another name. ValueError for texts, models and files that do not fit.
+    """Read a measurement from the folder when it is there. Else measure it, by all ranks, and write it.
+
+    An interrupted measurement is continued. A file of other settings is kept under another name.
 
     Args:
-        measure: (exploration, model, sequences, mean) → tensors; mean: (name, measure of one sequence, shape, sequences).
-        wanted: what it depends on beside the settings.
+        name: of the file.
+        measure: (exploration, model, sequences, mean) → tensors, with
+            mean: (name, measure of one sequence, shape, sequences) → tensor.
+        wanted: what the measurement depends on beside the settings.
+        say: receives lines about what is used again.
         needed: tensors that a file must have to be used again.
+
+    Raises:
+        ValueError: texts, models or files that do not fit.
     """
     path = exploration.folder / name
     wanted = exploration.settings | wanted | {"weights": content_of(exploration.model_folder)}
@@ -199,13 +221,19 @@ def _find(
 def measure_mean(
     measure: Callable[[Tensor], Tensor], shape: Sequence[int], sequences: Sequence[Tensor], folder: Path
 ) -> Tensor:
-    """The mean of what `measure` gives for each sequence (fp64), the same bits for any number of ranks, which divide the sequences,
-    and interruptions. ValueError for no sequences and damaged files.
+    """The mean of what `measure` gives for each sequence, in fp64.
+
+    The ranks divide the sequences. The bits are the same for any number of ranks and of interruptions.
 
     Args:
         measure: input_ids ``[1, n]`` → ``[*shape]``, whose sums stay below 2^23.
+        shape: of what `measure` gives.
         sequences: N tensors ``[n]`` of token ids, the same list on every rank.
-        folder: of these sequences alone, named after what is measured, shared by all ranks; the caller deletes it.
+        folder: for these sequences alone, named after what is measured, and shared by all ranks; the caller
+            deletes it.
+
+    Raises:
+        ValueError: no sequences, or damaged files.
     """
     if not sequences:
         raise ValueError("no sequence to measure: give longer or more texts in explore.sources")
@@ -213,8 +241,9 @@ def measure_mean(
     done = from_rank_0(lambda: [index for index, file in enumerate(files) if file.exists()])
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     total = torch.zeros(tuple(shape), dtype=torch.int64)
-    for index in done if rank == 0 else ():
-        total += Measured.load(files[index]).tensors["units"]
+    if rank == 0:
+        for index in done:
+            total += Measured.load(files[index]).tensors["units"]
     remaining = sorted({*range(len(sequences))} - {*done})
     with tqdm(
         total=len(files), desc=f"explore, {folder.name}", unit="seq", disable=rank > 0 or is_quiet()
@@ -243,7 +272,10 @@ def _measure_similarity(
 def _measure_costs(
     exploration: Exploration, model: PodForCausalLM, sequences: Sequence[Tensor], mean: Any
 ) -> dict[str, Tensor]:
-    """Query heads matched on a few sequences where heads may follow, then the cost of every role on all of them."""
+    """Measure the cost of every role on all sequences.
+
+    Where heads may follow, query heads are first matched on a few sequences.
+    """
     queries, config = exploration.explore.num_queries, model.config
     layers, heads = len(planned_layers(config)), config.num_attention_heads
     repeated = repeated_sequences(exploration, config)
@@ -259,8 +291,8 @@ def _measure_costs(
     if exploration.sinks == "constant":
         some = sequences[:CALIBRATION_SEQUENCES]
         sinks = from_rank_0(lambda: find_sinks(model, some, queries))
-        tensors |= {"sink_logits": torch.stack([sink.logits for sink in sinks])}
-        tensors |= {"sink_values": torch.stack([sink.values for sink in sinks])}
+        tensors["sink_logits"] = torch.stack([sink.logits for sink in sinks])
+        tensors["sink_values"] = torch.stack([sink.values for sink in sinks])
         shapes[EARLY] = shapes["window"]
     sizes = [math.prod(shape) for shape in shapes.values()]
 
@@ -271,8 +303,10 @@ def _measure_costs(
         return torch.cat([found[name].flatten() for name in shapes])
 
     for name, ending, texts in (("text", "", sequences), ("repeated", RETRIEVAL, repeated)):
-        parts = mean(name, flat, (sum(sizes),), texts).split(sizes) if texts else []
-        for (role, shape), part in zip(shapes.items(), parts, strict=False):
+        if not texts:
+            continue
+        parts = mean(name, flat, (sum(sizes),), texts).split(sizes)
+        for (role, shape), part in zip(shapes.items(), parts, strict=True):
             tensors[role + ending] = part.view(shape)
     return tensors
 
@@ -294,7 +328,10 @@ def reusable(
     say: Say,
     needed: Sequence[str] = (),
 ) -> Any:
-    """What `load` reads at `path` when its provenance has these settings and it has the tensors `needed`, else None."""
+    """What `load` reads at `path`, or None when it cannot be used again.
+
+    It can when its provenance has the settings `wanted` and it has the tensors `needed`.
+    """
     if not path.exists():
         return None
     found = load(path)
@@ -312,8 +349,18 @@ def reusable(
 def repeated_tokens(
     num_tokens: int, repeats: int, vocab_size: int, excluded: Iterable[int] = (), seed: int = 0
 ) -> Tensor:
-    """``[repeats · K]`` ids: K distinct random tokens outside ``excluded``, the same order again and again; ValueError when the vocabulary
-    has fewer than K tokens left."""
+    """Token ids ``[repeats · K]``: K distinct random tokens outside ``excluded``, always in the same order.
+
+    Args:
+        num_tokens: K.
+        repeats: how often the K tokens come.
+        vocab_size: ids are below it.
+        excluded: ids that are not used.
+        seed: of the choice and order.
+
+    Raises:
+        ValueError: K is below 2, or the vocabulary has fewer than K tokens left.
+    """
     candidates = torch.tensor(sorted({*range(vocab_size)} - {*excluded}))
     if num_tokens < 2 or num_tokens > len(candidates):
         raise ValueError(f"num_tokens is {num_tokens}, it must be from 2 to {len(candidates)}")
@@ -326,13 +373,18 @@ def head_scores(
 ) -> tuple[Tensor, Tensor]:
     """Echo and induction scores ``[Hq]`` of one layer on ``repeated_tokens``, fp64 on the CPU.
 
-    With A the causal attention and K = num_tokens the number of distinct ones, the means over the queries i >= K of
-    ``Σ_r A[i, i - rK]`` and ``Σ_r A[i, i - rK + 1]`` over all earlier copies ``r >= 1``, ``rK <= i``.
+    A is the causal attention, and K = num_tokens the number of distinct tokens. The scores are the means over
+    the queries i >= K of ``Σ_r A[i, i - rK]`` (echo) and ``Σ_r A[i, i - rK + 1]`` (induction), over all
+    earlier copies ``r >= 1``, ``rK <= i``.
 
     Args:
-        q: ``[Hq, n, d]``; k: ``[H, n, d]``, rotated.
+        q: ``[Hq, n, d]``, rotated queries.
+        k: ``[H, n, d]``, rotated keys.
+        num_tokens: K.
         block_elements: logits held at a time; memory is O(n) beside it.
-    Raises: ValueError for other shapes, and for num_tokens that are not repeated.
+
+    Raises:
+        ValueError: other shapes, or num_tokens that are not repeated.
     """
     sizes = check_array("q", q, "Hq n d")
     check_groups("q", sizes["Hq"], check_array("k", k, "H n d", sizes)["H"])
@@ -370,13 +422,19 @@ def search_heads(model: Any, input_ids: Tensor, num_tokens: int) -> tuple[Any, A
         disable=is_quiet(),
     )
     scores = [head_scores(inputs.q, inputs.k, num_tokens) for inputs in layers]
-    echo, induction = (tuple(tuple(one.tolist()) for one in kind) for kind in zip(*scores, strict=True))
+    echo = tuple(tuple(one.tolist()) for one, _ in scores)
+    induction = tuple(tuple(one.tolist()) for _, one in scores)
     return echo, induction
 
 
 def ordinary_tokens(tokenizer: Any, config: Any, wanted: int, repeats: int, seed: int) -> Tensor:
-    """`repeated_tokens` that are not special: ``wanted`` distinct ones, or as many as the context and the vocabulary allow; ValueError
-    when that is fewer than 2."""
+    """`repeated_tokens` that are not special.
+
+    There are ``wanted`` distinct ones, or as many as the context and the vocabulary allow.
+
+    Raises:
+        ValueError: these allow fewer than 2.
+    """
     added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     vocab = min(len(tokenizer), config.vocab_size)
     special = {id for id in added | set(tokenizer.all_special_ids) if id < vocab}
@@ -384,7 +442,7 @@ def ordinary_tokens(tokenizer: Any, config: Any, wanted: int, repeats: int, seed
     num_tokens = min(wanted, context // repeats, vocab - len(special))
     if num_tokens < 2:
         raise ValueError(
-            f"explore.head_repeats is {repeats}: a context of {context} tokens and {vocab - len(special)} ordinary tokens leave fewer "
-            "than 2 distinct ones: lower it"
+            f"explore.head_repeats is {repeats}: a context of {context} tokens and {vocab - len(special)} "
+            "ordinary tokens leave fewer than 2 distinct ones: lower it"
         )
     return repeated_tokens(num_tokens, repeats, vocab, special, seed)

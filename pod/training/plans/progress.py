@@ -1,4 +1,4 @@
-"""Progress of what takes minutes and measures nothing: solving for a plan, and its curve."""
+"""Progress bars for steps that take minutes and measure nothing: solving for a plan, and its curve."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

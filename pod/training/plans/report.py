@@ -1,5 +1,7 @@
-"""A plan and chosen heads in words and pictures, what was measured, and the whole curve: what every saving costs at least, and which roles
-the plans along it have (paper Figures 1d and 5)."""
+"""A plan, chosen heads and measurements in words and pictures (paper Figures 1d and 5).
+
+The whole curve is shown too: the least cost of every saving, and the roles of the plans along it.
+"""
 
 import io
 import math
@@ -37,11 +39,13 @@ FORBIDDEN = {
 
 
 def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dict[str, Any]:
-    """Savings that the allowed roles and bits reach and no larger one undercuts: least cost, that of as much or more with a role or
-    packing forbidden, and the plan's roles. One for each half of a pair's bytes, and the chosen one.
+    """The curve of savings that the allowed roles and bits reach, and that no larger saving undercuts.
 
-    Heads stand in one order on the whole curve, that which was found for the chosen plan; a curve with a role forbidden has its
-    own. ``saving`` is meant at ``budget_length`` tokens.
+    Each point has the least cost, the least cost of saving as much or more with a role or packing forbidden,
+    and the roles of the plan. There is a point for each half of a pair's bytes, and one for the chosen plan.
+
+    Heads stand in one order on the whole curve: the order that was found for the chosen plan. A curve with a
+    role forbidden has an order of its own. ``saving`` is meant at ``budget_length`` tokens.
     """
     assert choice.frontier is not None, "a greedy plan has no curve"
     frontier, chosen, pair = choice.frontier, choice.units, choice.frontier.pair_units
@@ -67,7 +71,7 @@ def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dic
 
 
 def about_plan(plan: SharingPlan, explore: ExploreArgs) -> str:
-    """How the plan was made, of what model, on which text: a line."""
+    """One line about how the plan was made, for which model, and on which text."""
     found, length = plan.provenance, explore.budget_length
     how = f"greedy at threshold {explore.threshold:g}"
     if explore.algorithm == "dp":
@@ -88,18 +92,19 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
     lines = [
         f"plan: {about_plan(plan, explore)}",
         describe_plan(plan),
-        f"KV saving at {n:,} tokens with {_windows(plan, sinks, recent)}: {plan.saving(n, sinks, recent):.1%}",
+        f"KV saving at {n:,} tokens with {_windows(plan, sinks, recent)}: "
+        f"{plan.saving(n, sinks, recent):.1%}",
     ]
     if "units" in found:
         there = plan.saving(explore.budget_tokens, sinks, recent)
         where = f"at {explore.budget_length:,} tokens" if explore.budget_length else "on very long texts"
-        lines[2:] = [
-            f"target: save {explore.target_saving:.1%} {where}; the plan saves {there:.1%}",
-            *lines[2:],
-        ]
-        lines[3:3] = _rounded(plan, explore, there) if explore.target == "vllm" else []
+        target = [f"target: save {explore.target_saving:.1%} {where}; the plan saves {there:.1%}"]
+        if explore.target == "vllm":
+            target += _rounded(plan, explore, there)
+        lines[2:2] = target
     if "layers" in found:
-        planned = f"the plan covers {len(found['layers'])} of {found['num_layers']} layers, and savings count only these"
+        covered = f"{len(found['layers'])} of {found['num_layers']} layers"
+        planned = f"the plan covers {covered}, and savings count only these"
         lines.insert(2, f"{planned}; the others keep the windows that they were trained with")
     if plan.head_order is not None:
         moved = sum(row != tuple(range(len(row))) for row in plan.head_order)
@@ -132,22 +137,28 @@ def _windows(plan: SharingPlan, num_sink_tokens: int, num_recent_tokens: int) ->
 
 
 def _rounded(plan: SharingPlan, explore: ExploreArgs, saved: float) -> list[str]:
-    """A line where vLLM would waste memory with the number of window layers that is enough, and more were taken."""
+    """A note where vLLM would waste memory with just enough window layers, so that more were taken.
+
+    Returns:
+        One line, or none.
+    """
     chosen = EngineCache.of_plan(plan, 1).num_windows
     enough = math.ceil(chosen * (explore.least_saving - 1e-6) / saved) if saved else chosen
     if enough >= chosen:
         return []
     lower = max(count for count in window_counts(plan.num_layers) if count < enough)
     return [
-        f"note: {enough} layers with windows are enough for {explore.target_saving:.1%}, but vLLM would waste memory with them; of "
-        f"{plan.num_layers} layers {lower} and {chosen} waste nothing, and {chosen} are taken"
+        f"note: {enough} layers with windows are enough for {explore.target_saving:.1%}, but vLLM would "
+        f"waste memory with them; of {plan.num_layers} layers {lower} and {chosen} waste nothing, and "
+        f"{chosen} are taken"
     ]
 
 
 def describe_plan(plan: SharingPlan) -> str:
     """KV saving, and what heads do, in two lines."""
     text = (
-        f"KV saving (long sequences): {plan.asymptotic_saving:.1%}\nroles of {plan.num_pairs} (layer, KV head) pairs: "
+        f"KV saving (long sequences): {plan.asymptotic_saving:.1%}\n"
+        f"roles of {plan.num_pairs} (layer, KV head) pairs: "
         f"{plan.num_leads} lead, {plan.num_followers} follow, {plan.num_windows} keep their window"
     )
     bits = plan.bits or ()
@@ -155,14 +166,15 @@ def describe_plan(plan: SharingPlan) -> str:
 
 
 def describe_heads(heads: RetrievalHeads) -> str:
-    """What was chosen and what it really saves when each other head holds a fifth of a long text, in two lines."""
+    """What was chosen, and what it saves when each other head holds a fifth of a long text, in two lines."""
     chosen, queries = sum(map(len, heads.query_heads)), sum(map(len, heads.echo))
     kept, pairs = sum(map(len, heads.key_value_heads)), len(heads.echo) * heads.num_key_value_heads
     share = kept / pairs
     smaller = 1 / (share + (1 - share) / 5)
     return (
-        f"retrieval heads: {chosen} of {queries} query heads ({chosen / queries:.1%}; induction {heads.induction_share:g}, "
-        f"echo {heads.echo_share:g}) protect {kept} of {pairs} KV heads ({share:.1%})\n"
+        f"retrieval heads: {chosen} of {queries} query heads ({chosen / queries:.1%}; "
+        f"induction {heads.induction_share:g}, echo {heads.echo_share:g}) "
+        f"protect {kept} of {pairs} KV heads ({share:.1%})\n"
         f"KV cache of a long prompt: {smaller:.2f}x smaller with 1/5 of it in the other heads"
     )
 
@@ -178,7 +190,13 @@ FORBIDDEN_COLOURS = ("#b8d7ef", "#e08214", "#7a9a3a")
 
 
 class Map(NamedTuple):
-    """values: ``[L, columns]``, NaN = nothing there; dots: (layer, column)."""
+    """A picture of values over layers.
+
+    Attributes:
+        title: above the map.
+        values: ``[L, columns]``, NaN = nothing there.
+        dots: (layer, column) of each dot.
+    """
 
     title: str
     values: Any
@@ -186,7 +204,11 @@ class Map(NamedTuple):
 
 
 def map_picture(maps: Sequence[Map], title: str, meaning: str, xlabel: str, columns: int = 0) -> Figure:
-    """Maps over layers, `columns` in a row (0 = all), under one scale of colours from 0 to 1 with this meaning."""
+    """Draw maps over layers, `columns` in a row (0 = all), with one scale of colours from 0 to 1.
+
+    Args:
+        meaning: what the colours show.
+    """
     columns = columns or len(maps)
     rows = math.ceil(len(maps) / columns)
     figure = Figure(figsize=(2.9 * columns + 1.4, 2.9 * rows + 1.0), layout="constrained")
@@ -212,7 +234,7 @@ def map_picture(maps: Sequence[Map], title: str, meaning: str, xlabel: str, colu
 
 
 def similarity_picture(similarity: ArrayLike, num_key_value_heads: int, subject: str) -> Figure:
-    """A map of layer and layer per query head; similarity: ``[L, L, Hq]``."""
+    """Draw a map of layer by layer for each query head; similarity: ``[L, L, Hq]``."""
     check_groups("similarity", check_array("similarity", similarity, "L L Hq")["Hq"], num_key_value_heads)
     heads = np.moveaxis(np.asarray(similarity, dtype=np.float64), 2, 0)
     group = len(heads) // num_key_value_heads
@@ -224,7 +246,10 @@ def similarity_picture(similarity: ArrayLike, num_key_value_heads: int, subject:
 
 
 def head_score_picture(heads: RetrievalHeads, subject: str) -> Figure:
-    """Induction and echo scores, layer × query head (RazorAttention §3.3); dots: heads chosen for either, whose KV heads keep all."""
+    """Draw induction and echo scores, layer × query head (RazorAttention §3.3).
+
+    Dots mark heads that were chosen for either score; their KV heads keep all tokens.
+    """
     dots = [(layer, head) for layer, chosen in enumerate(heads.query_heads) for head in chosen]
     maps = [
         Map("what followed (induction)", heads.induction, dots),
@@ -235,8 +260,14 @@ def head_score_picture(heads: RetrievalHeads, subject: str) -> Figure:
 
 
 def pareto_picture(curve: dict[str, Any], subject: str) -> Figure:
-    """Saving → least cost, also with a role or packing forbidden, above how many pairs have each role along the curve and how many
-    stand in packed layers; curve: from `pareto`."""
+    """Draw the least cost by saving, and the roles along the curve.
+
+    Above: the least cost, also with a role or packing forbidden. Below: how many pairs have each role, and
+    how many stand in packed layers.
+
+    Args:
+        curve: from `pareto`.
+    """
     points = curve["points"]
     saving = np.array([100 * point["saving"] for point in points])
     figure = Figure(figsize=(9, 7), layout="constrained")
@@ -275,7 +306,10 @@ def _draw_curves(axes: Axes, curve: dict[str, Any], saving: NDArray[np.float64])
 
 
 def block_picture(plan: SharingPlan, subject: str) -> Figure:
-    """The paper's Figure 5: a column per KV head, a colour per block, leads marked; leads that nobody follows are grey, windows white."""
+    """Draw the paper's Figure 5: a column per KV head, a colour per block, with leads marked.
+
+    Leads that nobody follows are grey, and windows are white.
+    """
     heads, layers = plan.num_key_value_heads, plan.num_layers
     cell = 0.28 if layers <= 40 else 0.2  # inches
     figure = Figure(figsize=(max(6.5, 0.62 * heads + 1.6), cell * layers + 2.0), layout="constrained")
@@ -295,8 +329,9 @@ def block_picture(plan: SharingPlan, subject: str) -> Figure:
         axes.axvline(edge, color="black", linewidth=0.8)
     axes.tick_params(length=0, labelsize=8)
     axes.set_title(
-        f"How each KV head treats distant tokens\n{subject.replace('; ', chr(10))}\nKV saving {plan.asymptotic_saving:.1%}: {plan.num_leads} lead, "
-        f"{plan.num_followers} follow, {plan.num_windows} keep their window",
+        f"How each KV head treats distant tokens\n{subject.replace('; ', chr(10))}\n"
+        f"KV saving {plan.asymptotic_saving:.1%}: {plan.num_leads} lead, {plan.num_followers} follow, "
+        f"{plan.num_windows} keep their window",
         fontsize=11,
     )
     seen = {"constant": "a constant sink and recent tokens", "none": "recent tokens"}.get(

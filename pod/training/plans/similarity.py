@@ -1,8 +1,11 @@
-"""The paper's plan: attention similarity between layers, per query head, from the rows of the last q queries of long sequences (§2.1),
-greedy Algorithm 1 on it, and similarity as a cost of pairs for exact plans.
+"""The paper's plan: attention similarity between layers, and the greedy Algorithm 1 on it (§2.1).
 
-``sim_h(a, b) = 1 - mean JSD₂(S_a, S_b)`` over N sequences and q rows, with logarithms to base 2: 1 = identical, 0 = disjoint.
-(The paper's equation 2 prints the mean divergence itself but reads it as 0 = dissimilar, 1 = identical.)
+The similarity is measured per query head, from the rows of the last q queries of long sequences. It can also
+be the cost of pairs for exact plans.
+
+``sim_h(a, b) = 1 - mean JSD₂(S_a, S_b)`` over N sequences and q rows, with logarithms to base 2: 1 =
+identical, 0 = disjoint. (The paper's equation 2 prints the mean divergence itself, but reads it as 0 =
+dissimilar, 1 = identical.)
 """
 
 from typing import Any
@@ -24,18 +27,24 @@ def jensen_shannon_similarity(rows: Tensor, tile_elements: int | None = None) ->
 
     Args:
         rows: attention probabilities ``[L, Hq, q, n]``; each row is normalised in fp64 first.
-        tile_elements: positions (of q·n) compared at a time, in about ``24 · L · tile_elements`` bytes beside a head's rows in fp64.
-    Returns: ``[L, L, Hq]`` fp64 on the CPU, symmetric, diagonal 1.
-    Raises: ValueError for another shape, and when a row is no distribution.
+        tile_elements: positions (of q·n) compared at a time. This takes about ``24 · L · tile_elements``
+            bytes beside a head's rows in fp64.
+
+    Returns:
+        ``[L, L, Hq]``, fp64 on the CPU, symmetric, with diagonal 1.
+
+    Raises:
+        ValueError: another shape, or a row that is no distribution.
     """
     check_array("rows", rows, "L Hq q n")
-    tile = tile_elements or (1 << 20 if rows.is_cuda else 1 << 14)  # in cache on a CPU, about 256 MB on a GPU
+    # the usual tile stays in cache on a CPU, and takes about 256 MB on a GPU
+    tile = tile_elements or (1 << 20 if rows.is_cuda else 1 << 14)
     heads = [_head_similarity(rows[:, head], tile) for head in range(rows.shape[1])]
     return torch.stack(heads, dim=-1).cpu()
 
 
 def _head_similarity(rows: Tensor, tile: int) -> Tensor:
-    """``[L, q, n]`` → ``[L, L]``."""
+    """The similarity of one query head: rows ``[L, q, n]`` → ``[L, L]``."""
     rows = rows.double()
     total = rows.sum(dim=-1, keepdim=True)
     if not bool(((total - 1).abs() < 1e-2).all()):
@@ -63,17 +72,19 @@ def greedy_plan(
     threshold: float = 0.5,
     provenance: dict[str, Any] | None = None,
 ) -> SharingPlan:
-    """Algorithm 1 (paper §2.1): a layer joins the current block iff it is similar to every layer of the block.
+    """Algorithm 1 (paper §2.1): a layer joins the current block iff it is similar to all layers of the block.
 
-    Two layers are similar for a KV head when a strict majority of its G query heads have similarity >= ``threshold``
-    (paper B.2). The lead of a block is its lowest layer.
+    Two layers are similar for a KV head when a strict majority of its G query heads have similarity >=
+    ``threshold`` (paper B.2). The lead of a block is its lowest layer.
 
     Args:
         similarity: ``[L, L, Hq]``, from 0 to 1, the same both ways.
         num_key_value_heads: H, of which Hq is a multiple.
         threshold: from 0 to 1.
         provenance: what the plan shall say about where it came from.
-    Raises: ValueError for arrays of other shapes or values, and another threshold.
+
+    Raises:
+        ValueError: arrays of other shapes or values, or another threshold.
     """
     check_threshold(threshold)
     votes = group_query_heads(similarity, num_key_value_heads) >= threshold
@@ -91,12 +102,16 @@ def greedy_plan(
 
 
 def dissimilarity(similarity: ArrayLike, num_key_value_heads: int) -> Floats:
-    """``[L, L, H]``: 1 - similarity with the lead, the mean over the G query heads of a KV head (METHODS.md §1)."""
+    """1 - similarity with the lead, ``[L, L, H]``: the mean over the G query heads (METHODS.md §1)."""
     return 1.0 - group_query_heads(similarity, num_key_value_heads).mean(axis=-1)
 
 
 def group_query_heads(similarity: ArrayLike, num_key_value_heads: int) -> Floats:
-    """``[L, L, Hq]`` → fp64 ``[L, L, H, G]``; ValueError for what is no similarity."""
+    """Group query heads by KV head: ``[L, L, Hq]`` → fp64 ``[L, L, H, G]``.
+
+    Raises:
+        ValueError: an array that is no similarity.
+    """
     check_similarity(similarity, num_key_value_heads)
     values = np.asarray(similarity, dtype=np.float64)
     return values.reshape(*values.shape[:2], num_key_value_heads, -1)

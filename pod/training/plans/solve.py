@@ -1,10 +1,12 @@
-"""Plans of least cost at every number of saved units, exactly: each (layer, KV head) leads, follows or keeps its window, and each layer
-holds what its heads keep in 16 or in 4 bits.
+"""Plans of least cost at every number of saved units.
 
-Given the bits of every layer the plans of least cost are exact (``solve_table``). Which layers are packed is found by local search:
-layers are turned while that makes the best plan cheaper, at prices per saved unit all along the curve and at the saving that is asked
-for; the curve is the least of what is found. Of few layers all choices are solved. A plan in which every *pair* had bits of its own
-bounds what any can cost.
+Each (layer, KV head) pair leads, follows or keeps its window. Each layer holds what its heads keep in 16 or
+in 4 bits. Given the bits of every layer, the plans of least cost are exact (``solve_table``).
+
+Which layers are packed is found by local search. Layers are turned while that makes the best plan cheaper: at
+prices per saved unit all along the curve, and at the saving that is asked for. The curve is the least of what
+is found. With few layers all choices are solved. A plan in which every *pair* had bits of its own bounds what
+any plan can cost.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +25,7 @@ from pod.training.plans.progress import counter, steps
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
 
-PAIR_UNITS = 2  # of one (layer, KV head) that holds no distant token: a unit is its keys or its values
+PAIR_UNITS = 2  # of a (layer, KV head) pair that holds no distant token: a unit is its keys or its values
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,10 @@ class Role:
     """Something that a (layer, KV head) may do about distant tokens.
 
     Attributes:
-        does: ``lead`` opens a block, ``follow`` joins the one that is open, ``window`` leaves it open.
+        does: ``lead`` opens a block, ``follow`` joins the block that is open, ``window`` leaves it open.
         units: what it saves of a pair's distant bytes, an integer >= 0.
-        costs: ``[L, H]``; of ``follow`` ``[L, L, H]`` = [lead, layer, KV head], read where lead < layer. inf = not allowed.
+        costs: ``[L, H]``. For ``follow`` ``[L, L, H]`` = [lead, layer, KV head], read where lead < layer. inf
+            = not allowed.
     """
 
     does: Literal["lead", "follow", "window"]
@@ -46,8 +49,10 @@ class Curve:
     """The least cost of every saving.
 
     Attributes:
-        sizes: layers and KV heads; pair_units: units that a pair would save that holds no distant token.
-        costs: least cost by number of saved units; inf where no plan saves just so many. The last one is finite.
+        sizes: numbers of layers and of KV heads.
+        pair_units: units that a pair saves when it holds no distant token.
+        costs: least cost by number of saved units; inf where no plan saves exactly this many. The last one is
+            finite.
     """
 
     sizes: tuple[int, int]
@@ -60,18 +65,24 @@ class Curve:
         return np.flatnonzero(np.isfinite(self.costs))
 
     def cheapest(self, units: int) -> int:
-        """The number of units, so many or more, that costs least."""
+        """The number of units that costs least, among ``units`` and more."""
         return units + int(self.costs[units:].argmin())
 
     def cost_of(self, units: int, pair_units: int) -> float | None:
-        """The least cost of saving so many units, of which ``pair_units`` are a pair, or more; None where no plan does."""
-        least = self.costs[-(-units * self.pair_units // pair_units) :].min(initial=np.inf)
+        """The least cost of saving ``units`` or more, or None where no plan does.
+
+        Args:
+            units: in which a whole pair counts ``pair_units``.
+        """
+        first = -(-units * self.pair_units // pair_units)  # in this curve's units, rounded up
+        least = self.costs[first:].min(initial=np.inf)
         return float(least) if np.isfinite(least) else None
 
     def units_for(self, target_saving: float, n: int, num_sink_tokens: int, num_recent_tokens: int) -> int:
         """The least number of units that saves this share of the KV bytes at ``n`` tokens (to 1e-6), or more.
 
-        Raises: ValueError for a saving that these roles do not reach at that length.
+        Raises:
+            ValueError: a saving that these roles do not reach at that length.
         """
         layers, heads = self.sizes
         unit = max(0, n - num_sink_tokens - num_recent_tokens) / n / (self.pair_units * layers * heads)
@@ -81,26 +92,33 @@ class Curve:
         if target_saving < 0 or not len(enough):
             raise ValueError(
                 f"explore.target_saving is {target_saving}, but the allowed roles save {least:.3f} to "
-                f"{most:.3f} of the bytes at {n} tokens (the windows hold {num_sink_tokens} + {num_recent_tokens} of "
-                "them): choose a saving in this range, a larger explore.budget_length, or more explore.roles; a follower "
-                "saves half of its bytes at most"
+                f"{most:.3f} of the bytes at {n} tokens (the windows hold {num_sink_tokens} + "
+                f"{num_recent_tokens} of them): choose a saving in this range, a larger "
+                "explore.budget_length, or more explore.roles; a follower saves half of its bytes at most"
             )
         return int(enough[0])
 
 
 @dataclass(frozen=True)
 class Frontier(Curve):
-    """The least cost of every saving, and the plans that have it; table: the roles."""
+    """The least cost of every saving, and the plans that have it.
+
+    Attributes:
+        table: the roles.
+    """
 
     table: tuple[Role, ...]
     _heads: "_Heads"
     _shares: list[Ints]  # per head: units that it saves when it and the heads before it save u
 
     def plan(self, units: int, provenance: dict[str, Any] | None = None) -> SharingPlan:
-        """A plan that saves ``units`` at least cost; ValueError for units that no plan saves.
+        """A plan that saves ``units`` at least cost.
 
-        Among equals, from the last layer down, the lowest open lead and then the role that stands first in the table is
-        taken, and later heads save less.
+        Among plans of equal cost, the choice goes from the last layer down. It takes the lowest open lead,
+        and then the role that stands first in the table. Later heads save less.
+
+        Raises:
+            ValueError: units that no plan saves.
         """
         if not 0 <= units < len(self.costs) or not np.isfinite(self.costs[units]):
             most = len(self.costs) - 1
@@ -115,13 +133,17 @@ class Frontier(Curve):
 
 
 def solve(follow: ArrayLike | None, window: ArrayLike | None) -> Frontier:
-    """The frontier of leads, followers and windows. A lead costs and saves nothing.
+    """Solve for the frontier of leads, followers and windows. A lead costs and saves nothing.
 
     Args:
-        follow: cost of a follower ``[L, L, H]`` = [lead, layer, KV head], read where lead < layer; it saves 1 unit (keys).
-            A head follows the lead that it had last; windows may stand between. None = nobody follows.
-        window: cost of a window ``[L, H]``; it saves 2 units (keys and values). None = no windows. inf in either = not allowed there.
-    Raises: ValueError for no costs at all, other shapes, and NaN.
+        follow: cost of a follower, ``[L, L, H]`` = [lead, layer, KV head], read where lead < layer. A
+            follower saves 1 unit (keys). A head follows the lead that it had last; windows may stand between.
+            None = nobody follows. inf = not allowed there.
+        window: cost of a window, ``[L, H]``. A window saves 2 units (keys and values). None = no windows. inf
+            = not allowed there.
+
+    Raises:
+        ValueError: no costs at all, other shapes, or NaN.
     """
     _check_roles(follow, window)
     table = [] if follow is None else [Role("follow", 1, np.asarray(follow, dtype=np.float64))]
@@ -132,15 +154,23 @@ def solve(follow: ArrayLike | None, window: ArrayLike | None) -> Frontier:
 
 
 def _check_roles(follow: ArrayLike | None, window: ArrayLike | None) -> dict[str, int]:
-    """Sizes of the costs of followers and windows; ValueError where they do not fit each other, and for
-    NaN."""
+    """Sizes of the costs of followers and windows.
+
+    Raises:
+        ValueError: costs that do not fit each other, or NaN.
+    """
     sizes = {} if follow is None else check_costs("follow", follow, "L L H")
     return sizes if window is None else check_costs("window", window, "L H", sizes)
 
 
 def solve_table(table: Sequence[Role], pair_units: int) -> Frontier:
-    """The frontier of any roles: an exact dynamic program per KV head, whose tables are then added head by head. ValueError for roles that
-    allow no plan."""
+    """Solve for the frontier of any roles.
+
+    There is an exact dynamic program per KV head. Their tables are then added, head by head.
+
+    Raises:
+        ValueError: roles that allow no plan.
+    """
     heads = _solve_heads(table)
     shares, reached = _divide(heads.least)
     finite = np.flatnonzero(np.isfinite(reached))
@@ -151,12 +181,17 @@ def solve_table(table: Sequence[Role], pair_units: int) -> Frontier:
 
 
 class _Heads(NamedTuple):
-    """The dynamic program of each KV head over (layer, open lead, saved units); lead 0 is none, ``1 + l`` is layer l.
+    """The dynamic program of each KV head over (layer, open lead, saved units).
+
+    Lead 0 is none, ``1 + l`` is layer l.
 
     Attributes:
-        least: ``[H, units]`` least cost of all layers; ended ``[H, units]``: the lead that is open then.
-        taken: per layer ``[H, L + 1, units]``: the role, by the lead that is open and the units that are saved after it.
-        opened: per layer ``[H, units]``: the lead that was open before a new one, by the units that were saved before.
+        least: ``[H, units]``, least cost of all layers.
+        ended: ``[H, units]``, the lead that is open after the last layer.
+        taken: per layer ``[H, L + 1, units]``, the role, by the lead that is open and the units that are
+            saved after this layer.
+        opened: per layer ``[H, units]``, the lead that was open before a new one, by the units that were
+            saved before.
     """
 
     least: Floats
@@ -165,7 +200,7 @@ class _Heads(NamedTuple):
     opened: list[Ints]
 
     def lead_of(self, head: int, units: int, table: Sequence[Role]) -> list[int | None]:
-        """What one head's layers follow when it saves so many units."""
+        """What the layers of one head follow when the head saves ``units``."""
         lead: list[int | None] = []
         now = int(self.ended[head, units])
         for layer in reversed(range(len(self.taken))):
@@ -201,7 +236,10 @@ def _solve_heads(table: Sequence[Role]) -> _Heads:
 
 
 def _divide(least: Floats) -> tuple[list[Ints], Floats]:
-    """The least cost of all heads together by their units (a min-plus convolution), and each head's share of them."""
+    """The least cost of all heads together by their units, and each head's share of the units.
+
+    This is a min-plus convolution.
+    """
     reached, shares = np.zeros(1), []
     for own in least:
         options = np.full((len(own), len(reached) + len(own) - 1), np.inf)
@@ -225,11 +263,13 @@ class PackedCosts:
     """What roles cost, what packing adds, and at which length it saves.
 
     Attributes:
-        follow: ``[L, L, H]``, None = nobody follows; window: ``[L, H]``, None = no windows.
-        lead4, follow4: ``[L, H]`` cost of 4 bits of a lead's keys and values, of a follower's values; no ``follow4`` where
-            nobody follows.
-        n, near: tokens, and those of them in a window.
-        head_dim: of the model, on which the size of packed values depends; None = one that the usual groups
+        follow: ``[L, L, H]``, cost of a follower; None = nobody follows.
+        window: ``[L, H]``, cost of a window; None = no windows.
+        lead4: ``[L, H]``, cost of 4 bits for a lead's keys and values.
+        follow4: ``[L, H]``, cost of 4 bits for a follower's values; None where nobody follows.
+        n: tokens at which savings count.
+        near: how many of them lie in a window.
+        head_dim: of the model; the size of packed values depends on it. None = one that the usual groups
             divide.
     """
 
@@ -250,8 +290,10 @@ class PackedCosts:
 
     @cached_property
     def units(self) -> tuple[int, int, int]:
-        """Units of a pair's distant bytes, and those that a packed lead and follower save: of such a number that rounding down
-        loses least."""
+        """Units of a pair's distant bytes, and the units that a packed lead and a packed follower save.
+
+        The number of units of a pair is the one with which rounding down loses least.
+        """
         far = max(0, self.n - self.near) / self.n
         old = 1 - min(1.0, NATIVE_TOKENS / self.n)  # the share of tokens that are packed
         keys, values = (
@@ -263,8 +305,13 @@ class PackedCosts:
         return pair, int(pair * lead), pair // 2 + int(pair * follower)
 
     def solve(self, packed: Sequence[bool] | None, price: float | None = None) -> Frontier:
-        """The frontier when these layers are packed; None = every pair as it likes. With a price, what every plan costs less what
-        it saves at that price per unit: the frontier has one point, the plan of most worth."""
+        """Solve for the frontier when these layers are packed.
+
+        Args:
+            packed: per layer, whether it is packed. None = each pair has the bits that are best for it.
+            price: of a unit. With a price, the cost of a plan is what it costs, less what it saves at this
+                price. The frontier then has one point: the plan of most worth.
+        """
         pair, lead4, follow4 = self.units
         native, four = np.zeros_like(self.lead4), np.zeros_like(self.lead4)
         if packed is not None:
@@ -282,8 +329,12 @@ class PackedCosts:
 
 @dataclass(frozen=True)
 class PackedFrontier(Curve):
-    """The least cost of every saving among the choices of bits that were solved, and the plans that have it. bound: costs that no choice of
-    bits beats; solved: the costs of each choice."""
+    """The least cost of every saving among the choices of bits that were solved, and the plans that have it.
+
+    Attributes:
+        bound: costs that no choice of bits beats.
+        solved: the costs of each choice.
+    """
 
     bound: Floats
     solved: dict[Choice, Floats]
@@ -291,7 +342,7 @@ class PackedFrontier(Curve):
 
     @property
     def targets(self) -> Ints:
-        """All: where no plan saves just so much, one that saves a little more is near."""
+        """All numbers: where no plan saves exactly this many units, one that saves a little more is near."""
         return np.arange(len(self.costs))
 
     def plan(self, units: int, provenance: dict[str, Any] | None = None) -> SharingPlan:
@@ -301,7 +352,10 @@ class PackedFrontier(Curve):
         return replace(plan, bits=tuple(PACKED if one else 16 for one in packed) if any(packed) else None)
 
     def improved(self, units: int) -> "PackedFrontier":
-        """With the choices that are met when layers of the best one are turned while that lowers the cost of so many units or more."""
+        """Search on from the best choice for ``units`` or more, and add the choices that are met.
+
+        Layers of the best choice are turned while that lowers the cost.
+        """
         wanted, solved = slice(units, None), dict(self.solved)
         if len(solved) == 2 ** self.sizes[0]:
             return self
@@ -321,11 +375,14 @@ class PackedFrontier(Curve):
 
 
 def solve_packed(costs: PackedCosts) -> PackedFrontier:
-    """The frontier of all choices of bits where these are few, else of those that a search finds."""
+    """Solve for the frontier of all choices of bits where they are few, else of those that a search finds."""
     layers, free = len(costs.lead4), costs.solve(None)
     solve = lru_cache(maxsize=_HELD)(costs.solve)
-    few = 2**layers <= _FEW
-    choices: Iterable[Choice] = product((False, True), repeat=layers) if few else _found(costs, free.costs)
+    choices: Iterable[Choice]
+    if 2**layers <= _FEW:
+        choices = product((False, True), repeat=layers)
+    else:
+        choices = _found(costs, free.costs)
     empty = PackedFrontier(free.sizes, free.pair_units, free.costs, free.costs, {}, solve)
     shown = steps(list(choices), "choices of bits")
     return _least_of(empty, {choice: solve(choice).costs for choice in shown})
@@ -339,8 +396,12 @@ def _least_of(frontier: PackedFrontier, solved: dict[Choice, Floats]) -> PackedF
 
 
 def _found(costs: PackedCosts, bound: Floats) -> list[Choice]:
-    """No layer packed, all, and on the way what local search finds at the prices of evenly spaced savings; from one to the next a
-    layer at a time, those first whose packing costs least."""
+    """Choices of bits: no layer packed, then what local search finds on the way, then all layers packed.
+
+    Local search runs at the prices of evenly spaced savings. From one choice that it finds to the next,
+    layers are turned one at a time, and the layers whose packing costs least come first. All choices between
+    count, too.
+    """
     layers = len(costs.lead4)
     marks = np.linspace(0, len(bound) - 1, _PRICES + 1).astype(int)
     least = np.minimum.accumulate(bound[::-1])[::-1][marks]
@@ -358,14 +419,18 @@ def _found(costs: PackedCosts, bound: Floats) -> list[Choice]:
 
 def _descend(packed: Choice, cost_of: Callable[[Choice], float]) -> Choice:
     """Turn layers, one by one, while that lowers the cost."""
-    least, step, last = cost_of(packed), 0, 0
+    least = cost_of(packed)
+    step = 0
+    last = 0  # the step after the last gain
     while step - last <= len(packed):
         other = _turned(packed, step % len(packed))
+        cost = cost_of(other)
         step += 1
-        if (cost := cost_of(other)) < least - 1e-15:
+        if cost < least - 1e-15:
             packed, least, last = other, cost, step
     return packed
 
 
 def _turned(packed: Choice, layer: int) -> Choice:
+    """The choice with one layer turned."""
     return (*packed[:layer], not packed[layer], *packed[layer + 1 :])
