@@ -133,7 +133,7 @@ class _Bound:
         self.unfused: dict[bool, str | None] = {}
 
     def watch(self, layers: list[PodCacheLayer]) -> None:
-        """Note that the layers' tensors are at ``places`` and at rest now; a replaced one shows from here on."""
+        """Note that the layers' tensors are at ``places`` and at rest; from here on a replaced one shows."""
         self.versioned = [item for layer in layers for item in layer.versioned()]
         self.version = sum(map(_version, self.versioned))
 

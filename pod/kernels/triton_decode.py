@@ -134,7 +134,7 @@ def native(rows, inside, PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: 
 
 @triton.jit
 def packed_keys(codes, zero, scale, token, inside, dtype, HALF: tl.constexpr, GROUP_SIZE: tl.constexpr):
-    """Halves ``[N, d/2]`` of keys at ``token`` ``[N, 1]``; one zero, scale per channel, GROUP_SIZE tokens."""
+    """Halves ``[N, d/2]`` of keys at ``token [N, 1]``; zero and scale per channel and GROUP_SIZE tokens."""
     features = tl.arange(0, HALF)[None, :]
     numbers = tl.load(codes + token * HALF + features, mask=inside, other=0, eviction_policy="evict_first")
     group = token // GROUP_SIZE * (2 * HALF) + features
@@ -159,7 +159,7 @@ def packed_values(
     codes, zero, scale, token, inside, dtype,
     BLOCK_N: tl.constexpr, HALF: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Halves ``[N, d/2]`` of values at ``token`` ``[N, 1]``; one zero, scale per token, GROUP_SIZE channels."""
+    """Halves ``[N, d/2]`` of values at ``token [N, 1]``; zero and scale per token and GROUP_SIZE channels."""
     PER_TOKEN: tl.constexpr = 2 * HALF // GROUP_SIZE
     COUNT: tl.constexpr = (PER_TOKEN + 1) // 2
     NEXT: tl.constexpr = PER_TOKEN - COUNT  # one group for all channels: both halves share it

@@ -1,10 +1,12 @@
 """PoD attention of training and prompts as one fused Triton pass, forward and backward; chosen by name only.
 
-A tile of queries goes over its near keys with the layer's own queries and keys and over its distant keys
-with the lead's, in one softmax. Nothing of size ``n x n`` exists; besides inputs and output there is one fp32
-number per query and head. The kernels are in ``triton_prefill_forward`` and ``triton_prefill_backward``. Here
-is what they are given: the runs of keys that each query sees, and the runs of queries that see each key. Both
-are made once in a pass, from the segments. Sums are fp32, products of fp32 inputs full fp32, never TF32.
+A tile of queries goes over its near keys with the layer's own queries and keys, and over its distant keys
+with the lead's, in one softmax. Nothing of size ``n x n`` exists. Besides inputs and output there is one fp32
+number per query and head.
+
+The kernels are in ``triton_prefill_forward`` and ``triton_prefill_backward``. This file makes what they are
+given: the runs of keys that each query sees, and the runs of queries that see each key. Both are made once in
+a pass, from the segments. Sums are fp32. Products of fp32 inputs are full fp32, never TF32.
 """
 
 import functools
@@ -24,7 +26,7 @@ _WHOLE_PAST = 2**30
 
 
 class Tile(NamedTuple):
-    """Queries, keys and features of a product, and how the kernel is compiled."""
+    """How many queries, keys and features a product has, and how the kernel is compiled."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -34,7 +36,7 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Of the forward kernel, of the kernel for dQ, and of that for dK and dV."""
+    """Tiles of the forward kernel, of the kernel for dQ, and of the kernel for dK and dV."""
 
     forward: Tile
     of_queries: Tile
@@ -63,22 +65,30 @@ _TILES = {  # family -> head dimension rounded up -> of each kernel: queries, ke
         256: ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     },
 }
-"""Those of 16 bits up to head_dim 128 and of fp32 compile to no spilled register; not measured on a GPU.
+"""Tiles by family and head dimension. They were not measured on a GPU.
 
-On sm_90 at 128, forward, 128 keys instead of 64 would spill 128 bytes a thread. Full fp32 products hold their
-operands in registers: (64, 16), which loads less, would spill 488 bytes; for gradients (64, 16) and (16, 64)
-would spill 472 and 672.
+Tiles for 16 bits up to head_dim 128, and those for fp32, compile to no spilled register. On sm_90 at head_dim
+128, forward, 128 keys instead of 64 would spill 128 bytes a thread. Full fp32 products hold their operands in
+registers: (64, 16), which loads less, would spill 488 bytes. For gradients (64, 16) and (16, 64) would spill
+472 and 672.
 """
 
 
 def tiles(dtype: torch.dtype, head_dim: int, chip: int) -> Tiles:
-    """What a chip of compute capability ``chip`` (90 = 9.0) runs.
+    """The tiles that a chip of compute capability ``chip`` (90 = 9.0) runs.
 
-    Families of 16-bit inputs: 90 (H100, H200), 100 (B200), and 80 (A100 and all others).
+    For 16-bit inputs the families are 90 (H100, H200), 100 (B200), and 80 (A100 and all others).
     """
     block_d = triton.next_power_of_2(head_dim)
-    family = 90 if chip == 90 else 100 if 100 <= chip < 120 else 80
-    sizes = _TILES["fp32" if dtype == torch.float32 else family][max(64, block_d)]
+    if dtype == torch.float32:
+        family = "fp32"
+    elif chip == 90:
+        family = 90
+    elif 100 <= chip < 120:
+        family = 100
+    else:
+        family = 80
+    sizes = _TILES[family][max(64, block_d)]
     return Tiles(*(Tile(m, n, block_d, warps, stages) for m, n, warps, stages in sizes))
 
 
@@ -124,7 +134,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _rows_apart(x: Tensor | None) -> Tensor | None:
-    """With neighbouring channels, as the kernels read them."""
+    """The tensor with neighbouring channels, as the kernels read it: a copy where they are not."""
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
@@ -132,7 +142,10 @@ def _rows_apart(x: Tensor | None) -> Tensor | None:
 
 
 def forward(inputs, runs: "Runs", scale: float) -> tuple[Tensor, Tensor]:
-    """Output ``[B, Hq, m, d]``, laid out as the queries, and natural log-sum-exp ``[B, Hq, m]`` in fp32."""
+    """Return the output ``[B, Hq, m, d]``, laid out as the queries, and the log-sum-exp ``[B, Hq, m]``.
+
+    The log-sum-exp is natural, in fp32.
+    """
     q, k = inputs[:2]
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -149,7 +162,7 @@ def forward(inputs, runs: "Runs", scale: float) -> tuple[Tensor, Tensor]:
 def backward(
     inputs, grad_out: Tensor, out: Tensor, lse: Tensor, runs: "Runs", scale: float
 ) -> list[Tensor | None]:
-    """The gradients of the inputs, in their dtypes and layouts."""
+    """Return the gradients of the inputs, in their dtypes and layouts."""
     q, k = inputs[:2]
     if not out.numel():
         return [None if x is None else torch.zeros_like(x) for x in inputs]
@@ -188,7 +201,7 @@ def _sizes(inputs, runs: "Runs") -> tuple:
 
 
 def _strides(*tensors: Tensor | None) -> list[int]:
-    """Of batch, head and row; zeros for a tensor that a variant does not read."""
+    """Strides of batch, head and row of each tensor; zeros for a tensor that a variant does not read."""
     return [stride for x in tensors for stride in ((0, 0, 0) if x is None else x.stride()[:3])]
 
 
@@ -200,13 +213,15 @@ def _constants(inputs, tile: Tile) -> dict:
 
 
 class Runs(NamedTuple):
-    """Which keys a query sees, and which queries see a key: int32, of every row, or ``[1, …]`` of all.
+    """Which keys a query sees, and which queries see a key.
+
+    Both are int32, with B tables for B rows, or one table ``[1, …]`` for all rows.
 
     Attributes:
-        queries: ``[B, 4, m]``, columns of keys. Near are ``start <= j < sink_end`` and
-            ``window <= j < stop``, distant ``sink_end <= j < window``.
-        keys: ``[B, 3, n]``, columns of queries. Near are ``first <= i < middle``, distant
-            ``middle <= i < last``. Columns of no segment have only zeros.
+        queries: ``[B, 4, m]``, columns of keys. Near are ``start <= j < sink_end`` and ``window <= j <
+            stop``. Distant are ``sink_end <= j < window``.
+        keys: ``[B, 3, n]``, columns of queries. Near are ``first <= i < middle``. Distant are ``middle <= i <
+            last``. Columns of no segment have only zeros.
     """
 
     queries: Tensor
@@ -214,7 +229,7 @@ class Runs(NamedTuple):
 
 
 def _runs(call: Call, num_keys: int) -> Runs:
-    """Made once in a pass, for all layers that have these windows."""
+    """The runs of a call, made once in a pass for all layers that have these windows."""
     shape, device = (call.q.shape[0], call.q.shape[2], num_keys), call.q.device
 
     def make() -> Runs:

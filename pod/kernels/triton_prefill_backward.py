@@ -1,11 +1,12 @@
 """Gradients of ``triton_prefill``, without atomics: a program owns a tile of queries (dQ) or keys (dK, dV).
 
-Both read the merged output's log-sum-exp and ``delta = rowsum(out * dout)``, which makes the gradient of the
-merge free: near blocks give the layer's own dQ and dK, distant blocks the lead's, both dV. The two kernels
-compute the logits twice, 7 products a block where one kernel with atomic dQ has 5; in return gradients are
-the same bits in every run, and no fp32 sum of the size of the inputs is held.
+Both kernels read the log-sum-exp of the merged output and ``delta = rowsum(out * dout)``. This makes the
+gradient of the merge free: near blocks give the layer's own dQ and dK, distant blocks give the lead's, and
+both give dV. The two kernels compute the logits twice: 7 products a block, where one kernel with atomic dQ
+has 5. In return gradients are the same bits in every run, and no fp32 sum of the size of the inputs is held.
 
-Seen from a key, queries come in two runs: ``first`` to ``middle`` are near, ``middle`` to ``last`` distant.
+Seen from a key, queries come in two runs: ``first`` to ``middle`` are near, ``middle`` to ``last`` are
+distant.
 """
 
 import triton  # pyright: ignore[reportMissingImports]
@@ -32,7 +33,7 @@ from pod.kernels.triton_prefill_forward import (
 def _to_queries(
     queries, douts, keys, values, allowed, row_lse, row_delta, dq, scale, IS_MASKED: tl.constexpr
 ):  # fmt: skip
-    """A block of keys into dQ (without its scale); ``row_lse`` and ``scale`` in base 2."""
+    """Add a block of keys to dQ (without its scale); ``row_lse`` and ``scale`` are in base 2."""
     logits = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     weights = tl.exp2(logits * scale - row_lse[:, None])
     if IS_MASKED:
@@ -52,9 +53,10 @@ def queries_kernel(
     HAS_LEAD: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a tile of queries and of their lead's; writes ``delta [B, Hq, m]``, which ``keys_kernel`` reads.
+    """Compute dQ of a tile of queries, and of the lead's queries.
 
-    Grid and blocks of keys as in the forward kernel.
+    It also writes ``delta [B, Hq, m]``, which ``keys_kernel`` reads. The grid and the blocks of keys are
+    those of the forward kernel.
     """
     group_head = tl.program_id(0) % groups
     first_row = (tl.num_programs(0) // groups - 1 - tl.program_id(0) // groups) * BLOCK_M
@@ -66,7 +68,7 @@ def queries_kernel(
     key_last = key_runs + batch * key_runs_batch + 2 * n
     v += batch * v_batch + kv_head * v_head
 
-    # The gradient of padding may be anything: it counts as 0.
+    # The gradient of padding may be anything, so it counts as 0.
     dout += batch * do_batch + head * do_head
     douts = load_tile(dout, do_row, first_row, stop > 0, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
     out += batch * out_batch + head * out_head
@@ -129,7 +131,7 @@ def queries_kernel(
 def _to_keys(
     keys, values, queries, douts, allowed, row_lse, row_delta, dk, dv, scale, IS_MASKED: tl.constexpr
 ):  # fmt: skip
-    """A block of queries into dK (without its scale) and dV; logits are ``[keys, queries]``."""
+    """Add a block of queries to dK (without its scale) and to dV; logits are ``[keys, queries]``."""
     logits = tl.dot(keys, tl.trans(queries), input_precision="ieee")
     weights = tl.exp2(logits * scale - row_lse[None, :])
     if IS_MASKED:
@@ -147,7 +149,7 @@ def _walk(
     dk, dv, scale,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """All blocks of queries between ``lo`` and ``hi`` of a tile of keys, of all G heads in one loop."""
+    """Add all blocks of queries between ``lo`` and ``hi`` of a tile of keys, all G heads in one loop."""
     first, last, before, whole, masked = blocks(lo, hi, BLOCK_M)
     for t in range(0, masked * groups):
         group_head = t // masked
@@ -187,7 +189,7 @@ def keys_kernel(
     HAS_LEAD: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a tile of keys, and dK of their lead's; grid (tiles, B · H)."""
+    """Compute dK and dV of a tile of keys, and dK of the lead's keys; the grid is (tiles, B · H)."""
     column = tl.program_id(0) * BLOCK_N
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)

@@ -1,13 +1,13 @@
 """The forward pass of ``triton_prefill``: one program owns a tile of queries of one head.
 
-It goes over the near keys with the layer's own queries and keys, and then, where the head follows, over
+It goes over the near keys with the layer's own queries and keys. Then, where the head follows, it goes over
 the distant keys with the lead's, in one online softmax (equations 3 and 4 of the paper: the gate is that
 softmax).
 
 What a query sees comes in *runs* of keys, made once in a pass: ``start`` to ``sink_end`` and ``window`` to
 ``stop`` are near, ``sink_end`` to ``window`` is distant. Windows, sinks, documents and the past of a chunk
-are all in these four numbers. A tile goes over the blocks of keys between the least and the greatest of
-them; blocks that all queries of the tile see need no mask.
+are all in these four numbers. A tile goes over the blocks of keys between the least and the greatest of them.
+Blocks that all queries of the tile see need no mask.
 
 Programs of the last queries, which see most keys, start first. The G heads of a KV head are neighbours, so
 that they read its keys and values from the L2 cache at the same time.
@@ -30,9 +30,9 @@ def load_tile(
     base, row, first, inside,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """``[ROWS, BLOCK_D]`` from row ``first``; 0 where ``inside`` (with IS_MASKED) is False.
+    """Load ``[ROWS, BLOCK_D]`` from row ``first`` on; 0 where ``inside`` (with IS_MASKED) is False.
 
-    The offset of the tile is one 64-bit scalar; offsets inside it are of the type of ``row``.
+    The offset of the tile is one 64-bit scalar. Offsets inside it have the type of ``row``.
     """
     features = tl.arange(0, BLOCK_D)[None, :]
     where = base + tl.cast(first, tl.int64) * row + (tl.arange(0, ROWS)[:, None] * row + features)
@@ -51,7 +51,7 @@ def load_tile(
 def store_tile(
     base, row, first, limit, values, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
-    """Write the rows of ``values [ROWS, BLOCK_D]`` before ``limit`` and their features before HEAD_DIM."""
+    """Write the rows of ``values [ROWS, BLOCK_D]`` before ``limit``, and their features before HEAD_DIM."""
     rows = tl.arange(0, ROWS)
     features = tl.arange(0, BLOCK_D)[None, :]
     where = base + tl.cast(first, tl.int64) * row + (rows[:, None] * row + features)
@@ -61,7 +61,7 @@ def store_tile(
 
 @triton.jit
 def load_runs(runs, count, places):
-    """``(start, sink_end, window, stop)`` of queries; all 0 where there is none."""
+    """Load ``(start, sink_end, window, stop)`` of queries; all are 0 where there is no query."""
     inside = places < count
     start = tl.load(runs + places, mask=inside, other=0)
     sink_end = tl.load(runs + count + places, mask=inside, other=0)
@@ -72,10 +72,10 @@ def load_runs(runs, count, places):
 
 @triton.jit
 def blocks(lo, hi, SIZE: tl.constexpr):
-    """The blocks of places from ``lo`` to ``hi`` of all lines of a tile; the first at the least ``lo``.
+    """Blocks of places from ``lo`` to ``hi`` of all lines of a tile; the first begins at the least ``lo``.
 
     Returns ``(first place, place behind the last, masked blocks before the whole ones, whole blocks, masked
-    blocks)``. All lines have all places of a whole block.
+    blocks)``. In a whole block, all lines have all places.
     """
     is_empty = lo >= hi
     last = tl.max(tl.where(is_empty, 0, hi), 0)
@@ -91,7 +91,8 @@ def blocks(lo, hi, SIZE: tl.constexpr):
 def near_blocks(start, sink_end, window, stop, SIZE: tl.constexpr):
     """``blocks`` of the runs of near keys; before that ``(first sink, end of sinks, blocks of sinks)``.
 
-    Blocks of sinks end where those of the window begin, whose masks know both runs: no key comes twice.
+    Blocks of sinks end where those of the window begin. The masks of the window know both runs, so no key
+    comes twice.
     """
     first, last, before, whole, masked = blocks(window, stop, SIZE)
     sink, sinks_end, _, _, _ = blocks(start, sink_end, SIZE)
@@ -110,19 +111,19 @@ def near_block(t, sink, sinks_end, sinks, first, last, before, whole, SIZE: tl.c
 
 @triton.jit
 def masked_block(t, first, before, whole, SIZE: tl.constexpr):
-    """First place of masked block ``t``: the whole ones are left out."""
+    """First place of masked block ``t``: whole blocks are left out."""
     return first + (t + tl.where(t >= before, whole, 0)) * SIZE
 
 
 @triton.jit
 def in_run(places, lo, hi):
-    """``[lines, places]``: whether a place lies in the line's run."""
+    """Whether a place lies in the run of a line: ``[lines, places]``."""
     return (places[None, :] >= lo[:, None]) & (places[None, :] < hi[:, None])
 
 
 @triton.jit
 def is_used(last, places, limit):
-    """Whether places before ``limit`` are of any segment, by the last line of their table of runs."""
+    """Whether places before ``limit`` belong to any segment, by the last line of their table of runs."""
     return tl.load(last + places, mask=places < limit, other=0) > 0
 
 
@@ -130,7 +131,7 @@ def is_used(last, places, limit):
 def _attend(
     queries, keys, values, allowed, acc, total, peak, scale, IS_MASKED: tl.constexpr
 ):  # fmt: skip
-    """A block of keys into the online softmax: ``acc [M, D]``, ``total``, ``peak`` (base 2, scale > 0)."""
+    """Take a block of keys into the online softmax ``acc [M, D]``, ``total``, ``peak`` (base 2, scale > 0)."""
     logits = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     if IS_MASKED:
         logits = tl.where(allowed, logits, float("-inf"))
@@ -156,7 +157,8 @@ def forward_kernel(
 ):  # fmt: skip
     """Output and natural log-sum-exp of a tile of queries; 0 and -inf where a query sees nothing.
 
-    Grid (tiles · G, B · H). ``query_runs [4, m]`` and ``key_runs [3, n]`` are of one row, or of all.
+    The grid is (tiles · G, B · H). ``query_runs [4, m]`` and ``key_runs [3, n]`` belong to one row, or to all
+    rows.
     """
     group_head = tl.program_id(0) % groups
     first_row = (tl.num_programs(0) // groups - 1 - tl.program_id(0) // groups) * BLOCK_M
