@@ -32,7 +32,7 @@ from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Step
 
 _WARM_UPS = 2  # runs before a capture: kernels compile, libraries allocate
-# Tokens reserved behind a prompt, at least; a full cache grows by as many. For a long one both are 1/8 of it.
+# At least so many tokens are reserved behind a prompt, and added to a full cache; 1/8 of a long one.
 _ROOM = 256
 _version = operator.attrgetter("version")
 _PLAINLY, _NO_STEP = "switched off", "no step was made yet"

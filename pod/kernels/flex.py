@@ -4,8 +4,8 @@ All rows of a batch are one sequence: *place* ``j`` is column ``j % n`` of row `
 most two runs of places: its sinks and its window. Through its lead it sees one run: what lies between. So
 four int32 numbers per query say all about documents, windows and chunks behind a past, and the compiled
 kernels are the same for all of them. The numbers are made once in a pass, from the segments. Which blocks of
-128 x 128 a call computes comes from the least and the greatest of these numbers in a block, never from an ``n
-x n`` mask.
+128 x 128 a call computes comes from the least and the greatest of these numbers in a block, never from a mask
+of size ``n x n``.
 
 KV heads stand where FlexAttention has its batch. Layers differ in how many heads lead and how many follow.
 FlexAttention would compile anew for every number of heads, but it does not for every size of a batch.
@@ -350,8 +350,8 @@ def _bounds(per_query: Tensor) -> tuple[Tensor, Tensor]:
 def _as_lists(pairs: Tensor) -> tuple[Tensor, Tensor]:
     """Turn ``[rows, columns]`` into how many columns each row has, and which.
 
-    Columns that a row has stand first. Both results are int32: ``[1, 1, rows]`` and ``[1, 1, rows,
-    columns]``.
+    Columns that a row has stand first. Both results are int32: ``[1, 1, rows]`` and
+    ``[1, 1, rows, columns]``.
     """
     columns = pairs.int().argsort(dim=-1, descending=True, stable=True)
     return pairs.sum(-1, dtype=torch.int32)[None, None], columns.int()[None, None]

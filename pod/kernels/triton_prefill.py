@@ -218,10 +218,10 @@ class Runs(NamedTuple):
     Both are int32, with B tables for B rows, or one table ``[1, …]`` for all rows.
 
     Attributes:
-        queries: ``[B, 4, m]``, columns of keys. Near are ``start <= j < sink_end`` and ``window <= j <
-            stop``. Distant are ``sink_end <= j < window``.
-        keys: ``[B, 3, n]``, columns of queries. Near are ``first <= i < middle``. Distant are ``middle <= i <
-            last``. Columns of no segment have only zeros.
+        queries: ``[B, 4, m]``, columns of keys. Near are ``start <= j < sink_end`` and
+            ``window <= j < stop``. Distant are ``sink_end <= j < window``.
+        keys: ``[B, 3, n]``, columns of queries. Near are ``first <= i < middle``. Distant are
+            ``middle <= i < last``. Columns of no segment have only zeros.
     """
 
     queries: Tensor

@@ -131,7 +131,7 @@ def is_used(last, places, limit):
 def _attend(
     queries, keys, values, allowed, acc, total, peak, scale, IS_MASKED: tl.constexpr
 ):  # fmt: skip
-    """Take a block of keys into the online softmax ``acc [M, D]``, ``total``, ``peak`` (base 2, scale > 0)."""
+    """Add a block of keys to the online softmax: ``acc [M, D]``, ``total``, ``peak`` (base 2, scale > 0)."""
     logits = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     if IS_MASKED:
         logits = tl.where(allowed, logits, float("-inf"))

@@ -47,8 +47,8 @@ def align(follow: Floats, window: Floats | None, units: int, restarts: int = 200
     nothing improves. Each restart swaps one to six random heads of the best order so far and sweeps again.
 
     Args:
-        follow: ``[L, L, H, H]`` = [lead, layer, KV head of the lead, KV head of the layer], read where lead <
-            layer.
+        follow: ``[L, L, H, H]`` = [lead, layer, KV head of the lead, KV head of the layer], read where
+            lead < layer.
         window: ``[L, H]``, see ``solve``.
         units: that the plan saves.
         restarts: number of sweeps from a disturbed order.

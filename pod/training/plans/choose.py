@@ -260,7 +260,7 @@ def _settings(explore: ExploreArgs, frontier: Frontier | PackedFrontier, units: 
 
 
 def _losses(exploration: Exploration, plan: SharingPlan) -> dict[str, Any]:
-    """Losses of the dense model and of the plan, on text and repeated tokens; on how many sequences, too."""
+    """Losses of the dense model and the plan, on text and repeated tokens, and the numbers of sequences."""
     dense = SharingPlan.dense(plan.num_layers, plan.num_key_value_heads)
     dense = in_all_layers(replace(dense, head_order=plan.head_order, provenance=plan.provenance))
     made = sha256_of([plan.lead, plan.head_order, plan.bits, plan.provenance])

@@ -25,8 +25,8 @@ are in the same units, so their sum needs a weight and no scale.
 * ``follow4`` ``[L, H]``: 4 bits per number of a follower's values. The newest tokens stay native.
 
 L counts the layers that were trained to see everything. The others keep their windows under every plan.
-Beside the model, measuring holds the distant attention rows of the sampled queries of all layers: ``4 · L ·
-Hq · q · n`` bytes.
+Beside the model, measuring holds the distant attention rows of the sampled queries of all layers:
+``4 · L · Hq · q · n`` bytes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -139,9 +139,7 @@ def record_attention_rows(model: PodForCausalLM, input_ids: Tensor, num_queries:
         yield attention_rows(inputs.q[None, :, n - num_queries :], inputs.k[None])[0]
 
 
-EARLY = (
-    "early"  # name of what windows with constant sinks cost in addition, at queries without distant tokens
-)
+EARLY = "early"  # what windows with constant sinks cost in addition, at queries without distant tokens
 RETRIEVAL = "_retrieval"  # ends the name of a cost that was measured on repeated random tokens
 MAX_COST = 1000.0
 NOT_FINITE = "the model gives NaN or infinite values on this text: try model.dtype=float32"

@@ -65,9 +65,9 @@ class Measured:
 
     Attributes:
         tensors: means over sequences, fp64. For a similarity: ``similarity`` ``[L, L, Hq]``. For costs: those
-            of `cost_shapes`; the same names with RETRIEVAL, where that was measured; and ``order`` ``[L, L,
-            H, H, G]``, see `match_query_heads`. With constant sinks also EARLY, ``sink_logits`` ``[L, Hq]``
-            and ``sink_values`` ``[L, H, d]``.
+            of `cost_shapes`; the same names with RETRIEVAL, where that was measured; and ``order``
+            ``[L, L, H, H, G]``, see `match_query_heads`. With constant sinks also EARLY, ``sink_logits``
+            ``[L, Hq]`` and ``sink_values`` ``[L, H, d]``.
         provenance: model, number of its KV heads, sources, windows, n, q, N, seed and fingerprints. Where
             layers were trained with windows, also ``layers``, the L layers that are measured, and
             ``num_layers``, the number of all layers of the model.

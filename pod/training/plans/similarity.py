@@ -3,9 +3,9 @@
 The similarity is measured per query head, from the rows of the last q queries of long sequences. It can also
 be the cost of pairs for exact plans.
 
-``sim_h(a, b) = 1 - mean JSD₂(S_a, S_b)`` over N sequences and q rows, with logarithms to base 2: 1 =
-identical, 0 = disjoint. (The paper's equation 2 prints the mean divergence itself, but reads it as 0 =
-dissimilar, 1 = identical.)
+``sim_h(a, b) = 1 - mean JSD₂(S_a, S_b)`` over N sequences and q rows, with logarithms to base 2:
+1 = identical, 0 = disjoint. (The paper's equation 2 prints the mean divergence itself, but reads it as
+0 = dissimilar, 1 = identical.)
 """
 
 from typing import Any
@@ -74,8 +74,8 @@ def greedy_plan(
 ) -> SharingPlan:
     """Algorithm 1 (paper §2.1): a layer joins the current block iff it is similar to all layers of the block.
 
-    Two layers are similar for a KV head when a strict majority of its G query heads have similarity >=
-    ``threshold`` (paper B.2). The lead of a block is its lowest layer.
+    Two layers are similar for a KV head when a strict majority of its G query heads have
+    similarity >= ``threshold`` (paper B.2). The lead of a block is its lowest layer.
 
     Args:
         similarity: ``[L, L, Hq]``, from 0 to 1, the same both ways.

@@ -35,8 +35,8 @@ class Role:
     Attributes:
         does: ``lead`` opens a block, ``follow`` joins the block that is open, ``window`` leaves it open.
         units: what it saves of a pair's distant bytes, an integer >= 0.
-        costs: ``[L, H]``. For ``follow`` ``[L, L, H]`` = [lead, layer, KV head], read where lead < layer. inf
-            = not allowed.
+        costs: ``[L, H]``. For ``follow`` ``[L, L, H]`` = [lead, layer, KV head], read where lead < layer.
+            inf = not allowed.
     """
 
     does: Literal["lead", "follow", "window"]
@@ -139,8 +139,8 @@ def solve(follow: ArrayLike | None, window: ArrayLike | None) -> Frontier:
         follow: cost of a follower, ``[L, L, H]`` = [lead, layer, KV head], read where lead < layer. A
             follower saves 1 unit (keys). A head follows the lead that it had last; windows may stand between.
             None = nobody follows. inf = not allowed there.
-        window: cost of a window, ``[L, H]``. A window saves 2 units (keys and values). None = no windows. inf
-            = not allowed there.
+        window: cost of a window, ``[L, H]``. A window saves 2 units (keys and values). None = no windows.
+            inf = not allowed there.
 
     Raises:
         ValueError: no costs at all, other shapes, or NaN.
@@ -399,8 +399,8 @@ def _found(costs: PackedCosts, bound: Floats) -> list[Choice]:
     """Choices of bits: no layer packed, then what local search finds on the way, then all layers packed.
 
     Local search runs at the prices of evenly spaced savings. From one choice that it finds to the next,
-    layers are turned one at a time, and the layers whose packing costs least come first. All choices between
-    count, too.
+    layers are turned one at a time, and the layers whose packing costs least come first. All choices on this
+    way belong to the result.
     """
     layers = len(costs.lead4)
     marks = np.linspace(0, len(bound) - 1, _PRICES + 1).astype(int)
