@@ -87,7 +87,7 @@ def proximal_lse(part_lse, first, count, groups, BLOCK_G: tl.constexpr, BLOCK_S:
 
 @triton.jit
 def window_slot(place, far, n_s, n_r):
-    """Slot of a follower's own key of near ``place`` after ``far`` distant tokens: the ring wraps once."""
+    """Slot of a follower's own key of near token ``place``; ``far`` tokens are distant. The ring wraps once."""
     slot = place + tl.where(place < n_s, 0, far % n_r)
     return slot - tl.where(slot < n_s + n_r, 0, n_r)
 
