@@ -87,7 +87,7 @@ def proximal_lse(part_lse, first, count, groups, BLOCK_G: tl.constexpr, BLOCK_S:
 
 @triton.jit
 def window_slot(place, far, n_s, n_r):
-    """Slot of a follower's own key of near token ``place``; ``far`` tokens are distant. The ring wraps once."""
+    """Slot of near token ``place`` among a follower's own keys, after ``far`` distant ones: one ring wrap."""
     slot = place + tl.where(place < n_s, 0, far % n_r)
     return slot - tl.where(slot < n_s + n_r, 0, n_r)
 
