@@ -1,2 +1,5 @@
-"""What an exported checkpoint carries: configuration, decoder, attention, caches. Flat files that import each other relatively,
-torch and transformers, and nothing else of this package."""
+"""What an exported checkpoint carries: configuration, decoder, attention, caches.
+
+The files lie flat in one folder. They import each other relatively, torch and transformers, and nothing else
+of this package.
+"""

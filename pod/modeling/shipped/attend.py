@@ -1,8 +1,8 @@
 """One attention operation for prefill, chunks behind a filled cache, decoding, training and every method.
 
-``attend(q, tokens, lead, visibility)`` gives the output and the log-sum-exp of its logits, so that parts of one softmax that
-were attended apart merge exactly (``merge``). Implementations are registered in ``IMPLEMENTATIONS``: they run
-wherever torch runs and travel with exported checkpoints.
+``attend(q, tokens, lead, visibility)`` gives the output and the log-sum-exp of its logits. So parts of one
+softmax that were attended apart merge exactly (``merge``). Implementations are registered in
+``IMPLEMENTATIONS``. They run wherever torch runs, and travel with exported checkpoints.
 """
 
 import logging
@@ -21,7 +21,10 @@ Span = tuple[int, int]
 
 
 class TokenSource(Protocol):
-    """Keys or values that are no plain tensor ``[B, h, n, d]`` with column = position: rings, packed tokens."""
+    """Keys or values that are no plain tensor ``[B, h, n, d]`` with column = position.
+
+    Rings and packed tokens are such sources.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -42,13 +45,16 @@ SourceT = TypeVar("SourceT", bound=Source)
 
 
 class Tokens(NamedTuple, Generic[SourceT]):
-    """Keys and values ``[B, H, n, d]`` of the same ``n`` tokens in the order of their positions; keys rotated."""
+    """Keys and values ``[B, H, n, d]`` of the same ``n`` tokens in the order of their positions.
+
+    The keys are rotated.
+    """
 
     keys: SourceT
     values: SourceT
 
     def span(self, start: int, stop: int) -> "Tokens[Tensor]":
-        """``stop - start`` of them: views where they are tensors."""
+        """The tokens from ``start`` to ``stop``: views where they are tensors."""
         return Tokens(*(span(x, start, stop) for x in self))
 
 
@@ -56,7 +62,8 @@ class Lead(NamedTuple):
     """What heads that follow take from their leads for distant tokens (PoD, §2.2).
 
     Attributes:
-        queries: ``[B, F·G, m, d]``; keys: ``[B, F, n, d]``, of the ``F`` KV heads that follow; rotated.
+        queries: ``[B, F·G, m, d]`` of the ``F`` KV heads that follow, rotated.
+        keys: ``[B, F, n, d]`` of these heads, rotated.
     """
 
     queries: Tensor
@@ -64,14 +71,16 @@ class Lead(NamedTuple):
 
 
 class Visibility(NamedTuple):
-    """Which of ``n`` tokens a query sees; the queries are the last ``m`` of the ``n`` positions.
+    """Which of ``n`` tokens a query sees. The queries are the last ``m`` of the ``n`` positions.
 
     Attributes:
-        num_sink_tokens, num_recent_tokens: a query at position ``i`` sees ``j < n_s`` and ``i - j < n_r`` (of the past);
-            ``n_r = None`` = all of it. With a lead the other tokens are seen through it.
-        causal: False = every query sees all ``n`` tokens, which all came before the queries, in whatever order they are.
-        positions: int ``[B, H, n]`` of tokens that were selected, ascending, -1 = no token; ``start`` is then the position
-            of the first query.
+        num_sink_tokens, num_recent_tokens: of the past, a query at position ``i`` sees ``j < n_s`` and
+            ``i - j < n_r``. ``n_r = None`` = all of the past. With a lead, the other tokens are seen through
+            it.
+        causal: False = every query sees all ``n`` tokens. They all came before the queries, in whatever order
+            they are.
+        positions: int ``[B, H, n]``, the positions of tokens that were selected, ascending. -1 = no token.
+        start: the position of the first query, where there are ``positions``.
     """
 
     num_sink_tokens: int = 0
@@ -86,7 +95,7 @@ EVERYTHING = Visibility(causal=False)
 
 
 class Segment(NamedTuple):
-    """Tokens that see each other only: columns of the queries and of the keys in neighbouring rows of the batch."""
+    """Tokens that see only each other: columns of queries and of keys in neighbouring rows of the batch."""
 
     rows: Span
     queries: Span
@@ -98,12 +107,15 @@ class Segment(NamedTuple):
         return self.keys[1] - self.keys[0] - (self.queries[1] - self.queries[0])
 
     def slices(self, see: Visibility, has_lead: bool, cuts_windows: bool = True) -> Iterator["Slice"]:
-        """What its queries see, of which no mask grows with the segment. Slices of the same rows belong to one softmax.
+        """What the segment's queries see, in slices of which no mask grows with the segment.
 
-        Rows below ``h = n_s + n_r`` see every token before them; later rows the window, the sinks, and distant tokens
-        ``n_s <= j <= i - n_r`` through their lead.
+        Slices of the same rows belong to one softmax. Rows below ``h = n_s + n_r`` see every token before them.
+        Later rows see the window, the sinks, and through their lead the distant tokens
+        ``n_s <= j <= i - n_r``.
 
         Args:
+            see: what a query sees.
+            has_lead: whether there is a lead.
             cuts_windows: False = a window without sinks and lead is one slice of all rows.
         """
         (row, last_row), (column, last_column) = self.queries, self.keys
@@ -127,8 +139,9 @@ class Slice(NamedTuple):
     """Rows of queries on columns of keys.
 
     Attributes:
-        lead: whether with the lead's queries and keys.
-        causal: aligned at the bottom right; with a ``window`` of w tokens only the w newest visible ones count.
+        lead: whether the lead's queries and keys are used.
+        causal: whether the mask is causal, aligned at the bottom right.
+        window: with a window of w tokens, only the w newest visible ones count.
         mask: additive ``[rows, columns]``, where an implementation puts one in place of a window.
     """
 
@@ -141,11 +154,13 @@ class Slice(NamedTuple):
 
 
 class Segments:
-    """The documents of a batch, or what each row of a cache holds and gets: made once in a pass, for all of its layers.
+    """The documents of a batch, or what each row of a cache holds and gets.
+
+    They are made once in a pass, for all of its layers.
 
     Attributes:
-        all: every segment; columns in none are padding and get a zero output.
-        columns: of documents, padding included; None = not known.
+        all: every segment. Columns that are in no segment are padding and get a zero output.
+        columns: how many columns the documents have, padding included. None = not known.
         memo: what implementations derive from the segments, by a key of their own.
     """
 
@@ -155,7 +170,7 @@ class Segments:
 
     @classmethod
     def whole(cls, batch: int, num_queries: int, length: int) -> "Segments":
-        """All rows alike."""
+        """One segment for all rows, which are alike."""
         return cls([Segment((0, batch), (0, num_queries), (0, length))])
 
     @classmethod
@@ -168,7 +183,10 @@ class Segments:
 
     @classmethod
     def of_documents(cls, doc_ids: Tensor, batch: int) -> "Segments":
-        """Runs of equal ids ``[batch or 1, n]``, -1 = padding; ids are copied to the host, which waits for the device."""
+        """One segment for each run of equal ids ``[batch or 1, n]``, -1 = padding.
+
+        The ids are copied to the host, which waits for the device.
+        """
         found = []
         for i, row in enumerate(doc_ids.detach().cpu()):
             rows = (i, i + 1) if doc_ids.shape[0] == batch else (0, batch)
@@ -179,7 +197,7 @@ class Segments:
         return cls(found, doc_ids.shape[1])
 
     def derived(self, key: Any, make: Callable[[], Any]) -> Any:
-        """``make()``, once for each key; tensors that may serve a later pass that trains."""
+        """``make()``, once for each key. Its tensors may serve a later pass that trains."""
         if key not in self.memo:
             with torch.inference_mode(False):
                 self.memo[key] = make()
@@ -187,8 +205,10 @@ class Segments:
 
 
 class Call(NamedTuple):
-    """A checked call of ``attend`` in which all heads play one role. An implementation that takes no
-    ``sink`` must refuse one."""
+    """A checked call of ``attend`` in which all heads play one role.
+
+    An implementation that takes no ``sink`` must refuse one.
+    """
 
     q: Tensor
     tokens: Tokens
@@ -208,8 +228,9 @@ class Implementation(NamedTuple):
     """How attention runs, or decoding (``decode.DecodeCall``).
 
     Attributes:
-        run: a ``Call`` to the output ``[B, Hq, m, d]`` and the log-sum-exp ``[B, Hq, m]``, at least fp32; a ``DecodeCall`` is written to.
-        unsupported: why it cannot run a call; None = it can.
+        run: computes, for a ``Call``, the output ``[B, Hq, m, d]`` and the log-sum-exp ``[B, Hq, m]`` in at
+            least fp32. For a ``DecodeCall`` it writes to the call's ``out``.
+        unsupported: why it cannot run a call. None = it can.
     """
 
     run: Callable[[Any], Any]
@@ -219,16 +240,18 @@ class Implementation(NamedTuple):
 IMPLEMENTATIONS: dict[str, Implementation] = {}
 """What ``PodConfig.attention_backend`` may name."""
 AUTO_ORDER = ["grouped", "flash", "flex", "reference"]
-"""What ``auto`` tries, in this order; ``flex`` is there where ``pod.kernels`` is, and runs on CUDA only."""
+"""What ``auto`` tries, in this order. ``flex`` is there where ``pod.kernels`` is, and runs on CUDA only."""
 _said: set[tuple[str, ...]] = set()
 
 
 def choose(what: str, table: Mapping[str, Any], order: Sequence[str], call: Any, backend: str) -> Any:
-    """The entry of an operation's table that will run: with ``auto`` the first of ``order`` that can, else the one that was asked
-    for, and no other. Entries have ``unsupported``, which says why a call cannot run (None = it can).
+    """The entry of an operation's table that will run.
+
+    With ``auto`` it is the first of ``order`` that can run. Else it is the one that was asked for, and no other.
+    Entries have ``unsupported``, which says why a call cannot run (None = it can).
 
     Raises:
-        ValueError: an unknown name, one that cannot run, or nothing that ``auto`` could take.
+        ValueError: the name is unknown, the named entry cannot run, or nothing can that ``auto`` could take.
     """
     if backend == "auto":
         q, refused = getattr(call, "q", call), {}
@@ -252,7 +275,7 @@ def choose(what: str, table: Mapping[str, Any], order: Sequence[str], call: Any,
 
 
 def _say_once(what: str, device: str, chosen: str, refused: Mapping[str, str]) -> None:
-    """Once in a process: what ``auto`` chose and why; a warning where it was not the first choice."""
+    """Say once in a process what ``auto`` chose and why. It is a warning if it was not the first choice."""
     case = (what, device, chosen, *refused.values())
     if torch.compiler.is_compiling() or case in _said:
         return
@@ -263,7 +286,11 @@ def _say_once(what: str, device: str, chosen: str, refused: Mapping[str, str]) -
 
 
 def check_backend(name: str) -> None:
-    """Raise ``ValueError`` for an implementation that is not registered."""
+    """Check that an implementation is registered.
+
+    Raises:
+        ValueError: it is not.
+    """
     if name != "auto" and name not in IMPLEMENTATIONS:
         known = ", ".join(["auto", *sorted(IMPLEMENTATIONS)])
         raise ValueError(f"attention_backend = {name!r} is not available here; choose one of {known}")
@@ -283,23 +310,26 @@ def attend(
     """Attention of ``m`` queries, the last of ``n`` positions, to ``n`` tokens (paper eqs. 3 and 4 with a lead).
 
     Args:
-        q: ``[B, Hq, m, d]``, rotated; query head ``i`` belongs to KV head ``i // G``, ``Hq = G·H``.
-        tokens: keys and values of the ``n`` tokens, those of the queries included (unless ``visibility.causal`` is False).
-        segments: documents, or rows of unlike length; None = all rows are alike.
+        q: ``[B, Hq, m, d]``, rotated. Query head ``i`` belongs to KV head ``i // G``, and ``Hq = G·H``.
+        tokens: keys and values of the ``n`` tokens, those of the queries included (unless
+            ``visibility.causal`` is False).
+        segments: documents, or rows of unlike length. None = all rows are alike.
         scale: factor on logits, ``1/sqrt(d)`` when None.
         backend: ``auto`` or the name of an implementation, which then runs or raises.
-        roles: which KV heads lead and see everything with their own keys, follow ``lead``, or see the window of
-            ``visibility`` only; None = all see what ``visibility`` says, through ``lead`` if there is one.
-        sink: a logit of every query head and a value of every KV head that join each softmax, at every
+        roles: which KV heads lead and see everything with their own keys, which follow ``lead``, and which see
+            the window of ``visibility`` only. None = all see what ``visibility`` says, through ``lead`` if
+            there is one.
+        sink: a logit of every query head and a value of every KV head. They join each softmax, at every
             position, of heads that keep their windows (with ``roles``) or of all heads (without). Padding
             still gets nothing.
 
     Returns:
-        ``[B, Hq, m, d]`` with gradients for all tensors, and the log-sum-exp ``[B, Hq, m]`` of the logits in at least fp32,
-        with gradients from ``reference`` only; -inf and a zero output where a query sees nothing.
+        The output ``[B, Hq, m, d]`` with gradients for all tensors, and the log-sum-exp ``[B, Hq, m]`` of the
+        logits in at least fp32. The log-sum-exp has gradients from ``reference`` only. Where a query sees
+        nothing, it is -inf and the output is zero.
 
     Raises:
-        ValueError: shapes that do not fit, or a backend that cannot run.
+        ValueError: shapes do not fit, or the backend cannot run.
     """
     if segments is None:
         segments = Segments.whole(q.shape[0], q.shape[2], tokens.keys.shape[2])
@@ -315,8 +345,9 @@ def attend(
     ]
     if len(parts) == 1:
         return parts[0][1:]
-    out, lse = (merge_heads([(part[0], part[i]) for part in parts], call.groups) for i in (1, 2))  # type: ignore[misc]
-    return out, lse
+    outs = [(part[0], part[1]) for part in parts]
+    lses = [(part[0], part[2]) for part in parts]
+    return merge_heads(outs, call.groups), merge_heads(lses, call.groups)  # type: ignore[misc]
 
 
 def _by_role(call: Call, roles: Roles) -> Iterator[tuple[Sequence[int], Call]]:
@@ -333,9 +364,10 @@ def _by_role(call: Call, roles: Roles) -> Iterator[tuple[Sequence[int], Call]]:
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """One softmax over what several calls attended to: outputs ``[B, Hq, m, d]`` and log-sum-exps to the same of all.
+    """One softmax over what several calls attended to.
 
-    Gradients need log-sum-exps that have them, as those of ``reference``.
+    It merges their outputs ``[B, Hq, m, d]`` and log-sum-exps to the output and log-sum-exp over all tokens.
+    Gradients need log-sum-exps that have gradients, as those of ``reference`` do.
     """
     if len(parts) == 1:
         return parts[0]
@@ -347,33 +379,39 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 _PARTS, _LARGE, _IN_PARTS = 64, 1 << 18, (torch.float32, torch.float64)
-"""Of a weight that is multiplied in parts: most of them, fewest numbers, dtypes."""
+"""For a weight that is multiplied in parts: the most parts, the fewest numbers it must have, its dtypes."""
 
 
 class Linear(nn.Linear):
-    """``nn.Linear``. One row through a large weight, as a decoded token is, is on CPUs a batch of products of parts of the weight,
-    twice as fast on one core, which all cores share; MKL gives one product with one row to one core."""
+    """``nn.Linear`` that is faster on CPUs for one row and a large weight, as when a token is decoded.
+
+    There it is a batch of products of parts of the weight. They are twice as fast on one core, and all cores
+    share them. MKL would give a product with one row to one core.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         weight, parts = self.weight, math.gcd(self.out_features, _PARTS)
         is_plain = type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype in _IN_PARTS
         if not is_plain or x.numel() != x.shape[-1] or weight.numel() < _LARGE or torch.is_grad_enabled():
             return super().forward(x)
-        # transposed from rows: the same numbers as a column take a slow product
+        # the columns are transposed rows: columns in memory would take a slow product for the same numbers
         columns = x.reshape(1, 1, -1).expand(parts, -1, -1).transpose(1, 2)
         out = torch.bmm(weight.unflatten(0, (parts, -1)), columns).view(*x.shape[:-1], -1)
         return out if self.bias is None else out + self.bias
 
 
 def take_rows(x: Any, rows: Span) -> Any:
-    """These rows of the batch, as a view; None stays None."""
+    """These rows of the batch, as a view. None stays None."""
     if x is None or rows == (0, x.shape[0]):
         return x
     return x[slice(*rows)] if isinstance(x, Tensor) else x.rows(slice(*rows))
 
 
 def tile_elements(device: torch.device) -> int:
-    """Numbers to work on at a time: as fp32 they stay in a CPU's cache; elsewhere 256 MB, so that launches are few."""
+    """How many numbers to work on at a time.
+
+    On a CPU they stay in its cache as fp32. Elsewhere they take 256 MB, so that launches are few.
+    """
     return 1 << 20 if device.type == "cpu" else 1 << 26
 
 
@@ -383,7 +421,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension; fp64 stays exact."""
+    """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension. fp64 stays exact."""
     wide = x.to(compute_dtype(x.dtype))
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -437,17 +475,25 @@ def _check(call: Call, followers: Sequence[int]) -> None:
 
 
 def check_sink(sink: Sink, query_heads: int, heads: int, head_dim: int) -> None:
-    """Raise ``ValueError`` unless a sink is of all of these heads."""
+    """Check that a sink is of all of these heads.
+
+    Raises:
+        ValueError: it is not.
+    """
     found = list(sink.logits.shape), list(sink.values.shape)
     expected = [query_heads], [heads, head_dim]
     if found != expected:
         raise ValueError(
-            f"logits and values of the sink are {found[0]} and {found[1]}, expected {expected[0]} and {expected[1]}"
+            f"logits and values of the sink are {found[0]} and {found[1]}, "
+            f"expected {expected[0]} and {expected[1]}"
         )
 
 
 def _shape(x: Source, like: Source) -> list[int]:
-    """The shape of ``x``; sources that are no tensors have room for more tokens than there are, which does not count."""
+    """The shape of ``x``.
+
+    Sources that are no tensors have room for more tokens than there are. That room does not count.
+    """
     both = isinstance(x, Tensor) and isinstance(like, Tensor)
     return [*x.shape[:2], (x if both else like).shape[2], x.shape[3]]
 

@@ -1,8 +1,8 @@
 """Attention of one layer: project, then hand un-rotated q, k, v to the cache, or attend.
 
-The queries and keys of a lead travel to the layers that use them as an explicit *carry*: a flat tuple of
-``2·H`` entries, ``(q_0, k_0, q_1, k_1, …)``, each a tensor or None. It is passed after ``hidden_states`` by
-position, never as module state or keyword, which keeps it exact under activation checkpointing and ZeRO-3.
+The queries and keys of a lead travel to the layers that use them as an explicit *carry*. It is a flat tuple
+of ``2·H`` entries, ``(q_0, k_0, q_1, k_1, …)``, each a tensor or None. It is passed after ``hidden_states``
+by position, never as module state or keyword: so it stays exact under activation checkpointing and ZeRO-3.
 Under cross-layer attention it starts with the lead's keys and values of all heads, and holds nothing else.
 """
 
@@ -24,7 +24,11 @@ Carry = tuple[Tensor | None, ...]
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm. norm: the function behind it, in whose place training puts a compiled one."""
+    """Root-mean-square norm.
+
+    Attributes:
+        norm: the function that computes it. Training puts a compiled one in its place.
+    """
 
     norm: Callable[[Tensor, Tensor, float], Tensor] = staticmethod(rms_norm)
 
@@ -40,7 +44,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.offset:
             return self.norm(x, self.weight, self.eps)
-        wide = compute_dtype(x.dtype)  # a sum of small weights and 1 has to be
+        wide = compute_dtype(x.dtype)  # a sum of small weights and 1 needs it
         return self.norm(x.to(wide), self.weight.to(wide) + self.offset, self.eps).to(x.dtype)
 
 
@@ -61,14 +65,14 @@ class ForwardContext:
     """What all layers of one forward pass share.
 
     Attributes:
-        ropes: each layer's rotation at the positions of this pass; layers of a kind share one.
+        ropes: each layer's rotation at the positions of this pass. Layers of a kind share one.
         lead: plan of the KV heads computed here, ``[L][H]``.
         backend: implementation of attention, see ``attend``.
-        segments: documents of the rows, None = every row is one.
-        step: the cache's view of this pass, None without a cache.
-        sequence_parallel: None, or how heads are exchanged between ranks.
-        everything: whether what every layer gets is part of the result.
-        copies: the same for layers on other devices, by device; empty while all lie on one.
+        segments: documents of the rows. None = every row is one.
+        step: the cache's view of this pass. None without a cache.
+        sequence_parallel: how heads are exchanged between ranks, or None.
+        everything: whether the input of every layer is part of the result.
+        copies: this context for layers on other devices, by device. Empty while all lie on one device.
     """
 
     ropes: Sequence[Rope]
@@ -81,7 +85,9 @@ class ForwardContext:
     copies: dict[torch.device, "ForwardContext"] = field(init=False, default_factory=dict, repr=False)
 
     def on(self, device: torch.device, layer_idx: int, followed: Sequence[int]) -> "ForwardContext":
-        """The same for a layer on a device; what leads left in ``step`` for their followers moves there.
+        """This context for a layer on a device.
+
+        What leads left in ``step`` for their followers moves there too.
 
         Args:
             followed: KV heads whose leads are below this layer and have followers from it on.
@@ -103,12 +109,12 @@ class PodAttention(nn.Module):
     """Grouped-query attention of one layer: PoD's (paper §2.2), cross-layer, or windowed, by ``config.layout``.
 
     Attributes:
-        source_layer: the layer whose keys and values are attended to: a lower one for the followers of a ``cla``
-            layout, which have no projections for their own; else this one.
-        sinks, sink_values: ``[Hq]`` and ``[H, d]``, parameters of a layer with constant sinks
-            (``PodConfig.sinks``), else None.
-        followed_here: KV heads whose leads are below this layer and have followers from it on, in a cache
-            of this plan.
+        source_layer: the layer whose keys and values are attended to. It is a lower one for the followers of
+            a ``cla`` layout, which have no projections of their own; else it is this layer.
+        sinks, sink_values: ``[Hq]`` and ``[H, d]``, the parameters of a layer with constant sinks
+            (``PodConfig.sinks``). Else None.
+        followed_here: KV heads whose leads are below this layer and have followers from this layer on, in a
+            cache of this plan.
     """
 
     def __init__(self, config: PodConfig, layer_idx: int):
@@ -148,13 +154,13 @@ class PodAttention(nn.Module):
 
     @property
     def sink(self) -> Sink | None:
-        """What stands for the first tokens in heads that keep their windows; None = nothing does."""
+        """What stands for the first tokens in heads that keep their windows. None = nothing does."""
         if self.sinks is None or self.sink_values is None:
             return None
         return Sink(*self.read_sinks(self.sinks, self.sink_values))
 
     def forward(self, hidden_states: Tensor, context: ForwardContext, carry: Carry) -> tuple[Tensor, Carry]:
-        """``[B, n, hidden]`` and the carry to the same."""
+        """Map hidden states ``[B, n, hidden]`` and the carry to an output and a carry of the same form."""
         q, k, v = self._project(hidden_states)
         parallel = context.sequence_parallel
         if context.step is not None:
@@ -173,7 +179,10 @@ class PodAttention(nn.Module):
         return out, carry
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``[B, Hq, n, d]`` and twice ``[B, H, n, d]``, with H = 0 in a layer that reads another one's."""
+        """Queries ``[B, Hq, n, d]``, and keys and values ``[B, H, n, d]`` each.
+
+        H = 0 in a layer that reads the keys and values of another layer.
+        """
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q = self._normed(self.q_norm, self.q_proj(hidden_states), shape)
         if self.query_factor != 1.0:
@@ -186,7 +195,7 @@ class PodAttention(nn.Module):
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _normed(self, norm: RMSNorm | None, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """``[B, n, h·d]`` to ``[B, n, h, d]``, in the dtype of ``x``, which the values have too."""
+        """Norm ``x`` ``[B, n, h·d]`` to ``[B, n, h, d]``, in its own dtype, which the values have too."""
         if norm is None:
             return x.view(shape)
         normed = norm(x if self.norm_across_heads else x.view(shape))
@@ -221,9 +230,11 @@ class PodAttention(nn.Module):
 
 
 def next_carry(q: Tensor, k: Tensor, lead: PlanLead, layer_idx: int, carry: Carry) -> Carry:
-    """The carry for the next layer: cloned where a used lead starts, kept while users are to come, dropped after.
+    """The carry for the next layer.
 
-    Clones, because a view of one head would keep the whole layer's queries and keys alive.
+    Where a lead with followers starts, its queries and keys are cloned into the carry. They are kept while
+    followers are to come, and dropped after. They are clones, because a view of one head would keep the whole
+    layer's queries and keys alive.
     """
     groups = q.shape[1] // k.shape[1]
     following: list[Tensor | None] = []

@@ -1,4 +1,7 @@
-"""Configuration of the PoD decoder: one explicit field for everything in which the families of ``pod.families`` differ."""
+"""Configuration of the PoD decoder.
+
+It has one explicit field for everything in which the families of ``pod.families`` differ.
+"""
 
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -14,48 +17,61 @@ NORMS = {
     "behind": (None, "post_attention", None, "post_feedforward"),
     "both": ("input", "post_attention", "pre_feedforward", "post_feedforward"),
 }
-"""By ``norm_placement`` the norms before and behind attention, and before and behind the feed-forward layer: what stock models call
-them, without ``_layernorm``."""
+"""For each ``norm_placement`` four norms: before and behind attention, before and behind the feed-forward layer.
+
+They have the names of stock models, without ``_layernorm``. None = there is no such norm.
+"""
 
 
 class PodConfig(PreTrainedConfig):
     """What a PoD decoder is. Sizes are in elements, windows in tokens.
 
     Args:
-        head_dim: size of one head; ``hidden_size // num_attention_heads`` when None.
+        head_dim: size of one head. None = ``hidden_size // num_attention_heads``.
         rope_parameters: ``{"rope_type": "default" | "linear" | "llama3" | "yarn", "rope_theta": …, …}`` as in
             transformers 5.
         attention_qkv_bias, attention_out_bias, mlp_bias: which projections carry a bias (Qwen2: q, k, v).
-        qk_norm: RMSNorm on each head's queries and keys (Qwen3); with ``qk_norm_across_heads`` on those of all heads (OLMo 2).
+        qk_norm: RMSNorm on each head's queries and keys (Qwen3). With ``qk_norm_across_heads``, one norm goes
+            over those of all heads (OLMo 2).
         norm_placement: where a layer has norms, see ``NORMS``.
         norm_offset: added to the weights of norms (Gemma: 1).
-        embedding_multiplier, residual_multiplier, attention_multiplier, logits_scaling: Granite's: factors on embeddings, on
-            what attention and feed-forward add, and on attention's logits (None = ``1/sqrt(head_dim)``), and the divisor of
-            the output's.
-        no_rope_layers: ``[num_hidden_layers]``, 0 = the layer does not rotate (SmolLM3's name for it); None = all do.
-        num_experts: of layers that are a mixture of experts of ``moe_intermediate_size``, 0 = no layer is; ``num_experts_per_tok``
-            of them see a token, whose weights sum to 1 with ``norm_topk_prob``. Layers ``mlp_only_layers`` have none.
-        layout: who stores keys and values. ``pod``: the paper's, dense without a plan. ``cla``: layers of a block share
-            the keys *and* values of its lead and have no projections for them (Brandon et al., 2024). ``window``:
-            every layer sees and keeps ``num_recent_tokens`` tokens only (Beltagy et al., 2020).
-        lead: ``[num_hidden_layers][num_key_value_heads]`` of layers and None, see ``SharingPlan``; None = dense, pairs for
-            ``cla``, and for ``window`` the plan of windows, which it needs not to say.
-        kv_bits: the plan's bits per layer, see ``SharingPlan``; the model's own cache follows them.
-        head_order: ``[num_hidden_layers][num_attention_heads]``: the order that the heads of these weights stand in, see
-            ``SharingPlan``; None = the original one. Set by ``load_model`` when a plan asks for it; nothing is permuted here.
-        num_sink_tokens, num_recent_tokens: ``n_s`` and ``n_r`` of the paper; the window counts the current token.
-            None = 16 and 4080; 0 and 4096 for ``window``, which has no sinks. ``cla`` has no window.
+        embedding_multiplier: Granite's factor on embeddings.
+        residual_multiplier: Granite's factor on what attention and feed-forward add.
+        attention_multiplier: Granite's factor on attention's logits. None = ``1/sqrt(head_dim)``.
+        logits_scaling: Granite's divisor of the output's logits.
+        no_rope_layers: ``[num_hidden_layers]``, 0 = the layer does not rotate (the name is SmolLM3's). None =
+            all layers rotate.
+        num_experts: number of experts in layers that are a mixture of experts. 0 = no layer is one.
+        num_experts_per_tok: how many of the experts see a token.
+        moe_intermediate_size: intermediate size of an expert.
+        norm_topk_prob: whether the weights of a token's experts sum to 1.
+        mlp_only_layers: layers that have no experts.
+        layout: who stores keys and values. ``pod``: the paper's layout, dense without a plan. ``cla``: layers
+            of a block share the keys *and* values of its lead and have no projections for them (Brandon et
+            al., 2024). ``window``: every layer sees and keeps ``num_recent_tokens`` tokens only (Beltagy et
+            al., 2020).
+        lead: ``[num_hidden_layers][num_key_value_heads]`` of layers and None, see ``SharingPlan``. None =
+            dense for ``pod``, pairs of layers for ``cla``, and for ``window`` the plan of windows, which need
+            not be said.
+        kv_bits: the plan's bits per layer, see ``SharingPlan``. The model's own cache follows them.
+        head_order: ``[num_hidden_layers][num_attention_heads]``, the order that the heads of these weights
+            stand in, see ``SharingPlan``. None = the original one. ``load_model`` sets it when a plan asks for
+            it. Nothing is permuted here.
+        num_sink_tokens, num_recent_tokens: ``n_s`` and ``n_r`` of the paper. The window counts the current
+            token. None = 16 and 4080, or 0 and 4096 for ``window``, which has no sinks. ``cla`` has no window.
         sinks: what stands for the first tokens in heads that keep the plan's windows, see ``SharingPlan``:
             ``tokens``, ``constant`` (parameters of the layers that have such heads) or ``none``. None = as
             ``num_sink_tokens`` says.
-        layer_windows: ``[num_hidden_layers]``: tokens that the layer was trained to see, the current one included (Mistral's and
-            Gemma 3's sliding windows), None = all; the plan says None for the heads of a layer that has one. None = no layer.
-        window_rope_parameters: other, plain RoPE of the layers that have such a window (Gemma 3); None = ``rope_parameters``.
+        layer_windows: ``[num_hidden_layers]``, how many tokens the layer was trained to see, the current one
+            included (Mistral's and Gemma 3's sliding windows). An entry of None = all tokens. The plan says
+            None for the heads of a layer that has a window. None in place of the list = no layer has one.
+        window_rope_parameters: another, plain RoPE of the layers that have such a window (Gemma 3). None =
+            ``rope_parameters``.
         attention_backend: ``auto`` or the name of a registered backend.
 
     Raises:
-        ValueError: head counts that do not divide, an unknown RoPE type or layout, a plan of another size or one that
-            the layout does not have, empty windows.
+        ValueError: head counts do not divide, the RoPE type or layout is unknown, the plan is of another size
+            or one that the layout does not have, or windows are empty.
     """
 
     model_type = "pod"
@@ -108,7 +124,11 @@ class PodConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
-        """See transformers; ValueError for a checkpoint of another family, which has fields and weights of other meanings."""
+        """See transformers.
+
+        Raises:
+            ValueError: a checkpoint of another family, whose fields and weights mean other things.
+        """
         family = config_dict.get("model_type", cls.model_type)
         if family != cls.model_type:
             raise ValueError(f"a {family!r} checkpoint has to be converted, by load_model of pod-kv")
@@ -127,7 +147,8 @@ class PodConfig(PreTrainedConfig):
         if self.num_recent_tokens is None:
             self.num_recent_tokens = windows[1]
         if self.lead is None and self.layout == "cla":
-            self.lead = SharingPlan.cla(self.num_hidden_layers, self.num_key_value_heads).lead  # type: ignore[assignment]
+            pairs = SharingPlan.cla(self.num_hidden_layers, self.num_key_value_heads).lead
+            self.lead = pairs  # type: ignore[assignment]
         if self.lead is not None:
             self.lead = [list(row) for row in self.lead]
         super().__post_init__(**kwargs)
@@ -153,7 +174,8 @@ class PodConfig(PreTrainedConfig):
         if n_s < 0 or n_r < 1:
             raise ValueError(f"need num_sink_tokens >= 0 and num_recent_tokens >= 1, got {n_s} and {n_r}")
         self.sharing_plan.check_fits(self.num_hidden_layers, self.num_key_value_heads)
-        for bits in {*self.kv_bits} - {16} if self.kv_bits else ():
+        packed_bits = set(self.kv_bits or ()) - {16}
+        for bits in packed_bits:
             check_bits(bits, self.head_dim, f"the plan's layers of {bits} bits")
         if self.head_order is not None and len(self.head_order[0]) != self.num_attention_heads:
             raise ValueError(
@@ -165,8 +187,8 @@ class PodConfig(PreTrainedConfig):
         self._check_windows()
         if self.layout == "cla" and any(len(set(row)) > 1 for row in self.sharing_plan.lead):
             raise ValueError(
-                "layout = 'cla' shares whole layers, and this plan gives the heads of a layer different leads: use "
-                "SharingPlan.cla(num_layers, num_key_value_heads, factor)"
+                "layout = 'cla' shares whole layers, and this plan gives the heads of a layer different leads: "
+                "use SharingPlan.cla(num_layers, num_key_value_heads, factor)"
             )
         if self.layout == "window" and self.lead is not None:
             raise ValueError("layout = 'window' is a plan of its own: leave the plan out")
@@ -180,24 +202,27 @@ class PodConfig(PreTrainedConfig):
             raise ValueError(f"layout = 'window' has no sinks, got num_sink_tokens = {n_s}: set 0")
         if self.layout != "pod" and self.sinks == "constant":
             raise ValueError(
-                f"layout = {self.layout!r} has no constant sinks: use layout = 'pod' with a plan whose heads keep windows"
+                f"layout = {self.layout!r} has no constant sinks: "
+                "use layout = 'pod' with a plan whose heads keep windows"
             )
 
     def _check_windows(self) -> None:
-        """Of layers that were trained with windows."""
+        """Check what concerns layers that were trained with windows, or without RoPE."""
         for name in ("layer_windows", "no_rope_layers"):
             each = getattr(self, name)
             if each is not None and len(each) != self.num_hidden_layers:
                 raise ValueError(f"{name} has {len(each)} entries for {self.num_hidden_layers} layers")
         if self.layer_windows is not None and self.layout != "pod":
             raise ValueError(
-                f"layout = {self.layout!r} is not possible here: layers of this model have windows of their own (layer_windows)"
+                f"layout = {self.layout!r} is not possible here: "
+                "layers of this model have windows of their own (layer_windows)"
             )
         for layer, row in enumerate(self.sharing_plan.lead):
             window = self.window_of(layer)
             if window is not None and set(row) != {None}:
                 raise ValueError(
-                    f"layer {layer} was trained to see its last {window} tokens only, so that a plan must say null for "
+                    f"layer {layer} was trained to see its last {window} tokens only, "
+                    "so that a plan must say null for "
                     f"all of its heads, and says {list(row)}"
                 )
         rope = (self.window_rope_parameters or {}).get("rope_type", "default")
@@ -207,7 +232,7 @@ class PodConfig(PreTrainedConfig):
             )
 
     def rope_of(self, layer_idx: int) -> dict[str, Any] | None:
-        """The RoPE parameters of a layer; None where nothing is rotated."""
+        """The RoPE parameters of a layer. None where nothing is rotated."""
         if self.no_rope_layers is not None and not self.no_rope_layers[layer_idx]:
             return None
         own = self.window_rope_parameters if self.window_of(layer_idx) is not None else None
@@ -218,17 +243,22 @@ class PodConfig(PreTrainedConfig):
         return self.num_experts > 0 and layer_idx not in (self.mlp_only_layers or ())
 
     def window_of(self, layer_idx: int) -> int | None:
-        """The window that the layer was trained with, in tokens; None without one."""
+        """The window that the layer was trained with, in tokens. None without one."""
         return None if self.layer_windows is None else self.layer_windows[layer_idx]
 
     def windows_of(self, layer_idx: int) -> tuple[int, int]:
-        """First and last tokens that heads of the layer see which keep their windows: its own, else those of the plan."""
+        """How many first and last tokens the layer's heads see that keep their windows.
+
+        These are the layer's own windows, else those of the plan.
+        """
         own = self.window_of(layer_idx)
         return (self.num_sink_tokens, self.num_recent_tokens) if own is None else (0, own)
 
     def has_constant_sinks(self, layer_idx: int) -> bool:
-        """Whether a layer has constants in place of first tokens: one of its heads keeps the plan's
-        window."""
+        """Whether a layer has constants in place of first tokens.
+
+        It has them if sinks are constant and one of its heads keeps the plan's window.
+        """
         if self.sinks != "constant" or self.window_of(layer_idx) is not None:
             return False
         return None in self.sharing_plan.lead[layer_idx]
@@ -240,7 +270,7 @@ class PodConfig(PreTrainedConfig):
 
     @property
     def sharing_plan(self) -> SharingPlan:
-        """The plan of this model; when ``lead`` is None, that in which every head leads, or keeps its window."""
+        """The plan of this model. When ``lead`` is None, every head leads, or keeps its window."""
         lead = None if self.lead is None else tuple(map(tuple, self.lead))
         bits = None if self.kv_bits is None else tuple(self.kv_bits)
         order = None if self.head_order is None else tuple(map(tuple, self.head_order))
@@ -253,7 +283,10 @@ class PodConfig(PreTrainedConfig):
 
     @property
     def own_method(self) -> str:
-        """The cache method that holds exactly what this model attends to: ``full``, ``pod``, ``cla`` or ``window``."""
+        """The cache method that holds exactly what this model attends to.
+
+        It is ``full``, ``pod``, ``cla`` or ``window``.
+        """
         return "full" if self.layout == "pod" and self.sharing_plan.is_dense else self.layout
 
     @property
@@ -273,7 +306,7 @@ def _plan(
     head_dim: int,
     sinks: str | None,
 ) -> SharingPlan:
-    """The plan, checked once; without leads that in which every layer that is no window leads."""
+    """The plan, checked once. Without ``lead``, every layer leads that is no window."""
     if lead is None:
         lead = tuple((None if window else layer,) * heads for layer, window in enumerate(are_windows))
     return SharingPlan(

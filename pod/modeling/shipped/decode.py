@@ -1,7 +1,7 @@
 """One new token per row: dense heads and heads that follow, in one call (paper §2.2, METHODS.md §1 fact 3).
 
-A lead writes the logits of its distant tokens once; the later layers of its block read these numbers (4 bytes per query
-head and token) instead of any distant key. Types, validation and dispatch.
+A lead writes the logits of its distant tokens once. The later layers of its block read these numbers (4 bytes
+per query head and token) instead of any distant key. This file has types, validation and dispatch.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,18 @@ from .sharing import Roles
 from .sinks import Sink
 
 _PROGRAMS_PER_PROCESSOR = 2  # as many as fit by registers, so that all run at once
-SPARE_COLUMNS = 64  # the last tile of a row of logits is read as a whole
+SPARE_COLUMNS = 64  # they are needed because the last tile of a row of logits is read as a whole
 
 
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)
 def role_table(roles: Roles, device: torch.device) -> Tensor:
-    """int32 ``[3, H]`` that kernels read. Row 0: leads, then followers, then windows. Row 1: 1 for heads of this order that are
-    in ``followed``. Row 2: their places in ``values``, or in ``near``."""
+    """The table of roles that kernels read, int32 ``[3, H]``.
+
+    * Row 0: leads, then followers, then windows.
+    * Row 1: for the heads in this order, 1 for those that are in ``followed``.
+    * Row 2: their places in ``values``, or in ``near``.
+    """
     order = roles.leads + roles.followers + roles.windows
     places = [(roles.windows if head in roles.windows else roles.held).index(head) for head in order]
     rows = [order, [int(head in roles.followed) for head in order], places]
@@ -34,16 +38,18 @@ def role_table(roles: Roles, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class DecodeBuffers:
-    """What one model's decoding reuses in all layers and steps; made by ``make_buffers``.
+    """What one model's decoding reuses in all layers and steps. ``make_buffers`` makes it.
 
     Attributes:
-        logits: ``[B, H, G, >= C]``; column ``j`` of head ``h`` holds the scaled logit of distant token ``j``, written by the
-            lead of ``h``'s block. The other columns are scratch. fp32 (fp64 for fp64 models).
+        logits: ``[B, H, G, >= C]``, fp32 (fp64 for fp64 models). Column ``j`` of head ``h`` holds the scaled
+            logit of distant token ``j``, written by the lead of ``h``'s block. The other columns are scratch.
         distant_lse: ``[B, H, G]``, log-sum-exp of these columns, -inf when there is no distant token.
-        weights: private to ``grouped``: ``exp(logits - max)`` of distant tokens, so that followers need no exponential.
-        weight_sums: their sums ``[B, H, G]``.
+        weights: private to ``grouped``: ``exp(logits - max)`` of distant tokens, so that followers need no
+            exponential.
+        weight_sums: private to ``grouped``: the sums of ``weights``, ``[B, H, G]``.
         partial_out: private to ``triton``: ``[2, B, P, G, d]`` fp32, results of its ``P`` programs per row.
-        partial_lse: ``[3, B, P, G]`` fp32, base 2: of the two launches, and of the distant tokens alone.
+        partial_lse: private to ``triton``: ``[3, B, P, G]`` fp32, log-sum-exps in base 2, of the two launches
+            and of the distant tokens alone.
     """
 
     logits: Tensor
@@ -60,7 +66,7 @@ class DecodeBuffers:
 
 
 def num_programs(batch: int, kv_heads: int, device: torch.device) -> int:
-    """Programs per row of the batch: two on every multiprocessor, and one for every head at least."""
+    """Programs per row of the batch: two on every multiprocessor, but at least one for every head."""
     if device.type != "cuda":
         return 3 * kv_heads
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -77,16 +83,22 @@ def make_buffers(
     device,
     programs: int | None = None,
 ) -> DecodeBuffers:
-    """Buffers for ``batch`` rows of at most ``capacity`` tokens. ``4·B·H·G·capacity`` bytes for the logits.
+    """Buffers for ``batch`` rows of at most ``capacity`` tokens.
+
+    The logits take ``4·B·H·G·capacity`` bytes.
 
     Args:
-        programs: splits per row of the Triton kernel, all heads together; None = by the device. At least ``kv_heads``.
+        programs: splits per row of the Triton kernel, all heads together, at least ``kv_heads``. None = the
+            device decides.
+
+    Raises:
+        ValueError: fewer programs than KV heads.
     """
     device, compute = torch.device(device), compute_dtype(dtype)
     programs = programs or num_programs(batch, kv_heads, device)
     if programs < kv_heads:
         raise ValueError(f"{programs} programs are fewer than {kv_heads} KV heads; give at least one to each")
-    room = -(-capacity // 16) * 16 + SPARE_COLUMNS  # in sixteens: rows are read 16 bytes at a time
+    room = -(-capacity // 16) * 16 + SPARE_COLUMNS  # a multiple of 16, as rows are read 16 bytes at a time
     rows = batch, kv_heads, groups
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -107,25 +119,25 @@ class DecodeCall(NamedTuple):
 
     Attributes:
         q: ``[B, Hq, d]`` rotated queries, ``Hq = G·H``.
-        keys: ``[B, leads, C, d]``, slot = position; None when no head leads. May be ``Packed``.
-        window_keys: ``[B, followers, n_s + n_r, d]``: token ``p`` at slot ``p`` while ``p < n_s + n_r``, later at
-            ``n_s + (p - n_s) mod n_r``. None when no head follows. Never ``Packed``.
-        values: ``[B, leads + followers, C, d]``, heads in rising order; None when all keep their windows. May be ``Packed``, with
-            the ``packed_lengths`` of the keys.
-        lengths: int32 or int64 ``[B]`` on the device of ``q``: tokens per row (at least 1), the new one, already stored,
-            included. Slots behind a row's length may hold anything.
+        keys: ``[B, leads, C, d]``, slot = position. None when no head leads. May be ``Packed``.
+        window_keys: ``[B, followers, n_s + n_r, d]``. Token ``p`` is at slot ``p`` while ``p < n_s + n_r``,
+            later at ``n_s + (p - n_s) mod n_r``. None when no head follows. Never ``Packed``.
+        values: ``[B, leads + followers, C, d]``, heads in rising order. None when all heads keep their
+            windows. May be ``Packed``, with the ``packed_lengths`` of the keys.
+        lengths: int32 or int64 ``[B]`` on the device of ``q``: tokens per row (at least 1). The new token is
+            already stored and is counted. Slots behind a row's length may hold anything.
         buffers: from ``make_buffers``. Heads in ``roles.followed`` write ``buffers.logits`` and
             ``buffers.distant_lse``.
         scale: factor on logits, ``1/sqrt(d)`` when None.
-        tau: gate threshold (paper B.4), None = exact. A query head of a follower whose proximal tokens hold the share
-            ``sigmoid(lse_P - lse_D) >= tau`` attends to these alone. Distant values are read only by KV heads with a query
-            head that does not.
+        tau: gate threshold (paper B.4). None = exact. A query head of a follower attends to its proximal
+            tokens alone if they hold the share ``sigmoid(lse_P - lse_D) >= tau``. Distant values are read
+            only by KV heads with a query head whose proximal tokens hold less.
         out: ``[B, Hq, d]`` to write to.
         rows: ``lengths`` on the host, for implementations that would otherwise wait for the device.
-        near: keys and values ``[B, windows, n_s + n_r, d]`` of the heads that keep their windows, tokens at the slots of
-            ``window_keys``; None when there is no such head. Never ``Packed``.
-        sink: of all heads of the layer, read for those that keep their windows; None = they see ``near``
-            alone.
+        near: keys and values ``[B, windows, n_s + n_r, d]`` of the heads that keep their windows, with tokens
+            at the slots of ``window_keys``. None when there is no such head. Never ``Packed``.
+        sink: of all heads of the layer. It is read for the heads that keep their windows. None = they see
+            ``near`` alone.
     """
 
     q: Tensor
@@ -146,35 +158,41 @@ class DecodeCall(NamedTuple):
 
     @property
     def num_slots(self) -> int:
-        """``C``: slots of a store of every token."""
+        """``C``: the slots of a store that holds every token."""
         return 0 if self.values is None else self.values.shape[2]
 
 
 DECODERS: dict[str, Implementation] = {}
-"""``grouped`` of this folder, and what ``pod.kernels`` adds."""
+"""Implementations by name: ``grouped`` of this folder, and what ``pod.kernels`` adds."""
 RECORDABLE: set[str] = {"triton"}
-"""Those that ask the device nothing, as a CUDA graph wants it."""
+"""Implementations that ask the device nothing, so that a CUDA graph can record them."""
 DECODE_ORDER: dict[str, list[str]] = {"cuda": ["triton", "grouped"]}
-"""What ``auto`` tries on a device type, fastest first; devices not named use ``grouped``."""
+"""What ``auto`` tries on a device type, fastest first. Devices that are not named use ``grouped``."""
 
 
 def choose_decoder(call: DecodeCall, backend: str = "auto") -> Implementation:
-    """The implementation that will run; ``ValueError`` when the asked one cannot."""
+    """The implementation that will run.
+
+    Raises:
+        ValueError: the one that was asked for cannot run.
+    """
     order = DECODE_ORDER.get(call.q.device.type, ["grouped"])
     return choose("decode", DECODERS, order, call, backend)
 
 
 @torch.no_grad()
 def pod_decode(*arguments: Any, backend: str = "auto", **options: Any) -> Tensor:
-    """Attention of the newest token of every row, ``[B, Hq, d]`` in the dtype of ``q``; arguments as in ``DecodeCall``.
+    """Attention of the newest token of every row, ``[B, Hq, d]`` in the dtype of ``q``.
 
-    Heads that lead attend to all tokens with their own keys. Heads that follow take the logits of *distant* tokens
-    ``n_s <= j < length - n_r`` from ``buffers.logits``, which the lead of their block filled in this step, and the others
-    from ``window_keys``; one softmax over both, own values. Heads that keep their windows attend to ``near``. Call the layers of a model in order, with the same
-    ``buffers``, backend and lengths.
+    The arguments are those of ``DecodeCall``. Heads that lead attend to all tokens with their own keys. Heads
+    that follow take the logits of *distant* tokens ``n_s <= j < length - n_r`` from ``buffers.logits``, which
+    the lead of their block filled in this step. They take the other logits from ``window_keys``, make one
+    softmax over both, and use their own values. Heads that keep their windows attend to ``near``.
+
+    Call the layers of a model in order, with the same ``buffers``, backend and lengths.
 
     Raises:
-        ValueError: shapes that do not fit, or a backend that cannot run.
+        ValueError: shapes do not fit, or the backend cannot run.
     """
     call = DecodeCall(*arguments, **options)
     _check(call)
@@ -188,7 +206,7 @@ def pod_decode(*arguments: Any, backend: str = "auto", **options: Any) -> Tensor
 
 
 def _check(call: DecodeCall) -> None:
-    """A kernel would read and write elsewhere."""
+    """Check shapes, dtypes and devices: with wrong ones a kernel would read and write elsewhere."""
     q, roles, rows, logits = call.q, call.roles, call.rows, call.buffers.logits
     (batch, heads, head_dim), room, near = q.shape, call.num_slots, call.near or (None, None)
     assert call.lengths.shape == (batch,) and heads % roles.num_heads == 0, (
@@ -202,7 +220,8 @@ def _check(call: DecodeCall) -> None:
         ("near.values", near[1], roles.windows),
     ):
         slots = call.num_sink_tokens + call.num_recent_tokens
-        if x is not None and rows is not None:  # one that is not full may have room for its tokens only
+        # a window that is not full may have room for its tokens only
+        if x is not None and rows is not None:
             slots = min(slots, max(x.shape[2], *rows))
         _check_tensor(name, x, (batch, len(of), slots, head_dim), q)
     if call.sink is not None:

@@ -1,7 +1,7 @@
 """The experts of a layer in two parameters, as stock Mixtral and Qwen3-MoE have them.
 
-Which expert a token goes to is known on the device only. Nothing here asks for it: shapes follow from how
-many tokens and experts there are. So the host does not wait, and a CUDA graph can record a decoded token.
+Only the device knows which expert a token goes to. Nothing here asks for it, because shapes follow from the
+numbers of tokens and experts. So the host does not wait, and a CUDA graph can record a decoded token.
 """
 
 from typing import NamedTuple
@@ -14,17 +14,17 @@ from transformers.activations import ACT2FN
 from .config import PodConfig
 
 _GATHERED = 1 << 28
-"""Numbers of weights that ``_multiply_each`` copies at a time."""
+"""How many numbers of the weights ``_multiply_each`` copies at a time."""
 _MOST_ROWS = 256
-"""Rows of a block: more make no product faster, and fill up more."""
+"""The most rows of a block: more make no product faster, and need more filling with zeros."""
 
 
 class Groups(NamedTuple):
     """Rows in the order of their experts.
 
     Attributes:
-        experts: int64 ``[rows]``, ascending, the expert of each row.
-        ends: int32 ``[E]``, behind the last row of each expert.
+        experts: int64 ``[rows]``, the expert of each row, ascending.
+        ends: int32 ``[E]``, for each expert the index behind its last row.
     """
 
     experts: Tensor
@@ -32,7 +32,10 @@ class Groups(NamedTuple):
 
 
 class PodExperts(nn.Module):
-    """All experts of a layer in two parameters. Under ZeRO-3 they are gathered at once, whatever experts a rank needs."""
+    """All experts of a layer in two parameters.
+
+    Under ZeRO-3 all experts are gathered at once, whatever experts a rank needs.
+    """
 
     def __init__(self, config: PodConfig):
         super().__init__()
@@ -46,13 +49,13 @@ class PodExperts(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, is_step: bool = False) -> Tensor:
-        """The weighted sum of what a token's experts give.
+        """The weighted sum of the outputs of each token's experts.
 
         Args:
             x: ``[n, hidden]``.
             chosen: int64 ``[n, k]``, the experts of each token.
-            weights: ``[n, k]`` of them, in at least fp32.
-            is_step: whether this is one new token of each row, which may be recorded as a CUDA graph.
+            weights: ``[n, k]``, the weights of these experts, in at least fp32.
+            is_step: whether this pass is one new token of each row, which may be recorded as a CUDA graph.
 
         Returns:
             ``[n, hidden]``.
@@ -66,7 +69,7 @@ class PodExperts(nn.Module):
         return (out[order.argsort()].unflatten(0, chosen.shape) * weights[..., None]).sum(1).to(x.dtype)
 
     def _multiply(self, rows: Tensor, weight: Tensor, groups: Groups, is_step: bool) -> Tensor:
-        """``[n, in]`` by each row's expert of ``weight`` ``[E, out, in]`` to ``[n, out]``."""
+        """Multiply ``rows`` ``[n, in]`` by their experts in ``weight`` ``[E, out, in]``: ``[n, out]``."""
         dtype = autocast_dtype(rows)
         if dtype is not None:
             rows, weight = rows.to(dtype), weight.to(dtype)
@@ -78,7 +81,10 @@ class PodExperts(nn.Module):
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast casts the factors of a product to, None without it. It knows no grouped product."""
+    """The dtype that autocast casts the factors of a product to, or None without autocast.
+
+    It is asked here, because autocast does not know the grouped product.
+    """
     device = x.device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return None
@@ -89,15 +95,15 @@ def takes_grouped_mm(rows: Tensor, weight: Tensor, is_step: bool) -> bool:
     """Whether PyTorch's grouped product runs here: ``rows`` ``[n, in]`` by ``weight`` ``[E, out, in]``.
 
     On CUDA it has a kernel for bfloat16 on GPUs of compute capability 9 and 10. Elsewhere PyTorch reads the
-    groups' ends on the host: on a CPU that is no wait; on CUDA it is one per product, which a long pass can
-    afford and a recorded step cannot make.
+    groups' ends on the host. On a CPU that is no wait. On CUDA it is one wait per product: a long pass can
+    afford it, but a recorded step cannot make it.
     """
     dtype, sizes = rows.dtype, weight.shape[1:]
     if not len(rows) or dtype not in (torch.bfloat16, torch.float16, torch.float32) or dtype != weight.dtype:
         return False
     if not hasattr(F, "grouped_mm") or any(size * dtype.itemsize % 16 for size in sizes):
         return False
-    # what the compiler knows of it is for bfloat16
+    # the compiler knows the grouped product for bfloat16 only
     if torch.compiler.is_compiling() and dtype != torch.bfloat16:
         return False
     if rows.device.type == "cpu":
@@ -109,10 +115,11 @@ def takes_grouped_mm(rows: Tensor, weight: Tensor, is_step: bool) -> bool:
 
 
 def _multiply_blocks(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """``[n, in]`` by each row's expert of ``weight`` ``[E, out, in]`` to ``[n, out]``; any dtype and device.
+    """Multiply ``rows`` ``[n, in]`` by their experts in ``weight`` ``[E, out, in]``: ``[n, out]``.
 
-    Each expert's rows fill blocks of ``size`` rows, the first of them with zeros. How many blocks there are
-    depends on the numbers of rows and experts only: the blocks that are left over hold zeros.
+    It runs in any dtype and on any device. Each expert's rows fill blocks of ``size`` rows; zeros fill up the
+    first of its blocks. The number of blocks depends on the numbers of rows and experts only. Blocks that are
+    left over hold zeros.
     """
     count, experts = len(rows), len(weight)
     size = min(_MOST_ROWS, 1 << ((count // experts).bit_length() - 1))
@@ -129,7 +136,10 @@ def _multiply_blocks(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
 
 
 def _multiply_each(blocks: Tensor, experts: Tensor, weight: Tensor) -> Tensor:
-    """Blocks ``[N, r, in]``, each by its expert ``[N]``, to ``[N, r, out]``; copies some weights at a time."""
+    """Multiply blocks ``[N, r, in]``, each by its expert ``[N]``: ``[N, r, out]``.
+
+    It copies the weights of some blocks at a time.
+    """
     size = max(1, _GATHERED // weight[0].numel())
     parts = zip(blocks.split(size), experts.split(size), strict=True)
     return torch.cat([torch.bmm(block, weight[own].transpose(1, 2)) for block, own in parts])

@@ -1,12 +1,13 @@
-"""PyTorch's flash attention ops on slices, merged by log-sum-exp; forward and backward. Here on the CPU, on CUDA in ``varlen``.
+"""PyTorch's flash attention ops on slices, merged by log-sum-exp: forward and backward.
 
-A segment's slices (``Segment.slices``) become calls of an op that knows square causal masks and small masks of strips only:
+This file runs them on the CPU, ``varlen`` on CUDA. A segment's slices (``Segment.slices``) become calls of an
+op that knows only square causal masks and small masks of strips:
 
-* a causal slice is an unmasked call on what all of its rows see, and a square causal one;
-* a window comes in strips of rows, under a mask of one strip's size.
+* A causal slice becomes an unmasked call on what all of its rows see, and a square causal call.
+* A window comes in strips of rows, under a mask of one strip's size.
 
-The outputs are merged by the gate ``sigmoid(lse_P - lse_D)`` (eq. 4). Backward calls each part's flash backward with the
-merged output and log-sum-exp, which makes the gradient of the merge free.
+The outputs are merged by the gate ``sigmoid(lse_P - lse_D)`` (eq. 4). Backward calls each part's flash
+backward with the merged output and log-sum-exp, which makes the gradient of the merge free.
 """
 
 from collections.abc import Iterator
@@ -32,14 +33,14 @@ from .sinks import merge_sink
 from .varlen import attend_on_cuda, differentiable, unsupported_on_cuda
 
 _STRIP_ROWS = 256
-_TILE_ELEMENTS = 1 << 22  # of a strip's mask
+_TILE_ELEMENTS = 1 << 22  # elements of a strip's mask
 _TILE_TOKENS = 4096  # packed tokens that are unpacked at a time
 _op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _op_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def unsupported(call: Call) -> str | None:
-    """Why no flash op can run a call; None when one can."""
+    """Why no flash op can run a call. None when one can."""
     if call.visibility.positions is not None:
         return "tokens with positions of their own"
     if call.q.device.type != "cpu":
@@ -73,11 +74,14 @@ def _with(call: Call, q, keys, values, q_lead, k_lead) -> Call:
     return call._replace(q=q, tokens=Tokens(keys, values), lead=lead)
 
 
-# -- which calls -------------------------------------------------------------------------------------------------
+# -- which calls ---------------------------------------------------------------------------------------------
 
 
 def parts(call: Call, segment: Segment) -> Iterator[Slice]:
-    """The calls of the op for one segment, causal ones square; parts that share rows have the same softmax."""
+    """The calls of the op for one segment. Causal calls are square.
+
+    Parts that share rows belong to the same softmax.
+    """
     for piece in segment.slices(call.visibility, call.lead is not None):
         first, last = piece.columns
         if piece.window is not None:
@@ -91,7 +95,7 @@ def parts(call: Call, segment: Segment) -> Iterator[Slice]:
 
 
 def _unmasked(call: Call, piece: Slice, columns: Span) -> Iterator[Slice]:
-    """All rows on all of these columns; what has to be unpacked comes in tiles."""
+    """Calls of all rows on all of these columns. What has to be unpacked comes in tiles."""
     is_packed = not all(x is None or isinstance(x, Tensor) for x in _tensors(call))
     width = _TILE_TOKENS if is_packed else columns[1] - columns[0]
     for start in range(*columns, max(width, 1)):
@@ -113,13 +117,13 @@ def _strips(call: Call, piece: Slice) -> Iterator[Slice]:
 
 
 def _strip_mask(rows: int, window: int, like: Tensor) -> Tensor:
-    """Additive ``[rows, window - 1 + rows]``: the band of the window."""
+    """The additive mask of the window's band, ``[rows, window - 1 + rows]``."""
     row, column = torch.arange(rows)[:, None], torch.arange(window - 1 + rows)
     mask = torch.zeros(rows, column.shape[0], dtype=like.dtype)
     return mask.masked_fill_((column < row) | (column >= row + window), float("-inf"))
 
 
-# -- forward and backward ----------------------------------------------------------------------------------------
+# -- forward and backward ------------------------------------------------------------------------------------
 
 
 def _rows(segment: Segment, part: Slice) -> tuple[slice, slice, slice]:
@@ -143,11 +147,11 @@ def _forward(call: Call) -> tuple[Tensor, Tensor]:
     segments, all_rows = call.segments.all, ((0, call.q.shape[0]), (0, call.q.shape[2]))
     calls = [list(parts(call, segment)) for segment in segments]
     if len(calls) == 1 == len(calls[0]) and segments[0][:2] == all_rows:
-        return _run(call, segments[0], calls[0][0])  # nothing to merge: no second output
-    # fp64 while parts are merged, as every rounding of it is one of all weights in backward
+        return _run(call, segments[0], calls[0][0])  # nothing is merged, so no second output is needed
+    # lse is fp64 while parts are merged, because in backward its rounding error enters every weight
     lse = torch.full(call.q.shape[:3], float("-inf"), dtype=torch.float64)
     compute = compute_dtype(call.q.dtype)
-    # where parts are merged: one rounding, however many they are
+    # where parts are merged, the output is rounded once, however many parts there are
     dtype = compute if any(map(_overlap, calls)) else call.q.dtype
     out = torch.zeros(call.q.shape, dtype=dtype)
     for segment, found in zip(segments, calls, strict=True):

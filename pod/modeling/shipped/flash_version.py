@@ -1,9 +1,11 @@
 """Which FlashAttention runs on CUDA: 2, which PyTorch brings, or 3 or 4 in its place.
 
-All of them run behind the same operations of PyTorch (``varlen`` calls them); PyTorch's own switch
-``torch.nn.attention.activate_flash_attention_impl`` changes what does, for the whole process. A recipe
-names a version (``model.flash_attention``), or the environment does (``POD_FLASH_ATTENTION``); it runs or
-is refused, and is never replaced by another. Where neither names one, what was activated by hand stays.
+All of them run behind the same operations of PyTorch, which ``varlen`` calls. PyTorch's own switch
+``torch.nn.attention.activate_flash_attention_impl`` changes which one runs, for the whole process.
+
+A recipe names a version (``model.flash_attention``), or the environment does (``POD_FLASH_ATTENTION``). That
+version runs or is refused; it is never replaced by another. Where neither names a version, what was activated
+by hand stays.
 """
 
 import importlib.metadata
@@ -23,12 +25,12 @@ class FlashVersion(NamedTuple):
     """What replaces FlashAttention 2.
 
     Attributes:
-        number: of the version.
+        number: the number of the version.
         implementation: its name in PyTorch's switch.
-        package, modules: what has to be installed, and the first parts of the modules that PyTorch
-            imports from it.
-        majors: compute capabilities (their first number) of the GPUs that it runs on.
-        how_to_get: for an error message.
+        package: what has to be installed.
+        modules: the first parts of the names of the modules that PyTorch imports from the package.
+        majors: the compute capabilities (first number) of the GPUs that it runs on.
+        how_to_get: how to install it, for an error message.
     """
 
     number: int
@@ -60,15 +62,15 @@ VERSIONS = {
 }
 ALLOWED = (SHIPPED, *VERSIONS)
 
-# PyTorch takes two results of FlashAttention 4's forward pass, which has given more since this release
-# (pytorch/pytorch#190212); up to this version of PyTorch.
+# FlashAttention 4's forward pass gives more than two results since the first of these versions. PyTorch takes
+# only two of them before the second (pytorch/pytorch#190212).
 _MORE_RESULTS, _TAKES_TWO = "4.0.0b19", "2.14"
 
-_chosen: str | None = None  # by the recipe of the running command, which goes before the environment
+_chosen: str | None = None  # what the recipe of the running command names; it goes before the environment
 
 
 def asked() -> str | None:
-    """The version that the recipe names, else the environment; None = neither does.
+    """The version that the recipe names, else the one that the environment names. None = neither does.
 
     Raises:
         ValueError: a name that is not allowed.
@@ -87,6 +89,9 @@ def _source() -> str:
 def choose(setting: str | None) -> str:
     """For a command: from now on its recipe decides, or the environment if the recipe names no version.
 
+    Args:
+        setting: what the recipe names, or None.
+
     Returns:
         The version that ``use`` will activate.
     """
@@ -96,14 +101,15 @@ def choose(setting: str | None) -> str:
 
 
 def use(setting: str | None = None) -> str:
-    """For a command, before its first attention: activate what its recipe or the environment names, else
-    FlashAttention 2.
+    """Activate what the recipe or the environment names, else FlashAttention 2.
+
+    A command calls this before its first attention.
 
     Returns:
         The version that runs.
 
     Raises:
-        ValueError: in one line, a version that cannot run here.
+        ValueError: the version cannot run here. The message is one line.
     """
     name = choose(setting)
     _activate(name)
@@ -111,11 +117,12 @@ def use(setting: str | None = None) -> str:
 
 
 def use_asked() -> None:
-    """For a model that is loaded: as ``use``, with what the running command chose; nothing changes where
-    nothing is named.
+    """For a model that is being loaded: like ``use``, with what the running command chose.
+
+    Where no version is named, nothing changes.
 
     Raises:
-        ValueError: as ``use``.
+        ValueError: as ``use`` does.
     """
     name = asked()
     if name is not None:
@@ -123,8 +130,11 @@ def use_asked() -> None:
 
 
 def check() -> None:
-    """Raise ``ValueError`` where the named version cannot run here, as far as can be said without
-    loading it."""
+    """Check that the named version can run here, as far as can be said without loading it.
+
+    Raises:
+        ValueError: it cannot run here.
+    """
     name = asked() or SHIPPED
     if (reason := refusal(name)) is not None:
         raise ValueError(_cannot(name, reason))
@@ -162,7 +172,7 @@ def _not_loaded(version: FlashVersion, error: Exception) -> str:
 
 
 def active_version() -> str:
-    """The version that runs on CUDA now, or the name under which another one was activated by hand."""
+    """The version that runs on CUDA now, or the name under which another was activated by hand."""
     implementation = _current()
     if implementation is None:
         return SHIPPED
@@ -171,13 +181,16 @@ def active_version() -> str:
 
 
 def _current() -> str | None:
-    find: Any = getattr(switch, "current_flash_attention_impl", None)  # not before PyTorch 2.11
+    # PyTorch has this function since 2.11
+    find: Any = getattr(switch, "current_flash_attention_impl", None)
     return None if find is None else find()
 
 
 def refusal(name: str) -> str | None:
-    """Why a version cannot run on this machine and what to do, as far as can be said without loading it;
-    None = it can."""
+    """Why a version cannot run on this machine, and what to do. None = it can.
+
+    The answer goes as far as can be said without loading the version.
+    """
     if name == SHIPPED:
         return None
     version = VERSIONS[name]
@@ -194,26 +207,28 @@ def refusal(name: str) -> str | None:
             needed = " or ".join(f"{one}.0" for one in version.majors)
             return (
                 f"GPU {device}, {torch.cuda.get_device_name(device)}, has compute capability "
-                f"{major}.{minor}, and FlashAttention {version.number} needs {needed} (hide this GPU by CUDA_VISIBLE_DEVICES)"
+                f"{major}.{minor}, and FlashAttention {version.number} needs {needed} "
+                "(hide this GPU by CUDA_VISIBLE_DEVICES)"
             )
     return _wrong_release(version)
 
 
 def _wrong_release(version: FlashVersion) -> str | None:
-    """Why this PyTorch cannot call the release that is installed."""
+    """Why this PyTorch cannot call the release that is installed. None = it can."""
     found = installed(version.package)
     if version.number != 4 or found is None or TorchVersion(torch.__version__) >= _TAKES_TWO:
         return None
     if TorchVersion(found) < _MORE_RESULTS:
         return None
     return (
-        f"PyTorch {torch.__version__} cannot call flash-attn-4 {found}, which gives more results than it takes "
+        f"PyTorch {torch.__version__} cannot call flash-attn-4 {found}, "
+        "which gives more results than it takes "
         f"({version.how_to_get})"
     )
 
 
 def installed(package: str) -> str | None:
-    """The version of an installed package."""
+    """The version of an installed package. None = it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -221,21 +236,23 @@ def installed(package: str) -> str | None:
 
 
 def unsupported_by_version(name: str, head_dim: int, capability: tuple[int, int]) -> str | None:
-    """Why a version cannot run this head dimension on a GPU of this compute capability, where
-    FlashAttention 2 can."""
+    """Why a version cannot run this head dimension on a GPU of this compute capability. None = it can.
+
+    It is asked where FlashAttention 2 can run it.
+    """
     if name not in VERSIONS:
         return None
     version = VERSIONS[name]
     if capability[0] not in version.majors:
         needed = " or ".join(f"{one}.0" for one in version.majors)
         return f"FlashAttention {version.number} on this GPU (needs compute capability {needed})"
-    # head dimension 256 has a kernel there, whose backward pass takes no windows
+    # head dimension 256 has a kernel on compute capability 10, but its backward pass takes no windows
     if version.number == 4 and capability[0] == 10 and head_dim > 128:
         return f"head_dim {head_dim} with FlashAttention 4 on this GPU (at most 128; fa2 takes 256)"
     return None
 
 
 def describe(name: str) -> str:
-    """``FlashAttention 3 (fa3)``."""
+    """The version's name for a message, such as ``FlashAttention 3 (fa3)``."""
     number = VERSIONS[name].number if name in VERSIONS else 2 if name == SHIPPED else None
     return name if number is None else f"FlashAttention {number} ({name})"

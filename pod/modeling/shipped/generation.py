@@ -1,4 +1,7 @@
-"""`generate()` with our caches: supplies the default cache and refuses every use that would go wrong silently."""
+"""`generate()` with our caches.
+
+It supplies the default cache, and refuses every use that would go wrong silently.
+"""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -19,10 +22,11 @@ from .rows import GroupedCache
 from .sharing import GROUP_SIZE, RESIDUAL
 from .stores import NATIVE, Codec
 
-_ASSISTED: dict[str, Any] = {"extra_slots": 32}  # of the cache that it makes then; 20 candidates are usual
+# options of the cache that generate() makes for assisted decoding, where 20 candidates are usual
+_ASSISTED: dict[str, Any] = {"extra_slots": 32}
 
 SUPPORTED = ">=5.17,<6"
-"""Versions of transformers."""
+"""The supported versions of transformers."""
 _HOOKS = {
     "_prefill": ["input_ids", "generation_config", "model_kwargs"],
     "_prepare_cache_for_generation": ["generation_config", "model_kwargs", "generation_mode"],
@@ -39,14 +43,15 @@ class PodGenerationMixin(GenerationMixin):
         """See transformers. A cache that is given is used, whatever ``use_cache`` of a configuration says.
 
         Raises:
-            ImportError: the installed version does not call what is supplied here.
-            ValueError: ``use_cache=False`` beside a cache, and what cannot go on behind a cache.
+            ImportError: the installed version of transformers does not call what is supplied here.
+            ValueError: ``use_cache=False`` came with a cache, or the inputs cannot go on behind the cache.
         """
         check_hooks()
         if kwargs.get("past_key_values") is not None:
             if kwargs.get("use_cache") is False:
                 raise ValueError(
-                    "generate() got past_key_values and use_cache=False: leave one of both out (a cache in hand is used)"
+                    "generate() got past_key_values and use_cache=False: "
+                    "leave one of both out (a cache in hand is used)"
                 )
             kwargs["use_cache"] = True
         return super().generate(*args, **kwargs)  # type: ignore[misc]
@@ -62,7 +67,8 @@ class PodGenerationMixin(GenerationMixin):
         columns = self._begin_prompt(input_ids, generation_config, model_kwargs)
         if columns != input_ids.shape[1]:
             raise ValueError(
-                f"assisted decoding over a filled cache takes the whole conversation: pass all {columns} columns as input_ids"
+                "assisted decoding over a filled cache takes the whole conversation: "
+                f"pass all {columns} columns as input_ids"
             )
         own = {"generation_config": generation_config, "input_ids": input_ids, "model_kwargs": model_kwargs}
         generator = super()._get_candidate_generator(*args, **own, **kwargs)  # type: ignore[misc]
@@ -83,7 +89,8 @@ class PodGenerationMixin(GenerationMixin):
         cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
         if mask is not None and not mask[:, -1].all():
             raise ValueError(
-                "attention_mask ends with padding, behind which generate() would go on: tokenize with padding_side='left'"
+                "attention_mask ends with padding, behind which generate() would go on: "
+                "tokenize with padding_side='left'"
             )
         pad = generation_config.pad_token_id
         if pad is not None and pad >= self.config.vocab_size:
@@ -98,7 +105,11 @@ class PodGenerationMixin(GenerationMixin):
             cache.made_by_generate = True
 
     def _begin_prompt(self, input_ids: Tensor, generation_config, model_kwargs: dict) -> int:
-        """Check that the inputs continue the cache, and announce the prompt; gives the columns of the whole conversation."""
+        """Check that the inputs continue the cache, and announce the prompt.
+
+        Returns:
+            The number of columns of the whole conversation.
+        """
         cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
         embeds = model_kwargs.get("inputs_embeds")
         given = (input_ids if embeds is None else embeds).shape[1]
@@ -113,7 +124,7 @@ class PodGenerationMixin(GenerationMixin):
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
             columns = self._begin_prompt(input_ids, generation_config, model_kwargs)
-            has_beams = (generation_config.num_beams or 1) > 1  # whose rows move at every step
+            has_beams = (generation_config.num_beams or 1) > 1  # the rows of beams move at every step
             if cache.made_by_generate and not has_beams and PodCache.attach_engine is not None:
                 PodCache.attach_engine(cache, columns, max(columns + 1, generation_config.max_length or 0))
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
@@ -128,29 +139,35 @@ def check_cache(cache: Any) -> None:
 
 @cache
 def check_hooks() -> None:
-    """Raise ``ImportError`` unless transformers has the private methods that this class replaces, with their arguments.
+    """Check that transformers has the private methods that this class replaces, with their arguments.
 
-    One of another name would never be called: methods that announce their prompt would then select other tokens.
+    A method of another name would never be called. Methods that announce their prompt would then select other
+    tokens.
+
+    Raises:
+        ImportError: one of them is missing, or has other arguments.
     """
     for name, expected in _HOOKS.items():
         hook = getattr(GenerationMixin, name, None)
         found = [] if hook is None else list(inspect.signature(hook).parameters)[1 : 1 + len(expected)]
         if hook is None or found != expected:
             raise ImportError(
-                f"generate() replaces GenerationMixin.{name}({', '.join(['self', *expected, '…'])}), which transformers "
-                f"{transformers.__version__} does not have: install transformers{SUPPORTED}"
+                f"generate() replaces GenerationMixin.{name}({', '.join(['self', *expected, '…'])}), "
+                f"which transformers {transformers.__version__} does not have: "
+                f"install transformers{SUPPORTED}"
             )
 
 
 def bounded_candidates(
     cache: PodCache, get_candidates: Callable, input_ids: Tensor, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """A generator's candidates, and no more of them than the cache can take back as if they never came.
+    """A generator's candidates, but no more than the cache can take back as if they never came.
 
-    While the prompt is not in the cache there are none: a method must see where a prompt ends.
+    While the prompt is not in the cache there are none, because a method must see where a prompt ends.
 
     Returns:
-        ``[1, n]`` to ``[1, n + candidates]``, and the logits of the candidates where the generator knows them.
+        The ids ``[1, n]`` with the candidates behind them, ``[1, n + candidates]``; and the logits of the
+        candidates where the generator knows them, else None.
     """
     ids, logits = get_candidates(input_ids, **kwargs)
     n = input_ids.shape[1]
@@ -182,7 +199,14 @@ def planned_codec(config: PodConfig) -> Codec:
 def own_cache(
     config: PodConfig, codec: Codec | None = None, spec: str | None = None, **options: Any
 ) -> PodCache:
-    """An empty cache that holds what the model's layout, plan and bits (or a codec) say. ``options``: see ``PodCacheLayer``."""
+    """An empty cache that holds what the model's layout, plan and bits say.
+
+    Args:
+        config: of the model.
+        codec: how tokens are stored, in the place of the plan's bits.
+        spec: name of the cache's method, None = the model's own.
+        options: see ``PodCacheLayer``.
+    """
     codec = planned_codec(config) if codec is None else codec
     make_layer = partial(LAYOUT_LAYERS[config.layout], codec=codec, **options)
     return (PodCache if codec.is_in_place else GroupedCache)(config, make_layer, spec or config.own_method)

@@ -1,9 +1,11 @@
-"""Decoding as grouped matrix products on views: the query heads of a KV head share each key and value that is read.
+"""Decoding as grouped matrix products on views: the query heads of a KV head share each key and value read.
 
-Keys are the left factor and queries the transposed right one: from 500 tokens on one and a half to three times as fast on CPUs as
-queries left. Keys and values of 16 bits (or packed) become fp32 a block at a time, which is faster there than products in bf16, and exact.
-Rows of unlike length run one after the other. The work of a lead on distant tokens serves its block: followers reuse
-``exp(logit - max)`` and its sum, and merge both parts by the gate ``g = sigmoid(lse_P - lse_D)`` (METHODS.md §1).
+Keys are the left factor and queries the transposed right one. On CPUs, from 500 tokens on, this is one and a
+half to three times as fast as queries on the left. Keys and values of 16 bits (or packed) become fp32 a block
+at a time. That is faster there than products in bf16, and exact. Rows of unlike length run one by one.
+
+The work of a lead on distant tokens serves its whole block. Followers reuse ``exp(logit - max)`` and its sum,
+and merge both parts by the gate ``g = sigmoid(lse_P - lse_D)`` (METHODS.md §1).
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,14 +22,17 @@ from .packed import Packed, Stored
 from .sinks import Sink
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 19}
-"""Keys or values per product: they stay in a CPU's cache while they are converted and used; 2^26 elsewhere."""
+"""Elements of keys or values per product, so that they stay in a CPU's cache while converted and used.
+
+Devices that are not listed take 2^26.
+"""
 
 _FEW_TOKENS = 2048
-"""Up to which cutting a head's tokens into parts costs as much as it brings."""
+"""Up to this many tokens, cutting a head's tokens into parts costs as much as it brings."""
 
 
 def decode(call: DecodeCall) -> None:
-    """See ``decode.pod_decode``; computes in fp32, or in fp64 for fp64 queries."""
+    """See ``decode.pod_decode``. It computes in fp32, or in fp64 for fp64 queries."""
     lengths = call.lengths.tolist() if call.rows is None else call.rows
     q, out = (x.unflatten(1, (call.roles.num_heads, -1)) for x in (call.q, call.out))
     q = q.to(call.buffers.logits.dtype) * call.scale
@@ -45,7 +50,7 @@ def decode(call: DecodeCall) -> None:
 
 
 def _alike(lengths: Sequence[int]) -> list[tuple[slice, int]]:
-    """Rows with their length: all at once when they agree, else one after the other."""
+    """Rows with their length: all at once when their lengths agree, else one after the other."""
     if min(lengths) == max(lengths):
         return [(slice(0, len(lengths)), lengths[0])]
     return [(slice(row, row + 1), length) for row, length in enumerate(lengths)]
@@ -54,8 +59,10 @@ def _alike(lengths: Sequence[int]) -> list[tuple[slice, int]]:
 def _attend_all(
     q: Tensor, keys: Stored | None, values: Stored | None, n: int, sink: Sink | None = None
 ) -> Tensor:
-    """``[b, h, G, d]`` of heads that see the first ``n`` of their tokens ``[b, h, C, d]``, in whatever
-    order, and a sink."""
+    """Attention ``[b, h, G, d]`` of heads that see the first ``n`` of their tokens, and a sink if there is one.
+
+    The tokens ``[b, h, C, d]`` may stand in any order.
+    """
     logits = q.new_empty(*q.shape[:3], n)
     write_scores(q, keys, logits)
     if sink is None:
@@ -75,7 +82,7 @@ def _take_row(call: DecodeCall, row: Span) -> DecodeCall:
 
 
 def _decode_rows(call: DecodeCall, q: Tensor, length: int) -> Tensor:
-    """``[b, h, G, d]`` of the heads ``roles.held``, from their queries and rows of ``length`` tokens each."""
+    """Attention ``[b, h, G, d]`` of the heads ``roles.held``, from rows of ``length`` tokens each."""
     roles, n_window = call.roles, call.num_sink_tokens + call.num_recent_tokens
     if length > n_window and (roles.followers or roles.followed):
         return _two_parts(call, q, length)
@@ -83,14 +90,14 @@ def _decode_rows(call: DecodeCall, q: Tensor, length: int) -> Tensor:
         call.buffers.distant_lse[:, chosen(roles.followed)] = float("-inf")
     out = torch.empty_like(q)
     for heads, keys in ((roles.leads, call.keys), (roles.followers, call.window_keys)):
-        if heads:  # no head takes logits from another
+        if heads:  # here no head takes logits from another
             at, values = chosen(heads, roles.held), take_heads(call.values, [*map(roles.held.index, heads)])
             out[:, at] = _attend_all(q[:, at], keys, values, length)
     return out
 
 
 def _two_parts(call: DecodeCall, q: Tensor, length: int) -> Tensor:
-    """As ``_decode_rows``, from proximal and distant tokens, of which there are some."""
+    """Like ``_decode_rows``, where there are proximal and distant tokens to merge."""
     n_s, n_r, roles = call.num_sink_tokens, call.num_recent_tokens, call.roles
     proximal = q.new_empty(*q.shape[:3], n_s + n_r)
     if roles.leads:
@@ -110,7 +117,7 @@ def _two_parts(call: DecodeCall, q: Tensor, length: int) -> Tensor:
 
 
 def _lead(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -> None:
-    """Logits of all tokens; the distant ones also as the block will use them."""
+    """Compute the leads' logits of all tokens, and keep the distant ones as the block will use them."""
     n_s, oldest_recent, buffers = call.num_sink_tokens, length - call.num_recent_tokens, call.buffers
     heads, at = chosen(call.roles.leads), chosen(call.roles.leads, call.roles.held)
     logits = buffers.logits[:, heads, :, :length]
@@ -131,7 +138,7 @@ def _lead(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -> None:
 
 
 def _window_scores(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -> None:
-    """Logits of a full window, put in the order of positions."""
+    """Write the logits of a full window to ``proximal``, in the order of positions."""
     n_s, n_r = call.num_sink_tokens, call.num_recent_tokens
     at = chosen(call.roles.followers, call.roles.held)
     own = proximal.new_empty(q.shape[0], len(call.roles.followers), *proximal.shape[2:])
@@ -143,7 +150,7 @@ def _window_scores(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -
 
 
 def _distant(call: DecodeCall, gate: Tensor, length: int) -> Tensor:
-    """Means ``[b, h, G, d]`` of distant values; 0 for KV heads in which every query head skips them."""
+    """Weighted means ``[b, h, G, d]`` of distant values: 0 for KV heads whose query heads all skip them."""
     start, stop = call.num_sink_tokens, length - call.num_recent_tokens
     buffers, held = call.buffers, chosen(call.roles.held)
     if buffers.weights is None:
@@ -174,17 +181,21 @@ def attend_slots(
     also: Sequence[tuple[Tokens, float]] = (),
     num_slots: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of one query per row to tokens that it sees in whatever order they are held.
+    """Attention of one query per row to tokens that it sees, in whatever order they are held.
 
     Args:
-        q: ``[B, Hq, 1, d]``; keys, values: ``[B, H, n, d]``.
-        lengths: ``[B]`` or ``[B, H]`` slots in use, the first ones (more than there are = all); None = all.
-        num_slots: of packed tokens, how many there are; None = ``n``.
-        also: a few tokens that are held elsewhere, with what is added to their logits: tensors ``[B, H, c, d]``.
+        q: ``[B, Hq, 1, d]``.
+        keys, values: ``[B, H, n, d]``.
+        scale: factor on the logits.
+        lengths: ``[B]`` or ``[B, H]``, how many slots are in use, counted from the first. More than there are
+            means all. None = all.
+        also: a few tokens that are held elsewhere, tensors ``[B, H, c, d]``, with what is added to their
+            logits.
+        num_slots: how many tokens there are, if they are packed. None = ``n``.
 
     Returns:
-        Output ``[B, Hq, 1, d]``, log-sum-exp ``[B, Hq, 1]`` and weights ``[B, H, G, n + …]`` of the slots and of the tokens
-        of ``also``, both in at least fp32.
+        Output ``[B, Hq, 1, d]``, log-sum-exp ``[B, Hq, 1]``, and weights ``[B, H, G, n + …]`` of the slots
+        and of the tokens of ``also``. The last two are in at least fp32.
     """
     held = slot_logits(q, keys, num_slots or keys.shape[2], scale)
     if lengths is not None:
@@ -200,7 +211,14 @@ def attend_slots(
 
 
 def slot_logits(q: Tensor, keys: Any, length: int, scale: float) -> Tensor:
-    """Logits ``[B, H, G, length]`` in at least fp32 of queries ``[B, H·G, 1, d]`` and the first keys of ``[B, H, n, d]``."""
+    """Logits ``[B, H, G, length]``, in at least fp32.
+
+    Args:
+        q: queries ``[B, H·G, 1, d]``.
+        keys: ``[B, H, n, d]``, of which the first ``length`` are used.
+        length: number of keys.
+        scale: factor on the logits.
+    """
     grouped = q[:, :, 0].unflatten(1, (keys.shape[1], -1)).to(compute_dtype(q.dtype)) * scale
     if isinstance(keys, Tensor) and keys.dtype == grouped.dtype:
         return _logits(grouped, keys[:, :, :length])
@@ -210,7 +228,7 @@ def slot_logits(q: Tensor, keys: Any, length: int, scale: float) -> Tensor:
 
 
 def weigh_slots(weights: Tensor, values: Any, dtype: torch.dtype) -> Tensor:
-    """``[B, H·G, 1, d]`` of ``dtype``: values ``[B, H, n, d]`` with weights ``[B, H, G, n]``."""
+    """Sums ``[B, H·G, 1, d]``, in ``dtype``, of values ``[B, H, n, d]`` with weights ``[B, H, G, n]``."""
     return _weighted(weights, values, 0, weights.shape[3]).flatten(1, 2)[:, :, None].to(dtype)
 
 
@@ -222,7 +240,7 @@ def _attend_one(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _unsupported_one(call: Call) -> str | None:
-    """Why one query per row cannot be attended by grouped products; None when it can."""
+    """Why grouped products cannot run this call of one query per row. None when they can."""
     if call.sink is not None:
         return "a constant sink"
     first, see = call.segments.all[:1] and call.segments.all[0][:2], call.visibility
@@ -231,12 +249,15 @@ def _unsupported_one(call: Call) -> str | None:
     return None if see.num_recent_tokens is None and see.positions is None else "a window"
 
 
-# -- products ----------------------------------------------------------------------------------------------------
+# -- products ------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1024)
 def chosen(heads: tuple[int, ...], among: tuple[int, ...] | None = None) -> slice | list[int]:
-    """Heads as an index of all, or of those ``among`` them: of evenly spaced ones views, of others copies."""
+    """An index of these heads, in all heads or in those of ``among``.
+
+    Evenly spaced heads give a slice, which makes views. Other heads give a list, which makes copies.
+    """
     places = list(heads) if among is None else [*map(among.index, heads)]
     step = places[1] - places[0] if len(places) > 1 else 1
     even = range(places[0], places[-1] + 1, step)
@@ -244,7 +265,7 @@ def chosen(heads: tuple[int, ...], among: tuple[int, ...] | None = None) -> slic
 
 
 def _blocks(x: Tensor, start: int, stop: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-    """Spans of tokens, at least one, and no more unless the tokens are converted to ``dtype``."""
+    """Spans of tokens: at least one, and more only where the tokens are converted to ``dtype``."""
     batch, heads, _, head_dim = x.shape
     elements = _BLOCK_ELEMENTS.get(x.device.type, 1 << 26)
     block = stop if x.dtype == dtype else max(16, elements // (batch * heads * head_dim))
@@ -252,7 +273,13 @@ def _blocks(x: Tensor, start: int, stop: int, dtype: torch.dtype) -> Iterator[tu
 
 
 def write_scores(q: Tensor, keys: Stored | None, out: Tensor) -> None:
-    """Write ``q · k`` of ``q`` ``[b, h, G, d]`` and the first tokens of keys ``[b, h, C, d]`` to ``out`` ``[b, h, G, n]``."""
+    """Write ``q · k`` to ``out``.
+
+    Args:
+        q: ``[b, h, G, d]``.
+        keys: ``[b, h, C, d]``, of which the first ``n`` are used.
+        out: ``[b, h, G, n]``.
+    """
     assert keys is not None, "heads without keys"
     if not isinstance(keys, Tensor):
         keys.scores(q, out)
@@ -262,8 +289,12 @@ def write_scores(q: Tensor, keys: Stored | None, out: Tensor) -> None:
 
 
 def _logits(q: Tensor, keys: Tensor) -> Tensor:
-    """``q · k`` of ``[b, h, G, d]`` and ``[b, h, n, d]`` of one dtype, ``[b, h, G, n]`` that stands transposed in memory."""
-    columns = q.flatten(0, 1).transpose(1, 2)  # rows in memory: of columns the product is the slow one
+    """``q · k`` ``[b, h, G, n]`` of ``[b, h, G, d]`` and ``[b, h, n, d]``, both of one dtype.
+
+    The result stands transposed in memory.
+    """
+    # in memory they stay rows: with columns in memory the product is the slow one
+    columns = q.flatten(0, 1).transpose(1, 2)
     return torch.bmm(keys.flatten(0, 1), columns).unflatten(0, q.shape[:2]).transpose(2, 3)
 
 
@@ -280,7 +311,10 @@ def _weighted(weights: Tensor, values: Stored | None, start: int, stop: int) -> 
 
 
 def _product(weights: Tensor, values: Tensor) -> Tensor:
-    """``weights @ values``. A CPU's core works on whole heads: those that would leave cores idle are cut into parts of tokens."""
+    """``weights @ values``.
+
+    A CPU's core works on whole heads. Heads that would leave cores idle are cut into parts of tokens.
+    """
     batch, heads, tokens, _ = values.shape
     cores = torch.get_num_threads() if values.device.type == "cpu" else 1
     if batch > 1 or tokens <= _FEW_TOKENS or heads % cores == 0:
@@ -295,7 +329,12 @@ def _product(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _exponentials(logits: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """``exp(logits - max)``, written to ``out`` if it is given; also their log-sum-exp and sum over the last dimension."""
+    """``exp(logits - max)``, written to ``out`` if it is given.
+
+    Returns:
+        The exponentials, the log-sum-exp of the logits, and the sum of the exponentials, both over the last
+        dimension.
+    """
     peak = logits.amax(-1, keepdim=True)
     out = torch.sub(logits, peak, out=out).exp_()
     sums = out.sum(-1)

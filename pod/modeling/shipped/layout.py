@@ -1,4 +1,7 @@
-"""What a model's own attention holds in one layer: by a plan (dense or a window without one), or cross-layer attention."""
+"""What a model's own attention holds in one layer.
+
+That follows from a sharing plan (without one: a dense or a windowed layer), or from cross-layer attention.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,18 +20,24 @@ from .stores import NATIVE, Codec, Recent, TokenStore, replaced, take_slots
 
 
 class PodCacheLayer(CacheLayer):
-    """What a plan lets a layer hold: full keys for leads, window keys for followers (paper §2.2), all values of both, and
-    of heads that keep their windows sinks and recent tokens. A dense model is the plan in which every head leads.
+    """What a plan lets a layer hold (paper §2.2).
 
-    A lead leaves its queries and keys for its followers in ``step.lead``; when decoding, it leaves the logits of distant tokens
-    instead, so that no distant key is read twice in a step.
+    It holds full keys for leads, window keys for followers, and all values of both. For heads that keep their
+    windows it holds sinks and recent tokens. A dense model is the plan in which every head leads.
+
+    A lead leaves its queries and keys for its followers in ``step.lead``. When decoding, it leaves the logits
+    of distant tokens instead, so that no distant key is read twice in a step.
 
     Attributes:
-        extra_slots: see ``CacheLayer``; for the rings of followers and windows.
-        tau: gate above which a follower's query head leaves out its distant tokens when decoding; None = never.
-        capacity: tokens that stores have room for from the start, and come to rest in at once; 0 = they grow as tokens come.
-        skips: None, or a list to note skips in (by row, for each token decoded here: tokens seen, query heads and KV heads of followers
-            whose gates reached ``tau``; no matter where no token is distant). Reads window keys twice; an engine notes nothing.
+        extra_slots: see ``CacheLayer``. They are for the rings of followers and windows.
+        tau: gate above which a follower's query head leaves out its distant tokens when decoding. None =
+            never.
+        capacity: tokens that stores have room for from the start. Tokens come to rest there at once. 0 =
+            stores grow as tokens come.
+        skips: None, or a list to note skips in. By row, it gets a tuple for each token decoded here: tokens
+            seen, and how many query heads and KV heads of followers had gates that reached ``tau``. These
+            numbers mean nothing where no token is distant. Noting reads window keys twice. An engine notes
+            nothing.
         version: how often one of the stores was replaced.
     """
 
@@ -67,13 +76,15 @@ class PodCacheLayer(CacheLayer):
         windows = self.num_sink_tokens, self.num_recent_tokens + self.extra_slots
         self.window_keys, self.near_keys = (self.codec.window("keys", *windows) for _ in range(2))
         self.near_values = self.codec.window("values", *windows)
-        self.skips = self.skips and []
+        self.skips = None if self.skips is None else []
         self.reserve(self.capacity)
 
     def reserve(self, capacity: int) -> None:
         """Hold room for ``capacity`` tokens, so that the tensors stay where they are while it suffices."""
         self.capacity = capacity
-        for store in self.stores().values() if capacity else ():
+        if not capacity:
+            return
+        for store in self.stores().values():
             store.reserve(capacity)
 
     def stores(self) -> dict[str, TokenStore]:
@@ -134,14 +145,14 @@ class PodCacheLayer(CacheLayer):
         return Visibility(self.num_sink_tokens, self.num_recent_tokens)
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        """First pass over an empty cache: as without one."""
+        """First pass over an empty cache: attention as without a cache."""
         followers = self.roles.followers
         lead = step.lead.take(followers, step.max_length) if followers else None
         options = {"scale": self.scale, "backend": step.backend, "roles": self.roles, "sink": step.sink}
         return attend(q, Tokens(k, v), lead, self._visibility, step.segments, **options)[0]
 
     def _attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        """Any chunk behind any past, ragged or not."""
+        """Attention of any chunk behind any past, ragged or not."""
         roles = filter(None, (self.roles.leads, self.roles.followers, self.roles.windows))
         return merge_heads([(heads, self._attend_role(heads, q, k, v, step)) for heads in roles], self.groups)
 
@@ -155,7 +166,7 @@ class PodCacheLayer(CacheLayer):
         return attend(own, tokens, lead, see, step.segments, **options)[0]
 
     def _tokens(self, heads: Sequence[int], k: Tensor, v: Tensor, step: Step) -> Tokens:
-        """What the heads of a role hold; of windows that, and the chunk ``k``, ``v`` behind it."""
+        """What the heads of a role hold. For windows: that, and the chunk ``k``, ``v`` behind it."""
         k, v, roles, rows = take_heads(k, heads), take_heads(v, heads), self.roles, step.rows
         if heads == roles.windows:
             return Tokens(Recent(self.near_keys, k, rows), Recent(self.near_values, v, rows))
@@ -165,7 +176,10 @@ class PodCacheLayer(CacheLayer):
         return Tokens(Recent(self.window_keys, k, rows), values)
 
     def _decode(self, q: Tensor, step: Step) -> Tensor:
-        """One new token per row. Reads: lead keys, window keys, the leads' logits and values, windows."""
+        """Attention of one new token per row.
+
+        It reads lead keys, window keys, the leads' logits, values, and windows.
+        """
         roles = self.roles
         values = self.all_values.stored if roles.held else None
         if step.lead.buffers is None:
@@ -189,7 +203,7 @@ class PodCacheLayer(CacheLayer):
         return out
 
     def _decode_near(self, q: Tensor, step: Step) -> Tensor:
-        """Attention of one query per row of the heads that keep their windows, to these."""
+        """Attention of one query per row, for the heads that keep their windows, to these windows."""
         keys, values = (store.read(step.max_length) for store in (self.near_keys, self.near_values))
         out, lse, _ = attend_slots(take_heads(q, self.roles.windows, self.groups), keys, values, self.scale)
         if step.sink is None:
@@ -197,7 +211,7 @@ class PodCacheLayer(CacheLayer):
         return add_sink(out, lse, *step.sink.of_heads(self.roles.windows).columns())[0]
 
     def _gates(self, q: Tensor, window_keys: Tensor, step: Step) -> Tensor:
-        """``[B, followers, G]``."""
+        """The gates of the followers' query heads, ``[B, followers, G]``."""
         heads, buffers = self.roles.followers, step.lead.buffers
         assert buffers is not None, "made in this pass"
         own = take_heads(q, heads, self.groups)
@@ -206,10 +220,11 @@ class PodCacheLayer(CacheLayer):
 
     def select_rows(self, index: Tensor) -> None:
         super().select_rows(index)
-        self.skips = self.skips and [list(self.skips[row]) for row in index.tolist()]
+        if self.skips:
+            self.skips = [list(self.skips[row]) for row in index.tolist()]
 
     def _window(self, store: TokenStore, step: Step) -> Tensor:
-        """A window ``[B, h, n_s + n_r, d]`` as decoding reads it: of a larger ring, a copy."""
+        """A window ``[B, h, n_s + n_r, d]`` as decoding reads it. If the ring is larger, it is a copy."""
         held = store.read(step.max_length)
         if not self.extra_slots:
             return held
@@ -233,7 +248,8 @@ def append_new(store: TokenStore, x: Tensor, step: Step) -> None:
 class ClaCacheLayer(PodCacheLayer):
     """Cross-layer attention (Brandon et al., 2024): the lead of a block stores, its followers read.
 
-    Followers find their lead in ``step.layers``, so that rows can be regrouped and copied as for any other layer.
+    Followers find their lead in ``step.layers``, so that rows can be regrouped and copied as for any other
+    layer.
     """
 
     is_croppable = True
@@ -243,12 +259,12 @@ class ClaCacheLayer(PodCacheLayer):
         sources = [row[0] or 0 for row in config.sharing_plan.lead]
         self.source_layer = sources[layer_idx]
         self.is_last_of_block = sources[layer_idx + 1 : layer_idx + 2] != [self.source_layer]
-        # with its keys and values in place every layer attends as a dense one
+        # once keys and values are in place, every layer attends as a dense one does
         self.lead = tuple((i,) * config.num_key_value_heads for i in range(len(sources)))
         self.roles = roles_of(self.lead, layer_idx)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        """See ``CacheLayer.attend``; a follower gets ``k`` and ``v`` of no heads."""
+        """See ``CacheLayer.attend``. A follower gets ``k`` and ``v`` of no heads."""
         if self.source_layer == self.layer_idx:
             return super().attend(q, k, v, step)
         source, own = step.layers[self.source_layer], q.device
@@ -256,11 +272,15 @@ class ClaCacheLayer(PodCacheLayer):
         device = source.device if step.copies else own
         if device == own:
             return source.attend_again(q, step)
-        # queries and what comes of them are one chunk, keys and values all that was seen
+        # queries and outputs travel, as they are one chunk; keys and values are all that was seen
         return source.attend_again(q.to(device), step.on(device, ())).to(own)
 
     def attend_again(self, q: Tensor, step: Step) -> Tensor:
-        """Rotated queries ``[B, Hq, m, d]`` of a follower on what this lead stored in the same pass."""
+        """Attention of a follower's rotated queries ``[B, Hq, m, d]`` to what this lead stored in this pass.
+
+        Args:
+            q: the queries.
+        """
         if step.num_new == 1 and step.all_real and not takes_gradients(q):
             return self._decode(q, step)
         tokens = Tokens(self.lead_keys.view(step.max_length), self.all_values.view(step.max_length))
@@ -277,4 +297,4 @@ LAYOUT_LAYERS: dict[str, Callable[..., PodCacheLayer]] = {
     "cla": ClaCacheLayer,
     "window": PodCacheLayer,
 }
-"""``(config, layer_idx, codec) -> CacheLayer`` for each ``PodConfig.layout``."""
+"""For each ``PodConfig.layout`` what makes its layer: ``(config, layer_idx, codec) -> CacheLayer``."""

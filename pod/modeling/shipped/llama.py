@@ -40,9 +40,9 @@ logger = logging.get_logger(__name__)
 _MLP_TILE = 4096  # tokens
 _SAID_TWICE = {"cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "num_items_in_batch"}
 _SAID_TWICE |= {"cache_position", "tokenizer", "assistant_tokenizer"}
-"""Arguments of trainers and of `generate()` that say nothing beyond those of `forward`."""
+"""Arguments of trainers and of `generate()` that say nothing beyond the arguments of `forward`."""
 _STOCK_BACKENDS = {"eager": "reference", "flash_attention_2": "flash", "sdpa": None}
-"""What an `attn_implementation` of stock models is here; None: as the configuration says."""
+"""What an `attn_implementation` of stock models is here. None = as the configuration says."""
 
 IMPLEMENTATIONS |= {"grouped": ATTEND_GROUPED, "flash": FLASH, "reference": ATTEND_REFERENCE}
 DECODERS["grouped"] = DECODE_GROUPED
@@ -52,16 +52,19 @@ class Tiled(nn.Module):
     """A layer that computes each token alone, by ``whole``.
 
     Attributes:
-        train_tiles: parts of the tokens that are computed one after the other, and recomputed in backward when gradients
-            are taken. A count and not a size: under ZeRO-3 every part gathers the weights, so ranks with slices of
-            unequal length must have equally many parts. None outside of training: one part, and without gradients
-            tiles of a fixed size.
+        train_tiles: the number of parts of the tokens that are computed one after the other, and recomputed in
+            backward when gradients are taken. It is a count and not a size: under ZeRO-3 every part gathers
+            the weights, so ranks with slices of unequal length must have equally many parts. None outside of
+            training: there is one part, and without gradients there are tiles of a fixed size.
     """
 
     train_tiles: int | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, n, hidden]`` to the same; long inputs in tiles, which hold ``[tile, intermediate_size]`` thrice."""
+        """``[B, n, hidden]`` to the same.
+
+        Long inputs run in tiles, each of which holds ``[tile, intermediate_size]`` three times.
+        """
         with_gradients = torch.is_grad_enabled()
         if self.train_tiles is not None:
             parts = x.tensor_split(self.train_tiles, dim=1)
@@ -112,7 +115,7 @@ class PodMoE(Tiled):
 
 
 class PodEmbedding(nn.Embedding):
-    """``multiplier`` times the rows, in their dtype."""
+    """Embedding whose rows are multiplied by ``multiplier``, in their dtype."""
 
     def __init__(self, config: PodConfig):
         super().__init__(config.vocab_size, config.hidden_size)
@@ -122,11 +125,15 @@ class PodEmbedding(nn.Embedding):
         rows = super().forward(input_ids)
         if self.multiplier == 1.0:
             return rows
-        return rows * torch.tensor(self.multiplier, dtype=rows.dtype).item()  # rounded as in training
+        # the factor is rounded as in training
+        return rows * torch.tensor(self.multiplier, dtype=rows.dtype).item()
 
 
 class PodDecoderLayer(nn.Module):
-    """Attention and feed-forward with residuals. The carry follows ``hidden_states`` as flat positional tensors."""
+    """Attention and feed-forward with residuals.
+
+    The carry follows ``hidden_states`` as flat positional tensors.
+    """
 
     def __init__(self, config: PodConfig, layer_idx: int):
         super().__init__()
@@ -168,15 +175,22 @@ class PodPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """See transformers. The environment variable ``POD_FLASH_ATTENTION`` (fa2, fa3, fa4) names the
-        FlashAttention that runs on GPUs; ``ValueError`` for one that cannot run here."""
+        """See transformers.
+
+        The environment variable ``POD_FLASH_ATTENTION`` (fa2, fa3, fa4) names the FlashAttention that runs on
+        GPUs.
+
+        Raises:
+            ValueError: the named FlashAttention cannot run here.
+        """
         use_asked()
         return super().from_pretrained(*args, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """See transformers; the folder has this code too, which auto classes load with ``trust_remote_code``. It adds its own class.
+        """See transformers. The folder has this code too, which auto classes load with ``trust_remote_code``.
 
-        What is saved caches, also where training with activation checkpointing has set ``use_cache`` to False.
+        It adds its own class. The saved model uses a cache, also where training with activation checkpointing
+        has set ``use_cache`` to False.
         """
         self.config.auto_map = {"AutoConfig": "config.PodConfig", "AutoModel": "llama.PodModel"}
         configs = [one for one in (self.config, getattr(self, "generation_config", None)) if one is not None]
@@ -228,29 +242,35 @@ class PodModel(PodPreTrainedModel):
         output_attentions: bool | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states after the final norm, divided by ``logits_scaling``: the head's weight makes them logits, whoever multiplies.
+        """Hidden states after the final norm, divided by ``logits_scaling``.
+
+        So the head's weight makes them logits, whoever multiplies.
 
         Args:
             input_ids: ``[B, n]``, or ``inputs_embeds`` ``[B, n, hidden]``.
             attention_mask: ``[B, seen + n]`` padding mask, 1 = token, 0 = padding. Padding gets a zero output.
-            past_key_values: a cache from ``make_cache``; it holds the ``seen`` columns.
-            use_cache: True creates a cache when none is given; None: as the configuration says, but for training and documents.
-            doc_ids: ``[B, n]`` documents of packed rows (no cache); with sequence parallelism the ids of the
-                whole row, while ``input_ids`` is this rank's share. None = as ``packed_documents`` reads them.
-            position_ids: checked, as positions follow from the mask, the cache and the documents.
+            past_key_values: a cache from ``make_cache``, which holds the ``seen`` columns.
+            use_cache: True creates a cache when none is given. None = as the configuration says, but no cache
+                for training and documents.
+            doc_ids: ``[B, n]`` documents of packed rows (no cache). With sequence parallelism they are the ids
+                of the whole row, while ``input_ids`` is this rank's share. None = as ``packed_documents``
+                reads them.
+            position_ids: only checked, as positions follow from the mask, the cache and the documents.
             cu_seq_lens_q: see ``packed_documents``.
-            output_hidden_states: also what every layer gets, ``[B, n, hidden]`` each, and the result; zero on padding.
-            others: as stock models take them; what is not known there is named in a warning.
+            output_hidden_states: whether to give also what every layer gets, ``[B, n, hidden]`` each, and the
+                result. They are zero on padding.
+            others: what stock models take too. A warning names what they do not know.
 
         Raises:
-            ValueError: masks that are not 2-D, a cache that does not continue, documents together with a cache, attentions
-                or routers' logits that are asked for.
+            ValueError: the mask is not 2-D, the cache does not continue, documents come together with a cache,
+                or attentions or routers' logits are asked for.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         if self.config.output_attentions if output_attentions is None else output_attentions:
             raise ValueError(
-                "output_attentions=True: no attention weights are formed here; the dense model of transformers has them"
+                "output_attentions=True: no attention weights are formed here; "
+                "the dense model of transformers has them"
             )
         if others.pop("output_router_logits", getattr(self.config, "output_router_logits", False)):
             raise ValueError("output_router_logits=True: experts have no balancing loss here: leave it out")
@@ -287,7 +307,7 @@ class PodModel(PodPreTrainedModel):
     def _forward_plain(
         self, hidden_states, attention_mask, doc_ids, position_ids, cache, everything
     ) -> Tensor:
-        """No cache: training, scoring, packed documents, sequence parallelism."""
+        """A pass without a cache: training, scoring, packed documents, sequence parallelism."""
         _check_inputs(hidden_states, attention_mask, doc_ids, cache, self.sequence_parallel)
         compaction = compaction_of(attention_mask, hidden_states.shape[1])
         if compaction is not None:
@@ -309,7 +329,10 @@ class PodModel(PodPreTrainedModel):
     def _forward_cached(
         self, hidden_states, attention_mask, doc_ids, position_ids, cache, everything, input_ids
     ) -> Tensor:
-        """With a cache: padding is squeezed out first, so that layers see left-aligned rows of real tokens."""
+        """A pass with a cache.
+
+        Padding is squeezed out first, so that layers see left-aligned rows of real tokens.
+        """
         check_cache(cache)
         if self.training and self.gradient_checkpointing:
             raise ValueError("no cache is filled under activation checkpointing: call model.eval() first")
@@ -363,7 +386,10 @@ class PodModel(PodPreTrainedModel):
         )
 
     def run_layers(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
-        """``[B, n, hidden]`` to the same, behind the final norm; with ``everything`` behind what every layer gets."""
+        """``[B, n, hidden]`` to the same, behind the final norm.
+
+        With ``context.everything``, what every layer gets stands before it in the last dimension.
+        """
         carry: Carry = (None,) * (2 * len(context.lead[0]))
         before = []
         for layer in self.layers:
@@ -383,7 +409,7 @@ class PodModel(PodPreTrainedModel):
     def _checkpoint(
         self, layer: nn.Module, hidden_states: Tensor, context: ForwardContext, carry: Carry
     ) -> Any:
-        # Set by training: where the carry waits for its backward.
+        # training sets it: the place where the carry waits for its backward pass
         memory = getattr(self, "carry_memory", None)
         saving = nullcontext() if memory is None else memory.saving(layer, hidden_states, context, carry)
         stock = partial(checkpoint, use_reentrant=False)
@@ -393,7 +419,7 @@ class PodModel(PodPreTrainedModel):
 
 
 class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):
-    """The decoder with a language-model head; ``generate()`` works with caches from ``make_cache``."""
+    """The decoder with a language-model head. ``generate()`` works with caches from ``make_cache``."""
 
     _auto_class = "AutoModelForCausalLM"
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -408,13 +434,17 @@ class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids, next_sequence_length=None, inputs_embeds=None, **kwargs
     ):
-        """As in transformers, whose assisted decoding would feed again what the cache holds (``feeds_all``)."""
+        """As in transformers, except for assisted decoding (``feeds_all``) and padding beyond the vocabulary.
+
+        Assisted decoding of transformers would feed again what the cache holds.
+        """
         if kwargs.pop("feeds_all", False) and next_sequence_length is None:
             next_sequence_length = input_ids.shape[1] - kwargs["past_key_values"].get_seq_length()
         kwargs["inputs_embeds"] = inputs_embeds
         if kwargs.pop("pads_beyond", False):  # rows that ended are fed padding
             input_ids = input_ids.clamp(max=self.config.vocab_size - 1)
-        return super().prepare_inputs_for_generation(input_ids, next_sequence_length, **kwargs)  # type: ignore[misc]
+        prepare = super().prepare_inputs_for_generation  # type: ignore[misc]
+        return prepare(input_ids, next_sequence_length, **kwargs)
 
     @can_return_tuple
     def forward(
@@ -433,9 +463,13 @@ class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Logits of the columns that ``keep_columns`` keeps, and the mean next-token loss for ``labels``.
 
-        ``labels`` ``[B, n]`` are shifted here (``labels = input_ids`` is usual); -100 and the last column are
-        ignored. With documents no label crosses one. Instead of their mean ``num_items_in_batch`` gives their sum over
-        that number, as trainers want it that accumulate gradients. Other arguments as in ``PodModel.forward``.
+        The other arguments are those of ``PodModel.forward``.
+
+        Args:
+            labels: ``[B, n]``. They are shifted here (``labels = input_ids`` is usual). -100 and the last
+                column are ignored. With documents, no label crosses one.
+            num_items_in_batch: the loss becomes the sum over the labels divided by this number, in the place of
+                the mean. Trainers that accumulate gradients want it so.
         """
         if labels is not None and doc_ids is None and self.model.sequence_parallel is None:
             packed = position_ids, others.get("cu_seq_lens_q"), attention_mask
@@ -457,8 +491,10 @@ class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):
 
 
 def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """``input_ids`` ``[B, n]`` with 0 where the mask ``[B, seen + n]`` has padding: its id may be one that the model has no embedding
-    for, and what stands there is never seen."""
+    """``input_ids`` ``[B, n]`` with 0 where the mask ``[B, seen + n]`` has padding.
+
+    The id of padding may be one that the model has no embedding for, and what stands there is never seen.
+    """
     real = None if attention_mask is None else attention_mask[:, -input_ids.shape[-1] :]
     if real is None or real.shape != input_ids.shape:  # a mask that does not fit is refused later
         return input_ids
@@ -472,10 +508,10 @@ def next_token_loss(
     attention_mask: Tensor | None,
     num_items: int | Tensor | None,
 ) -> Tensor:
-    """Mean cross-entropy in nats over the labelled next tokens, or its sum over ``num_items``, in at least fp32.
+    """Mean cross-entropy in nats over the labelled next tokens, in at least fp32.
 
-    Padding is no label and predicts none, and no label crosses a document. Labels, documents and mask may
-    be in host memory.
+    With ``num_items`` it is the sum divided by that number. Padding is no label and predicts none, and no label
+    crosses a document. Labels, documents and mask may be in host memory.
     """
     device = logits.device
     targets = labels[:, 1:].to(device)
@@ -499,9 +535,10 @@ def _check_inputs(hidden_states, attention_mask, doc_ids, cache, parallel) -> No
         raise ValueError("input_ids has 0 columns: feed at least one token")
     if attention_mask is not None and list(attention_mask.shape) != expected:
         raise ValueError(
-            f"attention_mask is {list(attention_mask.shape)}, but {seen} columns are in the cache and {n} are new for {batch} "
-            f"rows: pass a mask of {expected} and only the new tokens (a 2-D padding mask: causal and window masks are part of "
-            "the model); for another prompt call reset() of the cache"
+            f"attention_mask is {list(attention_mask.shape)}, but {seen} columns are in the cache and {n} "
+            f"are new for {batch} rows: pass a mask of {expected} and only the new tokens "
+            "(a 2-D padding mask: causal and window masks are part of the model); "
+            "for another prompt call reset() of the cache"
         )
     if doc_ids is not None and cache is not None:
         raise ValueError("doc_ids are for packed training rows and cannot be combined with a cache")

@@ -1,4 +1,7 @@
-"""Attention with every logit in memory, a block of queries at a time: the truth that fast implementations are held to."""
+"""Attention with every logit in memory, a block of queries at a time.
+
+It is the truth that fast implementations are held to.
+"""
 
 import torch
 from torch import Tensor
@@ -9,7 +12,10 @@ _BLOCK_ELEMENTS = 1 << 24
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
-    """See ``attend.attend``; computes in fp32, or in fp64 for fp64 queries, with gradients of both by autograd."""
+    """See ``attend.attend``. Autograd gives the gradients of the output and of the log-sum-exp.
+
+    It computes in fp32, or in fp64 for fp64 queries.
+    """
     compute = compute_dtype(call.q.dtype)
     out = torch.zeros_like(call.q, memory_format=torch.contiguous_format)
     lse = torch.full(call.q.shape[:3], float("-inf"), dtype=compute, device=call.q.device)
@@ -29,7 +35,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _rows(call: Call, tokens: list, segment: Segment, rows: Span) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of some queries of a segment; zeros and -inf where nothing is seen."""
+    """Output and log-sum-exp of some queries of a segment: zeros and -inf where a query sees nothing."""
     keys, values, far_keys = tokens
 
     def logits_of(queries: Tensor, keys: Tensor) -> Tensor:
@@ -43,7 +49,7 @@ def _rows(call: Call, tokens: list, segment: Segment, rows: Span) -> tuple[Tenso
         logits, visible = torch.where(proximal, logits, far), proximal | distant
     nothing = ~visible.any(-1, keepdim=True)
     logits = logits.masked_fill(~visible & ~nothing, float("-inf"))
-    if call.sink is not None:  # one more column, and one more row of values
+    if call.sink is not None:  # it adds one column of logits, and one row of values
         column, value = (x.to(logits.dtype) for x in call.sink.columns())
         logits = torch.cat((logits, column.expand(*logits.shape[:3])[..., None]), dim=-1)
         values = torch.cat((values, value.expand(values.shape[0], -1, -1, -1)), dim=2)
@@ -52,8 +58,10 @@ def _rows(call: Call, tokens: list, segment: Segment, rows: Span) -> tuple[Tenso
 
 
 def _masks(call: Call, segment: Segment, rows: Span) -> tuple[Tensor, Tensor]:
-    """What queries ``rows`` of a segment see, and what of the rest their leads see: ``[rows, n]``, or ``[b, Hq, rows, n]`` for
-    tokens with positions of their own."""
+    """Two masks for the queries ``rows`` of a segment: what they see, and what of the rest their leads see.
+
+    The masks are ``[rows, n]``, or ``[b, Hq, rows, n]`` for tokens with positions of their own.
+    """
     see, device = call.visibility, call.q.device
     query = torch.arange(*rows, device=device)[:, None] - segment.queries[0]
     if see.positions is None:

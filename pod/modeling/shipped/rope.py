@@ -17,8 +17,8 @@ def inverse_frequencies(
 ) -> tuple[Tensor, float]:
     """Inverse frequencies ``[head_dim / 2]`` in fp32 and the factor on cos and sin (YaRN; 1.0 otherwise).
 
-    The same arithmetic as the stock models, so that a checkpoint sees the angles it was trained with. Without parameters all
-    angles are 0, which leaves every number as it is.
+    The arithmetic is that of the stock models, so that a checkpoint sees the angles it was trained with.
+    Without parameters all angles are 0, which leaves every number as it is.
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     if parameters is None:
@@ -30,18 +30,21 @@ def inverse_frequencies(
 
 
 Frequencies = tuple[list[tuple[Tensor, float]], list[int]]
-"""``inverse_frequencies`` of every kind of layer, and the kind of each layer."""
+"""The ``inverse_frequencies`` of every kind of layer, and the kind of each layer."""
 
 
 def frequencies_of(config: PodConfig, device: torch.device) -> Frequencies:
-    """Of a model whose configuration does not change any more."""
+    """The frequencies of a model whose configuration does not change any more."""
     each = [config.rope_of(layer) for layer in range(config.num_hidden_layers)]
     kinds = [one for layer, one in enumerate(each) if one not in each[:layer]]
     return [inverse_frequencies(config, device, one) for one in kinds], [kinds.index(one) for one in each]
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate ``[B, h, n, d]`` with the tables of its positions: long inputs in tiles, so that little is held in fp32."""
+    """Rotate ``[B, h, n, d]`` with the tables of its positions.
+
+    Long inputs are rotated in tiles, so that little is held in fp32.
+    """
     tile = max(1, tile_elements(x.device) // max(1, x[:, :, :1].numel()))
     if x.shape[2] <= tile:
         return rotate_whole(x, *tables)
@@ -59,7 +62,7 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def rotate_whole(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The same in one go."""
+    """The same as `rotate`, in one go."""
     halves = x.to(cos.dtype).unflatten(3, (2, -1))
     return torch.addcmul(halves * cos, halves.flip(3), sin).flatten(3).to(x.dtype)
 
@@ -72,7 +75,7 @@ class Rope:
         attention_scaling: factor on cos and sin.
         position_ids: ``[B or 1, n]`` integers.
         dtype: dtype of the hidden states; angles and products use at least fp32.
-        rotate: another function of the same values than `rotate`, as training compiles it.
+        rotate: a function that gives the same values as `rotate`; training passes a compiled one.
     """
 
     def __init__(
@@ -91,8 +94,12 @@ class Rope:
         self._other_tables: dict[Hashable, tuple[Tensor, Tensor]] = {}
 
     def tables(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """For ``rotate`` at ``position_ids`` ``[B or 1, n]``: cos ``[B or 1, 1, n, 1, d / 2]``, and ``[…, 2, d / 2]`` with -sin
-        for the lower and sin for the upper half of the channels."""
+        """The tables that ``rotate`` needs at ``position_ids`` ``[B or 1, n]``.
+
+        Returns:
+            cos ``[B or 1, 1, n, 1, d / 2]``, and ``[…, 2, d / 2]`` with -sin for the lower and sin for the
+            upper half of the channels.
+        """
         frequencies = self.frequencies.to(self.compute_dtype)
         angles = position_ids[:, None, :, None, None].to(self.compute_dtype) * frequencies
         cos, sin = angles.cos(), angles.sin()
@@ -101,19 +108,25 @@ class Rope:
         return cos, torch.cat((-sin, sin), dim=-2)
 
     def pair(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate queries ``[B, Hq, n, d]`` and keys ``[B, H, n, d]``: those of a decoded token at once, which is one pass less."""
+        """Rotate queries ``[B, Hq, n, d]`` and keys ``[B, H, n, d]``.
+
+        Those of a decoded token are rotated together, which saves one pass.
+        """
         if q.shape[2] > 1:
             return self(q), self(k)
         heads = q.shape[1], k.shape[1]
         return self(torch.cat((q, k), dim=1)).split(heads, dim=1)  # type: ignore[return-value]
 
     def turn(self, x: Tensor, positions: range) -> Tensor:
-        """Rotate ``[B, h, n, d]`` at other positions than this pass's; layers that ask for the same ones share tables."""
+        """Rotate ``[B, h, n, d]`` at other positions than those of this pass.
+
+        Layers that ask for the same positions share tables.
+        """
         start, stop = positions.start, positions.stop
         return self.turn_at(x, positions, lambda: torch.arange(start, stop, device=x.device)[None])
 
     def turn_at(self, x: Tensor, name: Hashable, positions: Callable[[], Tensor]) -> Tensor:
-        """The same at positions ``[B or 1, n]`` that are computed once in a pass for each name."""
+        """Like ``turn``, at positions ``[B or 1, n]`` that are computed once in a pass for each name."""
         if name not in self._other_tables:
             self._other_tables[name] = self.tables(positions())
         return self.rotate(x, self._other_tables[name])
@@ -121,7 +134,8 @@ class Rope:
     def for_rows(self, rows: Tensor | None, num_new: int) -> "Rope":
         """The same rotation for some rows of the batch (None = all) and their first ``num_new`` columns.
 
-        Tables of other positions are these rows' own: rows of as many tokens but another budget need others.
+        These rows get their own tables of other positions. Rows with as many tokens but another budget need
+        other tables.
         """
         part = copy(self)
         part._other_tables = {}
@@ -149,6 +163,6 @@ class Rope:
 
 
 def ropes_on(ropes: Sequence[Rope], device: torch.device) -> list[Rope]:
-    """Each layer's rotation on another device; layers of a kind still share one."""
+    """Each layer's rotation on another device. Layers of a kind still share one."""
     moved = {rope: rope.on(device) for rope in set(ropes)}
     return [moved[rope] for rope in ropes]

@@ -1,11 +1,13 @@
 """A constant sink: one logit per query head and one value per KV head in the place of the first tokens.
 
-With the output ``o`` and the log-sum-exp ``l`` of what a query sees, the share of the sink is
-``p = sigmoid(s - l)``, the output ``(1 - p) o + p u`` and the log-sum-exp ``logaddexp(l, s)``. Every
-implementation of attention that gives a log-sum-exp gets its sink here. Flash's backward, run with the
-output and the log-sum-exp of the whole softmax, gives the gradients of queries, keys and values; those of the
-sink are made from the same two tensors: ``du = sum p g`` and ``ds = sum p <g, u - out>`` for the gradient
-``g`` of the output.
+Let ``o`` be the output and ``l`` the log-sum-exp of what a query sees, ``s`` the sink's logit and ``u`` its
+value. The share of the sink is ``p = sigmoid(s - l)``. With the sink, the output is ``(1 - p) o + p u`` and
+the log-sum-exp is ``logaddexp(l, s)``. Every implementation of attention that gives a log-sum-exp gets its
+sink here.
+
+Flash's backward, run with the output and the log-sum-exp of the whole softmax, gives the gradients of
+queries, keys and values. The gradients of the sink are made from the same two tensors: ``du = sum p g`` and
+``ds = sum p <g, u - out>`` for the gradient ``g`` of the output.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,11 +17,14 @@ import torch
 from torch import Tensor, nn
 
 _TILE_ELEMENTS = {"cpu": 1 << 20}
-"""Numbers of the output that are merged at a time, as they become wide; 2^24 elsewhere, 64 MiB."""
+"""How many numbers of the output are merged at a time, because they are widened to the log-sum-exp's dtype.
+
+Devices that are not listed take 2^24 (64 MiB).
+"""
 
 
 PARAMETERS = ("self_attn.sinks", "self_attn.sink_values")
-"""Of a decoder layer with constant sinks: ``[Hq]`` and ``[H, d]``."""
+"""The parameters of a decoder layer with constant sinks: logits ``[Hq]`` and values ``[H, d]``."""
 
 
 def is_constant(name: str) -> bool:
@@ -28,24 +33,32 @@ def is_constant(name: str) -> bool:
 
 
 class SinkReader(nn.Module):
-    """Gives parameters as tensors of this pass. A module of its own, because ZeRO-3 gathers weights when a
-    module runs, and attention itself has no such hooks (``drop_carry_hooks``)."""
+    """Gives the sink's parameters as tensors of this pass.
+
+    It is a module of its own, because ZeRO-3 gathers weights when a module runs, and attention itself has no
+    such hooks (``drop_carry_hooks``).
+    """
 
     def forward(self, logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return logits.clone(), values.clone()
 
 
 class Sink(NamedTuple):
-    """What stands for the first tokens: ``logits`` ``[Hq]``, scaled, of query heads; ``values`` ``[H, d]``
-    of KV heads."""
+    """What stands for the first tokens.
+
+    Attributes:
+        logits: ``[Hq]``, one scaled logit per query head.
+        values: ``[H, d]``, one value per KV head.
+    """
 
     logits: Tensor
     values: Tensor
 
     def of_heads(self, heads: Sequence[int]) -> "Sink":
-        """That of these KV heads and of their query heads."""
+        """The sink of these KV heads and of their query heads."""
         neighbours = heads[-1] - heads[0] == len(heads) - 1
-        index = slice(heads[0], heads[-1] + 1) if neighbours else list(heads)  # of a slice nothing is copied
+        # a slice copies nothing
+        index = slice(heads[0], heads[-1] + 1) if neighbours else list(heads)
         logits = self.logits.unflatten(0, (self.values.shape[0], -1))
         return Sink(logits[index].flatten(), self.values[index])
 
@@ -56,11 +69,19 @@ class Sink(NamedTuple):
 
 
 def add_sink(out: Tensor, lse: Tensor, logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """One softmax over what gave ``out`` ``[…, d]`` and ``lse`` ``[…]``, and a token with these logits and
-    values.
+    """Add a sink to the result of a softmax, as if one softmax had seen the sink too.
 
-    Logits and values broadcast to ``lse`` and ``out``. Where nothing was seen nothing is added.
-    Differentiable in everything.
+    ``logits`` and ``values`` broadcast to ``lse`` and ``out``. Where a query saw nothing, nothing is added.
+    The result is differentiable in every argument.
+
+    Args:
+        out: ``[…, d]``, the output without the sink.
+        lse: ``[…]``, its log-sum-exp.
+        logits: of the sink.
+        values: of the sink.
+
+    Returns:
+        The output and the log-sum-exp with the sink.
     """
     wide = lse.dtype
     logits = logits.to(wide)
@@ -72,8 +93,10 @@ def add_sink(out: Tensor, lse: Tensor, logits: Tensor, values: Tensor) -> tuple[
 
 
 def merge_sink(out: Tensor, lse: Tensor, sink: Sink | None) -> tuple[Tensor, Tensor]:
-    """``out`` ``[B, Hq, n, d]`` and ``lse`` ``[B, Hq, n]`` with the sink in them, in place and a tile at a
-    time; without gradients."""
+    """Merge the sink into ``out`` ``[B, Hq, n, d]`` and ``lse`` ``[B, Hq, n]``, in place, a tile at a time.
+
+    It makes no gradients. Without a sink nothing changes.
+    """
     if sink is None:
         return out, lse
     columns = sink.columns()
@@ -83,15 +106,22 @@ def merge_sink(out: Tensor, lse: Tensor, sink: Sink | None) -> tuple[Tensor, Ten
 
 
 def sink_gradients(sink: Sink, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of the logits ``[Hq]`` and of the values ``[H, d]``; ``out`` and ``lse`` are those with
-    the sink in them."""
+    """The gradients of the sink's logits ``[Hq]`` and values ``[H, d]``.
+
+    Args:
+        sink: whose gradients are asked for.
+        grad_out: the gradient of ``out``.
+        out: the output with the sink merged in.
+        lse: the log-sum-exp with the sink merged in.
+    """
     wide = lse.dtype
     logits, values = (x.to(wide) for x in sink.columns())
     of_logits = torch.zeros_like(logits[:, 0])
     of_values = torch.zeros_like(values[:, 0])
     for rows in _tiles(out):
         total = lse[:, :, rows]
-        sees_nothing = total == float("-inf")  # padding, whose gradient may be anything
+        # these rows are padding, whose gradient may be anything
+        sees_nothing = total == float("-inf")
         grad = grad_out[:, :, rows].to(wide).masked_fill(sees_nothing[..., None], 0.0)
         share = (logits - total).exp().masked_fill(sees_nothing, 0.0)
         of_logits += (share * (grad * (values - out[:, :, rows])).sum(-1)).sum((0, 2))

@@ -1,8 +1,8 @@
-"""What a cache holds as named tensors and plain facts: saved, sent and read again without pickle.
+"""What a cache holds, as named tensors and plain facts: saved, sent and read again without pickle.
 
-Every object that belongs to a cache is written attribute by attribute. What only configures it (the model's config, functions)
-is not: it comes with a newly made cache of the same spec. When facts are read, only classes of ``PACKAGES`` are made, and
-nothing is imported.
+Every object that belongs to a cache is written attribute by attribute. What only configures it (the model's
+config, functions) is not written: it comes with a newly made cache of the same spec. When facts are read,
+only classes of ``PACKAGES`` are made, and nothing is imported.
 """
 
 import sys
@@ -36,7 +36,7 @@ class CacheState:
     """What ``PodCache.state`` gives and ``PodCache.from_state`` takes.
 
     Attributes:
-        tensors: by the path of attributes that leads to them; the cache's own, to be read only.
+        tensors: by the path of attributes that leads to them. They are the cache's own, to be read only.
         facts: everything else, ready for JSON.
     """
 
@@ -59,10 +59,12 @@ def fields_of(item: Any) -> dict[str, Any]:
 
 
 class Writer:
-    """Turns what ``cache`` holds into facts and tensors; what is met twice is written once.
+    """Turns what ``cache`` holds into facts and tensors. What is met twice is written once.
 
     Attributes:
-        met: every object and container that was written, which also keeps them alive: their numbers would be used again.
+        tensors: what was written so far, by path.
+        met: every object and container that was written. The list keeps them alive, because the ``id`` of a
+            dead object would be used again.
     """
 
     def __init__(self, cache: Any):
@@ -93,7 +95,7 @@ class Writer:
             self.tensors[path] = value.detach()
             return {"tensor": path}
         if isinstance(value, torch.device):
-            return {"device": None}  # that of the model which reads
+            return {"device": None}  # the reader takes the device of its own model
         if isinstance(value, torch.dtype):
             return {"dtype": str(value).removeprefix("torch.")}
         if isinstance(value, dict):
@@ -107,12 +109,15 @@ class Writer:
         return {"object": name, "fields": self.fields(fields_of(value), f"{path}.")}
 
     def fields(self, values: dict[str, Any], path: str = "") -> dict[str, Any]:
-        """The facts of named values; ``path`` stands before the names of their tensors."""
+        """The facts of named values. ``path`` stands before the names of their tensors."""
         return {name: self.write(value, f"{path}{name}") for name, value in values.items()}
 
 
 class Reader:
-    """The opposite of ``Writer``, for an empty ``cache``: its layers are new ones of that cache, with their functions."""
+    """The opposite of ``Writer``, for an empty ``cache``.
+
+    Its layers are new ones of that cache, with their functions.
+    """
 
     def __init__(self, cache: Any, tensors: dict[str, Tensor]):
         self.cache, self.tensors = cache, tensors
@@ -120,7 +125,7 @@ class Reader:
         self._classes = known_classes()
 
     def read(self, facts: Any, place: int = 0) -> Any:
-        """The value of these facts, which stand at this place of a list."""
+        """The value of these facts, which stand at index ``place`` of a list."""
         if type(facts) in _PLAIN:
             return facts
         if "common" in facts:
@@ -129,7 +134,7 @@ class Reader:
             return self._met[facts["same"]]
         number = len(self._met)
         self._met.append(self._new_object(facts["object"], place) if "object" in facts else None)
-        if "object" in facts:  # whose fields may lead back to it
+        if "object" in facts:  # it is in the list already, as its fields may lead back to it
             vars(self._met[number]).update(self.fields(facts["fields"]))
         else:
             self._met[number] = self._value(facts)
@@ -162,7 +167,11 @@ class Reader:
 
 
 def check_objects(met: Sequence[object], tensors: dict[str, Tensor]) -> None:
-    """Every store of itself; positions ascend; no number is NaN, but in room that is only reserved."""
+    """Check what was read: stores, positions and numbers.
+
+    Every store checks itself. Positions must ascend. No number may be NaN, except in room that is only
+    reserved.
+    """
     reserved = set()
     for item in met:
         if isinstance(item, TokenStore):

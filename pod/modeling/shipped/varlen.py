@@ -1,13 +1,15 @@
-"""Attention as a few variable-length flash calls over all segments of a batch at once, on CUDA; forward and backward.
+"""Attention on CUDA as a few variable-length flash calls over all segments of a batch: forward and backward.
 
-Each kind of slice (``Segment.slices``) is *one* call of PyTorch's op, causal from the bottom right, whose
-sequences are the segments; ``cu_seqlens`` are made once in a pass. Where the rows of a call are not
-neighbours they are gathered. Behind the op run the kernels of FlashAttention 2, or of 3 or 4
-(``flash_version``): all that is asked of them here, bounds, longest sequences, scale, causal masks, windows
-and log-sum-exps, forward and backward, they take alike.
+Each kind of slice (``Segment.slices``) is *one* call of PyTorch's op, causal from the bottom right. The
+sequences of a call are the segments. ``cu_seqlens`` are made once in a pass. Where the rows of a call are not
+neighbours, they are gathered.
 
-Outputs of the same rows are merged by their log-sum-exps in one pass with one rounding; backward calls each part's flash
-backward with the merged output and log-sum-exp.
+Behind the op run the kernels of FlashAttention 2, or of 3 or 4 (``flash_version``). They all take alike what
+is asked of them here, forward and backward: bounds, longest sequences, scale, causal masks, windows and
+log-sum-exps.
+
+Outputs of the same rows are merged by their log-sum-exps in one pass with one rounding. Backward calls each
+part's flash backward with the merged output and log-sum-exp.
 """
 
 import math
@@ -25,21 +27,27 @@ from .sinks import Sink, merge_sink, sink_gradients
 
 _aten = torch.ops.aten
 _MERGE_ELEMENTS = 1 << 24
-"""Elements of output merged at a time: the only wide temporary, 64 MiB."""
+"""Elements of output merged at a time. They are the only wide temporary (64 MiB)."""
 _SINK_ROWS = 4096
-"""Rows that share a copy of a document's sinks. Flash's backward gives each block of keys to one multiprocessor, which would pass over
-all rows alone; copies are what lets others help."""
+"""Rows that share a copy of a document's sinks.
+
+Flash's backward gives each block of keys to one multiprocessor, which would pass over all rows alone. With
+copies, other multiprocessors help.
+"""
 Place = Span | Tensor
-"""Some tokens of all ``B·n``: neighbours, or an index."""
+"""Some tokens of all ``B·n``: a span of neighbours, or an index."""
 
 
 class PackedCall(NamedTuple):
     """What a variable-length flash op must know besides its tensors.
 
     Attributes:
-        bounds: int32 ``[sequences + 1]`` on the device, where each sequence starts among the packed queries, and among the keys.
+        bounds: where each sequence starts among the packed queries, and among the packed keys. Each is int32
+            ``[sequences + 1]`` on the device.
         longest: tokens of the longest sequence, of queries and of keys.
-        causal: bottom-right aligned. With a ``window`` of w tokens only the w newest visible keys count.
+        causal: whether the mask is causal, bottom-right aligned.
+        window: with a window of w tokens, only the w newest visible keys count.
+        scale: factor on the logits.
     """
 
     bounds: tuple[Tensor, Tensor]
@@ -53,7 +61,8 @@ class Part(NamedTuple):
     """One flash call: these rows of the (own or lead) queries on these columns of keys and values.
 
     Attributes:
-        copies: where the columns are copies, the original tokens, and which of them each column is of.
+        copies: where the columns are copies: the original tokens, and for each column which of them it is a
+            copy of. Else None.
     """
 
     lead: bool
@@ -66,7 +75,8 @@ class Part(NamedTuple):
         if self.copies is None:
             _add(x, self.columns, values)
             return
-        # Up to n / 4096 copies: on CUDA their sum would otherwise be rounded as often, in no fixed order.
+        # There are up to n / 4096 copies. Without a wide sum, CUDA would round once per copy, in no fixed
+        # order.
         original, copy_of = self.copies
         sums = torch.zeros_like(_take(x, original), dtype=compute_dtype(x.dtype))
         _add(x, original, sums.index_add_(0, copy_of, values.to(sums.dtype)).to(x.dtype))
@@ -79,11 +89,17 @@ def _take(x: Any, where: Place) -> Tensor:
 
 
 def _put(x: Tensor, where: Place, values: Tensor) -> None:
-    x.index_copy_(0, where, values) if isinstance(where, Tensor) else _take(x, where).copy_(values)
+    if isinstance(where, Tensor):
+        x.index_copy_(0, where, values)
+    else:
+        _take(x, where).copy_(values)
 
 
 def _add(x: Any, where: Place, values: Tensor) -> None:
-    x.index_add_(0, where, values) if isinstance(where, Tensor) else _take(x, where).add_(values)
+    if isinstance(where, Tensor):
+        x.index_add_(0, where, values)
+    else:
+        _take(x, where).add_(values)
 
 
 Plan = list[list[Part]]
@@ -93,7 +109,11 @@ Plan = list[list[Part]]
 def make_plan(
     segments: Sequence[Segment], sizes: tuple[int, int], see: Visibility, has_lead: bool, scale: float, device
 ) -> Plan:
-    """The calls for these segments; ``sizes`` are the columns of queries and of keys in a row of the batch."""
+    """The calls for these segments.
+
+    Args:
+        sizes: the columns of queries and of keys in a row of the batch.
+    """
     found: dict[Slice, list[tuple[Span, Span]]] = {}
     for segment in segments:
         for piece in segment.slices(see, has_lead, cuts_windows=False):
@@ -112,7 +132,10 @@ def make_plan(
 
 
 def _part(kind: Slice, spans: list[tuple[Span, Span]], most_rows: int, scale: float, device) -> Part:
-    """Sequences of at most so many rows; where one is cut, each piece gets a copy of its columns."""
+    """One part, whose sequences have at most ``most_rows`` rows.
+
+    Where a sequence is cut, each piece gets a copy of its columns.
+    """
     rows, columns, copy_of = [], [], []
     for number, (all_rows, own_columns) in enumerate(spans):
         for start in range(*all_rows, most_rows):
@@ -130,7 +153,7 @@ def _part(kind: Slice, spans: list[tuple[Span, Span]], most_rows: int, scale: fl
 
 
 def _bounds(spans: Sequence[Span], device: torch.device) -> tuple[Tensor, int]:
-    """Where each sequence starts, and the longest one's tokens."""
+    """Where each sequence starts, and how many tokens the longest one has."""
     lengths = [end - start for start, end in spans]
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     return starts.to(device, non_blocking=True), max(lengths)
@@ -143,7 +166,7 @@ def _place(spans: Sequence[Span], device: torch.device) -> Place:
 
 
 def unsupported_on_cuda(call: Call) -> str | None:
-    """Why CUDA's flash op cannot run a call; None when it can."""
+    """Why CUDA's flash op cannot run a call. None when it can."""
     q = call.q
     if q.device.type != "cuda":
         return f"device {q.device.type} has no flash op"
@@ -156,7 +179,7 @@ def unsupported_on_cuda(call: Call) -> str | None:
 
 
 def unsupported_sizes(dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why no GPU runs this dtype and head dimension; None when there are some that do."""
+    """Why no GPU runs this dtype and head dimension. None when some GPUs do."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"dtype {dtype} on CUDA (needs float16 or bfloat16)"
     if head_dim > 256 or head_dim % 8:
@@ -165,8 +188,9 @@ def unsupported_sizes(dtype: torch.dtype, head_dim: int) -> str | None:
 
 
 def attend_on_cuda(call: Call) -> tuple[Tensor, Tensor]:
-    """See ``attend.attend``; the output is laid out as ``[B, m, Hq, d]``."""
-    n = max((segment.keys[1] for segment in call.segments.all), default=0)  # sources may have room for more
+    """See ``attend.attend``. The output is laid out in memory as ``[B, m, Hq, d]``."""
+    # sources may have room for more tokens than these
+    n = max((segment.keys[1] for segment in call.segments.all), default=0)
     sizes, see, has_lead, device = (call.q.shape[2], n), call.visibility, call.lead is not None, call.q.device
     plan = call.segments.derived(
         ("varlen", sizes, see[:3], has_lead, call.scale, device),
@@ -189,10 +213,10 @@ Inputs = Sequence[Tensor | None]
 def differentiable(
     inputs: Inputs, forward: Callable, backward: Callable, sink: Sink | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``forward(inputs)``, output and log-sum-exp, with a sink in both; the output with the gradients
-    ``backward(inputs, grad_out, out, lse)`` and those of the sink.
+    """Output and log-sum-exp of ``forward(inputs)``, with a sink in both. The output has gradients.
 
-    Tensors are saved where they may be offloaded: the functions must hold none.
+    The gradients of the inputs are ``backward(inputs, grad_out, out, lse)``. The sink gets its own. Tensors
+    are saved where they may be offloaded, so the two functions must hold no tensors.
     """
     logits, values = (None, None) if sink is None else sink
     return _Differentiable.apply(logits, values, *inputs, forward, backward)  # type: ignore[return-value]
@@ -250,7 +274,7 @@ def backward(inputs: Inputs, grad_out: Tensor, out: Tensor, lse: Tensor, plan: P
 
 
 def _packed(x):
-    """``[B, h, n, d]`` to ``[B·n, h, d]`` with neighbouring channels; a view where the layout allows."""
+    """``[B, h, n, d]`` to ``[B·n, h, d]`` with neighbouring channels: a view where the layout allows."""
     if x is None:
         return None
     x = x.transpose(1, 2).flatten(0, 1)
@@ -271,7 +295,7 @@ def _merged(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """One softmax over the keys of all parts (the gate of eq. 4 for any number of them), some rows at a time.
 
     Returns:
-        Output ``[r, Hq, d]``, in the memory of the first part's, and log-sum-exp ``[r, Hq]``.
+        Output ``[r, Hq, d]``, in the memory of the first part's output, and log-sum-exp ``[r, Hq]``.
     """
     outs, lses = [out for out, _ in results], torch.stack([lse.t() for _, lse in results])
     total = lses.logsumexp(0)
@@ -289,22 +313,39 @@ def _merged(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def op_forward(q: Tensor, k: Tensor, v: Tensor, call: PackedCall) -> tuple[Tensor, Tensor]:
-    """``[R, Hq, d]``, ``[C, H, d]`` twice, every sequence with queries and keys, to the output and its fp32 log-sum-exp ``[Hq, R]``."""
+    """Attention of packed sequences, each of which has queries and keys.
+
+    Args:
+        q: ``[R, Hq, d]``.
+        k: ``[C, H, d]``.
+        v: ``[C, H, d]``.
+        call: what the op must know besides its tensors.
+
+    Returns:
+        The output and its fp32 log-sum-exp ``[Hq, R]``.
+    """
     arguments, options = _op_arguments(call)
     out, lse, *_ = _aten._flash_attention_forward(q, k, v, *arguments, False, **options)
     return out, lse
 
 
 def op_backward(grad, q, k, v, out, lse, call: PackedCall) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v. The output and log-sum-exp may be those of a softmax over more keys than these."""
+    """The gradients of q, k and v.
+
+    The output and log-sum-exp may be those of a softmax over more keys than these.
+    """
     arguments, options = _op_arguments(call)
-    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of dropout, which is off
     unused = torch.empty(0, dtype=torch.uint64, device=q.device)
     return _aten._flash_attention_backward(grad, q, k, v, out, lse, *arguments, state, unused, **options)
 
 
 def _op_arguments(call: PackedCall) -> tuple[tuple, dict]:
-    """Bounds, longest sequences, no dropout, whether causal; and scale and window. A window is causal by its right side of 0."""
+    """The op's positional arguments and its options.
+
+    The arguments are bounds, longest sequences, no dropout, and whether the call is causal. The options are
+    scale and window. A window is causal because its right side is 0.
+    """
     options: dict = {"scale": call.scale}
     if call.window is not None:
         options |= {"window_size_left": call.window - 1, "window_size_right": 0}
