@@ -247,8 +247,8 @@ _said: set[tuple[str, ...]] = set()
 def choose(what: str, table: Mapping[str, Any], order: Sequence[str], call: Any, backend: str) -> Any:
     """The entry of an operation's table that will run.
 
-    With ``auto`` it is the first of ``order`` that can run. Else it is the one that was asked for, and no other.
-    Entries have ``unsupported``, which says why a call cannot run (None = it can).
+    With ``auto`` it is the first of ``order`` that can run. Else it is the one that was asked for, and no
+    other. Entries have ``unsupported``, which says why a call cannot run (None = it can).
 
     Raises:
         ValueError: the name is unknown, the named entry cannot run, or nothing can that ``auto`` could take.

@@ -72,7 +72,7 @@ class ForwardContext:
         step: the cache's view of this pass. None without a cache.
         sequence_parallel: how heads are exchanged between ranks, or None.
         everything: whether the input of every layer is part of the result.
-        copies: this context for layers on other devices, by device. Empty while all lie on one device.
+        copies: this context for layers on other devices, by device. Empty while all lie on one.
     """
 
     ropes: Sequence[Rope]

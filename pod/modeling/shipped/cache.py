@@ -1,7 +1,7 @@
 """Key-value caches whose layers do the attention themselves, because who stores decides what can be attended.
 
 ``PodCache`` is a transformers ``Cache``. A forward pass asks it for a ``Step``, hands every layer's un-rotated
-q, k, v to ``cache.layers[i].attend(q, k, v, step)`` and closes the step. Layers never see padding: rows are
+q, k, v to ``cache.layers[i].attend(q, k, v, step)``, and closes the step. Layers never see padding: rows are
 left-aligned real tokens, so the token at position ``p`` of a row sits at slot ``p`` of a full store.
 """
 
@@ -23,15 +23,18 @@ class PodCache(Cache):
 
     Args:
         config: the model's configuration.
-        make_layer: ``(config, layer_idx) -> CacheLayer``; the model's own layout and plan when None.
+        make_layer: ``(config, layer_idx) -> CacheLayer``. None = the model's own layout and plan.
         spec: name shown in reports and errors.
 
     Attributes:
-        made_with: the budget (tokens, that of every row, or a text as ``25%``) and the parameters given to ``pod.make_cache``.
+        made_with: the budget and the parameters given to ``pod.make_cache``. The budget is a number of tokens,
+            a list with that of every row, or a text such as ``25%``.
         make_layer: as given.
-        engine: what decodes one token per row in place of the layer-by-layer pass, a ``pod.engine.StaticEngine``; None = nothing.
-        made_by_generate: whether ``generate()`` made it because it was given none.
-        attach_engine: ``(cache, prompt columns, most columns)`` may give an engine to such a cache; the package sets it.
+        engine: a ``pod.engine.StaticEngine``, which decodes one token per row in place of the layer-by-layer
+            pass. None = there is none.
+        made_by_generate: whether ``generate()`` made the cache because it was given none.
+        attach_engine: ``(cache, prompt columns, most columns)`` may give an engine to such a cache. The
+            package sets it.
     """
 
     engine: Any = None
@@ -55,16 +58,16 @@ class PodCache(Cache):
     def _forget(self) -> None:
         self._columns = 0
         self._lengths: Tensor | None = None
-        self._longest: Tensor | None = None  # [B] lengths before the last crop; None = none
-        self._seen_mask: Tensor | None = None  # bool [B, columns]; None = no padding so far
-        self._seen_ids: list[Tensor] | None = []  # int32 [B, …]; None after inputs_embeds
+        self._longest: Tensor | None = None  # [B] lengths before the last crop. None = no crop
+        self._seen_mask: Tensor | None = None  # bool [B, columns]. None = no padding so far
+        self._seen_ids: list[Tensor] | None = []  # int32 [B, …]. None after inputs_embeds
         self._prompt_columns_left = 0
         self._pending: tuple | None = None  # what a pass in progress will give to _count when it ends
 
     def __repr__(self) -> str:
-        """Spec, budget, tokens, bytes, and what a dense cache would hold:
+        """Spec, budget, tokens, bytes, and what a dense cache would hold.
 
-        ``<pod cache snapkv, budget 512: 2,000 tokens in 1 row, 12,582,912 bytes of 49.15 MB dense (26 %)>``.
+        For example ``<pod cache snapkv, budget 512: 2,000 tokens in 1 row, 12,582,912 bytes of 49.15 MB dense (26 %)>``.
         """
         budget = self.made_with[0]
         # a spec may say its budget itself, as `snapkv@25%`
@@ -82,7 +85,7 @@ class PodCache(Cache):
         return f"<pod cache {named}: {tokens} tokens in {rows}, {held:,} bytes{share}{failed}>"
 
     def _dense_bytes(self, tokens: int) -> int:
-        """Bytes of keys and values of so many tokens in the model's dtype; 0 where no store tells it."""
+        """Bytes of keys and values of so many tokens in the model's dtype. 0 where no store tells it."""
         config = self.config
         numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         stores = (store for layer, _ in self._holders() for store in layer.stores().values())
@@ -94,7 +97,7 @@ class PodCache(Cache):
     def begin_prompt(self, num_columns: int) -> None:
         """Announce that the next ``num_columns`` columns are one prompt, however they are chunked.
 
-        Methods that select by the end of the prompt then compress once, at its end. Without an announcement
+        Methods that select by the end of the prompt then compress once, at its end. Without an announcement,
         every forward pass of more than one column is a prompt of its own.
         """
         if num_columns < 0:
@@ -110,7 +113,7 @@ class PodCache(Cache):
     ) -> tuple[Step, Compaction | None]:
         """Check that ``[B, n, hidden]`` continues this cache, and describe the pass to the layers.
 
-        Nothing is remembered before ``end_step``; a pass that fails between the two leaves the cache unusable.
+        Nothing is remembered before ``end_step``. A pass that fails between the two leaves the cache unusable.
         """
         batch, n = hidden_states.shape[:2]
         self._check_no_pass_failed()
@@ -142,10 +145,14 @@ class PodCache(Cache):
         return step, compaction
 
     def begin_decoding(self, batch: int) -> int:
-        """An engine is about to feed ``batch`` rows, outside of any pass; gives the tokens per row. Nothing counts before the end.
+        """An engine is about to feed ``batch`` rows, outside of any pass. Nothing counts before the end.
+
+        Returns:
+            The tokens per row.
 
         Raises:
-            ValueError: an empty cache, rows with padding, a prompt that is not complete, another batch.
+            ValueError: the cache is empty, rows have padding, the prompt is not complete, or the batch is
+                another one.
         """
         self._check_no_pass_failed()
         if not self._columns or self._seen_mask is not None or self._prompt_columns_left:
@@ -176,9 +183,10 @@ class PodCache(Cache):
             self._seen_ids.append(ids.to(torch.int32, copy=True))
 
     def pieces(self, step: Step) -> Iterator[Step]:
-        """The pass in the pieces in which it goes through the layers, one after the other; here one, the pass itself.
+        """The pieces in which the pass goes through the layers, one after the other.
 
-        Methods that compress while a prompt runs give several, each with the ``starts`` of its columns.
+        Here there is one piece, the pass itself. Methods that compress while a prompt runs give several, each
+        with the ``starts`` of its columns.
         """
         yield step
 
@@ -186,7 +194,10 @@ class PodCache(Cache):
         """All layers have seen the piece."""
 
     def rereadings(self) -> Iterator[tuple[Tensor, Tensor, "PodCache"]]:
-        """What the model has to read behind a pass before it goes on: ids and mask, and the cache to read them with; here nothing."""
+        """What the model has to read behind a pass before it goes on. Here it is nothing.
+
+        Each entry has ids, a mask, and the cache to read them with.
+        """
         yield from ()
 
     def _uniform_past(self, compaction: Compaction | None) -> int | None:
@@ -198,12 +209,19 @@ class PodCache(Cache):
         return lengths.pop() if len(lengths) == 1 else None
 
     def reserve(self, capacity: int) -> None:
-        """Hold room for ``capacity`` tokens per row in layers as the decode engine takes them, which then stay where they are."""
+        """Hold room for ``capacity`` tokens per row, so that tensors stay where they are.
+
+        The layers must be such as the decode engine takes.
+        """
         for layer in self.layers:
             layer.reserve(capacity)  # type: ignore[attr-defined]
 
     def check_fits(self, config: PodConfig) -> None:
-        """Raise ``ValueError`` unless the cache was made for a model of this shape, plan and windows."""
+        """Check that the cache was made for a model of this shape, plan and windows.
+
+        Raises:
+            ValueError: it was made for another one.
+        """
         if config is not self.config and _signature(config) != _signature(self.config):
             raise ValueError("the cache was made for a model of another shape, plan or windows: make another")
 
@@ -229,8 +247,9 @@ class PodCache(Cache):
         known = self._seen_mask
         if not (seen.all() if known is None else torch.equal(seen, known.to(seen.device))):
             raise ValueError(
-                "attention_mask marks tokens that are already in the cache differently than when they were fed (rows "
-                "that ended early are fed padding as real tokens): repeat the same mask, or start an empty cache"
+                "attention_mask marks tokens that are already in the cache differently than when they were fed "
+                "(rows that ended early are fed padding as real tokens): repeat the same mask, or start an "
+                "empty cache"
             )
 
     def check_continues(self, input_ids: Tensor, columns: int, has_embeds: bool) -> None:
@@ -244,8 +263,9 @@ class PodCache(Cache):
         new = columns - self._columns
         if new < 1:
             raise ValueError(
-                f"the cache already holds {self._columns} columns and the mask has {columns}: pass at least one new "
-                "token, and an attention_mask over seen and new tokens; for another prompt call reset() or make a new cache"
+                f"the cache already holds {self._columns} columns and the mask has {columns}: pass at least "
+                "one new token, and an attention_mask over seen and new tokens; for another prompt call "
+                "reset() or make a new cache"
             )
         if has_embeds or self._seen_ids is None or input_ids.shape[1] == new:
             return
@@ -256,15 +276,15 @@ class PodCache(Cache):
             is_equal = (equal if self._seen_mask is None else equal | ~self._seen_mask).all()
         if not is_equal:
             raise ValueError(
-                f"input_ids do not start with the {self._columns} columns in the cache: pass the whole conversation, "
-                f"or only the {new} new tokens with an attention_mask of {columns} columns; for another prompt call "
-                "reset() or make a new cache"
+                f"input_ids do not start with the {self._columns} columns in the cache: pass the whole "
+                f"conversation, or only the {new} new tokens with an attention_mask of {columns} columns; "
+                "for another prompt call reset() or make a new cache"
             )
 
     # -- what is held, as tensors and facts ------------------------------------------------------------------
 
     def state(self) -> CacheState:
-        """Everything that the cache holds; the tensors are its own, so read them before the next pass.
+        """Everything that the cache holds. The tensors are its own, so read them before the next pass.
 
         Raises:
             ValueError: the last pass failed half-way.
@@ -275,10 +295,12 @@ class PodCache(Cache):
         return CacheState(writer.tensors, facts)
 
     def from_state(self, state: CacheState) -> None:
-        """Hold what ``state`` holds, from now on in its tensors: they must be this cache's alone, and on its model's device.
+        """Hold what ``state`` holds, from now on in the tensors of ``state``.
+
+        These tensors must belong to this cache alone, and lie on its model's device.
 
         Raises:
-            ValueError: another schema or spec, or a model of another shape, plan or windows.
+            ValueError: the state has another schema or spec, or its model another shape, plan or windows.
         """
         facts = state.facts
         if (found := facts.get("schema")) != SCHEMA:
@@ -300,10 +322,10 @@ class PodCache(Cache):
         return writer, writer.fields(held)
 
     def check_integrity(self) -> None:
-        """Count everything anew that is kept in two places, and compare; for tests, after any operation.
+        """Count anew everything that is kept in two places, and compare. Tests call it after any operation.
 
         Raises:
-            AssertionError: with what is wrong.
+            AssertionError: something is wrong; the message says what.
         """
         self._check_no_pass_failed()
         self._check_bookkeeping()
@@ -344,7 +366,7 @@ class PodCache(Cache):
     # -- bytes -----------------------------------------------------------------------------------------------
 
     def _all_parts(self) -> Iterator[tuple[str, Tensor, list[int]]]:
-        """Name of the part, tensor, and the rows of the batch that it is for."""
+        """Every tensor held: the name of its part, the tensor, and the rows of the batch that it is for."""
         for layer, rows in self._holders():
             yield from ((name, tensor, rows) for name, tensor in layer.parts())
         everyone = list(range(max(self.batch_size, 0)))
@@ -354,7 +376,7 @@ class PodCache(Cache):
         yield from (("bookkeeping", tensor, everyone) for tensor in bookkeeping if tensor is not None)
 
     def _storages(self) -> Iterator[tuple[str, torch.device, int, list[int]]]:
-        """Every storage once, whole, whatever view of it is in use: name of its part, device, bytes, rows."""
+        """Every storage once and whole, whatever view of it is in use: name of its part, device, bytes, rows."""
         seen: set[int] = set()
         for name, tensor, rows in self._all_parts():
             storage = tensor.untyped_storage()
@@ -363,22 +385,27 @@ class PodCache(Cache):
                 yield name, tensor.device, storage.nbytes(), rows
 
     def nbytes_by_part(self) -> dict[str, int]:
-        """Bytes held, by part; every storage counts once."""
+        """Bytes held, by part. Every storage counts once."""
         totals: dict[str, int] = {}
         for name, _, size, _ in self._storages():
             totals[name] = totals.get(name, 0) + size
         return totals
 
     def nbytes_by_device(self) -> dict[str, int]:
-        """Bytes held on each device, as ``cuda:0``; every storage counts once. Each layer's tokens lie on its
-        layer's device."""
+        """Bytes held on each device, by names such as ``cuda:0``. Every storage counts once.
+
+        Each layer's tokens lie on its layer's device.
+        """
         totals: dict[str, int] = {}
         for _, device, size, _ in self._storages():
             totals[str(device)] = totals.get(str(device), 0) + size
         return totals
 
     def nbytes_by_row(self) -> list[int]:
-        """Bytes held for each row; tensors of several rows count in equal parts, as long as the longest of them."""
+        """Bytes held for each row.
+
+        Tensors of several rows are as long as the longest row. They count in equal parts for their rows.
+        """
         totals = [0.0] * max(self.batch_size, 0)
         for _, _, size, rows in self._storages():
             for row in rows:
@@ -387,18 +414,18 @@ class PodCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes really held."""
+        """The bytes really held."""
         return sum(self.nbytes_by_part().values())
 
     # -- what transformers calls -----------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns seen, padding included: the width that the seen part of an attention mask has."""
+        """Columns seen, padding included. An attention mask's seen part has this width."""
         return self._columns
 
     @property
     def lengths(self) -> Tensor:
-        """``[B]`` real tokens seen per row."""
+        """``[B]``, the real tokens seen per row."""
         if self._lengths is None:
             raise ValueError("the cache is empty: feed a prompt first")
         return self._lengths
@@ -466,27 +493,33 @@ class PodCache(Cache):
         return max(0, min(layer.most_ahead(length) for layer, length in pairs))
 
     def check_assisted(self, longest: int) -> None:
-        """Raise ``ValueError`` unless candidates for up to ``longest`` tokens can be fed and taken back."""
+        """Check that candidates for up to ``longest`` tokens can be fed and taken back.
+
+        Raises:
+            ValueError: they cannot.
+        """
         layers = [self.new_layer(layer_idx) for layer_idx in range(self.config.num_hidden_layers)]
         if not all(layer.is_croppable for layer in layers):
             raise ValueError(
-                f"assisted decoding is not supported by the {self.spec} cache: what it drops for a candidate does not come "
-                "back; use full, pod with extra_slots, or int4, or decode without assistance"
+                f"assisted decoding is not supported by the {self.spec} cache: what it drops for a candidate "
+                "does not come back; use full, pod with extra_slots, or int4, or decode without assistance"
             )
         if any(layer.most_ahead(longest) < 0 for layer in layers):
             raise ValueError(
-                f"assisted decoding needs room behind the windows of the {self.spec} cache: pass none, or one with extra_slots "
-                "for the most candidates of a step (a trained window has none)"
+                f"assisted decoding needs room behind the windows of the {self.spec} cache: pass none, or one "
+                "with extra_slots for the most candidates of a step (a trained window has none)"
             )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last columns, as if they had not been fed; an announced prompt still ends where it was to end.
+        """Take back the last columns, as if they had not been fed.
+
+        An announced prompt still ends where it was to end.
 
         Args:
-            tokens_to_remove: how many columns, padding included, as a negative number; 0 does nothing.
+            tokens_to_remove: how many columns, padding included, as a negative number. 0 does nothing.
 
         Raises:
-            ValueError: a positive number, or more columns than ``num_croppable``.
+            ValueError: the number is positive, or there are more columns than ``num_croppable``.
         """
         count = -tokens_to_remove
         if count < 0:
@@ -499,9 +532,9 @@ class PodCache(Cache):
         most = self.num_croppable
         if count > most:
             raise ValueError(
-                f"crop({tokens_to_remove}) is not possible: this {self.spec} cache can take back {most} of its {self._columns} "
-                "columns, as what it dropped, packed or overwrote does not come back; crop less, reset() and feed again"
-                + self._room_to_crop(count)
+                f"crop({tokens_to_remove}) is not possible: this {self.spec} cache can take back {most} of its "
+                f"{self._columns} columns, as what it dropped, packed or overwrote does not come back; "
+                "crop less, reset() and feed again" + self._room_to_crop(count)
             )
         left = self._prompt_columns_left
         if count == self._columns:
@@ -511,7 +544,10 @@ class PodCache(Cache):
         self._prompt_columns_left = left + count if left else 0
 
     def _room_to_crop(self, count: int) -> str:
-        """How a cache can be made that takes back so many columns, where slots of windows are all that was lost."""
+        """How to make a cache that takes back so many columns, for the end of an error message.
+
+        It is empty unless slots of windows are all that was lost.
+        """
         config = self.config
         if self.spec != "pod" or config.layer_windows is not None or config.kv_bits is not None:
             return ""
@@ -531,13 +567,16 @@ class PodCache(Cache):
             self._seen_ids = [torch.cat(self._seen_ids, dim=1)[:, :-count]]
 
     def _crop_layers(self, counts: Tensor) -> None:
-        """Take back ``counts`` ``[B]`` tokens of each row; the new lengths are known already."""
+        """Take back ``counts`` ``[B]`` tokens of each row. The new lengths are known already."""
         for layer in self.layers:
             layer.crop(int(self.lengths.max()))
 
 
 def _signature(config: PodConfig) -> str:
-    """What a cache depends on; windows matter only where the layout has them, and keys stand in the order of heads."""
+    """What a cache depends on.
+
+    Windows matter only where the layout has them. The order of heads matters, as keys stand in it.
+    """
     windows = config.num_sink_tokens, config.num_recent_tokens, *(config.layer_windows or ())
     if config.sinks == "constant":
         windows += ("constant sinks",)

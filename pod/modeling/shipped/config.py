@@ -17,9 +17,10 @@ NORMS = {
     "behind": (None, "post_attention", None, "post_feedforward"),
     "both": ("input", "post_attention", "pre_feedforward", "post_feedforward"),
 }
-"""For each ``norm_placement`` four norms: before and behind attention, before and behind the feed-forward layer.
+"""For each ``norm_placement`` its four norms.
 
-They have the names of stock models, without ``_layernorm``. None = there is no such norm.
+They stand before and behind attention, and before and behind the feed-forward layer. They have the names of
+stock models, without ``_layernorm``. None = there is no such norm.
 """
 
 
@@ -55,10 +56,11 @@ class PodConfig(PreTrainedConfig):
             not be said.
         kv_bits: the plan's bits per layer, see ``SharingPlan``. The model's own cache follows them.
         head_order: ``[num_hidden_layers][num_attention_heads]``, the order that the heads of these weights
-            stand in, see ``SharingPlan``. None = the original one. ``load_model`` sets it when a plan asks for
-            it. Nothing is permuted here.
+            stand in, see ``SharingPlan``. None = the original one. ``load_model`` sets it when a plan asks
+            for it. Nothing is permuted here.
         num_sink_tokens, num_recent_tokens: ``n_s`` and ``n_r`` of the paper. The window counts the current
-            token. None = 16 and 4080, or 0 and 4096 for ``window``, which has no sinks. ``cla`` has no window.
+            token. None = 16 and 4080, or 0 and 4096 for ``window``, which has no sinks. ``cla`` has no
+            window.
         sinks: what stands for the first tokens in heads that keep the plan's windows, see ``SharingPlan``:
             ``tokens``, ``constant`` (parameters of the layers that have such heads) or ``none``. None = as
             ``num_sink_tokens`` says.

@@ -276,10 +276,10 @@ class ClaCacheLayer(PodCacheLayer):
         return source.attend_again(q.to(device), step.on(device, ())).to(own)
 
     def attend_again(self, q: Tensor, step: Step) -> Tensor:
-        """Attention of a follower's rotated queries ``[B, Hq, m, d]`` to what this lead stored in this pass.
+        """Attention of a follower's queries to what this lead stored in the same pass.
 
         Args:
-            q: the queries.
+            q: ``[B, Hq, m, d]``, rotated.
         """
         if step.num_new == 1 and step.all_real and not takes_gradients(q):
             return self._decode(q, step)

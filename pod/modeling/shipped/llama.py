@@ -52,10 +52,10 @@ class Tiled(nn.Module):
     """A layer that computes each token alone, by ``whole``.
 
     Attributes:
-        train_tiles: the number of parts of the tokens that are computed one after the other, and recomputed in
-            backward when gradients are taken. It is a count and not a size: under ZeRO-3 every part gathers
-            the weights, so ranks with slices of unequal length must have equally many parts. None outside of
-            training: there is one part, and without gradients there are tiles of a fixed size.
+        train_tiles: the number of parts of the tokens that are computed one after the other, and recomputed
+            in backward when gradients are taken. It is a count and not a size: under ZeRO-3 every part
+            gathers the weights, so ranks with slices of unequal length must have equally many parts. None
+            outside of training: there is one part, and without gradients there are tiles of a fixed size.
     """
 
     train_tiles: int | None = None
@@ -248,13 +248,14 @@ class PodModel(PodPreTrainedModel):
 
         Args:
             input_ids: ``[B, n]``, or ``inputs_embeds`` ``[B, n, hidden]``.
-            attention_mask: ``[B, seen + n]`` padding mask, 1 = token, 0 = padding. Padding gets a zero output.
+            attention_mask: ``[B, seen + n]`` padding mask, 1 = token, 0 = padding. Padding gets a zero
+                output.
             past_key_values: a cache from ``make_cache``, which holds the ``seen`` columns.
             use_cache: True creates a cache when none is given. None = as the configuration says, but no cache
                 for training and documents.
-            doc_ids: ``[B, n]`` documents of packed rows (no cache). With sequence parallelism they are the ids
-                of the whole row, while ``input_ids`` is this rank's share. None = as ``packed_documents``
-                reads them.
+            doc_ids: ``[B, n]`` documents of packed rows (no cache). With sequence parallelism they are the
+                ids of the whole row, while ``input_ids`` is this rank's share. None = as
+                ``packed_documents`` reads them.
             position_ids: only checked, as positions follow from the mask, the cache and the documents.
             cu_seq_lens_q: see ``packed_documents``.
             output_hidden_states: whether to give also what every layer gets, ``[B, n, hidden]`` each, and the
@@ -262,8 +263,8 @@ class PodModel(PodPreTrainedModel):
             others: what stock models take too. A warning names what they do not know.
 
         Raises:
-            ValueError: the mask is not 2-D, the cache does not continue, documents come together with a cache,
-                or attentions or routers' logits are asked for.
+            ValueError: the mask is not 2-D, the cache does not continue, documents come together with a
+                cache, or attentions or routers' logits are asked for.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
@@ -468,8 +469,8 @@ class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):
         Args:
             labels: ``[B, n]``. They are shifted here (``labels = input_ids`` is usual). -100 and the last
                 column are ignored. With documents, no label crosses one.
-            num_items_in_batch: the loss becomes the sum over the labels divided by this number, in the place of
-                the mean. Trainers that accumulate gradients want it so.
+            num_items_in_batch: with it the loss is the sum over the labels divided by this number, in the
+                place of the mean. Trainers that accumulate gradients want it so.
         """
         if labels is not None and doc_ids is None and self.model.sequence_parallel is None:
             packed = position_ids, others.get("cu_seq_lens_q"), attention_mask
@@ -510,8 +511,8 @@ def next_token_loss(
 ) -> Tensor:
     """Mean cross-entropy in nats over the labelled next tokens, in at least fp32.
 
-    With ``num_items`` it is the sum divided by that number. Padding is no label and predicts none, and no label
-    crosses a document. Labels, documents and mask may be in host memory.
+    With ``num_items`` it is the sum divided by that number. Padding is no label and predicts none, and no
+    label crosses a document. Labels, documents and mask may be in host memory.
     """
     device = logits.device
     targets = labels[:, 1:].to(device)

@@ -1,22 +1,29 @@
-"""Keys and values in 2, 4 or 8 bits, read as they are packed: the format, tensors that hold it, and products with them.
+"""Keys and values in 2, 4 or 8 bits, read as they are packed.
 
-**Numbers.** Asymmetric quantization (as KIVI, Liu et al., 2024): a group is stored as codes ``0 … 2^bits - 1`` and its
-*zero* (smallest value) and *scale* (step between codes), ``x̂ = zero + code · scale``. Both are fp16 whatever the model's
-dtype: at 4 bits a group of 32 costs 5 bits per number, one of 64 costs 4.5. The fp16 zero is rounded down and the fp16
-scale up, and codes are computed with the *rounded* ones. So every number lies inside the grid and ``|x - x̂| <= scale / 2``,
-also in groups far from zero and in constant ones. Numbers beyond the range of fp16 (±65504) saturate there. A scale below
-6e-8 does not exist in fp16, which bounds what can be told apart. Groups over channels divide ``head_dim``:
-the divisor nearest to ``group_size`` is taken, so that 80 channels make two groups of 40, 112 make four of
-28, and 4 bits cost 4.8 and 5.14.
+This file has the format, the tensors that hold it, and the products with them.
 
-**What is packed when.** While a prompt runs its tokens stay native, so that attention inside it is exact and does not
-depend on its chunks. When it ends, and after every decoded token, ``settle`` packs so that of ``n`` tokens held the first
-``P(n) = ⌊(n - residual) / group_size⌋ · group_size`` are packed (none if negative): ``residual`` to
-``residual + group_size - 1`` tokens stay native, the same ones for keys and values. Tokens are packed once; ``keep``
-copies codes.
+**Numbers.** Quantization is asymmetric (as KIVI, Liu et al., 2024). A group is stored as codes
+``0 … 2^bits - 1``, its *zero* (smallest value) and its *scale* (step between codes):
+``x̂ = zero + code · scale``. Zero and scale are fp16 whatever the model's dtype. At 4 bits a group of 32 costs
+5 bits per number, one of 64 costs 4.5.
 
-**Products.** ``q · k̂ = (q ∘ scale) · code + q · zero`` and ``Σ w v̂ = Σ (w · scale) code + Σ w · zero``, counted from the middle code: scales go into the
-small factor, codes become floats a tile at a time, inside the processor's cache, and nothing else is unpacked.
+The fp16 zero is rounded down and the fp16 scale up, and codes are computed with the *rounded* ones. So every
+number lies inside the grid and ``|x - x̂| <= scale / 2``, also in groups far from zero and in constant groups.
+Numbers beyond the range of fp16 (±65504) saturate there. A scale below 6e-8 does not exist in fp16, which
+bounds what can be told apart.
+
+Groups over channels divide ``head_dim``. The divisor nearest to ``group_size`` is taken, so that 80 channels
+make two groups of 40, and 112 make four of 28. There 4 bits cost 4.8 and 5.14.
+
+**What is packed when.** While a prompt runs, its tokens stay native. So attention inside it is exact and does
+not depend on its chunks. ``settle`` packs when the prompt ends and after every decoded token. Of ``n`` tokens
+held, the first ``P(n) = ⌊(n - residual) / group_size⌋ · group_size`` are then packed (none if negative).
+``residual`` to ``residual + group_size - 1`` tokens stay native, the same ones for keys and values. Tokens are
+packed once. ``keep`` copies codes.
+
+**Products.** ``q · k̂ = (q ∘ scale) · code + q · zero`` and ``Σ w v̂ = Σ (w · scale) code + Σ w · zero``,
+counted from the middle code. Scales go into the small factor. Codes become floats a tile at a time, inside
+the processor's cache. Nothing else is unpacked.
 """
 
 import math
@@ -33,7 +40,7 @@ from .attend import compute_dtype, tile_elements
 from .sharing import channel_group
 
 _HALF_MAX = torch.finfo(torch.float16).max
-_MINUS_TINY = -(2**15) + 1  # bits of the largest fp16 number below 0, as int16
+_MINUS_TINY = -(2**15) + 1  # the bits of the largest fp16 number below 0, as int16
 
 
 @dataclass(frozen=True)
@@ -41,10 +48,11 @@ class Packing:
     """How numbers of ``[b, h, n, d]`` are grouped and packed.
 
     Attributes:
-        bits: 2, 4 or 8; the ``P = 8 / bits`` codes in byte ``i``, from its lowest bits on, are of channels ``i``, ``i + d/P``, ….
+        bits: 2, 4 or 8. Byte ``i`` holds ``P = 8 / bits`` codes, from its lowest bits on of the channels
+            ``i``, ``i + d/P``, ….
         group_size: numbers that share a zero and a scale.
-        per_channel: a group is ``group_size`` consecutive tokens of one channel (``n`` must be a multiple); otherwise
-            it is ``channels`` consecutive channels of one token.
+        per_channel: True = a group is ``group_size`` consecutive tokens of one channel (``n`` must be a
+            multiple). False = it is ``channels`` consecutive channels of one token.
     """
 
     bits: int
@@ -57,8 +65,10 @@ class Packing:
         return self.group_size if self.per_channel else 1
 
     def channels(self, head_dim: int) -> int:
-        """Channels of one token that share a zero and a scale: a divisor of ``head_dim``, see
-        ``channel_group``."""
+        """Channels of one token that share a zero and a scale.
+
+        Their number divides ``head_dim``, see ``channel_group``.
+        """
         return 1 if self.per_channel else channel_group(head_dim, self.group_size)
 
     @property
@@ -67,7 +77,7 @@ class Packing:
         return 8 // self.bits
 
     def allocate(self, like: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Zeros as ``pack`` would return for ``slots`` tokens, whole groups, of ``[b, h, …, d]``."""
+        """Tensors of zeros such as ``pack`` returns for ``slots`` tokens (whole groups) of ``[b, h, …, d]``."""
         batch, heads, _, head_dim = like.shape
         entries = slots // self.shared, head_dim // self.channels(head_dim)
         codes = like.new_zeros(batch, heads, slots, head_dim * self.bits // 8, dtype=torch.uint8)
@@ -81,13 +91,18 @@ class Packing:
         return x.unflatten(3, (-1, self.channels(x.shape[3]))), 4
 
     def pack(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes ``[b, h, n, d·bits/8]`` (uint8), zeros and scales ``[b, h, n, d/channels]``; per channel
-        ``[b, h, n/g, d]``."""
+        """Pack ``[b, h, n, d]``.
+
+        Returns:
+            Codes ``[b, h, n, d·bits/8]`` (uint8), zeros and scales. These two are ``[b, h, n, d/channels]``,
+            or per channel ``[b, h, n/g, d]``.
+        """
         compute = compute_dtype(x.dtype)
         groups, dim = self._group(x.to(compute).clamp(-_HALF_MAX, _HALF_MAX))
         zero = _half_below(groups.amin(dim, keepdim=True))
         levels = 2**self.bits - 1
-        scale = -_half_below((zero.to(compute) - groups.amax(dim, keepdim=True)) / levels)  # not below
+        # the scale is rounded up, so that no number lies beyond the last code
+        scale = -_half_below((zero.to(compute) - groups.amax(dim, keepdim=True)) / levels)
         step = scale.to(compute)
         codes = (groups - zero.to(compute)) / torch.where(step == 0, 1, step)
         codes = codes.round_().clamp_(0, levels).to(torch.uint8).view(x.shape)
@@ -95,7 +110,7 @@ class Packing:
         return reduce(torch.bitwise_or, parts), zero.squeeze(dim), scale.squeeze(dim)
 
     def unpack(self, packed: Sequence[Tensor], out: Tensor) -> None:
-        """Write ``x̂`` into ``out`` ``[b, h, n, d]``; computed in at least fp32."""
+        """Write ``x̂`` into ``out`` ``[b, h, n, d]``. It is computed in at least fp32."""
         compute = compute_dtype(out.dtype)
         for start, stop in tiles(out, 0, out.shape[2], self.group_size):
             codes = packed[0][:, :, start:stop]
@@ -110,22 +125,26 @@ class Packing:
 def _half_below(x: Tensor) -> Tensor:
     """The largest fp16 number that is not above ``x``."""
     half = x.half()
-    bits = half.view(torch.int16)  # by bits: nextafter does not know fp16 on every device
+    bits = half.view(torch.int16)  # bits are used, because nextafter does not know fp16 on every device
     below = torch.where(half > 0, bits - 1, torch.where(half < 0, bits + 1, _MINUS_TINY)).view(torch.float16)
     return torch.where(half > x, below, half)
 
 
 def tiles(like: "Tensor | Packed", start: int, stop: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
-    """``[start, stop)`` in pieces of a multiple of so many tokens of ``like`` ``[b, h, …, d]``."""
+    """``[start, stop)`` in pieces for ``like`` ``[b, h, …, d]``, each a multiple of ``multiple`` tokens long.
+
+    The last piece may be shorter.
+    """
     batch, heads, _, head_dim = like.shape
     size = max(1, tile_elements(like.device) // (batch * heads * head_dim * multiple)) * multiple
     return ((first, min(first + size, stop)) for first in range(start, stop, size))
 
 
 class Packed(NamedTuple):
-    """Tokens of which the first are packed and the newest native: keys or values ``[B, h, C, d]``, as attention reads them.
+    """Keys or values ``[B, h, C, d]`` as attention reads them: the first tokens packed, the newest native.
 
-    Token ``p`` of row ``b`` is ``zero + code · scale`` for ``p < packed_lengths[b]``; the others stand in ``tail``.
+    Token ``p`` of row ``b`` is ``zero + code · scale`` for ``p < packed_lengths[b]``. The others stand in
+    ``tail``.
 
     Attributes:
         codes: uint8 ``[B, h, C, d·bits/8]``, see ``Packing``.
@@ -133,10 +152,11 @@ class Packed(NamedTuple):
             ``Packing.channels``.
         tail: ``[B, h, R, d]`` in the model's dtype, token ``p`` at slot ``(p - tail_start) mod R``.
         packed_lengths: int32 ``[B]``, or ``[B, h]`` where heads differ (only without ``per_channel``).
-        group_size: numbers that share a zero and a scale; without ``per_channel`` the divisor of d nearest to
-            it.
-        per_channel: groups run over tokens (keys); else over channels (values).
-        bounds: not above the smallest and not below the largest of ``packed_lengths``, known on the host.
+        group_size: numbers that share a zero and a scale. Without ``per_channel`` they are as many as the
+            divisor of d nearest to it.
+        per_channel: True = groups run over tokens (keys). False = they run over channels (values).
+        bounds: two numbers known on the host, the first not above the smallest of ``packed_lengths``, the
+            second not below the largest.
         tail_start: 0 for a ring, which kernels want.
     """
 
@@ -175,7 +195,7 @@ class Packed(NamedTuple):
         return self._replace(**{name: getattr(self, name)[rows] for name in names})
 
     def heads(self, heads: slice | Sequence[int]) -> "Packed":
-        """These heads: views of neighbours, else copies."""
+        """These heads: views if they are neighbours, else copies."""
         if not isinstance(heads, slice) and heads[-1] - heads[0] == len(heads) - 1:
             heads = slice(heads[0], heads[-1] + 1)
         parts = {name: getattr(self, name)[:, heads] for name in ("codes", "zero", "scale", "tail")}
@@ -183,8 +203,10 @@ class Packed(NamedTuple):
         return self._replace(**parts, packed_lengths=lengths)
 
     def span(self, start: int, stop: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Tokens ``[B, h, stop - start, d]``, by default in the model's dtype, a copy; slots without a token are garbage. Computed in
-        at least fp32."""
+        """A copy of tokens ``[B, h, stop - start, d]``, by default in the model's dtype.
+
+        It is computed in at least fp32. Slots without a token hold garbage.
+        """
         lowest, highest = self.bounds
         out = self.tail.new_empty(*self.shape[:2], stop - start, self.shape[3], dtype=dtype or self.dtype)
         packed, native = min(max(highest, start), stop), min(max(lowest, start), stop)
@@ -200,7 +222,7 @@ class Packed(NamedTuple):
         return out
 
     def _unpack(self, start: int, stop: int, out: Tensor) -> None:
-        """Write packed tokens from any ``start`` on; groups of tokens are unpacked whole."""
+        """Write packed tokens from any ``start`` on. Groups of tokens are unpacked whole."""
         shared = self.packing.shared
         first, last = start // shared, -(-stop // shared)
         groups = self.zero[:, :, first:last], self.scale[:, :, first:last]
@@ -215,16 +237,26 @@ class Packed(NamedTuple):
     # -- products --------------------------------------------------------------------------------------------
 
     def scores(self, q: Tensor, out: Tensor) -> None:
-        """Write ``q · k̂`` of ``q`` ``[B, h, G, d]`` (fp32 or fp64) and the first tokens to ``out`` ``[B, h, G, n]``."""
+        """Write ``q · k̂`` of the first ``n`` tokens to ``out``.
+
+        Args:
+            q: ``[B, h, G, d]``, fp32 or fp64.
+            out: ``[B, h, G, n]``.
+        """
         n, shared = out.shape[3], self.packing.shared
         packed = min(n, self.bounds[0]) // shared * shared
         if packed:
-            (self._channel_scores if self.per_channel else self._token_scores)(q, out[..., :packed])
+            write = self._channel_scores if self.per_channel else self._token_scores
+            write(q, out[..., :packed])
         for tokens, first, stop in self._natives(packed, n, q.dtype):
             out[..., first:stop] = q @ tokens.transpose(2, 3)
 
     def weighted(self, weights: Tensor, start: int, stop: int) -> Tensor:
-        """Sums ``[B, h, G, d]`` of tokens ``start … stop - 1`` with ``weights`` ``[B, h, G, stop - start]`` (fp32 or fp64)."""
+        """Weighted sums ``[B, h, G, d]`` of tokens ``start … stop - 1``.
+
+        Args:
+            weights: ``[B, h, G, stop - start]``, fp32 or fp64.
+        """
         packed = start if self.per_channel else min(max(self.bounds[0], start), stop)
         out = self._weighted(weights[..., : packed - start], start, packed) if packed > start else 0
         for tokens, first, last in self._natives(packed, stop, weights.dtype):
@@ -243,20 +275,23 @@ class Packed(NamedTuple):
             native = last
 
     def _room(self, like: Tensor, tokens: int) -> Tensor:
-        """Memory for the numbers of a tile, kept from tile to tile: new pages would cost as much as the numbers."""
+        """Memory for the numbers of a tile, kept from tile to tile.
+
+        New pages would cost as much as the numbers.
+        """
         first = next(iter(tiles(self, 0, tokens, self.group_size)))
         return like.new_empty(first[1] * math.prod((*self.shape[:2], self.shape[3])))
 
     def _numbers(self, start: int, stop: int, room: Tensor) -> Tensor:
         """Codes ``c`` as floats ``(c - 2^(bits-1)) · 2^(8-bits)``, ``[P, B, h, n, d/P]``, ``P`` codes to a byte.
 
-        Sums of codes and of zeros would be far larger than what they sum up to, and lose as many digits. Valid until the
-        next call.
+        They count from the middle code, because sums of codes and of zeros would be far larger than what they
+        add up to, and lose as many digits. The result is valid until the next call.
         """
         codes, bits = self.codes[:, :, start:stop], self.packing.bits
         numbers = into = codes.new_empty(self.packing.parts, *codes.shape)
         signs, top = sum(128 >> shift for shift in range(0, 8, bits)), 256 - 2 ** (8 - bits)
-        if codes.shape[3] % 4 == 0:  # four bytes at a time: half the time
+        if codes.shape[3] % 4 == 0:  # four bytes at a time take half the time
             codes, into = codes.view(torch.int32), into.view(torch.int32)
             signs, top = (mask * 0x01010101 - 2**32 for mask in (signs, top))
         torch.bitwise_xor(codes, signs, out=into[-1])
@@ -267,7 +302,10 @@ class Packed(NamedTuple):
         return room[: numbers.numel()].view(numbers.shape).copy_(numbers.view(torch.int8))
 
     def _middle_and_scale(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What the number 0 stands for, and the step between numbers: per channel ``[B, h, n/g, d]``, else ``[B, h, d/g, n]``."""
+        """What the number 0 stands for, and the step between numbers.
+
+        Both are ``[B, h, n/g, d]`` per channel, else ``[B, h, d/g, n]``.
+        """
         entries = slice(start // self.packing.shared, stop // self.packing.shared)
         found = (x[:, :, entries] for x in (self.zero, self.scale))
         if not self.per_channel:
@@ -294,7 +332,10 @@ class Packed(NamedTuple):
                 out[:, :, :, entries].add_(product.transpose(2, 3)[:, :, :groups])
 
     def _units(self, x: Tensor) -> Tensor:
-        """Entries ``[B, h, d/g, n]`` for runs of channels within a group and a part: ``[U, P, B, h, n]``."""
+        """Turn entries ``[B, h, d/g, n]`` into those of runs of channels, ``[U, P, B, h, n]``.
+
+        A run lies within one group and one part.
+        """
         part = self.shape[3] // self.packing.parts
         group = self.shape[3] // x.shape[2]
         unit = math.gcd(group, part)
@@ -334,7 +375,10 @@ class Packed(NamedTuple):
 
 
 def _rows_of_four(x: Tensor) -> Tensor:
-    """``[B, h, G, n]`` with a row of zeros where three rows, of any four, would take a matrix product longer than four."""
+    """``[B, h, G, n]``, with a row of zeros more where the last four rows lack one.
+
+    A matrix product takes longer for three such rows than for four.
+    """
     return F.pad(x, (0, 0, 0, 1)) if x.shape[2] % 4 == 3 else x
 
 

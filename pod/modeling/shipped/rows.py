@@ -1,8 +1,9 @@
-"""Caches whose layers see only rows that are alike: padding, ragged batches and reordering are solved here, once.
+"""Caches whose layers see only rows that are alike.
 
-A batch is split into *groups of rows* with the same tokens seen, the same new tokens and the same chunks. Each group
-has its own *child layers*, whose tensors are ``[b, …]`` over the group's rows, with no padding inside. So a method is
-written for rows of one length, and a row in a padded batch gets exactly what it gets alone.
+Padding, ragged batches and reordering are solved here, once. A batch is split into *groups of rows* that have
+seen equally many tokens, and have equally many new tokens and the same chunks. Each group has its own *child
+layers*, whose tensors are ``[b, …]`` over the group's rows, with no padding inside. So a method is written for
+rows of one length, and a row in a padded batch gets exactly what it gets alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,9 @@ class Schedule:
     """The chunks of one prompt.
 
     Attributes:
-        boundaries: tokens of the prompt, counted from its first, at which chunks end; the last is the prompt's length.
-        memory: IMDC's, per layer, the planned ``m_0 … m_{n-1}``; None when nothing is compressed.
+        boundaries: where chunks end, in tokens counted from the prompt's first. The last one is the prompt's
+            length.
+        memory: for IMDC, per layer, the planned ``m_0 … m_{n-1}``. None when nothing is compressed.
     """
 
     boundaries: tuple[int, ...]
@@ -38,7 +40,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class FixedChunks:
-    """Every ``size`` tokens of a prompt: the ``streaming`` variant of methods that rank by attention."""
+    """Chunks of ``size`` tokens: the ``streaming`` variant of methods that rank by attention."""
 
     size: int
 
@@ -54,9 +56,10 @@ class RowGroup:
     Attributes:
         rows: their indices in the batch.
         layers: one child layer per decoder layer.
-        seen: tokens seen by each of them.
-        prompt_length: tokens of the running prompt, None when unknown or none runs; ``prompt_done`` fed of them.
-        schedule, chunk_index: the running prompt's chunks.
+        seen: tokens that each of them has seen.
+        prompt_length: tokens of the running prompt. None when it is unknown or no prompt runs.
+        prompt_done: how many tokens of the running prompt have been fed.
+        schedule, chunk_index: the running prompt's chunks, and the index of the current one.
         kind: which of the cache's kinds made the layers.
     """
 
@@ -70,7 +73,7 @@ class RowGroup:
     kind: int = 0
 
     def parts(self, labels: Sequence[Any]) -> dict[Any, "RowGroup"]:
-        """The group, cut where its rows have unlike labels: a group for each label."""
+        """Cut the group where its rows have unlike labels: one group for each label."""
         places: dict[Any, list[int]] = {}
         for place, label in enumerate(labels):
             places.setdefault(label, []).append(place)
@@ -79,7 +82,12 @@ class RowGroup:
         return {label: self.take(those, [self.rows[i] for i in those]) for label, those in places.items()}
 
     def take(self, places: list[int], rows: list[int]) -> "RowGroup":
-        """The group of some of its rows (by their place in it), which become ``rows`` of the batch; tensors are copied."""
+        """A group of some of this group's rows. Tensors are copied.
+
+        Args:
+            places: the rows, by their index in this group.
+            rows: their indices in the batch from now on.
+        """
         held = {id(tensor): tensor for layer in self.layers for _, tensor in layer.parts()}
         layers = deepcopy(self.layers, held)  # tensors are shared until select_rows copies their rows
         for layer in layers:
@@ -87,7 +95,7 @@ class RowGroup:
         return replace(self, rows=rows, layers=layers)
 
     def count(self, part: Step) -> None:
-        """The rows have seen the tokens of a pass of theirs."""
+        """Count the tokens of a pass of these rows as seen."""
         self.seen += part.num_new
         if not part.is_decode:
             self.prompt_done += part.num_new
@@ -96,8 +104,8 @@ class RowGroup:
                 self.prompt_length, self.prompt_done, self.schedule, self.chunk_index = None, 0, None, 0
 
     def crop(self, count: int) -> None:
-        """Take back the last ``count`` tokens of each row; a running prompt keeps its end."""
-        if not count:  # columns of padding
+        """Take back the last ``count`` tokens of each row. A running prompt keeps its end."""
+        if not count:  # the columns were padding
             return
         self.seen -= count
         if self.prompt_length is not None:
@@ -114,18 +122,22 @@ class GroupedCache(PodCache):
     """A cache of child layers, one set per group of rows.
 
     Args:
-        make_layer: ``(config, layer_idx) -> CacheLayer``: a child, which sees rows that are alike.
-        rowwise: every row is a group of its own, for methods that decide by the content of a row.
-        chunks: after which tokens of a prompt the method compresses, as ``FixedChunks``; None = once, when the prompt ends.
-        decide: ``(children, step)``, called per group when all layers have seen a piece: a label for each row, by what it
-            holds, or None. Rows with different labels part.
-        after_layers: ``(children, step, label)``, called then.
+        make_layer: ``(config, layer_idx) -> CacheLayer``, a child, which sees rows that are alike.
+        rowwise: whether every row is a group of its own, for methods that decide by the content of a row.
+        chunks: after which tokens of a prompt the method compresses, such as ``FixedChunks``. None = once,
+            when the prompt ends.
+        decide: ``(children, step)``, called per group when all layers have seen a piece. It gives a label for
+            each row, by what the row holds, or None. Rows with different labels part.
+        after_layers: ``(children, step, label)``, called after that.
 
     Attributes:
-        kinds: caches of the same method, each of its own budget, whose layers and chunks the rows have; kind_of_row: of which of them
-            each row of a new batch has its own, None = all of the first.
-        tokens_of_prompt: budget of a row from the tokens of its first prompt, None = the budgets are known before; then the first
-            kind is a stand-in for rows without a prompt, and make_kind makes the others, of these prompt_budgets.
+        kinds: caches of the same method, each with its own budget. Rows have the layers and chunks of one of
+            them.
+        kind_of_row: for each row of a new batch, which of the kinds it has. None = all rows have the first.
+        tokens_of_prompt: gives the budget of a row from the tokens of its first prompt. With it, the first
+            kind is a stand-in for rows without a prompt. None = the budgets are known before.
+        make_kind: makes the other kinds, one for each of ``prompt_budgets``.
+        prompt_budgets: the budgets, in tokens, that ``tokens_of_prompt`` has given so far.
     """
 
     tokens_of_prompt: Callable[[int], int] | None = None
@@ -166,7 +178,10 @@ class GroupedCache(PodCache):
     ) -> "GroupedCache":
         """An empty cache whose rows get their budgets, in tokens, when the first prompt of each begins.
 
-        stand_in: an empty cache of any budget; make_kind: one of the budget that ``tokens_of_prompt`` gives for a prompt.
+        Args:
+            stand_in: an empty cache of any budget.
+            tokens_of_prompt: gives the budget for a prompt of so many tokens.
+            make_kind: makes an empty cache of such a budget.
         """
         cache = cls.grouped(stand_in)
         cache.tokens_of_prompt, cache.make_kind = tokens_of_prompt, make_kind
@@ -174,7 +189,7 @@ class GroupedCache(PodCache):
 
     @classmethod
     def grouped(cls, cache: PodCache) -> "GroupedCache":
-        """An empty cache as one of groups."""
+        """An empty cache as a grouped one."""
         return cache if isinstance(cache, cls) else cls(cache.config, cache.make_layer, cache.spec)
 
     def kind(self, number: int) -> "GroupedCache":
@@ -191,7 +206,10 @@ class GroupedCache(PodCache):
     # -- one pass --------------------------------------------------------------------------------------------
 
     def pieces(self, step: Step) -> Iterator[Step]:
-        """See ``PodCache.pieces``: rows advance to the end of their own chunk, or of the pass, at the same time."""
+        """See ``PodCache.pieces``.
+
+        In each piece, all rows advance to the end of their own chunk, or of the pass.
+        """
         counts = [step.num_new] * step.past.shape[0] if step.all_real else step.counts.tolist()
         fed = [0] * len(counts)
         try:
@@ -235,15 +253,15 @@ class GroupedCache(PodCache):
         kinds = self.kind_of_row or [0] * count
         if len(kinds) != count:
             raise ValueError(
-                f"the cache was made with budgets of {len(kinds)} rows, the batch has {count}: give each row its budget, or "
-                "one for all"
+                f"the cache was made with budgets of {len(kinds)} rows, the batch has {count}: "
+                "give each row its budget, or one for all"
             )
         labels = range(count) if self.rowwise else kinds
         parts = RowGroup(list(range(count)), []).parts(labels).values()
         return [replace(part, kind=kinds[part.rows[0]]) for part in parts]
 
     def _prompt_length(self, group: RowGroup, count: int, step: Step) -> int | None:
-        """Real tokens of the prompt of a row that feeds ``count``; None without one.
+        """Real tokens of the prompt of a row that feeds ``count`` tokens. None without a prompt.
 
         A row whose first token comes while the others decode starts a prompt of one token, as it does alone.
         """
@@ -254,7 +272,11 @@ class GroupedCache(PodCache):
         return count + (self._prompt_columns_left or step.columns) - step.columns
 
     def _plan_chunks(self, step: Step, counts: list[int]) -> None:
-        """Start schedules of prompts: from a row's prompt length, which padding behind the row's last token belies."""
+        """Start the schedules of prompts, from the length of a row's prompt.
+
+        Raises:
+            ValueError: there is padding behind a row's last token, so that the length is wrong.
+        """
         for group in self.groups:
             chunks = self.kind(group.kind).chunks
             length, fed = group.prompt_length, group.prompt_done + counts[group.rows[0]]
@@ -269,7 +291,10 @@ class GroupedCache(PodCache):
                 group.schedule = chunks.start_prompt(length, group.seen, group.layers)
 
     def _forget_pass(self) -> None:
-        """Nothing of a refused pass was fed: the cache can be used as if it had not been tried."""
+        """Forget a refused pass, of which nothing was fed.
+
+        The cache can then be used as if the pass had not been tried.
+        """
         self._pending = None
         if not self.is_initialized:
             self.groups.clear()
@@ -307,7 +332,8 @@ class GroupedCache(PodCache):
         device = step.past.device
         starts = torch.tensor(fed, device=device)
         counts = torch.zeros_like(starts)
-        rows = [torch.tensor(group.rows, device=device) for group in self.groups]  # once for all layers
+        # made once for all layers
+        rows = [torch.tensor(group.rows, device=device) for group in self.groups]
         for places, part in zip(rows, passes, strict=True):
             counts[places] = part.num_new
         width = max(part.num_new for part in passes)
@@ -328,7 +354,10 @@ class GroupedCache(PodCache):
                 self._end_pass(group, part)
 
     def end_step(self, step: Step) -> None:
-        """See ``PodCache.end_step``: rows whose prompt ends without a new token (right padding) are compressed now."""
+        """See ``PodCache.end_step``.
+
+        Rows whose prompt ends without a new token (right padding) are compressed now.
+        """
         if step.ends_prompt and not step.is_decode:
             self._plan_chunks(step, [0] * step.past.shape[0])
             for group in list(self.groups):
@@ -347,7 +376,7 @@ class GroupedCache(PodCache):
         self.groups[at : at + 1] = parts.values()
         for label, taken in parts.items():
             if self.after_layers is not None:
-                rows = slice(len(taken.rows))  # all are alike
+                rows = slice(len(taken.rows))  # which rows these are does not matter, as all are alike
                 own = replace(
                     part,
                     layers=taken.layers,
@@ -362,11 +391,16 @@ class GroupedCache(PodCache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.groups:
-            wanted, groups, self.groups = indices.tolist(), self.groups, []
+            wanted = indices.tolist()
+            groups, self.groups = self.groups, []
             for group in groups:
                 rows = [new for new, old in enumerate(wanted) if old in group.rows]
-                for part in [[row] for row in rows] if self.rowwise else [rows] * bool(rows):
-                    self.groups.append(group.take([group.rows.index(wanted[row]) for row in part], part))
+                parts = [rows] if rows else []
+                if self.rowwise:
+                    parts = [[row] for row in rows]
+                for part in parts:
+                    places = [group.rows.index(wanted[row]) for row in part]
+                    self.groups.append(group.take(places, part))
         super().batch_select_indices(indices)
 
     @property
@@ -391,7 +425,7 @@ class GroupedCache(PodCache):
 
 
 class _GroupedLayer(CacheLayer):
-    """What the model sees of layer ``layer_idx`` of all groups; the cache holds the state."""
+    """What the model sees of layer ``layer_idx`` of all groups. The cache holds the state."""
 
     def __init__(self, cache: GroupedCache, config: PodConfig, layer_idx: int):
         super().__init__()
