@@ -109,8 +109,8 @@ class Segment(NamedTuple):
     def slices(self, see: Visibility, has_lead: bool, cuts_windows: bool = True) -> Iterator["Slice"]:
         """What the segment's queries see, in slices of which no mask grows with the segment.
 
-        Slices of the same rows belong to one softmax. Rows below ``h = n_s + n_r`` see every token before them.
-        Later rows see the window, the sinks, and through their lead the distant tokens
+        Slices of the same rows belong to one softmax. Rows below ``h = n_s + n_r`` see every token before
+        them. Later rows see the window, the sinks, and through their lead the distant tokens
         ``n_s <= j <= i - n_r``.
 
         Args:
@@ -307,7 +307,9 @@ def attend(
     roles: Roles | None = None,
     sink: Sink | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of ``m`` queries, the last of ``n`` positions, to ``n`` tokens (paper eqs. 3 and 4 with a lead).
+    """Attention of ``m`` queries, the last of ``n`` positions, to ``n`` tokens.
+
+    With a lead it is that of the paper's eqs. 3 and 4.
 
     Args:
         q: ``[B, Hq, m, d]``, rotated. Query head ``i`` belongs to KV head ``i // G``, and ``Hq = G·H``.
@@ -316,9 +318,9 @@ def attend(
         segments: documents, or rows of unlike length. None = all rows are alike.
         scale: factor on logits, ``1/sqrt(d)`` when None.
         backend: ``auto`` or the name of an implementation, which then runs or raises.
-        roles: which KV heads lead and see everything with their own keys, which follow ``lead``, and which see
-            the window of ``visibility`` only. None = all see what ``visibility`` says, through ``lead`` if
-            there is one.
+        roles: which KV heads lead and see everything with their own keys, which follow ``lead``, and which
+            see the window of ``visibility`` only. None = all see what ``visibility`` says, through ``lead``
+            if there is one.
         sink: a logit of every query head and a value of every KV head. They join each softmax, at every
             position, of heads that keep their windows (with ``roles``) or of all heads (without). Padding
             still gets nothing.
@@ -437,7 +439,10 @@ def span(x: Source, start: int, stop: int) -> Tensor:
 
 
 def take_heads(x: Any, heads: Sequence[int], groups: int = 1) -> Any:
-    """Heads ``heads`` (each ``groups`` wide) of ``[B, h, …]``: a view when they are neighbours, else a copy."""
+    """Heads ``heads`` (each ``groups`` wide) of ``[B, h, …]``.
+
+    They are a view when they are neighbours, else a copy.
+    """
     if not isinstance(x, Tensor):
         return x.heads(heads)
     if heads[-1] - heads[0] == len(heads) - 1:
@@ -460,8 +465,8 @@ def _check(call: Call, followers: Sequence[int]) -> None:
     batch, heads, _, head_dim = shape = list(keys.shape)
     if _shape(values, keys) != shape or [batch, head_dim] != [q.shape[0], q.shape[3]] or q.shape[1] % heads:
         raise ValueError(
-            f"q, k, v are {list(q.shape)}, {shape}, {list(values.shape)}: k and v must be [B, H, n, d] with the "
-            "B and d of q, and H must divide its heads"
+            f"q, k, v are {list(q.shape)}, {shape}, {list(values.shape)}: k and v must be [B, H, n, d] "
+            "with the B and d of q, and H must divide its heads"
         )
     n_s, n_r = call.visibility[:2]
     if n_r is not None and (n_s < 0 or n_r < 1):

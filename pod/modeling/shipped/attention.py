@@ -106,7 +106,9 @@ class ForwardContext:
 
 
 class PodAttention(nn.Module):
-    """Grouped-query attention of one layer: PoD's (paper §2.2), cross-layer, or windowed, by ``config.layout``.
+    """Grouped-query attention of one layer.
+
+    By ``config.layout`` it is PoD's (paper §2.2), cross-layer, or windowed.
 
     Attributes:
         source_layer: the layer whose keys and values are attended to. It is a lower one for the followers of

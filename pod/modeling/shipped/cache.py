@@ -1,8 +1,8 @@
 """Key-value caches whose layers do the attention themselves, because who stores decides what can be attended.
 
-``PodCache`` is a transformers ``Cache``. A forward pass asks it for a ``Step``, hands every layer's un-rotated
-q, k, v to ``cache.layers[i].attend(q, k, v, step)``, and closes the step. Layers never see padding: rows are
-left-aligned real tokens, so the token at position ``p`` of a row sits at slot ``p`` of a full store.
+``PodCache`` is a transformers ``Cache``. A forward pass asks it for a ``Step``, hands every layer's q, k, v,
+not rotated, to ``cache.layers[i].attend(q, k, v, step)``, and closes the step. Layers never see padding: rows
+are left-aligned real tokens, so the token at position ``p`` of a row sits at slot ``p`` of a full store.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,8 +27,8 @@ class PodCache(Cache):
         spec: name shown in reports and errors.
 
     Attributes:
-        made_with: the budget and the parameters given to ``pod.make_cache``. The budget is a number of tokens,
-            a list with that of every row, or a text such as ``25%``.
+        made_with: the budget and the parameters given to ``pod.make_cache``. The budget is a number of
+            tokens, a list with that of every row, or a text such as ``25%``.
         make_layer: as given.
         engine: a ``pod.engine.StaticEngine``, which decodes one token per row in place of the layer-by-layer
             pass. None = there is none.
@@ -65,9 +65,9 @@ class PodCache(Cache):
         self._pending: tuple | None = None  # what a pass in progress will give to _count when it ends
 
     def __repr__(self) -> str:
-        """Spec, budget, tokens, bytes, and what a dense cache would hold.
+        """Spec, budget, tokens, bytes, and what a dense cache would hold. For example:
 
-        For example ``<pod cache snapkv, budget 512: 2,000 tokens in 1 row, 12,582,912 bytes of 49.15 MB dense (26 %)>``.
+        ``<pod cache snapkv, budget 512: 2,000 tokens in 1 row, 12,582,912 bytes of 49.15 MB dense (26 %)>``.
         """
         budget = self.made_with[0]
         # a spec may say its budget itself, as `snapkv@25%`
@@ -113,7 +113,7 @@ class PodCache(Cache):
     ) -> tuple[Step, Compaction | None]:
         """Check that ``[B, n, hidden]`` continues this cache, and describe the pass to the layers.
 
-        Nothing is remembered before ``end_step``. A pass that fails between the two leaves the cache unusable.
+        Nothing is remembered before ``end_step``. A pass that fails before it leaves the cache unusable.
         """
         batch, n = hidden_states.shape[:2]
         self._check_no_pass_failed()
@@ -234,8 +234,8 @@ class PodCache(Cache):
     def _check_batch(self, batch: int) -> None:
         if batch != self.batch_size:
             raise ValueError(
-                f"the cache holds {self.batch_size} rows, the batch has {batch}: a filled cache cannot be used "
-                "with num_beams, num_return_sequences or another batch; call reset() or make a new cache"
+                f"the cache holds {self.batch_size} rows, the batch has {batch}: a filled cache cannot be "
+                "used with num_beams, num_return_sequences or another batch; call reset() or make a new cache"
             )
 
     def _check_mask(self, attention_mask: Tensor | None) -> None:
@@ -247,9 +247,9 @@ class PodCache(Cache):
         known = self._seen_mask
         if not (seen.all() if known is None else torch.equal(seen, known.to(seen.device))):
             raise ValueError(
-                "attention_mask marks tokens that are already in the cache differently than when they were fed "
-                "(rows that ended early are fed padding as real tokens): repeat the same mask, or start an "
-                "empty cache"
+                "attention_mask marks tokens that are already in the cache differently than when they were "
+                "fed (rows that ended early are fed padding as real tokens): repeat the same mask, or start "
+                "an empty cache"
             )
 
     def check_continues(self, input_ids: Tensor, columns: int, has_embeds: bool) -> None:
@@ -376,7 +376,10 @@ class PodCache(Cache):
         yield from (("bookkeeping", tensor, everyone) for tensor in bookkeeping if tensor is not None)
 
     def _storages(self) -> Iterator[tuple[str, torch.device, int, list[int]]]:
-        """Every storage once and whole, whatever view of it is in use: name of its part, device, bytes, rows."""
+        """Name of its part, device, bytes and rows of every storage.
+
+        A storage comes once and whole, whatever view of it is in use.
+        """
         seen: set[int] = set()
         for name, tensor, rows in self._all_parts():
             storage = tensor.untyped_storage()
@@ -506,8 +509,8 @@ class PodCache(Cache):
             )
         if any(layer.most_ahead(longest) < 0 for layer in layers):
             raise ValueError(
-                f"assisted decoding needs room behind the windows of the {self.spec} cache: pass none, or one "
-                "with extra_slots for the most candidates of a step (a trained window has none)"
+                f"assisted decoding needs room behind the windows of the {self.spec} cache: pass none, or "
+                "one with extra_slots for the most candidates of a step (a trained window has none)"
             )
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -532,8 +535,8 @@ class PodCache(Cache):
         most = self.num_croppable
         if count > most:
             raise ValueError(
-                f"crop({tokens_to_remove}) is not possible: this {self.spec} cache can take back {most} of its "
-                f"{self._columns} columns, as what it dropped, packed or overwrote does not come back; "
+                f"crop({tokens_to_remove}) is not possible: this {self.spec} cache can take back {most} of "
+                f"its {self._columns} columns, as what it dropped, packed or overwrote does not come back; "
                 "crop less, reset() and feed again" + self._room_to_crop(count)
             )
         left = self._prompt_columns_left

@@ -189,8 +189,8 @@ class PodConfig(PreTrainedConfig):
         self._check_windows()
         if self.layout == "cla" and any(len(set(row)) > 1 for row in self.sharing_plan.lead):
             raise ValueError(
-                "layout = 'cla' shares whole layers, and this plan gives the heads of a layer different leads: "
-                "use SharingPlan.cla(num_layers, num_key_value_heads, factor)"
+                "layout = 'cla' shares whole layers, and this plan gives the heads of a layer different "
+                "leads: use SharingPlan.cla(num_layers, num_key_value_heads, factor)"
             )
         if self.layout == "window" and self.lead is not None:
             raise ValueError("layout = 'window' is a plan of its own: leave the plan out")

@@ -74,8 +74,8 @@ class PodGenerationMixin(GenerationMixin):
         generator = super()._get_candidate_generator(*args, **own, **kwargs)  # type: ignore[misc]
         if generator.requires_model_outputs:
             raise ValueError(
-                f"a {type(generator).__name__} is not supported: it reads hidden states; use an assistant_model or "
-                "prompt_lookup_num_tokens"
+                f"a {type(generator).__name__} is not supported: it reads hidden states; "
+                "use an assistant_model or prompt_lookup_num_tokens"
             )
         model_kwargs["feeds_all"] = True
         generator.get_candidates = partial(bounded_candidates, cache, generator.get_candidates)
@@ -127,7 +127,8 @@ class PodGenerationMixin(GenerationMixin):
             has_beams = (generation_config.num_beams or 1) > 1  # the rows of beams move at every step
             if cache.made_by_generate and not has_beams and PodCache.attach_engine is not None:
                 PodCache.attach_engine(cache, columns, max(columns + 1, generation_config.max_length or 0))
-        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+        prefill = super()._prefill  # type: ignore[misc]
+        return prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
 
 def check_cache(cache: Any) -> None:

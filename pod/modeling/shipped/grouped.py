@@ -59,7 +59,7 @@ def _alike(lengths: Sequence[int]) -> list[tuple[slice, int]]:
 def _attend_all(
     q: Tensor, keys: Stored | None, values: Stored | None, n: int, sink: Sink | None = None
 ) -> Tensor:
-    """Attention ``[b, h, G, d]`` of heads that see the first ``n`` of their tokens, and a sink if there is one.
+    """Attention ``[b, h, G, d]`` of heads that see the first ``n`` of their tokens, and a sink.
 
     The tokens ``[b, h, C, d]`` may stand in any order.
     """
@@ -299,7 +299,10 @@ def _logits(q: Tensor, keys: Tensor) -> Tensor:
 
 
 def _weighted(weights: Tensor, values: Stored | None, start: int, stop: int) -> Tensor:
-    """Sums ``[b, h, G, d]`` of the values from ``start`` to ``stop`` with weights ``[b, h, G, stop - start]``."""
+    """Weighted sums ``[b, h, G, d]`` of the values from ``start`` to ``stop``.
+
+    The weights are ``[b, h, G, stop - start]``.
+    """
     assert values is not None, "heads without values"
     if isinstance(values, Packed):
         return values.weighted(weights, start, stop)

@@ -4,11 +4,11 @@ This file has the format, the tensors that hold it, and the products with them.
 
 **Numbers.** Quantization is asymmetric (as KIVI, Liu et al., 2024). A group is stored as codes
 ``0 … 2^bits - 1``, its *zero* (smallest value) and its *scale* (step between codes):
-``x̂ = zero + code · scale``. Zero and scale are fp16 whatever the model's dtype. At 4 bits a group of 32 costs
-5 bits per number, one of 64 costs 4.5.
+``x̂ = zero + code · scale``. Zero and scale are fp16 whatever the model's dtype. At 4 bits, a group of 32
+costs 5 bits per number, one of 64 costs 4.5.
 
 The fp16 zero is rounded down and the fp16 scale up, and codes are computed with the *rounded* ones. So every
-number lies inside the grid and ``|x - x̂| <= scale / 2``, also in groups far from zero and in constant groups.
+number lies inside the grid and ``|x - x̂| <= scale / 2``, also in groups far from zero and in constant ones.
 Numbers beyond the range of fp16 (±65504) saturate there. A scale below 6e-8 does not exist in fp16, which
 bounds what can be told apart.
 
@@ -18,8 +18,8 @@ make two groups of 40, and 112 make four of 28. There 4 bits cost 4.8 and 5.14.
 **What is packed when.** While a prompt runs, its tokens stay native. So attention inside it is exact and does
 not depend on its chunks. ``settle`` packs when the prompt ends and after every decoded token. Of ``n`` tokens
 held, the first ``P(n) = ⌊(n - residual) / group_size⌋ · group_size`` are then packed (none if negative).
-``residual`` to ``residual + group_size - 1`` tokens stay native, the same ones for keys and values. Tokens are
-packed once. ``keep`` copies codes.
+``residual`` to ``residual + group_size - 1`` tokens stay native, the same ones for keys and values. Tokens
+are packed once. ``keep`` copies codes.
 
 **Products.** ``q · k̂ = (q ∘ scale) · code + q · zero`` and ``Σ w v̂ = Σ (w · scale) code + Σ w · zero``,
 counted from the middle code. Scales go into the small factor. Codes become floats a tile at a time, inside
@@ -77,7 +77,10 @@ class Packing:
         return 8 // self.bits
 
     def allocate(self, like: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tensors of zeros such as ``pack`` returns for ``slots`` tokens (whole groups) of ``[b, h, …, d]``."""
+        """Zeros in the shapes that ``pack`` returns for ``slots`` tokens of ``[b, h, …, d]``.
+
+        The tokens must be whole groups.
+        """
         batch, heads, _, head_dim = like.shape
         entries = slots // self.shared, head_dim // self.channels(head_dim)
         codes = like.new_zeros(batch, heads, slots, head_dim * self.bits // 8, dtype=torch.uint8)
@@ -131,7 +134,7 @@ def _half_below(x: Tensor) -> Tensor:
 
 
 def tiles(like: "Tensor | Packed", start: int, stop: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
-    """``[start, stop)`` in pieces for ``like`` ``[b, h, …, d]``, each a multiple of ``multiple`` tokens long.
+    """``[start, stop)`` in pieces of a multiple of ``multiple`` tokens of ``like`` ``[b, h, …, d]``.
 
     The last piece may be shorter.
     """
@@ -264,7 +267,10 @@ class Packed(NamedTuple):
         return out if isinstance(out, Tensor) else weights.new_zeros(*weights.shape[:3], self.shape[3])
 
     def _natives(self, start: int, stop: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, int, int]]:
-        """Tokens ``[B, h, last - first, d]`` of ``[start, stop)`` in pieces, each with its ``first`` and ``last``."""
+        """The tokens of ``[start, stop)`` in pieces ``[B, h, last - first, d]``.
+
+        Each comes with its ``first`` and ``last``.
+        """
         native, room = min(max(self.bounds[1], start), stop), self.tail.shape[2]
         for first, last in tiles(self, start, native):
             yield self.span(first, last, dtype), first, last
@@ -283,10 +289,11 @@ class Packed(NamedTuple):
         return like.new_empty(first[1] * math.prod((*self.shape[:2], self.shape[3])))
 
     def _numbers(self, start: int, stop: int, room: Tensor) -> Tensor:
-        """Codes ``c`` as floats ``(c - 2^(bits-1)) · 2^(8-bits)``, ``[P, B, h, n, d/P]``, ``P`` codes to a byte.
+        """Codes ``c`` as floats ``(c - 2^(bits-1)) · 2^(8-bits)``, ``[P, B, h, n, d/P]``.
 
-        They count from the middle code, because sums of codes and of zeros would be far larger than what they
-        add up to, and lose as many digits. The result is valid until the next call.
+        There are ``P`` codes to a byte. They count from the middle code, because sums of codes and of zeros
+        would be far larger than what they add up to, and lose as many digits. The result is valid until the
+        next call.
         """
         codes, bits = self.codes[:, :, start:stop], self.packing.bits
         numbers = into = codes.new_empty(self.packing.parts, *codes.shape)

@@ -1,8 +1,8 @@
-"""Stores whose old tokens are packed to 2, 4 or 8 bits; the newest stay as they came (``shipped/packed.py``).
+"""Stores whose old tokens are packed to 2, 4 or 8 bits. The newest stay as they came (``shipped/packed.py``).
 
-Keys of a store that never evicts are grouped per channel over ``group_size`` consecutive tokens, because keys have outlier
-channels. Values, keys of evicting stores and keys in windows are grouped per token over channels: tokens of a per-channel
-group can only leave together.
+Keys of a store that never evicts are grouped per channel over ``group_size`` consecutive tokens, because keys
+have outlier channels. Values, keys of evicting stores and keys in windows are grouped per token over
+channels, because tokens of a per-channel group can only leave together.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class Codes:
     """Packed tokens at slots 0, 1, …, in tensors that grow: codes, zeros, scales.
 
     Args:
-        limit: slots that are never exceeded, None = any number.
+        limit: the most slots that there may be. None = any number.
         capacity: slots reserved when the first token comes.
 
     Attributes:
@@ -50,7 +50,10 @@ class Codes:
         return [x[:, :, slice(start, stop) if i == 0 else entries] for i, x in enumerate(self.tensors)]
 
     def reserve(self, like: Tensor, slots: int) -> None:
-        """Room for ``slots`` tokens of ``[b, h, …, d]`` and, in whole groups, 1/128 more where nothing was reserved."""
+        """Make room for ``slots`` tokens of ``[b, h, …, d]``.
+
+        Beyond what was reserved before, it is 1/128 more, in whole groups.
+        """
         if slots <= self.slots:
             return
         group = self.packing.group_size
@@ -58,11 +61,16 @@ class Codes:
         wanted = reserved if slots <= reserved else slots + slots // _SLACK // group * group
         wanted = wanted if self.limit is None else min(wanted, self.limit)
         old, self.tensors = self._at(0, self.slots), self.packing.allocate(like, wanted)
-        for new, held in zip(self._at(0, old[0].shape[2]) if old else (), old, strict=True):
+        if not old:
+            return
+        for new, held in zip(self._at(0, old[0].shape[2]), old, strict=True):
             new.copy_(held)
 
     def write(self, x: Tensor, start: int, mask: Tensor | None = None) -> None:
-        """Pack ``[b, h, m, d]`` into the slots from ``start`` on; with a mask ``[b, h, m]`` only where it is True."""
+        """Pack ``[b, h, m, d]`` into the slots from ``start`` on.
+
+        With a mask ``[b, h, m]``, it does so only where the mask is True.
+        """
         self.reserve(x, start + x.shape[2])
         for first, last in tiles(x, 0, x.shape[2], self.packing.group_size):
             packed = self.packing.pack(x[:, :, first:last])
@@ -74,7 +82,10 @@ class Codes:
         self.packing.unpack(self._at(start, start + out.shape[2]), out)
 
     def keep(self, index: Tensor) -> None:
-        """Hold only the slots ``index`` ``[b, h, w]``: codes are copied, not quantized again. Per token only."""
+        """Hold only the slots ``index`` ``[b, h, w]``. Per token only.
+
+        Codes are copied, not quantized again.
+        """
         assert not self.packing.per_channel, "tokens of a group share its scale"
         held = self.tensors if index.shape[2] else ()
         self.tensors = tuple(x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[3])) for x in held)
@@ -89,13 +100,14 @@ class Codes:
 
 
 class Newest:
-    """The native tokens of a store, at positions ``first … stop - 1``: ``pending`` in order, or at rest in a ring.
+    """The native tokens of a store, at positions ``first … stop - 1``: pending, or at rest in a ring.
 
     Args:
-        room: slots of the ring, in which position ``p`` stands at ``p mod room``, always at the same address.
+        room: slots of the ring. Position ``p`` stands at ``p mod room``, always at the same address.
 
     Attributes:
-        pending: ``[b, h, slots, d]``, the tokens first; None = at rest. Slots that were read are written no more.
+        pending: ``[b, h, slots, d]``, the tokens in order from the first slot on. None = at rest. Slots that
+            were read are written no more.
         version: how often one of the tensors was replaced.
     """
 
@@ -118,7 +130,7 @@ class Newest:
 
     @property
     def data(self) -> Tensor:
-        """``[b, h, slots, d]`` in which the tokens stand now."""
+        """``[b, h, slots, d]``, in which the tokens stand now."""
         if self.pending is not None:
             return self.pending[:, :, : len(self)]
         assert self.ring is not None, "empty store"
@@ -126,11 +138,11 @@ class Newest:
 
     @property
     def start(self) -> int:
-        """Position ``p`` stands at slot ``(p - start) mod slots``."""
+        """The offset of slots: position ``p`` stands at slot ``(p - start) mod slots``."""
         return 0 if self.pending is None else self.first
 
     def view(self, first: int, stop: int) -> Tensor:
-        """``[b, h, stop - first, d]`` in order: a view of what is pending, else a copy."""
+        """Tokens ``[b, h, stop - first, d]`` in order: a view if they are pending, else a copy."""
         assert self.first <= first <= stop <= self.stop
         if self.pending is not None:
             return self.pending[:, :, first - self.first : stop - self.first]
@@ -145,7 +157,7 @@ class Newest:
         self.stop = stop
 
     def _make_room(self, x: Tensor, slots: int) -> Tensor:
-        """``pending`` with so many slots, and as it grows 1/128 more."""
+        """``pending`` with at least so many slots. When it grows, it gets 1/128 more."""
         if self.pending is None or self.pending.shape[2] < slots:
             slack = slots // _SLACK if self.tensors() else 0
             grown = x.new_zeros(*x.shape[:2], slots + slack, x.shape[3])
@@ -183,7 +195,10 @@ class Newest:
 
 
 class _PackedStore(TokenStore):
-    """What the stores of this file share: codes, and the newest tokens. Slots are those of the native store."""
+    """What the stores of this file share: codes, and the newest tokens.
+
+    Slots are those of the native store.
+    """
 
     def __init__(self, codes: Codes, residual: int, num_sink_tokens=None, num_recent_tokens=None):
         super().__init__(num_sink_tokens, num_recent_tokens)
@@ -192,7 +207,7 @@ class _PackedStore(TokenStore):
 
     @property
     def length(self) -> int:
-        """Tokens per row: held, and in a window seen."""
+        """Tokens per row that are held; for a window, those that were seen."""
         return self.newest.stop
 
     @property
@@ -211,12 +226,12 @@ class _PackedStore(TokenStore):
 
     @property
     def num_croppable(self) -> int:
-        """See ``TokenStore``: native tokens."""
+        """See ``TokenStore``. Native tokens can be taken back."""
         return len(self.newest)
 
     @property
     def num_ahead(self) -> int:
-        """See ``TokenStore``: a group of tokens is packed when the ring would be full."""
+        """See ``TokenStore``. A group of tokens is packed when the ring would be full."""
         return self.newest.room - len(self.newest) - 1
 
     def crop(self, length: int) -> None:
@@ -226,13 +241,14 @@ class _PackedStore(TokenStore):
         return self.stored
 
     def num_packed(self, length: int) -> int:
-        """``P(length)``: slots packed when ``length`` tokens have settled."""
+        """``P(length)``: how many slots are packed when ``length`` tokens have settled."""
         past_sinks = length - self.num_sink_tokens - self.residual
         return max(0, past_sinks // self.packing.group_size) * self.packing.group_size
 
     def append_ragged(self, x: Tensor, segments: Segments) -> None:
         raise ValueError(
-            "packed stores take rows that are alike, here rows of one length: leave capacity out, or pad no row"
+            "packed stores take rows that are alike, here rows of one length: "
+            "leave capacity out, or pad no row"
         )
 
     def tensors(self) -> list[Tensor]:
@@ -243,14 +259,15 @@ class _PackedStore(TokenStore):
 
 
 class PackedTokens(_PackedStore):
-    """Every token held, at slots 0, 1, …; see ``TokenStore`` for the methods.
+    """Every token held, at slots 0, 1, …. See ``TokenStore`` for the methods.
 
-    ``packed_lengths`` ``[b]`` says how many of them are packed. ``keep`` can leave one head with more packed tokens than
-    another: then it is ``[b, h]``, slots below ``newest.first`` are packed and those from ``packed_stop``
-    on native everywhere, some between them perhaps too.
+    ``packed_lengths`` ``[b]`` says how many of them are packed. ``keep`` can leave one head with more packed
+    tokens than another. Then it is ``[b, h]``: slots below ``newest.first`` are packed in every head, slots
+    from ``packed_stop`` on are native in every head, and those between are one or the other.
 
     Args:
-        capacity: tokens whose codes are reserved at once and stay where they are; 0 = grow as tokens come.
+        capacity: tokens whose codes are reserved at once and stay where they are. 0 = codes grow as tokens
+            come.
     """
 
     packed_lengths: Tensor | None = replaced()
@@ -262,7 +279,7 @@ class PackedTokens(_PackedStore):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """``(b, h, used slots or those reserved, d)``."""
+        """``(b, h, slots, d)``, with the slots in use or, with a capacity, those reserved."""
         batch, heads, used, head_dim = super().shape
         return batch, heads, self.codes.slots if self.is_static else used, head_dim
 
@@ -273,12 +290,12 @@ class PackedTokens(_PackedStore):
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether no prompt is running: its tokens are pending."""
+        """Whether no prompt is running. The tokens of a running prompt are pending."""
         return not self.is_empty and self.newest.pending is None
 
     @property
     def stored(self) -> Tensor | Packed:
-        """What attention reads: native while nothing is packed; valid until the store changes."""
+        """What attention reads: a native tensor while nothing is packed. Valid until the store changes."""
         if self.packed_lengths is None:
             return self.newest.view(0, self.length)
         codes, zero, scale = self.codes.tensors
@@ -316,7 +333,7 @@ class PackedTokens(_PackedStore):
         return stored.span(0, length) if isinstance(stored, Packed) else stored[:, :, :length]
 
     def _is_native(self, first: int, stop: int) -> Tensor | None:
-        """``[b, h, stop - first]``: whether these slots are native; None where heads do not differ."""
+        """``[b, h, stop - first]``, whether these slots are native. None where heads do not differ."""
         if self.packed_lengths is None or self.packed_lengths.ndim == 1:
             return None
         return torch.arange(first, stop, device=self.packed_lengths.device) >= self.packed_lengths[..., None]
@@ -328,7 +345,7 @@ class PackedTokens(_PackedStore):
         self.newest.stop = length  # an engine writes to the ring itself
         first, stop = self.newest.first, self.num_packed(length)
         if stop <= first and self.newest.pending is None:
-            return  # as behind most decoded tokens
+            return  # most decoded tokens end here
         if stop > first:
             new = self.newest.view(first, stop)
             self.codes.write(new, first, self._is_native(first, stop))
@@ -339,14 +356,17 @@ class PackedTokens(_PackedStore):
             self.newest.rest(max(first, stop))
 
     def _set_lengths(self, least: int) -> None:
-        """At least ``least`` tokens are packed now."""
+        """Note that at least ``least`` tokens are packed now."""
         assert self.packed_lengths is not None
         self.packed_lengths.clamp_(min=least)
         if self.packed_stop == least and self.packed_lengths.ndim == 2:
             self.packed_lengths = self.packed_lengths[:, 0].clone()
 
     def keep(self, index: Tensor, length: int) -> None:
-        """Hold only the slots ``index`` ``[b, h, w]``, which must ascend; packed ones are copied, not packed again."""
+        """Hold only the slots ``index`` ``[b, h, w]``, which must ascend.
+
+        Packed ones are copied, not packed again.
+        """
         assert length == self.length and not self.is_static, "capacity is for caches that drop no token"
         newest, old_first = self.newest.view(self.newest.first, length), self.newest.first
         first = 0
@@ -363,10 +383,10 @@ class PackedTokens(_PackedStore):
         self.newest.replace(take_slots(newest, slots) if slots.shape[2] else newest[:, :, :0].clone(), first)
 
     def _bounds_after(self, counts: Tensor, dropped: int, held: int) -> tuple[int, int]:
-        """The least and the most packed tokens of a head, when each dropped so many and holds so many.
+        """The least and the most packed tokens of a head, when each head dropped and holds so many.
 
-        A decoded token pushes one out: the host then waits for no device and takes the nearest bounds that
-        it knows. Otherwise it reads ``counts`` ``[b, h]``, the tokens that are packed.
+        A decoded token pushes one out. Then the host waits for no device, and takes the nearest bounds that
+        it knows. Otherwise it reads ``counts`` ``[b, h]``, the numbers of packed tokens.
         """
         if dropped == 1:
             return max(0, self.newest.first - 1), min(self.packed_stop, held)
@@ -377,7 +397,7 @@ class PackedTokens(_PackedStore):
         self.keep(places % length, length)
 
     def write(self, slots: Tensor, x: Tensor) -> None:
-        """Overwrite slots ``[b, h, c]`` with ``[b, h, c, d]``: packed ones are packed anew, alone."""
+        """Overwrite slots ``[b, h, c]`` with ``[b, h, c, d]``. Only packed ones are packed anew."""
         assert not self.is_static, "capacity is for caches that merge no token"
         lengths = 0 if self.packed_lengths is None else self.packed_lengths.view(slots.shape[0], -1, 1)
         is_native = slots >= lengths
@@ -400,14 +420,15 @@ class PackedTokens(_PackedStore):
 
 
 class QuantizedWindow(_PackedStore):
-    """First tokens, then a ring of recent ones: sinks and the newest tokens native, the rest of the ring packed.
+    """First tokens, then a ring of recent ones.
 
-    ``P(n)`` counts from the last sink. Packed tokens have a ring of their own of ``num_recent_tokens - residual`` slots,
-    since the newest ``residual`` are never in it; ``read`` puts everything to the slots of the native store.
+    Sinks and the newest tokens are native, the rest of the ring is packed. ``P(n)`` counts from the last
+    sink. Packed tokens have a ring of their own of ``num_recent_tokens - residual`` slots, since the newest
+    ``residual`` are never in it. ``read`` puts everything into the slots of the native store.
     """
 
     sinks: Tensor | None = replaced()
-    """``[b, h, <= num_sink_tokens, d]``."""
+    """The first tokens, ``[b, h, <= num_sink_tokens, d]``."""
 
     def __init__(self, packing: Packing, residual: int, num_sink_tokens: int, num_recent_tokens: int):
         self.ring = num_recent_tokens - residual  # slots of the packed ring
@@ -433,7 +454,7 @@ class QuantizedWindow(_PackedStore):
 
     @property
     def num_croppable(self) -> int:
-        """See ``TokenStore``: native tokens, sinks behind no packed one included."""
+        """See ``TokenStore``. Native tokens can be taken back; sinks too while nothing is packed."""
         return self.length if self.newest.first == self.num_sink_tokens else len(self.newest)
 
     def crop(self, length: int) -> None:
@@ -446,7 +467,10 @@ class QuantizedWindow(_PackedStore):
         return max(self.num_sink_tokens, self.length - self.num_recent_tokens)
 
     def _runs(self, first: int, stop: int, *sizes: int) -> Iterator[tuple[slice, int]]:
-        """``[first, stop)`` cut where a ring of any of these sizes wraps: (positions, place behind the last sink)."""
+        """``[first, stop)`` cut where a ring of any of these sizes wraps.
+
+        Gives each run's positions and its place behind the last sink.
+        """
         while first < stop:
             behind = first - self.num_sink_tokens
             end = min([stop, *(first + size - behind % size for size in sizes)])
@@ -454,7 +478,7 @@ class QuantizedWindow(_PackedStore):
             first = end
 
     def read(self, length: int) -> Tensor:
-        """``[b, h, used slots, d]`` after ``length`` tokens per row: a copy, in the slots of the native store."""
+        """A copy ``[b, h, used slots, d]`` after ``length`` tokens per row, in the native store's slots."""
         assert length == self.length and self.sinks is not None
         out = self.sinks.new_empty(self.shape)
         out[:, :, : self.sinks.shape[2]] = self.sinks
@@ -485,8 +509,9 @@ class QuantizedWindow(_PackedStore):
 def _put(target: Tensor, slots: Tensor, x: Tensor, mask: Tensor) -> None:
     """Write ``[b, h, c, d]`` into slots ``[b, h, c]`` where ``mask`` is True.
 
-    The host does not wait to learn where that is. In other places a token of the same head that is written
-    is written once more; in a head without one, a slot gets what it has. Tokens of one slot must be equal.
+    The host does not wait to learn where that is. In other places, a token of the same head that is written
+    is written once more. In a head without such a token, a slot gets what it has. Tokens of one slot must be
+    equal.
     """
     if not target.shape[2]:
         return
@@ -501,15 +526,15 @@ def _put(target: Tensor, slots: Tensor, x: Tensor, mask: Tensor) -> None:
 
 @dataclass(frozen=True)
 class QuantizedCodec(Codec):
-    """Makes stores of ``bits`` bits per number; see the top of this file.
+    """Makes stores of ``bits`` bits per number. See the top of this file.
 
     Attributes:
         bits: 2, 4 or 8.
-        group_size: numbers that share a scale, and tokens packed at a time; over channels the divisor of
-            ``head_dim`` nearest to it.
+        group_size: numbers that share a scale, and tokens packed at a time. Over channels, numbers that share
+            a scale are as many as the divisor of ``head_dim`` nearest to it.
         residual: newest tokens that stay native.
-        capacity: tokens whose codes are reserved, for stores that stay where they are (windows are rings already and stay
-            native); 0 = stores grow.
+        capacity: tokens whose codes are reserved, for stores that stay where they are (windows are rings
+            already and stay native). 0 = stores grow.
     """
 
     bits: int
@@ -524,7 +549,8 @@ class QuantizedCodec(Codec):
     def in_place(self, capacity: int) -> Codec:
         if self.bits != 4:
             raise ValueError(
-                "no decode engine here: it serves full and pod caches in the model's dtype or in 4 bits; leave capacity out"
+                "no decode engine here: it serves full and pod caches in the model's dtype or in 4 bits; "
+                "leave capacity out"
             )
         return replace(self, capacity=capacity)
 
@@ -533,7 +559,7 @@ class QuantizedCodec(Codec):
         return PackedTokens(packing, self.residual, self.capacity)
 
     def window(self, part: str, num_sink_tokens: int, num_recent_tokens: int) -> TokenStore:
-        """Native when the ring is not larger than what a packed one holds natively."""
+        """A window's store, native when the ring is not larger than what a packed one holds natively."""
         if self.capacity or num_recent_tokens <= self.residual + self.group_size:
             return TokenStore(num_sink_tokens, num_recent_tokens)
         packing = Packing(self.bits, self.group_size, per_channel=False)
@@ -543,11 +569,11 @@ class QuantizedCodec(Codec):
 def make_codec(name: str, bits: int, config: PodConfig, group_size: int, residual: int) -> Codec:
     """The codec of a model.
 
-    The usual ``group_size`` serves every ``head_dim`` (see ``channel_group``); another one is taken as it is,
+    The usual ``group_size`` serves every ``head_dim`` (see ``channel_group``). Another one is taken as it is,
     or refused.
 
     Raises:
-        ValueError: sizes that do not fit each other or the model's ``head_dim``.
+        ValueError: sizes do not fit each other or the model's ``head_dim``.
     """
     head_dim = config.head_dim
     check_bits(bits, head_dim, name)

@@ -1,9 +1,9 @@
 """Caches whose layers see only rows that are alike.
 
-Padding, ragged batches and reordering are solved here, once. A batch is split into *groups of rows* that have
-seen equally many tokens, and have equally many new tokens and the same chunks. Each group has its own *child
-layers*, whose tensors are ``[b, …]`` over the group's rows, with no padding inside. So a method is written for
-rows of one length, and a row in a padded batch gets exactly what it gets alone.
+Padding, ragged batches and reordering are solved here, once. A batch is split into *groups of rows* with the
+same tokens seen, the same new tokens and the same chunks. Each group has its own *child layers*, whose
+tensors are ``[b, …]`` over the group's rows, with no padding inside. So a method is written for rows of one
+length, and a row in a padded batch gets exactly what it gets alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +45,13 @@ class FixedChunks:
     size: int
 
     def start_prompt(self, length: int, past: int, layers: list) -> Schedule:
-        """The schedule of a prompt of ``length`` tokens behind ``past`` tokens seen, for these child layers."""
+        """The schedule of a prompt for these child layers.
+
+        Args:
+            length: tokens of the prompt.
+            past: tokens seen before it.
+            layers: the child layers.
+        """
         return Schedule((*range(self.size, length, self.size), length))
 
 
@@ -303,7 +309,7 @@ class GroupedCache(PodCache):
                 group.prompt_length = group.schedule = None
 
     def _next_pass(self, group: RowGroup, left: int, step: Step) -> Step:
-        """How the group goes on: to the end of its chunk, or of the ``left`` tokens that the pass gives it."""
+        """How the group goes on: to the end of its chunk, or of the ``left`` tokens that the pass gives."""
         is_decode = step.is_decode and group.seen > 0
         width, ends, last = left, step.ends_prompt and left > 0 and not is_decode, True
         if left and not is_decode and group.schedule is not None:

@@ -1,4 +1,7 @@
-"""The plan of a model: what each (layer, KV head) does about distant tokens. It leads, follows or keeps its window."""
+"""The plan of a model: whether each (layer, KV head) leads, follows or keeps its window.
+
+That is what it does about distant tokens.
+"""
 
 import json
 import math
@@ -11,38 +14,32 @@ from typing import Any
 
 SCHEMA_VERSION = 4
 _READABLE = (1, 2, 3, SCHEMA_VERSION)
-"""Schemas that are read. 1 has no windows, no order of heads and no bits; 2 has no sizes of windows; 3 knows
+"""Schemas that are read. 1 has no windows, no order of heads and no bits. 2 has no sizes of windows. 3 knows
 only sinks that are tokens."""
 _FIRST_WITH_WINDOWS = 3
 SINKS = ("tokens", "constant", "none")
-"""What stands for the first tokens in a head that keeps its window: stored tokens, a logit and a value that
-no token has, nothing."""
-GROUP_SIZE, RESIDUAL = 32, 128  # of a codec: numbers that share a scale, newest tokens that stay native
-NATIVE_TOKENS = RESIDUAL + (GROUP_SIZE - 1) / 2  # on average, since tokens are packed a group at a time
+"""What stands for the first tokens in a head that keeps its window: stored tokens, or a logit and a value
+that no token has, or nothing."""
+GROUP_SIZE, RESIDUAL = 32, 128  # a codec's numbers that share a scale, and newest tokens that stay native
+NATIVE_TOKENS = RESIDUAL + (GROUP_SIZE - 1) / 2  # an average, since tokens are packed a group at a time
 BITS = (16, 8, 4)
-"""Bits per number that a plan may give a layer; 16: as the model computes."""
+"""Bits per number that a plan may give a layer. 16 = as the model computes."""
 _GROUP_BITS = 32  # the fp16 zero and the fp16 scale of a group
 
-_OPTIONAL = (
-    "head_order",
-    "bits",
-    "num_sink_tokens",
-    "num_recent_tokens",
-    "head_dim",
-    "sinks",
-)  # of a plan.json
+# optional fields of a plan.json
+_OPTIONAL = ("head_order", "bits", "num_sink_tokens", "num_recent_tokens", "head_dim", "sinks")
 
 Lead = tuple[tuple[int | None, ...], ...]
-"""``[layer][KV head]``: the layer that the head follows, its own layer (it leads), or None (it keeps its window only)."""
+"""``[layer][KV head]``: the layer that the head follows, its own layer (it leads), or None (it keeps its
+window only)."""
 
 
 @lru_cache(maxsize=256)
 def channel_group(head_dim: int, group_size: int = GROUP_SIZE) -> int:
-    """Channels of one token that share a zero and a scale: the divisor of ``head_dim`` nearest to
-    ``group_size``.
+    """Channels of one token that share a zero and a scale: the divisor of ``head_dim`` nearest to the size.
 
-    Nearest by ratio, and the smaller one of two that are equally near: 64, 96 and 128 channels make groups of
-    32, 80 make groups of 40, 112 make groups of 28, and a head of 16 channels is one group.
+    It is the nearest by ratio, and the smaller one of two that are equally near. 64, 96 and 128 channels make
+    groups of 32, 80 make groups of 40, 112 make groups of 28, and a head of 16 channels is one group.
     """
     divisors = [size for size in range(1, head_dim + 1) if head_dim % size == 0]
     return min(divisors, key=lambda size: abs(math.log(size / group_size)))
@@ -55,8 +52,8 @@ def bits_per_number(bits: int, head_dim: int | None = None) -> tuple[float, floa
     one token.
 
     Args:
-        bits: 16, 8 or 4; 16 bits have no groups.
-        head_dim: of the model; None = one that ``GROUP_SIZE`` divides.
+        bits: 16, 8 or 4. 16 bits have no groups.
+        head_dim: of the model. None = one that ``GROUP_SIZE`` divides.
     """
     if bits == 16:
         return 16.0, 16.0
@@ -65,8 +62,9 @@ def bits_per_number(bits: int, head_dim: int | None = None) -> tuple[float, floa
 
 
 def check_bits(bits: int, head_dim: int, name: str) -> None:
-    """Raise ``ValueError`` unless the codes of a head fill whole bytes: the one rule about which bits a model
-    can hold.
+    """Raise ``ValueError`` unless the codes of a head fill whole bytes.
+
+    This is the one rule about which bits a model can hold.
 
     Args:
         bits: per code, 2, 4 or 8.
@@ -81,13 +79,16 @@ def check_bits(bits: int, head_dim: int, name: str) -> None:
 
 @dataclass(frozen=True)
 class Roles:
-    """KV heads of a layer by what they hold and see; all in rising order. Fields, not properties: every layer of every token reads them.
+    """KV heads of a layer by what they hold and see, all in rising order.
+
+    These are fields, not properties, because every layer of every token reads them.
 
     Attributes:
-        leads: every token, with their own keys.
-        followers: own values of every token, own keys of proximal ones; distant logits are the lead's.
+        leads: heads that hold and see every token, with their own keys.
+        followers: heads that hold own values of every token, and own keys of proximal ones. Their distant
+            logits are the lead's.
         followed: leads of this layer that a later layer follows.
-        windows: sinks and recent tokens, keys and values, and nothing else.
+        windows: heads that hold keys and values of sinks and recent tokens, and nothing else.
         last: followers whose block ends here.
         held: leads and followers, which hold the values of every token.
         num_heads: KV heads of the layer.
@@ -129,11 +130,10 @@ def is_followed(lead: Sequence[Sequence[int | None]], layer: int, head: int) -> 
 
 @dataclass(frozen=True)
 class SinkConstants:
-    """The constants that stand for the first tokens, by layer; None for a layer in which no head keeps its
-    window.
+    """The constants that stand for the first tokens, by layer.
 
-    Heads stand in the order of the plan's model. In the rows of a layer, heads that lead or follow have
-    numbers that nothing reads.
+    A layer in which no head keeps its window has None. Heads stand in the order of the plan's model. In the
+    rows of a layer, heads that lead or follow have numbers that nothing reads.
 
     Attributes:
         logits: ``[L][Hq]``, the scaled logit of each query head.
@@ -152,7 +152,7 @@ class SinkConstants:
         object.__setattr__(self, "values", tuple(values))
 
     def refusal(self, lead: Lead, head_dim: int | None) -> str | None:
-        """Why these are no constants of a plan ``[L][H]``; None when they are."""
+        """Why these are no constants of a plan ``[L][H]``. None when they are."""
         if (len(self.logits), len(self.values)) != (len(lead), len(lead)):
             return f"of {len(self.logits)} and {len(self.values)} layers, the plan has {len(lead)}"
         heads = len(lead[0])
@@ -177,29 +177,31 @@ class SinkConstants:
 class SharingPlan:
     """What every (layer, KV head) pair of a model does about distant tokens.
 
-    ``lead[layer][kv_head]`` is the layer that the head follows (paper §2.1, Algorithm 1: the lowest layer of a block of
-    consecutive layers), its own layer when it leads, or None when it keeps its window: sinks and recent tokens only, as
-    RazorAttention's and DuoAttention's other heads. A lead stores all keys and values, a follower all values and window keys.
-    Windows may stand between the layers of a block; they belong to none.
+    ``lead[layer][kv_head]`` is the layer that the head follows (paper §2.1, Algorithm 1: the lowest layer of
+    a block of consecutive layers), or its own layer when it leads, or None when it keeps its window: sinks
+    and recent tokens only, as RazorAttention's and DuoAttention's other heads do. A lead stores all keys and
+    values, a follower all values and window keys. Windows may stand between the layers of a block. They
+    belong to no block.
 
     Args:
         lead: ``[L][H]`` integers or None.
-        provenance: how the plan was found (model, data, n, q, N, costs, algorithm …); free-form JSON.
-        head_order: ``[L][Hq]``: which query head of the original weights stands at each place of the model that the plan is
-            for. Query heads of a KV head stay together, so the order of KV heads follows. None = as in the original.
-        bits: per layer, the bits in which ``pod.make_cache`` holds the keys and values of every token, 16 (as the model computes), 8
-            or 4; windows stay native. None = 16 everywhere.
-        num_sink_tokens, num_recent_tokens: the windows that the plan was made for, in tokens;
-            ``pod.load_model`` takes them.
-            None = not recorded. Plans with the same roles, order and bits are equal whatever their windows.
-        head_dim: channels of a head of the model that the plan was made for: what packed values cost depends
+        provenance: how the plan was found (model, data, n, q, N, costs, algorithm …), as free-form JSON.
+        head_order: ``[L][Hq]``, which query head of the original weights stands at each place of the plan's
+            model. Query heads of a KV head stay together, so the order of KV heads follows. None = as in the
+            original.
+        bits: per layer, the bits in which ``pod.make_cache`` holds the keys and values of every token: 16 (as
+            the model computes), 8 or 4. Windows stay native. None = 16 everywhere.
+        num_sink_tokens, num_recent_tokens: the windows that the plan was made for, in tokens.
+            ``pod.load_model`` takes them. None = not recorded. Plans with the same roles, order and bits are
+            equal whatever their windows.
+        head_dim: channels of a head of the model that the plan was made for. What packed values cost depends
             on it (``bits_per_number``). None = not recorded. It is no part of equality either.
         sinks: what stands for the first tokens in heads that keep their windows. ``tokens``:
-            ``num_sink_tokens`` stored ones; ``constant``: a logit of each query head and a value of each KV
-            head, which take no slot and count at every position; ``none``. None = as ``num_sink_tokens``
-            says, where it is recorded. No part of equality.
-        sink_constants: of a plan with constant sinks; None = not measured yet, or the weights have them. No
-            part of equality.
+            ``num_sink_tokens`` stored tokens. ``constant``: a logit of each query head and a value of each KV
+            head, which take no slot and count at every position. ``none``: nothing. None = as
+            ``num_sink_tokens`` says, where it is recorded. It is no part of equality.
+        sink_constants: the constants of a plan with constant sinks. None = not measured yet, or the weights
+            have them. They are no part of equality.
 
     Raises:
         ValueError: rows of unequal length, a lead above its layer, a lead that does not lead itself, a block
@@ -232,7 +234,8 @@ class SharingPlan:
             object.__setattr__(self, "bits", tuple(self.bits))
             if len(self.bits) != self.num_layers or not set(self.bits) <= set(BITS):
                 raise ValueError(
-                    f"sharing plan: bits must be 16, 8 or 4 for each of {self.num_layers} layers, got {self.bits}"
+                    f"sharing plan: bits must be 16, 8 or 4 for each of {self.num_layers} layers, "
+                    f"got {self.bits}"
                 )
         self._check_windows()
         self._check_sinks()
@@ -272,7 +275,8 @@ class SharingPlan:
         before = next((row[head] for row in reversed(self.lead[:layer]) if row[head] is not None), None)
         if lead not in (layer, before):
             raise ValueError(
-                f"{where}, but below it layer {before} leads: layers of a block must be consecutive, windows aside"
+                f"{where}, but below it layer {before} leads: "
+                "layers of a block must be consecutive, windows aside"
             )
 
     @classmethod
@@ -287,7 +291,10 @@ class SharingPlan:
 
     @classmethod
     def of_leads(cls, leads: Sequence[Sequence[int]], num_key_value_heads: int) -> "SharingPlan":
-        """The plan in which the heads ``leads[layer]`` lead and all others keep their windows: RazorAttention's and DuoAttention's."""
+        """The plan in which the heads ``leads[layer]`` lead and all others keep their windows.
+
+        RazorAttention and DuoAttention have such plans.
+        """
         heads = range(num_key_value_heads)
         for layer, row in enumerate(leads):
             if others := [head for head in row if head not in heads]:
@@ -300,9 +307,10 @@ class SharingPlan:
 
     @classmethod
     def cla(cls, num_layers: int, num_key_value_heads: int, factor: int = 2) -> "SharingPlan":
-        """Cross-layer attention (Brandon et al., 2024): blocks of ``factor`` whole layers, (0, 1), (2, 3), … for 2.
+        """Cross-layer attention (Brandon et al., 2024): blocks of ``factor`` whole layers.
 
-        A number of layers that ``factor`` does not divide leaves a shorter last block.
+        For 2 they are (0, 1), (2, 3), …. A number of layers that ``factor`` does not divide leaves a shorter
+        last block.
         """
         if factor < 1:
             raise ValueError(f"cla shares between factor >= 1 layers, got factor = {factor}")
@@ -320,7 +328,7 @@ class SharingPlan:
 
     @property
     def num_pairs(self) -> int:
-        """(layer, KV head) pairs."""
+        """The number of (layer, KV head) pairs."""
         return self.num_layers * self.num_key_value_heads
 
     @cached_property
@@ -335,17 +343,17 @@ class SharingPlan:
 
     @property
     def num_leads(self) -> int:
-        """Pairs that lead."""
+        """The number of pairs that lead."""
         return sum(lead == layer for layer, row in enumerate(self.lead) for lead in row)
 
     @property
     def num_windows(self) -> int:
-        """Pairs that keep their window only."""
+        """The number of pairs that keep their window only."""
         return sum(lead is None for row in self.lead for lead in row)
 
     @property
     def num_followers(self) -> int:
-        """Pairs that follow another layer."""
+        """The number of pairs that follow another layer."""
         return self.num_pairs - self.num_leads - self.num_windows
 
     @property
@@ -360,10 +368,10 @@ class SharingPlan:
 
     @property
     def asymptotic_saving(self) -> float:
-        """Share of 16-bit KV bytes saved as the sequence grows without bound: all of a window's, half (the keys) of a follower's,
-        and what fewer bits save of the rest.
+        """Share of 16-bit KV bytes saved as the sequence grows without bound.
 
-        Not a ``cla`` layout's, whose followers store nothing: it saves ``share_followers``.
+        All of a window's bytes are saved, half (the keys) of a follower's, and what fewer bits save of the
+        rest. This is not for a ``cla`` layout, whose followers store nothing: it saves ``share_followers``.
         """
         return 1 - self._held(float("inf"))
 
@@ -374,10 +382,10 @@ class SharingPlan:
 
         Args:
             n: tokens of the sequence, at least 1.
-            num_sink_tokens, num_recent_tokens: windows in tokens; None = those that the plan was made for.
+            num_sink_tokens, num_recent_tokens: windows in tokens. None = those that the plan was made for.
 
         Raises:
-            ValueError: n < 1, or no windows given and none recorded.
+            ValueError: n < 1, or no windows are given and none recorded.
         """
         if n < 1:
             raise ValueError(f"saving is defined for n >= 1 tokens, got n = {n}")
@@ -398,9 +406,9 @@ class SharingPlan:
     ) -> dict[str, Any]:
         """The windows of a model under this plan, by name: those given, else the plan's, else None.
 
-        Others than the plan's are a ``UserWarning`` that names both, and what both save at the length that
-        the plan was made at, where the plan says it. With other ``sinks`` than the plan's the plan's first
-        tokens do not count.
+        Windows other than the plan's give a ``UserWarning``. It names both, and what both save at the length
+        that the plan was made at, where the plan says it. With ``sinks`` other than the plan's, the plan's
+        first tokens do not count.
         """
         own: dict[str, Any] = {
             "num_sink_tokens": self.num_sink_tokens,
@@ -410,7 +418,8 @@ class SharingPlan:
         chosen = {name: own[name] if tokens is None else tokens for name, tokens in given.items()}
         if sinks is not None and self.sinks is not None and sinks != self.sinks:
             warnings.warn(
-                f"sinks = {sinks!r}, the plan was made for {self.sinks!r}: leave sinks out to take the plan's",
+                f"sinks = {sinks!r}, the plan was made for {self.sinks!r}: "
+                "leave sinks out to take the plan's",
                 stacklevel=3,
             )
             chosen["num_sink_tokens"] = num_sink_tokens
@@ -435,7 +444,7 @@ class SharingPlan:
         return said + ": leave num_sink_tokens and num_recent_tokens out to take the plan's"
 
     def _held(self, n: float) -> float:
-        """Share of dense 16-bit bytes that stores of every token hold, of ``n`` tokens."""
+        """Share of the dense 16-bit bytes of ``n`` tokens that stores of every token hold."""
         total = 0.0
         for layer, row in enumerate(self.lead):
             bits = 16 if self.bits is None else self.bits[layer]
@@ -448,7 +457,7 @@ class SharingPlan:
         return total / (2 * self.num_pairs)
 
     def blocks(self, head: int) -> list[list[int]]:
-        """The blocks of one KV head, each a list of consecutive layers, lead first; windows are in none."""
+        """The blocks of one KV head, each a list of consecutive layers, lead first. Windows are in none."""
         blocks: list[list[int]] = []
         for layer in range(self.num_layers):
             if self.lead[layer][head] == layer:
@@ -461,8 +470,8 @@ class SharingPlan:
         """Raise ``ValueError`` unless the plan belongs to a model of this size."""
         if (self.num_layers, self.num_key_value_heads) != (num_layers, num_key_value_heads):
             raise ValueError(
-                f"sharing plan is for {self.num_layers} layers x {self.num_key_value_heads} KV heads, the model has "
-                f"{num_layers} x {num_key_value_heads}: make a plan for this model"
+                f"sharing plan is for {self.num_layers} layers x {self.num_key_value_heads} KV heads, "
+                f"the model has {num_layers} x {num_key_value_heads}: make a plan for this model"
             )
 
     def save(self, path: str | os.PathLike) -> None:
@@ -481,9 +490,9 @@ class SharingPlan:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "SharingPlan":
-        """Read a plan; ``ValueError`` names the file and what is wrong with it.
+        """Read a plan. A ``ValueError`` names the file and what is wrong with it.
 
-        Older files say the windows in the provenance only, and are read so.
+        Older files have their windows in the provenance only, and are read so.
         """
         try:
             with open(path, encoding="utf-8") as file:
@@ -505,10 +514,10 @@ class SharingPlan:
 
 
 def kind_of_sinks(sinks: str | None, num_sink_tokens: int | None) -> str | None:
-    """One of ``SINKS``, as given; None becomes what the number of first tokens says, where it is known.
+    """One of ``SINKS``, as given. None becomes what the number of first tokens says, where it is known.
 
     Raises:
-        ValueError: an unknown kind, or first tokens that are stored although the kind has none.
+        ValueError: an unknown kind, or first tokens are stored although the kind has none.
     """
     if sinks is not None and sinks not in SINKS:
         raise ValueError(f"sinks = {sinks!r} is unknown: choose {', '.join(SINKS)}")
@@ -523,7 +532,7 @@ def kind_of_sinks(sinks: str | None, num_sink_tokens: int | None) -> str | None:
 
 
 def _read_constants(content: dict[str, Any]) -> SinkConstants | None:
-    """Of a plan.json; ValueError for what is no table of numbers."""
+    """The constants of a plan.json. Raises ``ValueError`` for what is no table of numbers."""
     tables = content.get("sink_logits"), content.get("sink_values")
     if tables == (None, None):
         return None
@@ -537,18 +546,23 @@ def _read_constants(content: dict[str, Any]) -> SinkConstants | None:
 
 
 def check_head_order(order: Sequence[Sequence[int]], num_layers: int, num_key_value_heads: int) -> None:
-    """Raise ``ValueError`` unless ``order`` ``[L][Hq]`` permutes the query heads of each layer and parts no KV head's."""
+    """Check that ``order`` ``[L][Hq]`` permutes the query heads of each layer and parts no KV head's.
+
+    Raises:
+        ValueError: it does not.
+    """
     width = len(order[0]) if order else 0
     groups = width // num_key_value_heads
     ok = len(order) == num_layers and width and not width % num_key_value_heads
-    for row in order if ok else ():
+    rows = order if ok else ()
+    for row in rows:
         parts = (row[i : i + groups] for i in range(0, width, groups))
         together = all(len({head // groups for head in part}) == 1 for part in parts)
         ok = ok and together and sorted(row) == list(range(width))
     if not ok:
         raise ValueError(
-            f"sharing plan: head_order must permute the query heads of each of {num_layers} layers, those of each of "
-            f"{num_key_value_heads} KV heads staying together"
+            f"sharing plan: head_order must permute the query heads of each of {num_layers} layers, "
+            f"those of each of {num_key_value_heads} KV heads staying together"
         )
 
 

@@ -1,5 +1,8 @@
-"""The interface between the decoder and a cache: one `Step` per forward pass, one `CacheLayer` per decoder layer; and how
-padding is squeezed out of a batch, so that layers see left-aligned rows of real tokens, whatever side it was on."""
+"""The interface between the decoder and a cache: one `Step` per forward pass, one `CacheLayer` per layer.
+
+This file also squeezes padding out of a batch, whatever side it is on, so that layers see left-aligned rows
+of real tokens.
+"""
 
 import sys
 from collections.abc import Container, Iterator, Sequence
@@ -22,9 +25,9 @@ class Selection:
     """What a lead that holds chosen tokens leaves for its followers in a pass.
 
     Attributes:
-        positions: ``[B, n]``, ascending.
-        scored: when decoding, logits ``[B, G, n]`` and which tokens ``[B, n]`` are proximal.
-        kept: slots ``[B, w]`` that the lead chose when the prompt ended; None = all.
+        positions: ``[B, n]``, the positions of the chosen tokens, ascending.
+        scored: when decoding, logits ``[B, G, n]``, and ``[B, n]`` that says which tokens are proximal.
+        kept: slots ``[B, w]`` that the lead chose when the prompt ended. None = all.
     """
 
     positions: Tensor
@@ -46,10 +49,12 @@ class LeadState:
     """What the leads of a pass leave for the layers that follow them, by KV head.
 
     Attributes:
-        queries: ``[B, G, m, d]``; keys: ``[B, 1, n, d]``, as they were when the lead attended.
+        queries: ``[B, G, m, d]``, as they were when the lead attended.
+        keys: ``[B, 1, n, d]``, as they were when the lead attended.
         buffers: when decoding, the logits of distant tokens and what belongs to them.
-        selections: where leads choose the tokens of their blocks.
-        read: where they choose what a decoded token reads: slots ``[B, G, n]``, None = all, and the logits there.
+        selections: for leads that choose the tokens of their blocks.
+        read: for leads that choose what a decoded token reads: slots ``[B, G, n]`` (None = all), and the
+            logits there.
     """
 
     queries: dict[int, Tensor] = field(default_factory=dict)
@@ -67,7 +72,10 @@ class LeadState:
         """Put what these KV heads left onto a device, and forget the rest: no later layer asks for it.
 
         Args:
-            length: tokens of the longest row; keys in another form than a tensor move as tensors of so many.
+            device: where to put it.
+            length: tokens of the longest row. Keys in another form than a tensor move as tensors of so many
+                tokens.
+            heads: the KV heads.
         """
         self.queries = {head: q.to(device) for head, q in self.queries.items() if head in heads}
         kept = {head: keys for head, keys in self.keys.items() if head in heads}
@@ -86,15 +94,21 @@ class LeadState:
 
 
 def buffers_on(buffers: DecodeBuffers, device: torch.device, heads: Container[int]) -> DecodeBuffers:
-    """Buffers of the same sizes on another device, with what these KV heads left there; the rest is
-    scratch."""
+    """Buffers of the same sizes on another device, with what these KV heads left in them.
+
+    The rest is scratch.
+    """
     moved: dict[str, Tensor | None] = {}
     for name in ("logits", "distant_lse", "weights", "weight_sums"):
         old = getattr(buffers, name)
-        moved[name] = old if old is None else torch.empty_like(old, device=device)
-        for head in range(buffers.logits.shape[1]) if old is not None else ():
+        if old is None:
+            moved[name] = None
+            continue
+        new = torch.empty_like(old, device=device)
+        for head in range(buffers.logits.shape[1]):
             if head in heads:
-                moved[name][:, head].copy_(old[:, head])  # type: ignore[index]
+                new[:, head].copy_(old[:, head])
+        moved[name] = new
     for name in ("partial_out", "partial_lse"):
         moved[name] = torch.empty_like(getattr(buffers, name), device=device)
     return replace(buffers, **moved)
@@ -117,24 +131,28 @@ class Step:
 
     Attributes:
         layers: the cache's layers; in a group of rows, the group's layers.
-        past: ``[B]`` real tokens per row before the pass; ``counts`` ``[B]`` real tokens fed by it.
+        past: ``[B]`` real tokens per row before the pass.
+        counts: ``[B]`` real tokens that the pass feeds per row.
         num_new: ``m``, width of the left-aligned chunk (rows with fewer tokens end in garbage).
         columns: columns of the pass as the caller fed them, padding included.
-        uniform_past: the common value of ``past`` when all rows agree and every row feeds ``m`` tokens, else None.
-        ends_prompt: whether the prompt, or a chunk after which the method compresses, is complete after this pass.
+        uniform_past: the common value of ``past`` when all rows agree and every row feeds ``m`` tokens. Else
+            None.
+        ends_prompt: whether the prompt, or a chunk after which the method compresses, is complete after this
+            pass.
         all_real: whether no row feeds padding in this pass.
-        is_decode: one new token behind a non-empty cache, outside an announced prompt.
-        starts: ``[B]`` column of the pass at which each row's first token of this piece stands; None = the whole pass.
-        schedule, chunk_index, is_last_chunk: the method's chunks of this prompt, the one being fed, and whether it
-            is the prompt's last; None, 0, True for methods that do not chunk.
-        ropes, backend: set by the model.
-        sink: of the layer that attends now, set by it: what stands for the first tokens in heads that keep
-            their windows; None = nothing.
+        is_decode: whether this is one new token behind a non-empty cache, outside an announced prompt.
+        starts: ``[B]``, the column of the pass at which each row's first token of this piece stands. None =
+            the piece is the whole pass.
+        schedule, chunk_index, is_last_chunk: the method's chunks of this prompt, the one being fed, and
+            whether it is the prompt's last. None, 0, True for methods that do not chunk.
+        ropes, backend: the model sets them.
+        sink: what stands for the first tokens in heads that keep their windows. The layer that attends now
+            sets its own. None = nothing.
         lead: what lead layers leave for their followers.
         groups: the passes of groups of rows, with the rows ``[b]`` of each.
         agreed: what the first layer that asks decides for all.
-        copies: the pass as layers on other devices see it, by device, with this one; empty while all lie
-            on one.
+        copies: the pass as layers on other devices see it, by device, with this one. Empty while all layers
+            lie on one device.
     """
 
     layers: list
@@ -159,22 +177,23 @@ class Step:
     copies: dict[torch.device, "Step"] = field(init=False, default_factory=dict, repr=False)
 
     def on(self, device: torch.device, heads: Container[int] | None = None) -> "Step":
-        """The pass as layers on a device see it; what leads left for their followers moves there.
+        """The pass as layers on a device see it. What leads left for their followers moves there.
 
         Args:
-            heads: KV heads whose leads have followers to come; None = any. What other heads left is
+            device: the device of the layers.
+            heads: KV heads whose leads have followers to come. None = any. What other heads left is
                 forgotten.
         """
         if device == self.past.device and not self.copies:
             return self
-        length = self.max_length  # first of all, so that no copy reads it from its device again
+        length = self.max_length  # read first, so that no copy reads it from its device again
         found, every = self._at(device), range(sys.maxsize)
         for step in (found, *(part for part, _ in found.groups)):
             step.lead.move(device, length, every if heads is None else heads)
         return found
 
     def _at(self, device: torch.device) -> "Step":
-        """The copy for a device."""
+        """The copy of the pass for a device."""
         self.copies.setdefault(self.past.device, self)
         if device not in self.copies:
             self.copies[device] = self._copy(device)
@@ -206,17 +225,17 @@ class Step:
 
     @cached_property
     def positions(self) -> Tensor:
-        """``[B, m]`` position of each new token in its row."""
+        """``[B, m]``, the position of each new token in its row."""
         return self.past[:, None] + torch.arange(self.num_new, device=self.past.device)
 
     @cached_property
     def lengths(self) -> Tensor:
-        """``[B]`` real tokens per row after the pass."""
+        """``[B]``, the real tokens per row after the pass."""
         return self.past + self.counts
 
     @cached_property
     def rows(self) -> list[tuple[int, int]]:
-        """``(past, counts)`` of every row; read from the device once in a pass."""
+        """``(past, counts)`` of every row. It is read from the device once in a pass."""
         if self.uniform_past is not None:
             return [(self.uniform_past, self.num_new)] * self.past.shape[0]
         past, counts = torch.stack((self.past, self.counts)).tolist()
@@ -239,22 +258,34 @@ class Step:
 
     @property
     def chunk_backend(self) -> str:
-        """What attends behind a past, where tokens may have a form that a backend asked for does not take."""
+        """The backend that attends behind a past.
+
+        There tokens may have a form that the backend which was asked for does not take.
+        """
         return self.backend if self.is_fresh or self.backend == "reference" else "auto"
 
     def merging_backend(self, *tensors: Tensor) -> str:
-        """What attends parts of one softmax: where a gradient is taken, one whose log-sum-exps have gradients."""
+        """The backend that attends parts of one softmax.
+
+        Where a gradient is taken, it is one whose log-sum-exps have gradients.
+        """
         return "reference" if self.backend == "reference" or takes_gradients(*tensors) else "auto"
 
 
 class CacheLayer(CacheLayerMixin):
-    """One layer of a cache. A method implements ``attend``, ``clear`` and ``stores``, and ``settle`` if it compresses."""
+    """One layer of a cache.
+
+    A method implements ``attend``, ``clear`` and ``stores``, and ``settle`` if it compresses.
+    """
 
     is_compileable = False
     is_croppable = False
-    """Whether tokens can be taken back; every class says so for itself, as ``crop`` knows nothing of what it adds."""
+    """Whether tokens can be taken back.
+
+    Every class says so for itself, as ``crop`` knows nothing of what a class adds.
+    """
     extra_slots = 0
-    """Tokens that a ring holds behind its window, so that as many can be taken back."""
+    """How many tokens a ring holds behind its window, so that as many can be taken back."""
 
     def __init_subclass__(cls, **kwargs) -> None:
         super().__init_subclass__(**kwargs)
@@ -264,7 +295,8 @@ class CacheLayer(CacheLayerMixin):
         """Store the new tokens and attend.
 
         Args:
-            q: ``[B, Hq, m, d]``; k, v: ``[B, H, m, d]``; none of them rotated.
+            q: ``[B, Hq, m, d]``, not rotated.
+            k, v: ``[B, H, m, d]``, not rotated.
             step: positions, rotation and what lead layers share.
 
         Returns:
@@ -273,16 +305,21 @@ class CacheLayer(CacheLayerMixin):
         raise NotImplementedError
 
     def settle(self, step: Step) -> None:
-        """Compress: called after ``attend``, and with ``num_new`` 0 when a prompt ends without a new token of these rows.
+        """Compress.
 
-        Nothing is to be done unless ``step.ends_prompt`` or ``step.is_decode``; then stores come to rest.
+        It is called after ``attend``, and with ``num_new`` 0 when a prompt ends without a new token of these
+        rows. Nothing is to be done unless ``step.ends_prompt`` or ``step.is_decode``. Then stores come to
+        rest.
         """
         if step.ends_prompt or step.is_decode:
             for store in self.stores().values():
                 store.settle(step.max_length)
 
     def stores(self) -> dict[str, Any]:
-        """Every store that the layer has, by the name of the part that it counts towards, ``part of x`` where there are several."""
+        """Every store that the layer has, by the name of the part that it counts towards.
+
+        Where a part has several stores, their names are ``part of x``.
+        """
         return {}
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
@@ -292,7 +329,7 @@ class CacheLayer(CacheLayerMixin):
 
     @property
     def device(self) -> torch.device | None:
-        """Where its tensors are; None while it has none."""
+        """Where the layer's tensors are. None while it has none."""
         return next((tensor.device for _, tensor in self.parts()), None)
 
     def select_rows(self, index: Tensor) -> None:
@@ -304,7 +341,8 @@ class CacheLayer(CacheLayerMixin):
         """How many of the last tokens of rows of ``length`` can be taken back.
 
         Args:
-            longest: tokens that the rows had before a ``crop``, which have been written over older ones.
+            length: tokens of the rows now.
+            longest: tokens that the rows had before a ``crop``. They have been written over older ones.
         """
         if not self.is_croppable:
             return 0
@@ -317,7 +355,10 @@ class CacheLayer(CacheLayerMixin):
         return most
 
     def most_ahead(self, length: int) -> int:
-        """How many tokens behind the next one can be fed in a pass and taken back, as if they never came; -1 = never again."""
+        """How many tokens behind the next one can be fed in a pass and taken back, as if they never came.
+
+        -1 = never again.
+        """
         most = min(store.num_ahead for store in self.stores().values()) - 1
         for store in self.stores().values():
             if store.has_window:
@@ -332,7 +373,13 @@ class CacheLayer(CacheLayerMixin):
                 store.crop(length)
 
     def check_integrity(self, where: str, lengths: Tensor | None) -> None:
-        """Raise ``AssertionError`` unless the stores hold rows of ``lengths`` ``[B]`` tokens; what a method drops is its own."""
+        """Check that the stores hold rows of ``lengths`` ``[B]`` tokens.
+
+        What a method drops is its own affair.
+
+        Raises:
+            AssertionError: they do not.
+        """
         for name, store in self.stores().items():
             held = {tensor.shape[0] for tensor in store.tensors()}
             if lengths is None:
@@ -349,14 +396,14 @@ class CacheLayer(CacheLayerMixin):
     def _refuse(self, *args, **kwargs) -> Any:
         raise ValueError("only PodForCausalLM fills a PoD cache: pass none (load_model of pod-kv converts)")
 
-    # What transformers asks of a layer.
+    # What transformers asks of a layer is refused.
     lazy_initialization = update = get_mask_sizes = get_seq_length = _refuse
 
     def get_max_length(self) -> int:
         return -1
 
 
-# -- padding -----------------------------------------------------------------------------------------------------
+# -- padding -------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -366,8 +413,8 @@ class Compaction:
     Attributes:
         mask: ``[B, n]`` bool, True = token.
         counts: ``[B]`` real tokens per row.
-        index: ``[B, m]`` column of the t-th real token of each row, ``m = max(counts, 1)``; the tail of shorter
-            rows holds arbitrary columns and must be ignored.
+        index: ``[B, m]``, the column of the t-th real token of each row, ``m = max(counts, 1)``. The tail of
+            shorter rows holds arbitrary columns and must be ignored.
     """
 
     mask: Tensor
@@ -388,13 +435,17 @@ class Compaction:
         return restored.masked_fill(~mask[..., None], 0.0)
 
     def padded_positions(self, past: Tensor | int) -> Tensor:
-        """``[B, n]`` position of each column's token in its row, after ``past`` tokens per row."""
+        """``[B, n]``, the position of each column's token in its row, after ``past`` tokens per row."""
         start = past[:, None] if isinstance(past, Tensor) else past
         return self.mask.long().cumsum(1) - 1 + start
 
 
 def document_positions(doc_ids: Tensor) -> Tensor:
-    """Position of every token inside its document: ``[B, n]`` ids, equal ids contiguous, to ``[B, n]`` int64."""
+    """The position of every token inside its document, int64 ``[B, n]``.
+
+    Args:
+        doc_ids: ``[B, n]``. Equal ids are contiguous.
+    """
     index = torch.arange(doc_ids.shape[1], device=doc_ids.device).expand_as(doc_ids)
     starts = torch.ones_like(doc_ids, dtype=torch.bool)
     starts[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
@@ -407,10 +458,10 @@ def packed_documents(
     cu_seq_lens: Tensor | None,
     attention_mask: Tensor | None,
 ) -> Tensor | None:
-    """``[B, n]`` documents of rows that a trainer has packed; None = every row is one.
+    """``[B, n]``, the documents of rows that a trainer has packed. None = every row is one.
 
-    They end at the cumulative lengths ``[documents + 1]`` of the whole batch, without these where positions start again at 0 in
-    rows without padding.
+    Documents end at the cumulative lengths ``cu_seq_lens`` ``[documents + 1]`` of the whole batch. Without
+    these, they end where positions start again at 0, in rows without padding.
     """
     if cu_seq_lens is not None:
         tokens = torch.arange(shape[0] * shape[1], device=cu_seq_lens.device)
@@ -422,7 +473,10 @@ def packed_documents(
 
 
 def compaction_of(attention_mask: Tensor | None, n: int) -> Compaction | None:
-    """The compaction of the last ``n`` columns of a padding mask (nonzero = token); None when there is no padding."""
+    """The compaction of the last ``n`` columns of a padding mask (nonzero = token).
+
+    None when there is no padding.
+    """
     if attention_mask is None:
         return None
     mask = attention_mask[:, -n:].bool()
@@ -434,17 +488,22 @@ def compaction_of(attention_mask: Tensor | None, n: int) -> Compaction | None:
 
 
 def piece_columns(starts: Tensor, width: int) -> Tensor:
-    """``[B, width]`` columns of a piece that begins at column ``starts[b]`` of each row."""
+    """``[B, width]``, the columns of a piece that begins at column ``starts[b]`` of each row."""
     return starts[:, None] + torch.arange(width, device=starts.device)
 
 
 def take_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """``[B, n, c]`` to ``[B, width, c]``; columns beyond the last one repeat it."""
+    """``[B, n, c]`` to ``[B, width, c]``. Columns beyond the last one repeat it."""
     return x.gather(1, columns.clamp(max=x.shape[1] - 1)[..., None].expand(-1, -1, x.shape[2]))
 
 
 def keep_columns(x: Tensor, kept: int | Tensor) -> Tensor:
-    """The last ``kept`` columns of ``[B, n, c]`` (0 = all), or those at places ``[m]`` or ``[B, m]``; of a mask ``[B, n]`` ``[m, c]``."""
+    """Some columns of ``[B, n, c]``.
+
+    Args:
+        kept: how many of the last columns (0 = all), or the places ``[m]`` or ``[B, m]`` of columns, or a
+            mask ``[B, n]``, which gives ``[m, c]``.
+    """
     if isinstance(kept, int):
         return x[:, -kept:] if kept else x
     if kept.dim() == 2:
@@ -461,7 +520,11 @@ def put_columns(target: Tensor, columns: Tensor, counts: Tensor, x: Tensor) -> N
 
 
 def check_positions(position_ids: Tensor | None, expected: Tensor, attention_mask: Tensor | None) -> None:
-    """Positions that a caller passes must be those that mask and cache imply, wherever there is a token."""
+    """Check that positions of a caller are those that mask and cache imply, wherever there is a token.
+
+    Raises:
+        ValueError: one of them is another.
+    """
     if position_ids is None:
         return
     given, expected = torch.broadcast_tensors(position_ids.to(expected.device), expected)

@@ -1,6 +1,6 @@
 """Growing tensors that hold keys or values of a group of heads, token ``p`` of a row at a fixed slot.
 
-A layer never makes a store itself: it asks a codec for one, and so works with packed keys and values as well.
+A layer never makes a store itself. It asks a codec for one, and so works with packed keys and values as well.
 """
 
 import sys
@@ -16,11 +16,15 @@ from torch.nn import functional as F
 from .attend import Segments, Source, take_heads
 from .packed import Stored
 
-_SLACK = 128  # a store grows by 1/128 of its length: under 1 % of the bytes, and appending stays cheap
+# a store grows by 1/128 of its length: that is under 1 % of the bytes, and appending stays cheap
+_SLACK = 128
 
 
 def take_slots(x: Tensor, slots: Tensor) -> Tensor:
-    """Slots ``[B, h, w]`` of ``[B, h, n, d]``, copied. Whole tokens at a time: on CPU ten times as fast as ``gather``."""
+    """A copy of the slots ``[B, h, w]`` of ``[B, h, n, d]``.
+
+    Whole tokens are copied at a time, which on CPU is ten times as fast as ``gather``.
+    """
     batch, heads, n, head_dim = x.shape
     if x.stride()[2:] != (head_dim, 1) or x.stride(0) != heads * x.stride(1) or x.stride(1) % head_dim:
         x = x.contiguous()
@@ -30,7 +34,7 @@ def take_slots(x: Tensor, slots: Tensor) -> Tensor:
 
 
 def places_of(slots: Tensor, room: int) -> Tensor:
-    """Slots ``[B, h, w]`` of ``[B, h, room, …]`` as numbers of its tokens."""
+    """The slots ``[B, h, w]`` of ``[B, h, room, …]`` as numbers of its tokens, counted through all heads."""
     heads = numbers(slots.shape[0] * slots.shape[1], slots.device)
     return torch.add(slots, heads.view(*slots.shape[:2], 1), alpha=room)
 
@@ -38,12 +42,15 @@ def places_of(slots: Tensor, room: int) -> Tensor:
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
 def numbers(count: int, device: torch.device) -> Tensor:
-    """``0 … count-1``; not to be written to."""
+    """``0 … count-1``. It must not be written to."""
     return torch.arange(count, device=device)
 
 
 def take_rows_of(holder: Any, index: Tensor) -> None:
-    """Put these rows in place of every tensor ``[B, …]`` in attributes of ``holder``, in tuples there, and in objects there."""
+    """Replace every tensor ``[B, …]`` of ``holder`` by its rows ``index``.
+
+    The tensors are those in its attributes, in tuples there, and in objects there.
+    """
     for name, value in list(vars(holder).items()):
         if isinstance(value, Tensor):
             setattr(holder, name, value.index_select(0, index.to(value.device)))
@@ -54,7 +61,10 @@ def take_rows_of(holder: Any, index: Tensor) -> None:
 
 
 class _Replaced:
-    """An attribute whose every assignment adds 1 to its holder's ``version``; read as any other attribute."""
+    """An attribute that adds 1 to its holder's ``version`` whenever it is assigned.
+
+    It is read like any other attribute.
+    """
 
     def __set_name__(self, owner: type, name: str):
         self.name = name
@@ -65,7 +75,7 @@ class _Replaced:
 
 
 def replaced() -> Any:
-    """For an attribute: a tensor that the decode engine knows by its address, or an object with such tensors.
+    """For an attribute that is a tensor which the decode engine knows by its address, or has such tensors.
 
     A new tensor has a new address, and the engine learns of it from the holder's ``version``. Writing into a
     tensor leaves it where it is, and the version too. The class, or one above it, has ``version = 0``.
@@ -74,25 +84,31 @@ def replaced() -> Any:
 
 
 class TokenStore:
-    """Keys or values ``[B, h, slots, d]`` with slot = position, or with a window: sinks, then a ring of recent tokens. What a
-    layer may do with a store, whatever the form in which a codec holds it.
+    """Keys or values ``[B, h, slots, d]``, in full or of a window.
 
-    ``past`` and ``length`` are tokens per row, equal in all rows; only ``append_ragged`` takes rows that differ.
+    In full, slot = position. A window is sinks, then a ring of recent tokens. The methods are what a layer
+    may do with a store, whatever the form in which a codec holds it. ``past`` and ``length`` are tokens per
+    row, equal in all rows. Only ``append_ragged`` takes rows that differ.
 
     Args:
-        num_sink_tokens, num_recent_tokens: None stores every token. Otherwise slots ``0 … n_s-1`` hold the first
-            tokens and slot ``n_s + (p - n_s) mod n_r`` holds token ``p``: older tokens are overwritten.
+        num_sink_tokens, num_recent_tokens: None stores every token. Otherwise slots ``0 … n_s-1`` hold the
+            first tokens and slot ``n_s + (p - n_s) mod n_r`` holds token ``p``: older tokens are overwritten.
 
     Attributes:
-        data: ``[B, h, slots reserved, d]``; use ``read`` for the slots in use. None = nothing was ever written.
-        is_tight: ``keep`` follows every token, which would free room for later ones at once: none is reserved.
+        data: ``[B, h, slots reserved, d]``. Use ``read`` for the slots in use. None = nothing was ever
+            written.
+        is_tight: whether ``keep`` follows every token. It would free room for later tokens at once, so none
+            is reserved.
         version: how often a tensor of this object was replaced.
     """
 
     version = 0
     data: Tensor = replaced()
     num_croppable = sys.maxsize
-    """How many of the last tokens ``crop`` can forget, as far as their form goes; what a ring overwrites, its layer knows."""
+    """How many of the last tokens ``crop`` can forget, as far as their form goes.
+
+    What a ring overwrites, its layer knows.
+    """
     num_ahead = sys.maxsize
     """How many tokens can come before others take another form."""
 
@@ -106,7 +122,7 @@ class TokenStore:
 
     @property
     def limit(self) -> int:
-        """Number of slots of a window; without one, more than any sequence."""
+        """The number of slots of a window. Without a window, more than any sequence has."""
         return self.num_sink_tokens + self.num_recent_tokens if self.has_window else sys.maxsize
 
     @property
@@ -134,7 +150,7 @@ class TokenStore:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether there are tokens, and no prompt is running whose tokens will take another form."""
+        """Whether there are tokens, and no running prompt has tokens that will take another form."""
         return not self.is_empty
 
     def used_slots(self, length: int) -> int:
@@ -142,7 +158,11 @@ class TokenStore:
         return min(length, self.limit)
 
     def runs(self, start: int, stop: int, length: int) -> list[tuple[int, int, int]]:
-        """Where tokens ``start … stop-1`` of ``length`` are: ``(position, slot, tokens)`` of neighbours that are held."""
+        """Where tokens ``start … stop-1`` of ``length`` are.
+
+        Returns:
+            ``(position, slot, tokens)`` of each run of neighbours that are held.
+        """
         if length <= self.limit:
             found = [(start, start, stop - start)]
         else:
@@ -154,8 +174,10 @@ class TokenStore:
         return [run for run in found if run[2] > 0]
 
     def reserve(self, slots: int) -> None:
-        """Hold room for ``slots`` tokens (a window: for all that it can hold), at once or when the first token comes, so that
-        the tensors stay where they are while it suffices."""
+        """Hold room for ``slots`` tokens, so that the tensors stay where they are while it suffices.
+
+        A window holds room for all that it can hold. The room is made at once, or when the first token comes.
+        """
         self._reserved = self.limit if self.has_window else slots
         if not self.is_empty:
             self._grow(self.data, self._reserved)
@@ -180,7 +202,10 @@ class TokenStore:
             data[:, :, slot : slot + count] = x[:, :, position - past : position - past + count]
 
     def append_ragged(self, x: Tensor, segments: Segments) -> None:
-        """Write the new tokens ``[B, h, m, d]`` of each row behind those that it has; ``segments`` say how many."""
+        """Write the new tokens ``[B, h, m, d]`` of each row behind those that it has.
+
+        ``segments`` say how many they are.
+        """
         if segments.all:
             data = self._grow(x, self.used_slots(max(segment.keys[1] for segment in segments.all)))
             key = TokenStore, self.num_sink_tokens, self.limit
@@ -188,7 +213,7 @@ class TokenStore:
             data[rows, :, slots] = x[rows, :, columns]
 
     def _places(self, segments: Segments) -> Tensor:
-        """int64 ``[3, t]``: row, column in the pass and slot of every new token that the store will hold."""
+        """Row, column in the pass and slot of every new token that the store will hold, int64 ``[3, t]``."""
         found, step = [], torch.tensor([[0], [1], [1]])
         for segment in segments.all:
             past, length = segment.past, segment.keys[1]
@@ -199,25 +224,37 @@ class TokenStore:
         return torch.cat(found, dim=1)
 
     def read(self, length: int) -> Tensor:
-        """``[B, h, used slots, d]`` after at most ``length`` tokens per row: a view, or a copy that the caller must not keep."""
+        """The slots in use ``[B, h, used slots, d]``, after at most ``length`` tokens per row.
+
+        It is a view, or a copy that the caller must not keep.
+        """
         return self.data[:, :, : self.used_slots(length)]
 
     def view(self, length: int) -> Source:
-        """The same for ``attend``, which reads what it needs: as the tokens are now, whatever is stored or packed later."""
+        """The same for ``attend``, which reads what it needs.
+
+        It gives the tokens as they are now, whatever is stored or packed later.
+        """
         return self.read(length)
 
     def observe(self, q: Tensor, step: Any) -> None:
-        """Rotated queries ``[B, Hq, m, d]`` of a prompt's chunk, for forms that go by them."""
+        """Look at rotated queries ``[B, Hq, m, d]`` of a prompt's chunk, for forms that go by them."""
 
     def settle(self, length: int) -> None:
-        """The prompt has ended, or a token was decoded: bring the store into the form in which it rests."""
+        """Bring the store into the form in which it rests: the prompt has ended, or a token was decoded."""
 
     def keep(self, index: Tensor, length: int) -> None:
-        """Hold only the slots ``index`` ``[B, h, w]`` of the ``length`` in use, as slots ``0 … w-1``; free the rest."""
+        """Hold only the slots ``index`` ``[B, h, w]`` of the ``length`` in use, as slots ``0 … w-1``.
+
+        The rest is freed.
+        """
         self.data = take_slots(self.data, index)
 
     def keep_places(self, places: Tensor, length: int) -> None:
-        """``keep`` of a tight store, by numbers ``[B, h, w]`` from ``places_of``, which then serve several stores."""
+        """``keep`` of a tight store, by numbers ``[B, h, w]`` from ``places_of``.
+
+        The numbers then serve several stores.
+        """
         assert self.data.shape[2] == length, "a tight store has no room"
         flat = self.data.flatten(0, 2).index_select(0, places.flatten())
         self.data = flat.view(*places.shape, -1)
@@ -227,7 +264,10 @@ class TokenStore:
         self.data.scatter_(2, slots[..., None].expand_as(x), x.to(self.dtype))
 
     def crop(self, length: int) -> None:
-        """Forget the tokens behind the first ``length`` of each row; here later ones are written over them."""
+        """Forget the tokens behind the first ``length`` of each row.
+
+        Here later ones are written over them.
+        """
 
     def select_rows(self, index: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch."""
@@ -237,11 +277,18 @@ class TokenStore:
         return [] if self.is_empty else [self.data]
 
     def versioned(self) -> tuple[Any, ...]:
-        """What holds the tensors: while no ``version`` changes, all of them stay where they are."""
+        """The objects that hold the tensors.
+
+        While no ``version`` changes, all tensors stay where they are.
+        """
         return (self,)
 
     def check_tokens(self, lengths: Tensor, where: str) -> None:
-        """Raise ``AssertionError`` unless the slots of every token of rows of ``lengths`` ``[B]`` are there and hold numbers."""
+        """Check that the slots of all tokens of rows of ``lengths`` ``[B]`` are there and hold numbers.
+
+        Raises:
+            AssertionError: they are not, or hold NaN.
+        """
         used = [self.used_slots(length) for length in lengths.tolist()]
         if not self.is_empty:
             batch, _, slots, _ = self.shape
@@ -252,12 +299,12 @@ class TokenStore:
                 assert not bool(tokens[row, :, :count].isnan().any()), f"{where}, row {row}: NaN"
 
     def check_integrity(self) -> None:
-        """Raise ``AssertionError`` with what is wrong."""
+        """Check the store itself. Raise ``AssertionError`` with what is wrong."""
         assert self.is_empty or self.shape[2] <= self.limit, f"{self.shape[2]} slots, at most {self.limit}"
 
 
 class Codec:
-    """How keys and values are held: makes the stores of a layer; this one as the model computes them.
+    """How keys and values are held: it makes the stores of a layer. This one holds them as computed.
 
     Attributes:
         is_in_place: whether tokens stay where they are while there is room, as the decode engine wants it.
@@ -266,19 +313,24 @@ class Codec:
     is_in_place: bool = True
 
     def of_layer(self, layer_idx: int) -> "Codec":
-        """That of a layer, where layers differ."""
+        """The codec of a layer, where layers differ."""
         return self
 
     def in_place(self, capacity: int) -> "Codec":
-        """One whose stores keep tokens in place in room for ``capacity`` of them.
+        """A codec whose stores keep tokens in place, with room for ``capacity`` tokens.
 
         Raises:
-            ValueError: a form that no decode kernel reads.
+            ValueError: no decode kernel reads this form.
         """
         return self
 
     def tokens(self, part: str, evicts: bool = False) -> TokenStore:
-        """A store of tokens at slots 0, 1, …; ``part`` is ``keys`` or ``values``; ``evicts``: ``keep`` will be used."""
+        """A store of tokens at slots 0, 1, ….
+
+        Args:
+            part: ``keys`` or ``values``.
+            evicts: whether ``keep`` will be used.
+        """
         return TokenStore()
 
     def window(self, part: str, num_sink_tokens: int, num_recent_tokens: int) -> TokenStore:
@@ -295,7 +347,8 @@ class Recent:
     What has left the window is read as zeros, which no query sees.
 
     Args:
-        window: store of sinks and a ring; new: ``[B, h, m, d]``, not stored yet.
+        window: a store of sinks and a ring.
+        new: ``[B, h, m, d]``, the chunk, not stored yet.
         rows: ``(past, counts)`` of each row.
     """
 
@@ -305,7 +358,7 @@ class Recent:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """``(B, h, n, d)``, ``n`` the longest row's."""
+        """``(B, h, n, d)``, with the ``n`` of the longest row."""
         batch, heads, m, head_dim = self.new.shape
         return batch, heads, max(self.past) + m, head_dim
 
@@ -324,7 +377,7 @@ class Recent:
         return part
 
     def span(self, start: int, stop: int) -> Tensor:
-        """``[B, h, stop - start, d]``; zeros behind the tokens of a shorter row."""
+        """Tokens ``[B, h, stop - start, d]``, with zeros behind the tokens of a shorter row."""
         past = self.past[0]
         if len(set(self.past)) > 1:
             rows = [self.rows(slice(i, i + 1)).span(start, stop) for i in range(len(self.past))]
