@@ -1,15 +1,19 @@
-"""What a task is: it knows its samples, the cache sizes that they need, and turns a method's answers into one payload.
+"""What a task is.
 
-A task is a file in the folder `own` with one subclass of `Task` whose `name` is the file's name; nothing else has to know it. The payload's
-keys are the same for every task, so that tables, intervals and comparisons are made in one place:
+A task knows its samples and the cache sizes that they need. It turns the answers of a method into one payload.
+
+A task is a file in the folder `own` with one subclass of `Task` whose `name` is the file's name; nothing else
+has to know it. The payload's keys are the same for every task, so that tables, intervals and comparisons are
+made in one place:
 
     kind              `nll` (samples hold sums of nats and token counts), `binary` (0 or 1) or `score` (0 to 1)
     metric            what the number is called in its field: perplexity, accuracy, qa_f1, rougeL …
     higher_is_better  bool
     value, ci95       the number (perplexity; share; mean score) and its 95 % interval over samples, or None
-    samples           one per answered sample: id, score (nll: sum in nats, with tokens), prompt_tokens, prompt_hash, and what the
-                      task has of answer, target, budget_tokens, bytes; cluster (optional): what several samples share, as
-                      a text that all of them ask about: intervals draw clusters, not samples
+    samples           one per answered sample: id, score (nll: sum in nats, with tokens), prompt_tokens,
+                      prompt_hash; answer, target, budget_tokens and bytes where the task has them; optionally
+                      cluster: what several samples share, such as a text that all of them ask about.
+                      Intervals draw clusters, not samples
     skipped           one per sample that was not answered: id, reason
     bytes             rows of `ByteBudgets.stated`, one per length
     settings          what the task did: prompt format, truncation, lengths …
@@ -58,10 +62,14 @@ class Run:
 class Task(ABC):
     """One thing to measure, the same for every method.
 
-    name: how recipes call it; title: what a table's head says; about: what it measures, one sentence for
-    `pod eval --list-tasks`; Options: dataclass of `eval.task_options.<name>`, one docstring per field. The
-    constructor makes or reads the samples; it raises ValueError for whatever is wrong, before any model is
+    The constructor makes or reads the samples. It raises ValueError for whatever is wrong, before any model is
     loaded.
+
+    Attributes:
+        name: how recipes call the task.
+        title: what a table's head says.
+        about: what the task measures, one sentence for `pod eval --list-tasks`.
+        Options: dataclass of `eval.task_options.<name>`, one docstring per field.
     """
 
     name: str
@@ -78,8 +86,10 @@ class Task(ABC):
 
     @abstractmethod
     def measure(self, subject: Subject, shelf: Shelf) -> dict[str, Any]:
-        """The payload of one method: a function of the answers on its shelf. What is not there is asked through `shelf.answers`, and
-        only that may load a model."""
+        """The payload of one method: a function of the answers on its shelf.
+
+        Answers that are not there are asked through `shelf.answers`, and only that may load a model.
+        """
 
     def prompt_of(self, method: Method, span: Span) -> int:
         """Tokens of the prompt of one of these caches."""
@@ -90,7 +100,10 @@ class Task(ABC):
         return max((span.length for span in self.spans()), default=0)
 
     def refuses(self, method: Method) -> str | None:
-        """Why this method cannot be measured by this task, in one line; None when it can. Such a pair is skipped and named in the report."""
+        """Why this task cannot measure this method, in one line; None when it can.
+
+        Such a pair is skipped and named in the report.
+        """
         return None
 
     def headline(self, payload: dict[str, Any]) -> str:
@@ -122,15 +135,22 @@ def task_class(name: str) -> type[Task]:
 
 
 def make_options(task: type[Task], values: dict[str, Any], name: str | None = None) -> Any:
-    """`eval.task_options` of a task as its dataclass; name: how the recipe calls it, when that is not the class's name.
+    """`eval.task_options` of a task as its dataclass.
 
-    Raises: ValueError for an unknown key, naming the nearest, and for a wrong value.
+    Args:
+        name: how the recipe calls the task, when that is not the class's name.
+
+    Raises:
+        ValueError: for an unknown key, naming the nearest, and for a wrong value.
     """
     return build(task.Options, values, f"eval.task_options.{name or task.name}")
 
 
 def prompt_hash(prompt: Any) -> str:
-    """SHA-256 of a prompt's text (lone surrogates allowed) or token ids, 16 hex digits: equal prompts are seen to be equal across runs."""
+    """SHA-256 of a prompt's text (lone surrogates allowed) or token ids, 16 hex digits.
+
+    It shows across runs that equal prompts are equal.
+    """
     text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
@@ -146,7 +166,10 @@ def scored_payload(
     higher_is_better: bool | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """A payload from its samples: the number and its interval over independent clusters. Higher is better but for `nll`, unless told."""
+    """A payload from its samples: the number and its interval over independent clusters.
+
+    Higher is better, except for `nll`, unless `higher_is_better` says otherwise.
+    """
     found = estimate_of({"kind": kind, "samples": samples, "subtasks": more.get("subtasks")})
     return {
         "kind": kind,
@@ -163,8 +186,12 @@ def scored_payload(
 
 
 def gate_metrics(counts: dict[str, list[Any]]) -> dict[str, Any]:
-    """Means of `answer.gates.skipped` as metrics: shares of the followers' query heads and KV heads, of the attention of PoD without
-    skipping, and of the dense model's, what PoD saves anyway included. Nothing where no decoded token had distant ones."""
+    """Means of `answer.gates.skipped` as metrics.
+
+    The shares are of the followers' query heads, of the followers' KV heads, of the attention of PoD without
+    skipping, and of the dense model's attention; the last one includes what PoD saves anyway. Returns nothing
+    where no decoded token had distant ones.
+    """
     if not any(counts.get("heads", ())):
         return {}
     of = {name: sum(layers) for name, layers in counts.items()}
@@ -180,8 +207,13 @@ def gate_metrics(counts: dict[str, list[Any]]) -> dict[str, Any]:
 def curve(
     rows: list[dict[str, Any]], x: str, y: str, interval: str | None = None, **more: Any
 ) -> dict[str, Any]:
-    """A curve of a payload: keys of rows; interval: of the band around it, drawn where every row has one; more: title, x_label, y_label,
-    log_x."""
+    """A curve of a payload.
+
+    Args:
+        x, y: keys of `rows`.
+        interval: key of the band around the curve, which is drawn where every row has one.
+        more: title, x_label, y_label, log_x.
+    """
     ends = [row[interval] for row in rows if interval and row[interval]]
     known = len(ends) == len(rows)
     return {

@@ -41,9 +41,15 @@ def task_config(
 ) -> Config:
     """A task that generates an answer and scores it.
 
-    rows: lm-eval's `custom_dataset`; score: its `process_results`; prompt, target: key of a row, or a template; metrics: means of what
-    `score` returns, the primary one first; rules: of `metadata.pod` (see `pod.eval.lm.index.Rule`); generation: besides greedy and
-    `new_tokens`; metadata: what else `rows` is given; more: other settings of lm-eval.
+    Args:
+        rows: lm-eval's `custom_dataset`.
+        score: lm-eval's `process_results`.
+        prompt, target: key of a row, or a template.
+        metrics: means of what `score` returns, the primary one first.
+        rules: content of `metadata.pod` (see `pod.eval.lm.index.Rule`).
+        generation: settings of the generation besides greedy and `new_tokens`.
+        metadata: what else `rows` is given.
+        more: other settings of lm-eval.
     """
     return {
         "task": name,
@@ -72,8 +78,11 @@ def task_config(
 
 
 def group_config(prefix: str, end: str, members: Iterable[str], average: str | None = None) -> Config:
-    """The group `prefix + end` of the tasks or groups `prefix_member` by their means of `score`; average: `members` where each direct
-    member counts alike, else each task."""
+    """The group `prefix + end` of the tasks or groups `prefix_member`, scored by their means of `score`.
+
+    Args:
+        average: `members` where each direct member counts alike; else each task counts alike.
+    """
     return {
         "group": prefix + end,
         "task": [f"{prefix}_{member}" for member in members],
@@ -100,7 +109,10 @@ def find_config(name: str) -> tuple[str, Config] | None:
 
 @contextlib.contextmanager
 def known_to_lm_eval() -> Iterator[None]:
-    """Inside the block every `TaskManager` that is made knows our tasks and groups; a user's own of the same name go before them."""
+    """Inside the block every `TaskManager` that is made knows our tasks and groups.
+
+    A user's own tasks and groups of the same name go before ours.
+    """
     from lm_eval.tasks._index import TaskIndex
 
     build = TaskIndex.build

@@ -1,4 +1,7 @@
-"""Prompts built to a length: how many tokens a text has, the largest size that fits, and rows that are made when they are read."""
+"""Prompts built to a length.
+
+How many tokens a text has, the largest size that fits, and rows that are made when they are read.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +10,10 @@ NAMES = {f"{thousands}k": 1024 * thousands for thousands in (1, 2, 4, 8, 16, 32,
 """Lengths in tokens by the names that tasks carry."""
 
 BUILT = {"num_fewshot": 0, "repeats": 1, "fewshot_config": {"samples": []}}
-"""Settings of tasks whose rows are built when they are read: lm-eval reads every row as an example for a prompt unless there are others."""
+"""Settings of tasks whose rows are built when they are read.
+
+Without other examples, lm-eval reads every row as an example for a prompt.
+"""
 
 _CHAT_SLACK = 4  # tokens that the borders of a chat template may add when they meet the text
 
@@ -15,10 +21,13 @@ _CHAT_SLACK = 4  # tokens that the borders of a chat template may add when they 
 class Rows(Sequence):
     """Rows of a data set that are built one by one, so that 500 prompts of 128K tokens cost nothing until they are read.
 
-    Has what lm-eval asks of a data set: length, index, iteration, `features`.
+    It has what lm-eval asks of a data set: length, index, iteration, `features`.
 
-    count: number of rows; make: a row's number → the row; fields: the keys of every row; keep: build a row once and keep it (rows that
-    are long and cheap are better built again).
+    Args:
+        count: number of rows.
+        make: maps a row's number to the row.
+        fields: the keys of every row.
+        keep: build a row once and keep it. Rows that are long and cheap are better built again.
     """
 
     def __init__(
@@ -65,14 +74,17 @@ def largest_fit(
     guess: int | None = None,
     near: float = 1.0,
 ) -> int:
-    """The largest size whose prompt has at most `room` tokens, found in a few tries because tokens grow almost linearly with size.
+    """The largest size whose prompt has at most `room` tokens.
+
+    It is found in a few tries, because tokens grow almost linearly with size.
 
     Args:
         tokens_of: tokens of the prompt of a size; roughly increasing.
         smallest, largest: the sizes that make sense.
         guess: where to begin.
         near: a prompt of at least this share of `room` is large enough.
-    Raises: ValueError when even the smallest does not fit.
+    Raises:
+        ValueError: when even the smallest does not fit.
     """
     low, used = smallest, tokens_of(smallest)
     if used > room:
@@ -95,7 +107,11 @@ def largest_fit(
 
 
 def _next_size(low: int, used: int, high: int | None, beyond: int, room: int, attempt: int) -> int:
-    """Between two known sizes by linear interpolation, every third time in the middle; beyond the only known one in proportion."""
+    """The next size to try.
+
+    Between two known sizes it interpolates linearly, and every third time takes the middle. Beyond the only
+    known size it goes on in proportion.
+    """
     if high is None or not beyond:
         return low + max(1, round(low * (room - used) / max(1, used)))
     if attempt % 3 == 2:

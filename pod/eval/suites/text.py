@@ -11,10 +11,16 @@ Record = dict[str, Any]
 
 
 class TextTask(Task):
-    """Texts, each answered by itself; `text`: their tokens [N, n], each from the start of a document where documents are long enough.
+    """Texts, each answered by itself.
 
-    Options may say `text`, `length` (tokens) and `sequences`; default: `eval.text`, `eval.text_length`, `eval.text_sequences`.
-    Raises: ValueError when the text is too short, with what is there.
+    Options may say `text`, `length` (tokens) and `sequences`. The defaults are `eval.text`, `eval.text_length`
+    and `eval.text_sequences`.
+
+    Attributes:
+        text: the tokens of the texts [N, n]. Each starts with a document where documents are long enough.
+
+    Raises:
+        ValueError: when the text is too short, with what is there.
     """
 
     def __init__(self, run: Any, options: Any):
@@ -42,7 +48,12 @@ class TextTask(Task):
     def records(
         self, shelf: Shelf, asked: list[Any], compute: Callable[[Any], list[Record]], end: int | None = None
     ) -> list[Record]:
-        """A record per text; asked: what decides it besides the tokens before `end`; compute: the records of texts [B, n]."""
+        """A record per text.
+
+        Args:
+            asked: what decides the record besides the tokens before `end`.
+            compute: returns the records of texts [B, n].
+        """
         return shelf.answers(
             list(range(len(self.text))),
             key=lambda row: key_of(*asked, self.text[row][:end].tolist()),
@@ -51,7 +62,7 @@ class TextTask(Task):
         )
 
     def samples(self, rows: Iterable[Record], end: int | None = None) -> list[Record]:
-        """Samples of a payload: what each says of its text before `end`, and more."""
+        """Samples of a payload: what each of `rows` says of its text before `end`, with its id, tokens and hash."""
         texts = zip(self.text[:, :end].tolist(), rows, strict=True)
         return [
             {"id": str(number), "prompt_tokens": len(ids), "prompt_hash": prompt_hash(ids), **more}

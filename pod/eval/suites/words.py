@@ -1,4 +1,7 @@
-"""What several scorers share: the best over references, the words of a text by SQuAD's rule, the F1 of two bags of words, ROUGE."""
+"""What several scorers share.
+
+The best over references, the words of a text by SQuAD's rule, the F1 of two bags of words, and ROUGE.
+"""
 
 import functools
 import re
@@ -9,7 +12,10 @@ from typing import Any
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_CHINESE = "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+_CHINESE = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】"
+    "〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+)
 _BOTH_PUNCTUATIONS = str.maketrans("", "", string.punctuation + _CHINESE)
 
 

@@ -1,8 +1,9 @@
-"""CoQA's tasks: the rows, one per question asked, and their scores by the rules of the official evaluate-v1.0.py (stanfordnlp.github.io/coqa;
-rules of SQuAD 2.0).
+"""CoQA's tasks: the rows, one per question asked, and their scores.
 
-lm-eval 0.4.13 takes exact match and F1 from `transformers.data.metrics`, which transformers 5 no longer has: its task `coqa` cannot be
-imported. The code here is our own.
+The scores follow the rules of the official evaluate-v1.0.py (stanfordnlp.github.io/coqa; rules of SQuAD 2.0).
+
+lm-eval 0.4.13 takes exact match and F1 from `transformers.data.metrics`, which transformers 5 no longer has.
+So its task `coqa` cannot be imported. The code here is our own.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +30,11 @@ def all_turns(**metadata: Any) -> dict[str, Any]:
 
 
 def _conversations() -> Iterator[list[Row]]:
-    """A sample per question, by story. Raises: ValueError, in one line, when the file is missing or is not in CoQA's format."""
+    """The samples of each story, one per question.
+
+    Raises:
+        ValueError: in one line, when the file is missing or is not in CoQA's format.
+    """
     rows = data.load_rows("coqa", FILE, HUB, HUB_FILE, FIELDS, filled=True, name="story")
     for number, row in enumerate(rows, start=1):
         additional = (row.get("additional_answers") or {}).values()
@@ -72,9 +77,10 @@ def f1(reference: str, answer: str) -> float:
 
 
 def over_references(metric: Metric, references: list[str], answer: str) -> float:
-    """The mean, over every reference left out in turn, of the best score against the others; a single reference stands for itself.
+    """The mean, over every reference left out in turn, of the best score against the others.
 
-    So an answer is measured as each human answer is: against the other humans.
+    So an answer is measured as each human answer is: against the other humans. A single reference stands for
+    itself.
     """
     if len(references) == 1:
         return metric(references[0], answer)
@@ -91,7 +97,10 @@ def target(doc: Row) -> list[str]:
 
 
 def scores(doc: Row, results: list[str]) -> dict[str, float]:
-    """em and f1 as lm-eval's `coqa` (different references), em_official and f1_official as the official script (all references)."""
+    """`em` and `f1` as lm-eval's `coqa` has them, `em_official` and `f1_official` as the official script has them.
+
+    lm-eval takes each different reference once; the official script takes all references.
+    """
     answer = results[0].strip().split("\n")[0]
     found = {}
     for name, references in (("", target(doc)), ("_official", doc["references"])):

@@ -1,8 +1,10 @@
 """The two processes of `execution.run_solution`: one holds the solution and answers calls, one runs the tests and decides.
 
-Standard library only; never imported, run by its path: `child.py solve|judge CPU_SECONDS MEMORY_BYTES`. Each reads what to run as the first
-line (JSON) of its standard input, then they talk in lines: a call is the `repr` of its arguments, a reply {"value": repr} or {"error": text}.
-What a solution returns comes back as a literal of plain data, so that nothing of its process can reach the judge's, which holds the tests.
+Standard library only. The file is never imported but run by its path:
+`child.py solve|judge CPU_SECONDS MEMORY_BYTES`. Each process reads what to run as the first line (JSON) of its
+standard input. Then they talk in lines: a call is the `repr` of its arguments, a reply {"value": repr} or
+{"error": text}. What a solution returns comes back as a literal of plain data, so that nothing of its process
+can reach the judge's process, which holds the tests.
 """
 
 import ast
@@ -22,7 +24,10 @@ class Refused(Exception):
 
 
 def set_limits(cpu_seconds: float, memory_bytes: int) -> None:
-    """CPU time of this process (exceeding it ends the process, whatever the program catches), address space, sizes of files."""
+    """Limit the CPU time of this process, its address space and the sizes of its files.
+
+    Exceeding the CPU time ends the process, whatever the program catches.
+    """
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE_BYTES, _FILE_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -33,7 +38,7 @@ def set_limits(cpu_seconds: float, memory_bytes: int) -> None:
 
 
 def take_streams() -> tuple[TextIO, TextIO]:
-    """Standard input and output for the talk alone; what a program reads and prints goes nowhere."""
+    """Keep standard input and output for the talk alone. What a program reads and prints goes nowhere."""
     talk = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     quiet = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1):
@@ -56,12 +61,18 @@ def solve(source: str, name: str, calls: TextIO, replies: TextIO) -> None:
         for line in calls:
             value = scope[name](*ast.literal_eval(json.loads(line)))
             say(replies, {"value": repr(value.tolist() if hasattr(value, "tolist") else value)})
-    except BaseException as raised:  # noqa: BLE001 - whatever a solution raises, SystemExit included, is its failure
+    # whatever a solution raises, SystemExit included, is its failure
+    except BaseException as raised:  # noqa: BLE001
         say(replies, {"error": f"{type(raised).__name__}: {raised}"[:200]})
 
 
 def judge(setup: str, test: str, name: str, replies: TextIO, calls: TextIO) -> None:
-    """Run the official tests on a function that asks the other process. Raises: what the tests raise, Refused for a failed call."""
+    """Run the official tests on a function that asks the other process.
+
+    Raises:
+        Refused: for a failed call.
+        Exception: whatever the tests raise.
+    """
 
     def reply() -> Any:
         line = replies.readline()

@@ -15,7 +15,8 @@ from pod.eval.suites import data
 from pod.eval.suites.humaneval import sandbox
 
 PASSED = "passed"
-CPU_SECONDS = 3.0  # the official time limit; theirs is of the clock, ours of the CPU, so that a busy machine fails no program
+# The official time limit. Theirs is of the clock, ours is of the CPU, so that a busy machine fails no program.
+CPU_SECONDS = 3.0
 MEMORY_BYTES = 4 << 30
 _CLOCK_SECONDS = 30.0  # a program that sleeps
 _CHILD = Path(__file__).with_name("child.py")
@@ -24,11 +25,17 @@ _TIMED_OUT = {code for number in (signal.SIGPROF, signal.SIGXCPU) for code in (-
 
 
 def check_permission() -> None:
-    """Raises: ValueError where code cannot be shut in and the user did not allow to run it all the same (`eval.unsafe_code`)."""
+    """Check that code that a model wrote may run here.
+
+    Raises:
+        ValueError: where such code cannot be shut in and the user did not allow to run it all the same
+            (`eval.unsafe_code`).
+    """
     if not sandbox.available() and not data.unsafe_code():
         raise ValueError(
-            "HumanEval runs code that a model wrote, and bubblewrap (bwrap 0.8 or newer) is missing or not allowed here: install it, or set "
-            "eval.unsafe_code to true (lm-eval's command line: --confirm_run_unsafe_code) on a machine where such code can do no harm"
+            "HumanEval runs code that a model wrote, and bubblewrap (bwrap 0.8 or newer) is missing or not "
+            "allowed here: install it, or set eval.unsafe_code to true (lm-eval's command line: "
+            "--confirm_run_unsafe_code) on a machine where such code can do no harm"
         )
 
 
@@ -40,10 +47,16 @@ def run_solution(
     cpu_seconds: float = CPU_SECONDS,
     memory_bytes: int = MEMORY_BYTES,
 ) -> str:
-    """What becomes of the official `test` on the function `name` of `prompt` + `completion`: `passed`, `timed out`, `failed: …` or `died: …`.
+    """What becomes of the official `test` on the function `name` of `prompt` + `completion`.
 
-    Each runs in a process of its own with no more than the CPU time and address space given. Without bubblewrap these limits are all there
-    is. Raises: see `check_permission`.
+    Test and solution each run in a process of their own with no more than the CPU time and address space given.
+    Without bubblewrap these limits are all there is.
+
+    Returns:
+        `passed`, `timed out`, `failed: …` or `died: …`.
+
+    Raises:
+        ValueError: see `check_permission`.
     """
     check_permission()
     limits = [str(cpu_seconds), str(memory_bytes)]

@@ -1,4 +1,8 @@
-"""A process under bubblewrap: it sees a Python it cannot change, an empty folder in memory and itself; no user's file, no network, no fork."""
+"""A process under bubblewrap.
+
+It sees a Python that it cannot change, an empty folder in memory, and itself. It has no user's file, no network
+and no fork.
+"""
 
 import functools
 import platform
@@ -13,7 +17,8 @@ from typing import Any
 
 _DISK_BYTES = 64 << 20
 _CLONE3, _CLONE_THREAD, _X32 = 435, 0x10000, 0x40000000
-_MACHINES = {  # audit number, system calls that only make processes, the one that makes threads, too
+# audit number; system calls that only make processes; the system call that makes threads, too
+_MACHINES = {
     "x86_64": (0xC000003E, (57, 58), 56),
     "aarch64": (0xC00000B7, (), 220),
 }
@@ -22,10 +27,13 @@ _ABSENT = 0x00050026  # ENOSYS, after which the C library takes the older call
 
 
 def _no_processes() -> bytes:
-    """A seccomp filter (linux/filter.h) that lets threads begin and processes not. RLIMIT_NPROC does not hold for root."""
+    """A seccomp filter (linux/filter.h) that lets threads begin and processes not.
+
+    RLIMIT_NPROC does not hold for root.
+    """
     machine, forks, clone = _MACHINES[platform.machine()]
     load, equal, at_least, any_bit, leave = 0x20, 0x15, 0x35, 0x45, 0x06
-    # instruction, operand, where to if so, where to if not; None = on
+    # instruction, operand, where to if so, where to if not; None goes on with the next step
     steps: list[tuple[int, int, Any, Any]] = [
         (load, 4, None, None),
         (equal, machine, None, _DENY),
@@ -53,7 +61,8 @@ def start(command: Sequence[str], seen: Path, **options: Any) -> subprocess.Pope
     places = f"--proc /proc --dev /dev --size {_DISK_BYTES} --tmpfs /tmp --chdir /tmp"
     system = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", sys.base_prefix, sys.prefix, str(seen)]
     binds = [word for path in system for word in ("--ro-bind-try", path, path)]
-    fixed = "--remount-ro /proc --remount-ro /dev --remount-ro /"  # else root, even without capabilities, writes /proc/sys
+    # else root, even without capabilities, writes /proc/sys
+    fixed = "--remount-ro /proc --remount-ro /dev --remount-ro /"
     with tempfile.TemporaryFile() as rules:
         rules.write(_no_processes())
         rules.seek(0)

@@ -1,4 +1,7 @@
-"""HumanEval's tasks. Nothing runs and nothing is loaded from the network on import (lm-eval's own task does both)."""
+"""HumanEval's tasks.
+
+Nothing runs and nothing is loaded from the network on import (lm-eval's own task does both).
+"""
 
 from typing import Any
 
@@ -14,7 +17,9 @@ FIELDS = ("task_id", "prompt", "entry_point", "test")
 def rows(**metadata: Any) -> dict[str, Any]:
     """The 164 problems, from HumanEval.jsonl or the official HumanEval.jsonl.gz.
 
-    Raises: ValueError, in one line, when the file is missing or is not in the official format, or solutions may not be run here.
+    Raises:
+        ValueError: in one line, when the file is missing or is not in the official format, or when solutions
+            may not be run here.
     """
     check_permission()
     return data.dataset(data.load_rows("humaneval", FILE, HUB, HUB_FILE, FIELDS, filled=True))

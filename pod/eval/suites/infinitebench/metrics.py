@@ -1,8 +1,8 @@
 """InfiniteBench's scorers, written after the official rules, their quirks included.
 
-Source of the rules: github.com/OpenBMB/InfiniteBench (MIT), commit 88b3daa, src/compute_scores.py. Every scorer takes a prediction and the
-row's answer and returns 0 to 1. One deliberate difference: where the official script would crash (a decimal number as the answer to a
-question for a whole one), the score is 0.
+Source of the rules: github.com/OpenBMB/InfiniteBench (MIT), commit 88b3daa, src/compute_scores.py. Every scorer
+takes a prediction and the row's answer and returns 0 to 1. One difference is deliberate: where the official
+script would crash (a decimal number as the answer to a question for a whole one), the score is 0.
 """
 
 import re
@@ -33,9 +33,12 @@ def dialogue(prediction: str, label: Any) -> float:
 
 
 def choice(prediction: str, label: Sequence[str]) -> float:
-    """En.MC: the first letter if it is one of A–D, else what follows "answer is:" and the like, else the first word of these letters.
+    """En.MC: the first letter if it is one of A–D.
 
-    label: [text, letter].
+    Else what follows "answer is:" and the like, else the first word of these letters.
+
+    Args:
+        label: [text, letter].
     """
     text = prediction.strip()
     if not text:
@@ -54,9 +57,12 @@ def choice(prediction: str, label: Sequence[str]) -> float:
 
 
 def debug(prediction: str, label: Sequence[str]) -> float:
-    """Code.Debug: the letter with a period or colon at the start, or letter or function name after "answer is:" and the like.
+    """Code.Debug: the letter with a period or colon at the start, or what follows "answer is:" and the like.
 
-    label: [function name, letter].
+    What follows may be the letter or the function name.
+
+    Args:
+        label: [function name, letter].
     """
     name, letter = label[0], label[1]
     text = prediction.strip()
@@ -94,7 +100,10 @@ def qa_f1_zh(prediction: str, labels: Any) -> float:
 
 
 def rouge_lsum(prediction: str, labels: Sequence[str]) -> float:
-    """En.Sum: ROUGE-Lsum F1 of the package rouge_score without stemming (what the `evaluate` library computes); the best of the answers."""
+    """En.Sum: ROUGE-Lsum F1 of the package rouge_score without stemming; the best of the answers.
+
+    This is what the `evaluate` library computes.
+    """
     return rouge_scorer("rougeLsum").score_multi(_listed(labels), prediction)["rougeLsum"].fmeasure
 
 

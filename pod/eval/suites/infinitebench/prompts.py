@@ -1,7 +1,8 @@
 """The tasks of InfiniteBench, their prompts word for word, and how a row becomes one.
 
-Source: github.com/OpenBMB/InfiniteBench (MIT), commit 88b3daa, src/{prompt,eval_utils}.py. The prompts are `yarn_mistral_templates`, those
-of every open model in the official table; they were given without a chat template and cut in the middle.
+Source: github.com/OpenBMB/InfiniteBench (MIT), commit 88b3daa, src/{prompt,eval_utils}.py. The prompts are
+`yarn_mistral_templates`, which every open model in the official table was given. They were given without a chat
+template and cut in the middle.
 """
 
 import re
@@ -17,8 +18,14 @@ HUB_ID = "xinrongzhang2022/InfiniteBench"
 
 @dataclass(frozen=True)
 class BenchTask:
-    """new_tokens: generated, official; metric: the score's name; binary: 0 or 1; count: rows of a task that is
-    built at a length, None for one that is read from `<name>.jsonl`."""
+    """A task of the suite.
+
+    Attributes:
+        new_tokens: tokens that are generated, the official number.
+        metric: the score's name.
+        binary: whether a score is 0 or 1.
+        count: rows of a task that is built at a length; None for one that is read from `<name>.jsonl`.
+    """
 
     new_tokens: int
     metric: str = "accuracy"
@@ -39,14 +46,21 @@ TASKS = {
     "code_debug": BenchTask(5),
     "longdialogue_qa_eng": BenchTask(40),
 }
-"""All but Math.Calc, whose answer is as long as its prompt (30,000 new tokens) and which no model of the official table solves."""
+"""All tasks but Math.Calc.
+
+Its answer is as long as its prompt (30,000 new tokens), and no model of the official table solves it.
+"""
 
 PAPER_TASKS = ["longbook_sum_eng", "longbook_qa_eng", "longbook_choice_eng", "passkey", "number_string"]
 """The five of PoD's Table 4."""
 
 
 def prompt(task: str, row: dict[str, Any]) -> str:
-    """The prompt of a row in the official format {context or content, input, answer, options}. Raises: ValueError for another format."""
+    """The prompt of a row in the official format {context or content, input, answer, options}.
+
+    Raises:
+        ValueError: for another format.
+    """
     try:
         return TEMPLATES[task].format(**_fields(task, row))
     except (KeyError, IndexError, TypeError) as error:

@@ -1,7 +1,8 @@
 """The tasks of InfiniteBench that are built at a length, in the official row format {context, input, answer}.
 
-Source of the rules: github.com/OpenBMB/InfiniteBench (MIT), commit 88b3daa, data/construct_synthetic_dataset.py; written anew, sized by
-the model's tokenizer instead of by fixed counts, seeded. A size counts lines of noise, pairs, numbers or functions.
+Source of the rules: github.com/OpenBMB/InfiniteBench (MIT), commit 88b3daa, data/construct_synthetic_dataset.py.
+The code is written anew and seeded. Sizes come from the model's tokenizer instead of fixed counts. A size counts
+lines of noise, pairs, numbers or functions.
 """
 
 import random
@@ -55,9 +56,9 @@ def _hidden(sentence: str, key: str, question: str, index: int, size: int) -> di
 
 def _kv_retrieval(rng: random.Random, index: int, size: int) -> dict[str, Any]:
     pairs = [(_uuid(rng), _uuid(rng)) for _ in range(size)]
-    key, value = pairs[
-        min(size - 1, index * size // 500)
-    ]  # official: the place moves from start to end over 500 samples
+    # official: the place moves from start to end over 500 samples
+    place = min(size - 1, index * size // 500)
+    key, value = pairs[place]
     inside = ", ".join(f'"{name}": "{content}"' for name, content in pairs)
     question = f'\nKey: "{key}"\nThe value associated with the specified key is: '
     return {"context": f"JSON data:\n{{{inside}}}", "input": question, "answer": value}
@@ -100,8 +101,8 @@ def _code_run(rng: random.Random, index: int, size: int) -> dict[str, Any]:
         name, added = calls[name]
         value += added
     question = (
-        f"Please give me the exact number of the return value of func_{first}({argument}). Your response should end with the "
-        "sentence 'The return value is:'."
+        f"Please give me the exact number of the return value of func_{first}({argument}). "
+        "Your response should end with the sentence 'The return value is:'."
     )
     body = "".join(_function(name, *calls[name]) for name in sorted(calls))
     return {"context": _MODULE + body, "input": question, "answer": value}

@@ -1,4 +1,7 @@
-"""InfiniteBench's tasks at every length: rows read from the official files or built, their scores, eleven tasks and two groups per length."""
+"""InfiniteBench's tasks at every length: eleven tasks and two groups per length, and their scores.
+
+Rows are read from the official files or built.
+"""
 
 import random
 from typing import Any
@@ -17,8 +20,13 @@ LENGTHS = ("2k", "8k", "32k", "64k", "128k")
 def rows(**metadata: Any) -> dict[str, Any]:
     """The data set of a task.
 
-    metadata: `infinitebench` of the configuration {task, length, seed}; `infinitebench_truncation` = middle builds what is built at the
-    paper's 128K and drops its middle, keys in it included, down to the length. Raises: ValueError for another truncation.
+    Args:
+        metadata: `infinitebench` of the configuration {task, length, seed}. `infinitebench_truncation` = middle
+            builds at the paper's 128K what is built, and drops its middle, keys in it included, down to the
+            length.
+
+    Raises:
+        ValueError: for another truncation.
     """
     settings = metadata["infinitebench"]
     task = settings["task"]
@@ -34,7 +42,11 @@ def rows(**metadata: Any) -> dict[str, Any]:
 
 
 def read_rows(task: str) -> Rows:
-    """The rows {id, prompt, answer, cluster} of a task with a file. Raises: ValueError when it is missing or in another format."""
+    """The rows {id, prompt, answer, cluster} of a task with a file.
+
+    Raises:
+        ValueError: when the file is missing or in another format.
+    """
     found = data.load_rows("infinitebench", f"{task}.jsonl", HUB_ID)
     answers = [answer(task, row) for row in found]
     prompt(task, found[0])
@@ -55,8 +67,12 @@ def read_rows(task: str) -> Rows:
 def build_rows(task: str, length: int, tokenizer: Any, seed: int = 42, whole: int | None = None) -> Rows:
     """The rows {id, prompt, answer} of a synthetic task, built when they are read.
 
-    length: tokens of prompt and answer together; whole: those that they have before the prompt's middle is dropped. Raises: ValueError
-    when no prompt fits.
+    Args:
+        length: tokens of prompt and answer together.
+        whole: tokens that both have before the prompt's middle is dropped.
+
+    Raises:
+        ValueError: when no prompt fits.
     """
     room = length - TASKS[task].new_tokens
 
@@ -88,7 +104,7 @@ def build_rows(task: str, length: int, tokenizer: Any, seed: int = 42, whole: in
 
 
 def configs() -> list[Config]:
-    """Of every length: the tasks, the group of the paper's and that of all."""
+    """For every length: the tasks, the group of the paper's tasks and the group of all tasks."""
     found = []
     for length in LENGTHS:
         prefix = f"pod_infinitebench_{length}"

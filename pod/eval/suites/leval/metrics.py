@@ -1,4 +1,6 @@
-"""Scores of one L-Eval answer, 0 to 1, by the rules of Evaluation/{auto_eval,em,f1,rouge}.py of github.com/OpenLMLab/LEval (cd34b05).
+"""Scores of one L-Eval answer, 0 to 1, by the official rules.
+
+They are those of Evaluation/{auto_eval,em,f1,rouge}.py of github.com/OpenLMLab/LEval (cd34b05).
 
 The rules are the official ones with their corners; the code is our own (theirs is under GPL-3.0).
 """
@@ -15,9 +17,10 @@ _CODE_PHRASES = ("will be", "of the code", "is", "would be", "the value of", "th
 
 
 def exact_match(answer: str, target: str) -> float:
-    """1 or 0; for targets of option letters also 0.25 when the answer holds only right letters, but not all.
+    """1 or 0; for targets of option letters also 0.25.
 
-    Other targets: equal as numbers, else the target within the answer, both without case and blanks.
+    An answer gets 0.25 when it holds only right letters, but not all. Other targets count as met when both are
+    equal as numbers, or else when the target is within the answer, both without case and blanks.
     """
     wanted = " ".join(words(target))
     if set(wanted) <= set(LETTERS):
@@ -41,7 +44,10 @@ def target_letters(target: str) -> str:
 
 
 def one_letter(answer: str) -> str:
-    """The option that an answer names: its first A, B, C or D; a guess (A) when there is none, `None` for an empty answer."""
+    """The option that an answer names: its first A, B, C or D.
+
+    A guess (A) when there is none, `None` for an empty answer.
+    """
     if not answer.strip():
         return "None"
     if answer in LETTERS:  # a piece of "ABCD", so "BC" stays two letters: the official rule
@@ -50,9 +56,10 @@ def one_letter(answer: str) -> str:
 
 
 def several_letters(answer: str) -> str:
-    """The options that an answer names, sorted (Coursera): leading letters, else letters that stand as options, else the first run of them.
+    """The options that an answer names, sorted (Coursera).
 
-    A guess (A) when there is none, `None` for an empty answer.
+    They are the leading letters, else the letters that stand as options, else the first run of letters. A guess
+    (A) when there is none, `None` for an empty answer.
     """
     if not answer.strip():
         return "None"
@@ -74,7 +81,10 @@ def _leading_letters(text: str) -> str:
 
 
 def number(text: str) -> str:
-    """The digits of the word after `The answer is`, else of the last word with a digit in the first paragraph; decimals are cut off."""
+    """The digits of the word after `The answer is`; decimals are cut off.
+
+    Without that phrase: the digits of the last word with a digit in the first paragraph.
+    """
     match = re.search(r"The answer is (\S+)", text)
     if match:
         word = match[1]
@@ -93,8 +103,11 @@ def code_text(text: str) -> str:
 
 
 def code_output(answer: str, target: str) -> str:
-    """The part of an answer that names the program's output: as many words as the target has and three more, the first ones after
-    `the final output`, else the last ones."""
+    """The part of an answer that names the program's output.
+
+    It has as many words as the target and three more: the first ones after `the final output`, else the last
+    ones.
+    """
     most = len(target.split()) + 3
     answer = code_text(answer)
     for phrase in _CODE_PHRASES:
@@ -113,7 +126,10 @@ def judgement(answer: str) -> str:
 
 
 def judgement_target(target: str, part: str) -> str:
-    """The reference of one part of a `True [fact: False]` pair: `loyalty` to the document, or `fact` of the real world."""
+    """The reference of one part of a `True [fact: False]` pair.
+
+    The part is `loyalty` to the document, or `fact` of the real world.
+    """
     loyalty, _, fact = target.lower().partition(FACT_MARK)
     return loyalty.strip() if part == "loyalty" else fact[:-1].strip()
 

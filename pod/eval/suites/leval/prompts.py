@@ -1,6 +1,6 @@
 """L-Eval's prompts: the wording of get_sys_prompt in Baselines/LEval_config.py and of Baselines/llama2-chat-test.py.
 
-Source: github.com/OpenLMLab/LEval, commit cd34b05. The spelling is theirs.
+Source: github.com/OpenLMLab/LEval, commit cd34b05. The spelling is the official one.
 """
 
 from pathlib import Path
@@ -8,10 +8,10 @@ from pathlib import Path
 from pod.files import read_json
 
 SYSTEM: dict[str, str] = read_json(Path(__file__).with_name("prompts.json"))
-"""system prompt by task; the open-ended tasks share that of `open`"""
+"""System prompt by task. The open-ended tasks share the prompt of `open`."""
 
 PLAIN = ("gsm100", "codeU", "topic_retrieval_longchat")
-"""tasks whose prompt is the document and the question, with nothing around them"""
+"""Tasks whose prompt is the document and the question, with nothing around them."""
 
 _IN_DOCUMENT = "based on the world described in the document."
 _IN_WORLD = "based on the real-world knowledge and facts up until your last training"
@@ -23,7 +23,11 @@ def system_prompt(task: str) -> str:
 
 
 def user_prompt(task: str, document: str, instruction: str, words: int) -> str:
-    """The user's message. words: length of the reference, which open-ended tasks are told (length-instruction-enhanced evaluation)."""
+    """The user's message.
+
+    Args:
+        words: length of the reference, which open-ended tasks are told (length-instruction-enhanced evaluation).
+    """
     if task in PLAIN:
         return f"{document}\n\n{instruction}"
     if task in SYSTEM:
@@ -31,7 +35,10 @@ def user_prompt(task: str, document: str, instruction: str, words: int) -> str:
             f"Document is as follows. {document} \nQuestion: {instruction}.  "
             "Please directly give the answer without any additional output or explanation "
         )
-    return f"Document is as follows. {document} Instruction: {instruction} \nAnswer this question with {words} words."
+    return (
+        f"Document is as follows. {document} Instruction: {instruction} \n"
+        f"Answer this question with {words} words."
+    )
 
 
 def answer_prefix(task: str) -> str:

@@ -1,4 +1,6 @@
-"""L-Eval's tasks: the table, the rows of a task, one per document and question, and the functions that score one answer.
+"""L-Eval's tasks: the table, the rows, and the functions that score one answer.
+
+A task has one row per document and question.
 
 Names, metrics and the 512 new tokens are those of Baselines/LEval_config.py (github.com/OpenLMLab/LEval, commit cd34b05).
 """
@@ -24,12 +26,17 @@ EXAMPLES = ("gsm100",)  # its document is always the same worked examples, no te
 
 
 def rows(file: str, **metadata: Any) -> dict[str, Any]:
-    """The samples of one task for lm-eval's `custom_dataset`; file: `Exam/coursera.jsonl` or `Generation/news_summ.jsonl` …
+    """The samples of one task for lm-eval's `custom_dataset`.
 
-    A document with k questions is k samples. Rows for human or model judges are left out, as the official scorer does it. A sample of
-    `sci_fi` is two: is it so in the document (`loyalty`), and is it so in the world (`fact`), asked without the document.
+    A document with k questions is k samples. Rows for human or model judges are left out, as the official
+    scorer does it. A sample of `sci_fi` is two: is it so in the document (`loyalty`), and is it so in the world
+    (`fact`), asked without the document.
 
-    Raises: ValueError, in one line, when the file is missing or is not in the official format.
+    Args:
+        file: `Exam/coursera.jsonl` or `Generation/news_summ.jsonl` …
+
+    Raises:
+        ValueError: in one line, when the file is missing or is not in the official format.
     """
     task = file.rpartition("/")[2].removesuffix(".jsonl")
     found = []
@@ -37,7 +44,8 @@ def rows(file: str, **metadata: Any) -> dict[str, Any]:
         counts = len(row["instructions"]), len(row["outputs"])
         if counts[0] != counts[1]:
             raise ValueError(
-                f"leval/{file}, row {number}: {counts[0]} instructions and {counts[1]} outputs; each question needs one reference"
+                f"leval/{file}, row {number}: {counts[0]} instructions and {counts[1]} outputs; "
+                "each question needs one reference"
             )
         if row["evaluation"] not in BY_METRIC:
             continue
@@ -74,7 +82,10 @@ def _samples(task: str, document: str, instruction: str, target: str) -> list[di
 
 
 def _closed(answer_of: Callable[[str, str], str], target_of: Callable[[str], str]) -> Scorer:
-    """Whether what an answer says, which may depend on the reference, is what the reference says."""
+    """A scorer that tells whether an answer says what the reference says.
+
+    What the answer says may depend on the reference.
+    """
 
     def value(answer: str, row: Row) -> float:
         return metrics.exact_match(answer_of(answer, row["target"]), target_of(row["target"]))
