@@ -1,12 +1,12 @@
 """Where the data of a benchmark comes from: the official files in a local folder, or the same files from the hub.
 
-The folder is `eval.data_dir` of a recipe (`use` sets it) or, for lm-eval's own command line, the environment variable POD_EVAL_DATA. It
-holds one folder per suite. With a folder nothing is ever downloaded; without one the files come from the hub (plain files only: no
-script of a data set is ever run).
+The folder is `eval.data_dir` of a recipe (`use` sets it) or, for lm-eval's own command line, the environment
+variable POD_EVAL_DATA. It holds one folder per suite. With a folder nothing is ever downloaded. Without one
+the files come from the hub (plain files only: no script of a data set is ever run).
 
-Tasks of lm-eval itself: a copy of the hub's data set in `<data_dir>/<owner>/<name>` replaces the download. It is what `hf download
---repo-type dataset OWNER/NAME --local-dir …` writes, `[<subset>/|data/]<split>*.parquet`; files in the other formats with the same stems
-work, too.
+Tasks of lm-eval itself: a copy of the hub's data set in `<data_dir>/<owner>/<name>` replaces the download. The
+copy is what `hf download --repo-type dataset OWNER/NAME --local-dir …` writes:
+`[<subset>/|data/]<split>*.parquet`. Files in the other formats with the same stems work, too.
 """
 
 import contextlib
@@ -49,8 +49,13 @@ _used: contextvars.ContextVar[_Used] = contextvars.ContextVar("used", default=_N
 
 @contextlib.contextmanager
 def use(folder: str | os.PathLike | None, tokenizer: Any = None, unsafe_code: bool = False) -> Iterator[None]:
-    """Inside the block: read data from `folder` (None: POD_EVAL_DATA, else the hub), build prompts of a length with `tokenizer`, and run
-    what a model wrote even without a sandbox if `unsafe_code`."""
+    """Inside the block, set where data comes from and how it is used.
+
+    Args:
+        folder: where data is read from; None: POD_EVAL_DATA, else the hub.
+        tokenizer: builds prompts of a length.
+        unsafe_code: run what a model wrote even without a sandbox.
+    """
     token = _used.set(_Used(None if folder is None else Path(folder), tokenizer, unsafe_code))
     try:
         yield
@@ -64,7 +69,11 @@ def unsafe_code() -> bool:
 
 
 def data_dir() -> Path | None:
-    """The folder with local data; None when data comes from the hub. Raises: ValueError when it does not exist."""
+    """The folder with local data; None when data comes from the hub.
+
+    Raises:
+        ValueError: when the folder does not exist.
+    """
     folder, setting = _used.get().folder, "eval.data_dir"
     if folder is None and os.environ.get(ENVIRONMENT):
         folder, setting = Path(os.environ[ENVIRONMENT]), ENVIRONMENT
@@ -78,8 +87,12 @@ def data_dir() -> Path | None:
 def load_tokenizer(metadata: dict[str, Any] | None = None) -> Any:
     """The tokenizer of the model under test, for tasks whose prompts have a length.
 
-    In an evaluation it is the run's; under lm-eval's command line it is that of the model arguments (`tokenizer`, else `pretrained`),
-    which lm-eval passes to `custom_dataset` functions with the task's metadata. Raises: ValueError when there is neither.
+    In an evaluation it is the run's tokenizer. Under lm-eval's command line it is the tokenizer of the model
+    arguments (`tokenizer`, else `pretrained`), which lm-eval passes to `custom_dataset` functions with the
+    task's metadata.
+
+    Raises:
+        ValueError: when there is neither.
     """
     if _used.get().tokenizer is not None:
         return _used.get().tokenizer
@@ -112,10 +125,16 @@ def load_rows(
         suite: folder in `data_dir`, the benchmark's short name.
         file: path in that folder, as the official release calls it; its ending says the format (see FORMATS).
         hub_id: data set on the hub, for runs without a local folder; None when the file is on no hub.
-        hub_file: path in the hub's repository, `file` by default. `data.zip/data/qasper.jsonl` is a member of an archive; locally,
-            too, the archive, or what was unpacked of it, may lie in the suite's folder instead of the file.
-        fields: what every row must have, and if `filled` not empty; name: what a row is called where one lacks them.
-    Raises: ValueError, in one line, that names the file, where it was looked for and how to provide it, or says what is wrong in it.
+        hub_file: path in the hub's repository, `file` by default. `data.zip/data/qasper.jsonl` is a member of
+            an archive. Locally, too, the archive, or what was unpacked of it, may lie in the suite's folder
+            instead of the file.
+        fields: what every row must have.
+        filled: whether these fields must also not be empty.
+        name: what a row is called where one lacks them.
+
+    Raises:
+        ValueError: in one line. It names the file, where it was looked for and how to provide it, or says what
+            is wrong in it.
     """
     path, member = _find(suite, file, hub_id, hub_file or file)
     rows = (
@@ -129,7 +148,7 @@ def load_rows(
 
 
 def _find(suite: str, file: str, hub_id: str | None, hub_file: str) -> tuple[Path, str]:
-    """Where a data file is, and which member of that archive, if it is one."""
+    """Where a data file is, and which member of that archive it is, if it is one."""
     archive, _, member = hub_file.partition(".zip/")
     archive += ".zip" if member else ""
 
@@ -162,14 +181,18 @@ def _find(suite: str, file: str, hub_id: str | None, hub_file: str) -> tuple[Pat
 
 
 def text_id(text: str) -> str | None:
-    """SHA-256 of a text, 16 hex digits: the `cluster` of the rows that ask about it, which intervals draw together. None for no text."""
+    """SHA-256 of a text, 16 hex digits; None for no text.
+
+    It is the `cluster` of the rows that ask about the text, which intervals draw together.
+    """
     return prompt_hash(text) if text else None
 
 
 def dataset(rows: list[dict[str, Any]], split: str = "test") -> dict[str, Any]:
     """Rows as what lm-eval's `custom_dataset` functions return. Keys that a row lacks are None.
 
-    Raises: ValueError when there is no row.
+    Raises:
+        ValueError: when there is no row.
     """
     from datasets import Dataset
 
@@ -181,7 +204,7 @@ def dataset(rows: list[dict[str, Any]], split: str = "test") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _readable(what: str, then: str = "") -> Iterator[None]:
-    """What a reader says of a damaged file as one line: what is wrong, and what to do then."""
+    """Turn what a reader says of a damaged file into one line: what is wrong, and what to do then."""
     try:
         yield
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
@@ -265,8 +288,9 @@ def local_datasets() -> Iterator[None]:
             except Exception as error:
                 subset = f" ({self.DATASET_NAME})" if self.DATASET_NAME else ""
                 raise ValueError(
-                    f"data of {self.config.task}: the data set {path}{subset} cannot be loaded from the hub ({type(error).__name__}: "
-                    f"{' '.join(str(error).split())[:160]}): connect, or set eval.data_dir (or {ENVIRONMENT}) to a folder with a copy in {path}"
+                    f"data of {self.config.task}: the data set {path}{subset} cannot be loaded from the hub "
+                    f"({type(error).__name__}: {' '.join(str(error).split())[:160]}): connect, or set "
+                    f"eval.data_dir (or {ENVIRONMENT}) to a folder with a copy in {path}"
                 ) from error
 
     with mock.patch.object(ConfigurableTask, "download", download):
@@ -274,7 +298,7 @@ def local_datasets() -> Iterator[None]:
 
 
 class Splits(dict):
-    """Data sets by split; a split that is not there is one line."""
+    """Data sets by split. Asking for a split that is not there raises an error of one line."""
 
     def __init__(self, task: str, where: Path, found: dict[str, Any]):
         super().__init__(found)
@@ -282,7 +306,8 @@ class Splits(dict):
 
     def __missing__(self, split: str) -> Any:
         raise ValueError(
-            f"data of {self.task}: no file of the split {split!r} in {self.where} (found: {', '.join(sorted(self)) or 'none'}): put "
+            f"data of {self.task}: no file of the split {split!r} in {self.where} "
+            f"(found: {', '.join(sorted(self)) or 'none'}): put "
             f"{split}.parquet or {split}.jsonl there, as the hub has it"
         )
 
@@ -290,7 +315,8 @@ class Splits(dict):
 def read_dataset(task: str, path: str, subset: str | None) -> Splits:
     """The splits of a local copy of a hub data set, each a `datasets.Dataset`.
 
-    Raises: ValueError that names the folder where a copy was looked for.
+    Raises:
+        ValueError: names the folder where a copy was looked for.
     """
     folder = data_dir()
     assert folder is not None
@@ -303,13 +329,18 @@ def read_dataset(task: str, path: str, subset: str | None) -> Splits:
             return Splits(task, place, found)
     looked = " or ".join(str(place) for place, subject in places if subject is None)
     raise ValueError(
-        f"data of {task}: no file in {looked}: put a copy of the hub's data set {path} there ([subset/]<split>*.parquet, or .jsonl), or "
+        f"data of {task}: no file in {looked}: put a copy of the hub's data set {path} there "
+        f"([subset/]<split>*.parquet, or .jsonl), or "
         f"unset eval.data_dir (and {ENVIRONMENT}) and connect to the hub"
     )
 
 
 def _data_sets(place: Path, subject: str | None) -> dict[str, Any]:
-    """Data sets by split, the first part of a file's name; subject: only the rows of one. Empty where there is no such folder."""
+    """Data sets by split, the first part of a file's name. Empty where there is no such folder.
+
+    Args:
+        subject: take only the rows of this subject.
+    """
     rows: dict[str, list[dict[str, Any]]] = {}
     for file in sorted(place.glob("*")):
         if file.name.endswith(FORMATS):

@@ -17,7 +17,7 @@ Cell = tuple[int, float, int]
 
 
 def check_grid(lengths: list[int], depths: list[float] | None = None) -> None:
-    """ValueError for options that are no grid."""
+    """Check a grid. Raises ValueError for options that are no grid."""
     if not lengths or any(length < 2 for length in lengths):
         raise ValueError(f"lengths is {lengths}, allowed are token counts of at least 2")
     if depths is not None and (not depths or any(not 0 <= depth <= 1 for depth in depths)):
@@ -31,7 +31,9 @@ def check_grid(lengths: list[int], depths: list[float] | None = None) -> None:
 class Prompt:
     """One prompt: what was asked for (length in tokens, depth in [0, 1], sample number) and what came of it.
 
-    num_asked: tokens of the question, which is put when the text before it is compressed; 0: methods see it before.
+    Attributes:
+        num_asked: tokens of the question, which is put when the text before it is compressed; 0: methods see
+            the question before they compress.
     """
 
     length: int
@@ -45,7 +47,12 @@ class Prompt:
     def of(
         cls, cell: Cell, text: str, encode: Callable[[str], Sequence[int]], question: int, *facts: Any
     ) -> Self:
-        """question: the character where it begins, 0: methods see it before; facts: further fields of a class of prompts."""
+        """The prompt of a cell.
+
+        Args:
+            question: the character where the question begins; 0: methods see it before they compress.
+            facts: further fields of a class of prompts.
+        """
         asked = answer.reading.tokens_from(encode, text, question)
         return cls(*cell, text, tuple(encode(text)), asked, *facts)
 
@@ -56,17 +63,25 @@ class Prompt:
 
 
 class GridTask(Task):
-    """A grid of lengths and depths: greedy answers through the method's cache. Budgets and batches follow from an item's asked-for `length`
-    alone, so that an answer depends on its item only.
+    """A grid of lengths and depths: greedy answers through the method's cache.
 
-    kind, metric: of the payload. The constructor ends in `plan`.
+    Budgets and batches follow from an item's asked-for `length` alone, so that an answer depends on its item
+    only. The constructor ends in `plan`.
+
+    Attributes:
+        kind, metric: of the payload.
     """
 
     kind, metric = "binary", "accuracy"
 
     def plan(self, items: Sequence[Any], tokens: Callable[[Any], int], new_tokens: int) -> None:
-        """items: what is asked in one go, in the order of their lengths; tokens: of an item's longest prompt; new_tokens: generated behind
-        it."""
+        """Set what is asked, and the span of each length.
+
+        Args:
+            items: what is asked in one go, in the order of their lengths.
+            tokens: gives the tokens of an item's longest prompt.
+            new_tokens: tokens generated behind it.
+        """
         self.items, self.new_tokens, longest = items, new_tokens, dict[int, int]()
         for item in items:
             longest[item.length] = max(longest.get(item.length, 0), tokens(item))
@@ -87,7 +102,7 @@ class GridTask(Task):
 
     @abstractmethod
     def settings(self) -> Record:
-        """What was asked, but for how much is answered."""
+        """What was asked, except for how much is answered."""
 
     def metrics(self, samples: list[Record]) -> Record:
         """Further metrics of the payload."""

@@ -1,8 +1,9 @@
 """Long texts with facts hidden in them: what the needle tasks have in common.
 
-A haystack is running text (essays, or a user's files) cut to a length in tokens; needles stand on lines of their own at sentence
-boundaries. The wording follows the harness that papers on KV caches use: the frame `This is a very long story book …` of
-FranxYao/Long-Context-Data-Engineering (eval/needle), and the placing of several needles of gkamradt/LLMTest_NeedleInAHaystack (MIT).
+A haystack is running text (essays, or a user's files) cut to a length in tokens. Needles stand on lines of
+their own at sentence boundaries. The wording follows the harness that papers on KV caches use: the frame
+`This is a very long story book …` of FranxYao/Long-Context-Data-Engineering (eval/needle), and the placing of
+several needles of gkamradt/LLMTest_NeedleInAHaystack (MIT).
 """
 
 import itertools
@@ -22,7 +23,7 @@ ASK = " Based on the content of the book, Question: "
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[a-z][.!?])(?=[A-Z])")
 _CHARACTERS_PER_TOKEN = 8  # more than any tokenizer of English needs, so that a haystack is long enough
-_NEAR = 0.999  # of the length is long enough
+_NEAR = 0.999  # a prompt with this share of the length is long enough
 _CONTENT = "\x02content\x03"  # stands for the user message while a chat template is filled
 
 
@@ -49,10 +50,15 @@ def make_frame(
     where: str,
     to_answer: str = "\n",
 ) -> Frame:
-    """What stands before and after a text, and `answer`, the beginning of the answer; to_answer: what leads to it in plain text.
+    """What stands before and after a text, and `answer`, the beginning of the answer.
 
-    chat_template: all but the answer is one user message of the tokenizer's template; `where`: the option's name, for messages.
-    Raises: ValueError when there is no template.
+    Args:
+        chat_template: all but the answer is one user message of the tokenizer's template.
+        where: the option's name, for messages.
+        to_answer: what leads to the answer in plain text.
+
+    Raises:
+        ValueError: when there is no template.
     """
     if not chat_template:
         return Frame(tokenizer, before, f"{after}{to_answer}{answer}".rstrip(), True)
@@ -65,7 +71,12 @@ def make_frame(
 
 
 def question_frame(tokenizer: Any, question: str, answer: str, chat_template: bool, where: str) -> Frame:
-    """The text around a haystack: `question` behind it, `answer` as the beginning of the answer (see `make_frame`)."""
+    """The text around a haystack (see `make_frame`).
+
+    Args:
+        question: stands behind the haystack.
+        answer: the beginning of the answer.
+    """
     after = f"{CLOSE}{ASK}{question}"
     return make_frame(tokenizer, BEFORE, after, answer, chat_template, where, "\nAnswer: ")
 
@@ -73,8 +84,13 @@ def question_frame(tokenizer: Any, question: str, answer: str, chat_template: bo
 def load_sentences(sources: Sequence[str] | None, longest: int, where: str) -> list[str]:
     """Sentences of the haystack's text in order, at least enough for `longest` tokens when there is as much.
 
-    sources: files, folders or anything else that `data.sources` takes; None: Paul Graham's essays, as in the original test.
-    where: the option's name, for messages. Raises: ValueError when there is no text.
+    Args:
+        sources: files, folders or anything else that `data.sources` takes; None: Paul Graham's essays, as in
+            the original test.
+        where: the option's name, for messages.
+
+    Raises:
+        ValueError: when there is no text.
     """
     wanted, sentences = 4 * _CHARACTERS_PER_TOKEN * longest, []
     try:
@@ -100,10 +116,16 @@ def load_sentences(sources: Sequence[str] | None, longest: int, where: str) -> l
 def fitted(
     frame: Frame, sentences: list[str], start: int, needles: list[str], depths: list[float], length: int
 ) -> str:
-    """A prompt of at most `length` tokens, and hardly less: frame, text of whole words, and the needles at their depths in it (0 to 1).
+    """A prompt of at most `length` tokens, and hardly less.
 
-    sentences: of the whole text; start: the first one that is used; after the last one it goes on with the first.
-    Raises: ValueError when the frame and the needles alone are longer.
+    It has the frame, text of whole words, and the needles at their depths in it (0 to 1).
+
+    Args:
+        sentences: the sentences of the whole text.
+        start: the first sentence that is used. After the last sentence the text goes on with the first.
+
+    Raises:
+        ValueError: when the frame and the needles alone are longer.
     """
 
     def text(words: int) -> str:
@@ -121,7 +143,7 @@ def fitted(
 
 
 def _first(words: int, sentences: Iterator[str]) -> list[str]:
-    """The first of endless sentences, of so many words."""
+    """The first sentences of an endless row of them, `words` words in all."""
     kept = []
     while words > 0:
         parts = next(sentences).split(" ")
@@ -131,7 +153,10 @@ def _first(words: int, sentences: Iterator[str]) -> list[str]:
 
 
 def place(sentences: list[str], needles: list[str], depths: list[float]) -> str:
-    """The joined sentences with every needle on a line of its own, at the sentence boundary nearest to its depth (share of characters)."""
+    """The joined sentences with every needle on a line of its own.
+
+    A needle stands at the sentence boundary nearest to its depth (share of characters).
+    """
     ends = list(itertools.accumulate((len(sentence) + 1 for sentence in sentences), initial=0))
     slots: dict[int, list[str]] = {}
     for needle, depth in zip(needles, depths, strict=True):
@@ -146,15 +171,19 @@ def place(sentences: list[str], needles: list[str], depths: list[float]) -> str:
 
 
 def spread_depths(depth: float, needles: int) -> list[float]:
-    """Where several needles stand: the first at `depth`, the others at equal steps behind it, none at the very end.
+    """Where several needles stand.
 
-    As `insert_needles` of gkamradt/LLMTest_NeedleInAHaystack does.
+    The first stands at `depth`, the others at equal steps behind it, none at the very end. So does
+    `insert_needles` of gkamradt/LLMTest_NeedleInAHaystack.
     """
     return [depth + index * (1 - depth) / needles for index in range(needles)]
 
 
 def start_of(seed: int, sample: int, sentences: list[str]) -> int:
-    """The sentence with which a sample's haystack begins; sample 0 begins with the text, as the original test does."""
+    """The sentence with which a sample's haystack begins.
+
+    Sample 0 begins with the text, as the original test does.
+    """
     return 0 if sample == 0 else random.Random(f"{seed}/haystack/{sample}").randrange(len(sentences))
 
 

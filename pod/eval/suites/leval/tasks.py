@@ -115,8 +115,14 @@ def rouge(doc: Row, results: list[str]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class LEvalTask:
-    """One of the 20 tasks. folder: of its data; metrics: the first is the primary one; chat: the official rule;
-    keep: the end of the document that stays when it is too long."""
+    """One of the 20 tasks.
+
+    Attributes:
+        folder: folder of its data.
+        metrics: its metrics; the first is the primary one.
+        chat: whether the prompt is put into a chat template, by the official rule.
+        keep: the end of the document that stays when it is too long.
+    """
 
     folder: str
     scorer: Scorer
@@ -160,7 +166,7 @@ GROUPS = {
 
 
 def configs() -> list[Config]:
-    """Tasks and groups; in these each task counts alike, as in the official averages."""
+    """Tasks and groups. In a group each task counts alike, as in the official averages."""
     prefix = "pod_leval"
     groups = [group_config(prefix, name.removeprefix(prefix), members) for name, members in GROUPS.items()]
     return [*(_task(name, task) for name, task in TASKS.items()), *groups]

@@ -1,7 +1,8 @@
-"""The scorer of LongBench, by the rules of its `metrics.py` and `eval.py` (github.com/THUDM/LongBench, commit 2e00731, MIT).
+"""The scorer of LongBench, by the rules of its `metrics.py` and `eval.py`.
 
-Every metric maps (prediction, reference) to 0..1; a sample's score is the best over its references. What looks odd is a rule of the
-official scorer that its published numbers depend on, and is said where it is.
+Source: github.com/THUDM/LongBench, commit 2e00731, MIT. Every metric maps (prediction, reference) to 0..1. A
+sample's score is the best over its references. What looks odd is a rule of the official scorer that its published
+numbers depend on; a comment says so at that place.
 """
 
 import difflib
@@ -11,15 +12,18 @@ from collections.abc import Callable, Sequence
 
 from pod.eval.suites.words import bag_f1, letters_zh
 
-# The package walks back through an alignment by recursion: from more than this many words on, LongBench's eval.py runs out of stack,
-# swallows the error and scores 0 (measured with Python 3.11, whose limit is 1,000 frames; Chinese texts stand one frame deeper)
+# The package walks back through an alignment by recursion. From more than this many words on, LongBench's eval.py
+# runs out of stack, swallows the error and scores 0. This was measured with Python 3.11, whose limit is 1,000
+# frames. Chinese texts stand one frame deeper.
 RECURSION_STEPS = 990
 
 Metric = Callable[[str, str], float]
 
 
 def first_line(prediction: str) -> str:
-    """What is scored of an answer to a few-shot prompt (trec, triviaqa, samsum, lsht): its first line that is not empty.
+    """The part of an answer to a few-shot prompt that is scored: its first line that is not empty.
+
+    Few-shot prompts are those of trec, triviaqa, samsum and lsht.
 
     Spaces count as a line; the official scorer strips line ends only.
     """
@@ -28,7 +32,8 @@ def first_line(prediction: str) -> str:
 
 def qa_f1_zh(prediction: str, reference: str) -> float:
     """F1 over the bags of jieba's words, without case, punctuation and white space."""
-    said, wanted = ([*filter(None, map(letters_zh, _cut(text)))] for text in (prediction, reference))
+    said = list(filter(None, map(letters_zh, _cut(prediction))))
+    wanted = list(filter(None, map(letters_zh, _cut(reference))))
     return bag_f1(said, wanted)
 
 
@@ -53,12 +58,18 @@ def rouge_l(prediction: str, reference: str, longest_walk: int = RECURSION_STEPS
 
 
 def rouge_l_zh(prediction: str, reference: str) -> float:
-    """`rouge_l` over jieba's words. A Chinese full stop ends no sentence here, so that most texts are one sentence."""
+    """`rouge_l` over jieba's words.
+
+    A Chinese full stop ends no sentence here, so that most texts are one sentence.
+    """
     return rouge_l(" ".join(_cut(prediction)), " ".join(_cut(reference)), RECURSION_STEPS - 1)
 
 
 def code_similarity(prediction: str, reference: str) -> float:
-    """Edit similarity (`fuzz_ratio`) of the first line that holds no back quote, `#` or `//` with the reference."""
+    """Edit similarity (`fuzz_ratio`) of a line of code with the reference.
+
+    The line is the first one that holds no back quote, `#` or `//`.
+    """
     return fuzz_ratio(_first_code_line(prediction), reference) / 100
 
 
@@ -81,8 +92,8 @@ def retrieval(prediction: str, reference: str) -> float:
 def classification(prediction: str, reference: str, classes: Sequence[str]) -> float:
     """1 / the number of classes that the prediction names when the right one is among them, else 0.
 
-    A named class that is part of the right one's name does not count. The official loop removes such classes from the list that it
-    walks through, which skips the class after each removed one; so does this one.
+    A named class that is part of the right one's name does not count. The official loop removes such classes from
+    the list that it walks through, which skips the class after each removed one. So does this loop.
     """
     named = [name for name in classes if name in prediction]
     index = 0
@@ -96,7 +107,8 @@ def classification(prediction: str, reference: str, classes: Sequence[str]) -> f
 def fuzz_ratio(left: str, right: str) -> int:
     """`fuzz.ratio` of fuzzywuzzy 0.18.0 alone, in percent: what LongBench's requirements install.
 
-    That is difflib's matching blocks, and in references of 200 characters and more its "popular" characters match nothing.
+    That is difflib's matching blocks. In references of 200 characters and more, its "popular" characters match
+    nothing.
     """
     if left == right:
         return 100
@@ -106,8 +118,9 @@ def fuzz_ratio(left: str, right: str) -> int:
 def levenshtein_ratio(left: str, right: str) -> int:
     """`fuzz.ratio` of fuzzywuzzy 0.18.0 with python-Levenshtein, in percent: the best alignment without substitutions.
 
-    Never below `fuzz_ratio`; on 20,000 pairs of unrelated lines of code 5 points above it on average and 30 at most, on lines of 200
-    characters and more up to 98. Which of the two a paper used is seldom said (github.com/THUDM/LongBench/issues/96).
+    It is never below `fuzz_ratio`. On 20,000 pairs of unrelated lines of code it is 5 points above it on average and
+    30 at most; on lines of 200 characters and more it is up to 98 points above. Which of the two a paper used is
+    seldom said (github.com/THUDM/LongBench/issues/96).
     """
     from rapidfuzz.distance import Indel
 
@@ -134,8 +147,8 @@ def _sentences(text: str) -> list[list[str]]:
 def _common_subsequence(rows: list[str], columns: list[str]) -> tuple[list[str], int]:
     """A longest common subsequence, and the steps that lead back through the table to it.
 
-    Which of several subsequences is found decides the union over sentences, hence the package's preference: a match, else up
-    when that is strictly longer, else left.
+    Which of several subsequences is found decides the union over sentences. Hence the preference is the package's:
+    a match, else up when that is strictly longer, else left.
     """
     table = [[0] * (len(columns) + 1)]
     for word in rows:

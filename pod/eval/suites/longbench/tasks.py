@@ -1,9 +1,11 @@
 """LongBench's and LongBench-E's tasks: the table, the rows of a task and the functions that score one answer.
 
-A task's numbers are those of LongBench's config/dataset2maxlen.json, eval.py and pred.py (github.com/THUDM/LongBench, commit 2e00731);
-its prompts are config/dataset2prompt.json itself (copyright 2023 THU-KEG & Zhipu AI, MIT), where {context} and {input} are a row's fields.
+A task's numbers are those of LongBench's config/dataset2maxlen.json, eval.py and pred.py
+(github.com/THUDM/LongBench, commit 2e00731). Its prompts are config/dataset2prompt.json itself (copyright 2023
+THU-KEG & Zhipu AI, MIT), where {context} and {input} are a row's fields.
 """
 
+import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +27,13 @@ FIELDS = ("input", "context", "answers", "length", "all_classes", "_id")
 
 
 def rows(file: str, **metadata: Any) -> dict[str, Any]:
-    """The samples of one task for lm-eval's `custom_dataset`; file: `qasper.jsonl`, `qasper_e.jsonl` … of the official data.zip.
+    """The samples of one task for lm-eval's `custom_dataset`.
 
-    Raises: ValueError, in one line, when the file is missing or is not in the official format.
+    Args:
+        file: `qasper.jsonl`, `qasper_e.jsonl` … of the official data.zip.
+
+    Raises:
+        ValueError: in one line, when the file is missing or is not in the official format.
     """
     found = data.load_rows("longbench", file, HUB, f"data.zip/data/{file}", FIELDS)
     for number, row in enumerate(found, start=1):
@@ -45,7 +51,12 @@ def asked(task: str, question: str) -> str:
 
 
 def _scorer(name: str, metric: Callable[..., float], first_line: bool = False, *fields: str) -> Scorer:
-    """first_line: see `metrics.first_line`; fields: of a row, that the metric takes, too."""
+    """A scorer that takes the best of `metric` over a row's answers.
+
+    Args:
+        first_line: see `metrics.first_line`.
+        fields: fields of a row that the metric takes, too.
+    """
 
     def value(answer: str, row: Row) -> float:
         answer = metrics.first_line(answer) if first_line else answer
@@ -56,11 +67,14 @@ def _scorer(name: str, metric: Callable[..., float], first_line: bool = False, *
 
 
 def by_length(scorer: Scorer) -> Scorer:
-    """The same scorer for LongBench-E, where each sample also counts for its group by its official length (words; characters in Chinese)."""
+    """The same scorer for LongBench-E.
+
+    There each sample also counts for its group by its official length (words; characters in Chinese).
+    """
 
     def score(doc: Row, results: list[str]) -> dict[str, float]:
         scores = scorer(doc, results)
-        group = LENGTH_GROUPS[(doc["length"] >= 4000) + (doc["length"] >= 8000)]
+        group = LENGTH_GROUPS[bisect.bisect_right((4000, 8000), doc["length"])]
         return {**scores, group: scores["score"]}
 
     return score
@@ -87,7 +101,12 @@ def edit_similarity(doc: Row, results: list[str]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class LongBenchTask:
-    """One of the 21 tasks. metric: the scorer's primary one; chat: put the prompt into a chat template (the official rule)."""
+    """One of the 21 tasks.
+
+    Attributes:
+        metric: the scorer's primary one.
+        chat: put the prompt into a chat template (the official rule).
+    """
 
     new_tokens: int
     scorer: Scorer
@@ -121,7 +140,7 @@ TASKS = {
     "repobench-p": LongBenchTask(64, edit_similarity, "edit_similarity", chat=False, in_e=True),
 }
 
-# Categories as in LongBench's Table 1; `_en` are the members in English or code, `_e` those of LongBench-E
+# Categories as in LongBench's Table 1. `_en`: the members in English or code. `_e`: the members of LongBench-E.
 CATEGORIES = {
     "single_doc_qa": ["narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh"],
     "multi_doc_qa": ["hotpotqa", "2wikimqa", "musique", "dureader"],
@@ -139,7 +158,7 @@ SIMLAYERKV_16 = [name for name in ENGLISH if name != "2wikimqa"] + ["dureader"]
 
 
 def configs() -> list[Config]:
-    """Tasks, those of LongBench-E and all groups."""
+    """The tasks, the tasks of LongBench-E, and all groups."""
     tasks = [_task(name, task) for name, task in TASKS.items()]
     tasks += [_task(f"{name}_e", task, in_e=True) for name, task in TASKS.items() if task.in_e]
     return [*tasks, *_categories(), *_groups()]
@@ -165,7 +184,10 @@ def _task(name: str, task: LongBenchTask, in_e: bool = False) -> Config:
 
 
 def _categories() -> list[Config]:
-    """A group per category of LongBench, its English tasks where it has others, too, and its tasks of LongBench-E."""
+    """Groups per category of LongBench.
+
+    They are the category, its English tasks where it has others, too, and its tasks of LongBench-E.
+    """
     found = dict(CATEGORIES)
     for category, names in CATEGORIES.items():
         found[f"{category}_e"] = [f"{name}_e" for name in names if TASKS[name].in_e]
@@ -175,8 +197,12 @@ def _categories() -> list[Config]:
 
 
 def _groups() -> list[Config]:
-    """Where a category counts once, whatever its number of tasks: LongBench, LongBench-E and the 14 tasks of PoD (Table 1). Else each task
-    counts: the 15 of RazorAttention (Table 3), the 16 of D2O (Table 1) and of SimLayerKV (Table 1)."""
+    """The groups of several categories.
+
+    In LongBench, LongBench-E and the 14 tasks of PoD (Table 1) a category counts once, whatever its number of tasks.
+    In the others each task counts: the 15 of RazorAttention (Table 3), the 16 of D2O (Table 1) and of SimLayerKV
+    (Table 1).
+    """
     has_others = [name for name, names in CATEGORIES.items() if set(names) & set(CHINESE)]
     english = [f"{name}_en" if name in has_others else name for name in CATEGORIES if name != "synthetic"]
     groups = {

@@ -1,8 +1,9 @@
 """Prediction consistency: how often is the next token predicted as the dense model predicts it from the full context?
 
-For `full` by window size (PoD Table 7 and Figure 1c): the share of the last 100 tokens of long texts, fed as they are, whose prediction stays
-the same when the model is fed only its nearest tokens. For every other method the same share for the method at its bytes. The paper does
-not say whether the window cuts the text or the attention of every layer, which `wa@N` does.
+For `full` by window size (PoD Table 7 and Figure 1c): the share of the last 100 tokens of long texts, fed as they
+are, whose prediction stays the same when the model is fed only its nearest tokens. For every other method: the
+same share for the method at its bytes. The paper does not say whether the window cuts the text or the attention
+of every layer, which `wa@N` does.
 """
 
 from dataclasses import field
@@ -56,7 +57,10 @@ class ConsistencyOptions:
 
 
 class Consistency(TextTask):
-    """Share of identical greedy predictions per text; the reference is the dense model with everything in its context."""
+    """Share of identical greedy predictions per text.
+
+    The reference is the dense model with everything in its context.
+    """
 
     name = "consistency"
     title = "same predictions as dense"
@@ -116,7 +120,7 @@ class Consistency(TextTask):
         )
 
     def _compare(self, subject: Subject, rows: Any, span: Span, windows: list[int]) -> list[Record]:
-        """A record per text of [B, n]: share of identical predictions, of the method and by window; bytes."""
+        """A record per text of [B, n]: the share of identical predictions, of the method and by window, and bytes."""
         dense, last, texts = self.run.models.get("dense"), self.options.predictions, answer.texts
         reference, held = texts.predict_by_forward(dense, rows, last), [None] * len(rows)
         if subject.method.name == "full":

@@ -1,7 +1,10 @@
-"""Questions that come after compression: several facts in one text, each asked for on a copy of the same compressed cache.
+"""Questions that come after compression.
 
-RazorAttention Figure 2 shows the case (`Mary's favorite number is 34251.` in a document about something else): methods that choose tokens
-by the prompt's end cannot know what later questions need. Here the prompt ends before any question, unless `question_in_prompt` is set.
+A text holds several facts. Each is asked for on a copy of the same compressed cache.
+
+RazorAttention Figure 2 shows the case (`Mary's favorite number is 34251.` in a document about something else):
+methods that choose tokens by the prompt's end cannot know what later questions need. Here the prompt ends before
+any question, unless `question_in_prompt` is set.
 """
 
 from dataclasses import dataclass, field
@@ -68,7 +71,10 @@ class MultiQueryOptions:
 class Document:
     """One text and what is asked about it.
 
-    prompt: token ids that are compressed; questions: token ids that follow, one row per fact; depths: of the facts in the text.
+    Attributes:
+        prompt: token ids that are compressed.
+        questions: token ids that follow, one row per fact.
+        depths: where the facts stand in the text.
     """
 
     length: int
@@ -122,7 +128,7 @@ class MultiQuery(GridTask):
         return key_of("questions", item.prompt, item.questions, self.new_tokens, room)
 
     def ask(self, subject: Subject, cache: Any, batch: list[Document]) -> list[Record]:
-        """A record per text: answers, bytes held for it after each."""
+        """A record per text: its answers, and the bytes held for the text after each answer."""
         reading, tokenizer, model = answer.reading, self.run.tokenizer, subject.model
         mask = reading.read_prompts(model, cache, [d.prompt for d in batch], pad_id(tokenizer))
         said, held = [], []
@@ -155,7 +161,7 @@ class MultiQuery(GridTask):
         ]
 
     def metrics(self, samples: list[Record]) -> Record:
-        """Accuracy of the question that stood in the prompt and of the others."""
+        """Accuracy of the question that stood in the prompt, and of the other questions."""
         found = {}
         for name, first in (("first question", True), ("later questions", False)):
             rows = [sample for sample in samples if (sample["question"] == 0) == first]
@@ -168,10 +174,13 @@ class MultiQuery(GridTask):
 def make_document(
     tokenizer: Any, sentences: list[str], length: int, sample: int, seed: int, options: MultiQueryOptions
 ) -> Document:
-    """A text with `options.questions` facts in the middle of equal parts, cut so that it and its longest question have at most `length`
-    tokens (one more where a token would span both).
+    """A text with `options.questions` facts in the middle of equal parts.
 
-    Raises: ValueError for a length that cannot hold the facts, or a chat template that is missing.
+    It is cut so that it and its longest question have at most `length` tokens (one more where a token would span
+    both).
+
+    Raises:
+        ValueError: for a length that cannot hold the facts, or for a chat template that is missing.
     """
     number = options.questions
     names, values = facts(f"{seed}/{length}/{sample}", number, PEOPLE)

@@ -2,9 +2,12 @@
 
 PoD Table 2 and Figure 6, D2O Table 2, RazorAttention Figures 1 and 4.
 
-`number`: k sentences `The special magic <city> number is: <number>.` are hidden; the score is the share of the numbers that the answer
-names (recall). `statement`: the sentence of the original test about San Francisco; the score is ROUGE-1 F of the answer against it, stemmed,
-as in FranxYao/Long-Context-Data-Engineering, from which PoD, D2O and RazorAttention have their needle tests (there it is printed ×10).
+`number`: k sentences `The special magic <city> number is: <number>.` are hidden. The score is the share of the
+numbers that the answer names (recall).
+
+`statement`: the sentence of the original test about San Francisco is hidden. The score is ROUGE-1 F of the answer
+against it, stemmed, as in FranxYao/Long-Context-Data-Engineering, from which PoD, D2O and RazorAttention have
+their needle tests (there it is printed ×10).
 """
 
 import itertools
@@ -38,7 +41,7 @@ STATEMENT_QUESTION = "What is the best thing to do in San Francisco?"
 
 @dataclass(frozen=True)
 class NeedlePrompt(Prompt):
-    """A prompt, names and values of its hidden facts; for `statement` no name and the sentence."""
+    """A prompt with the names and values of its hidden facts; for `statement` no name, and the sentence as value."""
 
     names: tuple[str, ...]
     values: tuple[str, ...]
@@ -49,7 +52,10 @@ def make_needle_prompts(
 ) -> list[NeedlePrompt]:
     """A prompt per length, depth and sample, in that order, as long as whole words allow.
 
-    Names and numbers depend on (seed, length, depth, sample) only. Raises: ValueError for a length that cannot hold the needles.
+    Names and numbers depend on (seed, length, depth, sample) only.
+
+    Raises:
+        ValueError: for a length that cannot hold the needles.
     """
     prompts, number = [], options.needles if options.form == "number" else 0
     for cell in itertools.product(options.lengths, options.depths, range(options.samples)):
@@ -113,7 +119,8 @@ class NiahOptions:
     """Number of prompts per length and depth. Each has another part of the haystack and other needles."""
 
     needles: int = 1
-    """Number of facts hidden in one prompt. One question asks for all; the score is the share that the answer names."""
+    """Number of facts hidden in one prompt. One question asks for all. The score is the share that the answer
+    names."""
 
     form: Literal["number", "statement"] = "number"
     """number: the needle is `The special magic <city> number is: <five digits>.`, and recall scores the answer.

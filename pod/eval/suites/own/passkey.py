@@ -41,10 +41,14 @@ def make_prompts(
 ) -> list[Prompt]:
     """Prompts of every length × depth × sample, at most one line of filler shorter than asked, in that order.
 
-    chat_template: put the question into the tokenizer's chat template; see `render` for the format without it.
-    question_aware: methods see the question when they compress the text.
+    Args:
+        chat_template: put the question into the tokenizer's chat template; see `render` for the format without it.
+        question_aware: methods see the question when they compress the text.
+
     The keys depend on (seed, length, depth, sample) only.
-    Raises: ValueError when a length cannot hold the question, or when the tokenizer has no chat template to use.
+
+    Raises:
+        ValueError: when a length cannot hold the question, or when the tokenizer has no chat template to use.
     """
     where = "eval.passkey_chat_template"
     frame = make_frame(tokenizer, f"{TASK}\n\n", f"\n\n{QUESTION}", ANSWER, chat_template, where)
@@ -60,7 +64,9 @@ def make_prompts(
 
 
 def render(frame: Frame, key: str, lines: int, depth: float) -> str:
-    """The prompt with `lines` lines of filler and the key's line after `depth` of them, ending in the beginning of the answer.
+    """The prompt with `lines` lines of filler and the key's line after `depth` of them.
+
+    It ends in the beginning of the answer.
 
     Without a chat template it is the paper's text. The key and the answer's beginning stand on lines of their own: in
     running text the dense SmolLM2-135M misses the key at some depths, and the test would measure the wording.

@@ -12,7 +12,7 @@ from pod.eval.suites.buckets import position_buckets
 from pod.eval.suites.text import Record, TextTask
 
 _CHECKED_TOKENS = 8
-"""tokens that a method scored in one pass also decodes, to compare the two on the real model"""
+"""A method that is scored in one pass also decodes so many tokens, to compare the two on the real model."""
 
 
 class Perplexity(TextTask):
@@ -44,7 +44,10 @@ class Perplexity(TextTask):
         }
 
     def _score(self, subject: Subject, rows: Any) -> list[Record]:
-        """A record per sequence of [B, n]: summed NLL (nats) and bytes of each bucket, and the mean over buckets of what was decided."""
+        """A record per sequence of [B, n].
+
+        It holds the summed NLL (nats) and the bytes of each bucket, and the mean over buckets of what was decided.
+        """
         model, held, decided = subject.model, [[None] * len(rows)] * len(self.buckets), [[] for _ in rows]
         if subject.method.one_shot:
             scored = answer.texts.score_by_forward(model, rows, self.buckets)
@@ -83,7 +86,10 @@ class Perplexity(TextTask):
         )
 
     def _check_decode_path(self, subject: Subject, shelf: Shelf) -> Record:
-        """The proof on this very model that one pass equals the decode path: the end of the shortest bucket with distant tokens."""
+        """The proof on this very model that one pass equals the decode path.
+
+        It uses the end of the shortest bucket with distant tokens.
+        """
         return shelf.answers(
             [0],
             key=lambda row: key_of("decode path", _CHECKED_TOKENS, self.buckets, self.text[row].tolist()),

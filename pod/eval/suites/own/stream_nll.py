@@ -1,7 +1,9 @@
-"""Cumulative NLL of long texts streamed through a cache (D2O Figure 6, on PG-19 there; IMDC Figures 5 and 8, Table 4): does a method stay
-stable for ever?
+"""Cumulative NLL of long texts streamed through a cache: does a method stay stable for ever?
 
-Any long text will do: files of PG-19's test books in `text`, else what perplexity is measured on. `pod.eval.answer.texts` says how it is scored.
+D2O Figure 6 (on PG-19 there); IMDC Figures 5 and 8, Table 4.
+
+Any long text will do: files of PG-19's test books in `text`, else what perplexity is measured on.
+`pod.eval.answer.texts` says how it is scored.
 """
 
 import math
@@ -53,8 +55,9 @@ class StreamNllOptions:
 class StreamNll(TextTask):
     """Perplexity over the tokens that every method reads, NLL and bytes by position as curves.
 
-    Texts longer than a model's limit: the value covers the part up to the smallest limit of the compared methods (and of the PoD model that
-    tells the bytes), the same for all; methods that allow it go on, and their curve and a metric of its own show the rest.
+    Texts may be longer than a model's limit. The value then covers the part up to the smallest limit of the
+    compared methods (and of the PoD model that tells the bytes). This part is the same for all. Methods that allow
+    it go on, and their curve and a metric of its own show the rest.
     """
 
     name = "stream_nll"
@@ -71,8 +74,8 @@ class StreamNll(TextTask):
         self.common = min(options.length, self.limit)
         if self.common <= options.prompt_tokens:
             raise ValueError(
-                f"eval.task_options.stream_nll.prompt_tokens is {options.prompt_tokens}, but the model reads only {self.limit} tokens: "
-                "lower it"
+                f"eval.task_options.stream_nll.prompt_tokens is {options.prompt_tokens}, but the model reads "
+                f"only {self.limit} tokens: lower it"
             )
         ends_of = answer.texts.ends_of
         self.ends = ends_of(options.prompt_tokens, options.length, options.every, self.common)
@@ -93,8 +96,8 @@ class StreamNll(TextTask):
     def refuses(self, method: Method) -> str | None:
         if method.fills_pod_bytes and method.grows:
             return (
-                f"PoD's bytes give {method.name} no constant budget while a text streams: write a budget, for example "
-                f"{method.name}@1024"
+                f"PoD's bytes give {method.name} no constant budget while a text streams: write a budget, "
+                f"for example {method.name}@1024"
             )
         return None
 
@@ -160,17 +163,28 @@ class StreamNll(TextTask):
         """Why a method did not read the whole text."""
         if self._end(method) == self.options.length:
             return None
-        return f"at {self.common} of {self.options.length} tokens: the model reads no more, and positions of {method.name} grow with the text"
+        return (
+            f"at {self.common} of {self.options.length} tokens: the model reads no more, and positions of "
+            f"{method.name} grow with the text"
+        )
 
     def _beyond(self, tokens: int, sums: list[float]) -> dict[str, Record]:
-        """Perplexity of what only this method read: so many tokens of each text, with these sums."""
+        """Perplexity of what only this method read.
+
+        Args:
+            tokens: tokens of each text that only this method read.
+            sums: their summed NLL (nats), one sum per text.
+        """
         if not tokens:
             return {}
         found = {"value": math.exp(fmean(sums) / tokens), "ci95": None, "percent": False}
         return {"perplexity beyond the model's limit": found}
 
     def _curves(self, ends: tuple[int, ...], records: list[Record]) -> list[Record]:
-        """Mean over texts, at the end of every interval: cumulative NLL, NLL within it, bytes per text."""
+        """Curves of the means over texts at the end of every interval.
+
+        They show the cumulative NLL, the NLL within the interval, and the bytes per text.
+        """
         rows, total, first = [], 0.0, self.options.prompt_tokens
         for index, (start, end) in enumerate(pairwise((first, *ends))):
             nats, held = (fmean(record[key][index] for record in records) for key in ("sums", "held"))

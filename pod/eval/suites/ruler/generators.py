@@ -1,7 +1,10 @@
-"""The samples of RULER's tasks at a size: what the official generators build, from a random number generator of the sample's own.
+"""The samples of RULER's tasks at a size.
 
-Source of the rules: github.com/NVIDIA/RULER (Apache-2.0), scripts/data/synthetic/*.py, commit c3f5e3b; written anew. A size counts what
-fills the prompt: words of essays, lines of noise, distinct words, coded words, documents.
+They are what the official generators build, from a random number generator of the sample's own.
+
+Source of the rules: github.com/NVIDIA/RULER (Apache-2.0), scripts/data/synthetic/*.py, commit c3f5e3b. The code is
+written anew. A size counts what fills the prompt: words of essays, lines of noise, distinct words, coded words,
+documents.
 """
 
 import functools
@@ -21,12 +24,18 @@ from pod.eval.suites.ruler.prompts import NEEDLE, NOISE, PROMPTS, RulerTask
 
 _DEPTHS = [round(100 * place / 39) for place in range(40)]  # percent, official: 40 depths from 0 to 100
 _SMALL_LENGTH = 4096  # below it the official generators count words less often
-_EXAMPLE_TOKENS = 500  # of variable tracking's one example
+_EXAMPLE_TOKENS = 500  # limit of variable tracking's one example
 
 
 @dataclass(frozen=True)
 class Sample:
-    """prompt: the question; prefix: how the answer begins; answers: what must be found."""
+    """One sample.
+
+    Attributes:
+        prompt: the question.
+        prefix: how the answer begins.
+        answers: what must be found.
+    """
 
     prompt: str
     prefix: str
@@ -37,8 +46,12 @@ class Sample:
 class Needles:
     """Needle in a haystack: keys with values between lines of noise, sentences of essays, or needles of other keys.
 
-    haystack: noise, essay or needle; key_kind, value_kind: words, numbers (7 digits) or uuids; num_keys: needles with keys of their
-    own; num_values: values of each key; num_queries: keys that are asked for.
+    Attributes:
+        haystack: noise, essay or needle.
+        key_kind, value_kind: words, numbers (7 digits) or uuids.
+        num_keys: needles with keys of their own.
+        num_values: values of each key.
+        num_queries: keys that are asked for.
     """
 
     haystack: str
@@ -154,7 +167,8 @@ class CommonWords:
         words = corpora.vocabulary()
         if size <= len(words):
             chosen = rng.sample(words, size)
-        else:  # more words than the list has: the rest are pairs, so that every one stays readable
+        else:
+            # more words than the list has: the rest are pairs, so that every one stays readable
             chosen = [*words, *_distinct(size - len(words), lambda: _pair(rng))]
             rng.shuffle(chosen)
         common, others = chosen[: self.num_common], chosen[self.num_common :]
@@ -164,7 +178,10 @@ class CommonWords:
 
 
 class FrequentWords:
-    """Coded words whose counts fall as 1/rank²; the most frequent is noise ('...'), the next three are asked for."""
+    """Coded words whose counts fall as 1/rank².
+
+    The most frequent word is noise ('...'). The next three are asked for.
+    """
 
     smallest, letters = 60, 6
 
@@ -186,8 +203,9 @@ class FrequentWords:
 class Documents:
     """Questions of SQuAD or HotpotQA among documents that do not answer them. A size is the number of documents.
 
-    The documents that hold the answer come first into the set, then those that the data set gives with them, then any. (Officially all
-    ten of a HotpotQA question come at once, about 1,400 tokens, so that no prompt fits a shorter length.)
+    The documents that hold the answer come first into the set, then the documents that the data set gives with
+    them, then any others. (Officially all ten of a HotpotQA question come at once, about 1,400 tokens, so that no
+    prompt fits a shorter length.)
     """
 
     def __init__(self, source: str):
@@ -217,7 +235,12 @@ Generator = Needles | VariableTracking | CommonWords | FrequentWords | Documents
 
 
 def make_generator(task: RulerTask, tokenizer: Any, length: int, room: int) -> Generator:
-    """What makes the samples of a task; length: tokens of prompt and answer, room: those for the prompt."""
+    """What makes the samples of a task.
+
+    Args:
+        length: tokens of prompt and answer.
+        room: tokens for the prompt.
+    """
     make: dict[str, Callable[..., Generator]] = {
         "niah": Needles,
         "vt": functools.partial(VariableTracking, tokenizer, length),

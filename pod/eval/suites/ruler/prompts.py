@@ -1,7 +1,8 @@
 """The thirteen tasks of RULER and their prompts, word for word.
 
-Source: github.com/NVIDIA/RULER (Apache-2.0), commit c3f5e3b, scripts/synthetic.yaml and scripts/data/synthetic/constants.py. The answer
-prefix stands behind the prompt, or begins the assistant's turn of a chat.
+Source: github.com/NVIDIA/RULER (Apache-2.0), commit c3f5e3b, scripts/synthetic.yaml and
+scripts/data/synthetic/constants.py. The answer prefix stands behind the prompt, or begins the assistant's turn of
+a chat.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +17,13 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 @dataclass(frozen=True)
 class Prompt:
-    """text: the question with its {context}; prefix: how the answer begins; new_tokens: how many are generated."""
+    """The prompt of a task.
+
+    Attributes:
+        text: the question with its {context}.
+        prefix: how the answer begins.
+        new_tokens: how many tokens are generated.
+    """
 
     text: str
     prefix: str
@@ -25,10 +32,13 @@ class Prompt:
 
 @dataclass(frozen=True)
 class RulerTask:
-    """One of the thirteen.
+    """One of the thirteen tasks.
 
-    prompt: key of PROMPTS and of the generators; options: of its generator; metric: string_match_all (share of the answers found)
-    or string_match_part (any of them found); binary: a sample's score is 0 or 1.
+    Attributes:
+        prompt: key of PROMPTS and of the generators.
+        options: options of its generator.
+        metric: string_match_all (share of the answers found) or string_match_part (any of them found).
+        binary: whether a sample's score is 0 or 1.
     """
 
     prompt: str

@@ -1,5 +1,6 @@
-"""RULER's tasks at every length: rows whose prompts fill it, whatever the tokenizer, the same for one seed everywhere; their scores,
-thirteen tasks and their groups per length.
+"""RULER's tasks at every length: thirteen tasks and their groups per length, their rows and scores.
+
+The prompts of the rows fill the length, whatever the tokenizer. For one seed they are the same everywhere.
 
 Source of the scorers' rules: github.com/NVIDIA/RULER (Apache-2.0), scripts/eval/{evaluate.py,synthetic/constants.py}.
 """
@@ -14,7 +15,7 @@ from pod.eval.suites.lengths import BUILT, NAMES, Rows, chat_tokens, count_token
 from pod.eval.suites.ruler.generators import Documents, make_generator
 from pod.eval.suites.ruler.prompts import PROMPTS, TASKS, TYPES
 
-ANY_LENGTH = 4096  # of the tasks without a length in their name, when `ruler_length` says nothing
+ANY_LENGTH = 4096  # length of the tasks without a length in their name, when `ruler_length` says nothing
 FIELDS = ("index", "input", "asked", "prefix", "answers", "length")
 _NEAR = 0.97  # a prompt that fills this share of its length is not made again
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -23,8 +24,9 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 def rows(**metadata: Any) -> dict[str, Any]:
     """The data set of a task.
 
-    metadata: `ruler` of the configuration {task, length, samples, seed}; `ruler_length`, `ruler_samples` and `ruler_seed` (lm-eval's
-    `--metadata`) go before it.
+    Args:
+        metadata: `ruler` of the configuration {task, length, samples, seed}. `ruler_length`, `ruler_samples` and
+            `ruler_seed` (lm-eval's `--metadata`) go before it.
     """
     settings = metadata["ruler"]
     chosen = {key: metadata.get(f"ruler_{key}", settings[key]) for key in ("length", "samples", "seed")}
@@ -41,11 +43,16 @@ def make_rows(task: str, length: int, tokenizer: Any, seed: int = 42, count: int
     """The samples of a task, built when they are read.
 
     Args:
-        task: key of TASKS; count: number of samples (the official 500; question answering has no more than its questions).
-        length: tokens of prompt, answer and, where the tokenizer has one, chat template together; prompts do not change with the
-            use of the template.
-    Returns: rows {index, input, prefix, answers, length (tokens of input and prefix)}.
-    Raises: ValueError when data are missing or no prompt fits the length.
+        task: key of TASKS.
+        length: tokens of prompt, answer and, where the tokenizer has one, chat template together. Prompts do not
+            change with the use of the template.
+        count: number of samples (the official 500; question answering has no more than its questions).
+
+    Returns:
+        Rows {index, input, prefix, answers, length (tokens of input and prefix)}.
+
+    Raises:
+        ValueError: when data are missing or no prompt fits the length.
     """
     room = length - PROMPTS[TASKS[task].prompt].new_tokens - chat_tokens(tokenizer)
     # the size of row 0, where the search for every other one begins: no row depends on those read before
@@ -83,7 +90,10 @@ def make_rows(task: str, length: int, tokenizer: Any, seed: int = 42, count: int
 
 
 def found(prediction: str, row: Row) -> float:
-    """The share of the answers that stand in the prediction, whatever their case; control characters are line ends."""
+    """The share of the answers that stand in the prediction, whatever their case.
+
+    Control characters are line ends.
+    """
     text = _CONTROL.sub("\n", prediction.strip()).strip().lower()
     return sum(answer.lower() in text for answer in row["answers"]) / len(row["answers"])
 
@@ -93,7 +103,11 @@ score_part = scorer("string_match_part", lambda prediction, row: float(found(pre
 
 
 def configs() -> list[Config]:
-    """Of every length, and of any: the tasks and the group of all; of every length groups by kind, too."""
+    """The configurations.
+
+    For every length, and for any length: the tasks and the group of all tasks. For every length there are groups
+    by kind, too.
+    """
     found = []
     for prefix, length in [
         ("pod_ruler", ANY_LENGTH),
@@ -129,8 +143,10 @@ def _task(name: str, task: str, length: int) -> Config:
 
 
 def _by_type(prefix: str) -> list[Config]:
-    """Groups of the kinds that have several tasks, and one of all kinds: the mean over eight kinds instead of thirteen tasks, as in
-    SimLayerKV's Table 3."""
+    """Groups of the kinds that have several tasks, and one group of all kinds.
+
+    The latter is the mean over eight kinds instead of thirteen tasks, as in SimLayerKV's Table 3.
+    """
     several = {kind: tasks for kind, tasks in TYPES.items() if len(tasks) > 1}
     kinds = [kind if kind in several else tasks[0] for kind, tasks in TYPES.items()]
     groups = [group_config(prefix, f"_{kind}", tasks) for kind, tasks in several.items()]
