@@ -1,12 +1,13 @@
 """What a task is.
 
-A task knows its samples and the cache sizes that they need. It turns the answers of a method into one payload.
+A task knows its samples and the cache sizes that they need. It makes one payload of a method's answers.
 
 A task is a file in the folder `own` with one subclass of `Task` whose `name` is the file's name; nothing else
 has to know it. The payload's keys are the same for every task, so that tables, intervals and comparisons are
 made in one place:
 
-    kind              `nll` (samples hold sums of nats and token counts), `binary` (0 or 1) or `score` (0 to 1)
+    kind              `nll` (samples hold sums of nats and token counts), `binary` (0 or 1) or `score` (0 to
+                      1)
     metric            what the number is called in its field: perplexity, accuracy, qa_f1, rougeL …
     higher_is_better  bool
     value, ci95       the number (perplexity; share; mean score) and its 95 % interval over samples, or None
@@ -62,8 +63,8 @@ class Run:
 class Task(ABC):
     """One thing to measure, the same for every method.
 
-    The constructor makes or reads the samples. It raises ValueError for whatever is wrong, before any model is
-    loaded.
+    The constructor makes or reads the samples. It raises ValueError for whatever is wrong, before any model
+    is loaded.
 
     Attributes:
         name: how recipes call the task.

@@ -23,7 +23,7 @@ class Bucket:
 
 
 def position_buckets(length: int, min_context: int, scored_tokens: int) -> list[Bucket]:
-    """Buckets [c, 2c), [2c, 4c) … from `min_context` up to `length`. The last one is cut there. All in tokens."""
+    """Buckets [c, 2c), [2c, 4c) … from `min_context` up to `length`, where the last one is cut. In tokens."""
     buckets, start = [], min_context
     while start < length:
         end = min(2 * start, length)

@@ -1,4 +1,7 @@
-"""What the suites ask, as lm-eval's configurations: made in memory from a table per suite, no file is written."""
+"""What the suites ask, as lm-eval's configurations.
+
+They are made in memory from a table per suite; no file is written.
+"""
 
 import contextlib
 import functools
@@ -93,7 +96,10 @@ def group_config(prefix: str, end: str, members: Iterable[str], average: str | N
 
 @functools.cache
 def suite_configs() -> dict[str, dict[str, Config]]:
-    """Every configuration by suite (a folder here whose `tasks.py` has `configs()`) and by name of the task or group."""
+    """Every configuration by suite and by name of the task or group.
+
+    A suite is a folder here whose `tasks.py` has `configs()`.
+    """
     suites = sorted(file.parent.name for file in FOLDER.glob("*/tasks.py"))
     modules = {suite: importlib.import_module(f"{__package__}.{suite}.tasks") for suite in suites}
     return {

@@ -1,11 +1,13 @@
-"""Where the data of a benchmark comes from: the official files in a local folder, or the same files from the hub.
+"""Where the data of a benchmark comes from.
+
+It is the official files in a local folder, or the same files from the hub.
 
 The folder is `eval.data_dir` of a recipe (`use` sets it) or, for lm-eval's own command line, the environment
 variable POD_EVAL_DATA. It holds one folder per suite. With a folder nothing is ever downloaded. Without one
 the files come from the hub (plain files only: no script of a data set is ever run).
 
-Tasks of lm-eval itself: a copy of the hub's data set in `<data_dir>/<owner>/<name>` replaces the download. The
-copy is what `hf download --repo-type dataset OWNER/NAME --local-dir …` writes:
+Tasks of lm-eval itself: a copy of the hub's data set in `<data_dir>/<owner>/<name>` replaces the download.
+The copy is what `hf download --repo-type dataset OWNER/NAME --local-dir …` writes:
 `[<subset>/|data/]<split>*.parquet`. Files in the other formats with the same stems work, too.
 """
 
@@ -133,8 +135,8 @@ def load_rows(
         name: what a row is called where one lacks them.
 
     Raises:
-        ValueError: in one line. It names the file, where it was looked for and how to provide it, or says what
-            is wrong in it.
+        ValueError: in one line. It names the file, where it was looked for and how to provide it, or says
+            what is wrong in it.
     """
     path, member = _find(suite, file, hub_id, hub_file or file)
     rows = (
@@ -271,7 +273,10 @@ def _json_rows(name: str, text: str) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def local_datasets() -> Iterator[None]:
-    """Inside the block tasks of lm-eval read their data from the local folder, when there is one (see `data.use`)."""
+    """Inside the block tasks of lm-eval read their data from the local folder, when there is one.
+
+    See `data.use`.
+    """
     from lm_eval.api.task import ConfigurableTask
 
     original = ConfigurableTask.download

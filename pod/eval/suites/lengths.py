@@ -19,7 +19,9 @@ _CHAT_SLACK = 4  # tokens that the borders of a chat template may add when they 
 
 
 class Rows(Sequence):
-    """Rows of a data set that are built one by one, so that 500 prompts of 128K tokens cost nothing until they are read.
+    """Rows of a data set that are built one by one.
+
+    So 500 prompts of 128K tokens cost nothing until they are read.
 
     It has what lm-eval asks of a data set: length, index, iteration, `features`.
 
@@ -57,7 +59,10 @@ def count_tokens(tokenizer: Any, text: str) -> int:
 
 
 def chat_tokens(tokenizer: Any) -> int:
-    """Tokens that the tokenizer's chat template adds to one user message (an upper bound); 0 without a template."""
+    """Tokens that the tokenizer's chat template adds to one user message; 0 without a template.
+
+    The number is an upper bound.
+    """
     if not getattr(tokenizer, "chat_template", None):
         return 0
     message = [{"role": "user", "content": "x"}]

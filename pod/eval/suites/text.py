@@ -13,8 +13,8 @@ Record = dict[str, Any]
 class TextTask(Task):
     """Texts, each answered by itself.
 
-    Options may say `text`, `length` (tokens) and `sequences`. The defaults are `eval.text`, `eval.text_length`
-    and `eval.text_sequences`.
+    Options may say `text`, `length` (tokens) and `sequences`. The defaults are `eval.text`,
+    `eval.text_length` and `eval.text_sequences`.
 
     Attributes:
         text: the tokens of the texts [N, n]. Each starts with a document where documents are long enough.
@@ -62,7 +62,10 @@ class TextTask(Task):
         )
 
     def samples(self, rows: Iterable[Record], end: int | None = None) -> list[Record]:
-        """Samples of a payload: what each of `rows` says of its text before `end`, with its id, tokens and hash."""
+        """Samples of a payload: what each of `rows` says of its text before `end`, and more.
+
+        More: its id, the tokens of its text, and their hash.
+        """
         texts = zip(self.text[:, :end].tolist(), rows, strict=True)
         return [
             {"id": str(number), "prompt_tokens": len(ids), "prompt_hash": prompt_hash(ids), **more}

@@ -1,1 +1,4 @@
-"""CoQA: conversational questions about a story, as lm-eval's own task of that name, and every turn as in the official evaluation."""
+"""CoQA: conversational questions about a story.
+
+It is asked as lm-eval's own task of that name, and with every turn as in the official evaluation.
+"""

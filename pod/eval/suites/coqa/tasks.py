@@ -25,7 +25,10 @@ def last_turns(**metadata: Any) -> dict[str, Any]:
 
 
 def all_turns(**metadata: Any) -> dict[str, Any]:
-    """Every question of each story after the conversation before it: the 7,983 samples of the official evaluation."""
+    """Every question of each story after the conversation before it.
+
+    These are the 7,983 samples of the official evaluation.
+    """
     return data.dataset([sample for turns in _conversations() for sample in turns])
 
 
@@ -97,9 +100,10 @@ def target(doc: Row) -> list[str]:
 
 
 def scores(doc: Row, results: list[str]) -> dict[str, float]:
-    """`em` and `f1` as lm-eval's `coqa` has them, `em_official` and `f1_official` as the official script has them.
+    """Exact match and F1, each by lm-eval's and by the official rule.
 
-    lm-eval takes each different reference once; the official script takes all references.
+    `em` and `f1` are those of lm-eval's `coqa`, which takes each different reference once. `em_official` and
+    `f1_official` are those of the official script, which takes all references.
     """
     answer = results[0].strip().split("\n")[0]
     found = {}

@@ -1,8 +1,10 @@
-"""The two processes of `execution.run_solution`: one holds the solution and answers calls, one runs the tests and decides.
+"""The two processes of `execution.run_solution`.
+
+One holds the solution and answers calls. The other runs the tests and decides.
 
 Standard library only. The file is never imported but run by its path:
-`child.py solve|judge CPU_SECONDS MEMORY_BYTES`. Each process reads what to run as the first line (JSON) of its
-standard input. Then they talk in lines: a call is the `repr` of its arguments, a reply {"value": repr} or
+`child.py solve|judge CPU_SECONDS MEMORY_BYTES`. Each process reads what to run as the first line (JSON) of
+its standard input. Then they talk in lines: a call is the `repr` of its arguments, a reply {"value": repr} or
 {"error": text}. What a solution returns comes back as a literal of plain data, so that nothing of its process
 can reach the judge's process, which holds the tests.
 """

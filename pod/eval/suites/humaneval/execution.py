@@ -1,4 +1,7 @@
-"""Does a function that a model wrote pass its tests? It runs in a sandbox, apart from the tests (see `child`)."""
+"""Does a function that a model wrote pass its tests?
+
+It runs in a sandbox, apart from the tests (see `child`).
+"""
 
 import contextlib
 import functools
@@ -15,7 +18,8 @@ from pod.eval.suites import data
 from pod.eval.suites.humaneval import sandbox
 
 PASSED = "passed"
-# The official time limit. Theirs is of the clock, ours is of the CPU, so that a busy machine fails no program.
+# The official time limit. Theirs is of the clock, ours is of the CPU, so that a busy machine fails no
+# program.
 CPU_SECONDS = 3.0
 MEMORY_BYTES = 4 << 30
 _CLOCK_SECONDS = 30.0  # a program that sleeps
@@ -49,8 +53,8 @@ def run_solution(
 ) -> str:
     """What becomes of the official `test` on the function `name` of `prompt` + `completion`.
 
-    Test and solution each run in a process of their own with no more than the CPU time and address space given.
-    Without bubblewrap these limits are all there is.
+    Test and solution each run in a process of their own with no more than the CPU time and address space
+    given. Without bubblewrap these limits are all there is.
 
     Returns:
         `passed`, `timed out`, `failed: …` or `died: …`.

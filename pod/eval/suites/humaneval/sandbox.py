@@ -1,7 +1,7 @@
 """A process under bubblewrap.
 
-It sees a Python that it cannot change, an empty folder in memory, and itself. It has no user's file, no network
-and no fork.
+It sees a Python that it cannot change, an empty folder in memory, and itself. It has no user's file, no
+network and no fork.
 """
 
 import functools

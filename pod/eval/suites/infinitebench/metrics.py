@@ -1,8 +1,10 @@
 """InfiniteBench's scorers, written after the official rules, their quirks included.
 
-Source of the rules: github.com/OpenBMB/InfiniteBench (MIT), commit 88b3daa, src/compute_scores.py. Every scorer
-takes a prediction and the row's answer and returns 0 to 1. One difference is deliberate: where the official
-script would crash (a decimal number as the answer to a question for a whole one), the score is 0.
+Source of the rules: github.com/OpenBMB/InfiniteBench (MIT), commit 88b3daa, src/compute_scores.py.
+
+Every scorer takes a prediction and the row's answer and returns 0 to 1. One difference is deliberate: where
+the official script would crash (a decimal number as the answer to a question for a whole one), the score
+is 0.
 """
 
 import re
@@ -140,7 +142,10 @@ def _squeeze(text: str, marks: str) -> str:
 
 
 def _after(text: str, prefixes: Sequence[str]) -> str | None:
-    """What follows the first of the prefixes that occurs, without the one sign behind it; None when none occurs."""
+    """What follows the first of the prefixes that occurs, without the one sign behind it.
+
+    None when none occurs.
+    """
     for prefix in prefixes:
         place = text.find(prefix)
         if place >= 0:

@@ -1,8 +1,8 @@
 """The tasks of InfiniteBench, their prompts word for word, and how a row becomes one.
 
 Source: github.com/OpenBMB/InfiniteBench (MIT), commit 88b3daa, src/{prompt,eval_utils}.py. The prompts are
-`yarn_mistral_templates`, which every open model in the official table was given. They were given without a chat
-template and cut in the middle.
+`yarn_mistral_templates`, which every open model in the official table was given. They were given without a
+chat template and cut in the middle.
 """
 
 import re
@@ -102,4 +102,5 @@ def _fields(task: str, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wrong_row(task: str, row: dict[str, Any], what: str) -> str:
-    return f"data of infinitebench: {task}.jsonl, row {row.get('id', '?')} {what}: it is not in the official format"
+    reason = "it is not in the official format"
+    return f"data of infinitebench: {task}.jsonl, row {row.get('id', '?')} {what}: {reason}"

@@ -1,8 +1,9 @@
 """The tasks of InfiniteBench that are built at a length, in the official row format {context, input, answer}.
 
-Source of the rules: github.com/OpenBMB/InfiniteBench (MIT), commit 88b3daa, data/construct_synthetic_dataset.py.
-The code is written anew and seeded. Sizes come from the model's tokenizer instead of fixed counts. A size counts
-lines of noise, pairs, numbers or functions.
+Source of the rules: github.com/OpenBMB/InfiniteBench (MIT), commit 88b3daa,
+data/construct_synthetic_dataset.py.
+The code is written anew and seeded. Sizes come from the model's tokenizer instead of fixed counts. A size
+counts lines of noise, pairs, numbers or functions.
 """
 
 import random

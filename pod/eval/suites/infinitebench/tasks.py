@@ -21,9 +21,9 @@ def rows(**metadata: Any) -> dict[str, Any]:
     """The data set of a task.
 
     Args:
-        metadata: `infinitebench` of the configuration {task, length, seed}. `infinitebench_truncation` = middle
-            builds at the paper's 128K what is built, and drops its middle, keys in it included, down to the
-            length.
+        metadata: `infinitebench` of the configuration {task, length, seed}. `infinitebench_truncation` =
+            middle builds at the paper's 128K what is built, and drops its middle, keys in it included, down
+            to the length.
 
     Raises:
         ValueError: for another truncation.

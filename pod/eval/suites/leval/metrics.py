@@ -19,8 +19,8 @@ _CODE_PHRASES = ("will be", "of the code", "is", "would be", "the value of", "th
 def exact_match(answer: str, target: str) -> float:
     """1 or 0; for targets of option letters also 0.25.
 
-    An answer gets 0.25 when it holds only right letters, but not all. Other targets count as met when both are
-    equal as numbers, or else when the target is within the answer, both without case and blanks.
+    An answer gets 0.25 when it holds only right letters, but not all. Other targets count as met when both
+    are equal as numbers, or else when the target is within the answer, both without case and blanks.
     """
     wanted = " ".join(words(target))
     if set(wanted) <= set(LETTERS):
@@ -58,8 +58,8 @@ def one_letter(answer: str) -> str:
 def several_letters(answer: str) -> str:
     """The options that an answer names, sorted (Coursera).
 
-    They are the leading letters, else the letters that stand as options, else the first run of letters. A guess
-    (A) when there is none, `None` for an empty answer.
+    They are the leading letters, else the letters that stand as options, else the first run of letters. A
+    guess (A) when there is none, `None` for an empty answer.
     """
     if not answer.strip():
         return "None"
@@ -135,6 +135,6 @@ def judgement_target(target: str, part: str) -> str:
 
 
 def rouge(answer: str, target: str) -> dict[str, float]:
-    """rouge1, rouge2 and rougeL (F-measure, no stemming) by the package rouge-score, as the official scorer."""
+    """rouge1, rouge2 and rougeL (F-measure, no stemming) by the package rouge-score, as officially."""
     scores = rouge_scorer("rouge1", "rouge2", "rougeL").score(target, answer)
     return {name: float(score.fmeasure) for name, score in scores.items()}

@@ -1,4 +1,6 @@
-"""L-Eval's prompts: the wording of get_sys_prompt in Baselines/LEval_config.py and of Baselines/llama2-chat-test.py.
+"""L-Eval's prompts.
+
+The wording is that of get_sys_prompt in Baselines/LEval_config.py and of Baselines/llama2-chat-test.py.
 
 Source: github.com/OpenLMLab/LEval, commit cd34b05. The spelling is the official one.
 """
@@ -26,7 +28,8 @@ def user_prompt(task: str, document: str, instruction: str, words: int) -> str:
     """The user's message.
 
     Args:
-        words: length of the reference, which open-ended tasks are told (length-instruction-enhanced evaluation).
+        words: length of the reference, which open-ended tasks are told (length-instruction-enhanced
+            evaluation).
     """
     if task in PLAIN:
         return f"{document}\n\n{instruction}"

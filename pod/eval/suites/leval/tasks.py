@@ -2,7 +2,8 @@
 
 A task has one row per document and question.
 
-Names, metrics and the 512 new tokens are those of Baselines/LEval_config.py (github.com/OpenLMLab/LEval, commit cd34b05).
+Names, metrics and the 512 new tokens are those of Baselines/LEval_config.py (github.com/OpenLMLab/LEval,
+commit cd34b05).
 """
 
 from collections.abc import Callable
@@ -29,8 +30,8 @@ def rows(file: str, **metadata: Any) -> dict[str, Any]:
     """The samples of one task for lm-eval's `custom_dataset`.
 
     A document with k questions is k samples. Rows for human or model judges are left out, as the official
-    scorer does it. A sample of `sci_fi` is two: is it so in the document (`loyalty`), and is it so in the world
-    (`fact`), asked without the document.
+    scorer does it. A sample of `sci_fi` is two: is it so in the document (`loyalty`), and is it so in the
+    world (`fact`), asked without the document.
 
     Args:
         file: `Exam/coursera.jsonl` or `Generation/news_summ.jsonl` …
@@ -102,7 +103,10 @@ f1 = scorer("qa_f1", lambda answer, row: qa_f1(answer, row["target"]))
 
 
 def judgement(doc: Row, results: list[str]) -> dict[str, float]:
-    """True or false (sci_fi); the parts also by themselves. The score is the mean of both parts, as officially."""
+    """True or false (sci_fi); the parts also by themselves.
+
+    The score is the mean of both parts, as officially.
+    """
     value = metrics.exact_match(metrics.judgement(results[0]), doc["target"])
     return {"exact_match": value, "score": value, doc["part"]: value}
 

@@ -1,8 +1,8 @@
 """The scorer of LongBench, by the rules of its `metrics.py` and `eval.py`.
 
 Source: github.com/THUDM/LongBench, commit 2e00731, MIT. Every metric maps (prediction, reference) to 0..1. A
-sample's score is the best over its references. What looks odd is a rule of the official scorer that its published
-numbers depend on; a comment says so at that place.
+sample's score is the best over its references. What looks odd is a rule of the official scorer that its
+published numbers depend on; a comment says so at that place.
 """
 
 import difflib
@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 from pod.eval.suites.words import bag_f1, letters_zh
 
-# The package walks back through an alignment by recursion. From more than this many words on, LongBench's eval.py
-# runs out of stack, swallows the error and scores 0. This was measured with Python 3.11, whose limit is 1,000
-# frames. Chinese texts stand one frame deeper.
+# The package walks back through an alignment by recursion. From more than this many words on, LongBench's
+# eval.py runs out of stack, swallows the error and scores 0. This was measured with Python 3.11, whose limit
+# is 1,000 frames. Chinese texts stand one frame deeper.
 RECURSION_STEPS = 990
 
 Metric = Callable[[str, str], float]
@@ -38,9 +38,10 @@ def qa_f1_zh(prediction: str, reference: str) -> float:
 
 
 def rouge_l(prediction: str, reference: str, longest_walk: int = RECURSION_STEPS) -> float:
-    """ROUGE-L F1 of the package rouge 1.0.1: summary level, over sets of words, sentences split at every full stop.
+    """ROUGE-L F1 of the package rouge 1.0.1: summary level, over sets of words.
 
-    Words are compared as they are (no stemming, case and punctuation count). An empty text scores 0.
+    Sentences are split at every full stop. Words are compared as they are (no stemming, case and punctuation
+    count). An empty text scores 0.
     """
     said, wanted = _sentences(prediction), _sentences(reference)
     if not said or not wanted:
@@ -92,8 +93,8 @@ def retrieval(prediction: str, reference: str) -> float:
 def classification(prediction: str, reference: str, classes: Sequence[str]) -> float:
     """1 / the number of classes that the prediction names when the right one is among them, else 0.
 
-    A named class that is part of the right one's name does not count. The official loop removes such classes from
-    the list that it walks through, which skips the class after each removed one. So does this loop.
+    A named class that is part of the right one's name does not count. The official loop removes such classes
+    from the list that it walks through, which skips the class after each removed one. So does this loop.
     """
     named = [name for name in classes if name in prediction]
     index = 0
@@ -107,8 +108,8 @@ def classification(prediction: str, reference: str, classes: Sequence[str]) -> f
 def fuzz_ratio(left: str, right: str) -> int:
     """`fuzz.ratio` of fuzzywuzzy 0.18.0 alone, in percent: what LongBench's requirements install.
 
-    That is difflib's matching blocks. In references of 200 characters and more, its "popular" characters match
-    nothing.
+    That is difflib's matching blocks. In references of 200 characters and more, its "popular" characters
+    match nothing.
     """
     if left == right:
         return 100
@@ -116,11 +117,12 @@ def fuzz_ratio(left: str, right: str) -> int:
 
 
 def levenshtein_ratio(left: str, right: str) -> int:
-    """`fuzz.ratio` of fuzzywuzzy 0.18.0 with python-Levenshtein, in percent: the best alignment without substitutions.
+    """`fuzz.ratio` of fuzzywuzzy 0.18.0 with python-Levenshtein, in percent.
 
-    It is never below `fuzz_ratio`. On 20,000 pairs of unrelated lines of code it is 5 points above it on average and
-    30 at most; on lines of 200 characters and more it is up to 98 points above. Which of the two a paper used is
-    seldom said (github.com/THUDM/LongBench/issues/96).
+    This is the best alignment without substitutions.
+    It is never below `fuzz_ratio`. On 20,000 pairs of unrelated lines of code it is 5 points above it on
+    average and 30 at most; on lines of 200 characters and more it is up to 98 points above. Which of the two
+    a paper used is seldom said (github.com/THUDM/LongBench/issues/96).
     """
     from rapidfuzz.distance import Indel
 
@@ -147,8 +149,8 @@ def _sentences(text: str) -> list[list[str]]:
 def _common_subsequence(rows: list[str], columns: list[str]) -> tuple[list[str], int]:
     """A longest common subsequence, and the steps that lead back through the table to it.
 
-    Which of several subsequences is found decides the union over sentences. Hence the preference is the package's:
-    a match, else up when that is strictly longer, else left.
+    Which of several subsequences is found decides the union over sentences. Hence the preference is the
+    package's: a match, else up when that is strictly longer, else left.
     """
     table = [[0] * (len(columns) + 1)]
     for word in rows:

@@ -1,8 +1,8 @@
 """LongBench's and LongBench-E's tasks: the table, the rows of a task and the functions that score one answer.
 
 A task's numbers are those of LongBench's config/dataset2maxlen.json, eval.py and pred.py
-(github.com/THUDM/LongBench, commit 2e00731). Its prompts are config/dataset2prompt.json itself (copyright 2023
-THU-KEG & Zhipu AI, MIT), where {context} and {input} are a row's fields.
+(github.com/THUDM/LongBench, commit 2e00731). Its prompts are config/dataset2prompt.json itself (copyright
+2023 THU-KEG & Zhipu AI, MIT), where {context} and {input} are a row's fields.
 """
 
 import bisect
@@ -140,7 +140,8 @@ TASKS = {
     "repobench-p": LongBenchTask(64, edit_similarity, "edit_similarity", chat=False, in_e=True),
 }
 
-# Categories as in LongBench's Table 1. `_en`: the members in English or code. `_e`: the members of LongBench-E.
+# Categories as in LongBench's Table 1. `_en`: the members in English or code. `_e`: the members of
+# LongBench-E.
 CATEGORIES = {
     "single_doc_qa": ["narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh"],
     "multi_doc_qa": ["hotpotqa", "2wikimqa", "musique", "dureader"],
@@ -199,9 +200,9 @@ def _categories() -> list[Config]:
 def _groups() -> list[Config]:
     """The groups of several categories.
 
-    In LongBench, LongBench-E and the 14 tasks of PoD (Table 1) a category counts once, whatever its number of tasks.
-    In the others each task counts: the 15 of RazorAttention (Table 3), the 16 of D2O (Table 1) and of SimLayerKV
-    (Table 1).
+    In LongBench, LongBench-E and the 14 tasks of PoD (Table 1) a category counts once, whatever its number of
+    tasks. In the others each task counts: the 15 of RazorAttention (Table 3), the 16 of D2O (Table 1) and of
+    SimLayerKV (Table 1).
     """
     has_others = [name for name, names in CATEGORIES.items() if set(names) & set(CHINESE)]
     english = [f"{name}_en" if name in has_others else name for name in CATEGORIES if name != "synthetic"]

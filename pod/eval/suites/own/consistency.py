@@ -1,9 +1,11 @@
-"""Prediction consistency: how often is the next token predicted as the dense model predicts it from the full context?
+"""Prediction consistency: how often is the next token the one that the dense model predicts?
 
-For `full` by window size (PoD Table 7 and Figure 1c): the share of the last 100 tokens of long texts, fed as they
-are, whose prediction stays the same when the model is fed only its nearest tokens. For every other method: the
-same share for the method at its bytes. The paper does not say whether the window cuts the text or the attention
-of every layer, which `wa@N` does.
+The dense model predicts from the full context.
+
+For `full` by window size (PoD Table 7 and Figure 1c): the share of the last 100 tokens of long texts, fed as
+they are, whose prediction stays the same when the model is fed only its nearest tokens. For every other
+method: the same share for the method at its bytes. The paper does not say whether the window cuts the text or
+the attention of every layer, which `wa@N` does.
 """
 
 from dataclasses import field
@@ -37,7 +39,7 @@ class ConsistencyOptions:
     """Number of texts (paper: 1000)."""
 
     predictions: PositiveInt = 100
-    """The task compares the predictions of the last tokens of each text; this is their number (paper: 100)."""
+    """The task compares the predictions of the last tokens of each text. This is their number (paper: 100)."""
 
     windows: list[PositiveInt] = field(default_factory=lambda: [256, 512, 1024])
     """Window sizes in tokens for the method `full` (paper: 256 to 4096)."""
@@ -120,7 +122,10 @@ class Consistency(TextTask):
         )
 
     def _compare(self, subject: Subject, rows: Any, span: Span, windows: list[int]) -> list[Record]:
-        """A record per text of [B, n]: the share of identical predictions, of the method and by window, and bytes."""
+        """A record per text of [B, n].
+
+        It holds the share of identical predictions, of the method and by window, and the bytes.
+        """
         dense, last, texts = self.run.models.get("dense"), self.options.predictions, answer.texts
         reference, held = texts.predict_by_forward(dense, rows, last), [None] * len(rows)
         if subject.method.name == "full":

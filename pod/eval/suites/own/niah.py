@@ -2,12 +2,12 @@
 
 PoD Table 2 and Figure 6, D2O Table 2, RazorAttention Figures 1 and 4.
 
-`number`: k sentences `The special magic <city> number is: <number>.` are hidden. The score is the share of the
-numbers that the answer names (recall).
+`number`: k sentences `The special magic <city> number is: <number>.` are hidden. The score is the share of
+the numbers that the answer names (recall).
 
-`statement`: the sentence of the original test about San Francisco is hidden. The score is ROUGE-1 F of the answer
-against it, stemmed, as in FranxYao/Long-Context-Data-Engineering, from which PoD, D2O and RazorAttention have
-their needle tests (there it is printed ×10).
+`statement`: the sentence of the original test about San Francisco is hidden. The score is ROUGE-1 F of the
+answer against it, stemmed, as in FranxYao/Long-Context-Data-Engineering, from which PoD, D2O and
+RazorAttention have their needle tests (there it is printed ×10).
 """
 
 import itertools
@@ -41,7 +41,10 @@ STATEMENT_QUESTION = "What is the best thing to do in San Francisco?"
 
 @dataclass(frozen=True)
 class NeedlePrompt(Prompt):
-    """A prompt with the names and values of its hidden facts; for `statement` no name, and the sentence as value."""
+    """A prompt with the names and values of its hidden facts.
+
+    For `statement` there is no name, and the value is the sentence.
+    """
 
     names: tuple[str, ...]
     values: tuple[str, ...]
@@ -123,9 +126,9 @@ class NiahOptions:
     names."""
 
     form: Literal["number", "statement"] = "number"
-    """number: the needle is `The special magic <city> number is: <five digits>.`, and recall scores the answer.
-    statement: the needle is the original test's sentence about San Francisco, and ROUGE-1 F scores the answer, as in
-    the papers."""
+    """number: the needle is `The special magic <city> number is: <five digits>.`, and recall scores the
+    answer. statement: the needle is the original test's sentence about San Francisco, and ROUGE-1 F scores
+    the answer, as in the papers."""
 
     haystack: list[str] | None = None
     """Files, folders or other sources of text. Default: Paul Graham's essays from the package

@@ -42,7 +42,8 @@ def make_prompts(
     """Prompts of every length × depth × sample, at most one line of filler shorter than asked, in that order.
 
     Args:
-        chat_template: put the question into the tokenizer's chat template; see `render` for the format without it.
+        chat_template: put the question into the tokenizer's chat template; see `render` for the format
+            without it.
         question_aware: methods see the question when they compress the text.
 
     The keys depend on (seed, length, depth, sample) only.
@@ -68,8 +69,9 @@ def render(frame: Frame, key: str, lines: int, depth: float) -> str:
 
     It ends in the beginning of the answer.
 
-    Without a chat template it is the paper's text. The key and the answer's beginning stand on lines of their own: in
-    running text the dense SmolLM2-135M misses the key at some depths, and the test would measure the wording.
+    Without a chat template it is the paper's text. The key and the answer's beginning stand on lines of their
+    own: in running text the dense SmolLM2-135M misses the key at some depths, and the test would measure the
+    wording.
     """
     filler = [FILLER] * lines
     filler.insert(round(depth * lines), NEEDLE.format(key=key))

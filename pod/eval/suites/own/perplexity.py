@@ -46,7 +46,8 @@ class Perplexity(TextTask):
     def _score(self, subject: Subject, rows: Any) -> list[Record]:
         """A record per sequence of [B, n].
 
-        It holds the summed NLL (nats) and the bytes of each bucket, and the mean over buckets of what was decided.
+        It holds the summed NLL (nats) and the bytes of each bucket, and the mean over buckets of what was
+        decided.
         """
         model, held, decided = subject.model, [[None] * len(rows)] * len(self.buckets), [[] for _ in rows]
         if subject.method.one_shot:

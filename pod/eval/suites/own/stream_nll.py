@@ -30,22 +30,22 @@ class StreamNllOptions:
     """Files, folders or other sources. Default: eval.text, or else the held-out part of data.sources."""
 
     length: int = 4096
-    """Tokens of each text. Only streamingllm, lm_infinite, im, imdc and fm read beyond the model's limit, because their
-    distances do not grow with the text."""
+    """Tokens of each text. Only streamingllm, lm_infinite, im, imdc and fm read beyond the model's limit,
+    because their distances do not grow with the text."""
 
     sequences: PositiveInt = 2
     """Number of texts. The confidence intervals are over texts."""
 
     prompt_tokens: AtLeast2 = 256
-    """The first tokens of each text serve as a prompt; this is their number. They are not scored, and methods that
-    compress a prompt do so after them."""
+    """The first tokens of each text serve as a prompt; this is their number. They are not scored, and methods
+    that compress a prompt do so after them."""
 
     every: PositiveInt = 256
     """Tokens between two points of the curve."""
 
     chunk_size: PositiveInt = 512
-    """Tokens fed at once, to methods for which chunks give the same result as single tokens. Methods that compress
-    while they read use their own chunks. All others read one token at a time."""
+    """Tokens fed at once, to methods for which chunks give the same result as single tokens. Methods that
+    compress while they read use their own chunks. All others read one token at a time."""
 
     def __post_init__(self) -> None:
         if self.length <= self.prompt_tokens:
@@ -56,8 +56,8 @@ class StreamNll(TextTask):
     """Perplexity over the tokens that every method reads, NLL and bytes by position as curves.
 
     Texts may be longer than a model's limit. The value then covers the part up to the smallest limit of the
-    compared methods (and of the PoD model that tells the bytes). This part is the same for all. Methods that allow
-    it go on, and their curve and a metric of its own show the rest.
+    compared methods (and of the PoD model that tells the bytes). This part is the same for all. Methods that
+    allow it go on, and their curve and a metric of its own show the rest.
     """
 
     name = "stream_nll"

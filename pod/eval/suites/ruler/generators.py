@@ -2,9 +2,9 @@
 
 They are what the official generators build, from a random number generator of the sample's own.
 
-Source of the rules: github.com/NVIDIA/RULER (Apache-2.0), scripts/data/synthetic/*.py, commit c3f5e3b. The code is
-written anew. A size counts what fills the prompt: words of essays, lines of noise, distinct words, coded words,
-documents.
+Source of the rules: github.com/NVIDIA/RULER (Apache-2.0), scripts/data/synthetic/*.py, commit c3f5e3b. The
+code is written anew. A size counts what fills the prompt: words of essays, lines of noise, distinct words,
+coded words, documents.
 """
 
 import functools
@@ -44,7 +44,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Needles:
-    """Needle in a haystack: keys with values between lines of noise, sentences of essays, or needles of other keys.
+    """Needle in a haystack: keys with values between other lines.
+
+    The other lines are noise, sentences of essays, or needles of other keys.
 
     Attributes:
         haystack: noise, essay or needle.
@@ -201,11 +203,12 @@ class FrequentWords:
 
 
 class Documents:
-    """Questions of SQuAD or HotpotQA among documents that do not answer them. A size is the number of documents.
+    """Questions of SQuAD or HotpotQA among documents that do not answer them.
 
-    The documents that hold the answer come first into the set, then the documents that the data set gives with
-    them, then any others. (Officially all ten of a HotpotQA question come at once, about 1,400 tokens, so that no
-    prompt fits a shorter length.)
+    A size is the number of documents.
+    The documents that hold the answer come first into the set, then the documents that the data set gives
+    with them, then any others. (Officially all ten of a HotpotQA question come at once, about 1,400 tokens,
+    so that no prompt fits a shorter length.)
     """
 
     def __init__(self, source: str):

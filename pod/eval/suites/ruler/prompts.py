@@ -1,8 +1,8 @@
 """The thirteen tasks of RULER and their prompts, word for word.
 
 Source: github.com/NVIDIA/RULER (Apache-2.0), commit c3f5e3b, scripts/synthetic.yaml and
-scripts/data/synthetic/constants.py. The answer prefix stands behind the prompt, or begins the assistant's turn of
-a chat.
+scripts/data/synthetic/constants.py. The answer prefix stands behind the prompt, or begins the assistant's
+turn of a chat.
 """
 
 from dataclasses import dataclass, field

@@ -2,7 +2,8 @@
 
 The prompts of the rows fill the length, whatever the tokenizer. For one seed they are the same everywhere.
 
-Source of the scorers' rules: github.com/NVIDIA/RULER (Apache-2.0), scripts/eval/{evaluate.py,synthetic/constants.py}.
+Source of the scorers' rules: github.com/NVIDIA/RULER (Apache-2.0),
+scripts/eval/{evaluate.py,synthetic/constants.py}.
 """
 
 import random
@@ -25,8 +26,8 @@ def rows(**metadata: Any) -> dict[str, Any]:
     """The data set of a task.
 
     Args:
-        metadata: `ruler` of the configuration {task, length, samples, seed}. `ruler_length`, `ruler_samples` and
-            `ruler_seed` (lm-eval's `--metadata`) go before it.
+        metadata: `ruler` of the configuration {task, length, samples, seed}. `ruler_length`, `ruler_samples`
+            and `ruler_seed` (lm-eval's `--metadata`) go before it.
     """
     settings = metadata["ruler"]
     chosen = {key: metadata.get(f"ruler_{key}", settings[key]) for key in ("length", "samples", "seed")}
@@ -44,8 +45,8 @@ def make_rows(task: str, length: int, tokenizer: Any, seed: int = 42, count: int
 
     Args:
         task: key of TASKS.
-        length: tokens of prompt, answer and, where the tokenizer has one, chat template together. Prompts do not
-            change with the use of the template.
+        length: tokens of prompt, answer and, where the tokenizer has one, chat template together. Prompts do
+            not change with the use of the template.
         count: number of samples (the official 500; question answering has no more than its questions).
 
     Returns:
@@ -105,8 +106,8 @@ score_part = scorer("string_match_part", lambda prediction, row: float(found(pre
 def configs() -> list[Config]:
     """The configurations.
 
-    For every length, and for any length: the tasks and the group of all tasks. For every length there are groups
-    by kind, too.
+    For every length, and for any length, there are the tasks and the group of all tasks. For every length
+    there are groups by kind, too.
     """
     found = []
     for prefix, length in [
