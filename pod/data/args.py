@@ -9,7 +9,10 @@ from pydantic import NonNegativeInt, PositiveInt
 from pod.schema import AtLeast2, section
 
 NOT_DECIDING = {"workers", "held_out_tokens"}
-"""Settings that say how the data is made, not what it is, and one that is compared by itself."""
+"""Settings that do not decide what the data is.
+
+One says how the data is made, not what it is; the other is compared by itself.
+"""
 ESSAYS = "package:long_context_eval/data/synthetic/json/PaulGrahamEssays.json#essays"
 
 
@@ -103,8 +106,8 @@ class DataArgs:
             )
         if self.shortest_interval > self.context_length:
             raise ValueError(
-                f"shortest_interval {self.shortest_interval} is longer than context_length {self.context_length}: "
-                f"set it to {self.context_length} or less"
+                f"shortest_interval {self.shortest_interval} is longer than context_length "
+                f"{self.context_length}: set it to {self.context_length} or less"
             )
         if self.target_tokens is not None and self.target_tokens < self.context_length:
             raise ValueError(
@@ -119,21 +122,27 @@ class DataArgs:
             )
 
     def other_than(self, manifest: dict[str, Any], seed: int) -> list[str]:
-        """Dotted names of what the rows of a manifest were prepared with otherwise; empty where it does not say."""
+        """Dotted names of the settings with which the rows of a manifest were prepared otherwise.
+
+        Empty where the manifest does not say.
+        """
         request = manifest.get("request") or {}
         before = {f"data.{name}": value for name, value in (request.get("settings") or {}).items()}
         now = {f"data.{name}": value for name, value in json.loads(json.dumps(asdict(self))).items()}
-        # boundary tokens stand there as the tokenizer's ids
+        # boundary tokens stand in the manifest as the tokenizer's ids
         told = [
             name for name in now if name in before and name not in ("data.boundary_tokens", "data.unreadable")
         ]
         changed = [name for name in told if now[name] != before[name]]
-        return changed + ["seed"] * (request.get("seed", seed) != seed)
+        if request.get("seed", seed) != seed:
+            changed.append("seed")
+        return changed
 
     def _check_lists(self) -> None:
         if self.weights and len(self.weights) != len(self.sources):
             raise ValueError(
-                f"weights has {len(self.weights)} numbers for {len(self.sources)} sources: give one per source or none"
+                f"weights has {len(self.weights)} numbers for {len(self.sources)} sources: "
+                "give one per source or none"
             )
         if self.weights and not all(0 < weight < float("inf") for weight in self.weights):
             raise ValueError(f"weights must be above 0, got {self.weights}: remove a source to leave it out")

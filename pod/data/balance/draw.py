@@ -1,4 +1,4 @@
-"""Draws the training pieces: of each group those with the smallest lots, until its quota is met."""
+"""Draws the training pieces: in each group the pieces with the smallest lots, until its quota is met."""
 
 import itertools
 from dataclasses import dataclass
@@ -21,13 +21,16 @@ class Drawn:
     shares: list[ShareReport]
     """By interval, then source."""
     counted: Counted
-    """What all that was read holds."""
+    """What everything that was read holds."""
 
 
 def draw(kept: Kept, args: DataArgs, seed: int) -> Drawn:
-    """Draw by `target_tokens`, `exhausted` and `weights` from settled pieces; the order is a second lot over all of them.
+    """Draw from settled pieces by `target_tokens`, `exhausted` and `weights`.
 
-    Deterministic in `seed`. Raises `ValueError` when nothing can be drawn.
+    The order is a second lot over all drawn pieces. The draw is deterministic in `seed`.
+
+    Raises:
+        ValueError: when nothing can be drawn.
     """
     pieces, group = kept.training()
     counted = kept.counted(len(args.sources))
@@ -59,22 +62,28 @@ def draw(kept: Kept, args: DataArgs, seed: int) -> Drawn:
 
 @dataclass
 class _Group:
-    """The pieces among which lots decide: those of one interval, with weights of one source in it."""
+    """The pieces among which lots decide: those of one interval, and with weights those of one source in it."""
 
     source: int
     high: int
     """Upper bound of the interval in tokens."""
     tokens: int
     whole: int
-    """Times that all pieces are drawn, before `quota` tokens are drawn once more."""
+    """How often all pieces are drawn, before `quota` tokens are drawn once more."""
     quota: int
 
     def freedom(self) -> tuple[int, int]:
-        """Sorts to the end those that can best make up for what the others miss: with much to choose and to leave."""
+        """A sort key: groups that can best make up for what the others miss come last.
+
+        Those are the groups with much to choose and much to leave.
+        """
         return min(self.quota, self.tokens - self.quota), self.source
 
     def draw(self, lengths: np.ndarray, carry: int) -> list[np.ndarray]:
-        """Positions of the drawn pieces among the group's, pass after pass; `carry` tokens more than the quota are wanted."""
+        """Positions of the drawn pieces among the group's pieces, pass after pass.
+
+        `carry` tokens more than the quota are wanted.
+        """
         everything = np.arange(len(lengths))
         wanted = self.quota + carry
         last = everything if wanted >= self.tokens else choose(lengths, wanted, self.high)
@@ -84,7 +93,7 @@ class _Group:
 def _groups(
     report: IntervalReport, shares: list[ShareReport], supply: np.ndarray, args: DataArgs
 ) -> list[_Group]:
-    """The groups of an interval with their quotas; fills in those of its shares."""
+    """The groups of an interval with their quotas; fills in the quotas of its shares."""
     total = int(supply.sum())
     whole, rest = 0, report.quota
     if args.exhausted == "repeat" and total:
@@ -104,7 +113,7 @@ def _groups(
 def _reports(
     kept: Kept, counted: Counted, args: DataArgs
 ) -> tuple[list[IntervalReport], list[list[ShareReport]]]:
-    """The intervals and, in each, the sources, with what all that was read holds of them."""
+    """The intervals and, in each, the sources, with what everything that was read holds of them."""
     bounds, total = kept.groups.bounds, sum(args.weights)
     shape = kept.groups.intervals, kept.groups.sources, len(args.sources)
     documents, tokens = (

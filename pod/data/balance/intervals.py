@@ -1,4 +1,7 @@
-"""Equal tokens per length interval (the training recipe of METHODS.md §1): intervals, quotas, and pieces that meet a quota."""
+"""Equal tokens per length interval (the training recipe of METHODS.md §1).
+
+Intervals, quotas, and pieces that meet a quota.
+"""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +14,7 @@ import numpy as np
 from pod.data.args import DataArgs
 
 TOLERANCE = 0.001
-"""Share of a quota below which no better choice of the last pieces is looked for."""
+"""Share of a quota: when less is missing, no better choice of the last pieces is looked for."""
 NOTED_DEVIATION = 0.005
 """Share of an interval's quota that may be missing without a note."""
 _RESERVE = 32
@@ -36,7 +39,7 @@ class IntervalReport:
     ran_dry: bool = False
     """The interval holds fewer tokens than an equal share of the target."""
     passes: float = 0.0
-    """Tokens drawn / tokens there are; above 1 = documents repeated."""
+    """Tokens drawn / tokens there are. Above 1, documents are repeated."""
 
     @property
     def name(self) -> str:
@@ -81,9 +84,12 @@ def interval_of(lengths: np.ndarray, bounds: list[int]) -> np.ndarray:
 
 
 def kept_quotas(supply: np.ndarray, args: DataArgs) -> list[int]:
-    """Tokens of each group that a draw may still ask for, when `supply` [intervals, groups in each] tokens are known so far.
+    """Tokens of each group that a draw may still ask for.
 
-    Of a group that has more, the amount never rises when supply is added: what lies beyond it can be forgotten.
+    When a group has more, the amount never rises when supply is added. So what lies beyond it can be forgotten.
+
+    Args:
+        supply: the tokens that are known so far, [intervals, groups in each].
     """
     held = supply.sum(axis=1)
     level = share = share_of(args, len(supply))
@@ -104,21 +110,25 @@ def share_of(args: DataArgs, num_intervals: int) -> int:
 
 
 def set_quotas(reports: list[IntervalReport], supply: np.ndarray, args: DataArgs) -> None:
-    """Fill in `quota` and `ran_dry` of all intervals, of which `supply` [intervals] tokens are kept.
+    """Fill in `quota` and `ran_dry` of all intervals.
 
-    Raises `ValueError` when nothing, or not what is asked, can be drawn.
+    Args:
+        supply: the tokens of each interval that are kept, [intervals].
+
+    Raises:
+        ValueError: when nothing, or not what is asked, can be drawn.
     """
     if not supply.sum():
         raise ValueError(
-            "no document is left to draw from: set data.long_documents to cut or data.short_documents to keep, lower "
-            "data.shortest_interval, data.min_tokens or data.held_out_tokens, or add sources"
+            "no document is left to draw from: set data.long_documents to cut or data.short_documents to "
+            "keep, lower data.shortest_interval, data.min_tokens or data.held_out_tokens, or add sources"
         )
     share = share_of(args, len(reports))
     empty = [report.name for report, tokens in zip(reports, supply, strict=True) if not tokens]
     if empty and args.exhausted != "redistribute":
         raise ValueError(
-            f"no document has {', '.join(empty)} tokens and data.exhausted={args.exhausted!r} needs all intervals: "
-            "use 'redistribute', a larger data.shortest_interval or sources with such documents"
+            f"no document has {', '.join(empty)} tokens and data.exhausted={args.exhausted!r} needs all "
+            "intervals: use 'redistribute', a larger data.shortest_interval or sources with such documents"
         )
     if args.exhausted == "repeat":
         quotas = np.full(len(reports), share)
@@ -145,9 +155,10 @@ def fill_equally(supply: np.ndarray, total: int) -> np.ndarray:
 
 
 def share_out(quota: int, supply: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Whole tokens for each source: `quota` in the ratio of `weights`; what a source lacks goes to the others in their ratio.
+    """Whole tokens for each source: `quota` in the ratio of `weights`.
 
-    The sum is min(quota, sum of supply). Exact arithmetic; single tokens that do not divide go to the first ones with room.
+    What a source lacks goes to the others in their ratio. The sum is min(quota, sum of supply). The arithmetic is
+    exact. Single tokens that do not divide go to the first sources with room.
     """
     given = [math.floor(share) for share in _shares(quota, supply, weights)]
     # Fewer single tokens than sources with room are left.
@@ -178,11 +189,15 @@ def _shares(quota: int, supply: Sequence[int], weights: Sequence[float]) -> list
 
 
 def choose(lengths: np.ndarray, quota: int, longest: int) -> np.ndarray:
-    """Positions (ascending, int64) of pieces with nearly, never more than, `quota` tokens together.
+    """Positions (ascending, int64) of pieces that together have nearly, never more than, `quota` tokens.
 
-    `lengths` in the order of the draw; `longest` is the upper bound of the interval. The head that fits is taken. When more
-    than 0.1 % of the quota is missing, the `reserve(longest)` pieces before and behind the head's end are chosen anew: the
-    largest sum that fits, leaving out from the last piece to the first whatever it can do without.
+    The head that fits is taken. When more than 0.1 % of the quota is missing, the `reserve(longest)` pieces before
+    and behind the head's end are chosen anew. Their choice has the largest sum that fits. It leaves out, from the
+    last piece to the first, whatever it can do without.
+
+    Args:
+        lengths: the lengths in the order of the draw.
+        longest: the upper bound of the interval.
     """
     totals = np.cumsum(lengths, dtype=np.int64)
     count = int(np.searchsorted(totals, quota, side="right"))
@@ -197,12 +212,18 @@ def choose(lengths: np.ndarray, quota: int, longest: int) -> np.ndarray:
 
 
 def reserve(longest: int) -> int:
-    """How many pieces before and behind the end of a draw may be exchanged; few when they are so long that sums need memory."""
+    """How many pieces before and behind the end of a draw may be exchanged.
+
+    They are few when the pieces are so long that sums need memory.
+    """
     return max(4, min(_RESERVE, math.isqrt(2 * _SUBSET_BYTES // longest)))
 
 
 def _fullest(lengths: list[int], room: int) -> list[int]:
-    """Positions whose lengths have the largest sum ≤ `room`; positions at the end are left out where there is a choice."""
+    """Positions whose lengths have the largest sum ≤ `room`.
+
+    Where there is a choice, positions at the end are left out.
+    """
     mask = (1 << (room + 1)) - 1
     reachable = [1]  # bit s of entry i: some of the first i lengths sum to s
     for length in lengths:
@@ -219,7 +240,10 @@ def _fullest(lengths: list[int], room: int) -> list[int]:
 def balance_report(
     args: DataArgs, intervals: list[IntervalReport], shares: list[ShareReport]
 ) -> dict[str, Any]:
-    """How equal the intervals came out, and a note for each interval or source that ran dry or misses its quota."""
+    """How equal the intervals came out.
+
+    The notes name each interval or source that ran dry or misses its quota.
+    """
     after = [interval.tokens_after for interval in intervals]
     share = max(1, share_of(args, len(intervals)))
     what = {
@@ -237,8 +261,8 @@ def balance_report(
         missing = 1 - interval.tokens_after / interval.quota if interval.quota else 0
         if missing > NOTED_DEVIATION:
             notes.append(
-                f"interval {interval.name} has {interval.tokens_after:,} tokens, {100 * missing:.1f} % less than its quota of "
-                f"{interval.quota:,}: no choice of whole documents comes closer"
+                f"interval {interval.name} has {interval.tokens_after:,} tokens, {100 * missing:.1f} % less "
+                f"than its quota of {interval.quota:,}: no choice of whole documents comes closer"
             )
     quotas = {interval.name: interval.quota for interval in intervals}
     for one in shares:

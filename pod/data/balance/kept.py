@@ -1,9 +1,9 @@
-"""What the draw may need of all that was read so far: of each group the pieces with the smallest lots.
+"""What the draw may need of everything that was read so far: in each group the pieces with the smallest lots.
 
-A group is a length interval, with weights one source in it. While documents are added, the shares of the groups in
-`target_tokens` are known better and better and lots get rarer: the limits below which a piece is kept only ever fall.
-So what is kept depends on the set of documents alone, not on when they came or what was dropped before, and never
-holds more than the target and a reserve.
+A group is a length interval; with weights it is one source in an interval. While documents are added, the shares
+of the groups in `target_tokens` are known better and better and lots get rarer. So the limits below which a piece
+is kept only ever fall. What is kept therefore depends on the set of documents alone, not on when they came or what
+was dropped before. It never holds more than the target and a reserve.
 """
 
 from __future__ import annotations
@@ -24,20 +24,27 @@ ALL = np.uint64(2**64 - 1)
 HELD_OUT_SHARE = 0.2
 """Share of the documents that can be held out at most, so that a small corpus keeps text to train on."""
 SAMPLE = 1024
-"""Pieces that are kept of those too short or too long to train, to tell how many there are."""
+"""How many pieces that are too short or too long to train are kept, to tell how many there are."""
 COPIES = 256
-"""Equal pieces that are counted."""
+"""How many equal pieces are counted."""
 
 
 class Groups:
-    """The groups among which lots decide, numbered by interval, then source; behind them what is no part of the draw.
+    """The groups among which lots decide, numbered by interval, then source.
 
-    Attributes: bounds: starts of the intervals and the context. least: tokens of the shortest piece. short, long: numbers of the
-    pieces below `least` and of the documents that `long_documents="skip"` leaves out. held: first number of the held-out text.
+    Behind them follow the groups that are no part of the draw.
+
+    Attributes:
+        bounds: starts of the intervals and the context.
+        least: tokens of the shortest piece.
+        short: number of the group of pieces below `least`.
+        long: number of the group of documents that `long_documents="skip"` leaves out.
+        held: first number of the held-out text.
     """
 
     def __init__(self, args: DataArgs):
-        self.bounds = bounds_of(args)[args.short_documents == "drop" :]
+        bounds = bounds_of(args)
+        self.bounds = bounds[1:] if args.short_documents == "drop" else bounds
         self.least = max(args.min_tokens, self.bounds[0])
         self.sources = len(args.sources) if args.weights else 1
         self.intervals = len(self.bounds) - 1
@@ -64,23 +71,33 @@ class Groups:
 
 @dataclass
 class Limits:
-    """Largest lot that is kept of each group, uint64 [all groups], and the place below which documents are held out."""
+    """Largest lot that is kept in each group, uint64 [all groups], and the place of the held-out text.
+
+    Documents below the place are held out.
+    """
 
     lots: np.ndarray
     place: int
 
 
 class Counted(NamedTuple):
-    """How many pieces and tokens all that was read holds: exact where nothing was dropped, else by the share that is kept."""
+    """How many pieces and tokens everything that was read holds.
+
+    The numbers are exact where nothing was dropped. Elsewhere they follow from the share that is kept.
+    """
 
     documents: np.ndarray
-    """float64 [all groups, sources]; pieces, of those left out for their length whole documents"""
+    """Pieces, float64 [all groups, sources]. Of documents left out for their length it counts whole documents."""
     tokens: np.ndarray
     copies: int
 
 
 class Kept:
-    """The pieces that a draw of all that was added may need, and those held out. `limits`: of more than is added here."""
+    """The pieces that a draw of all that was added may need, and the pieces held out.
+
+    Args:
+        limits: the limits of more documents than are added here.
+    """
 
     def __init__(self, args: DataArgs, seed: int, held_out_tokens: int, limits: Limits | None = None):
         self.args, self.seed, self.held_out_tokens = args, seed, held_out_tokens
@@ -90,14 +107,17 @@ class Kept:
         self.pieces = np.empty(0, PIECE)
         """Sorted by group, lot and order of adding, as `settle` left them."""
         self.group = np.empty(0, np.int64)
-        """Of each of the pieces."""
+        """The group of each of the pieces."""
         self.num_added = 0
         """Tokens added since `settle`."""
         self.held_out_full = not held_out_tokens
         self._added: list[np.ndarray] = []
 
     def cut(self, documents: np.ndarray) -> np.ndarray:
-        """PIECE records of documents (PIECE records too, with digests in place of lots) of any length: pieces and a rest."""
+        """Cut documents of any length into pieces and a rest.
+
+        Documents and pieces are both PIECE records; the documents have digests in place of lots.
+        """
         context = self.args.context_length
         number, cut = _cuts(documents["length"], context)
         pieces = documents[number]
@@ -157,7 +177,7 @@ class Kept:
             last = start + self._needed(number, lengths[start:stop], quotas)
             if last < stop:
                 limits.lots[number] = min(limits.lots[number], lots[last - 1])
-        # Of what is too short, those are known that the first interval would keep: all documents reach that one.
+        # Pieces that are too short are known if the first interval would keep them: all documents reach that one.
         limits.lots[groups.short] = limits.lots[[groups.short, *range(groups.sources)]].min()
         kept = (pieces["lot"] <= limits.lots[group]) & (rank < COPIES)
         self.pieces, self.group = pieces[kept], group[kept]
@@ -168,7 +188,10 @@ class Kept:
         return self.held_out_full and bool((self.limits.lots[: self.groups.count] < ALL).all())
 
     def training(self) -> tuple[np.ndarray, np.ndarray]:
-        """The settled pieces that may be drawn and their groups, both [n]: without copies, also between sources with weights."""
+        """The settled pieces that may be drawn and their groups, both [n].
+
+        There are no copies, also not between sources with weights.
+        """
         own = np.flatnonzero((self.group < self.groups.count) & ~self.pieces["copy"])
         if self.args.deduplicate and self.groups.sources > 1:
             own = own[np.sort(np.unique(self.pieces["lot"][own], return_index=True)[1])]
@@ -201,7 +224,10 @@ class Kept:
         return Counted(count(documents), count(self.pieces["length"]), copies)
 
     def _copies(self, lots: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of the sorted pieces equal the one before (bool [n]), and how many equal ones stand before each (int64 [n])."""
+        """Which of the sorted pieces equal the one before (bool [n]), and how many equal ones stand before each.
+
+        The counts are int64 [n].
+        """
         copy = np.zeros(len(lots), bool)
         if self.args.deduplicate:
             copy[1:] = (lots[1:] == lots[:-1]) & (group[1:] == group[:-1])
@@ -209,7 +235,10 @@ class Kept:
         return copy, at - np.maximum.accumulate(np.where(copy, 0, at))
 
     def _hold_out(self, pieces: np.ndarray) -> None:
-        """Lower the held-out limit to the documents that are needed; each counts with the context's length at most."""
+        """Lower the held-out limit to the documents that are needed.
+
+        Each document counts with the context's length at most.
+        """
         own = pieces[pieces["first"] & (pieces["place"] < self.limits.place)]
         own = own[np.unique(own["lot"], return_index=True)[1]]
         own = own[np.argsort(own["place"], kind="stable")]
@@ -224,7 +253,8 @@ class Kept:
         if number >= self.groups.count:
             return SAMPLE
         high = self.groups.ends(number)[1]
-        # The groups before it leave less than one piece to a group: else the last of them that is not dry had taken it.
+        # The groups before it leave less than one piece to a group. Else the last of them that is not dry had
+        # taken it.
         most = quotas[number] + high
         return (
             int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), most, side="right")) + 1 + reserve(high)
@@ -232,7 +262,11 @@ class Kept:
 
 
 def _cuts(lengths: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """(number of the document, number of the piece in it) of each piece, int64 [pieces], of documents of `lengths` [n] tokens."""
+    """Where each piece comes from: (number of the document, number of the piece in it), int64 [pieces].
+
+    Args:
+        lengths: tokens of the documents, [n].
+    """
     counts = np.maximum(1, -(-lengths.astype(np.int64) // context))
     number = np.repeat(np.arange(len(lengths)), counts)
     return number, np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,13 +1,16 @@
-"""Lots: what decides a piece's luck in the draw, a hash of its document's digest and the seed."""
+"""Lots: a lot decides a piece's luck in the draw. It is a hash of its document's digest and the seed."""
 
 import numpy as np
 
 LOT, ORDER, UNITS = 1, 2, 0
-"""What a hash of the seed is for; pass n of the draw is ordered by ORDER + n."""
+"""What a hash of the seed is for. Pass n of the draw is ordered by ORDER + n."""
 
 
 def splitmix64(values: np.ndarray | int) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijection of uint64 that looks random; uint64, same shape."""
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014), uint64, same shape.
+
+    It is a bijection of uint64 that looks random.
+    """
     mixed = np.atleast_1d(np.asarray(values, dtype=np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -20,16 +23,22 @@ def hash_of_seed(seed: int, purpose: int) -> np.uint64:
 
 
 def lots_of(digests: np.ndarray, cuts: np.ndarray, seed: int) -> np.ndarray:
-    """Lots, uint64 [n], of the `cuts`-th pieces of documents with `digests`: equal for equal texts, different from cut to cut."""
+    """Lots, uint64 [n], of the `cuts`-th pieces of documents with `digests`.
+
+    Lots are equal for equal texts and different from cut to cut.
+    """
     keys = splitmix64(digests ^ splitmix64(cuts.astype(np.uint64)))
     return splitmix64(keys ^ hash_of_seed(seed, LOT))
 
 
 def unit_order(sources: np.ndarray, seed: int) -> np.ndarray:
-    """The order in which units are read, int64 [n]: `sources` [n] says to which source each belongs.
+    """The order in which units are read, int64 [n].
 
-    The units of a source come in random order, and evenly spread over the whole: at every moment about the same share of each
-    source is read, so that what is read is a fair sample of all.
+    The units of a source come in random order, and evenly spread over the whole. So at every moment about the same
+    share of each source is read, and what is read is a fair sample of all.
+
+    Args:
+        sources: the source that each unit belongs to, [n].
     """
     numbers = np.arange(len(sources), dtype=np.uint64)
     lots = splitmix64(numbers ^ hash_of_seed(seed, UNITS))

@@ -1,4 +1,7 @@
-"""Text that training never sees, beside the prepared rows; and long sequences of it, for similarity search and perplexity."""
+"""Text that training never sees, beside the prepared rows.
+
+Also long sequences of it, for similarity search and perplexity.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +20,10 @@ HELD_OUT_TOKENS, HELD_OUT_LENGTHS = "held_out.tokens.bin", "held_out.lengths.npy
 
 
 def write_held_out(folder: Path, documents: Iterable[np.ndarray], vocab_size: int) -> dict[str, Any]:
-    """Write the held-out documents, ids [n] each, beside the rows; their manifest entry: counts and checksums."""
+    """Write the held-out documents, ids [n] each, beside the rows.
+
+    Returns their manifest entry: counts and checksums.
+    """
     dtype, lengths = token_dtype(vocab_size), []
     with open(folder / HELD_OUT_TOKENS, "wb") as stream:
         for tokens in documents:
@@ -39,8 +45,9 @@ def write_held_out(folder: Path, documents: Iterable[np.ndarray], vocab_size: in
 def held_out_documents(path: str | Path, tokenizer: Any = None) -> list[np.ndarray]:
     """The held-out documents of prepared data, ids [n] each, mapped from their file, in the order of their places.
 
-    Raises `ValueError` in one line for a folder without prepared data, for damaged files, for data of another `tokenizer`, and for
-    tokens that its model does not have.
+    Raises:
+        ValueError: in one line, for a folder without prepared data, for damaged files, for data of another
+            `tokenizer`, and for tokens that its model does not have.
     """
     folder = Path(path)
     manifest = read_manifest(folder)
@@ -76,7 +83,10 @@ def map_held_out(folder: Path, manifest: dict[str, Any]) -> list[np.ndarray]:
 
 
 def source_documents(sources: Sequence[str], tokenizer: Any) -> list[np.ndarray]:
-    """The documents of text sources (as in `data.sources`), tokenised as the tokenizer does by itself: ids [n] each."""
+    """The documents of text sources (as in `data.sources`), ids [n] each.
+
+    They are tokenised as the tokenizer does by itself.
+    """
     boundary, encoder = BoundaryTokens.from_policy("tokenizer", tokenizer), Encoder(tokenizer)
     texts = dict.fromkeys(document.text for document in load_documents(sources))
     before, after = (np.array(ids, dtype=np.uint32) for ids in (boundary.before, boundary.after))
@@ -88,9 +98,12 @@ def long_sequences(
 ) -> np.ndarray:
     """`num_sequences` disjoint sequences of `sequence_length` tokens, int64 [num_sequences, sequence_length].
 
-    Documents of at least that length come first, one sequence from the start of each, then their further pieces; what is still
-    missing is made of the rest, concatenated and cut. All in random order, deterministic in `seed`. Raises `ValueError` when there
-    is too little text.
+    Documents of at least that length come first, one sequence from the start of each, then their further pieces.
+    What is still missing is made of the rest, concatenated and cut. All are in random order, deterministic in
+    `seed`.
+
+    Raises:
+        ValueError: when there is too little text.
     """
     rng = np.random.default_rng(np.random.SeedSequence([seed, sequence_length]))
     documents = [documents[index] for index in rng.permutation(len(documents))]
@@ -112,7 +125,7 @@ def long_sequences(
 
 
 def _head(documents: Iterable[np.ndarray], num_tokens: int) -> Iterator[np.ndarray]:
-    """`documents` up to `num_tokens` tokens."""
+    """The first `num_tokens` tokens of `documents`."""
     yield np.empty(0, np.uint32)
     for tokens in documents:
         if num_tokens <= 0:

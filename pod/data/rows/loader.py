@@ -1,4 +1,7 @@
-"""Packed rows in training: memory-mapped shards, labels, documents (the format is described in `pod.data.rows.manifest`)."""
+"""Packed rows in training: memory-mapped shards, labels, documents.
+
+The format is described in `pod.data.rows.manifest`.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,13 @@ class _Shard(NamedTuple):
 
 
 def shifted_labels(tokens: np.ndarray, docs: np.ndarray) -> np.ndarray:
-    """Next-token labels of packed rows.
+    """Next-token labels of packed rows, int64 [..., context].
 
-    tokens, docs [..., context] → int64 [..., context]: `tokens[t + 1]` where token t + 1 belongs to the same document
-    as token t, else -100 (last token of a document, padding, end of the row).
+    A label is `tokens[t + 1]` where token t + 1 belongs to the same document as token t, else -100 (last token of a
+    document, padding, end of the row).
+
+    Args:
+        tokens, docs: [..., context].
     """
     labels = np.full(tokens.shape, IGNORED_LABEL, dtype=np.int64)
     same = (docs[..., 1:] == docs[..., :-1]) & (docs[..., :-1] >= 0)
@@ -46,14 +52,19 @@ def shifted_labels(tokens: np.ndarray, docs: np.ndarray) -> np.ndarray:
 
 
 class PackedDataset:
-    """Read-only, memory-mapped packed rows; a map-style data set that `torch.utils.data.DataLoader` accepts.
+    """Read-only, memory-mapped packed rows.
 
-    `path` is a folder written by `pod.data.run.prepare`. `tokenizer_sha256` and `vocab_size` state what the caller needs and are
-    refused when the data was prepared for something else (`vocab_size`: the model's, which must cover every token id). Sizes of
-    all files are checked; `pod.data.rows.verify` reads every byte.
+    It is a map-style data set that `torch.utils.data.DataLoader` accepts. Sizes of all files are checked;
+    `pod.data.rows.verify` reads every byte.
 
-    Raises `ValueError` in one line for a missing or foreign manifest, a missing or truncated file, and data prepared for another
-    tokenizer.
+    Args:
+        path: a folder written by `pod.data.run.prepare`.
+        tokenizer_sha256: the tokenizer that the caller needs. Data prepared for another one is refused.
+        vocab_size: the model's size. It must cover every token id, else the data is refused.
+
+    Raises:
+        ValueError: in one line, for a missing or foreign manifest, a missing or truncated file, and data prepared
+            for another tokenizer.
     """
 
     def __init__(
@@ -100,9 +111,11 @@ class PackedDataset:
         """Rows `indices` as one batch: `input_ids`, `doc_ids`, `labels`, each int64 [len(indices), context].
 
         `doc_ids` number the documents of a row from 0; -1 is padding. The position of a token, for RoPE and for the
-        windows of attention, is counted from the start of its document; the model derives it from `doc_ids`.
+        windows of attention, is counted from the start of its document. The model derives it from `doc_ids`.
 
-        Raises `IndexError` for a row that does not exist, `ValueError` for one that is damaged.
+        Raises:
+            IndexError: for a row that does not exist.
+            ValueError: for a row that is damaged.
         """
         import torch  # takes a second, and preparing needs none
 
@@ -124,16 +137,24 @@ class PackedDataset:
         return np.split(np.asarray(row[: lengths.sum()]), np.cumsum(lengths)[:-1])
 
     def cursor(self, seed: int = 0, position: int = 0) -> RowCursor:
-        """A `RowCursor` over these rows; `position` = rows consumed so far (all data-parallel ranks together)."""
+        """A `RowCursor` over these rows.
+
+        Args:
+            position: rows consumed so far (all data-parallel ranks together).
+        """
         return RowCursor(len(self), seed=seed, position=position)
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths of the documents of a row, int32 [documents], and its tokens, [context]; `ValueError` for a damaged one."""
+        """Lengths of the documents of a row, int32 [documents], and its tokens, [context].
+
+        Raises:
+            ValueError: for a damaged row.
+        """
         number, at = self._locate(index)
         tokens, lengths, starts = self._shard(number)
         first, stop = int(starts[at]), int(starts[at + 1])
         own, row = lengths[max(first, 0) : max(stop, 0)], tokens[at]
-        # One comparison a row, so that a damaged file stops here and not as an index error inside a GPU kernel.
+        # One comparison per row, so that a damaged file stops here and not as an index error inside a GPU kernel.
         fits = 0 <= first < stop <= len(lengths) and own.min() >= 1 and own.sum() <= self.context_length
         if not fits or row.max() >= self.manifest["vocab_size"]:
             shard = self.manifest["shards"][number]
@@ -157,8 +178,9 @@ class PackedDataset:
     def _check_request(self, tokenizer_sha256: str | None, vocab_size: int | None) -> None:
         if tokenizer_sha256 is not None and tokenizer_sha256 != self.manifest["tokenizer_sha256"]:
             raise ValueError(
-                f"{self.path} was prepared with another tokenizer (sha256 {self.manifest['tokenizer_sha256'][:12]}, "
-                f"the model's is {tokenizer_sha256[:12]}): use the model of the data's tokenizer, or {REPAIR}"
+                f"{self.path} was prepared with another tokenizer (sha256 "
+                f"{self.manifest['tokenizer_sha256'][:12]}, the model's is {tokenizer_sha256[:12]}): "
+                f"use the model of the data's tokenizer, or {REPAIR}"
             )
         if vocab_size is not None and vocab_size < self.manifest["vocab_size"]:
             raise ValueError(

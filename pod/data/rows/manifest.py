@@ -7,8 +7,9 @@ A data folder holds `manifest.json` and, per shard, three plain `.npy` arrays (l
 * `shard-00000.lengths.npy` int32 [documents]: tokens of each document, row after row
 * `shard-00000.starts.npy` int64 [rows + 1]: row r holds the documents `starts[r]` to `starts[r + 1] - 1`
 
-Everything that attention and RoPE need follows from the lengths: the document of each token, and its position in it.
-The manifest names every file with its size and SHA-256, has an `id` made of these, and ends with a checksum of its own content.
+Everything that attention and RoPE need follows from the lengths: the document of each token, and its position in
+it. The manifest names every file with its size and SHA-256, has an `id` made of these, and ends with a checksum of
+its own content.
 """
 
 import hashlib
@@ -37,7 +38,11 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
-    """The checked manifest of data folder `path`; `ValueError` when it is missing, foreign or of another schema version."""
+    """The checked manifest of data folder `path`.
+
+    Raises:
+        ValueError: when it is missing, foreign or of another schema version.
+    """
     path = Path(path)
     file = path / MANIFEST_NAME
     if not file.is_file():
@@ -64,13 +69,16 @@ def pieces(manifest: dict[str, Any]) -> str:
 
 
 def data_id(manifest: dict[str, Any]) -> str:
-    """16 hex digits that stand for the content of all files: the same for the same rows and held-out text, wherever they lie."""
+    """16 hex digits that stand for the content of all files.
+
+    They are the same for the same rows and held-out text, wherever these lie.
+    """
     files = sorted((entry["file"], entry["sha256"]) for entry in listed_files(manifest))
     return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
 
 
 def manifest_checksum(manifest: dict[str, Any]) -> str:
-    """SHA-256 of a manifest's content, its own checksum left out."""
+    """SHA-256 of a manifest's content without its own checksum."""
     content = {name: value for name, value in manifest.items() if name != MANIFEST_CHECKSUM}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -87,7 +95,10 @@ def check_manifest_bytes(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def listed_files(content: Any) -> Iterator[dict[str, Any]]:
-    """Every `{"file", "bytes", "sha256"}` inside a manifest, in its order: the shards and whatever else was prepared."""
+    """Every `{"file", "bytes", "sha256"}` inside a manifest, in its order.
+
+    They are the shards and whatever else was prepared.
+    """
     if isinstance(content, dict) and content.keys() >= {"file", "bytes", "sha256"}:
         yield content
     elif isinstance(content, dict | list):
@@ -96,7 +107,13 @@ def listed_files(content: Any) -> Iterator[dict[str, Any]]:
 
 
 def check_file(folder: Path, entry: dict[str, Any], verify: bool) -> Path:
-    """The file of a manifest entry, with the recorded size and, with `verify`, the recorded checksum; else `ValueError`."""
+    """The file of a manifest entry.
+
+    It has the recorded size and, with `verify`, the recorded checksum.
+
+    Raises:
+        ValueError: when it has not.
+    """
     file = folder / entry["file"]
     if file.parent != folder:
         raise ValueError(f"{folder / MANIFEST_NAME}: file {entry['file']!r} is outside the folder")
@@ -111,7 +128,11 @@ def check_file(folder: Path, entry: dict[str, Any], verify: bool) -> Path:
 
 
 def open_array(folder: Path, manifest: dict[str, Any], shard: dict[str, Any], name: str) -> np.ndarray:
-    """Array `name` of a shard, memory-mapped and read-only; `ValueError` when it is not what the manifest describes."""
+    """Array `name` of a shard, memory-mapped and read-only.
+
+    Raises:
+        ValueError: when it is not what the manifest describes.
+    """
     file = folder / shard[name]["file"]
     try:
         array = np.load(file, mmap_mode="r", allow_pickle=False)

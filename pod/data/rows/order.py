@@ -8,10 +8,10 @@ import numpy as np
 
 @lru_cache(maxsize=4)
 def epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """Permutation of `range(num_rows)`, int64 read-only, a function of (num_rows, seed, epoch) only.
+    """Permutation of `range(num_rows)`, int64 read-only, a function of (num_rows, seed, epoch) only."""
 
-    It sorts raw PCG64 output, which NumPy keeps stable across releases (`Generator.permutation` is not), so that a
-    run can be resumed after an upgrade.
+    It sorts raw PCG64 output, which NumPy keeps stable across releases (`Generator.permutation` is not). So a run
+    can be resumed after an upgrade.
     """
     if seed < 0 or epoch < 0:
         raise ValueError(f"seed and epoch must be >= 0, got seed={seed}, epoch={epoch}")
@@ -43,7 +43,9 @@ class RowCursor:
             raise ValueError(f"the row cursor must be >= 0, got {self.position}")
 
     def peek(self, count: int, data_parallel_rank: int = 0, data_parallel_size: int = 1) -> np.ndarray:
-        """Row indices, int64 [count / data_parallel_size], that this data-parallel rank reads of the next `count` rows.
+        """Row indices that this data-parallel rank reads of the next `count` rows.
+
+        The indices are int64 [count / data_parallel_size].
 
         Rank r takes the r-th contiguous block. All ranks of one sequence-parallel group pass the same
         `data_parallel_rank` and read the same rows.
@@ -74,10 +76,14 @@ class RowCursor:
         return {"position": self.position, "seed": self.seed, "num_rows": self.num_rows}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where `state` was saved; `ValueError` if it belongs to other data (another number of rows)."""
+        """Continue where `state` was saved.
+
+        Raises:
+            ValueError: when `state` belongs to other data (another number of rows).
+        """
         if state["num_rows"] != self.num_rows:
             raise ValueError(
-                f"the checkpoint was trained on data with {state['num_rows']} rows, this data has {self.num_rows}: "
-                "resume with the same prepared data"
+                f"the checkpoint was trained on data with {state['num_rows']} rows, this data has "
+                f"{self.num_rows}: resume with the same prepared data"
             )
         self.position, self.seed = int(state["position"]), int(state["seed"])

@@ -1,6 +1,7 @@
-"""What prepared data holds, as text: totals, intervals, sources, everything that was left out, and a few rows decoded.
+"""What prepared data holds, as text.
 
-Whatever a manifest lacks is not shown. Programs read `manifest.json` itself.
+Totals, intervals, sources, everything that was left out, and a few rows decoded. Whatever a manifest lacks is not
+shown. Programs read `manifest.json` itself.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ LISTED_ORIGINS = 12
 LISTED_DOCUMENTS = 8
 LISTED_IDS = 12
 SHOWN_CHARACTERS = 60
-"""Of the beginning and of the end of a document."""
+"""Characters that are shown of the beginning and of the end of a document."""
 LEFT_OUT = (
     ("duplicates", "identical to an earlier one"),
     ("skipped_long", "longer than the context"),
@@ -29,7 +30,12 @@ _OF_SOURCES = (
 
 
 def overview(data: PackedDataset, rows: int = 0, tokenizer: Any = None) -> str:
-    """`data` in lines of text, with `rows` sample rows spread evenly over it, decoded when there is a `tokenizer`."""
+    """`data` in lines of text.
+
+    Args:
+        rows: number of sample rows, spread evenly over the data.
+        tokenizer: decodes the sample rows; without one their ids are shown.
+    """
     manifest = data.manifest
     parts = [_totals(manifest), _intervals(manifest), _sources(manifest), _left_out(manifest)]
     count = min(rows, len(data))
@@ -39,7 +45,7 @@ def overview(data: PackedDataset, rows: int = 0, tokenizer: Any = None) -> str:
 
 
 def left_out(manifest: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """(reason, documents) of what the sources hold and the rows do not."""
+    """(reason, documents) for everything that the sources hold and the rows do not."""
     read = manifest.get("read") or {}
     for name, reason in _OF_SOURCES:
         if count := sum(source.get(name, 0) for source in read.get("sources") or []):
@@ -52,7 +58,10 @@ def left_out(manifest: dict[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def clean(text: str) -> str:
-    """Text on one line, with everything that a terminal would act upon (line breaks, escapes, direction marks) spelled out."""
+    """Text on one line, with everything that a terminal would act upon spelled out.
+
+    That is line breaks, escapes and direction marks.
+    """
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
@@ -68,7 +77,8 @@ def _totals(manifest: dict[str, Any]) -> Iterator[str]:
     if cut := (manifest.get("policies") or {}).get("cut_pieces"):
         yield f"cut         {cut:,} pieces of longer documents"
     if read := manifest.get("read"):
-        yield f"read        {read['units']:,} of {read['units_of_all']:,} units of the sources, {read['documents']:,} documents"
+        units = f"{read['units']:,} of {read['units_of_all']:,} units of the sources"
+        yield f"read        {units}, {read['documents']:,} documents"
     if special := (manifest.get("read") or {}).get("special_documents"):
         yield f"special     {special:,} pieces spell a special token of the tokenizer"
 
@@ -114,7 +124,8 @@ def _left_out(manifest: dict[str, Any]) -> Iterator[str]:
 def _row(data: PackedDataset, number: int, tokenizer: Any) -> Iterator[str]:
     documents = data.documents(number)
     tokens = sum(map(len, documents))
-    yield f"Row {number:,}: {len(documents):,} documents, {tokens:,} tokens, {data.context_length - tokens:,} padding"
+    padding = data.context_length - tokens
+    yield f"Row {number:,}: {len(documents):,} documents, {tokens:,} tokens, {padding:,} padding"
     for ids in documents[:LISTED_DOCUMENTS]:
         yield f"{len(ids):>12,}  {_ends(ids.tolist(), tokenizer)}"
     if rest := documents[LISTED_DOCUMENTS:]:

@@ -8,10 +8,13 @@ import numpy as np
 def best_fit_rows(lengths: np.ndarray, context_length: int, window: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows by best-fit decreasing, `window` documents at a time: (documents int64 [N], starts int64 [rows + 1]).
 
-    Row r holds the documents numbered `documents[starts[r] : starts[r + 1]]`. lengths [N] in tokens, each in
-    1..context_length. Within a window the longest document goes first, each into the fullest row that still holds it; rows
-    with room stay open for the next window (at most `window` of them, the fullest are closed first). Every document is in
-    exactly one row. Ties: the earlier document, the earlier row. Rows are numbered in the order in which they are closed.
+    Row r holds the documents numbered `documents[starts[r] : starts[r + 1]]`. Within a window the longest document
+    goes first, each into the fullest row that still holds it. Rows with room stay open for the next window (at most
+    `window` of them; the fullest are closed first). Every document is in exactly one row. Ties: the earlier document,
+    the earlier row. Rows are numbered in the order in which they are closed.
+
+    Args:
+        lengths: [N] in tokens, each in 1..context_length.
     """
     _check(lengths, context_length)
     rows = _Rows(context_length)
@@ -36,7 +39,10 @@ def one_per_row(lengths: np.ndarray, context_length: int) -> tuple[np.ndarray, n
 
 
 class _Rows:
-    """The rows while they are filled: `open` ones as (room << 32) + row number, ascending, and `closed` ones in order."""
+    """The rows while they are filled.
+
+    `open` holds the open rows as (room << 32) + row number, ascending. `closed` holds the others in order.
+    """
 
     def __init__(self, context_length: int):
         self.context_length = context_length
@@ -44,7 +50,10 @@ class _Rows:
         self.closed: list[int] = []
 
     def place(self, length: int) -> int:
-        """The row that takes a document: the fullest open one with room for it, else a new one. A full one is closed."""
+        """The row that takes a document: the fullest open one with room for it, else a new one.
+
+        A row that is then full is closed.
+        """
         at = bisect_left(self.open, length << 32)
         if at < len(self.open):
             found = self.open.pop(at)
@@ -58,7 +67,7 @@ class _Rows:
         return row
 
     def close_fullest(self, number: int) -> None:
-        """Close `number` rows, those with the least room first."""
+        """Close the `number` rows with the least room."""
         if number > 0:
             self.closed += [found & 0xFFFFFFFF for found in self.open[:number]]
             del self.open[:number]
@@ -67,6 +76,6 @@ class _Rows:
 def _check(lengths: np.ndarray, context_length: int) -> None:
     if len(lengths) and (lengths.min() < 1 or lengths.max() > context_length):
         raise ValueError(
-            f"documents of {lengths.min()} to {lengths.max()} tokens cannot be packed whole into rows of {context_length}: "
-            "cut or skip the long ones first"
+            f"documents of {lengths.min()} to {lengths.max()} tokens cannot be packed whole into rows of "
+            f"{context_length}: cut or skip the long ones first"
         )

@@ -20,7 +20,8 @@ INCHES_PER_BAR = 1.1
 def draw_lengths(manifest: dict[str, Any], path: Path) -> None:
     """Write a PNG from the manifest's `intervals`: above what the sources hold, below what was drawn.
 
-    Raises `OSError` when it cannot be written.
+    Raises:
+        OSError: when it cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure  # a figure that no window and no global state knows of
@@ -39,7 +40,8 @@ def draw_lengths(manifest: dict[str, Any], path: Path) -> None:
     above.set_title(f"in the sources: {short_number(total)} tokens", fontsize=10)
     below.set_title(
         f"drawn: {short_number(manifest['num_tokens'])} tokens in {manifest['num_rows']:,} rows of "
-        f"{manifest['context_length']:,} (dashed: equal share, {short_number(equal)}; orange: the sources hold less)",
+        f"{manifest['context_length']:,} (dashed: equal share, {short_number(equal)}; "
+        "orange: the sources hold less)",
         fontsize=10,
     )
     below.set_xlabel("document length [tokens]")

@@ -1,4 +1,7 @@
-"""Writes packed rows as shards plus manifest (the format is described in `pod.data.rows.manifest`)."""
+"""Writes packed rows as shards plus manifest.
+
+The format is described in `pod.data.rows.manifest`.
+"""
 
 import itertools
 import json
@@ -42,14 +45,15 @@ def write_shard(
     vocab_size: int,
     pad_token_id: int = 0,
 ) -> dict[str, Any]:
-    """Write `rows` as shard `number` of `folder` and return its manifest entry (JSON): counts, sizes, checksums.
+    """Write `rows` as shard `number` of `folder` and return its manifest entry (JSON): counts, sizes, checksums."""
 
-    The files get their names when all three are complete and on the disk. Killed at any moment and called again it
-    writes the same bytes; the shard counts as written once the caller has stored the entry. Holds one row in memory
+    The files get their names when all three are complete and on the disk. Killed at any moment and called again, it
+    writes the same bytes. The shard counts as written once the caller has stored the entry. It holds one row in memory
     and 4 bytes per document.
 
-    Raises `ValueError` for token ids outside the vocabulary and when there is no row, `OSError` as the system gives it
-    (the caller knows what to call the folder).
+    Raises:
+        ValueError: for token ids outside the vocabulary and when there is no row.
+        OSError: as the system gives it (the caller knows what to call the folder).
     """
     folder, stem = Path(folder), f"shard-{number:05d}"
     if not 0 <= pad_token_id < vocab_size:
@@ -92,7 +96,9 @@ def write_manifest(
     pad_token_id: int = 0,
     details: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write the manifest of the shards `entries` (from `write_shard`, in order), with `details` merged in; returns it.
+    """Write the manifest of the shards `entries` (from `write_shard`, in order) and return it.
+
+    `details` is merged in.
 
     Every `{"file", "bytes", "sha256"}` in `details` is checked with the shards later on.
     """
@@ -137,8 +143,13 @@ def write_packed_rows(
 ) -> None:
     """Write `rows` to folder `path` in one atomic step (a temporary sibling folder, renamed when complete).
 
-    `details` is merged into the manifest. Raises `OSError` when the disk is full, `ValueError` when there is no row;
-    in both cases nothing is left behind and an older `path` stays as it was.
+    `details` is merged into the manifest.
+
+    Raises:
+        OSError: when the disk is full.
+        ValueError: when there is no row.
+
+    In both cases nothing is left behind and an older `path` stays as it was.
     """
     sizes: dict[str, int] = {
         "context_length": context_length,
@@ -161,7 +172,10 @@ def _batches(rows: Iterable[Row], size: int) -> Iterator[Iterator[Row]]:
 def _write_rows(
     stream: BinaryIO, rows: Iterable[Row], context_length: int, vocab_size: int, pad_token_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Write the tokens of `rows` behind room for the header; returns lengths [documents] and documents per row [rows]."""
+    """Write the tokens of `rows` behind room for the header.
+
+    Returns lengths [documents] and documents per row [rows].
+    """
     stream.write(bytes(HEADER_BYTES))
     filled = np.empty(context_length, dtype=token_dtype(vocab_size))
     lengths, counts = [], []
@@ -172,7 +186,8 @@ def _write_rows(
         assert len(tokens) <= context_length, "a packed row is longer than the context"
         if tokens.min() < 0 or tokens.max() >= vocab_size:
             raise ValueError(
-                f"token ids {tokens.min()}..{tokens.max()} do not fit a vocabulary of {vocab_size}: wrong tokenizer"
+                f"token ids {tokens.min()}..{tokens.max()} do not fit a vocabulary of {vocab_size}: "
+                "wrong tokenizer"
             )
         filled[: len(tokens)] = tokens
         filled[len(tokens) :] = pad_token_id

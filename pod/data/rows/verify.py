@@ -18,13 +18,18 @@ from pod.data.rows.pictures import PICTURE_NAME
 
 
 class DamagedData(ValueError):
-    """A data folder that this program wrote and that is not whole any more; the message names the file in one line."""
+    """A data folder that this program wrote and that is not whole any more.
+
+    The message names the file in one line.
+    """
 
 
 def open_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a data folder.
 
-    Raises `DamagedData` when it is broken or gone, `ValueError` when `folder` is something else or of another version.
+    Raises:
+        DamagedData: when it is broken or gone.
+        ValueError: when `folder` is something else or of another version.
     """
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
@@ -47,7 +52,10 @@ def open_manifest(folder: Path) -> dict[str, Any]:
 def verify(
     folder: Path, manifest: dict[str, Any], advance: Callable[[int], object] = lambda count: None
 ) -> Iterator[str]:
-    """One line for each damage of the data in `folder`; nothing when it is whole. `advance(bytes)` is called while reading."""
+    """One line for each damage of the data in `folder`; nothing when it is whole.
+
+    `advance(bytes)` is called while reading.
+    """
     faults = _fault(check_manifest_bytes, folder, manifest)
     if faults:  # what it says of the other files cannot be trusted
         yield faults[0]
@@ -68,7 +76,10 @@ def _strangers(folder: Path, manifest: dict[str, Any]) -> Iterator[str]:
 
 
 def _fault(check: Callable[..., Any], *arguments: Any) -> list[str]:
-    """The message of a check that raises `ValueError` or `OSError`, as a list of one line; [] when all is well."""
+    """The message of a check that raises `ValueError` or `OSError`, as a list of one line.
+
+    [] when all is well.
+    """
     try:
         check(*arguments)
     except (ValueError, OSError) as error:

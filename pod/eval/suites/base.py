@@ -6,8 +6,8 @@ A task is a file in the folder `own` with one subclass of `Task` whose `name` is
 has to know it. The payload's keys are the same for every task, so that tables, intervals and comparisons are
 made in one place:
 
-    kind              `nll` (samples hold sums of nats and token counts), `binary` (0 or 1) or `score` (0 to
-                      1)
+    kind              `nll` (samples hold sums of nats and token counts), `binary` (0 or 1) or
+                      `score` (0 to 1)
     metric            what the number is called in its field: perplexity, accuracy, qa_f1, rougeL …
     higher_is_better  bool
     value, ci95       the number (perplexity; share; mean score) and its 95 % interval over samples, or None

@@ -82,7 +82,8 @@ class GridTask(Task):
             tokens: gives the tokens of an item's longest prompt.
             new_tokens: tokens generated behind it.
         """
-        self.items, self.new_tokens, longest = items, new_tokens, dict[int, int]()
+        self.items, self.new_tokens = items, new_tokens
+        longest: dict[int, int] = {}
         for item in items:
             longest[item.length] = max(longest.get(item.length, 0), tokens(item))
         # the last new token is never fed

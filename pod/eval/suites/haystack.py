@@ -161,7 +161,9 @@ def place(sentences: list[str], needles: list[str], depths: list[float]) -> str:
     slots: dict[int, list[str]] = {}
     for needle, depth in zip(needles, depths, strict=True):
         wanted = depth * ends[-1]
-        slots.setdefault(min(range(len(ends)), key=lambda slot: abs(ends[slot] - wanted)), []).append(needle)
+        distances = [abs(end - wanted) for end in ends]
+        nearest = distances.index(min(distances))
+        slots.setdefault(nearest, []).append(needle)
     pieces, begin = [], 0
     for slot in sorted(slots):
         pieces += [" ".join(sentences[begin:slot]), *slots[slot]]

@@ -95,7 +95,8 @@ def _code_run(rng: random.Random, index: int, size: int) -> dict[str, Any]:
     calls: dict[int, tuple[int | None, int]] = {}
     for layer, following in zip(layers, [*layers[1:], None], strict=True):
         for name in layer:
-            calls[name] = rng.choice(following) if following else None, rng.randint(-12, 17)
+            called = rng.choice(following) if following else None
+            calls[name] = called, rng.randint(-12, 17)
     first, argument = rng.choice(layers[0]), rng.randint(-10, 10)
     value, name = argument, first
     while name is not None:

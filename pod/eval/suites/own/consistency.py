@@ -39,7 +39,7 @@ class ConsistencyOptions:
     """Number of texts (paper: 1000)."""
 
     predictions: PositiveInt = 100
-    """The task compares the predictions of the last tokens of each text. This is their number (paper: 100)."""
+    """The predictions of the last tokens of each text are compared. This is their number (paper: 100)."""
 
     windows: list[PositiveInt] = field(default_factory=lambda: [256, 512, 1024])
     """Window sizes in tokens for the method `full` (paper: 256 to 4096)."""
@@ -142,8 +142,10 @@ class Consistency(TextTask):
             *(texts.predict_by_window(dense, rows, last, window, at_once) for window in windows),
         ]
         shares = zip(*((one == reference).double().mean(dim=1).tolist() for one in found), strict=True)
-        said = zip(held, shares, strict=True)
-        return [{"score": score, "windows": windows, "bytes": size} for size, (score, *windows) in said]
+        records = []
+        for size, (score, *of_windows) in zip(held, shares, strict=True):
+            records.append({"score": score, "windows": of_windows, "bytes": size})
+        return records
 
     def _windows(self, records: list[Record]) -> Record:
         """PoD Table 7 as metrics and a curve."""

@@ -137,8 +137,10 @@ class MultiQuery(GridTask):
             rows = [document.questions[number] for document in batch]
             said.append(reading.answer_behind(model, tokenizer, copy, mask, rows, self.new_tokens))
             held.append(copy.nbytes_by_row())
-        of_rows = zip(zip(*said, strict=True), zip(*held, strict=True), strict=True)
-        return [{"answers": list(texts), "bytes": list(sizes)} for texts, sizes in of_rows]
+        answers_by_text = zip(*said, strict=True)
+        bytes_by_text = zip(*held, strict=True)
+        by_text = zip(answers_by_text, bytes_by_text, strict=True)
+        return [{"answers": list(answers), "bytes": list(sizes)} for answers, sizes in by_text]
 
     def samples(self, item: Document, record: Record) -> list[Record]:
         rows = zip(item.values, item.depths, record["answers"], record["bytes"], strict=True)

@@ -49,9 +49,11 @@ class Perplexity(TextTask):
         It holds the summed NLL (nats) and the bytes of each bucket, and the mean over buckets of what was
         decided.
         """
-        model, held, decided = subject.model, [[None] * len(rows)] * len(self.buckets), [[] for _ in rows]
+        model = subject.model
+        decided = [[] for _ in rows]
         if subject.method.one_shot:
             scored = answer.texts.score_by_forward(model, rows, self.buckets)
+            held = [[None] * len(rows) for _ in self.buckets]
         else:
             scored, held = [], []
             for bucket, span in zip(self.buckets, self.spans(), strict=True):
@@ -61,10 +63,14 @@ class Perplexity(TextTask):
                 for row, one in zip(decided, answer.reading.decided(cache), strict=True):
                     row += one.values()
         sums = zip(*(nll.double().sum(dim=1).tolist() for nll in scored), strict=True)
-        return [
-            {"sums": list(of_row), "held": list(sizes), **({"decisions": means(said)} if said else {})}
-            for of_row, sizes, said in zip(sums, zip(*held, strict=True), decided, strict=True)
-        ]
+        bytes_by_row = zip(*held, strict=True)
+        records = []
+        for of_row, sizes, said in zip(sums, bytes_by_row, decided, strict=True):
+            record: Record = {"sums": list(of_row), "held": list(sizes)}
+            if said:
+                record["decisions"] = means(said)
+            records.append(record)
+        return records
 
     def _payload(self, subject: Subject, records: list[Record]) -> Record:
         rows = []

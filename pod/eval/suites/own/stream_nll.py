@@ -125,10 +125,10 @@ class StreamNll(TextTask):
         """A record per text of [B, n]: summed NLL (nats) and bytes of every interval."""
         where = rows, self.options.prompt_tokens, ends, *self._fed(subject.method)
         sums, held = answer.texts.stream_nll(subject.model, subject.cache(self.spans()[0]), *where)
-        of_rows = zip(
-            zip(*(total.tolist() for total in sums), strict=True), zip(*held, strict=True), strict=True
-        )
-        return [{"sums": list(of_row), "held": list(sizes)} for of_row, sizes in of_rows]
+        sums_by_text = zip(*(total.tolist() for total in sums), strict=True)
+        bytes_by_text = zip(*held, strict=True)
+        by_text = zip(sums_by_text, bytes_by_text, strict=True)
+        return [{"sums": list(of_text), "held": list(sizes)} for of_text, sizes in by_text]
 
     def _payload(self, subject: Subject, ends: tuple[int, ...], records: list[Record]) -> Record:
         options, shared, (span,) = self.options, ends.index(self.common) + 1, self.spans()

@@ -75,8 +75,10 @@ def _file(name: str) -> Path:
     if local is not None and local.is_file():
         return local
     spec = importlib.util.find_spec(_PACKAGE)
-    for place in (spec.submodule_search_locations or []) if spec is not None else []:
-        if (path := Path(place) / _FOLDER / name).is_file():
+    places = [] if spec is None else spec.submodule_search_locations or []
+    for place in places:
+        path = Path(place) / _FOLDER / name
+        if path.is_file():
             return path
     where = local or f"<data_dir>/ruler/{name}"
     raise ValueError(

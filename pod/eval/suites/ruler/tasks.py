@@ -32,7 +32,8 @@ def rows(**metadata: Any) -> dict[str, Any]:
     settings = metadata["ruler"]
     chosen = {key: metadata.get(f"ruler_{key}", settings[key]) for key in ("length", "samples", "seed")}
     for key, value in chosen.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < (key != "seed"):
+        smallest = 0 if key == "seed" else 1
+        if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
             raise ValueError(f"ruler_{key} must be a whole number above 0, not {value!r}")
     tokenizer = data.load_tokenizer(metadata)
     return {
