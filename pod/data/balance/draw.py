@@ -62,7 +62,7 @@ def draw(kept: Kept, args: DataArgs, seed: int) -> Drawn:
 
 @dataclass
 class _Group:
-    """The pieces among which lots decide: those of one interval, and with weights those of one source in it."""
+    """The pieces among which lots decide: those of one interval, with weights those of one source in it."""
 
     source: int
     high: int

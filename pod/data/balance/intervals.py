@@ -86,7 +86,8 @@ def interval_of(lengths: np.ndarray, bounds: list[int]) -> np.ndarray:
 def kept_quotas(supply: np.ndarray, args: DataArgs) -> list[int]:
     """Tokens of each group that a draw may still ask for.
 
-    When a group has more, the amount never rises when supply is added. So what lies beyond it can be forgotten.
+    When a group has more, the amount never rises when supply is added. So what lies beyond it can be
+    forgotten.
 
     Args:
         supply: the tokens that are known so far, [intervals, groups in each].
@@ -157,8 +158,8 @@ def fill_equally(supply: np.ndarray, total: int) -> np.ndarray:
 def share_out(quota: int, supply: Sequence[int], weights: Sequence[float]) -> list[int]:
     """Whole tokens for each source: `quota` in the ratio of `weights`.
 
-    What a source lacks goes to the others in their ratio. The sum is min(quota, sum of supply). The arithmetic is
-    exact. Single tokens that do not divide go to the first sources with room.
+    What a source lacks goes to the others in their ratio. The sum is min(quota, sum of supply). The
+    arithmetic is exact. Single tokens that do not divide go to the first sources with room.
     """
     given = [math.floor(share) for share in _shares(quota, supply, weights)]
     # Fewer single tokens than sources with room are left.
@@ -191,9 +192,9 @@ def _shares(quota: int, supply: Sequence[int], weights: Sequence[float]) -> list
 def choose(lengths: np.ndarray, quota: int, longest: int) -> np.ndarray:
     """Positions (ascending, int64) of pieces that together have nearly, never more than, `quota` tokens.
 
-    The head that fits is taken. When more than 0.1 % of the quota is missing, the `reserve(longest)` pieces before
-    and behind the head's end are chosen anew. Their choice has the largest sum that fits. It leaves out, from the
-    last piece to the first, whatever it can do without.
+    The head that fits is taken. When more than 0.1 % of the quota is missing, the `reserve(longest)` pieces
+    before and behind the head's end are chosen anew. Their choice has the largest sum that fits. It leaves
+    out, from the last piece to the first, whatever it can do without.
 
     Args:
         lengths: the lengths in the order of the draw.

@@ -1,9 +1,9 @@
 """What the draw may need of everything that was read so far: in each group the pieces with the smallest lots.
 
-A group is a length interval; with weights it is one source in an interval. While documents are added, the shares
-of the groups in `target_tokens` are known better and better and lots get rarer. So the limits below which a piece
-is kept only ever fall. What is kept therefore depends on the set of documents alone, not on when they came or what
-was dropped before. It never holds more than the target and a reserve.
+A group is a length interval; with weights it is one source in an interval. While documents are added, the
+shares of the groups in `target_tokens` are known better and better and lots get rarer. So the limits below
+which a piece is kept only ever fall. What is kept therefore depends on the set of documents alone, not on
+when they came or what was dropped before. It never holds more than the target and a reserve.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Counted(NamedTuple):
     """
 
     documents: np.ndarray
-    """Pieces, float64 [all groups, sources]. Of documents left out for their length it counts whole documents."""
+    """Pieces, float64 [all groups, sources]; whole documents where they are left out for their length."""
     tokens: np.ndarray
     copies: int
 
@@ -177,7 +177,8 @@ class Kept:
             last = start + self._needed(number, lengths[start:stop], quotas)
             if last < stop:
                 limits.lots[number] = min(limits.lots[number], lots[last - 1])
-        # Pieces that are too short are known if the first interval would keep them: all documents reach that one.
+        # Pieces that are too short are known if the first interval would keep them: all documents reach that
+        # one.
         limits.lots[groups.short] = limits.lots[[groups.short, *range(groups.sources)]].min()
         kept = (pieces["lot"] <= limits.lots[group]) & (rank < COPIES)
         self.pieces, self.group = pieces[kept], group[kept]
@@ -224,9 +225,9 @@ class Kept:
         return Counted(count(documents), count(self.pieces["length"]), copies)
 
     def _copies(self, lots: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of the sorted pieces equal the one before (bool [n]), and how many equal ones stand before each.
+        """Which of the sorted pieces are copies, and how many equal pieces stand before each.
 
-        The counts are int64 [n].
+        A copy equals the piece before it (bool [n]). The counts are int64 [n].
         """
         copy = np.zeros(len(lots), bool)
         if self.args.deduplicate:

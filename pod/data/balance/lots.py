@@ -34,8 +34,8 @@ def lots_of(digests: np.ndarray, cuts: np.ndarray, seed: int) -> np.ndarray:
 def unit_order(sources: np.ndarray, seed: int) -> np.ndarray:
     """The order in which units are read, int64 [n].
 
-    The units of a source come in random order, and evenly spread over the whole. So at every moment about the same
-    share of each source is read, and what is read is a fair sample of all.
+    The units of a source come in random order, and evenly spread over the whole. So at every moment about the
+    same share of each source is read, and what is read is a fair sample of all.
 
     Args:
         sources: the source that each unit belongs to, [n].

@@ -43,7 +43,9 @@ def write_held_out(folder: Path, documents: Iterable[np.ndarray], vocab_size: in
 
 
 def held_out_documents(path: str | Path, tokenizer: Any = None) -> list[np.ndarray]:
-    """The held-out documents of prepared data, ids [n] each, mapped from their file, in the order of their places.
+    """The held-out documents of prepared data, ids [n] each, mapped from their file.
+
+    They come in the order of their places.
 
     Raises:
         ValueError: in one line, for a folder without prepared data, for damaged files, for data of another
@@ -98,9 +100,9 @@ def long_sequences(
 ) -> np.ndarray:
     """`num_sequences` disjoint sequences of `sequence_length` tokens, int64 [num_sequences, sequence_length].
 
-    Documents of at least that length come first, one sequence from the start of each, then their further pieces.
-    What is still missing is made of the rest, concatenated and cut. All are in random order, deterministic in
-    `seed`.
+    Documents of at least that length come first, one sequence from the start of each, then their further
+    pieces. What is still missing is made of the rest, concatenated and cut. All are in random order,
+    deterministic in `seed`.
 
     Raises:
         ValueError: when there is too little text.

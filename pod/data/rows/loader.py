@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 IGNORED_LABEL = -100
 OPEN_SHARDS = 64
-"""Shards that stay mapped at a time. Each holds three file descriptors, and a process often may have 1,024."""
+"""Shards that stay mapped at a time. Each holds three file descriptors; a process often may have 1,024."""
 
 
 class _Shard(NamedTuple):
@@ -39,8 +39,8 @@ class _Shard(NamedTuple):
 def shifted_labels(tokens: np.ndarray, docs: np.ndarray) -> np.ndarray:
     """Next-token labels of packed rows, int64 [..., context].
 
-    A label is `tokens[t + 1]` where token t + 1 belongs to the same document as token t, else -100 (last token of a
-    document, padding, end of the row).
+    A label is `tokens[t + 1]` where token t + 1 belongs to the same document as token t, else -100 (last
+    token of a document, padding, end of the row).
 
     Args:
         tokens, docs: [..., context].
@@ -63,8 +63,8 @@ class PackedDataset:
         vocab_size: the model's size. It must cover every token id, else the data is refused.
 
     Raises:
-        ValueError: in one line, for a missing or foreign manifest, a missing or truncated file, and data prepared
-            for another tokenizer.
+        ValueError: in one line, for a missing or foreign manifest, a missing or truncated file, and data
+            prepared for another tokenizer.
     """
 
     def __init__(
@@ -110,8 +110,9 @@ class PackedDataset:
     def rows(self, indices: Sequence[int] | np.ndarray) -> dict[str, torch.Tensor]:
         """Rows `indices` as one batch: `input_ids`, `doc_ids`, `labels`, each int64 [len(indices), context].
 
-        `doc_ids` number the documents of a row from 0; -1 is padding. The position of a token, for RoPE and for the
-        windows of attention, is counted from the start of its document. The model derives it from `doc_ids`.
+        `doc_ids` number the documents of a row from 0; -1 is padding. The position of a token, for RoPE and
+        for the windows of attention, is counted from the start of its document. The model derives it from
+        `doc_ids`.
 
         Raises:
             IndexError: for a row that does not exist.
@@ -132,7 +133,10 @@ class PackedDataset:
         }
 
     def documents(self, index: int) -> list[np.ndarray]:
-        """The token ids of each document of row `index`, in order, without padding; uint16 or uint32 [tokens]."""
+        """The token ids of each document of row `index`, in order, without padding.
+
+        They are uint16 or uint32 [tokens].
+        """
         lengths, row = self.row(index)
         return np.split(np.asarray(row[: lengths.sum()]), np.cumsum(lengths)[:-1])
 
@@ -154,7 +158,8 @@ class PackedDataset:
         tokens, lengths, starts = self._shard(number)
         first, stop = int(starts[at]), int(starts[at + 1])
         own, row = lengths[max(first, 0) : max(stop, 0)], tokens[at]
-        # One comparison per row, so that a damaged file stops here and not as an index error inside a GPU kernel.
+        # One comparison per row, so that a damaged file stops here and not as an index error inside a GPU
+        # kernel.
         fits = 0 <= first < stop <= len(lengths) and own.min() >= 1 and own.sum() <= self.context_length
         if not fits or row.max() >= self.manifest["vocab_size"]:
             shard = self.manifest["shards"][number]

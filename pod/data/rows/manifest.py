@@ -2,14 +2,14 @@
 
 A data folder holds `manifest.json` and, per shard, three plain `.npy` arrays (little-endian):
 
-* `shard-00000.tokens.npy` uint16 (vocabularies up to 65,536) or uint32 [rows, context]: a row's documents one after
-  another from position 0, then padding
+* `shard-00000.tokens.npy` uint16 (vocabularies up to 65,536) or uint32 [rows, context]: a row's documents one
+  after another from position 0, then padding
 * `shard-00000.lengths.npy` int32 [documents]: tokens of each document, row after row
 * `shard-00000.starts.npy` int64 [rows + 1]: row r holds the documents `starts[r]` to `starts[r + 1] - 1`
 
-Everything that attention and RoPE need follows from the lengths: the document of each token, and its position in
-it. The manifest names every file with its size and SHA-256, has an `id` made of these, and ends with a checksum of
-its own content.
+Everything that attention and RoPE need follows from the lengths: the document of each token, and its position
+in it. The manifest names every file with its size and SHA-256, has an `id` made of these, and ends with a
+checksum of its own content.
 """
 
 import hashlib

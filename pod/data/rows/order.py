@@ -10,8 +10,8 @@ import numpy as np
 def epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     """Permutation of `range(num_rows)`, int64 read-only, a function of (num_rows, seed, epoch) only."""
 
-    It sorts raw PCG64 output, which NumPy keeps stable across releases (`Generator.permutation` is not). So a run
-    can be resumed after an upgrade.
+    It sorts raw PCG64 output, which NumPy keeps stable across releases (`Generator.permutation` is not). So a
+    run can be resumed after an upgrade.
     """
     if seed < 0 or epoch < 0:
         raise ValueError(f"seed and epoch must be >= 0, got seed={seed}, epoch={epoch}")
@@ -25,8 +25,9 @@ def epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
 class RowCursor:
     """The position in the endless stream of rows: epoch after epoch, each in its own order, no row left out.
 
-    The whole state is `position`, the number of rows that all data-parallel ranks together have consumed since the
-    start. Saving that integer and starting a new cursor from it continues at the very next row, on any rank count.
+    The whole state is `position`, the number of rows that all data-parallel ranks together have consumed
+    since the start. Saving that integer and starting a new cursor from it continues at the very next row, on
+    any rank count.
     """
 
     num_rows: int

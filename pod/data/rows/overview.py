@@ -1,7 +1,7 @@
 """What prepared data holds, as text.
 
-Totals, intervals, sources, everything that was left out, and a few rows decoded. Whatever a manifest lacks is not
-shown. Programs read `manifest.json` itself.
+It shows totals, intervals, sources, everything that was left out, and a few rows decoded. Whatever a manifest
+lacks is not shown. Programs read `manifest.json` itself.
 """
 
 from collections.abc import Iterator
@@ -68,7 +68,8 @@ def clean(text: str) -> str:
 def _totals(manifest: dict[str, Any]) -> Iterator[str]:
     yield f"tokens      {manifest['num_tokens']:,} of {manifest['num_documents']:,} {pieces(manifest)}"
     padding = 100 * manifest.get("padding_share", 0)
-    yield f"rows        {manifest['num_rows']:,} of {manifest['context_length']:,} tokens, padding {padding:.2f} %"
+    rows = f"{manifest['num_rows']:,} of {manifest['context_length']:,} tokens"
+    yield f"rows        {rows}, padding {padding:.2f} %"
     yield f"vocabulary  {manifest['vocab_size']:,}, tokenizer {manifest['tokenizer_sha256'][:12]}"
     if request := manifest.get("request"):
         yield f"seed        {request['seed']}"
@@ -93,7 +94,10 @@ def _intervals(manifest: dict[str, Any]) -> Iterator[str]:
         part = f"{100 * one['tokens_after'] / share:.1f} %" if share else ""
         before, after = short_number(one["tokens_before"]), short_number(one["tokens_after"])
         yield f"{one['name']:<16}{before:>16}{after:>10}{part:>10}{one['passes']:>8.2f}"
-    yield "of share: drawn tokens over an equal share of all intervals; passes: how often each document was drawn"
+    yield (
+        "of share: drawn tokens over an equal share of all intervals; "
+        "passes: how often each document was drawn"
+    )
     yield from (f"! {note}" for note in balance.get("notes", []))
 
 

@@ -6,12 +6,13 @@ import numpy as np
 
 
 def best_fit_rows(lengths: np.ndarray, context_length: int, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows by best-fit decreasing, `window` documents at a time: (documents int64 [N], starts int64 [rows + 1]).
+    """Rows by best-fit decreasing, `window` documents at a time.
 
-    Row r holds the documents numbered `documents[starts[r] : starts[r + 1]]`. Within a window the longest document
-    goes first, each into the fullest row that still holds it. Rows with room stay open for the next window (at most
-    `window` of them; the fullest are closed first). Every document is in exactly one row. Ties: the earlier document,
-    the earlier row. Rows are numbered in the order in which they are closed.
+    Returns (documents int64 [N], starts int64 [rows + 1]). Row r holds the documents numbered
+    `documents[starts[r] : starts[r + 1]]`. Within a window the longest document goes first, each into the
+    fullest row that still holds it. Rows with room stay open for the next window (at most `window` of them;
+    the fullest are closed first). Every document is in exactly one row. Ties: the earlier document, the
+    earlier row. Rows are numbered in the order in which they are closed.
 
     Args:
         lengths: [N] in tokens, each in 1..context_length.

@@ -15,12 +15,12 @@ T = TypeVar("T")
 class Prefetcher(Generic[T]):
     """What `load` makes of each step's rows, in order, up to `depth` steps ahead of the caller.
 
-    `load(cursor)` gets a cursor that stands at the first row of a step of `rows_per_step` rows. It runs in one thread.
-    So it may read the same data set as the caller but must not touch what the caller changes. `depth` 0 loads in the
-    caller, without a thread.
+    `load(cursor)` gets a cursor that stands at the first row of a step of `rows_per_step` rows. It runs in
+    one thread. So it may read the same data set as the caller but must not touch what the caller changes.
+    `depth` 0 loads in the caller, without a thread.
 
-    `cursor` moves with `next` only: saved in a checkpoint it tells what was used, not what was loaded ahead. When it is
-    moved by hand (a resumed run), the prefetcher starts again there.
+    `cursor` moves with `next` only: saved in a checkpoint it tells what was used, not what was loaded ahead.
+    When it is moved by hand (a resumed run), the prefetcher starts again there.
     """
 
     def __init__(self, load: Callable[[RowCursor], T], cursor: RowCursor, rows_per_step: int, depth: int):
@@ -53,7 +53,10 @@ class Prefetcher(Generic[T]):
         return item
 
     def close(self) -> None:
-        """End the thread and drop what it loaded. `next` starts it again at the cursor. Calling twice is harmless."""
+        """End the thread and drop what it loaded. `next` starts it again at the cursor.
+
+        Twice is as good as once.
+        """
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
         self._thread = None

@@ -45,11 +45,13 @@ def write_shard(
     vocab_size: int,
     pad_token_id: int = 0,
 ) -> dict[str, Any]:
-    """Write `rows` as shard `number` of `folder` and return its manifest entry (JSON): counts, sizes, checksums."""
+    """Write `rows` as shard `number` of `folder` and return its manifest entry.
 
-    The files get their names when all three are complete and on the disk. Killed at any moment and called again, it
-    writes the same bytes. The shard counts as written once the caller has stored the entry. It holds one row in memory
-    and 4 bytes per document.
+    The entry (JSON) has counts, sizes and checksums.
+
+    The files get their names when all three are complete and on the disk. Killed at any moment and called
+    again, it writes the same bytes. The shard counts as written once the caller has stored the entry. It
+    holds one row in memory and 4 bytes per document.
 
     Raises:
         ValueError: for token ids outside the vocabulary and when there is no row.
