@@ -1,4 +1,7 @@
-"""What the model reads: documents → tokens → equal tokens per length interval → packed rows → loader."""
+"""What the model reads.
+
+Documents → tokens → equal tokens per length interval → packed rows → loader.
+"""
 
 from pod.data.args import DataArgs
 from pod.data.read.documents import Document

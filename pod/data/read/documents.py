@@ -12,7 +12,9 @@ LISTED_ORIGINS = 200
 
 @dataclass(frozen=True)
 class Document:
-    """One text with where it came from: `name` is a file, `file:record` or `hub id:record`.
+    """One text with where it came from.
+
+    `name` is a file, `file:record` or `hub id:record`.
 
     A document that is tokenised already has its ids in `tokens`, uint32 [n], and no text.
     """
@@ -56,13 +58,14 @@ class SourceReport:
         return self.skipped + self.records_skipped
 
     def check_any(self) -> None:
-        """A source without any document is a mistake of its name or of the filter: `ValueError`."""
+        """Raise `ValueError` for a source without any document: its name or the filter must be wrong."""
         if self.documents:
             return
         detail = f" ({self.skipped_files[0]})" if self.skipped_files else ""
         raise ValueError(
-            f"source {self.source!r} has no text: {self.files} files read, {self.empty} empty documents, {self.filtered} "
-            f"filtered out, {self.skips} unreadable{detail}; remove it from data.sources or correct it"
+            f"source {self.source!r} has no text: {self.files} files read, {self.empty} empty documents, "
+            f"{self.filtered} filtered out, {self.skips} unreadable{detail}; "
+            "remove it from data.sources or correct it"
         )
 
     def skip(self, reason: str) -> None:
@@ -93,7 +96,7 @@ class SourceReport:
             self._count_origin(origin, count)
 
     def _count_origin(self, origin: str, count: int) -> None:
-        """After 200 different origins the others are counted as `(others)`."""
+        """Count an origin. After 200 different origins the others are counted as `(others)`."""
         if origin not in self.origins and len(self.origins) >= LISTED_ORIGINS:
             origin = "(others)"
         self.origins[origin] = self.origins.get(origin, 0) + count

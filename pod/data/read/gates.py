@@ -11,7 +11,11 @@ from pod.data.read.records import one_line
 
 
 def imported_filter(name: str) -> Callable[[Document], bool]:
-    """The function that `module:function` names; `ValueError` when it cannot be imported or is none."""
+    """The function that `module:function` names.
+
+    Raises:
+        ValueError: when it cannot be imported or is none.
+    """
     module, colon, function = name.partition(":")
     if not (module and colon and function):
         raise ValueError(f"document_filter must be module:function, got {name!r}")
@@ -29,7 +33,11 @@ def imported_filter(name: str) -> Callable[[Document], bool]:
 
 
 def passes(document_filter: Callable[[Document], bool], name: str, document: Document) -> bool:
-    """The filter's verdict; `ValueError` when it fails or returns something else than True or False."""
+    """The filter's verdict.
+
+    Raises:
+        ValueError: when it fails or returns something else than True or False.
+    """
     try:
         verdict = document_filter(document)
     except Exception as error:  # the user's code may raise anything; it stays as the cause
@@ -39,6 +47,7 @@ def passes(document_filter: Callable[[Document], bool], name: str, document: Doc
     # A forgotten `return` must not empty the corpus.
     if not isinstance(verdict, bool | np.bool_):
         raise ValueError(
-            f"document_filter {name} returned {verdict!r:.80} for {document.name}: it must return True (keep) or False"
+            f"document_filter {name} returned {verdict!r:.80} for {document.name}: "
+            "it must return True (keep) or False"
         )
     return bool(verdict)

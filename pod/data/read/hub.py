@@ -15,7 +15,7 @@ class HubShard(NamedTuple):
     config: str | None
     split: str
     revision: str | None = None
-    """Commit of the data set, the same for all that is read; None for a folder of this machine."""
+    """Commit of the data set, the same for everything that is read; None for a folder of this machine."""
     index: int = 0
     count: int = 1
 
@@ -28,7 +28,11 @@ class HubShard(NamedTuple):
 
 
 def hub_shards(name: str, config: str | None, split: str) -> list[HubShard]:
-    """The shards that the stream of a data set consists of, as it stands now. Raises `ValueError` when there is none."""
+    """The shards that the stream of a data set consists of, as it stands now.
+
+    Raises:
+        ValueError: when there is none.
+    """
     whole = HubShard(name, config, split)
     with _named(whole, [0]):
         whole = whole._replace(revision=revision_of(name))
@@ -37,7 +41,10 @@ def hub_shards(name: str, config: str | None, split: str) -> list[HubShard]:
 
 
 def read_hub(shard: HubShard, fields: Fields, bad: Bad) -> Iterator[Record]:
-    """Records of a shard. A connection that breaks off is a `ValueError`, whatever the policy for unreadable files."""
+    """Records of a shard.
+
+    A connection that breaks off is a `ValueError`, whatever the policy for unreadable files.
+    """
     number = [0]
     with _named(shard, number):
         stream = _load(shard)
@@ -80,6 +87,6 @@ def _named(shard: HubShard, number: list[int]) -> Iterator[None]:
         raise
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"{shard.where} cannot be read at record {number[0]} ({one_line(error)}): check the id, config and split, the "
-            "network, or use a local copy"
+            f"{shard.where} cannot be read at record {number[0]} ({one_line(error)}): "
+            "check the id, config and split, the network, or use a local copy"
         ) from error

@@ -1,7 +1,11 @@
-"""MosaicML data sets: a folder with `index.json` and `.mds` shards, plain or compressed, read without their library.
+"""MosaicML data sets, read without their library.
 
-A shard, all numbers little-endian uint32: number of samples n; n + 1 offsets where samples start and the last one ends; a
-JSON header; the samples. A sample: the sizes of its columns that have no fixed size, then the columns' bytes.
+A data set is a folder with `index.json` and `.mds` shards, plain or compressed.
+
+A shard has the number of samples n, then n + 1 offsets where samples start and the last one ends, then a JSON
+header, then the samples. All numbers are little-endian uint32. A sample has the sizes of its columns that
+have no fixed size, then the columns' bytes.
+
 Source: the MDS format of github.com/mosaicml/streaming (version 2).
 """
 
@@ -19,9 +23,10 @@ from pod.data.read.readers import BUFFER_BYTES, OPENERS, damage_named, open_byte
 from pod.data.read.records import Bad, BadRecord, Fields, Record, UnreadableFile, one_line, too_long
 
 ARRAY_TYPES = {
-    8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 18: "<f2", 32: "<u4", 33: "<i4", 34: "<f4", 64: "<u8", 65: "<i8", 66: "<f8",
+    8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 18: "<f2",
+    32: "<u4", 33: "<i4", 34: "<f4", 64: "<u8", 65: "<i8", 66: "<f8",
 }  # fmt: skip
-"""First byte of an array whose type is not fixed → its type."""
+"""The type of an array by its first byte, when the type is not fixed."""
 
 
 class MdsColumn(NamedTuple):
@@ -57,7 +62,11 @@ def read_index(path: Path) -> dict[str, Any] | None:
 
 
 def mds_shards(folder: Path, index: dict[str, Any]) -> list[MdsShard]:
-    """The shards that `index` of `folder` names. Raises `ValueError` for another version or format than MDS 2."""
+    """The shards that `index` of `folder` names.
+
+    Raises:
+        ValueError: for another version or format than MDS 2.
+    """
     where = folder / "index.json"
     if index["version"] != 2:
         raise ValueError(f"{where} has version {index['version']!r}, expected 2")
@@ -89,10 +98,12 @@ def _shard(folder: Path, entry: dict[str, Any], where: Path) -> MdsShard:
 
 
 def read_shard(shard: MdsShard, fields: Fields, bad: Bad) -> Iterator[Record]:
-    """Records of a shard in its order, one sample in memory at a time; only the wanted columns are decoded.
+    """Records of a shard in its order, one sample in memory at a time. Only the wanted columns are decoded.
 
-    Raises `UnreadableFile` when its size differs from the index, or the content does not add up. Hashes that an index may hold
-    are not compared: reading would take twice as long.
+    Hashes that an index may hold are not compared: reading would take twice as long.
+
+    Raises:
+        UnreadableFile: when the shard's size differs from the index, or the content does not add up.
     """
     path = Path(shard.path)
     decoders = _decoders(shard, fields)
@@ -124,7 +135,7 @@ def _check_file(shard: MdsShard) -> None:
 
 
 def _sample_sizes(stream: IO[bytes], shard: MdsShard) -> np.ndarray:
-    """int64 [samples], after which the stream stands at the first sample."""
+    """Size of each sample, int64 [samples]. The stream then stands at the first sample."""
     samples = int(np.frombuffer(_exactly(stream, 4, shard), "<u4")[0])
     if samples != shard.samples:
         raise UnreadableFile(f"{shard.path} has {samples} samples, but index.json says {shard.samples}")
@@ -142,7 +153,7 @@ def _sample_sizes(stream: IO[bytes], shard: MdsShard) -> np.ndarray:
 def _read_sample(
     stream: IO[bytes], size: int, shard: MdsShard, decoders: dict[str, Decoder], fields: Fields, where: str
 ) -> dict[str, Any]:
-    """The wanted columns of the next sample; what is above the limit is passed over without being held."""
+    """The wanted columns of the next sample. What is above the limit is passed over without being held."""
     fixed = [column.size for column in shard.columns]
     num_variable = sum(not one for one in fixed)
     variable = iter(np.frombuffer(_exactly(stream, 4 * num_variable, shard), "<u4").tolist())
@@ -185,7 +196,10 @@ Decoder = Callable[[bytes], Any]
 
 
 def _decoders(shard: MdsShard, fields: Fields) -> dict[str, Decoder]:
-    """Decoder of each wanted column. What nobody asks for, and an origin that is no text, is passed over and may be of any kind."""
+    """Decoder of each wanted column.
+
+    What nobody asks for, and an origin that is no text, is passed over and may be of any kind.
+    """
     return {
         one.name: _decoder(one, shard)
         for one in shard.columns
@@ -208,7 +222,11 @@ def _decoder(column: MdsColumn, shard: MdsShard) -> Decoder:
 
 
 def _array_decoder(details: str, column: MdsColumn, shard: MdsShard) -> Decoder:
-    """Arrays: [type: 1 byte unless fixed] [shape, unless fixed: (axes × 4 + log2 of bytes per number), numbers] [values]."""
+    """Decoder of arrays: [type] [shape] [values].
+
+    The type is 1 byte; it is absent when the type is fixed. The shape is one byte (axes × 4 + log2 of bytes
+    per number), then the numbers; it is absent when the shape is fixed.
+    """
     name, _, axes = details.partition(":")
     try:
         fixed_type = np.dtype(name).newbyteorder("<") if name else None

@@ -1,4 +1,7 @@
-"""Source specs → files in a fixed order: files, folders, globs, URLs, MosaicML folders, the standard library, packages."""
+"""Source specs → files in a fixed order.
+
+A spec names files, folders, globs, URLs, MosaicML folders, the standard library or packages.
+"""
 
 import glob
 import importlib.util
@@ -24,7 +27,7 @@ MDS_INDEX = "index.json"
 
 
 class FoundFile(NamedTuple):
-    """A file of a source; `shard` says how it is read when it belongs to a MosaicML data set."""
+    """A file of a source. When it belongs to a MosaicML data set, `shard` says how it is read."""
 
     path: str
     shard: MdsShard | None = None
@@ -36,7 +39,7 @@ class Files:
 
     found: list[FoundFile] = field(default_factory=list)
     tolerate: bool = False
-    """Skip unreadable ones whatever the policy (deliberately broken files of the standard library)."""
+    """Skip unreadable files whatever the policy (deliberately broken files of the standard library)."""
     left_out: list[str] = field(default_factory=list)
     """Files that stand beside MosaicML shards and are not read, each with the reason."""
     unreadable: list[str] = field(default_factory=list)
@@ -44,7 +47,11 @@ class Files:
 
 
 def files_of(place: str, include: tuple[str, ...] = ()) -> Files:
-    """The files of a source that is not of the hub. Raises `ValueError` in one line when there are none."""
+    """The files of a source that is not of the hub.
+
+    Raises:
+        ValueError: in one line, when there are none.
+    """
     if place.startswith("stdlib:"):
         folder = Path(sysconfig.get_paths()["stdlib"], place.removeprefix("stdlib:"))
         return replace(_folder_files(folder, ("*.py",), STDLIB_OUTSIDE), tolerate=True)
@@ -76,7 +83,8 @@ def check_places(sources: Iterable[str]) -> None:
     Args:
         sources: places, as `files_of` takes them, without the fragments of `DataArgs.sources`.
 
-    Raises: ValueError in one line.
+    Raises:
+        ValueError: in one line.
     """
     for place in sources:
         if place.startswith("stdlib:") or is_remote(place) or hub_spec(place) is not None:
@@ -135,7 +143,8 @@ def _folder_files(folder: Path, include: tuple[str, ...], outside: frozenset[str
     seen = set()
     for parent, names in folders:
         for shard in indexed.get(parent, []):
-            # The index of a merged data set names the shards of the folders below, which have an index each too.
+            # The index of a merged data set names the shards of the folders below, which also have their own
+            # index.
             if shard.path not in seen and _matches(shard.path, include):
                 files.found.append(shard)
             seen.add(shard.path)
@@ -152,7 +161,10 @@ def _folder_files(folder: Path, include: tuple[str, ...], outside: frozenset[str
 
 
 def _found(paths: list[str], include: tuple[str, ...], beside_shards: bool = False) -> Files:
-    """Which of the files of a folder or glob are read: those of a known kind, and no notes about the records beside them."""
+    """Which of the files of a folder or glob are read.
+
+    They are the files of a known kind, without notes about the records beside them.
+    """
     if include:
         return Files([one for path in paths if _matches(path, include) for one in _file_or_shards(path)])
     files = Files()
@@ -192,10 +204,10 @@ def _shards(folder: Path, index: dict) -> list[FoundFile]:
 def _walk(
     folder: str | Path, unreadable: list[str], outside: frozenset[str], above: frozenset[str] = frozenset()
 ) -> Iterator[tuple[str, list[str]]]:
-    """(folder, its file names) in a fixed order, without hidden ones and the folders named in `outside`.
+    """(folder, its file names) in a fixed order, without hidden files and the folders named in `outside`.
 
-    Links to folders are followed, but not to one of those `above`, their real paths. What cannot be listed is named in
-    `unreadable`.
+    Links to folders are followed, but not to a folder in `above`, which has real paths. What cannot be listed
+    is named in `unreadable`.
     """
     real = os.path.realpath(folder)
     if real in above:

@@ -1,6 +1,7 @@
 """Readers of single files: text, jsonl, json, parquet and arrow, plain or compressed (.gz, .zst, .bz2, .xz).
 
-Each gives `Record`s one at a time and never holds more than the record at hand (tables: a small batch of rows, `.json`: one value).
+Each reader gives `Record`s one at a time and never holds more than the record at hand (tables: a small batch
+of rows, `.json`: one value).
 """
 
 import bz2
@@ -23,7 +24,8 @@ from pod.data.read.tables import read_table
 from pod.remote import local_copy
 
 _TEXTS = """txt text md markdown rst tex org adoc
-py pyi pyx c h cc cpp cxx hh hpp hxx cu cuh m java kt scala go rs swift cs js mjs jsx ts tsx rb php pl pm lua r hs ml clj ex erl
+py pyi pyx c h cc cpp cxx hh hpp hxx cu cuh m java kt scala go rs swift cs js mjs jsx ts tsx rb php pl pm \
+lua r hs ml clj ex erl
 f f90 sh bash zsh ps1 bat sql css scss proto cmake mk tcl vim el lisp asm s v sv vhd dart zig nim sol gradle
 yaml yml toml ini cfg"""
 KINDS = {
@@ -31,7 +33,7 @@ KINDS = {
     **dict.fromkeys([".jsonl", ".jsonlines", ".ndjson"], "lines"),
     **{f".{kind}": kind for kind in ("json", "parquet", "arrow", "mds")},
 }
-"""How files are read, by their suffix; a text is the whole file."""
+"""How files are read, by their suffix. A text is the whole file."""
 DAMAGE = (OSError, EOFError, UnicodeError, zlib.error, lzma.LZMAError)
 BUFFER_BYTES, ZSTD_BUFFER_BYTES = 2**20, 2**13
 JSON_BYTES = 256 * 2**20
@@ -39,7 +41,10 @@ JSON_BYTES = 256 * 2**20
 
 
 def kind_of(path: str | Path) -> str:
-    """`parquet`, `arrow`, `lines`, `json`, `mds` or `text`, by the name alone; what is unknown but wanted is text."""
+    """`parquet`, `arrow`, `lines`, `json`, `mds` or `text`, by the name alone.
+
+    What is unknown but wanted is text.
+    """
     return KINDS.get(_suffix(path), "text")
 
 
@@ -49,7 +54,7 @@ def is_known(path: str | Path) -> bool:
 
 
 def _suffix(path: str | Path) -> str:
-    """The suffix in lower case, that of compression taken away."""
+    """The suffix in lower case, without the suffix of compression."""
     root, suffix = os.path.splitext(str(path).lower())
     return os.path.splitext(root)[1] if suffix in OPENERS else suffix
 
@@ -62,11 +67,15 @@ def is_compressed(path: str | Path) -> bool:
 def read_records(
     path: Path, fields: Fields, bad: Bad, start: int = 0, stop: int | None = None
 ) -> Iterator[Record]:
-    """Records of a file in its order; the format follows from its name.
+    """Records of a file in its order. The format follows from its name.
 
-    `start`, `stop`: bytes of a plain jsonl file; its records are those whose lines begin in [start, stop).
-    `bad` is called for records that cannot be used and may raise. Raises `UnreadableFile` as soon as damage of the file
-    itself is met; records before it have been given out by then.
+    Args:
+        bad: called for records that cannot be used; it may raise.
+        start, stop: bytes of a plain jsonl file. Its records are those whose lines begin in [start, stop).
+
+    Raises:
+        UnreadableFile: as soon as damage of the file itself is met. Records before it have been given out by
+            then.
     """
     kind = kind_of(path)
     if kind == "mds":
@@ -85,7 +94,7 @@ def read_records(
 
 
 def read_copy(url: str, fields: Fields, bad: Bad) -> Iterator[Record]:
-    """`read_records` of a file of another machine, which is copied here first; messages name its URL."""
+    """`read_records` of a file of another machine, which is copied here first. Messages name its URL."""
     with local_copy(url) as path:
 
         def named(message: str) -> str:
@@ -109,7 +118,10 @@ def damage_named(path: Path | str) -> Iterator[None]:
 
 
 def open_bytes(path: Path) -> Any:
-    """Buffered binary stream of a file, decompressed by its suffix; a truncated file raises while it is read."""
+    """Buffered binary stream of a file, decompressed by its suffix.
+
+    A truncated file raises while it is read.
+    """
     opener = OPENERS.get(path.suffix.lower())
     return opener(path) if opener else open(path, "rb", buffering=BUFFER_BYTES)
 
@@ -118,7 +130,8 @@ def _open_zstd(path: Path) -> IO[bytes]:
     """Buffered stream of a zstd file of one or more frames."""
     import pyarrow
 
-    # zstandard's own reader ends silently on a truncated file, this one raises, and what it has in its buffer then is lost.
+    # zstandard's own reader ends silently on a truncated file. This one raises; what it has in its buffer
+    # then is lost.
     stream: Any = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
     return io.BufferedReader(stream, ZSTD_BUFFER_BYTES)
 
@@ -169,7 +182,7 @@ def _read_up_to(stream: IO[bytes], limit: int) -> bytes:
 
 
 def _encoding_of(path: Path, data: bytes) -> str:
-    """UTF-8 with or without byte-order mark; `.py`: the declared encoding."""
+    """UTF-8 with or without byte-order mark; for `.py` the declared encoding."""
     if path.suffix.lower() != ".py":
         return "utf-8-sig"
     try:
@@ -184,7 +197,8 @@ def _read_lines(
     """JSON lines, as bytes and with a limit, so that an endless line never enters memory."""
     part = start > 0 or stop is not None
     if start:
-        # A line belongs to the range that holds its first byte: the one that `start` may cut belongs to the range before.
+        # A line belongs to the range that holds its first byte. So the line that `start` may cut belongs to
+        # the range before.
         stream.seek(start - 1)
         start += _skip_line(stream, None if stop is None else stop - start + 1) - 1
     number = record_number = 0
@@ -280,7 +294,10 @@ def _holds_lines(stream: IO[bytes], limit: int) -> bool:
 
 
 def _json_values(path: Path, data: bytes) -> list[Any]:
-    """The elements of the array that `data` holds, or the one other value that it is; none when it is blank."""
+    """The elements of the array that `data` holds, or the one other value that it is.
+
+    The list is empty when `data` is blank.
+    """
     if len(data) > JSON_BYTES:
         raise UnreadableFile(
             f"{path} is one JSON value of more than {JSON_BYTES:,} bytes: make it JSON lines"

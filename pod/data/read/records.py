@@ -1,4 +1,7 @@
-"""From a record of any format (a JSON object, a table row, an MDS sample) to text or token ids, checked field by field."""
+"""From a record of any format to text or token ids, checked field by field.
+
+A record is a JSON object, a table row or an MDS sample.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,27 @@ ORIGIN_FIELDS = ("source", "domain")
 
 
 class UnreadableFile(ValueError):
-    """A file that is damaged or of another encoding or format; the message names it in one line."""
+    """A file that is damaged or of another encoding or format. The message names it in one line."""
 
 
 class BadRecord(ValueError):
-    """A record that is damaged, too long or without the wanted field; the message names its file and place in one line."""
+    """A record that is damaged, too long or without the wanted field.
+
+    The message names its file and place in one line.
+    """
 
 
 class Record(NamedTuple):
-    """What one record holds: a text, or token ids uint32 [n] with the bounds int64 [documents, 2] of its documents."""
+    """What one record holds: a text, or token ids with the bounds of their documents.
+
+    Token ids are uint32 [n], bounds int64 [documents, 2].
+    """
 
     place: int | None
-    """Its number in the file, or the byte where its line starts when only a part of the file is read; None = it is the file."""
+    """Its number in the file, or the byte where its line starts when only a part of the file is read.
+
+    None: the record is the file.
+    """
     text: str
     tokens: np.ndarray | None = None
     bounds: np.ndarray | None = None
@@ -35,7 +47,10 @@ class Record(NamedTuple):
 
 
 Bad = Callable[[str], None]
-"""Called with the reason when a record cannot be used: counts it, or raises by the policy of the caller."""
+"""Called with the reason when a record cannot be used.
+
+It counts the record, or raises, by the policy of the caller.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,7 +64,7 @@ class Fields:
 
     @classmethod
     def from_args(cls, args: DataArgs) -> Fields:
-        """Those of the recipe's `data` section."""
+        """The fields of the recipe's `data` section."""
         return cls(args.text_field, args.token_field, args.token_bounds_field, args.max_record_bytes)
 
     @property
@@ -64,7 +79,11 @@ class Fields:
         return list(dict.fromkeys(wanted))
 
     def record(self, place: int, values: Any, where: str) -> Record:
-        """The record of a mapping of fields. Raises `BadRecord` when it cannot be used."""
+        """The record of a mapping of fields.
+
+        Raises:
+            BadRecord: when it cannot be used.
+        """
         if self.tokens is not None:
             return self._token_record(place, values, where)
         text = text_of(values, self.text, where)
@@ -102,13 +121,17 @@ def one_line(error: BaseException) -> str:
 
 
 def too_long(where: str, num_bytes: int | None, limit: int) -> str:
-    """The message for a record above the limit; `num_bytes` None = its length is not known."""
+    """The message for a record above the limit. `num_bytes` None: its length is not known."""
     size = f"{num_bytes:,} bytes, more than" if num_bytes is not None else "more bytes than"
     return f"{where} has {size} data.max_record_bytes = {limit:,}"
 
 
 def text_of(values: Any, text_field: str, where: str) -> str:
-    """The text of one record; `BadRecord` names the fields seen when there is none. A null text is an empty one."""
+    """The text of one record. A null text is an empty one.
+
+    Raises:
+        BadRecord: when there is no text; it names the fields seen.
+    """
     text = _field(values, text_field, where, "text_field")
     if text is None:
         return ""
@@ -118,7 +141,11 @@ def text_of(values: Any, text_field: str, where: str) -> str:
 
 
 def token_ids(values: Any, where: str) -> np.ndarray:
-    """Token ids as uint32 [n]. Raises `BadRecord` for what is no list of whole numbers from 0 to 2**32 - 1."""
+    """Token ids as uint32 [n].
+
+    Raises:
+        BadRecord: for what is no list of whole numbers from 0 to 2**32 - 1.
+    """
     ids = _whole_numbers(values, where, "token ids")
     if ids.ndim != 1:
         raise BadRecord(f"{where} has {ids.ndim} dimensions, expected a list of token ids")
@@ -130,7 +157,11 @@ def token_ids(values: Any, where: str) -> np.ndarray:
 
 
 def document_bounds(values: Any, length: int, where: str) -> np.ndarray:
-    """[start, stop) pairs as int64 [documents, 2], ascending, inside `length` tokens and apart; else `BadRecord`."""
+    """[start, stop) pairs as int64 [documents, 2], ascending, inside `length` tokens and apart.
+
+    Raises:
+        BadRecord: when they are not so.
+    """
     bounds = _whole_numbers(values, where, "[start, stop) pairs").astype(np.int64)
     if bounds.size == 0:
         return np.empty((0, 2), dtype=np.int64)

@@ -1,7 +1,9 @@
-"""Documents from files, folders, lists, MosaicML and hub data sets, the standard library and installed packages.
+"""Documents from any source.
 
-`load_documents` turns source specs (see `DataArgs.sources`) into a stream of `Document`; nothing is held in memory but
-the record at hand. What cannot be read is an error that names the file, or is counted, by the policy of the caller.
+Sources are files, folders, lists, MosaicML and hub data sets, the standard library and installed packages.
+`load_documents` turns source specs (see `DataArgs.sources`) into a stream of `Document`. Only the record at
+hand is held in memory. What cannot be read is an error that names the file, or is counted, by the policy of
+the caller.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,10 +16,14 @@ from pod.data.read.units import plan_units, read_unit
 
 
 def load_documents(sources: Iterable[str], **settings: Any) -> Iterator[Document]:
-    """Stream the documents of `sources`, with `settings` of the recipe's `data` section, in a fixed order (files sorted by name).
+    """Stream the documents of `sources` in a fixed order (files sorted by name).
 
-    Raises `ValueError` in one line for a source that does not exist or holds no text and, with `unreadable="error"`, for any
-    unreadable file.
+    Args:
+        settings: settings of the recipe's `data` section.
+
+    Raises:
+        ValueError: in one line, for a source that does not exist or holds no text and, with
+            `unreadable="error"`, for any unreadable file.
     """
     args = DataArgs(sources=list(sources), **settings)
     units = plan_units(args)

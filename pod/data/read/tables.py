@@ -11,9 +11,13 @@ ROWS_AT_A_TIME = 64
 
 
 def read_table(path: Path, kind: str, fields: Fields, bad: Bad) -> Iterator[Record]:
-    """Records of a parquet file or an arrow file (either IPC layout, stream as `datasets` writes it or random access).
+    """Records of a parquet file or an arrow file.
 
-    Only the wanted columns are read. Raises `UnreadableFile` for damage or when the wanted column does not exist.
+    Arrow files may have either IPC layout: stream, as `datasets` writes it, or random access. Only the wanted
+    columns are read.
+
+    Raises:
+        UnreadableFile: for damage or when the wanted column does not exist.
     """
     import pyarrow
 
@@ -59,7 +63,11 @@ def _batches(path: Path, kind: str, fields: Fields) -> Iterator[Iterator[Any]]:
 
 
 def _wanted(names: list[str], fields: Fields, path: Path) -> list[str]:
-    """The columns to read; `UnreadableFile` when the one with the documents is missing."""
+    """The columns to read.
+
+    Raises:
+        UnreadableFile: when the column with the documents is missing.
+    """
     for name in (fields.content, fields.bounds):
         if name is not None and name not in names:
             try:
@@ -70,7 +78,10 @@ def _wanted(names: list[str], fields: Fields, path: Path) -> list[str]:
 
 
 def _row(batch: Any, row: int, fields: Fields, where: str) -> dict[str, Any]:
-    """The wanted values of a row; texts and lists above the limit are refused before they become Python objects."""
+    """The wanted values of a row.
+
+    Texts and lists above the limit are refused before they become Python objects.
+    """
     import pyarrow
 
     values = {}

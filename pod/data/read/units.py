@@ -1,7 +1,8 @@
-"""Sources cut into units: the work that one process reads at a time. The cut depends on nothing but the files and the target.
+"""Sources cut into units: a unit is the work that one process reads at a time.
 
-A unit is a run of small files, one large file, a range of a large jsonl file, a MosaicML shard or a shard of a hub data set.
-Reading all units one after the other gives the documents in the order of the sources and of their files' names.
+A unit is a run of small files, one large file, a range of a large jsonl file, a MosaicML shard or a shard of
+a hub data set. The cut depends on nothing but the files and the target. Reading all units one after the other
+gives the documents in the order of the sources and of their files' names.
 """
 
 import hashlib
@@ -27,15 +28,15 @@ from pod.data.read.records import Bad, Fields, Record, UnreadableFile
 from pod.remote import is_remote, remote_state
 
 UNITS_PER_SOURCE = 64
-"""Units that a source has at least if the smallest sizes allow, so that many processes have work."""
+"""Units that a source has at least, if the smallest sizes allow, so that many processes have work."""
 SMALLEST_GROUP_BYTES, GROUP_BYTES = 2**20, 32 * 2**20
 """Text in a run of small files."""
 SMALLEST_RANGE_BYTES, RANGE_BYTES = 2**20, 64 * 2**20
 """Bytes in a range of a large jsonl file."""
 BYTES_PER_TARGET_TOKEN = 0.25
-"""Units are not larger, so that reading can stop soon after the target is reached."""
+"""Limit of a unit's size, so that reading can stop soon after the target is reached."""
 LISTED_RECORDS = 3
-"""Bad records of a file that are named: one without the wanted field must not hide the others."""
+"""How many bad records of a file are named: one without the wanted field must not hide the others."""
 COMPRESSION = 4
 """Text is about this much larger than its compressed file."""
 READING_VERSION = 2
@@ -82,13 +83,13 @@ class Unit:
     tolerate: bool = False
     """Skip unreadable files whatever the policy."""
     left_out: tuple[str, ...] = ()
-    """Files of the source that are not read at all, each with the reason; named by its first unit."""
+    """Files of the source that are not read at all, each with the reason. The first unit names them."""
     split: str = ""
     """The fragment of the source: how its texts are split."""
 
     @property
     def text_bytes(self) -> int:
-        """About how many bytes of text it holds; 0 for hub data sets, of which that is not known."""
+        """About how many bytes of text it holds; 0 for hub data sets, where that is not known."""
         return sum(one.text_bytes for one in self.files)
 
     def is_lenient(self, args: DataArgs) -> bool:
@@ -96,7 +97,10 @@ class Unit:
         return args.unreadable == "skip" or self.tolerate
 
     def fingerprint(self) -> str:
-        """64 hex digits of what is read: paths, sizes, times of change, ranges, hub shard and fragment; not of the settings."""
+        """64 hex digits of what is read: paths, sizes, times of change, ranges, hub shard and fragment.
+
+        The settings are not in it.
+        """
         paths = [one.path if is_remote(one.path) else os.path.abspath(one.path) for one in self.files]
         parts = [[*one[1:5], one.shard and one.shard[2:]] for one in self.files]
         files = [[path, *part] for path, part in zip(paths, parts, strict=True)]
@@ -105,7 +109,11 @@ class Unit:
 
 
 def plan_units(args: DataArgs) -> list[Unit]:
-    """The units of all sources, in reading order. Raises `ValueError` in one line for a source that does not exist."""
+    """The units of all sources, in reading order.
+
+    Raises:
+        ValueError: in one line, for a source that does not exist.
+    """
     units = []
     for source, spec in enumerate(args.sources):
         place, _ = split_fragment(spec)
@@ -127,10 +135,13 @@ def plan_units(args: DataArgs) -> list[Unit]:
 
 
 def read_unit(unit: Unit, args: DataArgs, report: SourceReport) -> Iterator[Document]:
-    """The documents of a unit, in order, without empty ones; what is left out goes into `report`, and the files read.
+    """The documents of a unit, in order, without empty ones.
 
-    Raises `ValueError` in one line, with `unreadable="error"` for all that cannot be read, and always for a file that has
-    changed since the unit was planned.
+    What is left out goes into `report`, and so do the files read.
+
+    Raises:
+        ValueError: in one line, with `unreadable="error"` for everything that cannot be read, and always for
+            a file that has changed since the unit was planned.
     """
     for reason in unit.left_out:
         report.skip(reason)
@@ -153,7 +164,10 @@ def _skipping(report: SourceReport) -> Bad:
 def _judged(
     unit: Unit, args: DataArgs, report: SourceReport, part: FilePart | None, documents: Iterator[Document]
 ) -> Iterator[Document]:
-    """`documents` of one file without empty ones; a damaged file ends them or raises, a changed one always raises."""
+    """`documents` of one file without empty ones.
+
+    A damaged file ends them or raises; a changed file always raises.
+    """
     bad_before = report.records_skipped
     is_empty = part is not None and part.stop is None and part.shard is None
     try:
@@ -194,7 +208,10 @@ def _records(part: FilePart | None, unit: Unit, fields: Fields, bad: Bad) -> tup
 
 
 def _documents(part: FilePart | None, unit: Unit, fields: Fields, bad: Bad) -> Iterator[Document]:
-    """The documents of a file's records: one each, or those that the bounds of token ids or the source's fragment say."""
+    """The documents of a file's records.
+
+    A record is one document, or the documents that the bounds of token ids or the source's fragment say.
+    """
     prefix, records = _records(part, unit, fields, bad)
     splitter = split_fragment(unit.spec)[1]
     for record in records:
@@ -217,7 +234,7 @@ def _documents(part: FilePart | None, unit: Unit, fields: Fields, bad: Bad) -> I
 
 
 def _groups(files: Files, target_tokens: int | None, may_cut: bool) -> Iterator[tuple[FilePart, ...]]:
-    """The files of a source as runs of consecutive small ones; ranges, shards and large files alone."""
+    """The files of a source as runs of consecutive small ones. Ranges, shards and large files stand alone."""
     whole = [FilePart(one.path, *_state(one.path), shard=one.shard) for one in files.found]
     share = sum(one.text_bytes for one in whole) // UNITS_PER_SOURCE
     if target_tokens is not None:
@@ -242,7 +259,7 @@ def _groups(files: Files, target_tokens: int | None, may_cut: bool) -> Iterator[
 
 
 def _ranges(part: FilePart, range_bytes: int) -> list[FilePart]:
-    """A large plain jsonl file in ranges; empty for all else."""
+    """A large plain jsonl file in ranges; empty for every other file."""
     whole = is_compressed(part.path) or is_remote(part.path)
     if part.size <= range_bytes or kind_of(part.path) != "lines" or whole:
         return []
@@ -251,7 +268,10 @@ def _ranges(part: FilePart, range_bytes: int) -> list[FilePart]:
 
 
 def _state(path: str) -> tuple[int, int]:
-    """Size [bytes] and time of change [ns]; (-1, 0) for what is missing or no regular file (unreadable when its turn comes)."""
+    """Size [bytes] and time of change [ns].
+
+    (-1, 0) for what is missing or no regular file (unreadable when its turn comes).
+    """
     if is_remote(path):
         return remote_state(path)
     try:

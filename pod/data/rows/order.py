@@ -8,7 +8,7 @@ import numpy as np
 
 @lru_cache(maxsize=4)
 def epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """Permutation of `range(num_rows)`, int64 read-only, a function of (num_rows, seed, epoch) only."""
+    """Permutation of `range(num_rows)`, int64 read-only, a function of (num_rows, seed, epoch) only.
 
     It sorts raw PCG64 output, which NumPy keeps stable across releases (`Generator.permutation` is not). So a
     run can be resumed after an upgrade.

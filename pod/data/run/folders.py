@@ -1,4 +1,7 @@
-"""What a preparation may replace and remove: not what somebody else put there, not what another run works with."""
+"""What a preparation may replace and remove.
+
+It leaves alone what somebody else put there and what another run works with.
+"""
 
 import contextlib
 import re
@@ -12,7 +15,7 @@ from pod.data.read.books import split_fragment
 from pod.data.rows.manifest import MANIFEST_NAME
 
 LOCK_SECONDS = 5.0
-"""How long to wait for another run on the same data; the workers of a killed one need less than a second to end."""
+"""How long to wait for another run on the same data. Workers of a killed run end in less than a second."""
 _OF_PREPARED_DATA = re.compile(
     r"manifest\.json|shard-\d+\.\w+\.npy|held_out\.(tokens\.bin|lengths\.npy)|(lengths|packing|sources)\.png"
     r"|\..+\.tmp-.+|\.DS_Store"
@@ -21,7 +24,11 @@ OF_WORK = re.compile(r"work\.json|unit-.+|shard-\d+\.json|rows|\..+")
 
 
 def check_replaceable(folder: Path, own: re.Pattern = _OF_PREPARED_DATA) -> None:
-    """Raise `ValueError` when `folder`, which is replaced or removed as a whole, is a file or holds anything but files of `own` names."""
+    """Check that `folder`, which is replaced or removed as a whole, holds nothing but files of `own` names.
+
+    Raises:
+        ValueError: when it is a file or holds anything else.
+    """
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -38,7 +45,13 @@ def check_replaceable(folder: Path, own: re.Pattern = _OF_PREPARED_DATA) -> None
 
 
 def check_outside(output_dir: Path, sources: Iterable[str]) -> None:
-    """Raise `ValueError` when `output_dir` lies in a folder that is read: its files would be documents of the next preparation."""
+    """Check that `output_dir` does not lie in a folder that is read.
+
+    Its files would be documents of the next preparation.
+
+    Raises:
+        ValueError: when it does.
+    """
     for source in sources:
         place, folder = Path(split_fragment(source)[0]).expanduser().resolve(), output_dir.resolve()
         is_matched = "**" in place.parts and fnmatch(str(folder / MANIFEST_NAME), str(place))
@@ -51,7 +64,11 @@ def check_outside(output_dir: Path, sources: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def locked(file: Path, seconds: float, message: str) -> Iterator[None]:
-    """Hold the lock `file`, which exists only meanwhile. Raises `ValueError(message)` when it is not free within `seconds`."""
+    """Hold the lock `file`, which exists only meanwhile.
+
+    Raises:
+        ValueError: with `message`, when the lock is not free within `seconds`.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(file, thread_local=False)
     try:

@@ -1,11 +1,13 @@
 """What one preparation is: settings, tokenizer, units in the order of reading, and where its work lies.
 
-    <output_dir>.work/work.json       what the work is for; of anything else it is kept unless `overwrite` is asked for
+    <output_dir>.work/work.json       what the work is for; work for anything else is kept unless `overwrite`
+                                      is asked for
     <output_dir>.work/unit-*.bin      kept tokens, one file per finished unit (`pod.data.tokens.store`)
     <output_dir>.work/shard-*.json    entries of finished shards
     <output_dir>.work/rows/           the shards, renamed to <output_dir> at the end
 
-Every file appears in one step and is used again when it is there, so a run can be killed at any moment and called again.
+Every file appears in one step and is used again when it is there. So a run can be killed at any moment and
+called again.
 """
 
 import hashlib
@@ -42,8 +44,9 @@ class Job:
     """One preparation of `args` into `output_dir`.
 
     Args:
-        tokenizer: a tokenizer, or its folder, file or hub id (then the job can be pickled). `args.tokenizer` wins.
-        seed: of the order of reading, the draw and the order of rows.
+        tokenizer: a tokenizer, or its folder, file or hub id (then the job can be pickled). `args.tokenizer`
+            wins.
+        seed: seed of the order of reading, the draw and the order of rows.
     """
 
     def __init__(self, args: DataArgs, tokenizer: Any, output_dir: str | Path, seed: int = 0):
@@ -80,7 +83,7 @@ class Job:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the token ids on disk."""
+        """Type of the token ids on disk."""
         return token_dtype(self.vocab_size)
 
     @property
@@ -112,7 +115,7 @@ class Job:
         return self.args.workers or cores()
 
     def warm_up(self) -> None:
-        """Make here what forked workers would else make once each."""
+        """Make here what each forked worker would otherwise make for itself."""
         _ = self.units, self.request, self.boundary, self.vocab_size, self.encoder
 
     @cached_property
@@ -127,7 +130,7 @@ class Job:
 
     @cached_property
     def request(self) -> dict[str, Any]:
-        """All that decides the bytes of the result but the sources' content and `held_out_tokens`."""
+        """All that decides the bytes of the result, except the sources' content and `held_out_tokens`."""
         settings = {name: value for name, value in asdict(self.args).items() if name not in NOT_DECIDING}
         settings["boundary_tokens"] = [list(self.boundary.before), list(self.boundary.after)]
         return {
@@ -139,14 +142,20 @@ class Job:
         }
 
     def is_current(self) -> bool:
-        """Whether `output_dir` holds complete data of this request, with as much held-out text or more. No source is looked at."""
+        """Whether `output_dir` holds complete data of this request, with as much held-out text or more.
+
+        No source is looked at.
+        """
         try:
             return self.is_answered_by(PackedDataset(self.output_dir).manifest)
         except ValueError:
             return False
 
     def is_answered_by(self, manifest: dict[str, Any]) -> bool:
-        """Whether data of this manifest is of this request, with as much held-out text or more, and no ids that the model lacks."""
+        """Whether data of this manifest answers this request.
+
+        It must be of this request, with as much held-out text or more, and with no ids that the model lacks.
+        """
         if manifest.get("vocab_size", 0) > self.vocab_size:  # made when the model's size was not asked for
             return False
         held_out = (manifest.get("held_out") or {}).get("asked", 0)
@@ -166,7 +175,7 @@ class Job:
 
     @property
     def lock_file(self) -> Path:
-        """Held by the run that works on this output."""
+        """Lock that the run which works on this output holds."""
         return self.output_dir.parent / f"{self.output_dir.name}.lock"
 
     def unit_file(self, number: int) -> UnitFile:
@@ -178,10 +187,12 @@ class Job:
         return self.work_dir / f"shard-{number:05d}.json"
 
     def open_work(self, overwrite: bool = False) -> None:
-        """Make the work folder; what the same request left there of other sources is removed. ValueError where another request left
-        finished units, unless `overwrite` lets them be removed.
+        """Make the work folder. What the same request left there of other sources is removed.
 
-        The policy for what cannot be read is no part of that: finished units stay when it is relaxed.
+        The policy for what cannot be read is no part of the request: finished units stay when it is relaxed.
+
+        Raises:
+            ValueError: where another request left finished units, unless `overwrite` lets them be removed.
         """
         units = hashlib.sha256("".join(self._fingerprints).encode()).hexdigest()
         wanted = {"request": self._of_work, "held_out_tokens": self.held_out_tokens, "units_sha256": units}
@@ -203,12 +214,18 @@ class Job:
         write_json(self.work_dir / WORK_NAME, wanted)
 
     def has_work(self) -> bool:
-        """Whether the work folder is that of this request, with whatever held-out text and sources, or holds no finished unit."""
+        """Whether the work folder belongs to this request, with whatever held-out text and sources.
+
+        It also counts when it holds no finished unit.
+        """
         found = self._found_work()
         return found["request"] == self._of_work if found else not any(self.work_dir.glob("unit-*"))
 
     def clean(self) -> None:
-        """Remove the work; what it was for goes last, so that units which a kill leaves are not of unknown origin."""
+        """Remove the work.
+
+        What it was for goes last, so that units which a kill leaves are not of unknown origin.
+        """
         for unit in self.work_dir.glob("unit-*"):
             unit.unlink(missing_ok=True)
         shutil.rmtree(self.work_dir, ignore_errors=True)

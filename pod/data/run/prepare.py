@@ -1,4 +1,7 @@
-"""Data preparation in one call: read → tokenise → keep or drop → pack → publish, on the processes of this machine."""
+"""Data preparation in one call, on the processes of this machine.
+
+Read → tokenise → keep or drop → pack → publish.
+"""
 
 import os
 from contextlib import suppress
@@ -29,7 +32,7 @@ from pod.remote import is_remote
 # Measured by benchmarks/data_pipeline.py with SmolLM2's tokenizer on Python source.
 BYTES_PER_TOKEN = 3.6
 TOKENS_PER_SECOND = 800_000
-"""Of one core."""
+"""Speed of one core."""
 PARENT_GIGABYTES, WORKER_GIGABYTES = 0.3, 0.2
 RECORD_FACTOR = 125
 """Bytes of memory per byte of a long record while it is tokenised."""
@@ -46,16 +49,23 @@ def prepare(
 ) -> PackedDataset:
     """Prepare the training rows and the held-out text of `args` in folder `output_dir` and open them.
 
-    `tokenizer` is a tokenizer, its folder, file or hub id. The same settings, sources and seed give the same bytes, whatever
-    the number of workers and however often the work was interrupted. Data of the same settings, seed and tokenizer is kept as it
-    is; one line warns where a local source was changed later. The folder appears in one step; what an error, a full disk or a
+    The same settings, sources and seed give the same bytes, whatever the number of workers and however often
+    the work was interrupted. Data of the same settings, seed and tokenizer is kept as it is; one line warns
+    where a local source was changed later. The folder appears in one step. What an error, a full disk or a
     kill interrupted stays in `<output_dir>.work`, from where the same call continues.
 
-    Rows of other settings, and rows without a readable manifest, stay where they are: that is a `ValueError`. `overwrite` replaces
-    them, and reads the sources again for rows of the same settings. `used_by` names checkpoints that can continue with the rows in
-    `output_dir` only: these rows are not replaced by others either way.
+    Rows of other settings, and rows without a readable manifest, stay where they are: that is a `ValueError`.
 
-    Raises `ValueError` in one line for settings, sources and tokenizers that cannot work, `OSError` when the disk is full.
+    Args:
+        tokenizer: a tokenizer, its folder, file or hub id.
+        used_by: checkpoints that can continue with the rows in `output_dir` only. These rows are not replaced
+            by others, with or without `overwrite`.
+        overwrite: replace rows of other settings and rows without a readable manifest, and read the sources
+            again for rows of the same settings.
+
+    Raises:
+        ValueError: in one line, for settings, sources and tokenizers that cannot work.
+        OSError: when the disk is full.
     """
     job = Job(args, tokenizer, output_dir, seed)
     if job.is_current() and not overwrite:
@@ -65,7 +75,8 @@ def prepare(
             if job.has_work():
                 job.clean()
         print(
-            f"{job.output_dir} is up to date: the same settings, seed and tokenizer; --overwrite reads its sources again"
+            f"{job.output_dir} is up to date: the same settings, seed and tokenizer; "
+            "--overwrite reads its sources again"
         )
         if (changed := newer_source(args, job.output_dir)) is not None:
             print(
@@ -80,7 +91,10 @@ def prepare(
         _check_nothing_is_lost(job)
     check_outside(job.output_dir, [] if args.include else args.sources)
     check_can_write(job.output_dir.parent, "output_dir")
-    message = f"another process is preparing {job.output_dir}: wait for it, or stop it and run the same command again"
+    message = (
+        f"another process is preparing {job.output_dir}: "
+        "wait for it, or stop it and run the same command again"
+    )
     with locked(job.lock_file, LOCK_SECONDS, message):
         if overwrite or not job.is_current():  # the run that held the lock may have had the same request
             _make(job, overwrite)
@@ -88,7 +102,7 @@ def prepare(
 
 
 def newer_source(args: DataArgs, folder: Path) -> str | None:
-    """A file of the local sources that was changed later than the rows in `folder` were made; None without one."""
+    """A file of the local sources that was changed after the rows in `folder` were made; None without one."""
     made = (folder / MANIFEST_NAME).stat().st_mtime_ns
     for source in args.sources:
         place, _ = split_fragment(source)
@@ -102,7 +116,13 @@ def newer_source(args: DataArgs, folder: Path) -> str | None:
 
 
 def _check_unused(job: Job, used_by: str | Path, overwrite: bool) -> None:
-    """ValueError where rows lie in the job's folder that would change. Damaged ones of this request are made again, the same bytes."""
+    """Check that no rows lie in the job's folder that checkpoints need and that would change.
+
+    Damaged rows of this request may be made again: they get the same bytes.
+
+    Raises:
+        ValueError: where such rows lie there.
+    """
     try:
         manifest = read_manifest(job.output_dir)
     except ValueError:  # there are none, or nobody can go on with them
@@ -118,7 +138,13 @@ def _check_unused(job: Job, used_by: str | Path, overwrite: bool) -> None:
 
 
 def _check_nothing_is_lost(job: Job) -> None:
-    """ValueError where finished rows of another request would be replaced. Damaged rows of this request are made again."""
+    """Check that no finished rows of another request would be replaced.
+
+    Damaged rows of this request are made again.
+
+    Raises:
+        ValueError: where such rows would be replaced.
+    """
     folder = job.output_dir
     way_out = "run again with --overwrite to replace them, or set another output_dir"
     if not any(folder.glob("shard-*")) and not (folder / MANIFEST_NAME).exists():
@@ -133,7 +159,7 @@ def _check_nothing_is_lost(job: Job) -> None:
 
 
 def _difference(job: Job, manifest: dict[str, Any]) -> str:
-    """What a manifest's rows were prepared with otherwise, in a few words."""
+    """How the settings that a manifest's rows were prepared with differ, in a few words."""
     other = job.args.other_than(manifest, job.seed)
     before = manifest.get("request") or {}
     if (before.get("settings") or {}).get("unreadable", job.args.unreadable) != job.args.unreadable:
@@ -164,8 +190,13 @@ def _make(job: Job, overwrite: bool) -> None:
 
 
 def estimate(args: DataArgs) -> str:
-    """What preparing costs, for `--dry-run`: intervals, share of each, and time, disk and memory at measured rates."""
-    bounds = bounds_of(args)[args.short_documents == "drop" :]
+    """What preparing costs, for `--dry-run`.
+
+    It tells the intervals, the share of each, and time, disk and memory at measured rates.
+    """
+    bounds = bounds_of(args)
+    if args.short_documents == "drop":
+        bounds = bounds[1:]
     names = [interval_name(*pair) for pair in pairwise(bounds)]
     lines = [f"length intervals [tokens]: {', '.join(names)}"]
     if args.target_tokens is None:
@@ -174,8 +205,9 @@ def estimate(args: DataArgs) -> str:
         )
     size = 2 * args.target_tokens
     lines.append(
-        f"target: {args.target_tokens:,} tokens, {args.target_tokens // len(names):,} per interval; rows need {short_bytes(size)}, "
-        f"the work folder up to {short_bytes(3 * size)} (vocabularies above 65,536: twice as much)"
+        f"target: {args.target_tokens:,} tokens, {args.target_tokens // len(names):,} per interval; "
+        f"rows need {short_bytes(size)}, the work folder up to {short_bytes(3 * size)} "
+        "(vocabularies above 65,536: twice as much)"
     )
     return "\n".join([*lines, *_cost(args)])
 
@@ -198,15 +230,16 @@ def _cost(args: DataArgs) -> list[str]:
             f", and {RECORD_FACTOR * args.max_record_bytes / 1e9:.1f} GB more for each worker that reads a "
             f"record of {args.max_record_bytes / 1e6:.0f} MB"
         )
+    cores_used = f"{workers} core" if workers == 1 else f"{workers} cores"
     return [
-        f"sources: about {short_bytes(size)} of text or {short_number(tokens)} tokens; reading takes at most about {time} on "
-        f"{workers} core{'s' * (workers > 1)}, less if the target is met earlier",
+        f"sources: about {short_bytes(size)} of text or {short_number(tokens)} tokens; "
+        f"reading takes at most about {time} on {cores_used}, less if the target is met earlier",
         needed,
     ]
 
 
 def _may_hold(units: list[Unit], record_bytes: int) -> bool:
-    """Whether some file is as large as such a record, or has an unknown size, as on the hub."""
+    """Whether some file is as large as such a record, or has an unknown size, as files on the hub have."""
     if any(unit.hub is not None for unit in units):
         return True
     parts = [part for unit in units for part in unit.files]

@@ -1,4 +1,7 @@
-"""How far reading is: by the bytes of the sources, or by the interval that fills last, whichever ends it first."""
+"""How far reading is.
+
+It counts the bytes of the sources, or the interval that fills last, whichever ends reading first.
+"""
 
 import time
 
@@ -12,7 +15,11 @@ from pod.verbosity import is_quiet
 
 
 class Progress:
-    """One line on the terminal. `total`: bytes of text of all sources, 0 = not known."""
+    """One line on the terminal.
+
+    Args:
+        total: bytes of text of all sources; 0 = not known.
+    """
 
     def __init__(self, total: int):
         self.total, self.done = total, 0
@@ -47,7 +54,10 @@ class Progress:
 
 
 def slowest_interval(kept: Kept) -> tuple[str, float]:
-    """Name and filled share of the interval (with weights: its source) that has least of what is asked for."""
+    """Name and filled share of the interval that has least of what is asked for.
+
+    With weights it is one source in an interval.
+    """
     groups, args = kept.groups, kept.args
     own = kept.group < groups.count
     tokens = np.bincount(kept.group[own], weights=kept.pieces["length"][own], minlength=groups.count)

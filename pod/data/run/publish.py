@@ -22,7 +22,10 @@ from pod.files import move_into_place
 
 
 def publish(job: Job, reading: Reading, drawn: Drawn, entries: list[dict[str, Any]]) -> None:
-    """Complete the staging folder of `job` and rename it to its output folder; written again when interrupted, the same bytes."""
+    """Complete the staging folder of `job` and rename it to its output folder.
+
+    When interrupted, it writes the same bytes again.
+    """
     folder = job.staging_dir
     held_out = write_held_out(folder, _held_out(job, reading), job.vocab_size)
     manifest = write_manifest(
@@ -80,7 +83,10 @@ def _of_source(drawn: Drawn, number: int) -> dict[str, int]:
 
 
 def _policies(reading: Reading, drawn: Drawn) -> dict[str, int]:
-    """What the policies left out of all that was read, as far as it was kept estimated from that, and drawn pieces of cut documents."""
+    """What the policies left out of everything that was read, and the drawn pieces of cut documents.
+
+    Where not everything was kept, what was left out is estimated from the part that was.
+    """
     groups, counted = reading.kept.groups, drawn.counted
     return {
         "cut_pieces": int((drawn.pieces["document"] > drawn.pieces["length"]).sum()),

@@ -1,4 +1,7 @@
-"""read → tokenise → keep or drop: one unit in any process, all of them in the order that the seed gives."""
+"""read → tokenise → keep or drop.
+
+One unit is read in any process, all of them in the order that the seed gives.
+"""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,11 +23,11 @@ from pod.data.tokens.tokenizers import identity
 BATCH_CHARACTERS = 1_000_000
 BATCH_DOCUMENTS = 256
 SETTLE_TOKENS = 1 << 22
-"""Tokens that a unit adds, at least, before it looks for what it can drop."""
+"""A unit adds at least this many tokens before it looks for what it can drop."""
 SETTLE_SHARE = 16
 """The draw of what is read is brought up to date when one more of so many units was read."""
 LEAST_UNITS = 16
-"""Units that are read at least, where there are so many: fewer would be no fair sample of the sources."""
+"""Units that are read at least, where there are so many. Fewer would be no fair sample of the sources."""
 
 
 @dataclass
@@ -35,15 +38,16 @@ class Reading:
     reports: list[SourceReport]
     """What each source gave."""
     num_units: int = 0
-    """Units read, of `Job.order` the first ones."""
+    """Units read; they are the first ones of `Job.order`."""
     sizes: dict[int, int] = field(default_factory=dict)
     """Tokens in the file of each unit."""
 
 
 def read_sources(job: Job) -> Reading:
-    """Read units until every interval is full, or all of them. What an earlier run finished is not read again.
+    """Read units until every interval is full, or all of them.
 
-    The result depends on the order of the units alone: neither the number of workers nor the moment of a kill shows.
+    What an earlier run finished is not read again. The result depends on the order of the units alone.
+    Neither the number of workers nor the moment of a kill shows.
     """
     order = job.order()
     kept = Kept(job.args, job.seed, job.held_out_tokens)
@@ -69,14 +73,20 @@ def read_sources(job: Job) -> Reading:
 
 
 def settle_after(position: int) -> int:
-    """After how many units the draw is brought up to date when it was after `position`."""
+    """After how many units the draw is next brought up to date, when it last was after `position` units."""
     return position + max(1, position // SETTLE_SHARE)
 
 
 def read_one(job: Job, number: int, limits: Limits, count: Count) -> None:
-    """Read unit `number` into its file, unless it is there: of its documents only those are tokenised that the draw may need.
+    """Read unit `number` into its file, unless it is there.
 
-    `count` is told of its bytes of text. Raises `ValueError` for what cannot be read, as the settings say.
+    Only those of its documents are tokenised that the draw may need.
+
+    Args:
+        count: is told the bytes of text of the unit.
+
+    Raises:
+        ValueError: for what cannot be read, as the settings say.
     """
     unit, file = job.units[number], job.unit_file(number)
     found = file.read(verify=True)
@@ -95,7 +105,7 @@ def read_one(job: Job, number: int, limits: Limits, count: Count) -> None:
                 kept.pieces = file_order(kept.pieces)
                 if spool.size > 2 * own_tokens(kept.pieces).sum():
                     spool.keep(kept.pieces)
-            # of hub shards they are not known
+            # the bytes of hub shards are not known
             size = min(sum(len(one.text) for one in batch), max(0, unit.text_bytes - counted))
             counted += size
             count(size)
@@ -130,7 +140,7 @@ def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 def encode(job: Job, batch: list[Document]) -> list[np.ndarray]:
-    """Ids of each document, boundary tokens included; given ids are checked and taken as they are."""
+    """Ids of each document, boundary tokens included. Given ids are checked and taken as they are."""
     before, after = (np.array(ids, dtype=np.uint32) for ids in (job.boundary.before, job.boundary.after))
     encoded = iter(job.encoder([document.text for document in batch if document.tokens is None]))
     tokens = []
@@ -159,7 +169,10 @@ class _Task:
 
 
 def _tokenised(job: Job, unit: Unit, batch: list[Document], kept: Kept, spool: Spool) -> np.ndarray:
-    """The documents of a batch that may be kept, tokenised into the spool: PIECE records with digests in place of lots."""
+    """The documents of a batch that may be kept, tokenised into the spool.
+
+    They are PIECE records with digests in place of lots.
+    """
     identities = [identity(document) for document in batch]
     found = np.zeros(len(batch), PIECE)
     found["lot"] = [one.digest for one in identities]
@@ -191,7 +204,7 @@ def _take_in(job: Job, reading: Reading, number: int) -> None:
 
 
 def _compact(job: Job, reading: Reading) -> None:
-    """Write the files anew of which more tokens are dead than alive."""
+    """Write those files anew that hold more dead tokens than tokens that are still needed."""
     kept = reading.kept
     needed = np.bincount(kept.pieces["unit"], weights=own_tokens(kept.pieces), minlength=len(job.units))
     wasted = [number for number, size in reading.sizes.items() if size > 2 * needed[number]]

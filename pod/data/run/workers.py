@@ -1,4 +1,7 @@
-"""Runs tasks in processes of this machine, in order. The processes end with their parent, even a killed one."""
+"""Runs tasks in processes of this machine, in order.
+
+The processes end with their parent, even a killed one.
+"""
 
 import contextlib
 import ctypes
@@ -16,7 +19,7 @@ from itertools import islice
 from typing import Any
 
 Count = Callable[[int], object]
-"""Told of the progress, in the caller's unit."""
+"""Called with the progress, in the caller's unit."""
 Task = Callable[..., Any]
 """task(count, *arguments) → a small result."""
 
@@ -24,7 +27,10 @@ AHEAD = 2
 """Tasks per worker that are given out at a time."""
 POLL_SECONDS = 0.3
 TRIM_SECONDS = 10.0
-"""How often a worker gives freed memory back at most; more often, getting it again costs a tenth of the speed."""
+"""A worker gives freed memory back at most this often.
+
+More often, getting it again costs a tenth of the speed.
+"""
 _worker: tuple[Task, Any] | None = None
 _trimmed_at = 0.0
 
@@ -37,10 +43,11 @@ def cores() -> int:
 def in_order(
     task: Task, calls: Iterable[tuple[Any, ...]], workers: int, count: Count = lambda amount: None
 ) -> Generator[Any, None, None]:
-    """The results of `task(count, *arguments)` for all `calls`, in their order; one worker = this process.
+    """The results of `task(count, *arguments)` for all `calls`, in their order. One worker = this process.
 
-    At most `AHEAD` tasks per worker are given out before they are asked for: `calls` is read as late as that. A task's error is raised
-    in its place: with any number of workers the same one. Who stops early closes the generator, and the processes end.
+    At most `AHEAD` tasks per worker are given out before they are asked for: `calls` is read as late as that.
+    A task's error is raised in its place: with any number of workers the same one. To stop early, close the
+    generator, and the processes end.
     """
     with _one_thread_each():
         if workers == 1:
@@ -51,7 +58,8 @@ def in_order(
 
 
 def _in_processes(task: Task, calls: Iterator[tuple[Any, ...]], workers: int, count: Count) -> Iterator[Any]:
-    # Forked processes share the loaded tokenizer and start in milliseconds; elsewhere the task must be picklable.
+    # Forked processes share the loaded tokenizer and start in milliseconds. Elsewhere the task must be
+    # picklable.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     counter = context.Value("q", 0)
     others = set(multiprocessing.active_children())
@@ -76,8 +84,8 @@ def _in_processes(task: Task, calls: Iterator[tuple[Any, ...]], workers: int, co
         count(counter.value - counted)
     except BrokenProcessPool as error:
         raise ValueError(
-            "a worker process was killed, probably for lack of memory: lower data.workers or data.max_record_bytes; the "
-            "same command continues where it stopped"
+            "a worker process was killed, probably for lack of memory: lower data.workers or "
+            "data.max_record_bytes; the same command continues where it stopped"
         ) from error
     finally:
         if given:  # what is finished is on disk; a task at work could take an hour to its end
@@ -93,7 +101,10 @@ def _start_worker(task: Task, counter: Any, parent: int) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """A killed parent cannot tell its workers; they would wait for work for ever."""
+    """End this process when its parent is gone.
+
+    A killed parent cannot tell its workers. They would wait for work for ever.
+    """
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
     os._exit(1)
@@ -115,7 +126,10 @@ def _run_task(*arguments: Any) -> Any:
 
 
 def _give_back_memory() -> None:
-    """Return what was freed to the system: otherwise holes between long-lived blocks add up over the corpus (glibc)."""
+    """Return freed memory to the system.
+
+    Otherwise holes between long-lived blocks add up over the corpus (glibc).
+    """
     global _trimmed_at
     _trimmed_at = time.monotonic()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
@@ -125,7 +139,7 @@ def _give_back_memory() -> None:
 
 @contextlib.contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Tokenizers' own threads are off: the processes are the parallelism."""
+    """Turn the tokenizers' own threads off: the processes are the parallelism."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:

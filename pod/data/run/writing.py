@@ -27,7 +27,7 @@ class Packed:
 
     @property
     def num_rows(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.starts) - 1
 
 

@@ -1,6 +1,7 @@
-"""Kept tokens on disk: one file per finished unit of reading, with its pieces, their tokens, and what was read.
+"""Kept tokens on disk: one file per finished unit of reading.
 
-A file appears in one step, so one that is there is whole. It is rewritten when most of its tokens are not needed any more.
+A file has the unit's pieces, their tokens, and what was read. It appears in one step, so a file that is there
+is whole. It is rewritten when most of its tokens are not needed any more.
 """
 
 import json
@@ -33,9 +34,15 @@ PIECE = np.dtype(
 )
 """A document, or one of the pieces of the context's length into which a longer one is cut.
 
-lot: decides its luck in the draw. place: of its document in the held-out split (fraction × 2**64). start, length: its tokens in
-the file of its unit. document: tokens of the whole document. unit, source: numbers in reading order. first: piece of its document.
-special: the text spells a special token. copy: an equal piece came before, and its own tokens are not kept.
+Fields:
+    lot: decides its luck in the draw.
+    place: place of its document in the held-out split (fraction × 2**64).
+    start, length: its tokens in the file of its unit.
+    document: tokens of the whole document.
+    unit, source: numbers in reading order.
+    first: whether it is the first piece of its document.
+    special: whether the text spells a special token.
+    copy: whether an equal piece came before. Its own tokens are then not kept.
 """
 _TAIL = struct.Struct("<QQI8s")
 _MARK = b"podunit1"
@@ -49,12 +56,12 @@ def own_tokens(pieces: np.ndarray) -> np.ndarray:
 
 
 def file_order(pieces: np.ndarray) -> np.ndarray:
-    """Pieces of one unit as its file lists them: by where their tokens lie, copies behind."""
+    """Pieces of one unit as its file lists them: in the order in which their tokens lie, copies behind."""
     return pieces[np.lexsort((pieces["start"], pieces["copy"]))]
 
 
 class Spool:
-    """Tokens of a unit while it is read, in a file without a name, which goes with its process."""
+    """Tokens of a unit while it is read, in a file without a name. The file goes with its process."""
 
     def __init__(self, folder: Path, dtype: np.dtype):
         self.folder, self.dtype = folder, dtype
@@ -62,7 +69,7 @@ class Spool:
         self._stream = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by `close`
 
     def append(self, documents: Sequence[np.ndarray]) -> np.ndarray:
-        """Add documents [n] each; where each starts, int64 [documents]."""
+        """Add documents [n] each. Returns where each starts, int64 [documents]."""
         lengths = np.array([len(one) for one in documents], dtype=np.int64)
         starts = self.size + np.cumsum(lengths) - lengths
         for tokens in documents:
@@ -77,7 +84,7 @@ class Spool:
         return np.frombuffer(found, self.dtype)
 
     def keep(self, pieces: np.ndarray) -> None:
-        """Forget all tokens but those of `pieces`, whose starts are moved."""
+        """Forget all tokens but those of `pieces`. Their starts are moved."""
         old = Spool(self.folder, self.dtype)
         old._stream, self._stream, self.size = self._stream, old._stream, 0
         _copy(pieces, old.take, self._write)
@@ -99,7 +106,10 @@ class UnitFile(NamedTuple):
     dtype: np.dtype
 
     def write(self, pieces: np.ndarray, take: Take, report: SourceReport) -> None:
-        """Write or replace the file: `pieces` in `file_order`, whose starts are moved, and their tokens. Atomic."""
+        """Write or replace the file in one step: `pieces` in `file_order` and their tokens.
+
+        The starts of the pieces are moved.
+        """
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         told = json.dumps(asdict(report)).encode()
         try:
@@ -112,8 +122,11 @@ class UnitFile(NamedTuple):
             temporary.unlink(missing_ok=True)
 
     def read(self, verify: bool = False) -> tuple[np.ndarray, int, SourceReport] | None:
-        """PIECE records, tokens in the file, and what was read; None when there is no whole file. `verify`: read every byte, as
-        a machine that went off may have left it."""
+        """PIECE records, number of tokens in the file, and what was read; None when there is no whole file.
+
+        Args:
+            verify: read every byte, because a machine that went off may have left a file that is not whole.
+        """
         try:
             with open(self.path, "rb") as stream:
                 size = stream.seek(0, os.SEEK_END)
@@ -156,8 +169,13 @@ def _checksum(stream: BinaryIO, size: int) -> int:
 
 
 def _copy(pieces: np.ndarray, take: Take, write: Callable[[np.ndarray], bytes]) -> int:
-    """Hand the tokens of `pieces` that are no copies to `write`, one after the other, and set their starts to where they lie then;
-    CRC-32 of what was written."""
+    """Hand the tokens of `pieces` that are no copies to `write`, one piece after the other.
+
+    The starts of the pieces are set to where the tokens lie then.
+
+    Returns:
+        CRC-32 of what was written.
+    """
     size = checksum = 0
     for number in np.flatnonzero(~pieces["copy"]).tolist():
         start, length = int(pieces["start"][number]), int(pieces["length"][number])

@@ -1,4 +1,4 @@
-"""Tokenizers: identity, boundary tokens, encoding; and what tells documents apart."""
+"""Tokenizers: identity, boundary tokens, encoding. Also what tells documents apart."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from pod.data.read.documents import Document
 from pod.tokenizer import check_ids
 
 SLACK_TOKENS = 16
-"""That a tokenizer may add to any text, as SentencePiece's first space."""
+"""Tokens that a tokenizer may add to any text, such as SentencePiece's first space."""
 OPENING_WORDS = 48
 OPENING_TOKENS = 64
 PROBE = "Zwölf 12,345 naïve café — def f(x):\n\treturn x**2  # 中文 😀 I'll we'VE\r\n\n   end"
 _WORD = re.compile(r"[^\W_]+")
 _ASCII_WORDS = bytes(number if chr(number).isalnum() and number < 128 else 32 for number in range(256))
-"""For `bytes.translate`: what is no letter or digit becomes a space."""
+"""Table for `bytes.translate`: what is no letter or digit becomes a space."""
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
     """Identity of a tokenizer as 64 hex digits: its vocabulary and what it makes of a fixed probe text.
 
-    A function of behaviour, not of files, so that a tokenizer keeps its identity when it is saved and loaded again.
+    It is a function of behaviour, not of files. So a tokenizer keeps its identity when it is saved and loaded
+    again.
     """
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     probe = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
@@ -49,7 +50,11 @@ class BoundaryTokens:
 
     @classmethod
     def from_policy(cls, policy: str, tokenizer: Any) -> BoundaryTokens:
-        """The ids for `DataArgs.boundary_tokens`; `ValueError` when the tokenizer lacks the token asked for."""
+        """The ids for `DataArgs.boundary_tokens`.
+
+        Raises:
+            ValueError: when the tokenizer lacks the token asked for.
+        """
         if policy == "tokenizer":
             plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
             full = list(tokenizer("a", add_special_tokens=True)["input_ids"])
@@ -63,7 +68,8 @@ class BoundaryTokens:
         for name in ("bos", "eos"):
             if name in policy and getattr(tokenizer, f"{name}_token_id", None) is None:
                 raise ValueError(
-                    f"boundary_tokens={policy!r} but the tokenizer has no {name} token: use 'tokenizer' or 'none'"
+                    f"boundary_tokens={policy!r} but the tokenizer has no {name} token: "
+                    "use 'tokenizer' or 'none'"
                 )
         before = (tokenizer.bos_token_id,) if "bos" in policy else ()
         after = (tokenizer.eos_token_id,) if "eos" in policy else ()
@@ -72,16 +78,18 @@ class BoundaryTokens:
 
 
 class Encoder:
-    """Texts → token ids, the same as `tokenizer(text, add_special_tokens=False)`, whatever the tokenizer's state says.
+    """Texts → token ids, as `tokenizer(text, add_special_tokens=False)` gives them.
 
-    Fast tokenizers are called without the offsets that nobody here reads, half as fast again. Truncation and padding that a
-    `tokenizer.json` or an earlier call left behind do not apply.
+    The tokenizer's state does not matter: truncation and padding that a `tokenizer.json` or an earlier call
+    left behind do not apply. Fast tokenizers are called without the offsets, which nobody here reads; that is
+    half as fast again.
 
-    The name of a special token inside a text (`</s>` in a web page) is what the tokenizer makes of it. transformers' tokenizers
-    make it the special token, as nearly all training pipelines have it, and wanted where a corpus is written with a chat
-    template. On text that nobody vouches for, such a page ends the document for the model in its middle: save the tokenizer
-    with `split_special_tokens = True` (it is honoured here), or leave the documents out with `document_filter`.
-    `holds_special` tells for which texts of the last call it happened.
+    The name of a special token inside a text (`</s>` in a web page) becomes what the tokenizer makes of it.
+    transformers' tokenizers make it the special token. Nearly all training pipelines have it so, and it is
+    wanted where a corpus is written with a chat template. On text that nobody vouches for, such a page ends
+    the document for the model in its middle. Then save the tokenizer with `split_special_tokens = True` (it
+    is honoured here), or leave the documents out with `document_filter`. `holds_special` tells for which
+    texts of the last call it happened.
     """
 
     def __init__(self, tokenizer: Any):
@@ -95,8 +103,10 @@ class Encoder:
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, uint32 [n] each, without special tokens around them, in the order given.
 
-        A pair of surrogates becomes its character, a lone one U+FFFD: UTF-8 has neither. ValueError for tokens that the model of
-        this tokenizer does not have.
+        A pair of surrogates becomes its character, a lone one U+FFFD: UTF-8 has neither.
+
+        Raises:
+            ValueError: for tokens that the model of this tokenizer does not have.
         """
         self.holds_special = [False] * len(texts)
         if not texts:
@@ -116,8 +126,11 @@ class Encoder:
         return arrays
 
     def most_tokens(self, num_bytes: int) -> int:
-        """More tokens than a text of so many bytes of UTF-8 has: a token is a byte at least, unless the tokenizer rewrites the text
-        (Unicode's compatibility forms grow 11 times at most)."""
+        """More tokens than a text of so many bytes of UTF-8 has.
+
+        A token is a byte at least, unless the tokenizer rewrites the text (Unicode's compatibility forms grow
+        11 times at most).
+        """
         return num_bytes * self._growth + SLACK_TOKENS
 
     def _holds_special(self, text: str, ids: np.ndarray) -> bool:
@@ -133,7 +146,7 @@ class Encoder:
                 return_attention_mask=False,
                 verbose=False,  # silences "longer than the model's maximum", which packing takes care of
             )["input_ids"]
-        # Looked up each time: any call of the tokenizer in between may have set another state.
+        # They are set each time: any call of the tokenizer in between may have set another state.
         backend = self.tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
@@ -156,7 +169,10 @@ def _is_plainly_fast(tokenizer: Any) -> bool:
 
 
 def _special_tokens(tokenizer: Any) -> tuple[np.ndarray, tuple[str, int] | None]:
-    """bool [vocabulary], true for the special tokens that a text can become, and the one for unknown words apart."""
+    """The special tokens that a text can become, and the unknown token apart.
+
+    The former are bool [vocabulary], true for special tokens without the one for unknown words.
+    """
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {number: token.content for number, token in added.items() if token.special}
     if not special:
@@ -179,8 +195,12 @@ class Identity(NamedTuple):
     """What decides about a document and its copies."""
 
     place: int
-    """In the held-out split, [0, 2**64): a hash of the opening, the first 48 words, case, marks and spacing ignored, so that copies
-    that differ in layout or at the end stand at the same place; of the first 64 tokens of a document that came as tokens."""
+    """Place in the held-out split, [0, 2**64).
+
+    It is a hash of the opening: the first 48 words, with case, marks and spacing ignored. So copies that
+    differ in layout or at the end stand at the same place. For a document that came as tokens it is a hash of
+    the first 64 tokens.
+    """
     digest: int
     """The first 8 bytes of the SHA-256 of the whole text (UTF-8) or of its tokens (uint32, little-endian)."""
     size: int
@@ -202,7 +222,10 @@ def identity(document: Document) -> Identity:
 
 
 def opening_bytes(text: str) -> bytes:
-    """The first 48 words of a text in lower case, letters and digits only, one space between them, as UTF-8."""
+    """The first 48 words of a text in lower case, as UTF-8.
+
+    There are letters and digits only, and one space between the words.
+    """
     head = text[: OPENING_WORDS * 40].lower()
     if head.isascii():  # five times as fast
         return b" ".join(head.encode().translate(_ASCII_WORDS).split(maxsplit=OPENING_WORDS)[:OPENING_WORDS])
