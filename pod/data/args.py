@@ -11,7 +11,7 @@ from pod.schema import AtLeast2, section
 NOT_DECIDING = {"workers", "held_out_tokens"}
 """Settings that do not decide what the data is.
 
-One says how the data is made, not what it is; the other is compared by itself.
+`workers` says how the data is made, not what it is. `held_out_tokens` is compared by itself.
 """
 ESSAYS = "package:long_context_eval/data/synthetic/json/PaulGrahamEssays.json#essays"
 

@@ -87,7 +87,9 @@ class _Group:
         everything = np.arange(len(lengths))
         wanted = self.quota + carry
         last = everything if wanted >= self.tokens else choose(lengths, wanted, self.high)
-        return [*[everything] * self.whole, last]
+        passes = [everything] * self.whole
+        passes.append(last)
+        return passes
 
 
 def _groups(

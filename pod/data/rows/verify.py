@@ -65,7 +65,10 @@ def verify(
         damages += _fault(check_file, folder, entry, True)
         advance(entry["bytes"])
     # what no checksum finds, because a wrong program wrote it
-    yield from damages or _fault(PackedDataset, folder) + _fault(map_held_out, folder, manifest)
+    if not damages:
+        damages += _fault(PackedDataset, folder)
+        damages += _fault(map_held_out, folder, manifest)
+    yield from damages
 
 
 def _strangers(folder: Path, manifest: dict[str, Any]) -> Iterator[str]:

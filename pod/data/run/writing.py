@@ -62,8 +62,10 @@ class _Task:
 
     def __call__(self, count: Count, number: int) -> dict:
         job, file = self.job, self.job.entry_file(number)
-        if file.is_file() and _is_whole(job.staging_dir, entry := read_json(file)):
-            return entry
+        if file.is_file():
+            entry = read_json(file)
+            if _is_whole(job.staging_dir, entry):
+                return entry
         entry = write_shard(
             job.staging_dir,
             number,
