@@ -1,6 +1,6 @@
 """Equal tokens per length interval (the training recipe of METHODS.md §1).
 
-Intervals, quotas, and pieces that meet a quota.
+Here are the intervals, their quotas, and the choice of pieces that meet a quota.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Text that training never sees, beside the prepared rows.
 
-Also long sequences of it, for similarity search and perplexity.
+It also gives long sequences of that text, for similarity search and perplexity.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

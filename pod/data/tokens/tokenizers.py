@@ -1,4 +1,4 @@
-"""Tokenizers: identity, boundary tokens, encoding. Also what tells documents apart."""
+"""Tokenizers: identity, boundary tokens, encoding; and what tells documents apart."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def gate_metrics(counts: dict[str, list[Any]]) -> dict[str, Any]:
     """Means of `answer.gates.skipped` as metrics.
 
     The shares are of the followers' query heads, of the followers' KV heads, of the attention of PoD without
-    skipping, and of the dense model's attention; the last one includes what PoD saves anyway. Returns nothing
+    skipping, and of the dense model's attention; the last one includes what PoD saves anyway. There are none
     where no decoded token had distant ones.
     """
     if not any(counts.get("heads", ())):

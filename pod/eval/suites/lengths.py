@@ -1,6 +1,7 @@
 """Prompts built to a length.
 
-How many tokens a text has, the largest size that fits, and rows that are made when they are read.
+Here are the number of tokens of a text, the largest size that fits, and rows that are made when they are
+read.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,7 @@
 """What several scorers share.
 
-The best over references, the words of a text by SQuAD's rule, the F1 of two bags of words, and ROUGE.
+They share the best over references, the words of a text by SQuAD's rule, the F1 of two bags of words, and
+ROUGE.
 """
 
 import functools
