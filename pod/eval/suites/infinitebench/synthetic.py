@@ -2,6 +2,7 @@
 
 Source of the rules: github.com/OpenBMB/InfiniteBench (MIT), commit 88b3daa,
 data/construct_synthetic_dataset.py.
+
 The code is written anew and seeded. Sizes come from the model's tokenizer instead of fixed counts. A size
 counts lines of noise, pairs, numbers or functions.
 """

@@ -119,7 +119,8 @@ def fuzz_ratio(left: str, right: str) -> int:
 def levenshtein_ratio(left: str, right: str) -> int:
     """`fuzz.ratio` of fuzzywuzzy 0.18.0 with python-Levenshtein, in percent.
 
-    This is the best alignment without substitutions.
+    This is the ratio of the best alignment without substitutions.
+
     It is never below `fuzz_ratio`. On 20,000 pairs of unrelated lines of code it is 5 points above it on
     average and 30 at most; on lines of 200 characters and more it is up to 98 points above. Which of the two
     a paper used is seldom said (github.com/THUDM/LongBench/issues/96).

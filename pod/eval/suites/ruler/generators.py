@@ -206,6 +206,7 @@ class Documents:
     """Questions of SQuAD or HotpotQA among documents that do not answer them.
 
     A size is the number of documents.
+
     The documents that hold the answer come first into the set, then the documents that the data set gives
     with them, then any others. (Officially all ten of a HotpotQA question come at once, about 1,400 tokens,
     so that no prompt fits a shorter length.)
