@@ -32,8 +32,7 @@ def first_line(prediction: str) -> str:
 
 def qa_f1_zh(prediction: str, reference: str) -> float:
     """F1 over the bags of jieba's words, without case, punctuation and white space."""
-    said = list(filter(None, map(letters_zh, _cut(prediction))))
-    wanted = list(filter(None, map(letters_zh, _cut(reference))))
+    said, wanted = ([*filter(None, map(letters_zh, _cut(text)))] for text in (prediction, reference))
     return bag_f1(said, wanted)
 
 

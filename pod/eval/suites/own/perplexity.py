@@ -49,11 +49,9 @@ class Perplexity(TextTask):
         It holds the summed NLL (nats) and the bytes of each bucket, and the mean over buckets of what was
         decided.
         """
-        model = subject.model
-        decided = [[] for _ in rows]
+        model, held, decided = subject.model, [[None] * len(rows)] * len(self.buckets), [[] for _ in rows]
         if subject.method.one_shot:
             scored = answer.texts.score_by_forward(model, rows, self.buckets)
-            held = [[None] * len(rows) for _ in self.buckets]
         else:
             scored, held = [], []
             for bucket, span in zip(self.buckets, self.spans(), strict=True):
@@ -63,14 +61,10 @@ class Perplexity(TextTask):
                 for row, one in zip(decided, answer.reading.decided(cache), strict=True):
                     row += one.values()
         sums = zip(*(nll.double().sum(dim=1).tolist() for nll in scored), strict=True)
-        bytes_by_row = zip(*held, strict=True)
-        records = []
-        for of_row, sizes, said in zip(sums, bytes_by_row, decided, strict=True):
-            record: Record = {"sums": list(of_row), "held": list(sizes)}
-            if said:
-                record["decisions"] = means(said)
-            records.append(record)
-        return records
+        return [
+            {"sums": list(of_row), "held": list(sizes), **({"decisions": means(said)} if said else {})}
+            for of_row, sizes, said in zip(sums, zip(*held, strict=True), decided, strict=True)
+        ]
 
     def _payload(self, subject: Subject, records: list[Record]) -> Record:
         rows = []
