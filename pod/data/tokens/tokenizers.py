@@ -81,8 +81,8 @@ class Encoder:
     """Texts → token ids, as `tokenizer(text, add_special_tokens=False)` gives them.
 
     The tokenizer's state does not matter: truncation and padding that a `tokenizer.json` or an earlier call
-    left behind do not apply. Fast tokenizers are called without the offsets, which nobody here reads; this makes
-    them half as fast again.
+    left behind do not apply. Fast tokenizers are called without the offsets, which nobody here reads; this
+    makes them half as fast again.
 
     The name of a special token inside a text (`</s>` in a web page) becomes what the tokenizer makes of it.
     transformers' tokenizers make it the special token. Nearly all training pipelines have it so, and it is
