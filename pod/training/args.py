@@ -349,7 +349,7 @@ class ExploreArgs:
 
     target: Literal["pod", "vllm"] = "pod"
     """Where the plan will run. `pod`: in this package. `vllm`: in vLLM, with whole layers that lead or keep
-    their window, in numbers that waste no memory there; the report says what vLLM will hold."""
+    their window, in numbers that waste next to no memory there; the report says what vLLM will hold."""
 
     roles: list[Literal["follow", "window"]] | None = None
     """What a head may do besides leading. `follow`: use a lower layer's attention to distant tokens, with

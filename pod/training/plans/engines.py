@@ -17,6 +17,7 @@ BLOCK_TOKENS = 16
 NUMBER_BYTES = 2
 LENGTHS = (8192, 32_768, 131_072)
 """Tokens of a request for which a report says what the engine holds."""
+_LAYERS_PER_PADDING = 15
 _NEARLY_EQUAL = 1.5  # vLLM's: below this ratio of layers the larger kind sets the size of a group
 
 
@@ -58,13 +59,20 @@ def layer_groups(num_full: int, num_windows: int) -> LayerGroups:
 
 
 def window_counts(num_layers: int) -> list[int]:
-    """The numbers of window layers that waste nothing in a model of this many layers, in rising order.
+    """The numbers of window layers that a plan for vLLM may have, in rising order.
 
-    They are 0, all, and the numbers for which one kind has a multiple of the other kind's layers. With 30
-    layers these are 10, 15 and 20 among others, but not 12.
+    They waste next to nothing: groups of layers that hold every token are full, and groups of window layers
+    lack at most one layer for fifteen of the model. With 30 layers these are 10, 15 and 20 among others, but
+    not 12. With 31 layers 15 windows lack one layer (groups of 16 and 15), and 20 lack two (11, 11 and 9).
     """
-    counts = range(num_layers + 1)
-    return [windows for windows in counts if not layer_groups(num_layers - windows, windows).padding]
+    return [windows for windows in range(num_layers + 1) if _wastes_little(num_layers - windows, windows)]
+
+
+def _wastes_little(num_full: int, num_windows: int) -> bool:
+    """Whether vLLM's groups hold these layers, see `window_counts`."""
+    groups = layer_groups(num_full, num_windows)
+    is_full = groups.full * groups.size == num_full
+    return is_full and groups.padding * _LAYERS_PER_PADDING <= num_full + num_windows
 
 
 @dataclass(frozen=True, kw_only=True)

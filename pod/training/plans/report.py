@@ -149,7 +149,7 @@ def _rounded(plan: SharingPlan, explore: ExploreArgs, saved: float) -> list[str]
     lower = max(count for count in window_counts(plan.num_layers) if count < enough)
     return [
         f"note: {enough} layers with windows are enough for {explore.target_saving:.1%}, but vLLM would "
-        f"waste memory with them; of {plan.num_layers} layers {lower} and {chosen} waste nothing, and "
+        f"waste memory with them; of {plan.num_layers} layers {lower} and {chosen} waste next to none, and "
         f"{chosen} are taken"
     ]
 
