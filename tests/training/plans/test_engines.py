@@ -130,7 +130,7 @@ def test_a_saving_between_two_counts_is_rounded_up_and_said():
     text = summary(plan, settings, WINDOWS)
     assert (
         "note: 4 layers with windows are enough for 40.0%, but vLLM would waste memory with them; of 10 layers "
-        "2 and 5 waste nothing, and 5 are taken" in text
+        "2 and 5 waste next to none, and 5 are taken" in text
     )
     exact = explore_args(target="vllm", target_saving=0.5)
     assert "note:" not in summary(choose(costs, exact, WINDOWS).plan, exact, WINDOWS)
