@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Before anything imports torch or transformers. Tests reach no network and do not fight over cores with their own subprocesses.
+# This comes before anything imports torch or transformers. Tests reach no network and do not fight over cores
+# with their own subprocesses.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -42,7 +43,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Take what is imported so far out of garbage collection, which tests and DeepSpeed ask for again and again."""
+    """Take what is imported so far out of garbage collection.
+
+    Tests and DeepSpeed ask for garbage collection again and again.
+    """
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # else extension modules complain of leaks at the end
@@ -69,7 +73,10 @@ def root() -> Path:
 
 @pytest.fixture
 def launch(tmp_path):
-    """`launch("explore.py", "--config", file)` runs a launcher in an empty folder and returns the finished process."""
+    """`launch("explore.py", "--config", file)` runs a launcher in an empty folder.
+
+    It returns the finished process.
+    """
 
     def start(
         name: str, *arguments: object, timeout: float = 3600, **environment: str

@@ -1,4 +1,7 @@
-"""Decode speed: the byte model against counting, caches that are filled without a prompt, duels, largest batches."""
+"""Decode speed, from the byte model to the largest batch.
+
+Covers the byte model against counting, caches that are filled without a prompt, duels, and largest batches.
+"""
 
 import json
 from dataclasses import replace
@@ -70,7 +73,7 @@ def stores_of(cache):
     return [store for layer in cache.layers for store in layer.stores().values() if not store.is_empty]
 
 
-# -- recipe ----------------------------------------------------------------------------------------------------------
+# -- recipe --------------------------------------------------------------------------------
 
 
 def test_methods_are_those_of_evaluations():
@@ -113,7 +116,7 @@ def test_every_field_is_documented():
     assert set(fields_of(BenchArgs)) == set(field_docs(BenchArgs))
 
 
-# -- bytes -----------------------------------------------------------------------------------------------------------
+# -- bytes ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("layers", "heads"), [(32, 8), (4, 2), (1, 3), (5, 3), (2, 1)])
@@ -262,7 +265,7 @@ def test_bytes_held_are_those_of_a_real_cache(lead):
         assert held - 3 * held_per_row(bench.sizes, method, 512) == logits / 2
 
 
-# -- caches ----------------------------------------------------------------------------------------------------------
+# -- caches --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [2, 5, 8, 9, 70, 300])
@@ -351,7 +354,7 @@ def test_budgets_are_taken_at_the_length(bench):
     assert found == [40, 25, int(200 * share), int(200 * share)] and 0.4 < share < 0.95
 
 
-# -- duels -----------------------------------------------------------------------------------------------------------
+# -- duels ---------------------------------------------------------------------------------
 
 
 class Clock:
@@ -461,7 +464,7 @@ def test_nothing_goes_on_without_the_dense_cache(bench, monkeypatch):
         decode_speed.compare(bench, [POD, contestant("pod[tau=0.9]")], 1, 40, "grouped")
 
 
-# -- launcher --------------------------------------------------------------------------------------------------------
+# -- launcher ------------------------------------------------------------------------------
 
 
 def recipe_of(tmp_path, *settings) -> Recipe:
@@ -515,7 +518,11 @@ def test_a_model_of_ones_own_with_a_plan(tmp_path, bits):
 
 @pytest.mark.parametrize("kind", ["export", "sliding", "qwen2"])
 def test_models_of_other_kinds(tmp_path, kind):
-    """An export under its own plan; layers trained with windows, which `full` keeps; biases, which the stock model has too."""
+    """Models of three other kinds are timed.
+
+    They are an export under its own plan; layers trained with windows, which `full` keeps; and biases, which
+    the stock model has too.
+    """
     if kind == "export":
         own_windows = {"num_sink_tokens": 3, "num_recent_tokens": 29}
         made = pod.load_model("package:tiny", plan=pod.SharingPlan(lead=LEAD), **own_windows)

@@ -1,5 +1,8 @@
-"""CUDA graphs and fused kernels in `pod bench`: every contestant that can have them has them, every row says which it
-had, and a ratio without both stands beside. Graphs and kernels are counted stand-ins on the CPU."""
+"""CUDA graphs and fused kernels in `pod bench`.
+
+Every contestant that can have them has them. Every row says which it had, and a ratio without both stands
+beside it. Graphs and kernels are counted stand-ins on the CPU.
+"""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -30,7 +33,9 @@ POD, SNAPKV = contestant("pod"), contestant("snapkv@40")
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Graphs that run what they recorded, and fused kernels that compute what the plain form does; both counted."""
+    """Count graphs and fused kernels: graphs run what they recorded, kernels compute what the plain form
+    does.
+    """
     counts = SimpleNamespace(recorded=0, replayed=0, fused=0)
 
     def record(steps, restart):
@@ -104,7 +109,10 @@ def test_a_plain_engine_finds_the_same_tokens_without_both(gpu, bench):
 
 
 def timed(monkeypatch, seconds):
-    """Seconds by name and by whether the engine was plain, in place of a stop watch; the lengths at every timed end."""
+    """Replace the stop watch: seconds come by name and by whether the engine was plain.
+
+    Also keeps the lengths at every timed end.
+    """
     lengths, real = {}, Contestant.decode
 
     def decode(one, steps):

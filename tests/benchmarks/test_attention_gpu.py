@@ -1,4 +1,7 @@
-"""The attention row: its floor, its layers, and that no wrong backend gets a time. Its tiny run is the whole script."""
+"""The attention row: its floor, its layers, and that no wrong backend gets a time.
+
+Its tiny run is the whole script.
+"""
 
 import argparse
 import json

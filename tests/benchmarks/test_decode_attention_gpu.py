@@ -1,4 +1,7 @@
-"""The decode row: its plan, its bytes, and that nothing wrong gets a time. Its tiny run is the whole script."""
+"""The decode row: its plan, its bytes, and that nothing wrong gets a time.
+
+Its tiny run is the whole script.
+"""
 
 import json
 

@@ -1,4 +1,7 @@
-"""The driver of the GPU rows, with scripts of this file's own: kept, killed, broken and missing rows, and what the summary says."""
+"""The driver of the GPU rows, tried with scripts of this file's own.
+
+Rows are kept, killed, broken and missing; the summary says so.
+"""
 
 import json
 import os

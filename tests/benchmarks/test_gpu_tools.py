@@ -1,4 +1,7 @@
-"""Timing in turns: what fails is recorded and leaves, the others go on; a lost device starts the script again."""
+"""Timing in turns.
+
+A contestant that fails is recorded and leaves, and the others go on. A lost device starts the script again.
+"""
 
 import argparse
 import json
@@ -152,7 +155,11 @@ def test_a_row_says_its_verdict(tools):
 
 
 def test_peak_memory_is_beyond_inputs_and_results(tools, monkeypatch):
-    """With a device that counts what is allocated: 100 bytes before, at most 700 during the run, of which 512 are returned."""
+    """Peak memory counts only what the run adds to its inputs and results.
+
+    The device counts what is allocated: 100 bytes before, and at most 700 during the run, of which 512 are
+    returned.
+    """
     race = tools.Race(torch.device("cuda"))
     log = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

@@ -13,8 +13,11 @@ def test_the_best_of_each_layer(script):
 
 
 def test_pyramids(script):
-    """40 of 100 tokens in 3 layers: from 80 - 20 = 60 down to 20; a last layer of 20 is less than a window of 21; a first one of 94
-    is more than 100 - 8."""
+    """Budgets fall from layer to layer as in kvpress.
+
+    40 of 100 tokens in 3 layers: from 80 - 20 = 60 down to 20. A last layer of 20 is less than a window of
+    21. A first one of 94 is more than 100 - 8.
+    """
     rule, scores = script("kvpress_agreement").pyramid, torch.rand(3, 1, 100)
     assert rule(scores, 40, window=8, beta=2).sum((1, 2)).tolist() == [60, 40, 20]
     assert rule(scores, 40, window=21, beta=2).sum((1, 2)).tolist() == [40, 40, 40]

@@ -1,4 +1,7 @@
-"""The search for the longest training row on devices whose memory is a known function of the length, and its rows."""
+"""The search for the longest training row, and its rows.
+
+The devices here have a memory that is a known function of the length.
+"""
 
 import time
 
@@ -16,7 +19,10 @@ def longest(script):
 
 
 def device(limit, fixed, per_token, bend=0.0):
-    """Tries on a device that holds fixed + per_token x n (+ bend x n beyond 40,000 tokens) bytes; and the list of them."""
+    """Make the tries on a device with a known memory, and the list of these tries.
+
+    The device holds fixed + per_token x n (+ bend x n beyond 40,000 tokens) bytes.
+    """
     asked = []
 
     def start(tokens):

@@ -1,4 +1,7 @@
-"""A tokenizer made on the spot: one token per word `w0 … w4999`, so that tests can ask for exact document lengths."""
+"""A tokenizer made on the spot.
+
+It has one token per word `w0 … w4999`, so that tests can ask for exact document lengths.
+"""
 
 import hashlib
 import io
@@ -96,9 +99,10 @@ def corpus(tmp_path, make_text):
 
 @pytest.fixture
 def packed_folder(tmp_path, tokenizer):
-    """packed_folder(name, **changes) → a folder of packed rows as preparation publishes it: 3 shards, 2 sources, held-out text.
+    """packed_folder(name, **changes) → a folder of packed rows as preparation publishes it.
 
-    `changes` replace keys of the manifest's details. Rows of 64 tokens of the word tokenizer; row 0 holds one whole document.
+    It has 3 shards, 2 sources and held-out text. `changes` replace keys of the manifest's details. Rows have
+    64 tokens of the word tokenizer; row 0 holds one whole document.
     """
     from pod.data.rows.shards import write_packed_rows
     from pod.data.tokens.tokenizers import tokenizer_sha256

@@ -61,7 +61,10 @@ def documents_of(lengths, sources=None, digests=None, places=None):
 
 
 def kept_of(documents, args, seed=0, held_out_tokens=0, at_once=10**9):
-    """What is kept when `at_once` documents are added between two settlements; keeps nothing that a fresh one would not."""
+    """What is kept when `at_once` documents are added between two settlements.
+
+    It keeps nothing that a fresh one would not.
+    """
     kept = Kept(args, seed, held_out_tokens)
     for start in range(0, max(1, len(documents)), at_once):
         kept.add(kept.cut(documents[start : start + at_once]))
@@ -70,6 +73,9 @@ def kept_of(documents, args, seed=0, held_out_tokens=0, at_once=10**9):
 
 
 def drawn_of(lengths, args, seed=0, sources=None):
-    """(numbers of the drawn documents in the order of training, the draw) of whole documents without held-out text."""
+    """(numbers of the drawn documents in the order of training, the draw).
+
+    The documents are whole, and there is no held-out text.
+    """
     drawn = draw(kept_of(documents_of(lengths, sources), args, seed), args, seed)
     return drawn.pieces["unit"].astype(np.int64), drawn

@@ -72,7 +72,10 @@ def test_intervals_are_equal_when_supply_allows(target, exhausted):
 
 
 def test_lumpy_supply_is_brought_to_the_share_by_exchange():
-    """A plain random head of these documents misses 1,000 tokens by up to 200; exchanging one or two closes the gap."""
+    """Exchanging one or two documents closes the gap that a random head leaves.
+
+    A plain random head of these documents misses 1,000 tokens by up to 200.
+    """
     lengths = np.random.default_rng(1).integers(256, 513, 60)
     for seed in range(20):
         _, reports = run(lengths, 4000, shortest_interval=512, seed=seed, exhausted="redistribute")

@@ -1,4 +1,7 @@
-"""What is kept while reading gives the same draw as an oracle that reads everything first; weights; bytes that stay."""
+"""What is kept while reading gives the same draw as an oracle that reads everything first.
+
+Also weights, and bytes that stay.
+"""
 
 import hashlib
 import math
@@ -34,7 +37,10 @@ def seeded(seed, purpose):
 
 
 def largest_sum(lengths, room):
-    """Members of the largest sum ≤ room; members at the end are left out where there is a choice. By sets of sums."""
+    """Members of the largest sum ≤ room, found by sets of sums.
+
+    Members at the end are left out where there is a choice.
+    """
     sums = [{0}]
     for length in lengths:
         sums.append(sums[-1] | {one + length for one in sums[-1] if one + length <= room})
@@ -64,7 +70,10 @@ def best_part(ordered, wanted):
 
 
 def naive_split(documents, args, held_out_tokens):
-    """(numbers of held-out documents by place, numbers of the others): the first places, until there are enough tokens."""
+    """(numbers of held-out documents by place, numbers of the others).
+
+    The first places are held out, until there are enough tokens.
+    """
     tokens, seen, limit = 0, set(), int(0.2 * 2**64) if held_out_tokens else 0
     by_place = sorted((int(one["place"]), number) for number, one in enumerate(documents))
     for place, number in by_place:
@@ -320,7 +329,10 @@ def test_dry_source_leaves_its_share_to_the_others():
 
 
 def test_what_one_source_misses_comes_from_the_other():
-    """A share one token below the shortest document leaves 499 tokens, fifty documents, to the other source."""
+    """What one source misses comes from the other.
+
+    A share one token below the shortest document leaves 499 tokens, fifty documents, to the other source.
+    """
     lengths = np.concatenate([np.full(80, 500), np.full(10_000, 10)])
     sources = np.repeat([0, 1], [80, 10_000])
     args = arguments(2, weights=[499, 49_501], target_tokens=50_000, shortest_interval=512)

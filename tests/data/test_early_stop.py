@@ -1,4 +1,7 @@
-"""Reading stops when every interval is full: what was read is a fair sample, and the draw is that of all that was read."""
+"""Reading stops when every interval is full.
+
+What was read is a fair sample, and the draw is that of all that was read.
+"""
 
 import json
 
@@ -69,7 +72,8 @@ def test_early_stopping_is_unbiased_over_two_hundred_seeds():
     assert LEAST_UNITS <= np.mean(read) < 0.1 * len(units)
     bias = np.mean(shares, axis=0) - truth
     assert np.abs(bias).max() < 0.012, bias.round(4)
-    # It could be told: one seed alone is that far off, and reading in the order of the files is no sample at all.
+    # The test could tell: one seed alone is that far off, and reading in the order of the files is no sample
+    # at all.
     assert np.std(shares, axis=0).max() > 0.04
     kept, _ = read_until_full(units, range(len(units)), args, 0)
     assert np.abs(shares_of(draw(kept, args, 0).pieces)[0] - truth).max() > 0.1

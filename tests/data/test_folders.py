@@ -1,4 +1,7 @@
-"""What preparation may replace and remove: nothing that others put there, nothing that another run works with."""
+"""What preparation may replace and remove.
+
+It touches nothing that others put there, and nothing that another run works with.
+"""
 
 import random
 import sys

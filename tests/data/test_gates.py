@@ -1,4 +1,7 @@
-"""The user's own filter: sees each document, and is named when it cannot be imported, fails or says neither yes nor no."""
+"""The user's own filter sees each document.
+
+The error names it when it cannot be imported, fails, or says neither yes nor no.
+"""
 
 import sys
 

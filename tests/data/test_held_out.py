@@ -1,4 +1,7 @@
-"""Held-out text never meets the training rows, and is all that explore, training and evaluation read beside them."""
+"""Held-out text never meets the training rows.
+
+It is all that explore, training and evaluation read beside them.
+"""
 
 import shutil
 

@@ -1,4 +1,8 @@
-"""Reading, drawing and writing: the same bytes however they are split, nothing done twice, nothing taken from the wrong work."""
+"""Reading, drawing and writing.
+
+The bytes are the same however the work is split. Nothing is done twice, and nothing is taken from the wrong
+work.
+"""
 
 import json
 import os

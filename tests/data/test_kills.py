@@ -1,4 +1,7 @@
-"""Killed at random moments, by nine and without warning, and run again: the same shards, and nothing left behind."""
+"""Preparation is killed at random moments, by signal nine and without warning, and run again.
+
+The shards are the same, and nothing is left behind.
+"""
 
 import multiprocessing
 import os
@@ -41,7 +44,10 @@ def start(args, tokenizer, output):
 
 
 def session_is_empty(leader, seconds=10):
-    """Whether all processes of a killed run's session end by themselves; those that do not are killed, or pytest would wait."""
+    """Whether all processes of a killed run's session end by themselves.
+
+    Those that do not are killed, or pytest would wait.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         alive = []
@@ -69,7 +75,10 @@ def stage_of(output):
 
 
 def moments(output, generator, duration):
-    """When one preparation is killed: twice by what it has finished, twice by the clock. Each is asked until it says yes."""
+    """When one preparation is killed: twice by what it has finished, twice by the clock.
+
+    Each moment is asked until it says yes.
+    """
 
     def finished(pattern, count):
         def is_reached(seconds):

@@ -1,4 +1,7 @@
-"""`pod data verify`, `pod data inspect`: whole data passes; every damage is one line and exit code 1; wrong use is one line and exit code 2."""
+"""`pod data verify` and `pod data inspect`.
+
+Whole data passes. Every damage is one line and exit code 1. Wrong use is one line and exit code 2.
+"""
 
 import hashlib
 import json
@@ -33,7 +36,10 @@ def run(capsys):
 
 
 def rewrite(folder, change, file=None, array=None):
-    """Change the manifest, after replacing `array` in one of its files, so that every checksum is right again."""
+    """Change the manifest so that every checksum is right again.
+
+    Before that, `array` is replaced in one of the files.
+    """
     manifest = json.loads((folder / "manifest.json").read_text())
     if file is not None:
         with open(folder / file, "wb") as stream:

@@ -46,7 +46,10 @@ def test_text_of_the_real_writer():
 
 
 def test_token_ids_of_the_real_writer():
-    """ProLong's columns: `input_ids` packed to a fixed length, `indices` [documents, 2], `length`, `domain`."""
+    """ProLong's columns are read.
+
+    They are `input_ids` packed to a fixed length, `indices` [documents, 2], `length`, and `domain`.
+    """
     ids = np.arange(40) * 1000
     documents, _ = read_all(WRITTEN / "prolong", **PRO_LONG)
     expected = [ids[:10], ids[10:33], ids[33:], ids[::-1]]
@@ -95,7 +98,10 @@ def test_other_columns_are_refused_by_name_and_passed_over(name, encoding):
 
 
 def test_types_of_arrays():
-    """The first byte of an array: 8, 16, 32, 64 by its bits, one more for signed, two more for floating-point numbers."""
+    """The first byte of an array says its type.
+
+    8, 16, 32, 64 stand for its bits, one more for signed, two more for floating-point numbers.
+    """
     expected = {
         bits + add: f"{kind}{bits}"
         for bits in (8, 16, 32, 64)
@@ -241,7 +247,11 @@ def test_decompressed_shards_go_first(tmp_path):
 
 
 def test_nested_folders_are_read_once(tmp_path):
-    """ProLong: a folder for each domain; merged data sets have an index above that names the shards below, too."""
+    """Nested folders are read once.
+
+    ProLong has a folder for each domain. Merged data sets have an index above that names the shards below,
+    too.
+    """
     entries = []
     for name in ("arxiv-64", "book-64"):
         columns = {"input_ids": "ndarray", "indices": "ndarray:uint32", "domain": "str"}

@@ -1,4 +1,7 @@
-"""What a newcomer's corpus stumbles over: odd suffixes, notes beside data, damaged files, mistyped paths, names that are no UTF-8."""
+"""What a newcomer's corpus stumbles over.
+
+Odd suffixes, notes beside data, damaged files, mistyped paths, and names that are no UTF-8.
+"""
 
 import gzip
 import json

@@ -1,4 +1,7 @@
-"""What `pod data inspect` says: the right numbers, everything that was left out, and nothing that a terminal would act upon."""
+"""What `pod data inspect` says.
+
+It gives the right numbers and everything that was left out, and nothing that a terminal would act upon.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,7 @@
-"""Rows of a really prepared data set through the model: every document gets what it would get alone, forward and backward."""
+"""Rows of a really prepared data set go through the model.
+
+Every document gets what it would get alone, forward and backward.
+"""
 
 import inspect
 import json.decoder
@@ -17,7 +20,10 @@ TOLERANCE = 1e-10  # fp64
 
 @pytest.fixture(scope="module", params=["best_fit", "one_per_row"])
 def rows(request, tmp_path_factory, byte_tokenizer):
-    """Prepared rows of the paragraphs of one Python module and the lines and words of another: from 2 tokens to cut at the context."""
+    """Prepared rows of the paragraphs of one Python module and the lines and words of another.
+
+    Documents have from 2 tokens to so many that the context cuts them.
+    """
     folder = tmp_path_factory.mktemp("paragraphs")
     paragraphs = [text for text in inspect.getsource(json.decoder).split("\n\n") if text.strip()]
     source = inspect.getsource(json.scanner)
@@ -46,7 +52,10 @@ def make_model(backend):
 
 
 def chosen_rows(data):
-    """Rows with the most documents, the most padding, the most documents that attention cuts, and the longest."""
+    """Rows with the most documents, the most padding, the most documents that attention cuts.
+
+    The longest row is there as well.
+    """
     lengths = [[len(document) for document in data.documents(row)] for row in range(len(data))]
     long = [sum(length > 7 for length in row) for row in lengths]  # 2 sinks and a window of 5
     longest = [max(row) * min(len(row), 2) for row in lengths]  # rather one with company
@@ -101,7 +110,11 @@ def test_rows_under_test_are_worth_it(rows):
 
 
 def test_positions_restart_at_every_document(rows):
-    """RoPE knows distances only, so that logits would hide positions that run on across documents: look at them."""
+    """Positions restart at every document.
+
+    The test looks at them because RoPE knows distances only, so that logits would hide positions that run on
+    across documents.
+    """
     model, seen = make_model("auto"), []
     context = model.model.context
     model.model.context = lambda hidden, positions, *options: (

@@ -1,4 +1,7 @@
-"""The picture of prepared data: numbers a reader understands, bars of the right size, the same bytes again."""
+"""The picture of prepared data.
+
+Its numbers are ones that a reader understands, its bars have the right size, and it has the same bytes again.
+"""
 
 import matplotlib.image
 import numpy as np

@@ -1,4 +1,7 @@
-"""Prefetching: the same steps in the same order, never further ahead than asked, and no error or thread is lost."""
+"""Prefetching gives the same steps in the same order.
+
+It is never further ahead than asked, and no error or thread is lost.
+"""
 
 import threading
 from concurrent.futures import wait
@@ -144,7 +147,10 @@ def test_closing_while_a_load_is_under_way():
 
 
 def test_waiting_is_measured(monkeypatch):
-    """On a clock that only loads move: all of a load without prefetching, nothing once the thread is ahead."""
+    """Waiting is all of a load without prefetching, and nothing once the thread is ahead.
+
+    Only loads move the clock of this test.
+    """
     clock = [0.0]
     monkeypatch.setattr(prefetch.time, "perf_counter", lambda: clock[0])
     loader = Loader(gate=100)

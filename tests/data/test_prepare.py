@@ -1,4 +1,8 @@
-"""Preparation end to end: tokens exactly once, equal intervals, same seed = same bytes, nothing half-written."""
+"""Preparation end to end.
+
+Tokens come exactly once, intervals are equal, the same seed gives the same bytes, and nothing is
+half-written.
+"""
 
 import errno
 import json

@@ -1,4 +1,7 @@
-"""What a later, a second or an unlucky run does to work that is there: nothing is lost that somebody still needs."""
+"""What a later, a second or an unlucky run does to work that is there.
+
+Nothing is lost that somebody still needs.
+"""
 
 import errno
 import json
@@ -337,7 +340,10 @@ def test_what_a_killed_run_left_half_written_goes(args, tokenizer, tmp_path, mon
 @pytest.mark.parametrize("held_out", [0, 10**9])
 @pytest.mark.parametrize("deduplicate", [True, False])
 def test_extremes_agree(corpus, tokenizer, tmp_path, policy, workers, target, held_out, deduplicate):
-    """One row or more than there is, no held-out text or all of it, copies, long documents: whole data, tokens counted once."""
+    """Data is whole and tokens are counted once at all extremes.
+
+    One row or more rows than there are, no held-out text or all of it, copies, and long documents.
+    """
     folder = corpus([1, 5, 20, 20, 40, 64, 127, 128, 129, 300, 1000] * 5)
     for number in range(9):
         (folder / f"copy-{number}.txt").write_text((folder / "00009.txt").read_text())

@@ -118,7 +118,11 @@ def test_full_disk_keeps_the_older_shard(tmp_path, monkeypatch):
 
 
 def test_killed_at_any_moment_and_called_again_gives_the_same_bytes(tmp_path):
-    """One forked writer per moment: it dies at its n-th row, fsync, checksum or rename; the next one writes again."""
+    """A writer that was killed at any moment and called again gives the same bytes.
+
+    There is one forked writer per moment. It dies at its n-th row, fsync, checksum or rename; the next one
+    writes again.
+    """
     rows = [[np.arange(1 + (row * 7 + part) % 3) + row for part in range(1 + row % 2)] for row in range(20)]
     whole, folder = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), folder.mkdir()

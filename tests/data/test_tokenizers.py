@@ -1,4 +1,7 @@
-"""Encoding, identities, boundary tokens, special tokens inside texts, and what load_tokenizer makes of a path."""
+"""Encoding, identities, boundary tokens, and special tokens inside texts.
+
+Also what load_tokenizer makes of a path.
+"""
 
 import copy
 import hashlib
@@ -24,7 +27,10 @@ from pod.tokenizer import load_tokenizer
 
 @pytest.fixture
 def chat_tokenizer(byte_tokenizer):
-    """Byte-level BPE with special tokens, one of them for unknown words, and one added word that is not special."""
+    """Byte-level BPE with special tokens, one of them for unknown words.
+
+    One added word is not special.
+    """
     backend = Tokenizer.from_str(byte_tokenizer.backend_tokenizer.to_str())
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<|endoftext|>"

@@ -1,4 +1,7 @@
-"""Sources cut into units: every record exactly once whatever the cut, limits and policies for records, changed files."""
+"""Sources cut into units.
+
+Every record comes exactly once whatever the cut. Also limits and policies for records, and changed files.
+"""
 
 import gzip
 import itertools

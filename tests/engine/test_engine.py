@@ -188,9 +188,9 @@ def masked(call):
 
 @pytest.mark.parametrize("kind", ["pod", *PLANS, "mixtral", "qwen3-moe"])
 def test_the_step_is_static(tools, monkeypatch, kind):
-    """What a CUDA graph records must hold for later tokens: here the step is recorded once as a list of operations.
+    """What a CUDA graph records holds for later tokens, which go to other experts.
 
-    Later tokens go to other experts.
+    Here the step is recorded once as a list of operations.
     """
     model = make(tools, kind) if kind in KINDS else tools.make_pod(kind)
     ids = tools.random_ids(5 if kind == "mixtral" else 2, 50)
@@ -273,7 +273,10 @@ def test_an_engine_after_the_prompt(tools):
 @pytest.mark.parametrize("spec", ["full+int4", "pod+int4", "roles+int4"])
 @pytest.mark.parametrize("residual", [1, 5])
 def test_packed_engine_equals_the_ordinary_packed_cache(tools, spec, residual):
-    """Same tokens packed at the same time: prompts, decoded tokens, a second prompt, a reset, reordered rows."""
+    """The packed engine packs the same tokens at the same time as the ordinary packed cache.
+
+    Prompts, decoded tokens, a second prompt, a reset, and reordered rows.
+    """
     model = make(tools, spec.split("+")[0], (2, 5))  # windows this small are native in both
     ids = tools.random_ids(2, 100)
     found = []
@@ -469,7 +472,10 @@ def compare(tools, act, spec="pod+int4"):
 
 @pytest.mark.parametrize("spec", ["pod", "roles", "pod+int4", "roles+int4"])
 def test_passes_of_padding_alone(tools, spec):
-    """They add columns but no token: before the first one there is nothing to bind to, and lengths are not columns."""
+    """Passes of padding alone add columns but no token.
+
+    Before the first one there is nothing to bind to, and lengths are not columns.
+    """
     ids = tools.random_ids(2, 40)
 
     def act(model, cache):

@@ -1,6 +1,7 @@
-"""The fused step of the decode engine: its launches counted, its logits, and when it leaves the layers to their modules.
+"""The fused step of the decode engine.
 
-What needs the Triton kernels runs in another process with Triton's interpreter: this file, started as a script.
+Its launches are counted, its logits compared; it leaves the layers to their modules when it must. What needs
+the Triton kernels runs in another process with Triton's interpreter: this file, started as a script.
 """
 
 import importlib.util
@@ -56,7 +57,10 @@ _FREE = {
 
 
 class Launches(TorchDispatchMode):
-    """Names of the operations that would be one launch each on CUDA, in order; those of Triton by their kernel."""
+    """Names of the operations that would be one launch each on CUDA, in order.
+
+    Those of Triton come by their kernel.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch):
         super().__init__()
@@ -96,7 +100,10 @@ def feed(model, cache, ids, mask):
 
 
 def case_answers(tools, family, changes, plan, spec, tau) -> dict:
-    """Largest difference of the logits to the ordinary pass, relative to the largest logit, and the launches of one token."""
+    """The largest difference of the logits to the ordinary pass, and the launches of one token.
+
+    The difference is relative to the largest logit.
+    """
     windows = (4, 11) if "int4" in spec else (2, 5)
     stock = tools.make_stock(family, torch.float32, num_hidden_layers=3, **changes)
     heads = range(stock.config.num_key_value_heads)
@@ -217,7 +224,10 @@ CHANGES = [
 
 @pytest.mark.parametrize(("change", "reason"), CHANGES)
 def test_what_a_model_carries_counts(tools, change, reason):
-    """Adapters and hooks on linear layers are called; for others the layers run as they are, and the engine says why."""
+    """Adapters and hooks on linear layers are called.
+
+    For other ones the layers run as they are, and the engine says why.
+    """
     model = tools.make_pod("qwen3-g3", windows=(2, 5))
     ids, mask = tools.random_ids(2, 30), torch.ones(2, 30, dtype=torch.long)
     bare = feed(model, None, ids, mask)

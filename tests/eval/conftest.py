@@ -1,4 +1,7 @@
-"""Tiny models for evaluation tests: dense, and the same weights under a plan in which half of the KV heads follow."""
+"""Tiny models for evaluation tests: dense, and the same weights under a plan.
+
+Under the plan half of the KV heads follow.
+"""
 
 import pytest
 import torch

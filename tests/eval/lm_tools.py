@@ -1,4 +1,7 @@
-"""What the tests of the lm-eval model class share: tiny models with a tokenizer, requests, every method with small parameters."""
+"""What the tests of the lm-eval model class share.
+
+Tiny models with a tokenizer, requests, and every method with small parameters.
+"""
 
 from functools import cache
 
@@ -94,14 +97,20 @@ ALPHABET = [chr(code) for code in range(33, 127)]
 
 
 def text(seed: int, words: int) -> str:
-    """5 characters (tokens) per word, all different: where a token stands three times, D2O's nearest key can be a tie that rounding breaks
-    (RoPE makes the similarity of a key with its copies k before and k behind it equal)."""
+    """5 characters (tokens) per word, all different.
+
+    Where a token stands three times, D2O's nearest key can be a tie that rounding breaks: RoPE makes the
+    similarity of a key with its copies k before and k behind it equal.
+    """
     order = torch.randperm(len(ALPHABET), generator=torch.Generator().manual_seed(seed)).tolist()
     return "".join(ALPHABET[place] for place in order[: 5 * words])
 
 
 def choices(docs: int = 4) -> list[Instance]:
-    """Multiple choice: ragged contexts, ragged answers, one-token answers, a context without text, spaces at its end."""
+    """Multiple choice requests.
+
+    Ragged contexts, ragged answers, one-token answers, a context without text, and spaces at its end.
+    """
     found = []
     for doc in range(docs):
         context = text(doc, 8 + 3 * doc)
@@ -114,7 +123,10 @@ def choices(docs: int = 4) -> list[Instance]:
 
 
 def ragged() -> list[Instance]:
-    """One answer each after contexts of different lengths in one length class: rows that need padding when they run together."""
+    """One answer each after contexts of different lengths in one length class.
+
+    Rows need padding when they run together.
+    """
     return [
         instance("loglikelihood", (text(30 + doc, 8 + doc), "Z" * (2 - doc % 2)), 100 + doc)
         for doc in range(3)

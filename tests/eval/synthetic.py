@@ -1,4 +1,6 @@
-"""Made-up result files of schema 2 in the shape of real ones, for tests of the report and for looking at its page.
+"""Made-up result files of schema 2 in the shape of real ones.
+
+They are for tests of the report and for looking at its page.
 
 python tests/eval/synthetic.py FOLDER writes two runs into FOLDER/run_a and FOLDER/run_b.
 """

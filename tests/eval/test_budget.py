@@ -35,7 +35,10 @@ def budgets_of(model):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["streamingllm", "snapkv"])
 def test_budgets_hold_pods_bytes_at_the_end(name, dense_model, pod_model):
-    """Measured on the caches: after a prompt and 12 more tokens the method holds what PoD holds, within 2 %."""
+    """After a prompt and 12 more tokens the method holds what PoD holds, within 2 %.
+
+    It is measured on the caches.
+    """
     length, fed, method = 900, 12, METHODS[name]
     budgets = budgets_of(pod_model)
     cache = Subject(method, lambda: dense_model, {}, budgets).cache(Span(length, fed))

@@ -1,7 +1,9 @@
-"""CoQA: prompts as lm-eval's own (which cannot be imported), both rules of scoring, the official file and the hub's.
+"""CoQA: prompts, both rules of scoring, the official file and the hub's.
 
-Golden values: evaluate-v1.0.py's rules (all references) and lm_eval.tasks.coqa.utils of lm-eval 0.4.13 with the two functions it lacks
-(different references), on tests/eval/data/coqa_predictions.jsonl.
+Prompts are as lm-eval's own task has them (it cannot be imported).
+
+Golden values: evaluate-v1.0.py's rules (all references) and lm_eval.tasks.coqa.utils of lm-eval 0.4.13 with
+the two functions it lacks (different references), on tests/eval/data/coqa_predictions.jsonl.
 """
 
 import json
@@ -143,6 +145,10 @@ def test_both_tasks_run_offline_through_lm_eval(local):
 
 
 def test_lm_evals_own_task_cannot_be_imported():
-    """When this fails, transformers has its SQuAD metrics back or lm-eval its own, and the README's reason is out of date."""
+    """lm-eval's own task cannot be imported.
+
+    When this fails, transformers has its SQuAD metrics back or lm-eval its own, and the README's reason is
+    out of date.
+    """
     with pytest.raises(ModuleNotFoundError, match="transformers.data.metrics"):
         import lm_eval.tasks.coqa.utils  # noqa: F401

@@ -1,4 +1,8 @@
-"""Skips of PoD's gate (`tau`): counted as a naive reading of the paper counts them, alone as in a batch, and told by results and report."""
+"""Skips of PoD's gate (`tau`).
+
+They are counted as a naive reading of the paper counts them, and alone as in a batch. Results and report tell
+them.
+"""
 
 import json
 import math
@@ -86,7 +90,8 @@ def test_counts_are_those_of_a_naive_reading(pod_model, text, tau, monkeypatch):
     score_by_decode(pod_model, cache, row, Bucket(start=0, end=40, first=14))
     (found,) = reading.decided(cache)
     wanted = recorded.counts(pod_model, 13, tau)
-    # a follower adds its window's logits and values, and the values of the distant tokens whose logits are there
+    # a follower adds its window's logits and values, and the values of the distant tokens whose logits are
+    # there
     for name, numbers in wanted.items():
         assert found["decisions"][name] == numbers, name
     skipped, heads = sum(wanted["heads_skipped"]), sum(wanted["heads"])
@@ -126,7 +131,11 @@ class Tokenizer:
 @pytest.mark.parametrize("asked", [0, 3])
 @pytest.mark.parametrize("spec", ["pod", "pod+int4"])
 def test_a_row_of_a_padded_batch_counts_what_it_counts_alone(spec, asked, pod_model, text):
-    """Prompts of unlike length, one within the window; one answer ends early, so that padding is decoded behind it."""
+    """A row of a padded batch counts what it counts alone.
+
+    Prompts have unlike length, one within the window. One answer ends early, so that padding is decoded
+    behind it.
+    """
     prompts = [
         SimpleNamespace(token_ids=tuple(text[row, :n].tolist()), num_asked=asked)
         for row, n in enumerate((40, 31, 9))

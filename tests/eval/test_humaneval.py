@@ -97,7 +97,8 @@ def test_wrong_answers_fail(run, function, reason):
 
 
 FORGERIES = (
-    # what passed when the program and its verdict shared a process: the report in the frame that runs the program
+    # what passed when the program and its verdict shared a process: the report in the frame that runs the
+    # program
     "import sys, json, os\nseen = sys._getframe(1).f_locals\njson.dump({'token': seen['asked']['token'], 'error': None, "
     "'network_cut': True}, seen['report']); seen['report'].flush(); os._exit(0)",
     # its own frames and file descriptors now: replies, ends and exit codes of its own

@@ -1,4 +1,7 @@
-"""InfiniteBench: official scorers and prompts on recorded values, synthetic tasks solved by rule, lengths, files that say what is wrong."""
+"""InfiniteBench: official scorers and prompts on recorded values.
+
+Also synthetic tasks solved by rule, lengths, and files that say what is wrong.
+"""
 
 import hashlib
 import itertools
@@ -27,7 +30,8 @@ def read_lines(path):
 
 
 PREDICTIONS = read_lines(DATA / "infinitebench_predictions.jsonl")
-# Scores of the official README (OpenBMB/InfiniteBench, MIT, commit 88b3daa) on the predictions in its results/ folder, percent
+# Scores of the official README (OpenBMB/InfiniteBench, MIT, commit 88b3daa) on the predictions in its
+# results/ folder, percent
 GOLDEN = {
     "passkey": (100, 98.14),
     "number_string": (100, 95.42),
@@ -35,8 +39,8 @@ GOLDEN = {
     "longbook_qa_eng": (22.44, 16.52),
     "longbook_sum_eng": (14.73, 17.96),
 }
-# SHA-256 (16 digits) of the official create_prompt(row, task, "yarn-mistral") at that commit, for the first fixture row or, where the
-# task is synthetic, for synthetic.row(task, random.Random(7), 3, 12)
+# SHA-256 (16 digits) of the official create_prompt(row, task, "yarn-mistral") at that commit. It is of the
+# first fixture row or, where the task is synthetic, of synthetic.row(task, random.Random(7), 3, 12).
 PROMPT_HASHES = {
     "passkey": "6b233d791ecd3438",
     "number_string": "ded64c9dc810d55e",
@@ -111,7 +115,11 @@ def test_built_prompts_fill_their_length(tokenizer, task, length):
 @pytest.mark.parametrize("task", ["passkey", "number_string"])
 @pytest.mark.slow
 def test_built_prompts_can_lose_their_middle_as_in_the_paper(tokenizer, task):
-    """Of 128K a quarter stays at 32K: both ends, and the keys that stand there. So few are answered: PoD's Table 4 prints 27.1."""
+    """A built prompt can lose its middle, as in the paper.
+
+    Of 128K a quarter stays at 32K: both ends, and the keys that stand there. So few are answered: PoD's Table
+    4 prints 27.1.
+    """
 
     def read(length, **more):
         name = {"task": task, "length": length, "seed": 42}

@@ -181,7 +181,7 @@ def test_changes_of_scores_stay_between_all_and_nothing():
     assert intervals.paired_mean([0.2], [0.9]).interval is None
 
 
-# -- several tasks, several comparisons ------------------------------------------------------------------------
+# -- several tasks, several comparisons ------------------------------------------------------
 
 
 def test_weighted_means_of_equal_parts_by_hand():
@@ -234,7 +234,10 @@ def test_a_group_counts_its_tasks_by_their_weights():
 
 
 def test_marks_hold_for_the_page():
-    """p = 0.031 alone is a mark, beside one more comparison it is not; losses of what is better low are gains."""
+    """p = 0.031 is a mark alone, and none beside one more comparison.
+
+    Losses of what is better low are gains.
+    """
     own, base = payload([0] * 6 + [1] * 4), payload([1] * 10)
     found = verdicts.compare(own, base, "full")
     assert found.mark == "" and found.adjusted is None, "not judged yet"
@@ -255,7 +258,10 @@ PAIRS = [(0.5, 0.5), (0.8, 0.6), (0.95, 0.5), (0.3, 0.7), (0.9, 0.9)]
 
 
 def coverage(estimate, cases, rounds=400):
-    """The share of 95 % intervals that hold the truth, the mean over (draw, truth); draw: a generator of chance → arguments."""
+    """The share of 95 % intervals that hold the truth, the mean over (draw, truth).
+
+    draw: a generator of chance → arguments.
+    """
     rng, hits = np.random.default_rng(0), 0
     for draw, truth in cases:
         for _ in range(rounds):
@@ -284,8 +290,10 @@ def difficulties(share, alike):
 
 
 def questions(rng, texts, each, shares, items=1, alike=0.3):
-    """Scores of methods with these shares on questions about texts of unlike difficulty, and the questions' texts; a score is how many of
-    some items are right (1: 0/1)."""
+    """Scores of methods with these shares on questions about texts of unlike difficulty.
+
+    Also returns the questions' texts. A score is how many of some items are right (1: 0/1).
+    """
     level, text = rng.integers(2000, size=texts), np.repeat(np.arange(texts), each)
     chances = [difficulties(share, alike)[level[text]] for share in shares]
     return (*((rng.binomial(items, one) / items).tolist() for one in chances), text.tolist())

@@ -1,16 +1,17 @@
-"""SimLayerKV's decode detector under evaluation: it judges by what the model would generate, before anything is scored or asked.
+"""SimLayerKV's decode detector under evaluation.
+
+It judges by what the model would generate, before anything is scored or asked.
 
 Changes of one token, each of which a test here sees (16 of 16, each was tried):
 
-| place | changes |
-|---|---|
-| judge_ahead: copies | the cache itself for its copy; its layers for those of the copy; tokens fed to it; `copied.adopt(layer)` |
-| judge_ahead: tokens | `mask is not None`; `new_zeros`; `last - 1`; `argmin` |
-| judge_ahead: who | `if waiting`; `judges_next = True` before the last token; `= False` behind it |
-| _waiting | `True` for layers that say nothing |
-| read_prompts | the first hidden state for the last |
-| perplexity.read_context | the token before the last |
-| lm/scoring.score_by_decode | the hidden state where the last token is held out; no mask |
+- judge_ahead, copies: the cache itself for its copy; its layers for those of the copy; tokens fed to it;
+  `copied.adopt(layer)`
+- judge_ahead, tokens: `mask is not None`; `new_zeros`; `last - 1`; `argmin`
+- judge_ahead, who: `if waiting`; `judges_next = True` before the last token; `= False` behind it
+- _waiting: `True` for layers that say nothing
+- read_prompts: the first hidden state for the last
+- perplexity.read_context: the token before the last
+- lm/scoring.score_by_decode: the hidden state where the last token is held out; no mask
 """
 
 import lm_tools

@@ -1,7 +1,7 @@
 """L-Eval: prompts, data, scores against the official scorer, and cutting documents.
 
-Golden values: github.com/OpenLMLab/LEval, commit cd34b05, Evaluation/{auto_eval,em,f1}.py and rouge-score 0.1.2, on
-tests/eval/data/leval_predictions.jsonl (own texts in the format of the official prediction files).
+Golden values: github.com/OpenLMLab/LEval, commit cd34b05, Evaluation/{auto_eval,em,f1}.py and rouge-score
+0.1.2, on tests/eval/data/leval_predictions.jsonl (own texts in the format of the official prediction files).
 """
 
 import copy
@@ -176,7 +176,11 @@ def test_rows_for_judges_are_left_out_and_each_question_is_a_sample():
 
 
 def test_worked_examples_are_no_text_that_is_asked_about():
-    """gsm100's 100 questions stand behind the same 16 examples: one cluster would leave it, and L-Eval's mean, no interval."""
+    """Worked examples are no text that is asked about.
+
+    gsm100's 100 questions stand behind the same 16 examples. One cluster would leave it, and L-Eval's mean,
+    no interval.
+    """
     assert len({doc["document"] for doc in docs_of("gsm100")}) == 1
     assert {doc["cluster"] for doc in docs_of("gsm100")} == {None}
     assert all(doc["cluster"] for doc in docs_of("coursera"))
@@ -313,7 +317,10 @@ def test_outer_white_space_that_a_chat_template_dropped_does_no_harm():
 
 @pytest.mark.parametrize("chat", [True, False])
 def test_the_question_survives_truncation_in_our_encoder(manager, chat):
-    """A long document through YAML rule, chat template and tokenizer: the whole question and all instructions stay."""
+    """The whole question and all instructions of a long document stay.
+
+    The document goes through YAML rule, chat template and tokenizer.
+    """
     tokenizer = copy.deepcopy(pod.load_tokenizer(resolve_model("package:tiny")))
     tokenizer.chat_template = CHAT_TEMPLATE
     encoder = Encoder(tokenizer, 2048, "truncate")

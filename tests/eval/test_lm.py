@@ -1,4 +1,7 @@
-"""The lm-eval model class: equal to stock HFLM where nothing is compressed, through the compressed cache everywhere else."""
+"""The lm-eval model class.
+
+It equals stock HFLM where nothing is compressed, and goes through the compressed cache everywhere else.
+"""
 
 import lm_tools
 import pytest
@@ -62,7 +65,10 @@ def test_one_forward_sees_the_very_batches_of_hflm(monkeypatch):
 
 
 def test_padding_is_part_of_the_batches():
-    """Rows of different lengths do meet in one batch, or the comparison of batches would say nothing about padding."""
+    """Rows of different lengths do meet in one batch.
+
+    Otherwise the comparison of batches would say nothing about padding.
+    """
     encoded = lm_tools.around("snapkv").encoder.requests(lm_tools.ragged(), Rule())
     batches = unit_batches(units_of(encoded), 3)
     assert max(len({len(unit.context) for unit in batch}) for batch in batches) >= 2
@@ -116,7 +122,10 @@ BUDGETED = [name for name in EVERY if "budget" in lm_tools.SMALL[name]]
 
 @pytest.mark.parametrize("spec", BUDGETED)
 def test_prompts_with_budgets_of_their_own_share_a_batch(spec):
-    """A share of the tokens: every length has its own budget; scores, answers and what is held are those of each prompt alone."""
+    """Scores, answers and what is held are those of each prompt alone.
+
+    The budget is a share of the tokens, so every length has its own.
+    """
     alone, together = (lm_tools.around(spec, budget=0.4, batch_size=size) for size in (1, 5))
     assert differences(answers(alone), answers(together)) <= 1e-9
     requests = lm_tools.generations()
@@ -137,7 +146,10 @@ def test_a_budget_that_holds_everything_is_full(spec):
 
 @pytest.mark.parametrize("spec", [name for name in EVERY if name not in ("full", "pod", "cla", "window")])
 def test_compression_changes_scores_even_of_one_token_answers(spec):
-    """Scores must come from the compressed cache: one-token answers too, which prefill → compress → score would let through."""
+    """Scores come from the compressed cache, for one-token answers too.
+
+    Prefill → compress → score would let these through.
+    """
     requests = [request for request in lm_tools.choices() if request.args[1] in "ABC" and request.doc_id == 3]
     assert [len(lm_tools.tokenizer().encode(r.args[1], add_special_tokens=False)) for r in requests] == [
         1,

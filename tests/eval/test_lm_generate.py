@@ -1,4 +1,7 @@
-"""Where generated answers end: every EOS, stop strings across tokens, none of them in the text; `min_new_tokens`."""
+"""Where generated answers end.
+
+Every EOS, and stop strings across tokens, none of them in the text; `min_new_tokens`.
+"""
 
 import contextlib
 

@@ -1,4 +1,7 @@
-"""Requests as token ids: lm-eval's encoding, truncation by rule with BOS and chat template whole, sizes, skips, errors."""
+"""Requests as token ids.
+
+lm-eval's encoding, truncation by rule with BOS and chat template whole, sizes, skips, and errors.
+"""
 
 import copy
 

@@ -135,7 +135,8 @@ def test_model_arguments_make_the_method(plan):
     assert pod_lm.loglikelihood(lm_tools.choices()) == lm_tools.around("pod", one_shot=True).loglikelihood(
         lm_tools.choices()
     )
-    # 4 of 8 (layer, head) pairs do not lead: they hold 16 of 128 keys, so PoD holds 128 - 112 * 4 / 16 = 100 tokens' bytes, and bookkeeping
+    # 4 of 8 (layer, head) pairs do not lead: they hold 16 of 128 keys, so PoD holds 128 - 112 * 4 / 16 = 100
+    # tokens' bytes, and bookkeeping
     equal = make(method="streamingllm@pod", **windows)
     assert not equal.one_shot and equal.model.config.own_method == "full"
     assert equal.subject.budget(Span(128, 4)) == 101
@@ -183,7 +184,10 @@ def test_wrong_model_arguments_are_one_line(arguments, message):
 
 
 def test_answers_of_the_command_line_are_kept_by_what_answers(tmp_path, monkeypatch):
-    """lm-eval's own keys (--use_cache) name the prompt only, and are refused: a second method would read the first one's answers."""
+    """lm-eval's own keys (--use_cache) are refused, because they name the prompt only.
+
+    A second method would read the first one's answers.
+    """
     requests, place = lm_tools.choices()[:2], str(tmp_path / "answers")
     answers = make(method="snapkv[window=6]@20", store=place).loglikelihood(requests)
     other = make(method="snapkv[window=6]@30", store=place).loglikelihood(requests)

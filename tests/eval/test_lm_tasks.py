@@ -1,4 +1,7 @@
-"""Tasks of lm-eval in an evaluation: stock tasks on local fixtures, rules, groups, skipped samples, what is refused before any computation."""
+"""Tasks of lm-eval in an evaluation.
+
+Stock tasks on local fixtures, rules, groups, skipped samples, and what is refused before any computation.
+"""
 
 import json
 from pathlib import Path
@@ -307,7 +310,11 @@ def test_bad_input_is_one_line_before_any_computation(tmp_path, monkeypatch, cha
 
 
 def test_names_that_stand_in_lm_evals_files_are_known_without_its_index(monkeypatch):
-    """The index takes seconds: `--dry-run` of a recipe with its tasks needs none. Names within a group's file are none of a task."""
+    """Names that stand in lm-eval's files are known without its index.
+
+    The index takes seconds, and `--dry-run` of a recipe with its tasks needs none. Names within a group's
+    file are none of a task.
+    """
     calls = []
     monkeypatch.setattr(
         lm_index, "task_manager", lambda with_lm_eval: calls.append(1) or pytest.fail("indexed")
@@ -425,7 +432,11 @@ def test_a_task_that_two_groups_share_is_answered_once(tmp_path, monkeypatch):
 
 
 def test_whole_texts_in_other_windows_are_another_input(tmp_path, monkeypatch):
-    """A model of a shorter limit joins: texts are scored in shorter windows, so the old numbers of the others do not hold."""
+    """Whole texts in other windows are another input.
+
+    A model of a shorter limit joins: texts are scored in shorter windows, so the old numbers of the others do
+    not hold.
+    """
     folder = tmp_path / "data/EleutherAI/wikitext_document_level/wikitext-2-raw-v1"
     folder.mkdir(parents=True)
     for split in ("train", "validation", "test"):

@@ -1,7 +1,8 @@
 """LongBench: prompts, rules, data and scores against the official ones.
 
-Golden values: github.com/THUDM/LongBench, commit 2e00731, its eval.py with rouge 1.0.1, jieba 0.42.1, fuzzywuzzy 0.18.0 (without
-python-Levenshtein, as its requirements say) and Python 3.11, on tests/eval/data/longbench_predictions.jsonl.
+Golden values: github.com/THUDM/LongBench, commit 2e00731, its eval.py with rouge 1.0.1, jieba 0.42.1,
+fuzzywuzzy 0.18.0 (without python-Levenshtein, as its requirements say) and Python 3.11, on
+tests/eval/data/longbench_predictions.jsonl.
 """
 
 import hashlib
@@ -135,10 +136,13 @@ def test_length_groups_equal_the_official_result(recorded, task):
 
 @pytest.mark.skipif("POD_LONGBENCH_PRED" not in os.environ, reason="POD_LONGBENCH_PRED names no predictions")
 def test_scores_equal_a_result_that_somebody_published():
-    """A folder pred/<model> or pred_e/<model> of the official scripts, with its result.json.
+    """Scores equal a result that somebody published.
 
-    Equal so far: github.com/viridisGreen/LongBench at eaae805 (pred/llama2-7b-chat-4k, 21 tasks, 4,750 answers) and
-    github.com/dreaming-panda/MagicPiG at 8666d53 (pred_e/llama2-7b-chat-4k-original, 13 tasks, 3,668 answers).
+    It is a folder pred/<model> or pred_e/<model> of the official scripts, with its result.json.
+
+    Equal so far: github.com/viridisGreen/LongBench at eaae805 (pred/llama2-7b-chat-4k, 21 tasks, 4,750
+    answers) and github.com/dreaming-panda/MagicPiG at 8666d53 (pred_e/llama2-7b-chat-4k-original, 13 tasks,
+    3,668 answers).
     """
     folder = Path(os.environ["POD_LONGBENCH_PRED"])
     result = json.loads((folder / "result.json").read_text())
@@ -261,7 +265,10 @@ class Answers(LM):
 
 @pytest.mark.parametrize("group", ["pod_longbench", "pod_longbench_e"])
 def test_fixtures_run_through_lm_eval(manager, group):
-    """Right answers score 1 in every task, and the prompt that a model gets is the official one, line ends included."""
+    """Right answers score 1 in every task.
+
+    The prompt that a model gets is the official one, line ends included.
+    """
     model = Answers()
     with data.use(DATA):
         out = evaluator.simple_evaluate(model, tasks=[group], task_manager=manager, bootstrap_iters=0)
@@ -292,7 +299,11 @@ TEMPLATE = (
 
 @pytest.mark.parametrize(("name", "chat"), [("qasper", True), ("gov_report", False), ("triviaqa", False)])
 def test_long_prompts_lose_their_middle_before_the_template(manager, name, chat):
-    """pred.py: `half = int(max_length / 2)` tokens of the prompt's start and of its end stay; then build_chat. One token is one byte here."""
+    """Long prompts lose their middle before the template.
+
+    pred.py: `half = int(max_length / 2)` tokens of the prompt's start and of its end stay; then build_chat.
+    One token is one byte here.
+    """
     tokenizer = pod.load_tokenizer(resolve_model("package:tiny"))
     tokenizer.chat_template = TEMPLATE
     task = load(manager, f"pod_longbench_{name}")["tasks"][f"pod_longbench_{name}"]

@@ -1,4 +1,7 @@
-"""The search for the largest batch: bisection against counting, real tries, limits, and errors that are none of memory."""
+"""The search for the largest batch.
+
+Bisection against counting, real tries, limits, and errors that are none of memory.
+"""
 
 import sys
 

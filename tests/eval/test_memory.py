@@ -151,7 +151,10 @@ class OnGpu:
 
 
 def test_meter_asks_the_allocator_on_a_gpu(monkeypatch):
-    """An imitation: what others hold does not count, each stretch has its own peak, and a limit is of bytes beyond theirs."""
+    """The meter asks the allocator on a GPU, here an imitation.
+
+    What others hold does not count, each stretch has its own peak, and a limit is of bytes beyond theirs.
+    """
     allocator = Allocator(monkeypatch, held=1000)
     with Meter(OnGpu()) as meter:
         allocator.take(500)

@@ -1,4 +1,7 @@
-"""Models of a recipe's own, `eval.models`: the dense weights under other plans and windows are the models that they say."""
+"""Models of a recipe's own, `eval.models`.
+
+The dense weights under other plans and windows are the models that they say.
+"""
 
 import json
 

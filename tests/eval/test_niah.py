@@ -117,7 +117,11 @@ def test_recall(answer, score):
 
 
 def test_statement_score_is_rouge_1_f():
-    """Counted by hand: 8 of 8 words of the answer stand among the statement's 21, so F = 2·(8/8)·(8/21)/(8/8 + 8/21) = 16/29."""
+    """The statement score is ROUGE-1 F.
+
+    Counted by hand: 8 of 8 words of the answer stand among the statement's 21, so F = 2·(8/8)·(8/21)/(8/8 +
+    8/21) = 16/29.
+    """
     assert niah.statement_score(" Eat a sandwich and sit in Dolores Park.") == pytest.approx(16 / 29)
     assert niah.statement_score(niah.STATEMENT) == 1.0
     assert niah.statement_score("Sandwiches") == pytest.approx(2 * (1 / 1) * (1 / 21) / (1 + 1 / 21)), (

@@ -1,4 +1,7 @@
-"""configs/paper: each recipe is built on fixture data at its own lengths, with every cache; presets say nothing that methods do not take."""
+"""configs/paper: each recipe is built on fixture data at its own lengths, with every cache.
+
+Presets say nothing that methods do not take.
+"""
 
 import json
 import shutil
@@ -27,8 +30,11 @@ CASES = [(preset, part) for preset, parts in PRESETS.items() for part in parts]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """`dense`: package:tiny, said to read 128K; `words`: with words as tokens, since RULER's shortest prompts have 7K bytes; `export`:
-    under a plan; `deep`: with as many layers as Llama-3-8B; a text."""
+    """The tiny models of these tests, and a text.
+
+    `dense`: package:tiny, said to read 128K. `words`: with words as tokens, since RULER's shortest prompts
+    have 7K bytes. `export`: under a plan. `deep`: with as many layers as Llama-3-8B.
+    """
     folder = tmp_path_factory.mktemp("papers")
     shutil.copytree(resolve_model("package:tiny"), folder / "dense")
     config = json.loads((folder / "dense" / "config.json").read_text())
@@ -48,7 +54,10 @@ def place(tmp_path_factory):
 
 
 def read(file, place):
-    """A recipe on the tiny model and fixture data with one sample of each task; lengths, budgets and options stay."""
+    """A recipe on the tiny model and fixture data with one sample of each task.
+
+    Lengths, budgets and options stay.
+    """
     args, text = load_recipe(file).eval, [str(place / "text.txt")]
     values = {"output_dir": place / "out", "model.path": place / "dense", "model.dtype": "float32"}
     values |= {"eval.data_dir": ROOT / "tests" / "eval" / "data", "eval.unsafe_code": True, "eval.limit": 1}

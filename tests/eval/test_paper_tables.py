@@ -1,4 +1,7 @@
-"""Published tables: the CSV files agree with themselves (and with the papers, where their texts are at hand); ours next to theirs."""
+"""Published tables, ours next to theirs.
+
+The CSV files agree with themselves, and with the papers where their texts are at hand.
+"""
 
 import os
 import re
@@ -243,7 +246,10 @@ def test_trained_baselines_are_the_papers(tmp_path, published):
 
 
 def test_printed_drops_are_means_over_both_benchmarks(published):
-    """PoD Table 5's "Perf" of nine methods follows from Table 1; PoD's own 2.8 does not (1.1): pod/eval/report/papers/README.md."""
+    """PoD Table 5's "Perf" of nine methods follows from Table 1.
+
+    PoD's own 2.8 does not (1.1): pod/eval/report/papers/README.md.
+    """
     averages = {
         (row.method, row.benchmark): row.value
         for row in published
@@ -258,7 +264,10 @@ def test_printed_drops_are_means_over_both_benchmarks(published):
 
 
 def test_efficiency_of_pod_table_5(tmp_path, published):
-    """The saving is that of the longest length, not of the best task; the drop needs both benchmarks whole."""
+    """The saving is that of the longest length, not of the best task.
+
+    The drop needs both benchmarks whole.
+    """
     (tmp_path / "eval").mkdir()
     groups = {"longbench": paper_tables._ENGLISH, "leval": CATEGORIES["leval"]}
     tasks = [f"pod_{suite}_{task}" for suite, found in groups.items() for of in found.values() for task in of]

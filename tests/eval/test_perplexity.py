@@ -1,4 +1,7 @@
-"""Scoring: the metric by hand, one pass equal to the decode path where it is used, and compression never bypassed."""
+"""Scoring: the metric by hand, and one pass equal to the decode path where it is used.
+
+Compression is never bypassed.
+"""
 
 import math
 

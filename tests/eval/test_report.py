@@ -1,4 +1,7 @@
-"""The report out of hand-made result files: right numbers in the cells, one self-contained page, failures shown."""
+"""The report out of hand-made result files.
+
+The cells have the right numbers, the page is one and self-contained, and failures are shown.
+"""
 
 import base64
 import copy

@@ -1,4 +1,7 @@
-"""Several runs as one report: tables, sentences, files. Result files are made up (tests/eval/synthetic.py)."""
+"""Several runs as one report: tables, sentences, files.
+
+Result files are made up (tests/eval/synthetic.py).
+"""
 
 import csv
 import io
@@ -152,7 +155,10 @@ def test_skipped_refused_and_failed_are_counted(comparison):
 
 
 def test_what_methods_decided_is_said(tmp_path):
-    """SimLayerKV's lazy layers (Figure 2) and D2O's variances (Figure 4), means over the samples of a task."""
+    """The report says what methods decided.
+
+    SimLayerKV's lazy layers (Figure 2) and D2O's variances (Figure 4), means over the samples of a task.
+    """
     said = {
         "simlayerkv": {"lazy": [0.0, 1.0, 0.5, 0.5]},
         "d2o": {"tokens": [1500.0, 20.0], "variance": [None, 0.001234]},
@@ -261,7 +267,11 @@ def test_bars_are_shares_of_the_largest():
 
 
 def test_verdicts_are_words_and_arrows_are_none(comparison):
-    """A rise of perplexity is worse; colour alone does not say it, and no arrow points another way than the number."""
+    """Verdicts are words, and arrows are none.
+
+    A rise of perplexity is worse. Colour alone does not say it, and no arrow points another way than the
+    number.
+    """
     table = report_tables.task_table(comparison, "perplexity")
     worse = next(row[2] for row in table.rows if row[2].tone == "worse")
     assert worse.text.startswith("+") and worse.text.endswith("% worse")
