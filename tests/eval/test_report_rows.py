@@ -1,4 +1,7 @@
-"""Several runs as rows and pairs: which go together, what is held against what. Result files are made up (tests/eval/synthetic.py)."""
+"""Several runs as rows and pairs: which go together, what is held against what.
+
+Result files are made up (tests/eval/synthetic.py).
+"""
 
 import copy
 from copy import deepcopy
@@ -45,7 +48,11 @@ def test_mcnemar_counts_and_difference():
 
 
 def test_commits_are_those_of_the_measurements(tmp_path):
-    """A later run that kept every part writes its own commit into the file; the parts say when they were measured."""
+    """Commits are those of the measurements.
+
+    A later run that kept every part writes its own commit into the file. The parts say when they were
+    measured.
+    """
     old = {**ENVIRONMENT, "commit": "oldoldoldold", "date": "2026-11-01T00:00:00+00:00"}
     files = {
         name: result_file(name, {"a": {**payload([1.0, 0.0]), "environment": old}})
@@ -117,7 +124,11 @@ def test_nothing_in_common_is_no_comparison():
 
 
 def test_other_metrics_and_filters_are_not_compared():
-    """gsm8k by strict-match in one run, by flexible-extract in the other: the same prompts, another number."""
+    """Other metrics and filters are not compared.
+
+    gsm8k by strict-match in one run, by flexible-extract in the other: the prompts are the same, the number
+    is another.
+    """
     strict, flexible = (payload([1, 0], settings={"filter": name}) for name in ("strict", "flexible"))
     assert compare(strict, strict, "full") is not None
     assert compare(strict, flexible, "full") is None
@@ -250,7 +261,11 @@ def test_the_headline_of_a_run_that_only_timed_methods(tmp_path):
 
 
 def test_the_headline_says_what_a_plan_is_for(tmp_path):
-    """Faster after the longest prompt, or memory alone; beside int4 where that and PoD under it were measured."""
+    """The headline says what a plan is for.
+
+    It is faster after the longest prompt, or saves memory alone. It stands beside int4 where that and PoD
+    under it were measured.
+    """
     names = ["full", "int4", "pod", "pod+int4"]
 
     def said(name: str, speed: float, *left_out: str) -> str:
@@ -299,7 +314,10 @@ def test_bytes_that_are_known_are_filled_in(comparison):
 
 
 def test_a_merged_row_keeps_its_speed(tmp_path):
-    """`full` of a run of tasks and of a run that only timed methods is one row, with the second run's tokens/s."""
+    """A merged row keeps its speed.
+
+    `full` of a run of tasks and of a run that only timed methods is one row, with the second run's tokens/s.
+    """
     first = write(tmp_path / "a", full=result_file("full", {"niah": needles("full")}))
     timed = result_file("full", {"efficiency": speed_parts(["full"], 3000)["full"]})
     comparison = merge([first, write(tmp_path / "b", full=timed)])

@@ -1,4 +1,7 @@
-"""Whole evaluations in processes of their own: killed and restarted, on two ranks, with a method that fails on one rank."""
+"""Whole evaluations in processes of their own.
+
+They are killed and restarted, on two ranks, with a method that fails on one rank.
+"""
 
 import json
 import os
@@ -132,7 +135,10 @@ def run_two_ranks(folder, environment, seconds=3600, **changes):
 
 @pytest.mark.multiprocess
 def test_speeds_and_byte_budgets_of_two_ranks_are_measured_by_one(tmp_path, environment):
-    """Rank 0 measures alone, also bytes of PoD that nothing before has asked for, while rank 1 waits at the end."""
+    """Rank 0 alone measures, while rank 1 waits at the end.
+
+    It measures also bytes of PoD that nothing before has asked for.
+    """
     plan = pod.SharingPlan(lead=[[0, 0], [0, 0], [0, 2], [3, 2]])
     plan.save(tmp_path / "plan.json")
     changes = {

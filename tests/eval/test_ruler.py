@@ -1,4 +1,7 @@
-"""RULER: prompts as official, every sample solved by rule from its prompt, lengths by the tokenizer, samples fixed by the seed."""
+"""RULER: prompts as official, every sample solved by rule from its prompt.
+
+Lengths are counted by the tokenizer, and samples are fixed by the seed.
+"""
 
 import importlib.util
 import json
@@ -227,7 +230,11 @@ def test_the_largest_size_is_found_exactly_in_few_tries():
 
 
 def test_scores_are_the_official_ones():
-    """Values of scripts/eval/{evaluate,synthetic/constants}.py (NVIDIA/RULER, Apache-2.0, commit c3f5e3b), which give them in percent."""
+    """Scores are the official ones.
+
+    Values of scripts/eval/{evaluate,synthetic/constants}.py (NVIDIA/RULER, Apache-2.0, commit c3f5e3b), which
+    give them in percent.
+    """
     answers = ["2345678", "Quick-Fox", "77"]
     assert scored("score_all", " 2345678, quick-fox\x00and\n", answers) == pytest.approx(2 / 3)
     assert scored("score_all", "nothing", answers) == 0.0

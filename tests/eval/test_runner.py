@@ -161,7 +161,10 @@ def test_scores_are_made_again_of_what_was_answered(finished, monkeypatch):
 
 
 def test_a_narrower_run_loses_nothing(place, finished, tmp_path, monkeypatch):
-    """Fewer tasks, one method, another number of resamples or a comment: files and report keep what they had."""
+    """A narrower run loses nothing.
+
+    Fewer tasks, one method, another number of resamples or a comment: files and report keep what they had.
+    """
     shutil.copytree(place / "out", tmp_path / "out")
     no_model(monkeypatch)
     recipe = recipe_of(place, output_dir=str(tmp_path / "out"))
@@ -335,7 +338,11 @@ def test_bad_input_is_refused_before_any_computation(place, changes, message, mo
 
 
 def test_each_methods_own_limit_decides(place, tmp_path):
-    """Beyond what the model was trained on, methods run whose distances do not grow; the others are skipped with the reason."""
+    """Each method's own limit decides.
+
+    Beyond what the model was trained on, methods run whose distances do not grow. The others are skipped with
+    the reason.
+    """
     short = tmp_path / "short"
     shutil.copytree(resolve_model("package:tiny"), short)
     config = json.loads((short / "config.json").read_text())
@@ -405,7 +412,10 @@ def test_budget_below_a_methods_minimum_is_refused_before_any_computation(place,
 
 
 def test_nothing_is_dropped_where_pod_drops_nothing(place, tmp_path):
-    """Below n_s + n_r tokens PoD holds everything, and so does a method whose window is longer than the prompt."""
+    """Below n_s + n_r tokens PoD holds everything.
+
+    So does a method whose window is longer than the prompt.
+    """
     changes = {
         "eval.text_length": 36,
         "eval.min_context": 20,
@@ -476,7 +486,10 @@ def test_the_overview_of_a_whole_run(finished):
 
 @pytest.mark.slow
 def test_command_line(place, tmp_path):
-    """The launcher from another folder: unknown names are one line and exit code 2; --dry-run estimates, also tasks of lm-eval."""
+    """The launcher works from another folder.
+
+    Unknown names are one line and exit code 2. --dry-run estimates, also tasks of lm-eval.
+    """
 
     def launch(*arguments):
         command = [sys.executable, str(ROOT / "launch" / "run_eval.py"), *arguments]

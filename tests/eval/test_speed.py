@@ -110,7 +110,10 @@ def test_finished_speeds_are_kept(finished, monkeypatch):
 
 
 def test_speeds_of_two_races_are_not_kept_together(finished):
-    """Rates are held against full in one process: a method that raced at another time races again with all."""
+    """Speeds of two races are not kept together.
+
+    Rates are held against full in one process: a method that raced at another time races again with all.
+    """
     run, _ = finished
     results = {name: runner._method_results(run, run.method(name)) for name in METHODS}
     assert speed.is_known(run, results)
@@ -217,7 +220,11 @@ def test_budget_below_the_minimum_is_refused_before_measuring(place):
 
 
 def test_longer_prompts_are_decoded_without_being_read(place):
-    """Caches that are filled with random tokens hold the bytes of those that read a prompt; what chooses by the prompt is left out."""
+    """Longer prompts are decoded without being read.
+
+    Caches that are filled with random tokens hold the bytes of those that read a prompt. What chooses by the
+    prompt is left out.
+    """
     names = ["full", "int4", "pod-unadapted", "pod-unadapted+int4", "snapkv", "razor"]
     options = {"decode_lengths": [500, 400], "memory": False}
     heads = {"eval__method_options": {"razor": {"heads": [[0], [1], [0, 1], []]}}}

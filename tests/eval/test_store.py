@@ -1,18 +1,21 @@
-"""The store of answers: nothing is answered twice, whoever asks; torn lines are answered again; every rank gets the same; it only grows.
+"""The store of answers.
+
+Nothing is answered twice, whoever asks. Torn lines are answered again. Every rank gets the same. It only
+grows.
 
 Changes of one token in pod/eval/answer/store.py, each of which a test here sees (26 of 26, each was tried):
 
-| place | changes |
-|---|---|
-| key_of, in_batches | `sort_keys=False`; `group[start : size]` |
-| Store.shelf, Shelf | `self._shelf.name == name`; `store.reuse or`; `bool(self._load())` in is_empty; is_open stays `False` after a task |
-| answers | `missing and self.is_open`; `_asked =` for `|=`; `unique & known` |
-| _answer | `world_size != 1` before raise; `_known = {}` after a failure; all batches on every rank |
-| _compute | lines are kept as they were written; `world_size != 1` before _take |
-| _file | `O_TRUNC`; `== b"\\n"` |
-| _load, _read | `is_first or self._reuse`; `and not runs`; runs sorted by nothing; `or text.endswith`; `whole and` an environment |
-| _take, account | seconds `*` answers; `min` of machines; `self._known` for `_asked` |
-| _planned | `len(left) != len(batch)`; `batches(items)` for the rest |
+- key_of, in_batches: `sort_keys=False`; `group[start : size]`
+- Store.shelf, Shelf: `self._shelf.name == name`; `store.reuse or`; `bool(self._load())` in is_empty; is_open
+  stays `False` after a task
+- answers: `missing and self.is_open`; `_asked =` for `|=`; `unique & known`
+- _answer: `world_size != 1` before raise; `_known = {}` after a failure; all batches on every rank
+- _compute: lines are kept as they were written; `world_size != 1` before _take
+- _file: `O_TRUNC`; `== b"\\n"`
+- _load, _read: `is_first or self._reuse`; `and not runs`; runs sorted by nothing; `or text.endswith`;
+  `whole and` an environment
+- _take, account: seconds `*` answers; `min` of machines; `self._known` for `_asked`
+- _planned: `len(left) != len(batch)`; `batches(items)` for the rest
 """
 
 import json

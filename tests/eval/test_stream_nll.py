@@ -77,7 +77,11 @@ def test_methods_that_compress_by_prompt_take_single_tokens(spec, dense_model, t
 
 @pytest.mark.parametrize("spec", ["streamingllm", "lm_infinite"])
 def test_unbounded_methods_do_not_depend_on_far_positions(spec, dense_model):
-    """A periodic text: the NLL of a period repeats exactly once the window is full; if the sinks' distances grew, it would not."""
+    """Unbounded methods do not depend on far positions.
+
+    The text is periodic. The NLL of a period repeats exactly once the window is full; if the sinks' distances
+    grew, it would not.
+    """
     draw = torch.Generator().manual_seed(3)
     period = torch.randint(96, (1, 8), generator=draw)
     text = period.repeat(1, 101)[:, :804]
@@ -94,7 +98,10 @@ def test_unbounded_methods_do_not_depend_on_far_positions(spec, dense_model):
     "mode, update", [("fm", True), *((m, u) for m in ("im", "imdc") for u in (True, False))]
 )
 def test_a_text_is_scored_while_it_is_read(mode, pruner, update, chunk, dense_model, text):
-    """IMDC §4.4: every token given the memory so far and its own chunk, twice as far as the model reads, whatever is fed at once."""
+    """A text is scored while it is read, whatever is fed at once.
+
+    IMDC §4.4: every token is given the memory so far and its own chunk, twice as far as the model reads.
+    """
     config = pod.PodConfig(**dense_model.config.to_dict() | {"max_position_embeddings": 32})
     model = pod.PodForCausalLM(config).double().eval()
     model.load_state_dict(dense_model.state_dict())

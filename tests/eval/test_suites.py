@@ -1,4 +1,7 @@
-"""Every configuration that the suites make is, field by field, the YAML that was committed before they were made in memory."""
+"""Every configuration that the suites make is the YAML that was committed, field by field.
+
+It was committed before they were made in memory.
+"""
 
 import hashlib
 import importlib
@@ -13,8 +16,11 @@ from pod.eval.lm import index as lm_index
 from pod.eval.suites.configs import find_config, known_to_lm_eval, suite_configs
 
 KNOWN = Path(__file__).parent / "data" / "suite_configs.txt"
-"""Name and first 12 hex digits of SHA-256 of the configuration (JSON, sorted keys, a function as `!suite.function`). Those of HumanEval
-are without their former `unsafe_code: true`: the suite refuses by itself where it has no sandbox."""
+"""Name and first 12 hex digits of SHA-256 of the configuration.
+
+The configuration is JSON with sorted keys, a function as `!suite.function`. Those of HumanEval are without
+their former `unsafe_code: true`: the suite refuses by itself where it has no sandbox.
+"""
 
 
 def function_name(suite, function):

@@ -143,7 +143,10 @@ def test_what_methods_decided_is_in_results_and_report(place, tmp_path):
 
 
 def test_a_sweep_in_one_run(place, tmp_path):
-    """Two variants: two files, two shelves, rows of their own in one order whatever the recipe's, and no answer asked twice."""
+    """A sweep of two variants has two files and two shelves.
+
+    It has rows of its own in one order, whatever the recipe's, and no answer is asked twice.
+    """
     methods = ["snapkv[window=16]@60", "snapkv[window=8]@60", "snapkv@60", "full"]
     settings = own_runs.SETTINGS | {
         "output_dir": str(tmp_path),

@@ -1,4 +1,7 @@
-"""Questions that methods do not see when they compress: what of a prompt is put behind the compressed text, in every suite."""
+"""Questions that methods do not see when they compress.
+
+What of a prompt is put behind the compressed text, in every suite.
+"""
 
 import json
 from pathlib import Path

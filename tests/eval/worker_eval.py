@@ -1,6 +1,7 @@
-"""A process of its own that evaluates: `python worker_eval.py SETTINGS.json [kill_after]`; a rank when the environment says so.
+"""A process of its own that evaluates: `python worker_eval.py SETTINGS.json [kill_after]`.
 
-kill_after: SIGKILL comes that many batches after the start, in the middle of the next line.
+It is a rank when the environment says so. kill_after: SIGKILL comes that many batches after the start, in the
+middle of the next line.
 """
 
 import json

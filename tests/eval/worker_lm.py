@@ -1,4 +1,7 @@
-"""A rank of the model class: answers every kind of request and writes what it knows as JSON. Arguments: file, method."""
+"""A rank of the model class: answers every kind of request and writes what it knows as JSON.
+
+Arguments: file, method.
+"""
 
 import json
 import sys

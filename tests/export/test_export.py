@@ -1,4 +1,7 @@
-"""What an export brings along, and what it refuses. Exports of trained checkpoints are tested in tests/training/test_runs.py."""
+"""What an export brings along, and what it refuses.
+
+Exports of trained checkpoints are tested in tests/training/test_runs.py.
+"""
 
 import importlib.util
 import json
@@ -57,7 +60,7 @@ def test_export_under_a_plan_that_was_not_trained_is_refused(tmp_path):
         check_plan(tmp_path, tmp_path / "other.json")
 
 
-# -- a model in memory -------------------------------------------------------------------------------------------
+# -- a model in memory ----------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -145,7 +148,7 @@ def test_what_cannot_be_exported_is_told_what_to_do(tmp_path):
     assert not (tmp_path / "export").exists()
 
 
-# -- the card ----------------------------------------------------------------------------------------------------
+# -- the card -------------------------------------------------------------------------------
 
 
 def test_a_card_tells_roles_and_savings(tmp_path):
@@ -163,7 +166,8 @@ def test_a_card_tells_roles_and_savings(tmp_path):
         "# tiny" in text
         and "This is owner/base with a KV cache that takes 37% less memory at 32,768 tokens" in text
     )
-    # of 16 halves (keys, values of 8 pairs) 4 are those of windows and 2 the keys of followers; near tokens are held by all
+    # of 16 halves (keys, values of 8 pairs) 4 are those of windows and 2 the keys of followers; near tokens
+    # are held by all
     n, near = 8192, 2 + 9
     saved = (1 - near / n) * 6 / 16
     assert saved_share(model.config, n) == pytest.approx(saved)
@@ -198,7 +202,10 @@ def test_savings_are_the_bytes_that_a_cache_holds(tmp_path, changes):
 @pytest.mark.parametrize("n", [30, 3000])
 @pytest.mark.parametrize("windows", [(4, 36), (4, 400)], ids=str)
 def test_layers_that_were_trained_with_windows_save_nothing(tmp_path, n, windows):
-    """The card compares with what the model holds without a plan, where these layers hold their windows too."""
+    """Layers that were trained with windows save nothing.
+
+    The card compares with what the model holds without a plan, where these layers hold their windows too.
+    """
     sizes = {"layer_windows": [None, 50, None, 200], "head_dim": 32, "num_attention_heads": 2}
     sizes |= dict(zip(("num_sink_tokens", "num_recent_tokens"), windows, strict=True))
     held = []
@@ -293,7 +300,7 @@ def test_the_code_of_a_card_runs(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("Once upon a time")
 
 
-# -- licences ----------------------------------------------------------------------------------------------------
+# -- licences -------------------------------------------------------------------------------
 
 
 def test_licences_of_code_and_base_travel_on(tmp_path):
@@ -362,7 +369,7 @@ def test_the_licence_of_a_model_on_the_hub_is_asked_for(tmp_path, monkeypatch):
     assert set(asked["owner/base"]) >= {"README.md", "LICEN*", "NOTICE*"} and "*" not in asked["owner/base"]
 
 
-# -- results -----------------------------------------------------------------------------------------------------
+# -- results --------------------------------------------------------------------------------
 
 
 def write_results(folder, export_folder, date):

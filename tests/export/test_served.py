@@ -1,6 +1,7 @@
-"""Exports for serving engines: which folder a model becomes, that stock transformers computes the same, what is refused.
+"""Exports for serving engines.
 
-That vLLM computes the same is tested in test_vllm.py.
+Which folder a model becomes, that stock transformers computes the same, and what is refused. That vLLM
+computes the same is tested in test_vllm.py.
 """
 
 import ast

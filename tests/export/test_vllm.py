@@ -1,8 +1,10 @@
-"""vLLM computes what this package computes: greedy tokens and log-likelihoods of prompts, in float32.
+"""vLLM computes what this package computes, in float32.
 
-vLLM has an environment of its own, named by POD_VLLM_PYTHON; without it these tests are skipped. One process starts one
-engine after the other. Each gets eight prompts of different lengths at once, reads them in pieces, and reads them again
-from the prefix cache where there is one.
+Compared are greedy tokens and log-likelihoods of prompts.
+
+vLLM has an environment of its own, named by POD_VLLM_PYTHON; without it these tests are skipped. One process
+starts one engine after the other. Each gets eight prompts of different lengths at once, reads them in pieces,
+and reads them again from the prefix cache where there is one.
 """
 
 import json

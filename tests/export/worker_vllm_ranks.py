@@ -1,7 +1,10 @@
-"""What ranks of tensor parallelism load of an export, without processes: python worker_vllm_ranks.py ASKED.json ANSWERS.json
+"""What ranks of tensor parallelism load of an export, without processes.
 
-It imports nothing of pod-kv. ASKED: {"folder", "ranks"}. ANSWERS: per rank the parameters of layer 1's attention, as lists.
-The groups of ranks are stand-ins that say who and how many they are; nothing is computed, so nothing is exchanged.
+    python worker_vllm_ranks.py ASKED.json ANSWERS.json
+
+It imports nothing of pod-kv. ASKED: {"folder", "ranks"}. ANSWERS: per rank the parameters of layer 1's
+attention, as lists. The groups of ranks are stand-ins that say who and how many they are; nothing is
+computed, so nothing is exchanged.
 """
 
 import json

@@ -1,8 +1,9 @@
 """Which tests `make test` runs, and in which order.
 
-The quick level answers within minutes whether a change broke something. The rest has all cases of every parametrised
-test, the simulations, the interpreter and most tests of several processes. Its sample is what CI runs beside the quick
-level to answer within half an hour: no test that is `nightly`, and at most three cases of a parametrised test.
+The quick level answers within minutes whether a change broke something. The rest has all cases of every
+parametrised test, the simulations, the interpreter and most tests of several processes. Its sample is what CI
+runs beside the quick level to answer within half an hour: no test that is `nightly`, and at most three cases
+of a parametrised test.
 """
 
 import zlib
@@ -10,16 +11,23 @@ import zlib
 import pytest
 
 LONGEST = "test_notebook.py", "test_triton_decode.py", "test_step.py", "/training/"
-"""Parts of paths of test files that take minutes. They begin first, so that no worker is left alone with one."""
+"""Parts of paths of test files that take minutes.
+
+They begin first, so that no worker is left alone with one.
+"""
 
 SLOW_MARKS = ("slow", "multiprocess")
 """Tests with one of these marks wait for `make test-all`, unless they are marked `quick` too.
 
-A `quick` mark takes all cases of a function along: they share what takes the time, a run of several processes.
+A `quick` mark takes all cases of a function along: they share what takes the time, a run of several
+processes.
 """
 
 SLOW_FIXTURES = ("interpreted", "newest_results")
-"""So do tests that use one of these: Triton's interpreter, or a run of training, that serves all cases of a file."""
+"""Tests that use one of these wait for `make test-all` too.
+
+They are Triton's interpreter, and a run of training that serves all cases of a file.
+"""
 
 CASES_PER_FUNCTION = 2
 """How many cases of a parametrised test belong to the quick level."""
@@ -29,8 +37,10 @@ NIGHTLY_FIXTURES = tuple(
     f"{worker}_results"
     for worker in ("carry", "engine", "estimate", "kills", "recipe", "restart", "seeing", "start", "variants")
 )
-"""Runs of several processes that CI does without: half of the rest's time. The sample keeps those of `test_parallel.py`
-(every layout), `test_runs.py` (resuming, exports), `test_launch.py` (launcher, signals) and of the shorter files.
+"""Runs of several processes that CI does without: half of the rest's time.
+
+The sample keeps those of `test_parallel.py` (every layout), `test_runs.py` (resuming, exports),
+`test_launch.py` (launcher, signals) and of the shorter files.
 """
 
 SAMPLE_CASES = 3
@@ -72,9 +82,9 @@ def is_nightly(item: pytest.Item) -> bool:
 def quick_cases(items: list[pytest.Item]) -> set[str]:
     """Ids of the tests of the quick level.
 
-    Slow tests are not among them. Of the cases of one parametrised function, the first and the last are: they differ
-    in every parameter. Example: a function with the cases `[a-1]`, `[a-2]`, `[b-1]`, `[b-2]` keeps `[a-1]` and
-    `[b-2]`.
+    Slow tests are not among them. Of the cases of one parametrised function, the first and the last are: they
+    differ in every parameter. Example: a function with the cases `[a-1]`, `[a-2]`, `[b-1]`, `[b-2]` keeps
+    `[a-1]` and `[b-2]`.
     """
     cases: dict[str, list[str]] = {}
     quick = set()
@@ -110,8 +120,9 @@ def spread(values: list[str], most: int) -> list[str]:
 def at_most(items: list[pytest.Item], most: int) -> list[pytest.Item]:
     """At most `most` cases of each parametrised function, in the order of `items`.
 
-    The cases kept show as many values of each parameter as possible. Functions over the same methods keep different
-    methods. Example: of a function with the parameters a = 1, 2, 3 and b = x, y, three cases show all five values.
+    The cases kept show as many values of each parameter as possible. Functions over the same methods keep
+    different methods. Example: of a function with the parameters a = 1, 2, 3 and b = x, y, three cases show
+    all five values.
     """
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -125,7 +136,10 @@ def at_most(items: list[pytest.Item], most: int) -> list[pytest.Item]:
 
 
 def covering(cases: list[pytest.Item], most: int) -> list[pytest.Item]:
-    """At most `most` cases. Each is the first of those with the most values of parameters that none before it has."""
+    """At most `most` cases.
+
+    Each is the first of those with the most values of parameters that none before it has.
+    """
     remaining = list(cases)
     chosen: list[pytest.Item] = []
     seen: set[tuple[str, int]] = set()

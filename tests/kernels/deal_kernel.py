@@ -8,8 +8,10 @@ from pod.kernels.triton_launch import splits, tiles
 
 @triton.jit
 def deal(out, length, leads, followers, windows, PART: tl.constexpr, COUNT: tl.constexpr):
-    """``out [6, COUNT]``: programs of each lead, follower and window, tiles of each, for COUNT numbers of programs from one per
-    head on."""
+    """``out [6, COUNT]``: programs of each lead, follower and window, and tiles of each.
+
+    COUNT numbers of programs are dealt, from one per head on.
+    """
     at = tl.arange(0, COUNT)
     zero = tl.zeros([COUNT], tl.int32)
     programs = at + leads + followers + windows

@@ -1,7 +1,8 @@
-"""What the flash libraries' ops do on packed sequences, in plain PyTorch: for tests of everything around them without a GPU.
+"""What the flash libraries' ops do on packed sequences, in plain PyTorch.
 
-The backward is flash's own formula, from the *given* output and log-sum-exp. Results are poisoned where no sequence writes,
-and what the libraries demand of their inputs is asserted.
+It is for tests of everything around these ops without a GPU. The backward is flash's own formula, from the
+*given* output and log-sum-exp. Results are poisoned where no sequence writes, and what the libraries demand
+of their inputs is asserted.
 """
 
 import torch

@@ -1,4 +1,7 @@
-"""Running a test file as a script under Triton's interpreter, which is chosen when triton is imported: hence another process."""
+"""Runs a test file as a script under Triton's interpreter.
+
+The interpreter is chosen when triton is imported: hence another process.
+"""
 
 import importlib.util
 import json
@@ -19,7 +22,10 @@ needs_triton = pytest.mark.skipif(
 
 
 def broken() -> dict | None:
-    """In that process, before the kernels: `{"broken": why}` when the interpreter does not run here at all, else None."""
+    """In that process, before the kernels: `{"broken": why}` or None.
+
+    The first when the interpreter does not run here at all, else None.
+    """
     import triton
     import triton.language as tl
 
@@ -39,7 +45,10 @@ def broken() -> dict | None:
 
 
 def patch_once() -> None:
-    """The interpreter patches triton.language at every call of a helper in a kernel, a third of its time: once per module here."""
+    """Patch triton.language once per module.
+
+    The interpreter patches it at every call of a helper in a kernel, a third of its time.
+    """
     from triton.runtime import interpreter
 
     patch, patched = interpreter._patch_lang, set()
@@ -54,7 +63,10 @@ def patch_once() -> None:
 
 
 def answers(file: str) -> dict:
-    """What `file`, started as a script, prints as JSON in its last line; skips the test where the interpreter is broken."""
+    """What `file`, started as a script, prints as JSON in its last line.
+
+    Skips the test where the interpreter is broken.
+    """
     settings = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     settings["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run([sys.executable, file], env=settings, capture_output=True, text=True)

@@ -12,7 +12,10 @@ from pod.modeling.shipped.packed import Packed, Stored
 
 
 def decode(call: DecodeCall) -> None:
-    """Row by row and head by head. See ``decode.pod_decode``; computes in fp32, or in fp64 for fp64 queries."""
+    """Decode row by row and head by head. See ``decode.pod_decode``.
+
+    Computes in fp32, or in fp64 for fp64 queries.
+    """
     for row, length in enumerate(call.lengths.tolist()):
         for head in range(call.roles.num_heads):
             _decode_head(call, row, head, length)
@@ -68,7 +71,10 @@ def _tokens(x: Stored, row: int, head: int, length: int, dtype: torch.dtype) -> 
 
 @contextmanager
 def offered() -> Iterator[None]:
-    """Offer it as the decode backend ``reference``, and to nobody afterwards: other tests count the backends."""
+    """Offer it as the decode backend ``reference``, and to nobody afterwards.
+
+    Other tests count the backends.
+    """
     DECODERS["reference"] = Implementation(decode, lambda call: None)
     try:
         yield

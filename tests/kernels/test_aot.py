@@ -1,4 +1,7 @@
-"""Ahead-of-time cases: what is refused, what a fingerprint depends on, and which compiled kernels break a limit."""
+"""Ahead-of-time cases.
+
+What is refused, what a fingerprint depends on, and which compiled kernels break a limit.
+"""
 
 import importlib
 import importlib.util

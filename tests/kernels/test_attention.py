@@ -1,4 +1,7 @@
-"""PoD attention: the reference against loops written from the paper, the flash backend against the reference."""
+"""PoD attention: the reference against loops written from the paper.
+
+The flash backend is held against the reference.
+"""
 
 import math
 

@@ -1,6 +1,7 @@
-"""`attend` for queries behind a filled cache: every implementation against fp64 sums written from the definition.
+"""`attend` for queries behind a filled cache.
 
-Columns that no row uses hold NaN. ``emulated`` is what ``flash`` runs on CUDA, its op replaced by plain PyTorch.
+Every implementation is held against fp64 sums written from the definition. Columns that no row uses hold NaN.
+``emulated`` is what ``flash`` runs on CUDA, its op replaced by plain PyTorch.
 """
 
 import flash_emulation
@@ -207,7 +208,10 @@ def test_packed_tokens(rows, see, backend, monkeypatch):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("cut", [1, 17, 60])
 def test_parts_of_one_softmax_merge(cut, backend):
-    """Tokens before a cut, in any order, and those behind it; a row that has none gives -inf and nothing else."""
+    """Parts of one softmax merge: tokens before a cut, in any order, and those behind it.
+
+    A row that has none gives -inf and nothing else.
+    """
     rows = ROWS["forty, alike"]
     q, k, v, *_ = made(rows)
     whole = truth(rows, SEES["everything"], q, k, v, None, None, 0.4, causal=False)

@@ -27,9 +27,10 @@ NAN = float("nan")
 
 @dataclass
 class Layer:
-    """What one layer's newest tokens are and hold: ``q [B, H, G, d]``, ``k, v [B, H, C, d]`` for all positions.
+    """What one layer's newest tokens are and hold.
 
-    ``lead_k``, ``held_v``: keys as leads and values as leads and followers hold them; of packed stores what the codes say.
+    ``q [B, H, G, d]``, ``k, v [B, H, C, d]`` for all positions. ``lead_k``, ``held_v``: keys as leads and
+    values as leads and followers hold them; of packed stores what the codes say.
     """
 
     leads: list[int]
@@ -93,7 +94,10 @@ def build(case: Case) -> list[Layer]:
 
 
 def oracle(case: Case, layers: list[Layer], tau=None):
-    """Outputs ``[layer][B, H, G, d]`` and gates ``[layer][B, H, G]`` (nan but for followers) by the definition, in fp64."""
+    """Outputs ``[layer][B, H, G, d]`` and gates ``[layer][B, H, G]`` by the definition, in fp64.
+
+    Gates are nan but for followers.
+    """
     scale = 1 / math.sqrt(case.head_dim)
     outputs, gates = [], []
     for number, layer in enumerate(layers):
@@ -149,7 +153,10 @@ def stored(case: Case, layer: Layer):
 
 
 def packed(case: Case, x: torch.Tensor, per_channel: bool):
-    """``x`` in 4 bits, group by group, with spoilt slots where no token is; and what it says, ``[B, H, C, d]`` in fp64."""
+    """``x`` in 4 bits, group by group, with spoilt slots where no token is; and what it says.
+
+    The latter is ``[B, H, C, d]`` in fp64.
+    """
     size, ring = case.group_size, case.residual + case.group_size
     batch, heads, capacity, d = x.shape
     width = min(size, d)
@@ -240,7 +247,10 @@ def decode(
     change=None,
     bare=False,
 ):
-    """Outputs ``[layer][B, H, G, d]`` of the backend, and its buffers. ``change(number, stores)`` may spoil stores."""
+    """Outputs ``[layer][B, H, G, d]`` of the backend, and its buffers.
+
+    ``change(number, stores)`` may spoil stores.
+    """
     buffers = poisoned_buffers(case, programs)
     buffers = replace(buffers, weights=None) if bare else buffers
     dtype = torch.int64 if long else torch.int32
@@ -381,7 +391,10 @@ def test_equals_the_definition(name, backend, tau, monkeypatch):
 @pytest.mark.parametrize("cores", [1, 2, 3, 7])
 @pytest.mark.parametrize("name", ["leads and windows", "heads at uneven distances", "blocks of tokens"])
 def test_heads_that_are_cut_for_more_cores(name, cores, monkeypatch):
-    """Of one row; the products of whole heads are whole only if heads are as many as cores, or twice as many, …"""
+    """Heads of one row are cut for more cores.
+
+    The products of whole heads are whole only if heads are as many as cores, or twice as many, …
+    """
     monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
     monkeypatch.setattr(grouped, "_FEW_TOKENS", 4)
     case = replace(CASES[name], lengths=CASES[name].lengths[:1])

@@ -1,4 +1,7 @@
-"""The CUDA paths of the flash backends: their bookkeeping with emulated ops, the ops' signatures with fake tensors, and on a GPU."""
+"""The CUDA paths of the flash backends.
+
+Their bookkeeping with emulated ops, the ops' signatures with fake tensors, and on a GPU.
+"""
 
 from types import SimpleNamespace
 
@@ -80,7 +83,10 @@ def test_dense_and_window_attention(n, window, layout):
 
 
 def test_one_row_is_sliced_and_never_copied(monkeypatch):
-    """Batch 1 without documents: every input of every call is a view, and so is a model's transposed layout of a whole batch."""
+    """Batch 1 without documents: every input of every call is a view.
+
+    So is a model's transposed layout of a whole batch.
+    """
     seen = []
 
     def watching(q, k, v, call):
@@ -199,7 +205,11 @@ def test_plans_are_made_once_per_windows_and_documents(monkeypatch):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("with_lead", [True, False])
 def test_torch_ops_accept_what_they_are_given(monkeypatch, batch, with_lead):
-    """Fake CUDA tensors: schema, devices, dtypes and shapes. Autograd itself needs a CUDA build, so both halves run by hand."""
+    """Torch ops accept what they are given, as fake CUDA tensors.
+
+    Schema, devices, dtypes and shapes are checked. Autograd itself needs a CUDA build, so both halves run by
+    hand.
+    """
 
     # Some methods of tensors enter the device before they reach fake tensors, which a CPU build cannot.
     monkeypatch.setattr(torch.Tensor, "copy_", lambda x, values: torch.ops.aten.copy_(x, values))

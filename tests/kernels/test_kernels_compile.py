@@ -1,7 +1,8 @@
-"""Every Triton kernel, compiled for A100, H100/H200 and B200 without a GPU, against the committed table of its resources.
+"""Every Triton kernel is compiled for A100, H100/H200 and B200 without a GPU.
 
-The table holds a fingerprint of each kernel's code and settings, so that no kernel changes unnoticed; its figures are held
-against the limits, and the kernels of the usual shape are compiled again. POD_COMPILE_ALL=1 compiles all (minutes).
+It is held against the committed table of its resources. The table holds a fingerprint of each kernel's code
+and settings, so that no kernel changes unnoticed. Its figures are held against the limits, and the kernels of
+the usual shape are compiled again. POD_COMPILE_ALL=1 compiles all (minutes).
 """
 
 import importlib
@@ -92,7 +93,10 @@ def test_the_tables_figures_keep_the_limits(cases, committed, script):
 
 
 def usual(name: str, case) -> bool:
-    """What most models run: bf16, heads of 128, groups of 4; of each kernel the variant that holds the others' parts."""
+    """What most models run: bf16, heads of 128, groups of 4.
+
+    Of each kernel it is the variant that holds the others' parts.
+    """
     others = r"\b(g8|tau|dense)\b"
     return case.hot and "bf16" in name and "d128" in name and not re.search(others, name)
 

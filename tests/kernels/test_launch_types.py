@@ -45,7 +45,10 @@ class Recorder:
 
 
 def decoding():
-    """A prompt and two tokens, in native and in 4-bit stores, with and without threshold and head norms, and constant sinks."""
+    """A prompt and two tokens, in native and in 4-bit stores.
+
+    With and without threshold and head norms, and constant sinks.
+    """
     config = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     sizes = {"vocab_size": 50, "intermediate_size": 32, "num_hidden_layers": 2, "lead": [[0, 0], [0, 1]]}
     config |= sizes | {"num_sink_tokens": 2, "num_recent_tokens": 64}

@@ -1,7 +1,8 @@
-"""Triton kernels on memory of more than 2**31 elements, in Triton's interpreter: the same bits as on compact memory.
+"""Triton kernels on memory of more than 2**31 elements, in Triton's interpreter.
 
-Pages that nothing touches cost nothing, so tensors are laid out with one stride so large that the last steps along it lie beyond
-what 32 bits can say. The interpreter is chosen when triton is imported: this file, started as a script.
+They give the same bits as on compact memory. Pages that nothing touches cost nothing, so tensors are laid out
+with one stride so large that the last steps along it lie beyond what 32 bits can say. The interpreter is
+chosen when triton is imported: this file, started as a script.
 """
 
 import json
@@ -35,7 +36,10 @@ def like(x: torch.Tensor) -> torch.Tensor:
 
 
 def vast(x: torch.Tensor, dimension: int) -> torch.Tensor:
-    """``x`` where the last third along ``dimension`` lies beyond 2**31 elements, and the stride itself is below."""
+    """``x`` where the last third along ``dimension`` lies beyond 2**31 elements.
+
+    The stride itself is below.
+    """
     order = [i for i in range(x.dim()) if i != dimension]
     strides = [0] * x.dim()
     step = 1
@@ -48,7 +52,10 @@ def vast(x: torch.Tensor, dimension: int) -> torch.Tensor:
 
 
 def decoded(case, place=lambda x: x, change=lambda buffers: buffers) -> torch.Tensor:
-    """Outputs of all layers, from queries, stores and outputs as ``place`` lays them out; with a threshold, every line runs."""
+    """Outputs of all layers, from queries, stores and outputs as ``place`` lays them out.
+
+    With a threshold, so that every line runs.
+    """
     import test_decode as tests
 
     buffers = change(tests.poisoned_buffers(case, programs=13))

@@ -1,4 +1,7 @@
-"""Column sums and last rows of attention: loops over the definition, a plain version, the one in blocks, its memory and work."""
+"""Column sums and last rows of attention.
+
+Loops over the definition, a plain version, the one in blocks, its memory and work.
+"""
 
 import math
 from types import SimpleNamespace
@@ -174,7 +177,11 @@ def test_every_query_gives_away_exactly_one():
 
 
 def test_chunks_of_queries_add_up():
-    """Accumulated over chunks of a prompt, each with the keys so far: what a method does that never sees all queries at once."""
+    """Chunks of queries add up to the whole.
+
+    They are accumulated over chunks of a prompt, each with the keys so far: what a method does that never
+    sees all queries at once.
+    """
     q, k = tensors(2, 2, 2, 90, 90, 8)
     total = torch.zeros(2, 4, 90, dtype=torch.float64)
     for start, end in ((0, 1), (1, 40), (40, 77), (77, 90)):

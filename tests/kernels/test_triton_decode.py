@@ -1,7 +1,7 @@
 """Triton decode kernels in Triton's interpreter, against the oracle of test_decode.py.
 
-The interpreter is chosen when triton is imported, so it runs in another process: this file, started as a script.
-test_kernels_compile.py compiles the kernels for real chips.
+The interpreter is chosen when triton is imported, so it runs in another process: this file, started as a
+script. test_kernels_compile.py compiles the kernels for real chips.
 """
 
 import ast
@@ -88,7 +88,10 @@ LAUNCHING = {"decode", "_launch", "_combine", "_tensors", "run"}
 
 
 def interpret() -> dict:
-    """Errors of the kernels and of the reference for every run; `broken` is why the interpreter does not run here at all."""
+    """Errors of the kernels and of the reference for every run.
+
+    `broken` is why the interpreter does not run here at all.
+    """
     if (why := interpreter.broken()) is not None:
         return why
     content = {"errors": [errors(*run) for run in RUNS], "unread": unread_values(), "starved": starved()}
@@ -110,7 +113,10 @@ def errors(name, dtype, tau, programs):
 
 
 def logits_that_leads_leave() -> dict:
-    """Largest differences to the grouped backend of what the first layer leaves to the next, and what else was written."""
+    """Largest differences to the grouped backend of what the first layer leaves to the next.
+
+    Also what else was written.
+    """
     import test_decode as oracle_tests
 
     case = replace(oracle_tests.Case([150, 9, 4], [[0, 1], [1]]), dtype="float32")
@@ -155,9 +161,10 @@ def unread_values() -> float:
 
 
 def starved() -> list:
-    """Deals of 8 heads of one kind, or of two or three, that leave a head with tiles unserved or deal out more than there is.
+    """Deals that leave a head with tiles unserved or deal out more than there is.
 
-    ``(part, heads of each kind, length, programs, programs of each)``; 128K tokens behind the usual windows among them.
+    They are of 8 heads of one kind, or of two or three. Each is ``(part, heads of each kind, length,
+    programs, programs of each)``; 128K tokens behind the usual windows are among them.
     """
     import deal_kernel
 
@@ -222,7 +229,10 @@ def test_groups_that_skip_leave_distant_values_unread(interpreted):
 
 
 def test_a_launch_neither_waits_for_the_device_nor_allocates():
-    """By the code: launching reads shapes, strides and host numbers only, and calls nothing of a tensor that could wait."""
+    """A launch neither waits for the device nor allocates, by its code.
+
+    Launching reads shapes, strides and host numbers only, and calls nothing of a tensor that could wait.
+    """
     allowed = {"stride", "_asdict", "tile", "len", "_tensors", "isinstance", "device", "nullcontext"}
     allowed |= {"_launch", "_combine", "run", "kernel[grid]", "min"}
     allowed |= {"unsqueeze", "_counts", "role_table"}  # a view, numbers, a tensor that is made once

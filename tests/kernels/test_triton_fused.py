@@ -1,7 +1,7 @@
-"""The fused operations of a decoded token against definitions written here in fp64; the Triton kernels in the interpreter.
+"""The fused operations of a decoded token against definitions written here in fp64.
 
-The interpreter is chosen when triton is imported, so it runs in another process: this file, started as a script.
-test_kernels_compile.py compiles the kernels for real chips.
+The Triton kernels run in the interpreter. It is chosen when triton is imported, so it runs in another
+process: this file, started as a script. test_kernels_compile.py compiles the kernels for real chips.
 """
 
 import json
@@ -80,7 +80,10 @@ def slot_of(position, first, slots):
 
 
 def run_heads(case: Case, operations: step.Operations) -> dict[str, list[float]]:
-    """Worst errors of the rotated queries and of the stores; `touched`: how many other numbers of the stores changed."""
+    """Worst errors of the rotated queries and of the stores.
+
+    `touched`: how many other numbers of the stores changed.
+    """
     batch, heads, d = len(case.past), case.kv_heads, case.head_dim
     held = [head for head in range(heads) if head not in case.near]
     followers = [head for head in held if head not in case.leads]
@@ -135,7 +138,10 @@ def run_heads(case: Case, operations: step.Operations) -> dict[str, list[float]]
 
 
 def run_rows(rows: int, size: int, dtype: str, operations: step.Operations) -> dict[str, float]:
-    """Worst errors of the norm, of the norm of a sum, of the sum, and of the gate, relative to the largest number."""
+    """Worst errors of the norm, of the norm of a sum, of the sum, and of the gate.
+
+    They are relative to the largest number.
+    """
     x, delta = (random(rows, 1, size, dtype=dtype, seed=seed) for seed in (0, 1))
     weight = random(size, dtype=dtype, seed=2)
     found = {}

@@ -1,7 +1,8 @@
 """Fused Triton attention without a GPU: its kernels in the interpreter against sums from the definition.
 
-Output, log-sum-exp and every gradient. The interpreter is chosen when triton is imported, so it runs in
-another process: this file, started as a script. ``test_kernels_compile.py`` compiles the kernels for real chips.
+Output, log-sum-exp and every gradient are compared. The interpreter is chosen when triton is imported, so it
+runs in another process: this file, started as a script. ``test_kernels_compile.py`` compiles the kernels for
+real chips.
 """
 
 import json
@@ -153,7 +154,10 @@ def fused(backend: str, case: Case, segments: Segments, q, k, v, *lead):
 
 
 def results(function, inputs) -> list[torch.Tensor]:
-    """Output, log-sum-exp and the inputs' gradients. The output's gradient holds NaN where the output is 0."""
+    """Output, log-sum-exp and the inputs' gradients.
+
+    The output's gradient holds NaN where the output is 0.
+    """
     leaves = [x.clone().requires_grad_() for x in inputs]
     out, lse = function(*leaves)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)

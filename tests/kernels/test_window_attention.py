@@ -1,4 +1,7 @@
-"""Window attention: the reference against loops, the flash backend against the reference, and what it asks for."""
+"""Window attention: the reference against loops, the flash backend against the reference.
+
+Also what it asks for.
+"""
 
 import math
 

@@ -132,7 +132,10 @@ def make_pod(
     use_cache=False,
     **changes,
 ):
-    """``use_cache``: of the configuration; False, so that ``model(ids)`` is the pass without a cache, as in training."""
+    """``use_cache``: of the configuration.
+
+    It is False, so that ``model(ids)`` is the pass without a cache, as in training.
+    """
     stock = make_stock(family, dtype, **changes)
     plan = pod.SharingPlan(lead_for(stock)) if plan else None
     model = pod.load_model(
@@ -158,7 +161,10 @@ def turn(x, position_ids, frequencies):
 
 @torch.no_grad()
 def naive_logits(model, ids, attend):
-    """Logits of one sequence ``[n]``; ``attend(layer, q, k, v, turn)`` gets un-rotated ``[heads, n, d]`` in fp64."""
+    """Logits of one sequence ``[n]``.
+
+    ``attend(layer, q, k, v, turn)`` gets un-rotated ``[heads, n, d]`` in fp64.
+    """
     frequencies = (
         model.model.context(torch.zeros(1, 1, dtype=torch.float64), torch.zeros(1, 1)).ropes[0].frequencies
     )

@@ -1,4 +1,7 @@
-"""One row per method and composition: what the tests over all methods need to know. A new method is one row."""
+"""One row per method and composition: what the tests over all methods need to know.
+
+A new method is one row.
+"""
 
 from dataclasses import dataclass, field, replace
 

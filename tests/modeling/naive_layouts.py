@@ -1,6 +1,7 @@
-"""A decoder in plain tensor algebra, for any rule of what a layer reads and a query sees: differentiable, n x n.
+"""A decoder in plain tensor algebra, for any rule of what a layer reads and a query sees.
 
-It takes weights by their names in the state dict, so it shares no line with the modules under test.
+It is differentiable, n x n. It takes weights by their names in the state dict, so it shares no line with the
+modules under test.
 """
 
 import math
@@ -98,7 +99,10 @@ CHUNKINGS = [[50], [1] * 50, [7] * 7 + [1], [3, 1, 1, 29, 2, 14], [30] + [1] * 2
 
 
 def check_padded_rows(model, naive, widths, make_cache):
-    """Left padding, padding inside a conversation and behind it: each row is the naive decoder on its tokens alone."""
+    """Each row is the naive decoder on its tokens alone.
+
+    Padding is on the left, inside a conversation and behind it.
+    """
     ids = torch.randint(3, 97, (3, 50), generator=torch.Generator().manual_seed(4))
     mask = torch.ones(3, 50, dtype=torch.long)
     mask[0, :9], mask[1, 31:34], mask[2, :33] = 0, 0, 0
@@ -111,7 +115,10 @@ def check_padded_rows(model, naive, widths, make_cache):
 
 
 def exported_logits(model, folder, ids):
-    """Logits and 8 greedy tokens of an export that only transformers and the export's own code load, in a new process."""
+    """Logits and 8 greedy tokens of an export, in a new process.
+
+    Only transformers and the export's own code load it.
+    """
     import json
     import os
     import subprocess

@@ -1,4 +1,7 @@
-"""Comparison of a cache with an oracle, over models and over the ways in which a prompt can be cut into passes."""
+"""Comparison of a cache with an oracle.
+
+It is made over models and over the ways in which a prompt can be cut into passes.
+"""
 
 import torch
 from oracle_tools import NaiveDecoder, run_cache
@@ -16,7 +19,9 @@ WIDTHS = ((), (7,), (13, 2))
 
 @torch.no_grad()
 def assert_agrees(model, oracle, make_cache, ids, turns, widths=WIDTHS, full=None):
-    """Logits of ``oracle`` and of caches from ``make_cache()`` agree within 1e-9 for every cut; both differ from full attention.
+    """Logits of ``oracle`` and of caches from ``make_cache()`` agree within 1e-9 for every cut.
+
+    Both differ from full attention.
 
     Args:
         ids: ``[n]`` tokens, fed as ``turns``.

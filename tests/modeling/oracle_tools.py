@@ -93,7 +93,10 @@ class NaiveDecoder:
         return list(range(self.seen, self.seen + self.num_new))
 
     def weights(self, layer: int, head: int, q: Tensor, entries: list[Entry]) -> Tensor:
-        """Softmax rows ``[G, m, len(entries)]`` of un-rotated queries ``q`` ``[G, m, d]``; the last m entries are new."""
+        """Softmax rows ``[G, m, len(entries)]`` of un-rotated queries ``q`` ``[G, m, d]``.
+
+        The last m entries are new.
+        """
         q = self.turn(q, self.query_positions())
         keys = torch.stack([entry.k for entry in entries])
         logits = q @ keys.T / math.sqrt(self.head_dim) + self.log_weights(entries)
@@ -105,7 +108,10 @@ class NaiveDecoder:
         return weights @ torch.stack([entry.v for entry in entries]), weights
 
     def attend_layer(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``[Hq, m, d]`` from un-rotated ``q`` ``[Hq, m, d]``, ``k``, ``v`` ``[H, m, d]``; calls the hooks of each head."""
+        """``[Hq, m, d]`` from un-rotated ``q`` ``[Hq, m, d]``, ``k``, ``v`` ``[H, m, d]``.
+
+        Calls the hooks of each head.
+        """
         outputs, rows = [], []
         for head in range(self.num_heads):
             self.entries[layer][head] = self.entries[layer][head] + self.new_entries(k[head], v[head])
@@ -118,7 +124,10 @@ class NaiveDecoder:
         return torch.cat(outputs)
 
     def after_prompt(self, layer: int, head: int, weights: Tensor) -> None:
-        """A prompt (or a streaming chunk) has ended: change ``self.entries[layer][head]`` (new tokens included)."""
+        """Change ``self.entries[layer][head]`` (new tokens included).
+
+        It is called when a prompt (or a streaming chunk) has ended.
+        """
 
     def after_decode(self, layer: int, head: int, weights: Tensor) -> None:
         """A decoded token has attended (``weights`` ``[G, 1, held]``, itself included)."""
@@ -137,7 +146,10 @@ class NaiveDecoder:
         return torch.cat((z.real, z.imag), dim=-1)
 
     def causal(self, length: int) -> Tensor:
-        """bool ``[m, length]``: everything held before the pass, and the pass's own tokens up to the query."""
+        """Bool ``[m, length]``: what each query sees.
+
+        That is everything held before the pass, and the pass's own tokens up to the query.
+        """
         return torch.arange(length) <= torch.arange(length - self.num_new, length)[:, None]
 
     def log_weights(self, entries: list[Entry]) -> Tensor:
@@ -157,7 +169,10 @@ class NaiveDecoder:
 
     @torch.no_grad()
     def run(self, ids: Tensor, turns) -> Tensor:
-        """Logits ``[n, vocab]`` of ``ids`` ``[n]`` fed as ``turns``: ``("prompt", tokens)`` or ``("decode", tokens)``."""
+        """Logits ``[n, vocab]`` of ``ids`` ``[n]`` fed as ``turns``.
+
+        A turn is ``("prompt", tokens)`` or ``("decode", tokens)``.
+        """
         assert length_of(turns) == ids.shape[0]
         logits = []
         for kind, count in turns:
@@ -204,7 +219,9 @@ class Streaming:
 
 @torch.no_grad()
 def run_cache(model, cache, ids: Tensor, turns, widths=()) -> Tensor:
-    """The same turns through a real cache: ``[B, n]`` ids to ``[B, n, vocab]`` logits; ``("crop", n)`` takes n tokens back.
+    """The same turns through a real cache: ``[B, n]`` ids to ``[B, n, vocab]`` logits.
+
+    ``("crop", n)`` takes n tokens back.
 
     Args:
         widths: forward passes inside each announced prompt, repeated until it ends; () = one pass.

@@ -142,7 +142,10 @@ class PackedFull(Packed, NaiveDecoder):
 
 
 class PackedPod(Packed, PodSelected):
-    """PoD: a lead's keys are its block's distant keys; the others hold their own in a window, without a lead values too."""
+    """PoD: a lead's keys are its block's distant keys.
+
+    The others hold their own in a window, without a lead values too.
+    """
 
     def pack_keys(self, layer, head, entries):
         if self.lead[layer][head] == layer:

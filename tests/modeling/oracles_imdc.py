@@ -103,7 +103,10 @@ def real_chunks(mode, prompt, n, sizes):
 
 
 def make_schedule(mode, growth, prompt, chunk_size, budget, num_layers, held=0):
-    """The schedule of one prompt, None if nothing is compressed; ValueError if a chunk would have less than a token."""
+    """The schedule of one prompt, None if nothing is compressed.
+
+    ValueError if a chunk would have less than a token.
+    """
     if held + prompt <= budget:
         return None
     n = math.ceil(Fraction(prompt, chunk_size))
@@ -119,7 +122,9 @@ def make_schedule(mode, growth, prompt, chunk_size, budget, num_layers, held=0):
 
 
 def adaptive_sizes(total, lowest, ratios, there):
-    """Sizes of the layers: ``clip(λ p_l, min(lowest, a_l), a_l)`` that add up to ``total`` tokens, as integers.
+    """Sizes of the layers: ``clip(λ p_l, min(lowest, a_l), a_l)``, as integers.
+
+    They add up to ``total`` tokens.
 
     Args:
         total, lowest: L·m_i and m_0 (tokens).
@@ -233,7 +238,10 @@ class Chunked(NaiveDecoder):
         self.entries[layer][head] = [entries[slot] for slot in slots]
 
     def of_chunk(self, weights, old, room):
-        """Slots of the chunk to keep, counted from its first; neighbours of its first in the memory are pooled with it."""
+        """Slots of the chunk to keep, counted from its first.
+
+        Neighbours of its first in the memory are pooled with it.
+        """
         length = weights.shape[2] - old
         if room >= length:
             return list(range(length))

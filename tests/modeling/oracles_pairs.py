@@ -100,7 +100,10 @@ class PodQuest(PodSelected):
 
 
 class MiniCache(NaiveDecoder):
-    """Merging overwrites ``entry.k`` and ``entry.v`` with what would be restored; ``stats["merged"]`` says so."""
+    """Merging overwrites ``entry.k`` and ``entry.v`` with what would be restored.
+
+    ``stats["merged"]`` says so.
+    """
 
     def setup(self, block=128, share=0.05, t=0.6, retained=None):
         self.block, self.share, self.t, self.retained = block, share, t, retained
@@ -140,7 +143,10 @@ class MiniCache(NaiveDecoder):
 
 
 class PackedMiniCache(Packed, MiniCache):
-    """``stats["stores"]`` of the shallower layer's first entry: by part its directions, the deeper layer's vectors, and norms."""
+    """``stats["stores"]`` of the shallower layer's first entry.
+
+    By part: its directions, the deeper layer's vectors, and norms.
+    """
 
     def after_layers(self):
         MiniCache.after_layers(self)

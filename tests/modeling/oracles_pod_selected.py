@@ -46,7 +46,10 @@ def block_budgets(lead, budget, window, beta, seen):
 
 
 def largest_scale(shares, most, total):
-    """The s with sum(min(most, s * share)) == total, by the pieces of this rising line: it bends where s * share == most."""
+    """The s with sum(min(most, s * share)) == total.
+
+    It is found by the pieces of this rising line, which bends where s * share == most.
+    """
     bends = sorted(Fraction(most, share) for share in shares)
     for bend in bends:
         if sum(min(most, bend * share) for share in shares) >= total:

@@ -161,7 +161,10 @@ class PyramidKV(SnapKV):
 
 
 class AdaKV(SnapKV):
-    """SnapKV's scores of all heads of a layer ranked together; heads get tokens by how many of the best they have."""
+    """SnapKV's scores of all heads of a layer ranked together.
+
+    Heads get tokens by how many of the best they have.
+    """
 
     def setup(self, budget: int, window=32, kernel=7, pool="max", safeguard=0.2, chunk_size: int = 0) -> None:
         super().setup(budget, window, kernel, pool, chunk_size)
@@ -267,7 +270,10 @@ class ExpectedAttention(Streaming, NaiveDecoder):
 def expected_slots(
     decoder: NaiveDecoder, layer: int, head: int, budget: int, sinks: int, future: int, epsilon: float
 ) -> list[int]:
-    """What one KV head keeps at the end of a prompt: weights by the moment-generating function of every query head."""
+    """What one KV head keeps at the end of a prompt.
+
+    Weights come by the moment-generating function of every query head.
+    """
     entries, d, groups = decoder.entries[layer][head], decoder.head_dim, decoder.groups
     if len(entries) <= budget:
         return list(range(len(entries)))
@@ -310,7 +316,10 @@ class H2O(Streaming, NaiveDecoder):
         self.recent = budget // 2 if num_recent_tokens is None else num_recent_tokens
 
     def accumulate(self, entries: list[Entry], weights: Tensor) -> None:
-        """``weights`` ``[G, m, held]``: sums over queries of A, of A², and the number of queries that saw the entry."""
+        """Add up sums over queries of A, of A², and the number of queries that saw the entry.
+
+        ``weights`` are ``[G, m, held]``.
+        """
         sums = weights.sum(1).mean(0).tolist()
         squares = (weights**2).sum(1).mean(0).tolist()
         for j, entry in enumerate(entries):
@@ -372,7 +381,10 @@ class RoCo(H2O):
 
 
 ROUNDING = 1e-13
-"""Cosines that differ by less are equal: in layer 0 values depend on the token alone, and tokens come twice."""
+"""Cosines that differ by less are equal.
+
+In layer 0 values depend on the token alone, and tokens come twice.
+"""
 
 
 class D2O(H2O):
@@ -481,9 +493,10 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
 
 
 def layer_budgets(weights: list[Fraction], budget: int, n: int) -> list[int]:
-    """``b_l = min(n, floor(w_l S))`` with the largest S for which the sum of ``min(n, w_l S)`` is ``L * budget``.
+    """``b_l = min(n, floor(w_l S))`` with the largest S that the budget allows.
 
-    That sum grows with S and is linear between the points ``S = n / w_l``: walk these points, then solve.
+    The sum of ``min(n, w_l S)`` is then ``L * budget``. That sum grows with S and is linear between the
+    points ``S = n / w_l``: walk these points, then solve.
     """
     total = len(weights) * budget
     if n <= budget:

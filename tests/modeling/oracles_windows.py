@@ -33,7 +33,10 @@ class Windowed(NaiveDecoder):
         return [j for j in range(i + 1) if j < self.sinks or i - j < recent]
 
     def logits(self, q, i, keys, kept):
-        """Logits ``[G, w]`` of un-rotated queries ``q`` ``[G, d]`` at i and un-rotated keys ``[w, d]`` at ``kept``."""
+        """Logits ``[G, w]`` of un-rotated queries ``q`` ``[G, d]`` at i.
+
+        Keys are un-rotated, ``[w, d]``, at ``kept``.
+        """
         raise NotImplementedError
 
     def weights(self, layer, head, q, entries):

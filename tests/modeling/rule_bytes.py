@@ -1,5 +1,8 @@
-"""Bytes that the rule of a cache's method needs for the tokens seen, without bookkeeping and growth slack; where content decides
-what stays, for the tokens held now."""
+"""Bytes that the rule of a cache's method needs for the tokens seen.
+
+They are without bookkeeping and growth slack. Where content decides what stays, they are for the tokens held
+now.
+"""
 
 from math import ceil
 
@@ -50,8 +53,11 @@ def sliding_nbytes(tokens) -> int:
 
 
 def store_nbytes(store, length: int) -> int:
-    """Of a store of ``length`` tokens per row: in packed ones as many are packed as the residual window says, and slots are
-    reserved for ``residual + group_size`` native ones."""
+    """Bytes of a store of ``length`` tokens per row.
+
+    In packed stores as many tokens are packed as the residual window says, and slots are reserved for
+    ``residual + group_size`` native ones.
+    """
     if store.is_empty:
         return 0
     batch, heads, _, head_dim = store.shape

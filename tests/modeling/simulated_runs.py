@@ -405,7 +405,10 @@ def print_results(parts: dict[str, Callable[[], Iterator[dict]]], part: str) -> 
 
 
 def serve(parts: dict[str, Callable[[], Iterator[dict]]], names: list[str]) -> None:
-    """Print the results of these parts; without names of those that the standard input names, an empty line behind each."""
+    """Print the results of these parts.
+
+    Without names, print those that the standard input names, an empty line behind each.
+    """
     for name in names:
         print_results(parts, name)
     for line in () if names else sys.stdin:

@@ -1,4 +1,7 @@
-"""The carry of lead queries and keys: exact under checkpointing and compilation, and no larger than promised."""
+"""The carry of lead queries and keys.
+
+It is exact under checkpointing and compilation, and no larger than promised.
+"""
 
 import pytest
 import torch
@@ -32,7 +35,10 @@ def test_checkpointing_is_exact(tools, family, reentrant, packed):
 
 @pytest.mark.parametrize("backend", ["flash", "reference"])
 def test_gradients_equal_finite_differences(tools, backend):
-    """Through the whole model, for a parameter that acts on other layers only by the carry (k_proj of a lead)."""
+    """Gradients equal finite differences through the whole model.
+
+    They are those of a parameter that acts on other layers only by the carry (k_proj of a lead).
+    """
     model = tools.make_pod("llama", backend=backend).train()
     ids = tools.random_ids(1, 40)
     _, grads = loss_and_gradients(model, ids)

@@ -1,4 +1,7 @@
-"""Packed keys and values against a quantizer written with Python loops, and against a naive decoder that uses it."""
+"""Packed keys and values against a quantizer written with Python loops.
+
+They are held against a naive decoder that uses it, too.
+"""
 
 import itertools
 import math
@@ -53,7 +56,10 @@ def test_numbers_are_those_of_the_naive_quantizer(per_channel, bits, group_size,
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_bytes_can_be_read_without_our_code(bits):
-    """Four tokens of one head, by hand: byte i holds channels i, i + d/P, … of P codes, from its lowest bits on."""
+    """Bytes of four tokens of one head can be read by hand.
+
+    Byte i holds channels i, i + d/P, … of P codes, from its lowest bits on.
+    """
     x, width = randn(1, 1, 4, 8, seed=3), bits
     out, (codes, zero, scale) = unpacked(Packing(bits=bits, group_size=4, per_channel=False), x)
     assert codes.shape == (1, 1, 4, width)
@@ -506,7 +512,7 @@ def test_refusals(tools):
         QuantizedCodec(4, 4, 4).tokens("keys").append_ragged(None, None)
 
 
-# -- bits of a plan --------------------------------------------------------------------------------------------
+# -- bits of a plan -------------------------------------------------------------------------
 
 
 class PlannedBits(oracles.PackedPod):

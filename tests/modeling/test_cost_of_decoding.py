@@ -1,4 +1,7 @@
-"""What a decoded token costs in operations: the same for one row and eight, for two KV heads and eight, and few."""
+"""What a decoded token costs in operations.
+
+It costs the same for one row and eight, and for two KV heads and eight, and few operations.
+"""
 
 import functools
 
@@ -16,7 +19,8 @@ PROMPT, WARM_UP, TOKENS = (
 DEPTH, MOST = 32, 2000  # layers to which counts are scaled, and the operations allowed there
 SELECT = {"budget": 32, "window": 4, "kernel": 3}
 CODEC = {"group_size": 8, "residual": 8}
-# no simlayerkv, adakv and kvzip: which layers are lazy, and what a head holds, is decided for each row, so their cost differs by row
+# no simlayerkv, adakv and kvzip: which layers are lazy, and what a head holds, is decided for each row, so
+# their cost differs by row
 METHODS = {
     "full": {},
     "full-capacity": {"capacity": 128},
@@ -51,7 +55,8 @@ METHODS = {
     "razor+int4": {"num_sink_tokens": 4, "num_recent_tokens": 16, "compression": 9.0} | CODEC,
 }
 
-# What does not reach the bound yet, and what an operation or two per token still set apart; a row that gets there must leave its list.
+# What does not reach the bound yet, and what an operation or two per token still set apart. A row that gets
+# there must leave its list.
 TOO_MANY = ["pod", "pod-capacity", "int4", "full+int4-capacity", "int8"]
 TOO_MANY += [
     "pod+quest",
@@ -94,7 +99,10 @@ NO_PADDING = ("full+int4-capacity", "pod+int4-capacity")  # refused: rows of pac
 
 
 class Operations(TorchDispatchMode):
-    """Number of operations that compute or copy; views, new memory without content and reads of one number have no kernel."""
+    """Number of operations that compute or copy.
+
+    Views, new memory without content and reads of one number have no kernel.
+    """
 
     WITHOUT_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
     WITHOUT_KERNEL |= {"_local_scalar_dense", "_unsafe_view", "lift_fresh", "resize_"}
@@ -154,7 +162,10 @@ def operations(name, layers=2, batch=1, kv_heads=2, padding=False):
 
 
 def at_full_depth(name, **batch):
-    """Operations per token of 32 layers: what 4 layers cost, and 28 times the mean of the upper two of them."""
+    """Operations per token of 32 layers.
+
+    They are what 4 layers cost, and 28 times the mean of the upper two of them.
+    """
     few, more = (operations(name, layers, batch=8, kv_heads=8, **batch) for layers in (2, 4))
     return (more + (more - few) / 2 * (DEPTH - 4)) / TOKENS
 

@@ -36,7 +36,10 @@ def split(n, count, seed=0, heads=(2, 3)):
 
 
 def naive_merge(keys, values, kept, dropped):
-    """Equations 8 to 11 for one head, with loops; the threshold is the mean of the maxima. ``[n, d]`` each."""
+    """Equations 8 to 11 for one head, with loops.
+
+    The threshold is the mean of the maxima. ``[n, d]`` each.
+    """
     best = {}
     for i in dropped:
         cosines = [(keys[i] @ keys[j] / (keys[i].norm() * keys[j].norm())).item() for j in kept]
@@ -185,7 +188,10 @@ def test_no_tensor_grows_with_the_square_of_the_prompt(tools, monkeypatch):
 
 @torch.no_grad()
 def test_what_is_held_is_what_loops_merge(tools):
-    """One layer, a prompt of 30 and 12 decoded tokens: keys, values, scores and threshold of both heads at every step."""
+    """What is held is what loops merge, in both heads at every step.
+
+    One layer, a prompt of 30 and 12 decoded tokens: keys, values, scores and threshold are compared.
+    """
     model = tools.make_pod("llama", plan=False, num_hidden_layers=1)
     ids, n, budget, found, decided = tools.random_ids(1, 42), 30, 12, {}, set()
 

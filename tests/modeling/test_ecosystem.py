@@ -95,7 +95,7 @@ def test_a_pod_cache_of_a_dense_model_says_that_it_is_full(tools, recwarn):
     assert not recwarn.list
 
 
-# -- arguments and answers ---------------------------------------------------------------------------------------
+# -- arguments and answers ------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -235,7 +235,10 @@ def packed(tools):
 @pytest.mark.parametrize("said", ["position_ids", "cu_seq_lens_q", "both"])
 @pytest.mark.parametrize("training", [True, False])
 def test_packed_batches_of_trainers_are_documents(tools, said, training):
-    """Logits, loss and gradients are those of the documents alone; positions alone say it, and lengths alone."""
+    """Logits, loss and gradients are those of the documents alone.
+
+    Positions alone say it, and lengths alone.
+    """
     model = tools.make_pod().train(training)
     rows, batch = packed(tools)
     if said == "position_ids":

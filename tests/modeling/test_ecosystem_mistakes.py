@@ -1,4 +1,7 @@
-"""Likely first mistakes, each answered in one line that says what to do; and `torch.compile` around a decoding step."""
+"""Likely first mistakes, each answered in one line that says what to do.
+
+Also `torch.compile` around a decoding step.
+"""
 
 import re
 import subprocess
@@ -78,7 +81,10 @@ OPTIONS = {"think": {"window": 4}, "razor": {"retrieval_heads": "sharing"}}
 @pytest.mark.parametrize("codec", ["", "int4"])
 @pytest.mark.parametrize("spec", sorted(set(pod.methods()) - {"pod", "cla", "window"}))
 def test_pod_plus_is_suggested_where_it_is_allowed_and_only_there(tools, spec, codec):
-    """What is suggested can be made, for a budget; what is not suggested is refused, for the reason that was given."""
+    """What is suggested can be made, for a budget.
+
+    What is not suggested is refused, for the reason that was given.
+    """
     method, model = pod.methods()[spec], tools.make_pod()
     if codec and method.axis == "codec":
         pytest.skip("two codecs")
@@ -109,7 +115,10 @@ def test_models_in_memory(tools):
 
 
 def test_what_cannot_be_loaded_is_known_before_weights_are_read(tmp_path, monkeypatch):
-    """A folder that is not there is not looked for on the hub; a family is told by its configuration alone."""
+    """A folder that is not there is not looked for on the hub.
+
+    A family is told by its configuration alone.
+    """
 
     def never(*arguments, **options):
         raise AssertionError("the hub was asked, or weights")

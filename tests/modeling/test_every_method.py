@@ -86,7 +86,10 @@ def held_by(cache, row):
 @pytest.mark.parametrize("row", BUDGETED, ids=[row.id for row in BUDGETED])
 @torch.no_grad()
 def test_rows_of_unlike_budgets_equal_rows_alone(tools, model_of, row):
-    """Rows of 34, 21, 30 and 3 tokens, the first and the last of one budget; each holds the bytes that it holds alone."""
+    """Each row holds the bytes that it holds alone.
+
+    Rows of 34, 21, 30 and 3 tokens, the first and the last of one budget.
+    """
     model, least = model_of(row.model), row.options["budget"]
     budgets = [least, least + 9, least + 2, least]
     ids, second = tools.random_ids(4, 34), tools.random_ids(4, 7, seed=1)
@@ -243,7 +246,10 @@ def test_bytes_are_those_predicted_and_nothing_else_is_held(tools, model_of, row
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda row: row.id)
 @torch.no_grad()
 def test_every_combination_is_exact_or_refused_with_its_reason(tools, model_of, layout):
-    """All selections and codecs over a layout, with nothing dropped or packed: the model itself, or a sentence."""
+    """Every combination is the model itself, or is refused with a sentence.
+
+    All selections and codecs are tried over a layout, with nothing dropped or packed.
+    """
     model, ids, works = model_of(layout.model), tools.random_ids(2, 12), []
     expected = model(ids).logits
     for row in (Row("", whole={}), *SELECTIONS, MINICACHE):

@@ -1,4 +1,7 @@
-"""What a saved folder is to a user of transformers alone, and what `load_model` takes of `from_pretrained`."""
+"""What a saved folder is to a user of transformers alone.
+
+Also what `load_model` takes of `from_pretrained`.
+"""
 
 import ast
 import json
@@ -62,7 +65,10 @@ def ask(code, *arguments, cwd):
 
 @pytest.fixture(scope="module")
 def stock_user(tmp_path_factory):
-    """`(found, model, ids)`: a folder that `load_model` read from an export and saved again, in the hands of transformers alone."""
+    """`(found, model, ids)`: a folder in the hands of transformers alone.
+
+    `load_model` read it from an export and saved it again.
+    """
     first, second, third = (tmp_path_factory.mktemp(name) for name in ("first", "second", "third"))
     sizes = {
         "vocab_size": 97,
@@ -85,7 +91,10 @@ def stock_user(tmp_path_factory):
 @pytest.mark.slow
 @torch.no_grad()
 def test_what_load_model_gave_can_be_saved_for_transformers_alone(stock_user):
-    """Logits are those of the model, for the causal model and for the base model; and again after another save."""
+    """Logits are those of the model, for the causal model and for the base model.
+
+    They are so again after another save.
+    """
     found, model, ids = stock_user
     assert found["auto_map"] == ["AutoConfig", "AutoModel", "AutoModelForCausalLM"]
     name, hidden = found["base"]
@@ -129,7 +138,7 @@ def test_messages_of_an_export_name_nothing_that_its_user_lacks(file):
     assert not wrong
 
 
-# -- load_model --------------------------------------------------------------------------------------------------
+# -- load_model -----------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -60,7 +60,10 @@ def test_all_lead_plan_is_dense(tools, family):
 @pytest.mark.parametrize("family", NEW)
 @torch.no_grad()
 def test_decoding_equals_the_stock_model(tools, family):
-    """A prompt, a chunk and tokens, with padding on the left: windows and rings are full behind the prompt."""
+    """Decoding a prompt, a chunk and tokens equals the stock model, with padding on the left.
+
+    Windows and rings are full behind the prompt.
+    """
     stock = tools.make_stock(family, torch.float32, initializer_range=0.02)
     ids, mask = tools.random_ids(2, 60), torch.ones(2, 60, dtype=torch.long)
     mask[0, :13] = 0
@@ -90,7 +93,10 @@ def test_loss_and_gradients_equal_the_stock_model(tools, family):
 @pytest.mark.parametrize("family", NEW)
 @torch.no_grad()
 def test_plans_of_new_families(tools, family):
-    """A window that is larger than the text is the dense model under any plan; a short one decodes what it computes at once."""
+    """A window that is larger than the text is the dense model under any plan.
+
+    A short one decodes what it computes at once.
+    """
     dense, ids = pod.load_model(tools.make_stock(family)), tools.random_ids(2, 60)
     mask = torch.ones_like(ids)
     mask[1, :7] = 0
@@ -119,7 +125,10 @@ def test_plans_of_new_families(tools, family):
 @pytest.mark.parametrize("family", ["phi3", "mixtral", "qwen3-moe"])
 @torch.no_grad()
 def test_files_of_new_families_are_read_weight_by_weight(tools, tmp_path, family):
-    """What training starts from: names and shapes as the files have them, which are not those of the loaded stock model."""
+    """Names and shapes are as the files have them, which are not those of the loaded stock model.
+
+    This is what training starts from.
+    """
     stock = tools.make_stock(family, torch.float32)
     stock.save_pretrained(tmp_path)
     model = pod.load_model(tmp_path)

@@ -1,6 +1,7 @@
-"""Which FlashAttention runs on GPUs: named by a recipe or the environment, activated before any attention, or refused.
+"""Which FlashAttention runs on GPUs.
 
-A stand-in is registered with PyTorch under the real names, as packages of kernels do.
+It is named by a recipe or the environment, and activated before any attention, or refused. A stand-in is
+registered with PyTorch under the real names, as packages of kernels do.
 """
 
 import tomllib
@@ -40,7 +41,8 @@ class Handle:
 def machine(monkeypatch):
     """A machine with one GPU of capability 9.0, on which both packages are installed.
 
-    `log`: what was activated, in order. `packages`: versions by name. `fails`: what registering raises, by name.
+    `log`: what was activated, in order. `packages`: versions by name. `fails`: what registering raises, by
+    name.
     """
     here = SimpleNamespace(
         log=[], packages={"flash-attn-4": "4.0.0b18"}, fails={}, gpus=[(9, 0)], torch="2.13.0"
@@ -76,7 +78,7 @@ def machine(monkeypatch):
     attention._registry._FLASH_ATTENTION_IMPLS.update(before)
 
 
-# -- what is named runs ------------------------------------------------------------------------------------------------
+# -- what is named runs ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -190,7 +192,7 @@ def test_scores_of_stored_answers_need_no_gpu(machine, monkeypatch):
         run(load_recipe(None, [*TINY, "model.flash_attention=fa3", "eval.steps=[score, report]"]))
 
 
-# -- what cannot run is refused ----------------------------------------------------------------------------------------
+# -- what cannot run is refused -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -261,7 +263,10 @@ def test_packages_that_are_missing_or_broken_are_refused(machine, name, error, s
 
 
 def test_a_release_with_more_results_than_pytorch_takes_is_refused(machine, monkeypatch):
-    """pytorch/pytorch#190212: PyTorch 2.13 unpacks two results, flash-attn-4 gives four and five since 4.0.0b19."""
+    """A release with more results than PyTorch takes is refused.
+
+    pytorch/pytorch#190212: PyTorch 2.13 unpacks two results, flash-attn-4 gives four and five since 4.0.0b19.
+    """
     machine.packages["flash-attn-4"] = "4.0.0b36"
     with pytest.raises(
         ValueError, match=r"PyTorch 2.13.0 cannot call flash-attn-4 4.0.0b36, .* \(pip install"
@@ -326,7 +331,7 @@ def test_the_operation_asks_the_active_version(machine):
     assert unsupported_on_cuda(call).startswith("head_dim 256 with FlashAttention 4")
 
 
-# -- and is told ---------------------------------------------------------------------------------------------------------
+# -- and is told ----------------------------------------------------------------------------
 
 
 def test_results_tell_it(machine):

@@ -1,4 +1,7 @@
-"""Step by step = all at once, padded = alone, chunked = one shot, and every misuse of a filled cache is an error."""
+"""Step by step = all at once, padded = alone, chunked = one shot.
+
+Every misuse of a filled cache is an error.
+"""
 
 import math
 
@@ -24,7 +27,10 @@ def feed(model, cache, ids, widths, mask=None):
 
 
 def pod_oracle(model, windows):
-    """Equations 3 and 4 with loops over heads and queries; leads from the plan, None = sees proximal tokens only."""
+    """Equations 3 and 4 with loops over heads and queries.
+
+    Leads come from the plan; None = sees proximal tokens only.
+    """
     sinks, recent = windows
     queries, keys = {}, {}
 

@@ -1,4 +1,7 @@
-"""What must not go wrong silently: hooks that transformers renames, copied caches, inference mode, waits for the host."""
+"""What must not go wrong silently.
+
+Hooks that transformers renames, copied caches, inference mode, and waits for the host.
+"""
 
 import copy
 import gc
