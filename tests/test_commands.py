@@ -122,7 +122,10 @@ def test_the_copy_of_a_recipe_that_extends_another_is_that_recipe(monkeypatch, c
 
 
 def test_quiet_and_verbose(monkeypatch, capsys, tmp_path):
-    """Quiet: nothing on the screen but errors, in processes of the command as well; verbose: errors with their traceback."""
+    """Quiet shows nothing on the screen but errors, in processes of the command as well.
+
+    Verbose shows errors with their traceback.
+    """
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.delenv("POD_TRACEBACK", raising=False)
 

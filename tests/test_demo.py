@@ -1,4 +1,7 @@
-"""pod demo: the commands of the chain in their order; what an older recipe trained is not taken for this one's."""
+"""pod demo: the commands of the chain in their order.
+
+What an older recipe trained is not taken for this one's.
+"""
 
 import os
 import subprocess
@@ -23,7 +26,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def chain(tmp_path, monkeypatch):
-    """`chain("b", "explore.threshold=0.4")`: a demo of the steps a, b, c of which b fails; the steps that ran."""
+    """`chain("b", "explore.threshold=0.4")`: a demo of the steps a, b, c of which b fails.
+
+    Returns the steps that ran.
+    """
     monkeypatch.setattr(demo, "summary", lambda recipe: "")
     monkeypatch.setattr(demo, "how_to_serve", lambda recipe, config: "")
 
@@ -118,7 +124,11 @@ def test_a_cpu_without_bfloat16_trains_in_float32(chain, tmp_path, monkeypatch):
 
 
 def test_other_work_on_the_machine_does_not_change_how_fast_bfloat16_is(monkeypatch):
-    """One thread's own time counts: products on all cores wait for cores that are busy, for seconds or not at all."""
+    """Other work on the machine does not change how fast bfloat16 is.
+
+    One thread's own time counts: products on all cores wait for cores that are busy, for seconds or not at
+    all.
+    """
     threads = []
 
     def thread_time():

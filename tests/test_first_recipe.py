@@ -1,4 +1,7 @@
-"""A newcomer's first recipe: `own_text_8b` with only its marked lines changed, and what `pod data` says ahead of the other commands."""
+"""A newcomer's first recipe: `own_text_8b` with only its marked lines changed.
+
+Also what `pod data` says ahead of the other commands.
+"""
 
 import os
 import re
@@ -31,7 +34,10 @@ MARKED = {
 
 
 def own_recipe(folder: Path, values: dict[str, str]) -> Path:
-    """`own_text_8b.yaml` with these values in its marked lines; a field that no marked line has is an error."""
+    """`own_text_8b.yaml` with these values in its marked lines.
+
+    A field that no marked line has is an error.
+    """
     left, lines = dict(values), []
     for line in (RECIPES / "own_text_8b.yaml").read_text(encoding="utf-8").splitlines():
         name = line.strip().partition(":")[0]
@@ -182,7 +188,10 @@ def test_no_held_out_text_is_said_by_the_command(tmp_path, texts, monkeypatch, c
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_the_marked_lines_are_all_that_a_first_run_has_to_change(tmp_path, texts):
-    """data → explore → train → export → eval, each in a process of its own; none warns of a missing accelerator."""
+    """The marked lines are all that a first run has to change.
+
+    data → explore → train → export → eval, each in a process of its own; none warns of a missing accelerator.
+    """
     own_recipe(tmp_path, MARKED)
     environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,5 +1,8 @@
-"""A GPU machine without Triton, a C compiler or `Python.h`: told in one line before a long run starts, not by a run that
-silently computes with the reference. The GPU is a stand-in; nothing is computed."""
+"""A GPU machine without Triton, a C compiler or `Python.h`.
+
+It is told in one line before a long run starts, not by a run that silently computes with the reference. The
+GPU is a stand-in; nothing is computed.
+"""
 
 import pytest
 import torch

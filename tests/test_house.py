@@ -21,8 +21,8 @@ SOURCES = sorted(
     file for folder in ("pod", "launch", "benchmarks", "tests") for file in (ROOT / folder).rglob("*.py")
 )
 
-# Which parts of pod a part may import. `files` and `schema` may be imported by all; the files at the top of pod are parts of their own, and so
-# is `shipped`, which exported checkpoints carry.
+# Which parts of pod a part may import. `files` and `schema` may be imported by all; the files at the top of
+# pod are parts of their own, and so is `shipped`, which exported checkpoints carry.
 ARROWS = {
     "__init__": {"shipped", "kernels", "modeling", "engine", "tokenizer"},
     "files": set(),
@@ -66,13 +66,17 @@ ARROWS = {
     },
     "__main__": {"commands"},
 }
-# Reading a recipe's model names and the package's public interface is allowed to the two that work on whole models.
+# Reading a recipe's model names and the package's public interface is allowed to the two that work on whole
+# models.
 ARROWS["training"] |= {"__init__", "models", "identity", "recipe", "tokenizer"}
 ARROWS["eval"] |= {"__init__", "models", "identity", "recipe", "schema", "tokenizer"}
 
 
 def imported_parts(file: Path) -> set[str]:
-    """The parts of pod that a file imports, absolutely or relatively, at any depth; `if TYPE_CHECKING:` blocks do not count."""
+    """The parts of pod that a file imports, absolutely or relatively, at any depth.
+
+    `if TYPE_CHECKING:` blocks do not count.
+    """
     package = file.relative_to(ROOT).parent.parts
     found = set()
     for node in run_time_nodes(ast.parse(file.read_text(encoding="utf-8"))):
@@ -95,7 +99,11 @@ def run_time_nodes(tree: ast.AST):
 
 
 def part_of(name: list[str]) -> str:
-    """`pod.data.rows.pack` → data, `pod.modeling.shipped.cache` → shipped; `pod` or `pod.SharingPlan`, which stands in pod/__init__.py → __init__."""
+    """The part that a module name belongs to.
+
+    `pod.data.rows.pack` → data, `pod.modeling.shipped.cache` → shipped; `pod` or `pod.SharingPlan`, which
+    stands in pod/__init__.py → __init__.
+    """
     if name[1:3] == ["modeling", "shipped"]:
         return "shipped"
     if len(name) > 1 and ((ROOT / "pod" / name[1]).is_dir() or (ROOT / "pod" / f"{name[1]}.py").is_file()):
@@ -104,7 +112,10 @@ def part_of(name: list[str]) -> str:
 
 
 def test_kernels_of_hugging_face_is_not_shadowed():
-    """transformers 5 imports a top-level package `kernels`; from no folder of this repository may that be ours."""
+    """No folder of this repository may hide the top-level package `kernels`.
+
+    transformers 5 imports it.
+    """
     code = "import importlib.util as u; s = u.find_spec('kernels'); print(s and (s.origin or list(s.submodule_search_locations)))"
     for folder in (ROOT, ROOT / "launch"):  # where scripts, tests and notebooks are started
         done = subprocess.run(
@@ -146,7 +157,10 @@ def test_arrow_check_sees_every_kind_of_import(tmp_path, monkeypatch):
 
 
 def test_files_and_functions_are_of_readable_size():
-    """At most 600 lines a file and 60 a function, its docstring not counted; a kernel may be one long function."""
+    """Files have at most 600 lines and functions at most 60, their docstrings not counted.
+
+    A kernel may be one long function.
+    """
     too_long = []
     for file in SOURCES:
         text = file.read_text(encoding="utf-8")
@@ -213,7 +227,10 @@ def test_the_paper_recipe_is_the_papers():
 
 @pytest.fixture
 def started(monkeypatch, capsys):
-    """`started("demo.py", "--help")` runs a launcher in this process (its imports are paid once): (exit code, stdout, stderr)."""
+    """`started("demo.py", "--help")` runs a launcher in this process (its imports are paid once).
+
+    Returns (exit code, stdout, stderr).
+    """
 
     def start(name: str, *arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])

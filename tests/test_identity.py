@@ -51,7 +51,10 @@ def test_cards_licences_and_own_code_are_beside_the_model(tmp_path):
 
 
 def test_which_file_holds_what_counts(tmp_path):
-    """Contents that change places make another model, though a walk in the order of names finds the same digests."""
+    """Contents that change places make another model.
+
+    A walk in the order of names finds the same digests.
+    """
     first, second = (tmp_path / name for name in ("a", "b"))
     for folder, names in (
         (first, ("config.json", "tokenizer.json")),

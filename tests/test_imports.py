@@ -1,4 +1,7 @@
-"""What is imported when: help without torch, and the package's kernels and engine with whatever comes first."""
+"""What is imported when.
+
+Help works without torch, and the package's kernels and engine with whatever comes first.
+"""
 
 import subprocess
 import sys

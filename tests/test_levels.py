@@ -1,4 +1,7 @@
-"""The levels of the suite: two spread cases of a function, nothing slow, and nothing lost between the levels."""
+"""The levels of the suite.
+
+Two spread cases of a function, nothing slow, and nothing lost between the levels.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +11,10 @@ import pytest
 
 
 def make_item(nodeid: str, *marks: str, fixtures: tuple[str, ...] = (), **indices: int) -> SimpleNamespace:
-    """The attributes of a pytest item that the levels read; `indices`: the place of each parameter's value."""
+    """The attributes of a pytest item that the levels read.
+
+    `indices`: the place of each parameter's value.
+    """
 
     def get_closest_marker(name: str) -> str | None:
         return name if name in marks else None

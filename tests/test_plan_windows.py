@@ -1,4 +1,7 @@
-"""A plan carries the windows that it was made for: every place that gives a model a plan takes them, and warns of others."""
+"""A plan carries the windows that it was made for.
+
+Every place that gives a model a plan takes them, and warns of others.
+"""
 
 import json
 import warnings
@@ -123,7 +126,10 @@ def test_recipes_take_the_windows_of_the_plan(found, place, file, tmp_path):
 
 
 def with_constants(plan):
-    """The same plan with constants in the place of its first tokens; the sizes are those of ``package:tiny``."""
+    """The same plan with constants in the place of its first tokens.
+
+    The sizes are those of ``package:tiny``.
+    """
     has = [None in row for row in LEAD]
     logits = tuple((1.0,) * 4 if one else None for one in has)
     values = tuple(((0.5,) * 16,) * 2 if one else None for one in has)

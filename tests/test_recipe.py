@@ -129,7 +129,11 @@ def test_a_recipe_extends_the_name_of_another(tmp_path, name):
 @pytest.mark.parametrize("name", ["demo_tiny", "demo_tiny.yaml", "configs/demo_tiny.yaml"])
 @pytest.mark.parametrize("file", ["own.yaml", "demo_tiny.yaml"])
 def test_a_recipe_extends_one_that_comes_along_by_its_name(tmp_path, name, file):
-    """Also under the same name, as a copy that changes one field has it, unless that says the file's own full name."""
+    """A recipe extends one that comes along by its name.
+
+    It does so also under the same name, as a copy that changes one field has it, unless that says the file's
+    own full name.
+    """
     own = tmp_path / file
     own.write_text(f"extends: {name}\nseed: 7")
     if name == file:

@@ -1,4 +1,7 @@
-"""The recipes in configs/: each passes --dry-run of its launchers without a network, and says what its comments say."""
+"""The recipes in configs/.
+
+Each passes --dry-run of its launchers without a network, and says what its comments say.
+"""
 
 import runpy
 import socket
@@ -27,7 +30,10 @@ def read(name: str) -> Recipe:
 
 @pytest.fixture
 def dry_run(monkeypatch, capsys, tmp_path):
-    """`dry_run(launcher, recipe)` in this process and an empty folder, with no network and no cached model; returns the estimate."""
+    """`dry_run(launcher, recipe)` in this process and an empty folder; returns the estimate.
+
+    There is no network and no cached model.
+    """
     reached = []
 
     def no_network(self, address, *rest):
@@ -143,7 +149,11 @@ def test_demo_variants_train_on_the_demos_tokens():
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_no_recipe_is_refused_before_its_data_is_there(name, tmp_path, monkeypatch):
-    """What preflight asks of model, plan, layout and rows, on 1, 8 and 32 GPUs: the same rows per step on all of them."""
+    """No recipe is refused before its data is there.
+
+    Preflight asks of model, plan, layout and rows, on 1, 8 and 32 GPUs; rows per step are the same on all of
+    them.
+    """
     from pod.training.predict import planner, preflight
     from pod.training.predict.shapes import Shapes
     from pod.training.predict.step_time import get_device

@@ -1,4 +1,7 @@
-"""pod/tokenizer.py: tokenizers of the families' files, whatever else is installed, and tokens that the model does not have."""
+"""pod/tokenizer.py: tokenizers of the families' files, whatever else is installed.
+
+Also tokens that the model does not have.
+"""
 
 import json
 import os
@@ -37,7 +40,11 @@ def test_the_files_of_every_family_load_and_pad_left(model_type, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type, tokenizer_class", [("mistral", "LlamaTokenizer"), ("mixtral", None)])
 def test_mistral_loads_where_mistral_common_is_installed(model_type, tokenizer_class, tmp_path):
-    """A package of that name, newer than transformers asks for, without the modules that transformers imports of it."""
+    """Mistral loads where mistral_common is installed.
+
+    The package of that name here is newer than transformers asks for, and lacks the modules that transformers
+    imports of it.
+    """
     backend = write_files(tmp_path, model_type, tokenizer_class)
     site = tmp_path / "site"
     for name in ("mistral_common", "mistral_common-99.0.dist-info"):
@@ -143,7 +150,10 @@ def test_a_tokenizer_of_own_code_without_files_is_refused_for_its_code(tmp_path)
 
 @pytest.fixture
 def beyond(tmp_path):
-    """A model of 258 tokens whose tokenizer has 260: a padding token and one of a chat template were added."""
+    """A model of 258 tokens whose tokenizer has 260.
+
+    A padding token and one of a chat template were added.
+    """
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     tokens = {"eos_token_id": 256, "bos_token_id": 256, "pad_token_id": 257}

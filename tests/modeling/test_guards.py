@@ -154,7 +154,10 @@ def greedy(model, cache, token, steps):
 
 @pytest.mark.parametrize("spec", ["full", "pod", "pod+int4"])
 def test_branches_of_a_cache_with_an_engine_are_independent(tools, spec):
-    """Every branch decodes with an engine of its own as a cache does that was never copied, whatever the others were fed."""
+    """Every branch decodes with an engine of its own, whatever the others were fed.
+
+    It decodes as a cache does that was never copied.
+    """
     model, ids = tools.make_pod(plan="pod" in spec), tools.random_ids(2, 30)
     options = {"group_size": 4, "residual": 1} if "+" in spec else {}
 
@@ -202,7 +205,11 @@ def inference_tensors():
 @pytest.mark.parametrize("layout", ["pod", "cla", "window"])
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_inference_mode_leaves_nothing_behind(tools, layout, backend):
-    """Tensors made there cannot be saved for a backward pass: nothing of a prompt, a packed row or a mask may stay."""
+    """Inference mode leaves nothing behind.
+
+    Tensors made there cannot be saved for a backward pass: nothing of a prompt, a packed row or a mask may
+    stay.
+    """
     windows = (0, 11) if layout == "window" else (4, 11)
     config = tools.make_pod(plan=layout == "pod", windows=windows, backend=backend).config.to_dict()
     if layout == "cla":
@@ -224,7 +231,10 @@ def test_inference_mode_leaves_nothing_behind(tools, layout, backend):
 
 
 class Waits(TorchFunctionMode):
-    """How often numbers are read from tensors, or shapes depend on them: on a GPU the host waits each time."""
+    """How often numbers are read from tensors, or shapes depend on them.
+
+    On a GPU the host waits each time.
+    """
 
     READS = frozenset(
         [

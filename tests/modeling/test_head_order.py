@@ -1,4 +1,7 @@
-"""Heads in another order are the same model: in fp64 to 1e-12, and through load, export and plans of other orders."""
+"""Heads in another order are the same model: in fp64 to 1e-12.
+
+They are so through load, export and plans of other orders.
+"""
 
 import numpy as np
 import pytest
@@ -112,7 +115,10 @@ def test_a_plan_in_another_order_is_the_same_plan(tools, family):
 
 @torch.no_grad()
 def test_plans_find_their_order_from_any_other(tools):
-    """Of a model in memory: the same order shares all weights, another is composed with the inverse, none goes back to the original."""
+    """Plans find the order of a model in memory from any other.
+
+    The same order shares all weights, another is composed with the inverse, none goes back to the original.
+    """
     stock = tools.make_stock("qwen2-yarn")
     lead, config = tools.lead, stock.config
     plans = [pod.SharingPlan(lead, head_order=random_order(config, seed)) for seed in (1, 2)]

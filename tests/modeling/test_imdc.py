@@ -1,6 +1,7 @@
-"""FM, IM and IMDC in the unit: memories and bytes step by step, positions, pruners, rows, packed memories, refusals.
+"""FM, IM and IMDC in the unit.
 
-Logits against the naive oracle are in test_oracles_imdc.py, schedules in test_imdc_schedule.py.
+Memories and bytes step by step, positions, pruners, rows, packed memories, refusals. Logits against the naive
+oracle are in test_oracles_imdc.py, schedules in test_imdc_schedule.py.
 """
 
 from dataclasses import replace
@@ -34,7 +35,10 @@ def held(cache):
 @pytest.mark.parametrize("function", ["linear", "square-sqrt"])
 @torch.no_grad()
 def test_memory_follows_the_schedule(tools, spec, function):
-    """70 tokens, one at a time: before each chunk ends everything is held, then min(m_i, what is there) slots."""
+    """Memory follows the schedule for 70 tokens, one at a time.
+
+    Before each chunk ends everything is held, then min(m_i, what is there) slots.
+    """
     model, ids = tools.make_pod("llama", plan=False), tools.random_ids(1, 70)
     variant = spec.partition("(")[0]
     options = COMMON if variant == "fm" else COMMON | {"function": function}
@@ -88,7 +92,10 @@ def test_positions_never_exceed_memory_and_chunk(tools, monkeypatch, spec):
 
 @torch.no_grad()
 def test_streamingllm_pruner_equals_streamingllm_tokens(tools):
-    """Its memory is the first 3 and the last 13 tokens: the keys of layer 0, which no chunk changes, say so."""
+    """The memory is the first 3 and the last 13 tokens.
+
+    The keys of layer 0, which no chunk changes, say so.
+    """
     model, ids = tools.make_pod("llama", plan=False), tools.random_ids(1, 77)
     cache = pod.make_cache(model, "fm(streamingllm)", budget=16, chunk_size=9, num_sink_tokens=3)
     model(ids, past_key_values=cache)
@@ -124,7 +131,10 @@ def test_pruners():
 @pytest.mark.parametrize("function", ["linear", "adaptive"])
 @torch.no_grad()
 def test_rows_in_a_padded_batch_equal_rows_alone(tools, function):
-    """Left padding, rows of 70, 41 and 9 tokens with schedules of their own, two turns, a cut of 13 columns."""
+    """Rows in a padded batch equal rows alone.
+
+    Left padding, rows of 70, 41 and 9 tokens with schedules of their own, two turns, a cut of 13 columns.
+    """
     model, ids = tools.make_pod("llama", plan=False), tools.random_ids(3, 92)
     options = COMMON | {"function": function}
     mask = torch.ones(3, 92, dtype=torch.long)
@@ -163,7 +173,10 @@ def test_packed_memory(tools, spec):
 
 @torch.no_grad()
 def test_chunks_shorter_than_the_window(tools):
-    """A chunk of 5 ranks by its own 5 queries, though the window is 9 and the chunk before left queries, too."""
+    """A chunk of 5 ranks by its own 5 queries.
+
+    It does so though the window is 9 and the chunk before left queries, too.
+    """
     model, ids = tools.make_pod("llama", plan=False), tools.random_ids(1, 50)
     options = {"budget": 14, "chunk_size": 5, "window": 9}
     expected = Chunked(model, mode="im", **options).run(ids[0], TURNS)

@@ -72,7 +72,10 @@ def test_limits_for_very_long_prompts(function):
 
 @pytest.mark.parametrize(("m_max", "change"), [(1024, -1 / 4), (2048, -1 / 3)])
 def test_attention_length_against_fixed_memory(m_max, change):
-    """Constant at c + m̂ from the second chunk on (eq. 6): -25 % of FM's c + m_max for m_max = c, -33 % for 2c."""
+    """The attention length is constant at c + m̂ from the second chunk on (eq. 6).
+
+    That is -25 % of FM's c + m_max for m_max = c, and -33 % for 2c.
+    """
     plan, fixed = (prompt_schedule(settings(v, m_max=m_max), 32768) for v in ("imdc", "fm"))
     lengths, longest = (
         [size + before for size, before in zip(chunk_sizes(x), (0, *x.memory[0][:-1]), strict=True)]
@@ -101,7 +104,10 @@ def test_example_by_hand():
 
 
 def test_square_sqrt_uses_the_mean_of_the_layers():
-    """n = 5, m_max = 100: layers 0, 1 SQUARE and 2, 3, 4 SQRT; m̂ = mean of (2·square + 3·sqrt)/5 over m_0 … m_3."""
+    """With square-sqrt, m̂ is the mean of (2·square + 3·sqrt)/5 over m_0 … m_3.
+
+    n = 5, m_max = 100: layers 0, 1 are SQUARE and 2, 3, 4 SQRT.
+    """
     plan = prompt_schedule(settings(function="square-sqrt", m_max=100, chunk_size=100, num_layers=5), 500)
     assert plan.memory == ((20, 25, 40, 65, 100),) * 2 + ((20, 60, 77, 89, 100),) * 3
     means = [Fraction(2 * a + 3 * b, 5) for a, b in [(20, 20), (25, 60), (40, 77), (65, 89)]]
@@ -111,7 +117,11 @@ def test_square_sqrt_uses_the_mean_of_the_layers():
 
 
 def test_a_later_prompt_starts_from_what_is_held():
-    """n = 4, m_max = 40, 28 tokens held: m_0 = 28, then steps of 4; a full memory stays full, so chunks are equal."""
+    """A later prompt starts from what is held.
+
+    n = 4, m_max = 40, 28 tokens held: m_0 = 28, then steps of 4. A full memory stays full, so chunks are
+    equal.
+    """
     plan = prompt_schedule(settings(m_max=40, chunk_size=30), 100, held=28)
     assert plan.memory[0] == (28, 32, 36, 40) and chunk_sizes(plan) == [25, 29, 25, 21]
     assert chunk_sizes(prompt_schedule(settings(m_max=40, chunk_size=30), 100, held=47)) == [25] * 4
@@ -128,7 +138,10 @@ def test_what_fits_is_one_chunk():
 @pytest.mark.parametrize("variant", ["fm", "im", "imdc"])
 @pytest.mark.parametrize("function", LARGEST_RATIO)
 def test_chunks_sum_to_the_prompt(variant, function):
-    """Ragged prompts and sizes: boundaries rise to the prompt's length, and chunks are the real ones within a token."""
+    """Chunks sum to the prompt, for ragged prompts and sizes.
+
+    Boundaries rise to the prompt's length, and chunks are the real ones within a token.
+    """
     plans = 0
     for length in (1, 7, 101, 700):
         for chunk_size in (1, 3, 64, 100):

@@ -1,4 +1,7 @@
-"""KVzip: what is read again, what stays, and that nothing of the repetition does. The oracle's tests: test_oracles_ranked.py."""
+"""KVzip: what is read again, what stays, and that nothing of the repetition does.
+
+The oracle's tests are in test_oracles_ranked.py.
+"""
 
 import re
 

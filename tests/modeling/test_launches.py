@@ -61,7 +61,10 @@ def packed_tokens(device: str, tokens: int, bits: int, per_channel: bool) -> Pac
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_a_decoded_token_over_packed_tokens_takes_few_launches(bits, per_channel):
-    """Scores and weighted sums of one layer; in tiles of a CPU's size they took 646 to 2,310 and 776 to 2,304."""
+    """Scores and weighted sums of one layer over packed tokens take few launches.
+
+    In tiles of a CPU's size they took 646 to 2,310 and 776 to 2,304.
+    """
     store = packed_tokens("meta", TOKENS, bits, per_channel)
     q = torch.empty(1, HEADS, GROUPS, HEAD_DIM, device="meta")
     weights = torch.empty(1, HEADS, GROUPS, TOKENS, device="meta")

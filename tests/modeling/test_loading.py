@@ -1,4 +1,7 @@
-"""Checkpoints whose configuration and files disagree, and the names of transformers: all roads give the same model, or refuse."""
+"""Checkpoints whose configuration and files disagree, and the names of transformers.
+
+All roads give the same model, or refuse.
+"""
 
 import json
 
@@ -67,7 +70,7 @@ def shard(folder, parts, total=1):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-# -- the output head ---------------------------------------------------------------------------------------------
+# -- the output head ------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -156,7 +159,7 @@ def test_two_names_of_one_tensor_are_two_weights_where_nothing_is_tied(tools):
     assert stock.model.embed_tokens.weight.abs().sum() > 0
 
 
-# -- other weights -----------------------------------------------------------------------------------------------
+# -- other weights --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("road", [from_folder, training_start])
@@ -259,7 +262,7 @@ def test_other_prefixes_of_the_same_weights(tied, tools, road, prefix):
     assert torch.equal(road(folder)(ids).logits, expected)
 
 
-# -- use_cache ---------------------------------------------------------------------------------------------------
+# -- use_cache ------------------------------------------------------------------------------
 
 
 def forbid_caching(folder, with_generation_config):
@@ -330,7 +333,7 @@ def test_a_cache_in_hand_is_used_and_saved_folders_cache(tools, tmp_path):
         assert json.loads((tmp_path / name).read_text())["use_cache"] is True
 
 
-# -- names of transformers ---------------------------------------------------------------------------------------
+# -- names of transformers ------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -178,7 +178,10 @@ def test_methods_describe_themselves():
 
 @torch.no_grad()
 def test_a_refused_prompt_leaves_the_cache_as_it_was(tools):
-    """IMDC refuses chunks below one token before anything is fed; the cache goes on with a prompt that it can take."""
+    """IMDC refuses chunks below one token before anything is fed.
+
+    The cache goes on with a prompt that it can take.
+    """
     model = tools.make_pod("llama", plan=False)
     options = {"budget": 40, "chunk_size": 8, "window": 4}
     ids = tools.random_ids(2, 90)
@@ -209,7 +212,10 @@ def test_padding_behind_a_chunked_prompt_is_refused_where_it_would_change_the_ch
 
 
 class TensorsMade(TorchFunctionMode):
-    """Counts tensors that are made from Python numbers: each is a copy to the GPU that waits for what was queued before."""
+    """Counts tensors that are made from Python numbers.
+
+    Each is a copy to the GPU that waits for what was queued before.
+    """
 
     count = 0
 

@@ -1,4 +1,7 @@
-"""MiniCache: directions shared once, norms of their own, distant tokens native, and the bytes that are left."""
+"""MiniCache: directions shared once, norms of their own, distant tokens native.
+
+Also the bytes that are left.
+"""
 
 import math
 

@@ -68,7 +68,10 @@ SHARED = {
 @pytest.mark.parametrize("chunks", [None, [9, 22, 10]], ids=["whole", "chunks"])
 @torch.no_grad()
 def test_a_share_is_of_each_rows_own_prompt(tools, model, text, chunks):
-    """Rows of 41, 41, 30 and 3 tokens in one batch: as caches of 10, 10, 7 and the least tokens, each alone."""
+    """A share is of each row's own prompt.
+
+    Rows of 41, 41, 30 and 3 tokens in one batch are as caches of 10, 10, 7 and the least tokens, each alone.
+    """
     prompt, decoded, lengths = 41, 5, [41, 41, 30, 3]
     ids = tools.random_ids(4, prompt + decoded)
     mask = torch.ones_like(ids)
@@ -100,7 +103,10 @@ def test_later_prompts_and_tokens_do_not_change_a_share(tools, model):
 
 @torch.no_grad()
 def test_caches_of_a_share_are_saved_copied_and_regrouped(tools, model, tmp_path):
-    """Another process makes the budgets' layers anew: what follows, a prompt of a new row's kind included, is the same."""
+    """Another process makes the budgets' layers anew, and what follows is the same.
+
+    A prompt of a new row's kind is included.
+    """
     ids, mask = tools.random_ids(2, 60), torch.ones(2, 60, dtype=torch.long)
     mask[1, :20] = 0
     cache = pod.make_cache(model, "int4[group_size=8,residual=8]+snapkv[window=4]@25%")

@@ -1,4 +1,7 @@
-"""Methods that rank tokens by attention against their oracles: logits and kept tokens, over families, turns and chunks."""
+"""Methods that rank tokens by attention against their oracles.
+
+Logits and kept tokens are compared, over families, turns and chunks.
+"""
 
 import math
 from fractions import Fraction

@@ -1,4 +1,7 @@
-"""What a model holds when `generate()` is given no cache: its plan's roles in its plan's bits, in the package and in an export alone."""
+"""What a model holds when `generate()` is given no cache.
+
+It holds its plan's roles in its plan's bits, in the package and in an export alone.
+"""
 
 import json
 import os
@@ -50,7 +53,10 @@ def test_a_cache_that_nobody_named_is_the_planned_one(tools):
 
 @pytest.fixture(scope="module")
 def exports(tools, tmp_path_factory):
-    """Of each family tokens and bytes of the package's cache, and of the export in a process without the package."""
+    """Of each family tokens and bytes of the package's cache, and of the export.
+
+    The export runs in a process without the package.
+    """
     folder, ids = tmp_path_factory.mktemp("exports"), tools.random_ids(3, 250)
     mask, expected = torch.ones_like(ids), {}
     mask[1, :70] = 0

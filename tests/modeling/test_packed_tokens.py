@@ -104,7 +104,11 @@ def test_products_of_2048_tokens_far_from_zero():
 
 
 def test_sums_of_8192_tokens_lose_no_digits():
-    """Counted from the smallest numbers of the groups, parts of 2.0 would cancel to 0.01, with a hundred times this error."""
+    """Sums of 8192 tokens lose no digits.
+
+    Counted from the smallest numbers of the groups, parts of 2.0 would cancel to 0.01, with a hundred times
+    this error.
+    """
     store, _ = packed(8192, 64, Packing(bits=4, group_size=32, per_channel=False), 128, batch=1, heads=1)
     stored = store.stored
     assert isinstance(stored, Packed)

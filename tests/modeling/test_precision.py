@@ -1,9 +1,11 @@
-"""What decoding in bfloat16 loses: no more than twice what rounding its result loses, for every method.
+"""What decoding in bfloat16 loses, for every method.
 
-The projections copy channels of the embedding, so that a model in bfloat16 and its copy in float64 have the same queries,
-keys and values to the last bit: powers of two undo the norm, whose epsilon outweighs everything, and RoPE turns by nothing.
-What differs is the arithmetic of attention. Nothing is dropped by a rank, merged or packed, as that would be decided or
-rounded differently in the two; windows drop by position.
+It is no more than twice what rounding its result loses.
+
+The projections copy channels of the embedding, so that a model in bfloat16 and its copy in float64 have the
+same queries, keys and values to the last bit: powers of two undo the norm, whose epsilon outweighs
+everything, and RoPE turns by nothing. What differs is the arithmetic of attention. Nothing is dropped by a
+rank, merged or packed, as that would be decided or rounded differently in the two; windows drop by position.
 """
 
 import copy
@@ -96,7 +98,10 @@ def make_model(spec, head_dim):
 
 @torch.no_grad()
 def attended(model, spec, options, widths):
-    """What attention gives in every layer for passes of these widths behind the prompt, ``[L, Σ widths, Hq·d]`` in fp64."""
+    """What attention gives in every layer, ``[L, Σ widths, Hq·d]`` in fp64.
+
+    The passes of these widths come behind the prompt.
+    """
     found = [[] for _ in model.model.layers]
     ids = torch.randperm(PROMPT + sum(widths), generator=torch.Generator().manual_seed(0))[None]
     cache = pod.make_cache(model, spec, **options)

@@ -1,4 +1,7 @@
-"""What reading a prompt holds beside the cache: queries a few times over, and no tensor of queries times keys."""
+"""What reading a prompt holds beside the cache.
+
+It holds queries a few times over, and no tensor of queries times keys.
+"""
 
 import pytest
 import torch

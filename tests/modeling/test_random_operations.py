@@ -1,14 +1,17 @@
-"""Random conversations over every method: each row of a batch gets exactly the logits that it gets alone.
+"""Random conversations over every method.
 
-A conversation is a list of operations on one cache: prompts in random pieces, announced or not, padded left or right or with holes,
-decoding (also of some rows only), rows reordered, repeated or dropped (also in the middle of a prompt), reset, the last columns taken
-back, the cache copied, or saved and loaded, and things that must be refused without harm. After each operation the cache checks itself.
-In some conversations the rows have budgets of their own, so that they begin to drop tokens at different steps: what a pass computes
-once for rows that are alike must not serve rows that differ. Afterwards every row is fed again, alone, turn by turn in one piece, and
-one row goes through the method's oracle.
+Each row of a batch gets exactly the logits that it gets alone.
 
-``POD_RANDOM_OPERATIONS=10000`` sets the number of conversations over all methods, beside the written
-ones; 50 by default.
+A conversation is a list of operations on one cache. They are prompts in random pieces, announced or not,
+padded left or right or with holes; decoding (also of some rows only); rows reordered, repeated or dropped
+(also in the middle of a prompt); reset; the last columns taken back; the cache copied, or saved and loaded;
+and things that must be refused without harm. After each operation the cache checks itself. In some
+conversations the rows have budgets of their own, so that they begin to drop tokens at different steps: what a
+pass computes once for rows that are alike must not serve rows that differ. Afterwards every row is fed again,
+alone, turn by turn in one piece, and one row goes through the method's oracle.
+
+``POD_RANDOM_OPERATIONS=10000`` sets the number of conversations over all methods, beside the written ones; 50
+by default.
 """
 
 import copy
@@ -224,7 +227,10 @@ class Row:
 
 
 class Conversation:
-    """A cache and what should be in it; ``path`` is where it is saved, ``extras`` what the rows' budgets have more."""
+    """A cache and what should be in it.
+
+    ``path`` is where it is saved, ``extras`` what the rows' budgets have more.
+    """
 
     def __init__(self, model, cache, extras, seed, path):
         self.model, self.cache, self.path = model, cache, path
@@ -401,7 +407,10 @@ def joined(turns):
 
 
 def with_budgets(options, extra):
-    """The options of a case with the budget of one row, or with a list of those of all rows; the same without a budget."""
+    """The options of a case with the budget of one row, or with a list of those of all rows.
+
+    The options stay the same without a budget.
+    """
     if "budget" not in options:
         return options
     least = options["budget"]
@@ -410,7 +419,10 @@ def with_budgets(options, extra):
 
 
 def check(model, spec, options, oracle, rows):
-    """Every row that ever was, against itself alone; the longest one against the oracle. Returns how many there were."""
+    """Check every row that ever was against itself alone, and the longest one against the oracle.
+
+    Returns how many there were.
+    """
     rows = {f"{row.extra} {row.turns}": row for row in rows if row.logits}.values()
     for row in rows:
         cache = pod.make_cache(model, spec, **with_budgets(options, row.extra))
@@ -471,7 +483,10 @@ def test_rows_are_as_alone(tools, name, tmp_path):
 @pytest.mark.parametrize("name", ["streamingllm", "d2o", "lm_infinite"])
 @torch.no_grad()
 def test_rows_of_equal_length_and_unlike_budgets(tools, name, tmp_path):
-    """They go through each pass together, and what the pass computes for one budget must not serve another."""
+    """Rows of equal length and unlike budgets go through each pass together.
+
+    What the pass computes for one budget must not serve another.
+    """
     spec, options, oracle = CASES[name]
     model = make_model(tools, spec)
     for operations in (SIDE_BY_SIDE, SHORT_ROWS):

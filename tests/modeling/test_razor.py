@@ -1,4 +1,7 @@
-"""RazorAttention: what its heads hold, what the compensation token is made of, bytes, packing and refusals."""
+"""RazorAttention: what its heads hold, and what the compensation token is made of.
+
+Also bytes, packing and refusals.
+"""
 
 import math
 
@@ -37,7 +40,10 @@ def measured(cache):
 
 @torch.no_grad()
 def test_what_each_head_holds(tools):
-    """30 tokens: max(5, 30 // 4) = 7 recent ones; a prompt that ends at 63 lets them grow to 15, from below."""
+    """Each head holds what the rule says.
+
+    30 tokens: max(5, 30 // 4) = 7 recent ones. A prompt that ends at 63 lets them grow to 15, from below.
+    """
     model, ids = tools.make_pod("llama", plan=False), tools.random_ids(2, 80)
     cache = pod.make_cache(model, "razor", **OPTIONS)
     seen = 0
@@ -284,7 +290,11 @@ def test_heads_from_the_search_and_refusals(tools, tmp_path):
 
 
 def test_gates_of_duo_attention_choose_heads(tools, tmp_path):
-    """A line per layer, a gate per KV head; the share with the largest gates leads, the lower pair in a tie."""
+    """Gates of DuoAttention choose heads.
+
+    The file has a line per layer and a gate per KV head. The share with the largest gates leads, the lower
+    pair in a tie.
+    """
     model, path = tools.make_pod("llama", plan=False), tmp_path / "full_attention_heads.tsv"
     path.write_text("0.1\t1.0\n0.0\t0.7\n0.7\t2e-1\n0.0\t0.0\n9.5e-01\t0.7\n")
     for share, leads in ((0.26, [[1], [1], [], [], [0]]), (0.0, [[]] * 5), (1.0, [[0, 1]] * 5)):
@@ -312,7 +322,10 @@ def test_gates_of_duo_attention_choose_heads(tools, tmp_path):
 
 @torch.no_grad()
 def test_the_plan_of_its_heads_is_the_dense_and_streaming_model(tools):
-    """Leads see everything and windows sinks and recent tokens in the prompt too; the plan may be named in place of the heads."""
+    """Leads see everything, and windows see sinks and recent tokens, in the prompt too.
+
+    The plan may be named in place of the heads.
+    """
     from test_generation import pod_oracle
 
     dense, ids = tools.make_pod("qwen3-g3", plan=False), tools.random_ids(1, 40)

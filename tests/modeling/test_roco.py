@@ -59,7 +59,11 @@ def test_mean_attention_is_fair_to_new_tokens(tools):
 
 @torch.no_grad()
 def test_protected_tokens_stay_in_spite_of_their_mean(tools):
-    """First layer: 16 of 20 tokens stay by their mean, some or all by their variance, from sums over the whole matrix."""
+    """Protected tokens stay in spite of their mean.
+
+    First layer: 16 of 20 tokens stay by their mean, some or all by their variance, from sums over the whole
+    matrix.
+    """
     model, n = tools.make_pod("llama", plan=False), 80
     ids, kept, ranked = tools.random_ids(1, n), [], []
     for share in (0.0, 0.5, 0.8):

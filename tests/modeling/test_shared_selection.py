@@ -69,7 +69,10 @@ def test_followers_hold_own_keys_of_proximal_tokens_only(tools, spec, decoded):
 
 
 class NumbersRead(TorchFunctionMode):
-    """Counts how often numbers are read out of a tensor: on a GPU each time waits for all that was queued before."""
+    """Counts how often numbers are read out of a tensor.
+
+    On a GPU each time waits for all that was queued before.
+    """
 
     count = 0
 
@@ -212,7 +215,10 @@ def test_rankings_refuse_in_one_line(tools, spec, options, message):
 )
 @torch.no_grad()
 def test_rows_held_together_equal_rows_alone(tools, spec, windows):
-    """What is proximal differs by row, so own keys are held of some tokens that are distant; two turns, the second in chunks."""
+    """Rows held together equal rows alone, for two turns, the second in chunks.
+
+    What is proximal differs by row, so own keys are held of some tokens that are distant.
+    """
     model, ids = tools.make_pod("llama", windows=windows), tools.random_ids(4, 60)
     codec = {"group_size": 2, "residual": 3} if "int" in spec else {}
 

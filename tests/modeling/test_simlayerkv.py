@@ -174,7 +174,10 @@ def test_last_layer_can_be_exempt(tools):
 @pytest.mark.parametrize("lazy_layers", [[], [1, 3], [4]])
 @torch.no_grad()
 def test_given_layers_are_lazy_from_the_prompt_on(tools, lazy_layers, detector):
-    """Logits of a model whose given layers see sinks and window only, behind a prompt that saw all; no detector judges."""
+    """Logits are those of a model whose given layers see sinks and window only.
+
+    This holds behind a prompt that saw all; no detector judges.
+    """
     model, ids = tools.make_pod("qwen3-g3", plan=False), tools.random_ids(1, 60)
     turns = [("prompt", 30), ("decode", 12), ("prompt", 9), ("decode", 9)]
     naive = oracles_ranked.SimLayerKV(model, threshold=2.0, detector=detector, num_recent_tokens=6)

@@ -91,7 +91,7 @@ def naive(model, plan, ids):
     return naive_logits(model, ids, naive_attention(plan))
 
 
-# -- the same logits in every way ------------------------------------------------------------------------------
+# -- the same logits in every way -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["reference", "flash"])
@@ -168,7 +168,7 @@ def test_generation(model, plan):
         assert found[row].tolist() == tokens.tolist()
 
 
-# -- gradients -------------------------------------------------------------------------------------------------
+# -- gradients ------------------------------------------------------------------------------
 
 
 def test_gradients_of_the_parameters(stock, plan):
@@ -213,7 +213,7 @@ def test_gradients_against_differences(stock, plan):
         torch.testing.assert_close(parameter.grad[place], slope, rtol=1e-5, atol=1e-9)
 
 
-# -- loading and saving ----------------------------------------------------------------------------------------
+# -- loading and saving ---------------------------------------------------------------------
 
 
 def test_saved_and_loaded(model, tmp_path):
@@ -270,7 +270,10 @@ def test_a_plan_of_a_converted_checkpoint(stock, model, plan, tmp_path):
 
 
 def test_the_plan_that_a_checkpoint_was_trained_under_does_not_undo_its_constants(stock, model):
-    """The plan's are what training started from. Those of another plan are taken, and after `dense` those of any."""
+    """The plan's constants are what training started from, and do not undo the checkpoint's.
+
+    Those of another plan are taken, and after `dense` those of any.
+    """
     ids = random_ids(1, 40)
     others = plan_for(stock, sink_constants=constants_for(stock, seed=4))
     with pytest.warns(UserWarning, match="its own constants stay"):

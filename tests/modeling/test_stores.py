@@ -1,4 +1,7 @@
-"""Tokens of windows and of whole rows against lists of tokens: chunks of any size, rows of unlike length, what is read back."""
+"""Tokens of windows and of whole rows against lists of tokens.
+
+Chunks of any size, rows of unlike length, and what is read back.
+"""
 
 import random
 
@@ -19,7 +22,11 @@ def held_positions(length, sinks, recent):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("sinks", "recent"), KINDS)
 def test_rows_of_unlike_length_hold_what_lists_hold(sinks, recent, seed):
-    """In chunks with other numbers of tokens in every row, some with none; slots are those of rows that are alike."""
+    """Rows of unlike length hold what lists hold.
+
+    They come in chunks with other numbers of tokens in every row, some with none. Slots are those of rows
+    that are alike.
+    """
     chance, store, past = random.Random(seed), TokenStore(sinks, recent), [0, 0, 0]
     alike = [TokenStore(sinks, recent) for _ in past]
     tokens = torch.randn(3, 2, 90, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

@@ -47,7 +47,11 @@ def test_agrees_with_the_oracle_behind_a_codec(tools, codec, bits, kept):
 
 @torch.no_grad()
 def test_of_equal_channels_the_lower_stays(tools):
-    """Queries and keys of one number in every channel: no rotation at position 0, where a prompt of one token stands."""
+    """Of equal channels the lower stays.
+
+    Queries and keys are one number in every channel: no rotation at position 0, where a prompt of one token
+    stands.
+    """
     model = tools.make_pod("llama", plan=False)
     for layer in model.model.layers:
         layer.self_attn.k_proj.weight.fill_(0.01)
@@ -61,7 +65,11 @@ def test_of_equal_channels_the_lower_stays(tools):
 @torch.no_grad()
 @pytest.mark.parametrize(("spec", "number"), [("think", 2), ("think+int4", 5 / 8)])
 def test_bytes_are_those_of_the_channels_held(tools, spec, number):
-    """Of 32 channels 20 stay. 2,000 tokens, then 8: the newest 40 keys are whole; packed ones cost 4 bits and 1 for scales."""
+    """Bytes are those of the channels held.
+
+    Of 32 channels 20 stay. 2,000 tokens, then 8: the newest 40 keys are whole; packed ones cost 4 bits and 1
+    for scales.
+    """
     sizes = {
         "head_dim": 32,
         "num_attention_heads": 2,

@@ -1,4 +1,7 @@
-"""Feed-forward tiles in training: gradients of the whole, and no activation of [tokens, intermediate_size]."""
+"""Feed-forward tiles in training.
+
+Gradients are those of the whole, and there is no activation of [tokens, intermediate_size].
+"""
 
 import pytest
 import torch
@@ -37,7 +40,10 @@ def close(got, expected):
 @pytest.mark.parametrize(("tokens", "tiles"), [(23, 2), (23, 5), (24, 24), (3, 4), (1, 2)])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_output_and_gradients_equal_one_piece(tokens, tiles, rows):
-    """Ragged tiles, tiles of one token, and more tiles than tokens, as the shortest slice of a group can have."""
+    """Output and gradients equal one piece.
+
+    Ragged tiles, tiles of one token, and more tiles than tokens, as the shortest slice of a group can have.
+    """
     x = torch.randn(rows, tokens, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     direction = torch.randn_like(x)
     results = []
@@ -51,7 +57,10 @@ def test_output_and_gradients_equal_one_piece(tokens, tiles, rows):
 
 
 class WidestActivation(TorchDispatchMode):
-    """Most tokens of a tensor [..., tokens, intermediate_size] that an operation returned, and of all that lived at a time."""
+    """Most tokens of a tensor [..., tokens, intermediate_size] that an operation returned.
+
+    Also most tokens of all such tensors that lived at a time.
+    """
 
     def __init__(self):
         super().__init__()

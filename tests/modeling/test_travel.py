@@ -1,4 +1,7 @@
-"""Caches are saved, loaded, copied and cropped: what goes on with them has the same bits, or is refused in one line."""
+"""Caches are saved, loaded, copied and cropped.
+
+What goes on with them has the same bits, or is refused in one line.
+"""
 
 import copy
 import importlib.util
@@ -200,7 +203,7 @@ def test_integrity_is_really_checked(tools, spoil):
         cache.check_integrity()
 
 
-# -- taking back -------------------------------------------------------------------------------------------------
+# -- taking back ----------------------------------------------------------------------------
 
 CROPPABLE = {
     "full": ("full", {}, 28),
@@ -217,7 +220,10 @@ CROPPABLE = {
 @pytest.mark.parametrize("count", [1, 4])
 @torch.no_grad()
 def test_what_is_taken_back_never_was(tools, name, count):
-    """Padded rows, columns without a token in some of them; twice, and again behind the place of the first crop."""
+    """What is taken back never was.
+
+    Padded rows, columns without a token in some of them; twice, and again behind the place of the first crop.
+    """
     spec, options, most = CROPPABLE[name]
     model, ids = model_of(tools, spec), tools.random_ids(3, 60)
     mask = torch.ones_like(ids)
@@ -289,7 +295,7 @@ def test_a_running_prompt_keeps_its_end(tools):
     assert (outputs[0] - outputs[1]).abs().max() < 1e-9
 
 
-# -- assisted decoding -------------------------------------------------------------------------------------------
+# -- assisted decoding ----------------------------------------------------------------------
 
 ASSISTED = {
     "full": ("full", {}),
@@ -313,7 +319,10 @@ def make_or_none(model, spec, options):
 @pytest.mark.parametrize("how", ["lookup", "stock", "pod"])
 @pytest.mark.parametrize("name", ASSISTED)
 def test_assisted_decoding_is_greedy(tools, name, how):
-    """Token by token, on a prompt of repetitions and with an assistant that is nearly the model; candidates are really fed."""
+    """Assisted decoding is greedy, token by token; candidates are really fed.
+
+    On a prompt of repetitions and with an assistant that is nearly the model.
+    """
     spec, options = ASSISTED[name]
     model = model_of(tools, spec.split("+")[0])
     ids = tools.random_ids(1, 7).repeat(1, 5)[:, :33]
@@ -364,11 +373,14 @@ def test_extra_slots_are_checked(tools):
             pod.make_cache(model, "pod", **options)
 
 
-# -- the example -------------------------------------------------------------------------------------------------
+# -- the example ----------------------------------------------------------------------------
 
 
 def test_a_prefix_is_read_once_and_asked_twice(tools, tmp_path, monkeypatch):
-    """`examples/prefix.py`: answers are those of the whole prompt, and the second time nothing of the prefix is fed."""
+    """`examples/prefix.py`: answers are those of the whole prompt.
+
+    The second time nothing of the prefix is fed.
+    """
     spec = importlib.util.spec_from_file_location("prefix", ROOT / "examples" / "prefix.py")
     assert spec is not None and spec.loader is not None
     prefix = importlib.util.module_from_spec(spec)

@@ -60,7 +60,10 @@ def one_softmax(q, k, v, window, other_q, other_k, other_v, bias=0.0):
 
 
 def random_parts(dtype, groups, m, n):
-    """Queries, keys and values, and another part of 4 tokens that is seen with other queries: its logits reach ±30."""
+    """Queries, keys and values, and another part of 4 tokens that is seen with other queries.
+
+    Its logits reach ±30.
+    """
     generator = torch.Generator().manual_seed(m + n)
     heads = 2 * groups, 2, 2
     near = (
@@ -106,7 +109,10 @@ def test_tokens_beside_the_slots_are_part_of_the_same_softmax(dtype, limit, grou
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_gradients_through_merged_parts(groups):
-    """Parts of `reference` have log-sum-exps with gradients, so that a merge has exact ones; so has a decoded token."""
+    """Gradients through merged parts are exact, and so are those of a decoded token.
+
+    Parts of `reference` have log-sum-exps with gradients, so that a merge has exact ones.
+    """
     tensors = [x.requires_grad_() for x in random_parts(torch.float64, groups, 5, 9)]
     q, k, v, other_q, other_k, other_v = tensors
     see = Visibility(num_recent_tokens=3)

@@ -1,4 +1,6 @@
-"""Trains an exported model with the stock trainers of trl and adapters of peft; prints what came out as JSON, by trainer.
+"""Trains an exported model with the stock trainers of trl and adapters of peft.
+
+Prints what came out as JSON, by trainer.
 
 python worker_trainers.py EXPORT FOLDER
 """

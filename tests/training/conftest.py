@@ -43,7 +43,10 @@ def run_worker(script: str, folder: Path) -> dict[str, dict]:
 
 @pytest.fixture
 def explore_refused(tmp_path, capsys):
-    """`(settings, words)`: `pod explore` refuses these settings in one line that has the words, and writes no plan."""
+    """`(settings, words)`: `pod explore` refuses these settings in one line that has the words.
+
+    It writes no plan.
+    """
 
     def check(settings: list[str], words: str) -> None:
         argv = [part for setting in settings for part in ("--set", setting)]
@@ -94,7 +97,10 @@ WORKERS = (
 
 
 def worker_fixtures(name: str) -> dict[str, object]:
-    """`<name>_folder`, where a worker script writes, and `<name>_results`, its JSON results by name; it runs once."""
+    """`<name>_folder`, where a worker script writes, and `<name>_results`, its JSON results by name.
+
+    The script runs once.
+    """
 
     @pytest.fixture(scope="session", name=f"{name}_folder")
     def folder(tmp_path_factory) -> Path:

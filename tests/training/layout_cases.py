@@ -1,4 +1,7 @@
-"""Rank layouts that the parallel tests compare with one process: all of them, or a few that hold every pair of choices."""
+"""Rank layouts that the parallel tests compare with one process.
+
+They are all of them, or a few that hold every pair of choices.
+"""
 
 import itertools
 import os
@@ -38,7 +41,8 @@ def covering_cases() -> list[dict]:
 def chosen_cases() -> list[dict]:
     """The covering cases; with POD_ALL_LAYOUTS=1 all, and of these the ones that POD_LAYOUTS names.
 
-    POD_LAYOUTS="zero=1|3 data=packed|plain method=full" keeps the cases that have one of the values of each choice.
+    POD_LAYOUTS="zero=1|3 data=packed|plain method=full" keeps the cases that have one of the values of each
+    choice.
     """
     if os.environ.get("POD_ALL_LAYOUTS") != "1":
         return covering_cases()

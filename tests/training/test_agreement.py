@@ -95,7 +95,11 @@ def planned(machine):
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_unequal_machines_come_to_one_layout(monkeypatch):
-    """Of 80 and 40 GB, and of hosts that differ the other way round: each rank plans for 40 GB and the smaller host."""
+    """Unequal machines come to one layout.
+
+    Machines of 80 and 40 GB, and hosts that differ the other way round: each rank plans for 40 GB and the
+    smaller host.
+    """
     large = replace(machine(8), host_gib=1000)
     small = replace(machine(8, "a100-40gb"), host_gib=2000)
     assert planned(large).job != planned(small).job

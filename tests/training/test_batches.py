@@ -1,4 +1,7 @@
-"""The micro-batches of one rank, without process groups: which rows, which tokens of them, on which device."""
+"""The micro-batches of one rank, without process groups.
+
+Which rows, which tokens of them, on which device.
+"""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,7 @@
-"""DeepSpeed behind one file: nothing else touches it, another version is named, steps lie where the weights are."""
+"""DeepSpeed behind one file.
+
+Nothing else touches it, another version is named, and steps lie where the weights are.
+"""
 
 import importlib
 import re

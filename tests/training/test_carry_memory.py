@@ -1,4 +1,7 @@
-"""Where the carry waits for its backward: same loss and gradients in every mode, and its memory really freed."""
+"""Where the carry waits for its backward.
+
+Loss and gradients are the same in every mode, and its memory is really freed.
+"""
 
 import pytest
 import torch
@@ -176,7 +179,11 @@ def saved_bytes(model):
 
 @PLANS
 def test_sharing_keeps_the_carry_of_leads_with_followers_and_nothing_else(lead):
-    """Against a model without sharing: at most (leads with followers) x (G + 1) x d x n, the bound of the design."""
+    """Sharing keeps the carry of leads with followers and nothing else.
+
+    Against a model without sharing it is at most (leads with followers) x (G + 1) x d x n, the bound of the
+    design.
+    """
     rows = [[layer] * 3 for layer in range(5)]
     dense, shared = (saved_bytes(checkpointed("keep", lead=x)) for x in (rows, lead))
     assert dense > 5 * 48 * N * 8  # a hidden state per layer
@@ -216,7 +223,10 @@ def test_offload_copies_each_tensor_once_each_way_and_holds_open_blocks_only(lea
 @PLANS
 @pytest.mark.parametrize("mode", MODES)
 def test_a_layer_that_hands_the_carry_on_holds_none_of_it(mode, lead):
-    """When a layer has been recomputed, what lower layers follow as well is on the device, and nothing else."""
+    """A layer that hands the carry on holds none of it.
+
+    When it has been recomputed, what lower layers follow as well is on the device, and nothing else.
+    """
     model, live, watch = checkpointed(mode, lead=lead), {}, Watch()
     memory = model.model.carry_memory
     take = carry_memory._Entry.take
@@ -241,7 +251,10 @@ def test_a_layer_that_hands_the_carry_on_holds_none_of_it(mode, lead):
 
 @pytest.mark.parametrize("mode", ["keep", *MODES])
 def test_hidden_states_of_checkpoints_wait_in_host_memory(mode):
-    """One copy each way per layer, and one more for each lead that is projected again; none is left on the device."""
+    """Hidden states of checkpoints wait in host memory; none is left on the device.
+
+    There is one copy each way per layer, and one more for each lead that is projected again.
+    """
     state_bytes, layers, inputs, host, device = 48 * N * 8, 5, Watch(), Watch(), Watch()
 
     def to_host(x):
@@ -389,7 +402,10 @@ def test_estimate_knows_where_the_carry_is_and_how_large_a_tile():
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("case", ["sp2_offload_tiled", "sp4_recompute_tiled"])
 def test_ranks_with_other_heads_and_uneven_slices_equal_one_process(carry_results, case):
-    """Under ZeRO-3 that gathers every weight at every use. All ranks recompute, also those whose heads need nothing."""
+    """Ranks with other heads and uneven slices equal one process.
+
+    ZeRO-3 gathers every weight at every use. All ranks recompute, also those whose heads need nothing.
+    """
     result = carry_results[case]
     assert result["names_equal"]
     assert result["loss"] <= 1e-6

@@ -148,7 +148,10 @@ def test_another_plan_is_kept_when_a_new_one_is_written(tmp_path, capsys, change
 
 
 def test_a_plan_with_other_constants_is_kept(tmp_path):
-    """Constants take minutes to measure, and `pod.calibrate_sinks` writes them into the plan that is there."""
+    """A plan with other constants is kept.
+
+    Constants take minutes to measure, and `pod.calibrate_sinks` writes them into the plan that is there.
+    """
     plan = SharingPlan(((0,), (None,)), num_sink_tokens=0, num_recent_tokens=4, sinks="constant")
     plan = replace(plan, sink_constants=SinkConstants((None, (0.5,)), (None, ((1.0, 2.0),))))
     plan.save(tmp_path / "plan.json")

@@ -1,4 +1,7 @@
-"""Checkpoints: other ranks continue, asynchronous ones are whole, a running engine goes back, kills lose nothing."""
+"""Checkpoints.
+
+Other ranks continue, asynchronous ones are whole, a running engine goes back, and kills lose nothing.
+"""
 
 import os
 
@@ -44,8 +47,8 @@ def test_two_then_three_then_one_rank_equal_two_all_the_way(restart_results, cha
 
 
 def test_bfloat16_keeps_its_master_weights_across_layouts(restart_results):
-    # the sums of three ranks round differently: two steps of bfloat16, of weights from 1 to 2 (norms) and of the loss; the loaded state
-    # is exact (above)
+    # The sums of three ranks round differently: two steps of bfloat16, of weights from 1 to 2 (norms) and of
+    # the loss. The loaded state is exact (above).
     losses = [restart_results[name]["losses"] for name in ("half_whole", "half_on_1")]
     assert losses[0] == pytest.approx(losses[1], rel=2 * 2**-8)
     assert restart_results["half_difference"]["error"] <= 2 * 2**-7
@@ -117,7 +120,8 @@ def test_killed_runs_end_with_the_weights_of_an_uninterrupted_one(kills_results)
     assert result["rounds"]
     for each in result["rounds"]:
         assert each["weights"] and each["optimizer"] and each["losses"], each
-        # nothing abandoned is left; a kill between renaming and `latest` leaves a checkpoint that the next run keeps aside
+        # nothing abandoned is left; a kill between renaming and `latest` leaves a checkpoint that the next
+        # run keeps aside
         left = [name for name in each["left"] if not name.startswith("kept-")]
         assert left == ["step-00000009", "step-00000010"]
     phases = {phase for moment in result["moments"] for phase in moment["seen"]}

@@ -1,4 +1,7 @@
-"""Reading continues at the very next row on any number of ranks: 2 → 1 → 3 → sequence-parallel groups, real processes."""
+"""Reading continues at the very next row on any number of ranks.
+
+2 → 1 → 3 → sequence-parallel groups, in real processes.
+"""
 
 import itertools
 

@@ -33,7 +33,11 @@ def test_offloads_are_really_on(engine_results):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", ["half", "reduced"])
 def test_gradients_in_bfloat16_have_the_right_scale_and_nan_is_left_out(engine_results, kind, stage):
-    """Rounded to 8 bits they are within 3 % of fp32; a scale of dp instead of world, or of world instead of dp, is 2."""
+    """Gradients in bfloat16 have the right scale, and NaN is left out.
+
+    Rounded to 8 bits they are within 3 % of fp32. A scale of dp instead of world, or of world instead of dp,
+    is 2.
+    """
     result = engine_results[f"{kind}{stage}"]
     assert result["gradient"] <= 0.04
     assert result["skipped"] == 1.0

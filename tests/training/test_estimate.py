@@ -1,6 +1,7 @@
-"""The estimate of memory, traffic and time: against real steps on a few configurations, and by what must follow from what.
+"""The estimate of memory, traffic and time.
 
-All configurations, on an idle machine: `python benchmarks/estimate_memory.py`.
+It is held against real steps on a few configurations, and checked by what must follow from what. All
+configurations, on an idle machine: `python benchmarks/estimate_memory.py`.
 """
 
 import os
@@ -93,7 +94,10 @@ def test_peak_of_real_steps_within_five_percent(estimate_results, name):
 
 @pytest.mark.slow
 def test_todays_estimates_are_within_seven_percent_of_what_was_measured(tmp_path):
-    """On at least twelve configurations; in a process of its own, because the script makes DeepSpeed's buckets small."""
+    """Today's estimates are within seven percent of what was measured, on at least twelve configurations.
+
+    They run in a process of its own, because the script makes DeepSpeed's buckets small.
+    """
     file = shutil.copy(ROOT / "benchmarks" / "results" / "estimate_memory.json", tmp_path)
     command = [sys.executable, "benchmarks/estimate_memory.py", "--again", "--out", file]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
@@ -107,7 +111,10 @@ def test_todays_estimates_are_within_seven_percent_of_what_was_measured(tmp_path
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("name", "micro_batches"), [("sp2", 1), ("sp2_zero1", 2)])
 def test_exchanged_bytes_are_those_counted(estimate_results, name, micro_batches):
-    """By direction: a forward, with activation checkpoints a second one, and a backward per micro-batch; slices of 21 and 20."""
+    """Exchanged bytes are those counted, by direction.
+
+    A forward, with activation checkpoints a second one, and a backward per micro-batch; slices of 21 and 20.
+    """
     result = estimate_results[name]
     forwards = micro_batches * (2 if name == "sp2" else 1)
     assert result["sent"] == {
@@ -164,7 +171,11 @@ def test_rest_is_divided_as_the_stages_say():
 
 
 def test_the_output_projections_gradient_is_copied_in_the_type_it_is_summed_in():
-    """Behind the loss: 6 bytes a weight, or 2 without the copy, which only stage 3 makes and only of an other type."""
+    """The output projection's gradient is copied in the type it is summed in.
+
+    Behind the loss it is 6 bytes a weight, or 2 without the copy, which only stage 3 makes and only of an
+    other type.
+    """
 
     def bytes_per_weight(**settings) -> float:
         one = job(TrainArgs(**settings))
@@ -196,7 +207,10 @@ def test_what_is_offloaded_lies_elsewhere():
 
 
 def test_frozen_weights_of_lora_are_pinned_one_by_one():
-    """In MiB: q, o 32, k, v 8, three of the feed-forward part 112, so 128; input and output 1,002; norms 0.5."""
+    """Frozen weights of LoRA are pinned one by one.
+
+    In MiB: q, o 32, k, v 8, three of the feed-forward part 112, so 128; input and output 1,002; norms 0.5.
+    """
     args = TrainArgs(method="lora", offload_parameters="cpu")
     layers = 32 * (2 * 32 + 2 * 8 + 3 * 128)
     assert host_bytes(job(args, DENSE, ranks=1)) == {"parameters": (layers + 2 * 1024 + 1) * MIB}
@@ -216,7 +230,11 @@ def test_pinned_tensors_take_powers_of_two():
 
 
 def test_an_offloaded_optimizer_takes_twenty_bytes_per_weight_and_its_rounding():
-    """8.03e9 weights on one rank, in GiB: weights 29.9, moments 59.8, groups of gradients 8 x 4 + 0.125, their sums 32."""
+    """An offloaded optimizer takes twenty bytes per weight and its rounding.
+
+    8.03e9 weights on one rank, in GiB: weights 29.9, moments 59.8, groups of gradients 8 x 4 + 0.125, their
+    sums 32.
+    """
     args = TrainArgs(offload_optimizer="cpu")
     found = host_bytes(job(args, DENSE, ranks=1))["optimizer"] / GIB
     assert found == pytest.approx(153.9, abs=0.1)
@@ -294,7 +312,11 @@ def test_cla_weights_are_those_of_the_model(factor):
 
 
 def test_operations_are_six_per_weight_and_token_plus_attention():
-    """Without recomputation: 2 forward and 4 backward per weight, but for the loss, which computes its logits twice."""
+    """Operations are six per weight and token, plus attention.
+
+    Without recomputation: 2 forward and 4 backward per weight, but for the loss, which computes its logits
+    twice.
+    """
     args = TrainArgs(gradient_checkpointing="none", mlp_tile_tokens=0)
     tokens, head = 4096, LLAMA3_8B.embedding_parameters
     linear = 32 * (LLAMA3_8B.layer_parameters - 2 * 4096)
@@ -311,7 +333,8 @@ def test_a_window_multiplies_with_its_tokens_only():
     assert attention_flops(job(args, windows, window, 4096)) == 32 * 4 * 128 * 32 * near
     every = 4096 * 4097 / 2
     assert attention_flops(job(args, half, window, 4096)) == 32 * 4 * 128 * 16 * (near + every)
-    # four ranks compute two heads each, of which one sees everything; eight two halves of heads, sixteen two query heads
+    # four ranks compute two heads each, of which one sees everything; eight two halves of heads, sixteen two
+    # query heads
     for size, waited in ((4, 4 * (near + every)), (8, 2 * (near + every)), (16, near + every)):
         ranks = TrainArgs(sequence_parallel_size=size)
         assert attention_flops(job(ranks, half, window, 4096)) == 32 * 4 * 128 * waited

@@ -1,4 +1,7 @@
-"""The command lines as a user types them: the real `deepspeed` launcher, SIGTERM, resume, export, one-line errors."""
+"""The command lines as a user types them.
+
+The real `deepspeed` launcher, SIGTERM, resume, export, and one-line errors.
+"""
 
 import json
 import os
@@ -76,7 +79,10 @@ def wait_for_steps(metrics: Path, launcher: subprocess.Popen, steps: int) -> Non
 
 @contextmanager
 def training(config: Path, environment: dict[str, str], steps: int):
-    """The `deepspeed` launcher with two ranks, in a process group of its own, after so many steps; nothing is left of it."""
+    """The `deepspeed` launcher with two ranks, after so many steps.
+
+    It is in a process group of its own; nothing is left of it.
+    """
     import socket
 
     with socket.socket() as probe:

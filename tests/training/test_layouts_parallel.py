@@ -1,4 +1,7 @@
-"""Cross-layer and window attention and plans of all roles under sequence parallelism: equal to one process, and no more exchange than needed."""
+"""Layouts and plans under sequence parallelism equal one process.
+
+Cross-layer and window attention, and plans of all roles. There is no more exchange than needed.
+"""
 
 import json
 import os
@@ -45,7 +48,11 @@ def test_output_and_gradients_equal_one_process(results, case):
 
 @pytest.mark.parametrize(("case", "key_value_heads"), [("cla", 3), ("cla_replicated", 6), ("window", 3)])
 def test_followers_send_queries_only(results, case, key_value_heads):
-    """Twice 9 tokens of 6 query heads per layer, and of keys and values only where a layer has some (0, 2, 4)."""
+    """Followers send queries only.
+
+    That is twice 9 tokens of 6 query heads per layer, and keys and values only where a layer has some (0, 2,
+    4).
+    """
     own = [case == "window" or layer % 2 == 0 for layer in range(5)]
     heads = sum(6 + 2 * key_value_heads * has for has in own)
     assert results[2][case]["sent"] == 2 * heads * 9 * 8 * 8  # once more for the recomputation; d = 8, 8 B

@@ -57,9 +57,9 @@ def test_only_adapters_are_trained_and_the_start_is_the_model_itself():
 
 @pytest.fixture
 def checkpoint(tmp_path, monkeypatch, request):
-    """A checkpoint of LoRA, without the engine's files: what `trained_weights` reads from them is made up here.
+    """A checkpoint of LoRA, without the engine's files.
 
-    A parameter is the order of heads of its plan.
+    What `trained_weights` reads from them is made up here. A parameter is the order of heads of its plan.
     """
     rope = {"rope_type": "default", "rope_theta": 500.0}
     model = make_model(num_sink_tokens=1, num_recent_tokens=4, rope_parameters=rope)

@@ -196,7 +196,10 @@ def test_weights_are_those_of_the_linear_layers(layout, lead):
 
 
 def test_attention_counts_each_product_that_the_model_needs():
-    """Two products per visible pair; a follower takes the logits of distant pairs from its lead, a window sees none."""
+    """Attention counts two products per visible pair.
+
+    A follower takes the logits of distant pairs from its lead, a window sees none.
+    """
     lengths, groups, head_dim = [9, 3, 30], 2, 5
     every = sum(brute_force_pairs(n, 2, 4)[0] for n in lengths)
     near = sum(brute_force_pairs(n, 2, 4)[1] for n in lengths)

@@ -1,4 +1,7 @@
-"""Which checkpoint is the newest complete one, and that nothing is removed which a run did not write itself."""
+"""Which checkpoint is the newest complete one.
+
+Nothing is removed which a run did not write itself.
+"""
 
 import shutil
 
@@ -22,7 +25,10 @@ from pod.training.deepspeed_bridge import MASTER, MOMENTS, Piece
 
 
 def make_checkpoint(folder, step, ranks=2, monkeypatch=None):
-    """A checkpoint of a weight of six numbers and one of two, which lies on the last rank, in a file of its own."""
+    """A checkpoint of a weight of six numbers and one of two.
+
+    The second lies on the last rank, in a file of its own.
+    """
     checkpoint = folder / f"step-{step:08d}"
     checkpoint.mkdir(parents=True)
     for rank in range(ranks):

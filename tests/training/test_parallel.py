@@ -65,7 +65,11 @@ def test_sharing_sends_not_one_byte_more(parallel_results):
 
 
 def test_halves_of_heads_get_keys_and_values_each(parallel_results):
-    """Six halves of three KV heads, of one query head each: 6 x (1 + 2) heads are sent instead of 6 + 2 x 3."""
+    """Halves of heads get keys and values each.
+
+    There are six halves of three KV heads, of one query head each: 6 x (1 + 2) heads are sent instead of 6 +
+    2 x 3.
+    """
     sent = parallel_results["sp2_split"]["bytes"]
     assert sent["to_heads"] == 2 * 4 * 20 * 18 * 8 * 4
     assert sent["to_heads_backward"] == 4 * 41 * (3 * 1 + 2 * 3) * 8 * 4

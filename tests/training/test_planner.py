@@ -114,7 +114,11 @@ def test_no_layout_that_fits_is_clearly_faster(gib):
 
 
 def test_a_start_that_does_not_fit_is_told_by_its_own_size(fits, monkeypatch):
-    """Where the start needs more than a step, the refusal names what it needs and not the step's peak, which would fit."""
+    """A start that does not fit is told by its own size.
+
+    Where the start needs more than a step, the refusal names what it needs and not the step's peak, which
+    would fit.
+    """
     fit = fits[8]
     monkeypatch.setattr(planner, "start_bytes", lambda job: 100 * 2**30)
     with pytest.raises(ValueError, match=r"needs 100\.0 of \d+\.\d usable GiB per rank"):
@@ -137,7 +141,10 @@ def test_less_memory_costs_time_and_never_more_than_there_is():
 
 
 def test_the_bound_of_memory_is_kept_to_the_byte():
-    """A device that holds the layout and the reserve to 95 % takes it; one of a megabyte less takes another."""
+    """The bound of memory is kept to the byte.
+
+    A device that holds the layout and the reserve to 95 % takes it; one of a megabyte less takes another.
+    """
     whole = small(device="h100")
     needed = sum((whole.memory | whole.reserve).values()) / 2**30 / FIT
     fits, less = (small(device=f"h100,memory_gib={needed + change:.6f}") for change in (1e-3, -1e-3))
@@ -146,7 +153,10 @@ def test_the_bound_of_memory_is_kept_to_the_byte():
 
 
 def test_the_start_counts_too(monkeypatch):
-    """One weight beside a rank's share, and below stage 3 a flat copy; a start that does not fit is no layout."""
+    """The start counts too: a start that does not fit is no layout.
+
+    It is one weight beside a rank's share, and below stage 3 a flat copy.
+    """
     three, one = large(8, zero_stage=3, offload_optimizer="cpu").job, large(8, zero_stage=1).job
     head, whole = 2 * LLAMA3_8B.embedding_parameters, 2 * LLAMA3_8B.parameters
     assert start_bytes(three) == pytest.approx(whole / 8 + head, rel=0.01), "the output projection comes last"

@@ -1,4 +1,7 @@
-"""What a run refuses before it starts: each case one line that says what came, what is allowed and what to do."""
+"""What a run refuses before it starts.
+
+Each case is one line that says what came, what is allowed and what to do.
+"""
 
 import shutil
 from types import SimpleNamespace

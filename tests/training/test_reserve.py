@@ -86,7 +86,7 @@ def test_the_table_and_the_refusal_tell_it(monkeypatch):
     assert f"needs 100.0 of {usable:.1f} usable GiB per rank ({rule})" in str(caught.value)
 
 
-# -- allocator ---------------------------------------------------------------------------------------------------------
+# -- allocator ------------------------------------------------------------------------------
 
 CASES = [
     ({}, "expandable_segments:True", "expandable_segments:True (set PYTORCH_ALLOC_CONF to change it)"),

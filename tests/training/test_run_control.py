@@ -1,4 +1,7 @@
-"""Ends before the last step: signals, max_hours, hangs. On real ranks (worker_control.py) and with a clock of our own."""
+"""Ends before the last step: signals, max_hours, hangs.
+
+They come on real ranks (worker_control.py) and with a clock of our own.
+"""
 
 import os
 import signal

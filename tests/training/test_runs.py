@@ -1,4 +1,7 @@
-"""Whole runs: resumed equals uninterrupted, signals, NaN policy, LoRA, refusals, a full disk, export equals trained."""
+"""Whole runs.
+
+Resumed equals uninterrupted, signals, NaN policy, LoRA, refusals, a full disk, export equals trained.
+"""
 
 import subprocess
 import sys
@@ -22,7 +25,8 @@ pytestmark = pytest.mark.multiprocess
 )
 def test_resumed_equals_uninterrupted_bit_for_bit(runs_results, whole, stopped, resumed, steps):
     expected, part, rest = (runs_results[name] for name in (whole, stopped, resumed))
-    # SIGTERM to one rank stops all ranks after the step in which it came, or before it when more micro-batches are to come
+    # SIGTERM to one rank stops all ranks after the step in which it came, or before it when more
+    # micro-batches are to come
     assert part["step"] == steps
     assert part["hash"] != expected["hash"]
     assert rest["hash"] == expected["hash"]  # master weights and both moments

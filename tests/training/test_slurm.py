@@ -1,4 +1,7 @@
-"""The Slurm script with stand-ins for `srun` and `scontrol`: what ranks see, and when a job goes back into the queue."""
+"""The Slurm script with stand-ins for `srun` and `scontrol`.
+
+What ranks see, and when a job goes back into the queue.
+"""
 
 import os
 import signal

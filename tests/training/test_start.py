@@ -1,4 +1,7 @@
-"""Weights that rank 0 reads one at a time: the same training as from whole models on every rank, in a share of the memory."""
+"""Weights that rank 0 reads one at a time.
+
+The training is the same as from whole models on every rank, in a share of the memory.
+"""
 
 import json
 from pathlib import Path
@@ -16,7 +19,11 @@ from pod.training.run.start_weights import hollow_model
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("case", CASES)
 def test_placed_weights_train_the_same_bits_as_whole_models(start_results, case):
-    """Stages, bfloat16, LoRA with dropout, means of layers, heads in another order, an output projection of its own."""
+    """Placed weights train the same bits as whole models.
+
+    Stages, bfloat16, LoRA with dropout, means of layers, heads in another order, an output projection of its
+    own.
+    """
     for rank in (0, 1):
         placed, whole = (start_results[f"{case}_rank{rank}"][way] for way in ("placed", "whole"))
         assert placed == whole

@@ -139,7 +139,7 @@ def test_estimates_count_the_constants_and_no_slot(start, method):
     assert shapes.trained_parameters(args) == counted
 
 
-# -- LoRA ------------------------------------------------------------------------------------------------------
+# -- LoRA -----------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""Which rank computes which heads: as little as possible on the busiest rank of every layer, and carries that stay."""
+"""Which rank computes which heads.
+
+As little as possible on the busiest rank of every layer, and carries that stay.
+"""
 
 import itertools
 import random
@@ -73,7 +76,11 @@ def test_a_plan_without_windows_keeps_its_order():
 
 @pytest.mark.parametrize(("size", "most"), [(2, 1.0), (4, 0.9), (8, 0.8)])
 def test_query_heads_of_a_kv_head_part_where_ranks_would_wait(size, most):
-    """8 KV heads of 4 query heads, half of them windows: eight ranks of one KV head each would wait for a whole one."""
+    """Query heads of a KV head part where ranks would wait.
+
+    8 KV heads of 4 query heads, half of them windows: eight ranks of one KV head each would wait for a whole
+    one.
+    """
     lead = random_plan(32, 8, 0.5, 0.1, 0)
     shares = share_heads(lead, 32, 8, size, 32_768, (16, 4080))
     pairs = head_pairs(lead, 1, 32_768, (16, 4080))

@@ -95,7 +95,10 @@ def test_scores_are_cross_entropy_in_chunks_of_any_size():
 
 
 class Spelling:
-    """A tokenizer of characters that joins a space and the digit behind it, and puts a token before every text."""
+    """A tokenizer of characters that joins a space and the digit behind it.
+
+    It puts a token before every text.
+    """
 
     def __call__(self, text):
         ids = [0]

@@ -1,4 +1,7 @@
-"""Layouts and RoPE that a recipe asks for: dense, PoD, CLA and window models from one trainer (worker_variants.py), and the start model."""
+"""Layouts and RoPE that a recipe asks for, and the start model.
+
+Dense, PoD, CLA and window models come from one trainer (worker_variants.py).
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,7 @@
-"""Tiny models, packed rows and forked ranks for the multi-process tests; imported by the worker scripts only."""
+"""Tiny models, packed rows and forked ranks for the multi-process tests.
+
+Imported by the worker scripts only.
+"""
 
 import atexit
 import functools
@@ -21,7 +24,10 @@ VOCAB = 89
 
 
 def plan_rows(heads: int = 3) -> list[list[int | None]]:
-    """A plan of all three roles: windows between the layers of two blocks, below a lead and above a follower."""
+    """A plan of all three roles.
+
+    Windows lie between the layers of two blocks, below a lead and above a follower.
+    """
     rows = [[0, None, 0, None], [None, 1, 0, None], [0, None, 2, 2], [3, 1, None, 2]]
     return [row[:heads] for row in rows]
 
@@ -79,7 +85,10 @@ def make_model(
 
 
 def exported_class(folder) -> type:
-    """The class that an export brings along: by their names the auto classes take the package's, once that is imported."""
+    """The class that an export brings along.
+
+    By their names the auto classes take the package's, once that is imported.
+    """
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     name = json.loads((Path(folder) / "config.json").read_text())["auto_map"]["AutoModelForCausalLM"]
@@ -154,7 +163,10 @@ def import_for_ranks() -> None:
 
 
 def run_ranks(world_size: int, function, *arguments) -> None:
-    """Fork `world_size` ranks that call function(*arguments); imports are paid once. Raises when one fails."""
+    """Fork `world_size` ranks that call function(*arguments); imports are paid once.
+
+    Raises when one fails.
+    """
     import_for_ranks()
     sys.stdout.flush()
     with socket.socket() as probe:

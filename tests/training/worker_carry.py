@@ -1,7 +1,7 @@
-"""Carry modes and feed-forward tiles under ZeRO-3 and Ulysses against one plain process. `worker_carry.py OUT`.
+"""Carry modes and feed-forward tiles under ZeRO-3 and Ulysses against one plain process.
 
-Weights of tiny models are below the size from which ZeRO-3 takes a weight away after its use; here it takes all away, so
-that a recomputation outside the usual order must gather them.
+`worker_carry.py OUT`. Weights of tiny models are below the size from which ZeRO-3 takes a weight away after
+its use; here it takes all away, so that a recomputation outside the usual order must gather them.
 """
 
 import sys
@@ -39,7 +39,10 @@ def one_step(name, out, settings, data, heads, tied) -> None:
 
 
 def losses(out, runs, data) -> None:
-    """Losses of some steps for every (name, settings); from the second one ZeRO-3 expects the first one's order of modules."""
+    """Losses of some steps for every (name, settings).
+
+    From the second one ZeRO-3 expects the first one's order of modules.
+    """
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
     from pod.training.run.mesh import Mesh, stop_processes

@@ -1,7 +1,9 @@
-"""Runs `pod train` with several command lines, each in a process forked from one that has paid the imports.
+"""Runs `pod train` with several command lines.
 
-`worker_commands.py FILE`: FILE is a JSON object of names and argument lists. Beside it appear NAME.out and NAME.err,
-and the exit codes in FILE.codes.
+Each runs in a process forked from one that has paid the imports.
+
+`worker_commands.py FILE`: FILE is a JSON object of names and argument lists. Beside it appear NAME.out and
+NAME.err, and the exit codes in FILE.codes.
 """
 
 import json

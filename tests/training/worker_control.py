@@ -1,4 +1,7 @@
-"""Ranks that hang, stop by the clock of rank 0, or get signals. `worker_control.py OUT`. Process groups without an engine."""
+"""Ranks that hang, stop by the clock of rank 0, or get signals. `worker_control.py OUT`.
+
+Process groups come without an engine.
+"""
 
 import os
 import signal
@@ -38,7 +41,10 @@ def wait_for(condition) -> None:
 
 
 def hang(out: Path) -> None:
-    """Rank 1 does not come until both ranks have reported: rank 0's main thread is inside the collective all the while."""
+    """Rank 1 does not come until both ranks have reported.
+
+    Rank 0's main thread is inside the collective all the while.
+    """
     control = join(out / "hang", {"hang_timeout_s": TIMEOUT})
     rank = control.mesh.rank
     files = [out / "hang" / f"hang-rank{r:05d}.txt" for r in range(2)]
@@ -80,7 +86,10 @@ def broken(out: Path) -> None:
 
 
 def hours(out: Path) -> None:
-    """Rank 0's clock says when; rank 1's is a day ahead and asks nobody. Steps take 10 s, checkpoints 30 s."""
+    """Rank 0's clock says when; rank 1's is a day ahead and asks nobody.
+
+    Steps take 10 s, checkpoints 30 s.
+    """
     rank = int(os.environ["RANK"])
     now = [0.0]
     control = join(out / "hours", {"max_hours": 1.0}, age=86_400.0 * rank, clock=lambda: now[0])

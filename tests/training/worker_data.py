@@ -17,7 +17,10 @@ PHASES = [
     (6, 2, 2, 2),
     (2, 1, 1, 2),
 ]
-"""From rank count to rank count: 8 + 2 + 12 + 4 + 6 + 12 + 4 rows = 4 epochs, whose ends fall inside phases and steps."""
+"""From rank count to rank count: 8 + 2 + 12 + 4 + 6 + 12 + 4 rows = 4 epochs.
+
+The ends of epochs fall inside phases and steps.
+"""
 
 
 def read(out: Path, data: Path, phase: int) -> None:

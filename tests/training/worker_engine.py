@@ -42,7 +42,10 @@ def step_losses(name, out, settings, data, steps=3) -> None:
 
 
 def bfloat16(name, out, settings, data) -> None:
-    """Raw gradients of a step in bfloat16 against fp32 in one process, then a NaN on one rank that must be skipped."""
+    """Raw gradients of a step in bfloat16 against fp32 in one process.
+
+    Then a NaN on one rank that must be skipped.
+    """
     settings = {
         "dtype": "bfloat16",
         "sequence_parallel_size": 2,
@@ -76,7 +79,10 @@ def bfloat16(name, out, settings, data) -> None:
 
 
 def spiking(trainer, rows) -> None:
-    """Make the loss of the step that reads the rows up to position `rows` 100 times as large, on rank 1 alone."""
+    """Make one loss 100 times as large, on rank 1 alone.
+
+    It is that of the step that reads the rows up to position `rows`.
+    """
 
     def raise_loss(module, inputs, output):
         if trainer.cursor.position == rows and trainer.mesh.rank:
@@ -120,7 +126,10 @@ def skipped_spike(name, out, data) -> None:
 
 
 def rewound(name, out, data, stop_at=None, settings=None) -> None:
-    """A spike in step SPIKE_AT; optionally the run is left in the middle of step `stop_at` after the rewind."""
+    """A spike in step SPIKE_AT.
+
+    Optionally the run is left in the middle of step `stop_at` after the rewind.
+    """
     trainer = make_trainer(out / "run_rewound" / name, data, {**REWIND, **(settings or {})})
     spiking(trainer, SPIKE_AT)
     if stop_at is not None:

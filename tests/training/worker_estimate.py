@@ -1,4 +1,7 @@
-"""What the estimate says against real steps: live bytes, exchanged bytes, checkpoint size; ranks that disagree. `worker_estimate.py OUT`."""
+"""What the estimate says against real steps. `worker_estimate.py OUT`.
+
+Live bytes, exchanged bytes, checkpoint size; ranks that disagree.
+"""
 
 import sys
 from dataclasses import replace
@@ -32,7 +35,10 @@ def disagree(out: Path) -> None:
 
 
 def layouts(rank: int) -> dict[str, str]:
-    """What a rank would do alone and what both agree on, where the second one's device has a quarter of the memory."""
+    """What a rank would do alone and what both agree on.
+
+    The second one's device has a quarter of the memory.
+    """
     from test_planner import CONTEXT, LLAMA3_8B, PAPER, SHARED, machine
 
     from pod.training.args import TrainRecipe
@@ -45,7 +51,10 @@ def layouts(rank: int) -> dict[str, str]:
 
 
 def one_step(out: Path, data: Path, name: str, settings: dict) -> None:
-    """Bytes that the first rank handed to all-to-alls in a step, and the estimate's; size of a checkpoint on disk."""
+    """Bytes that the first rank handed to all-to-alls in a step, and the estimate's.
+
+    Also the size of a checkpoint on disk.
+    """
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
     from pod.training.predict.memory import Job, World, checkpoint_disk_bytes

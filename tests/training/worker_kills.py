@@ -1,7 +1,8 @@
 """Kill -9 of whole runs at random moments, again and again, until they end. `worker_kills.py OUT [KILLS]`.
 
-A run is a process group: its ranks and their writing threads. Every second kill comes at a random moment of the whole run, every
-second while a checkpoint is written or published. A run that ends is compared with one that nobody killed, and a new one begins.
+A run is a process group: its ranks and their writing threads. Every second kill comes at a random moment of
+the whole run, every second while a checkpoint is written or published. A run that ends is compared with one
+that nobody killed, and a new one begins.
 """
 
 import json

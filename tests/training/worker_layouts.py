@@ -1,4 +1,7 @@
-"""Output and gradients of trainable layouts on three sequence-parallel ranks against one process. `worker_layouts.py OUT`."""
+"""Output and gradients of trainable layouts on three sequence-parallel ranks against one process.
+
+`worker_layouts.py OUT`.
+"""
 
 import json
 import sys

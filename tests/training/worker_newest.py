@@ -1,4 +1,7 @@
-"""Trainings of one rank in folders whose file `latest` is missing, empty or damaged. `worker_newest.py OUT`."""
+"""Trainings of one rank in folders whose file `latest` is missing, empty or damaged.
+
+`worker_newest.py OUT`.
+"""
 
 import hashlib
 import json

@@ -1,6 +1,7 @@
-"""Loss and raw gradients of one optimizer step on many rank layouts against one plain process. `worker_parallel.py OUT`.
+"""Loss and raw gradients of one optimizer step on many rank layouts against one plain process.
 
-POD_ALL_LAYOUTS=1 takes every combination of `layout_cases.CHOICES` instead of a few that hold every pair.
+`worker_parallel.py OUT`. POD_ALL_LAYOUTS=1 takes every combination of `layout_cases.CHOICES` instead of a few
+that hold every pair.
 """
 
 import copy
@@ -22,7 +23,10 @@ STEP_SETTINGS = {"dtype": "float32", "loss_chunk_mib": 1, "save_every_steps": 0}
 
 
 def add_lora(model, settings):
-    """Adapters whose second matrix is not zero as it is at the start, so that the first has a gradient too."""
+    """Add adapters whose second matrix is not zero as it is at the start.
+
+    So the first has a gradient too.
+    """
     from pod.training.run import lora
 
     wrapped, generator = lora.add_lora(model, settings), torch.Generator().manual_seed(3)
@@ -95,7 +99,10 @@ def with_joined_constants(gradients: dict) -> dict:
 def compare(
     name, out, settings, data, heads=(6, 3), tied=True, plan=True, split=False, sinks="tokens"
 ) -> None:
-    """One step of a layout, in ranks that may have done others before; split: as if sending keys and values were free."""
+    """One step of a layout, in ranks that may have done others before.
+
+    split: as if sending keys and values were free.
+    """
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
     from pod.training.run import ulysses
@@ -133,7 +140,10 @@ def together(function, *calls) -> None:
 
 
 def many_steps(name, out, settings, data) -> None:
-    """Weights after STEPS of AdamW with warm-up, decay, clipping and weight decay, against the same in plain PyTorch."""
+    """Weights after STEPS of AdamW with warm-up, decay, clipping and weight decay.
+
+    They are held against the same in plain PyTorch.
+    """
     import deepspeed
 
     from pod.data import PackedDataset

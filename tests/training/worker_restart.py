@@ -1,4 +1,7 @@
-"""Checkpoints on other ranks, asynchronous ones, and loading into a running engine. `worker_restart.py OUT`."""
+"""Checkpoints on other ranks, asynchronous ones, and loading into a running engine.
+
+`worker_restart.py OUT`.
+"""
 
 import json
 import os
@@ -30,9 +33,10 @@ def layout(ranks: int, zero: int, sp: int, accumulate: int, settings: dict) -> t
 
 
 def train_until(name, out, folder, data, settings, stop=None) -> None:
-    """Train until SIGTERM ends the run after step `stop`; writes fingerprints of the state that was loaded and of the last one.
+    """Train until SIGTERM ends the run after step `stop`.
 
-    The signal comes in that step where it has one micro-batch, else in the next one, which is undone.
+    Writes fingerprints of the state that was loaded and of the last one. The signal comes in that step where
+    it has one micro-batch, else in the next one, which is undone.
     """
     from pod.training.run.mesh import stop_processes
 
@@ -92,7 +96,10 @@ def relayouts(out, data) -> None:
 
 
 def rewinds(out, data) -> None:
-    """Load into an engine that has trained on: the state is the saved one, and the way from there the same."""
+    """Load into an engine that has trained on.
+
+    The state is the saved one, and the way from there the same.
+    """
     from pod.training.run.mesh import stop_processes
 
     result = {}
@@ -179,7 +186,10 @@ def asynchronous(out, data) -> None:
 
 
 def _failing_write(trainer, folder) -> dict:
-    """One rank's thread cannot write: every rank hears of it at a step boundary, and saving works again afterwards."""
+    """One rank's thread cannot write.
+
+    Every rank hears of it at a step boundary, and saving works again afterwards.
+    """
     from pod.training.checkpoint import files
 
     working = files.write_pieces

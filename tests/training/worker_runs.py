@@ -1,4 +1,7 @@
-"""Whole runs on two ranks: resume, signals, NaN policy, LoRA, refusals, full disk, export. `worker_runs.py OUT`."""
+"""Whole runs on two ranks. `worker_runs.py OUT`.
+
+Resume, signals, NaN policy, LoRA, refusals, full disk, export.
+"""
 
 import hashlib
 import itertools
@@ -56,7 +59,8 @@ def optimizer_hash(trainer) -> str:
     digest = hashlib.sha256()
     optimizer = trainer.engine.optimizer
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
-        # ZeRO 1 and 2 link weights to moments after the first group's first update, when the second group has none
+        # ZeRO 1 and 2 link weights to moments after the first group's first update, when the second group has
+        # none
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
     for _, parameter in trainer.engine.module.model.named_parameters():
@@ -68,7 +72,10 @@ def optimizer_hash(trainer) -> str:
 
 
 def run(name, out, folder, data, settings, stop_after=None, start_dtype=torch.float32) -> None:
-    """Train; optionally rank 1 (alone) gets SIGTERM during step `stop_after`. Writes what the run ended with."""
+    """Train; optionally rank 1 (alone) gets SIGTERM during step `stop_after`.
+
+    Writes what the run ended with.
+    """
     from pod.training.run.mesh import stop_processes
 
     before = {k: v.clone() for k, v in tiny.make_model().named_parameters()}
@@ -214,7 +221,10 @@ def _save_error(trainer) -> str:
 
 
 def exported(name, out, folder, dtype) -> None:
-    """Export, reload with Auto classes and remote code, compare logits with the weights at the end of training."""
+    """Export, reload with Auto classes and remote code.
+
+    Compare logits with the weights at the end of training.
+    """
     from safetensors.torch import save_file
 
     from pod.export import export

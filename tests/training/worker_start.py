@@ -1,4 +1,7 @@
-"""Weights that rank 0 reads one at a time against whole models on every rank, and one rank's trouble. `worker_start.py OUT`."""
+"""Weights that rank 0 reads one at a time against whole models on every rank.
+
+Also one rank's trouble. `worker_start.py OUT`.
+"""
 
 import json
 import shutil

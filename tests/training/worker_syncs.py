@@ -1,5 +1,7 @@
-"""How often the host waits for the device in an optimizer step, and where. `worker_syncs.py OUT`. On a CPU nothing waits, but
-the operations that would are the same (`host_reads`)."""
+"""How often the host waits for the device in an optimizer step, and where. `worker_syncs.py OUT`.
+
+On a CPU nothing waits, but the operations that would are the same (`host_reads`).
+"""
 
 import sys
 import traceback

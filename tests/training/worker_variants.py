@@ -1,4 +1,7 @@
-"""Every layout, RoPE and kind of decoder from one trainer: one rank and two that share rows, then export. `worker_variants.py OUT`."""
+"""Every layout, RoPE and kind of decoder from one trainer. `worker_variants.py OUT`.
+
+One rank and two that share rows, then export.
+"""
 
 import sys
 from pathlib import Path
@@ -89,7 +92,10 @@ def start_model(out: Path, name: str):
 
 
 def train(out: Path, sp_size: int) -> None:
-    """All variants one after the other on the ranks that there are; full fine-tuning, and LoRA on two ranks."""
+    """All variants one after the other on the ranks that there are.
+
+    Full fine-tuning, and LoRA on two ranks.
+    """
     import deepspeed
 
     from pod.data import PackedDataset
@@ -127,7 +133,10 @@ def train(out: Path, sp_size: int) -> None:
 
 
 def compare(out: Path) -> None:
-    """Largest difference of any trained weight between one rank and two, relative to the largest change of that weight."""
+    """Largest difference of any trained weight between one rank and two.
+
+    It is relative to the largest change of that weight.
+    """
     differences = {}
     for name in VARIANTS:
         one, two = (torch.load(out / f"{name}-{size}" / "trained.pt", weights_only=True) for size in (1, 2))

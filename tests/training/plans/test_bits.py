@@ -101,7 +101,11 @@ def test_a_choice_of_bits_stays_near_its_bound_where_the_heads_of_a_layer_have_n
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_whole_curve_is_at_its_bound_where_a_layer_has_one_head(seed):
-    """More layers than are tried in all ways, and a bound that is reached: bits of every pair are those of its layer."""
+    """The whole curve is at its bound where a layer has one head.
+
+    There are more layers than are tried in all ways, and a bound that is reached. Bits of every pair are
+    those of its layer.
+    """
     frontier = solve_packed(random_costs(12, 1, seed))
     assert 15 < len(frontier.solved) < 100
     least, bound = (np.minimum.accumulate(x[::-1])[::-1] for x in (frontier.costs, frontier.bound))

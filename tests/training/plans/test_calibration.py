@@ -1,4 +1,7 @@
-"""Constant sinks of plans: what they are measured to be, what windows with them cost, and plans that have them."""
+"""Constant sinks of plans.
+
+What they are measured to be, what windows with them cost, and plans that have them.
+"""
 
 import itertools
 from dataclasses import replace

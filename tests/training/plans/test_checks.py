@@ -1,4 +1,7 @@
-"""Arrays in the wrong order of axes, of other sizes or with NaN are one line, wherever plans are made of arrays."""
+"""Arrays in the wrong order of axes, of other sizes or with NaN are one line.
+
+This holds wherever plans are made of arrays.
+"""
 
 import numpy as np
 import pytest

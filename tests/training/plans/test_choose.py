@@ -121,7 +121,11 @@ def test_heads_that_stay_give_no_order_and_forbidden_roles_may_not_reach():
 
 
 def test_bits_are_chosen_with_the_roles():
-    """Many tokens, so that 4 bits save as much as they do in the limit; packing costs little here and is taken first."""
+    """Bits are chosen with the roles.
+
+    Many tokens, so that 4 bits save as much as they do in the limit. Packing costs little here and is taken
+    first.
+    """
     costs = random_costs()
     for name in ("lead4", "follow4"):
         costs.tensors[name] *= 0.01
@@ -148,7 +152,10 @@ def test_bits_are_chosen_with_the_roles():
 
 
 def test_what_16_bits_cannot_save_exactly_costs_what_the_next_saving_costs():
-    """The plan saves between 28 and 29 halves of 15 pairs; in 16 bits 28 and 30 can be saved, and 29 cannot."""
+    """What 16 bits cannot save exactly costs what the next saving costs.
+
+    The plan saves between 28 and 29 halves of 15 pairs. In 16 bits 28 and 30 can be saved, and 29 cannot.
+    """
     costs = random_costs()
     for name in ("lead4", "follow4"):
         costs.tensors[name] *= 0.01
@@ -241,7 +248,11 @@ def test_explore_measures_chooses_and_writes(overrides, tmp_path, monkeypatch, c
 
 
 def test_measured_losses_are_those_of_a_model_with_the_plan(overrides, tmp_path):
-    """Loaded from plan.json with its order of heads, by ordinary forward passes; the dense loss by the original weights."""
+    """Measured losses are those of a model with the plan.
+
+    The model is loaded from plan.json with its order of heads, by ordinary forward passes. The dense loss is
+    by the original weights.
+    """
     import pod
 
     recipe = load_recipe(None, [*overrides, "model.dtype=float64", "explore.target_saving=0.5"])
@@ -448,7 +459,10 @@ def test_dry_run_names_the_cost(overrides, capsys):
 
 @pytest.mark.slow
 def test_explore_measures_followers_only_where_heads_may_follow(overrides, tmp_path, monkeypatch, capsys):
-    """Windows alone need no costs of followers; a later plan with followers measures them, and then both serve."""
+    """Windows alone need no costs of followers.
+
+    A later plan with followers measures them, and then both serve.
+    """
     measured = []
     measure = measure_module.measure_query_head_errors
 

@@ -63,7 +63,10 @@ class Naive:
         return (self.added(layer, sum(errors)).norm(dim=-1) / stream.norm(dim=-1)).square().mean()
 
     def added(self, layer, error):
-        """What the residual stream gets of a change of the attention output: through the norm behind it, whose scale stays."""
+        """What the residual stream gets of a change of the attention output.
+
+        It goes through the norm behind it, whose scale stays.
+        """
         decoder, heads = self.model.model.layers[layer], range(self.model.config.num_attention_heads)
         if self.model.config.norm_placement != "before":
             weights = (self.logits(layer, head).softmax(-1) for head in heads)
@@ -225,7 +228,10 @@ def test_queries_are_spread_over_all_positions_with_distant_tokens():
 @pytest.mark.parametrize("heads", [(6, 2), (3, 3)])
 @torch.no_grad()
 def test_costs_of_packing_equal_attention_to_packed_tokens(heads):
-    """Query by query: what is 128 and more tokens back, in whole groups of 32, is read as 4 bits give it back."""
+    """Costs of packing equal attention to packed tokens, query by query.
+
+    What is 128 and more tokens back, in whole groups of 32, is read as 4 bits give it back.
+    """
     model = make_model(*heads)
     ids = torch.randint(0, 61, (1, 250), generator=torch.Generator().manual_seed(5))
     found = measure_costs(model, ids, 60, any_order(model.config))

@@ -1,4 +1,7 @@
-"""`pod explore` by similarity, from text to plan on a random four-layer model; what is measured again and what is not."""
+"""`pod explore` by similarity, from text to plan on a random four-layer model.
+
+What is measured again and what is not.
+"""
 
 from pathlib import Path
 

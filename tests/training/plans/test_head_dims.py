@@ -1,4 +1,7 @@
-"""Bits at head dimensions that 32 does not divide: one question, one answer (bytes: tests/modeling/test_codecs.py)."""
+"""Bits at head dimensions that 32 does not divide: one question, one answer.
+
+Bytes are tested in tests/modeling/test_codecs.py.
+"""
 
 import shutil
 from types import SimpleNamespace

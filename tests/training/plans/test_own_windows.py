@@ -1,4 +1,7 @@
-"""Plans of models some of whose layers were trained with windows (Mistral, Gemma 3): these layers keep them and take no part."""
+"""Plans of models some of whose layers were trained with windows (Mistral, Gemma 3).
+
+These layers keep their windows and take no part.
+"""
 
 import json
 import shutil

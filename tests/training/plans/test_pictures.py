@@ -1,4 +1,7 @@
-"""What the pictures of a plan show: one mark per lead, one cell per (layer, KV head), the measured numbers."""
+"""What the pictures of a plan show.
+
+One mark per lead, one cell per (layer, KV head), and the measured numbers.
+"""
 
 from dataclasses import replace
 

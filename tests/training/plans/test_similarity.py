@@ -1,4 +1,7 @@
-"""Jensen-Shannon similarity against its definition, and the same bits however the measurement is divided or interrupted."""
+"""Jensen-Shannon similarity against its definition.
+
+The bits are the same however the measurement is divided or interrupted.
+"""
 
 import os
 import socket

@@ -75,7 +75,10 @@ def test_the_frontier_is_the_best_of_all_tables_of_roles(layers, heads, forbidde
 
 
 def test_a_table_of_other_roles_and_units():
-    """Leads that cost, are forbidden here and there and save a little; a second kind of window: what packing will need."""
+    """A table of other roles and units: what packing will need.
+
+    Leads that cost, are forbidden here and there and save a little; a second kind of window.
+    """
     rng = np.random.default_rng(5)
     follow, window = random_costs(3, 2, seed=6)
     lead = rng.random((3, 2))
