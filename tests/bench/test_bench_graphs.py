@@ -33,8 +33,9 @@ POD, SNAPKV = contestant("pod"), contestant("snapkv@40")
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Count graphs and fused kernels: graphs run what they recorded, kernels compute what the plain form
-    does.
+    """Count graphs and fused kernels.
+
+    Graphs run what they recorded, and fused kernels compute what the plain form does.
     """
     counts = SimpleNamespace(recorded=0, replayed=0, fused=0)
 
