@@ -1,13 +1,19 @@
-"""Adaptation of plans on SmolLM2-135M with the same tokens: ways to train, plans of every kind, and text that asks for distant tokens.
+"""Adaptation of plans on SmolLM2-135M with the same tokens.
 
-    python benchmarks/plans_smollm2.py --plans                     # once: the plans (see there for what comes before)
-    OMP_NUM_THREADS=1 python benchmarks/adaptation_smollm2.py      # train and export every row; a finished row is kept
-    OMP_NUM_THREADS=1 python benchmarks/plans_smollm2.py --only adapted      # judge them as every other plan and method
+Compared are ways to train, plans of every kind, and text that asks for distant tokens.
+
+    # once: the plans (see there for what comes before)
+    python benchmarks/plans_smollm2.py --plans
+    # train and export every row; a finished row is kept
+    OMP_NUM_THREADS=1 python benchmarks/adaptation_smollm2.py
+    # judge them as every other plan and method
+    OMP_NUM_THREADS=1 python benchmarks/plans_smollm2.py --only adapted
     python benchmarks/plans_smollm2.py --assemble
 
-Every row trains STEPS steps of ROWS packed rows through `launch/train_pod.py`, in the same order (seed 0), and leaves
-runs/adaptation_smollm2/<row>/export. The text with copies is the same rows, in which later spans are replaced by copies of earlier
-ones that lie behind every window: which tokens teach a model to look far back is one of the questions.
+Every row trains STEPS steps of ROWS packed rows through `launch/train_pod.py`, in the same order (seed 0),
+and leaves runs/adaptation_smollm2/<row>/export. The text with copies is the same rows, in which later spans
+are replaced by copies of earlier ones that lie behind every window: which tokens teach a model to look far
+back is one of the questions.
 """
 
 import argparse
@@ -127,7 +133,10 @@ def prepared(row: Row) -> None:
 
 
 def write_copies(plain: PackedDataset, target: Path) -> None:
-    """The plain rows, in whose longer documents spans are replaced by copies of spans that lie behind every window."""
+    """The plain rows with copies.
+
+    In their longer documents, spans are replaced by copies of spans that lie behind every window.
+    """
     draw = np.random.default_rng(0)
 
     def with_copies(tokens: np.ndarray) -> np.ndarray:

@@ -17,7 +17,10 @@ from typing import Any, NamedTuple
 CAPABILITIES = (80, 90, 100)
 """A100, H100 and H200, B200."""
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Bytes of shared memory that one block may have (CUDA C++ Programming Guide, table of compute capabilities)."""
+"""Bytes of shared memory that one block may have.
+
+Source: CUDA C++ Programming Guide, table of compute capabilities.
+"""
 INSTRUCTIONS = ("mma.sync", "wgmma", "tcgen05.mma", "tf32", "fma.rn.f32")
 """What ``CompiledCase.instructions`` looks for in the PTX."""
 
@@ -25,16 +28,18 @@ INSTRUCTIONS = ("mma.sync", "wgmma", "tcgen05.mma", "tf32", "fma.rn.f32")
 class AotCase(NamedTuple):
     """One kernel with one launch configuration.
 
-    name: unique in its module, such as ``"forward bf16 d128 sm_90"``.
-    kernel: the ``@triton.jit`` function.
-    types: argument → Triton type (``"*bf16"``, ``"*fp32"``, ``"*i32"``, ``"fp32"``, ``"i64"``); arguments that are neither here nor in
-        ``constants`` are ``"i32"``.
-    constants: values of the ``tl.constexpr`` arguments; also ``None`` for pointers that a variant does not use, and 1 for strides
-        that are 1 in a model (Triton compiles both as constants when it launches).
-    options: ``num_warps``, ``num_stages`` and other compiler options, as given at launch.
-    hot: its speed decides; it must not spill registers.
-    divisible: integer arguments that 16 divides in a model (strides, head_dim); pointers always count as aligned to 16 bytes.
-    capabilities: the chips that run this configuration.
+    Attributes:
+        name: unique in its module, such as ``"forward bf16 d128 sm_90"``.
+        kernel: the ``@triton.jit`` function.
+        types: argument → Triton type (``"*bf16"``, ``"*fp32"``, ``"*i32"``, ``"fp32"``, ``"i64"``);
+            arguments that are neither here nor in ``constants`` are ``"i32"``.
+        constants: values of the ``tl.constexpr`` arguments; also ``None`` for pointers that a variant does not
+            use, and 1 for strides that are 1 in a model (Triton compiles both as constants when it launches).
+        options: ``num_warps``, ``num_stages`` and other compiler options, as given at launch.
+        hot: its speed decides; it must not spill registers.
+        divisible: integer arguments that 16 divides in a model (strides, head_dim); pointers always count as
+            aligned to 16 bytes.
+        capabilities: the chips that run this configuration.
     """
 
     name: str
@@ -48,7 +53,11 @@ class AotCase(NamedTuple):
 
 
 class CompiledCase(NamedTuple):
-    """Registers per thread, bytes of stack per thread (spilled registers), bytes of shared memory per block, instructions found."""
+    """What a compiled kernel needs.
+
+    Registers per thread, bytes of stack per thread (spilled registers), bytes of shared memory per block, and
+    the instructions found.
+    """
 
     registers: int
     stack_bytes: int
@@ -60,8 +69,8 @@ def compile_case(case: AotCase, capability: int) -> CompiledCase:
     """Compile for a chip of compute capability ``capability`` (90 = 9.0) and read what the binary needs.
 
     Raises:
-        ValueError: types, constants or divisible arguments that the kernel does not have, or a kernel that was made with
-            TRITON_INTERPRET=1 (nothing to compile).
+        ValueError: types, constants or divisible arguments that the kernel does not have, or a kernel that
+            was made with TRITON_INTERPRET=1 (nothing to compile).
     """
     import triton  # pyright: ignore[reportMissingImports]
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
@@ -92,9 +101,10 @@ def multiplies(case: AotCase) -> bool:
 
 
 def fingerprint(case: AotCase) -> str:
-    """SHA-256 of what the compiled code depends on: the kernel, the functions and constants that it uses, and the case.
+    """SHA-256 of what the compiled code depends on.
 
-    Comments, docstrings and line numbers do not count.
+    That is the kernel, the functions and constants that it uses, and the case. Comments, docstrings and line
+    numbers do not count.
     """
     code = _reached(case.kernel)
     known = (sorted(part.items()) for part in (case.types, case.constants, case.options))
@@ -104,7 +114,11 @@ def fingerprint(case: AotCase) -> str:
 
 @functools.cache
 def _reached(kernel: Any) -> dict[str, str]:
-    """Name → normalised source of a ``@triton.jit`` function and of the functions it calls; name → value of global constants."""
+    """Sources and global constants that a kernel reaches.
+
+    Name → normalised source of a ``@triton.jit`` function and of the functions it calls; name → value of
+    global constants.
+    """
     found: dict[str, str] = {}
     waiting = [kernel]
     while waiting:

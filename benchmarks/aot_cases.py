@@ -1,6 +1,6 @@
-"""What ``aot`` compiles: one ``AotCase`` for each launch configuration that the Triton modules ship, arguments typed as in a model.
+"""What ``aot`` compiles: one ``AotCase`` for each launch configuration that the Triton modules ship.
 
-A test records what models launch and holds these types against it.
+Arguments are typed as in a model. A test records what models launch and holds these types against it.
 """
 
 import functools
@@ -25,7 +25,10 @@ SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def decode_cases() -> Iterator[AotCase]:
-    """bf16 and fp16, head_dim 64 and 128, groups of 1 to 8; 4 bits in groups of 32 and 64; with and without threshold."""
+    """bf16 and fp16, head_dim 64 and 128, groups of 1 to 8; 4 bits in groups of 32 and 64.
+
+    With and without threshold.
+    """
     for dtype, head_dim, groups, group_size in (
         (torch.bfloat16, 128, 4, None),
         (torch.bfloat16, 128, 8, None),
@@ -222,7 +225,10 @@ def all_cases() -> dict[str, AotCase]:
 def compile_many(
     wanted: Iterable[tuple[str, int]], processes: int
 ) -> Iterator[tuple[tuple[str, int], CompiledCase]]:
-    """Compile ``("module: name", capability)`` pairs in ``processes`` processes of their own; yields each with its result, in order."""
+    """Compile ``("module: name", capability)`` pairs in ``processes`` processes of their own.
+
+    Yields each with its result, in order.
+    """
     wanted = list(wanted)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:

@@ -1,17 +1,21 @@
-"""Attention of a training step, forward and backward, on one GPU: PoD layers against the fastest dense attention there is.
+"""Attention of a training step on one GPU: PoD layers against the fastest dense attention there is.
 
-    python benchmarks/attention_gpu.py            # 32K and 128K tokens; writes benchmarks/results/gpu/attention_gpu.json
+Forward and backward are measured.
+
+    # 32K and 128K tokens; writes benchmarks/results/gpu/attention_gpu.json
+    python benchmarks/attention_gpu.py
     python benchmarks/attention_gpu.py --dtype float32 --lengths 8192,16384,32768
     python benchmarks/attention_gpu.py --tiny     # toy sizes on CPU: tests the script
 
-One layer of 32 query and 8 KV heads of 128 in bf16, windows 16+4080. 70 % of the KV heads of a model follow, which is 5.6 of 8: a
-layer with 5 and one with 6 followers are measured, and weighted 0.4 and 0.6. All contestants take turns in one process, timed by CUDA
-events; ratios are taken round by round against the dense one with the lowest median. Every PoD backend must first agree with the
-fp32 reference on a short sequence, output and all gradients; one that does not is no contestant.
+One layer of 32 query and 8 KV heads of 128 in bf16, windows 16+4080. 70 % of the KV heads of a model follow,
+which is 5.6 of 8: a layer with 5 and one with 6 followers are measured, and weighted 0.4 and 0.6. All
+contestants take turns in one process, timed by CUDA events; ratios are taken round by round against the dense
+one with the lowest median. Every PoD backend must first agree with the fp32 reference on a short sequence,
+output and all gradients; one that does not is no contestant.
 
-The floor counts tiles of 128 x 128: a follower needs as many logits as a dense head, and computes the tiles at the edges of its
-windows twice. Extra bytes are the peak beyond inputs, output and gradients, in units of one fp32 number per token and query head:
-the log-sum-exp and Delta of flash attention are two.
+The floor counts tiles of 128 x 128: a follower needs as many logits as a dense head, and computes the tiles
+at the edges of its windows twice. Extra bytes are the peak beyond inputs, output and gradients, in units of
+one fp32 number per token and query head: the log-sum-exp and Delta of flash attention are two.
 
 `moved_bytes` is a figure on paper: what a kernel's programs load and store, tile by tile, without caches.
 """
@@ -56,7 +60,10 @@ NAMES = ("out", "q", "k", "v", "q_lead", "k_lead")
 
 
 def layers_of_share(share: float, kv_heads: int) -> list[tuple[float, list[int]]]:
-    """Weights and followers of the two kinds of layer that make a model in which `share` of the (layer, KV head) pairs follow."""
+    """Weights and followers of the two kinds of layer that make a model of this share.
+
+    In the model, `share` of the (layer, KV head) pairs follow.
+    """
     few = int(share * kv_heads)
     many = min(kv_heads, few + 1)
     weight = share * kv_heads - few
@@ -66,7 +73,10 @@ def layers_of_share(share: float, kv_heads: int) -> list[tuple[float, list[int]]
 
 
 def tile_floor(n: int, sinks: int, recent: int, share: float, tile: int = TILE) -> float:
-    """Tiles that a layer computes, over those of dense causal attention; both computed in every pass, so time cannot be less."""
+    """Tiles that a layer computes, over those of dense causal attention.
+
+    Both are computed in every pass, so time cannot be less.
+    """
     dense = followers = 0
     for first in range(0, n, tile):
         last = min(n, first + tile) - 1
@@ -167,7 +177,10 @@ def _moved_by(n: int, windows: tuple[int, int], kernels: Kernels, parts: dict[st
 def make_inputs(
     shape: tuple[int, int, int, int], followers: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Tensor], Tensor]:
-    """q, k, v, q_lead, k_lead with gradients and the output's gradient, as transposed views of `[1, n, heads, d]`."""
+    """q, k, v, q_lead, k_lead with gradients and the output's gradient.
+
+    They are transposed views of `[1, n, heads, d]`.
+    """
     query_heads, kv_heads, n, head_dim = shape
     groups = query_heads // kv_heads
     generator = torch.Generator(device).manual_seed(n)
@@ -205,7 +218,10 @@ def pod_layer(followers: list[int], windows: tuple[int, int], backend: str) -> C
 
 
 def sdpa(kind: SDPBackend, repeat: bool = False) -> Callable[..., Tensor]:
-    """PyTorch's dense attention by one of its backends. repeat: with keys and values copied to every query head."""
+    """PyTorch's dense attention by one of its backends.
+
+    repeat: with keys and values copied to every query head.
+    """
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if repeat:
@@ -261,7 +277,10 @@ def dense_makers(
 def relative_errors(
     followers: list[int], windows: tuple[int, int], backend: str, shape: tuple, dtype, device
 ) -> dict[str, float]:
-    """Relative error of the output and every gradient against the fp32 reference with the same rounded inputs."""
+    """Relative error of the output and every gradient.
+
+    It is taken against the fp32 reference with the same rounded inputs.
+    """
     leaves, grad = make_inputs(shape, len(followers), dtype, device)
     found = both_ways(pod_layer(followers, windows, backend), leaves, grad)(lambda: None)
     exact = [x.detach().float().requires_grad_() for x in leaves]

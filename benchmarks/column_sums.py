@@ -1,15 +1,19 @@
-"""Statistics of attention: time over flash prefill of the same queries and keys, peak bytes, growth with length.
+"""Statistics of attention: time over flash prefill of the same queries and keys.
 
-    OMP_NUM_THREADS=1 python benchmarks/column_sums.py           # some minutes; writes benchmarks/results/column_sums.json
-    python benchmarks/column_sums.py --gpu                       # 128K on one GPU; writes benchmarks/results/gpu/column_sums.json
+Also peak bytes, and growth with length.
 
-Contestants take turns in one process; ratios are taken round by round, of the processor time of all threads, which other work
-on the machine disturbs least. Peak bytes are what the operation itself holds, its result included, from PyTorch's own record of
-allocations. The plain version holds the n x n matrix, up to 8K tokens.
+    # some minutes; writes benchmarks/results/column_sums.json
+    OMP_NUM_THREADS=1 python benchmarks/column_sums.py
+    # 128K on one GPU; writes benchmarks/results/gpu/column_sums.json
+    python benchmarks/column_sums.py --gpu
 
-On the GPU one layer of 32 query and 8 KV heads of 128 in bf16 is measured by CUDA events. The peer is the fastest dense attention,
-forward only, which is less than the layer's whole prefill; the row is the sums as the methods ask for them, without a given
-log-sum-exp. They must first agree with the plain version in fp64.
+Contestants take turns in one process; ratios are taken round by round, of the processor time of all threads,
+which other work on the machine disturbs least. Peak bytes are what the operation itself holds, its result
+included, from PyTorch's own record of allocations. The plain version holds the n x n matrix, up to 8K tokens.
+
+On the GPU one layer of 32 query and 8 KV heads of 128 in bf16 is measured by CUDA events. The peer is the
+fastest dense attention, forward only, which is less than the layer's whole prefill; the row is the sums as
+the methods ask for them, without a given log-sum-exp. They must first agree with the plain version in fp64.
 """
 
 import argparse
@@ -111,7 +115,10 @@ def measure(runs: dict[str, Callable], repeats: int) -> dict[str, dict]:
 
 
 def growth(rows: list[dict]) -> dict[str, dict[str, float]]:
-    """Exponents `x` of `length ** x`, fitted over all lengths: 1 is linear, 2 is square. Time uses the fastest round."""
+    """Exponents `x` of `length ** x`, fitted over all lengths: 1 is linear, 2 is square.
+
+    Time uses the fastest round.
+    """
     result = {}
     for name in rows[0]["runs"]:
         kept = [(row["length"], row["runs"][name]) for row in rows if name in row["runs"]]

@@ -1,18 +1,23 @@
-"""Data preparation measured: throughput against the bare fast tokenizer, a small draw from large corpora, and 1B tokens on paper.
+"""Data preparation measured.
+
+Throughput against the bare fast tokenizer, a small draw from large corpora, and 1B tokens on paper.
 
     python benchmarks/data_pipeline.py                  # all of it, about 15 quiet minutes
-    python benchmarks/data_pipeline.py --only speed     # everything drawn: throughput and rates, about 6 minutes
+    # everything drawn: throughput and rates, about 6 minutes
+    python benchmarks/data_pipeline.py --only speed
     python benchmarks/data_pipeline.py --only draw      # 5M tokens of 0.5 and 2 GB: time, memory and disk
 
-A draw from a large corpus is measured three times: of files of all lengths, where reading stops when every interval is full, plain
-and as .json.gz (as Dolma comes), and of short ones alone, which leave the longer of two intervals empty, so that all is read and
-little of it tokenised. One reading is the same files, decompressed and taken apart without anything else, on as many processes.
-CPU seconds are those of all processes.
+A draw from a large corpus is measured three times: of files of all lengths, where reading stops when every
+interval is full, plain and as .json.gz (as Dolma comes), and of short ones alone, which leave the longer of
+two intervals empty, so that all is read and little of it tokenised. One reading is the same files,
+decompressed and taken apart without anything else, on as many processes. CPU seconds are those of all
+processes.
 
-The corpus is made on the spot: Python source of this installation and its standard library, every copy of a file with another
-first line and its lines turned round by another amount, so that no two documents are alike and lengths are those of real files.
-It lies in JSON lines like Dolma's. The bare tokenizer is `encode_batch_fast` with its own threads on the texts of the same
-files, already in memory: nothing is read, judged, written or even taken out as numbers.
+The corpus is made on the spot: Python source of this installation and its standard library, every copy of a
+file with another first line and its lines turned round by another amount, so that no two documents are alike
+and lengths are those of real files. It lies in JSON lines like Dolma's. The bare tokenizer is
+`encode_batch_fast` with its own threads on the texts of the same files, already in memory: nothing is read,
+judged, written or even taken out as numbers.
 """
 
 import argparse
@@ -58,7 +63,10 @@ SHORT, LONG = 16_000, 16_384
 
 
 def originals() -> list[str]:
-    """Texts of the standard library's and the installed packages' Python files, in the order of their names."""
+    """Texts of the standard library's and the installed packages' Python files.
+
+    They come in the order of their names.
+    """
     paths = sysconfig.get_paths()
     files = itertools.chain.from_iterable(
         sorted(Path(paths[name]).rglob("*.py")) for name in ("stdlib", "purelib")
@@ -120,7 +128,10 @@ def bare_seconds(tokenizer, texts: list[str]) -> float:
 
 
 def in_a_process(function, *arguments) -> dict:
-    """Result of `function` in a process of its own: the tokenizer's threads and caches start afresh every time."""
+    """Result of `function` in a process of its own.
+
+    The tokenizer's threads and caches start afresh every time.
+    """
     program = (
         f"import sys, json; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         f"import data_pipeline\nprint(json.dumps(data_pipeline.{function.__name__}(*json.loads(sys.argv[1]))))"
@@ -205,7 +216,10 @@ def measure_speed(scratch: Path, texts: list[str], megabytes: int, repeats: int)
 
 
 class Peaks:
-    """Largest memory of this process tree (proportional set size) and largest `folder` while the block runs, sampled every 0.1 s."""
+    """Largest memory of this process tree and largest `folder` while the block runs.
+
+    Memory is the proportional set size. Both are sampled every 0.1 s.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -304,7 +318,10 @@ def measure_draw(scratch: Path, texts: list[str], sizes: list[int]) -> dict:
 
 
 def on_paper(result: dict, tokens: float = 1e9) -> dict:
-    """What `tokens` tokens of sources need on this machine, by the rates and bytes measured above; all of them drawn."""
+    """What `tokens` tokens of sources need on this machine, all of them drawn.
+
+    It goes by the rates and bytes measured above.
+    """
     runs = result["speed"]["runs"]
     workers = result["speed"]["workers"]
 

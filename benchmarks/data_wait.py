@@ -1,10 +1,14 @@
-"""How long a training step waits for its rows, with and without reading ahead, and what a row costs to write and to read.
+"""How long a training step waits for its rows, with and without reading ahead.
 
-    OMP_NUM_THREADS=1 python benchmarks/data_wait.py          # one minute; writes benchmarks/results/data_wait.json
+Also what a row costs to write and to read.
 
-The step is matrix products that take a fixed time on one core. Its rows come from a data set that is made so slow that reading
-a step takes 60 % of the computation: once by waiting (a disk, a network file system), once by computing (NumPy on another core).
-The rows themselves are real: packed rows of 131,072 tokens, whose own cost is measured alone.
+    # one minute; writes benchmarks/results/data_wait.json
+    OMP_NUM_THREADS=1 python benchmarks/data_wait.py
+
+The step is matrix products that take a fixed time on one core. Its rows come from a data set that is made so
+slow that reading a step takes 60 % of the computation: once by waiting (a disk, a network file system), once
+by computing (NumPy on another core). The rows themselves are real: packed rows of 131,072 tokens, whose own
+cost is measured alone.
 """
 
 import argparse
@@ -81,7 +85,10 @@ def compute(matrix: torch.Tensor) -> float:
 
 
 def waits(dataset: PackedDataset, how: str, ahead: int, steps: int) -> dict:
-    """Share of a step's computation that it waits for data, step by step; the first two steps have nothing read ahead."""
+    """Share of a step's computation that it waits for data, step by step.
+
+    The first two steps have nothing read ahead.
+    """
     matrix = torch.rand(512, 512)
     mesh = SimpleNamespace(dp_rank=0, dp_size=1, device=torch.device("cpu"))
     slow = SlowRows(dataset, SHARE * STEP_SECONDS, how)

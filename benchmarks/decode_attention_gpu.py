@@ -1,15 +1,20 @@
-"""Attention of one decoded token on one GPU: a stack of PoD layers against the fastest dense decoding there is.
+"""Attention of one decoded token on one GPU.
 
-    python benchmarks/decode_attention_gpu.py         # 32K and 128K, batch 1 and 8; writes benchmarks/results/gpu/decode_attention_gpu.json
+A stack of PoD layers is held against the fastest dense decoding there is.
+
+    # 32K and 128K, batch 1 and 8; writes benchmarks/results/gpu/decode_attention_gpu.json
+    python benchmarks/decode_attention_gpu.py
     python benchmarks/decode_attention_gpu.py --tiny  # toy sizes on CPU: tests the script
 
-Ten layers of 32 query and 8 KV heads of 128 in bf16, every layer with keys and values of its own, so that nothing is found again in
-the L2 cache. In PoD every KV head leads in three layers and follows in seven: 70 % follow, 35 % of the bytes are saved. Windows
-16+4080. The whole stack is one CUDA graph for PoD and for every dense contestant; they take turns in one process, and ratios are
-taken round by round against the dense one with the lowest median. Dense decoding through our own kernel is a peer like the others.
+Ten layers of 32 query and 8 KV heads of 128 in bf16, every layer with keys and values of its own, so that
+nothing is found again in the L2 cache. In PoD every KV head leads in three layers and follows in seven: 70 %
+follow, 35 % of the bytes are saved. Windows 16+4080. The whole stack is one CUDA graph for PoD and for every
+dense contestant; they take turns in one process, and ratios are taken round by round against the dense one
+with the lowest median. Dense decoding through our own kernel is a peer like the others.
 
-Bytes are what has to be read and written: keys and values, and for PoD the rings of window keys and the leads' logits in fp32, which
-are written once and read by every follower. Bandwidth is held against a large copy measured in the same race.
+Bytes are what has to be read and written: keys and values, and for PoD the rings of window keys and the
+leads' logits in fp32, which are written once and read by every follower. Bandwidth is held against a large
+copy measured in the same race.
 """
 
 import argparse
@@ -97,7 +102,10 @@ class Shape:
         return 2 * LAYERS * KV_HEADS * self.batch * self.n * self.token_bytes
 
     def pod_bytes(self, table: list[list[int]], skip: bool = False) -> int:
-        """What PoD reads and writes. skip: without distant values of followers, as when every gate passes its threshold."""
+        """What PoD reads and writes.
+
+        skip: without distant values of followers, as when every gate passes its threshold.
+        """
         window = min(self.n, sum(self.windows))
         distant = self.n - window
         logits = 4 * self.groups * distant
@@ -115,7 +123,10 @@ class Shape:
 
 
 class Stack:
-    """Ten layers of stored tokens; PoD and dense share the values. Fewer stores, used in turns, where memory is short."""
+    """Ten layers of stored tokens; PoD and dense share the values.
+
+    Fewer stores, used in turns, where memory is short.
+    """
 
     def __init__(self, shape: Shape, lengths: list[int] | None = None):
         self.shape, self.table = shape, lead_table()
@@ -190,7 +201,10 @@ def _stores_that_fit(shape: Shape) -> int:
 
 
 def sdpa(kind: SDPBackend, rows: bool = False) -> Callable[..., Tensor]:
-    """PyTorch's attention. rows: the query heads of a KV head as rows of one query, which read each key once."""
+    """PyTorch's attention.
+
+    rows: the query heads of a KV head as rows of one query, which read each key once.
+    """
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(kind):
@@ -238,7 +252,10 @@ def largest_error(found: list[Tensor], truth: list[Tensor]) -> float:
 
 
 def checked_error(setting: argparse.Namespace, backend: str, device: torch.device) -> float:
-    """A backend against grouped products in fp64 with the same rounded inputs, rows of unlike length; ValueError when it is wrong."""
+    """A backend against grouped products in fp64 with the same rounded inputs.
+
+    Rows have unlike length. ValueError when the backend is wrong.
+    """
     n = sum(setting.windows) + setting.checked_rows
     shape = Shape(2, n, QUERY_HEADS // KV_HEADS, setting.windows, setting.dtype, device)
     stack = Stack(shape, lengths=[n, n - setting.checked_rows // 2])
@@ -255,7 +272,10 @@ def checked_error(setting: argparse.Namespace, backend: str, device: torch.devic
 
 
 def check_peer(stack: Stack, found: list[Tensor]) -> None:
-    """A dense contestant against plain fp32 attention, first row and layer; ValueError when it does something else."""
+    """A dense contestant against plain fp32 attention, first row and layer.
+
+    ValueError when it does something else.
+    """
     q = stack.queries[0][:1].float().unflatten(1, (KV_HEADS, -1))
     k, v = stack.keys[0][:1].float(), stack.values[0][:1].float()
     truth = ((q @ k.mT * HEAD_DIM**-0.5).softmax(-1) @ v).flatten(1, 2)
@@ -270,7 +290,8 @@ def measure(shape: Shape, setting: argparse.Namespace, failed: dict) -> dict[str
     """All contestants at one length and batch."""
     race = Race(shape.device, f"{shape.n} tokens, batch {shape.batch}", failed)
     stack = Stack(shape)
-    # a replay of a tenth of a millisecond is timed as many; 3e12 bytes per second is about what today's chips reach
+    # a replay of a tenth of a millisecond is timed as many; 3e12 bytes per second is about what today's chips
+    # reach
     replays = 1 if setting.tiny else max(1, min(100, int(0.02 / (shape.dense_bytes() / 3e12))))
 
     def contestant(step: Callable[[], list[Tensor]], check: bool) -> Callable:

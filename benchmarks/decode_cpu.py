@@ -1,10 +1,14 @@
-"""Decode speed on CPU: four plans against the dense layout and stock transformers, at real head sizes in a model of few layers.
+"""Decode speed on CPU: four plans against the dense layout and stock transformers.
 
-    OMP_NUM_THREADS=2 python benchmarks/decode_cpu.py            # 8K, 32K and 64K tokens, writes benchmarks/results/decode_cpu.json
+Head sizes are real, in a model of few layers.
 
-`pod bench --config bench_cpu` for each plan: four layers, 16 query and 4 KV heads of 128, hidden size 2048, a small feed-forward part,
-so that attention over the cache is what is measured. In two plans 75 % of the (layer, KV head) pairs follow; in the others, `roles`,
-pairs lead, follow and keep their window, which saves 50 and 65 % of the bytes in the limit.
+    # 8K, 32K and 64K tokens, writes benchmarks/results/decode_cpu.json
+    OMP_NUM_THREADS=2 python benchmarks/decode_cpu.py
+
+`pod bench --config bench_cpu` for each plan: four layers, 16 query and 4 KV heads of 128, hidden size 2048, a
+small feed-forward part, so that attention over the cache is what is measured. In two plans 75 % of the
+(layer, KV head) pairs follow; in the others, `roles`, pairs lead, follow and keep their window, which saves
+50 and 65 % of the bytes in the limit.
 """
 
 import argparse

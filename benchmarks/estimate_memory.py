@@ -1,17 +1,20 @@
 """The memory estimate of pod.training.predict.memory against what training steps really hold, on CPU.
 
-    python benchmarks/estimate_memory.py                       # all configurations; writes benchmarks/results/estimate_memory.json
+    # all configurations; writes benchmarks/results/estimate_memory.json
+    python benchmarks/estimate_memory.py
     python benchmarks/estimate_memory.py --only pod_keep       # some of them, by name
-    python benchmarks/estimate_memory.py --again               # today's estimate against the recorded measurements
+    # today's estimate against the recorded measurements
+    python benchmarks/estimate_memory.py --again
     python benchmarks/estimate_memory.py --largest 12          # and the 12 largest tensors at each peak
 
-Method: every rank is a process of its own that builds the trainer of the product and makes four optimizer steps. The bytes of all
-tensors that operations made and that live are counted, each storage once, from the start of the process; the peak is that of the
-last two steps, of the rank that holds most. Not counted, and not estimated either: what a library's kernel takes and gives back
-inside one operation, the allocator's slack, code. Copies that stand for host memory (offloading) count on their own side.
+Method: every rank is a process of its own that builds the trainer of the product and makes four optimizer
+steps. The bytes of all tensors that operations made and that live are counted, each storage once, from the
+start of the process; the peak is that of the last two steps, of the rank that holds most. Not counted, and
+not estimated either: what a library's kernel takes and gives back inside one operation, the allocator's
+slack, code. Copies that stand for host memory (offloading) count on their own side.
 
-The model is random, of 6 layers and 256 hidden, in float32 and bfloat16; DeepSpeed's buckets are made as small as the model (the
-defaults of 200 MB would be most of it and hide every error of the rest).
+The model is random, of 6 layers and 256 hidden, in float32 and bfloat16; DeepSpeed's buckets are made as
+small as the model (the defaults of 200 MB would be most of it and hide every error of the rest).
 """
 
 import argparse
@@ -69,7 +72,10 @@ GOAL = 0.1
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration: ranks, layout (dense, pod, roles, cla, window), context in tokens, settings of section `train`."""
+    """One configuration.
+
+    Ranks, layout (dense, pod, roles, cla, window), context in tokens, settings of section `train`.
+    """
 
     name: str
     ranks: int = 1
@@ -288,7 +294,10 @@ def answer(pipe: Any) -> dict[str, Any]:
 
 
 def estimated(case: Case) -> dict[str, int]:
-    """The estimate of a case, by part. An optimizer in host memory cannot be told from the device's on a CPU: it counts too."""
+    """The estimate of a case, by part.
+
+    An optimizer in host memory cannot be told from the device's on a CPU: it counts too.
+    """
     small_buckets()
     config, args = model_config(case), train_args(case)
     world = World(case.ranks, case.ranks)

@@ -1,6 +1,8 @@
-"""How exact: flash attention against the fp64 reference, and every rank layout against one process. Writes exactness.json.
+"""How exact: flash attention against the fp64 reference, and every rank layout against one process.
 
-python benchmarks/exactness.py       # about a minute; the same checks with their limits are tests
+Writes exactness.json.
+
+python benchmarks/exactness.py # about a minute; the same checks with their limits are tests
 """
 
 import json

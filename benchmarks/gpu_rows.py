@@ -1,13 +1,16 @@
-"""All rows that need a GPU, one after the other, each in a process of its own: `make bench-gpu`, 28 minutes.
+"""All rows that need a GPU, one after the other: `make bench-gpu`, 28 minutes.
 
-    python benchmarks/gpu_rows.py              # goes on where it stopped; writes benchmarks/results/gpu/summary.md and .json
+Each runs in a process of its own.
+
+    # goes on where it stopped; writes benchmarks/results/gpu/summary.md and .json
+    python benchmarks/gpu_rows.py
     python benchmarks/gpu_rows.py --only decode_32k,column_sums --again
     python benchmarks/gpu_rows.py --tiny       # every script at toy sizes, without a GPU: tests them
 
-A row whose result was measured on this device with the code that is here is kept: the driver marks results with a hash of all Python
-files of pod/ and benchmarks/, which also works where there is no git, and which the results themselves do not change. A row that runs
-out of its time is stopped with all its processes, and leaves no result behind. The summary says of every row: met, missed, or
-unmeasured and why.
+A row whose result was measured on this device with the code that is here is kept: the driver marks results
+with a hash of all Python files of pod/ and benchmarks/, which also works where there is no git, and which the
+results themselves do not change. A row that runs out of its time is stopped with all its processes, and
+leaves no result behind. The summary says of every row: met, missed, or unmeasured and why.
 """
 
 import argparse
@@ -33,7 +36,11 @@ TOTAL_SECONDS = 28 * 60
 
 @dataclass(frozen=True)
 class Row:
-    """A run of a script. name: also of the result file; seconds: its limit; what, goal: stand in the summary until there is a result."""
+    """A run of a script.
+
+    name: also of the result file; seconds: its limit; what, goal: stand in the summary until there is a
+    result.
+    """
 
     name: str
     script: str
@@ -139,7 +146,10 @@ def measured_with(tiny: bool) -> dict[str, Any]:
 
 
 def run(row: Row, out: Path, tiny: bool) -> str | None:
-    """Start the row's script; None when it wrote its result, else the reason why not. Its output goes to this process's."""
+    """Start the row's script; None when it wrote its result, else the reason why not.
+
+    Its output goes to this process's.
+    """
     script = HERE / f"{row.script}.py"
     if not script.is_file():
         return f"benchmarks/{row.script}.py does not exist"
@@ -166,7 +176,10 @@ def run(row: Row, out: Path, tiny: bool) -> str | None:
 
 
 def _wait(process: subprocess.Popen, limit: float) -> str | None:
-    """Until the process ends; stops it and all that it started after `limit` seconds, and on any interruption of ours."""
+    """Wait until the process ends.
+
+    Stops it and all that it started after `limit` seconds, and on any interruption of ours.
+    """
     try:
         _, errors = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
@@ -220,7 +233,10 @@ def run_all(rows: list[Row], folder: Path, tiny: bool, again: bool, budget: floa
 
 
 def summarise(folder: Path, tiny: bool, reasons: dict[str, str]) -> list[dict[str, Any]]:
-    """Write summary.json and summary.md of all rows; results of other code or another device are told from new ones."""
+    """Write summary.json and summary.md of all rows.
+
+    Results of other code or another device are told from new ones.
+    """
     here, lines = environment(), []
     for row in chosen_rows(None, tiny):
         content = read_result(result_file(row, folder))

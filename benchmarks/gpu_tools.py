@@ -1,7 +1,10 @@
-"""What the GPU benchmarks share: arguments, the device, interleaved timing by CUDA events, peak memory, copy bandwidth, result rows.
+"""What the GPU benchmarks share.
 
-A contestant is a function of one argument, `mark`, which it may call between its parts (forward, backward). One that raises is
-recorded with its error in one line and leaves the race; if it took the CUDA context with it, the script starts again without it.
+Arguments, the device, interleaved timing by CUDA events, peak memory, copy bandwidth, result rows.
+
+A contestant is a function of one argument, `mark`, which it may call between its parts (forward, backward).
+One that raises is recorded with its error in one line and leaves the race; if it took the CUDA context with
+it, the script starts again without it.
 """
 
 import argparse
@@ -131,7 +134,10 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 class DeviceLost(RuntimeError):
-    """A contestant broke the CUDA context: nothing more runs in this process. contestant: whose turn it was."""
+    """A contestant broke the CUDA context: nothing more runs in this process.
+
+    contestant: whose turn it was.
+    """
 
     def __init__(self, contestant: str, reason: str):
         super().__init__(reason)
@@ -150,7 +156,10 @@ def is_lost(device: torch.device) -> bool:
 
 
 def start(main: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    """Run; when a contestant breaks the CUDA context, run again in a fresh process with that one recorded as failed."""
+    """Run; when a contestant breaks the CUDA context, run again in a fresh process.
+
+    That contestant is then recorded as failed.
+    """
     try:
         return main(arguments)
     except DeviceLost as error:
@@ -170,7 +179,10 @@ def start(main: Callable[[argparse.Namespace], int], arguments: argparse.Namespa
 
 
 def _close_on_exec() -> None:
-    """Mark every open file, so that the driver frees the lost context when this process's program is replaced."""
+    """Mark every open file.
+
+    So the driver frees the lost context when this process's program is replaced.
+    """
     for descriptor in Path("/proc/self/fd").glob("*"):
         if int(descriptor.name) > 2:
             with contextlib.suppress(OSError):
@@ -180,8 +192,9 @@ def _close_on_exec() -> None:
 class Race:
     """Contestants that take turns in one process.
 
-    scope: goes before the names in `failed`, such as "131072 tokens"; failed: reasons of contestants that are not to run.
-    After `run`: seconds[name] = one list per timed round of the parts' seconds; errors[name] = why it did not finish.
+    scope: goes before the names in `failed`, such as "131072 tokens"; failed: reasons of contestants that are
+    not to run. After `run`: seconds[name] = one list per timed round of the parts' seconds; errors[name] =
+    why it did not finish.
     """
 
     def __init__(self, device: torch.device, scope: str = "", failed: dict[str, str] | None = None):
@@ -199,7 +212,10 @@ class Race:
         self._guard(name, lambda: self._enter(name, make()))
 
     def run(self, rounds: int, budget: float | None = None) -> None:
-        """Timed rounds, at least 3 if there are as many as that; fewer than `rounds` when they would take more than `budget` seconds."""
+        """Timed rounds, at least 3 if there are as many as that.
+
+        They are fewer than `rounds` when they would take more than `budget` seconds.
+        """
         warm = {}
         for name in list(self.contestants):
             self._guard(name, lambda name=name: warm.update({name: sum(self._timed(self.contestants[name]))}))

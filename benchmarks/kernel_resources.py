@@ -1,9 +1,12 @@
-"""What every compiled kernel needs: registers, stack and shared memory on A100, H100/H200 and B200. No GPU is needed.
+"""What every compiled kernel needs: registers, stack and shared memory on A100, H100/H200 and B200.
 
-    python benchmarks/kernel_resources.py        # some minutes; writes benchmarks/results/kernel_resources.json and .md
+No GPU is needed.
 
-`tests/kernels/test_kernels_compile.py` holds the kernels against the committed table: a changed kernel needs a new one. Kernels
-that break a limit are named, and the table is not written.
+    # some minutes; writes benchmarks/results/kernel_resources.json and .md
+    python benchmarks/kernel_resources.py
+
+`tests/kernels/test_kernels_compile.py` holds the kernels against the committed table: a changed kernel needs
+a new one. Kernels that break a limit are named, and the table is not written.
 """
 
 import argparse
@@ -30,7 +33,10 @@ KNOWN_SPILLS: dict[tuple[str, int], int] = {
     ("triton_decode: decode int4 bf16 d64 g4 group 32", 90): 16,
     ("triton_decode: decode int4 bf16 d64 g4 group 32 sink", 90): 24,
 }
-"""Hot kernels that do spill, and how many bytes per thread: not more. One that no longer does must leave this list."""
+"""Hot kernels that do spill, and how many bytes per thread: not more.
+
+One that no longer does must leave this list.
+"""
 
 
 def problems(name: str, case: AotCase, capability: int, found: CompiledCase) -> list[str]:

@@ -1,10 +1,14 @@
-"""Our methods beside kvpress' presses on SmolLM2-135M in fp32: scores and kept tokens, and whether a difference is one of definition.
+"""Our methods beside kvpress' presses on SmolLM2-135M in fp32: scores and kept tokens.
 
-python benchmarks/kvpress_agreement.py [--venv runs/venv_kvpress]    # about ten minutes; writes results/kvpress_agreement.json
+It says whether a difference is one of definition.
 
-kvpress wants an older transformers, so it lives in a venv of its own, which is made when it is not there. Both sides read the same
-prompts in full, then compress. A row whose rules agree must keep the same tokens. Where ours differs on purpose, the other rule is
-applied to *our* scores as well: that this keeps what kvpress keeps says that the rule is all that differs.
+    # about ten minutes; writes results/kvpress_agreement.json
+    python benchmarks/kvpress_agreement.py [--venv runs/venv_kvpress]
+
+kvpress wants an older transformers, so it lives in a venv of its own, which is made when it is not there.
+Both sides read the same prompts in full, then compress. A row whose rules agree must keep the same tokens.
+Where ours differs on purpose, the other rule is applied to *our* scores as well: that this keeps what kvpress
+keeps says that the rule is all that differs.
 """
 
 import argparse
@@ -68,7 +72,8 @@ class Row:
         share: of the tokens, those that stay.
         attention: in kvpress; presses that need the weights want ``eager``.
         factor: what our scores of a prompt of ``n`` tokens are multiplied by to be theirs.
-        rule: kvpress' choice from our scores ``[L, H, n]`` and the tokens that stay, bool ``[L, H, n]``; None = rules agree.
+        rule: kvpress' choice from our scores ``[L, H, n]`` and the tokens that stay, bool ``[L, H, n]``; None
+            = rules agree.
         why: what differs.
     """
 
@@ -92,8 +97,10 @@ def best(scores: Tensor, sizes: int | list[int]) -> Tensor:
 
 
 def pyramid(scores: Tensor, stay: int, window: int = 8, beta: int = 20) -> Tensor:
-    """PyramidKVPress: budgets on a line from ``2·stay - stay/beta`` to ``stay/beta``, each rounded by itself, unless the last is
-    less than the window: then equal ones."""
+    """PyramidKVPress: budgets on a line from ``2·stay - stay/beta`` to ``stay/beta``.
+
+    Each is rounded by itself, unless the last is less than the window: then they are equal.
+    """
     last = stay / beta
     first = min(2 * stay - last, scores.shape[2] - window)
     last, layers = 2 * stay - first, len(scores)
@@ -123,7 +130,10 @@ def per_query(n: int) -> Tensor:
 
 
 def rows(gates: Path, values: list[list[float]], asked: list[list[int]]) -> dict[str, Row]:
-    """Every method that both have; ``values`` are those in the file of ``gates``, ``asked`` as of ``kvzip_row``."""
+    """Every method that both have.
+
+    ``values`` are those in the file of ``gates``, ``asked`` as of ``kvzip_row``.
+    """
     channels = {"key_channel_compression_ratio": 0.4, "window_size": 32}
     thin = {"ratio": 0.4, "queries": 32, "recent": 0}
     return ranked_rows() | {
@@ -254,7 +264,10 @@ def ranked_rows() -> dict[str, Row]:
 
 @contextmanager
 def recorded() -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """While this is open: the scores ``[1, heads, …]`` by which methods choose, and the attention by which SimLayerKV judges."""
+    """While this is open: the scores ``[1, heads, …]`` by which methods choose.
+
+    Also the attention by which SimLayerKV judges.
+    """
     scores: list[Tensor] = []
     judged: list[Tensor] = []
 
@@ -285,7 +298,10 @@ def recorded() -> Iterator[tuple[list[Tensor], list[Tensor]]]:
 
 @torch.no_grad()
 def measure(model: pod.PodForCausalLM, row: Row, ids: Tensor) -> Measured:
-    """As ``kvpress_side.measure``; SimLayerKV's ``mass`` and, by the other definition, ``their_mass`` ``[L]``."""
+    """As ``kvpress_side.measure``.
+
+    Also SimLayerKV's ``mass`` and, by the other definition, ``their_mass`` ``[L]``.
+    """
     config, n = model.config, ids.shape[1]
     full, cache = (
         pod.make_cache(model, spec, **x) for spec, x in (("full", {}), (row.spec, row.ours(stay(row, n))))
@@ -313,7 +329,10 @@ def stay(row: Row, n: int) -> int:
 
 
 def kept_of(layer: CacheLayer, full: PodCacheLayer, n: int) -> tuple[Tensor, Tensor]:
-    """What a layer holds of the ``n`` tokens that the dense layer holds, bool ``[H, n]``, and channels of keys, bool ``[H, d]``."""
+    """What a layer holds of the ``n`` tokens that the dense layer holds, bool ``[H, n]``.
+
+    Also which channels of keys, bool ``[H, d]``.
+    """
     keys, values = full.lead_keys.read(n)[0], full.all_values.read(n)[0]
     kept, channels = (
         torch.zeros(keys.shape[:2], dtype=torch.bool),

@@ -28,7 +28,10 @@ class Threshold(float):
 
 
 def make_press(name: str, options: dict[str, Any]) -> Any:
-    """A press of this name. ``inner``: other presses, each ``[name, options]``: of one the press around it, of more all in turn."""
+    """A press of this name.
+
+    ``inner``: other presses, each ``[name, options]``. Of one it is the press around it, of more all in turn.
+    """
     options = dict(options)
     gates, inner = options.pop("gates", None), [make_press(*x) for x in options.pop("inner", ())]
     if inner:
@@ -41,14 +44,20 @@ def make_press(name: str, options: dict[str, Any]) -> Any:
 
 
 def without_template(*args: Any, load: Any = AutoTokenizer.from_pretrained) -> Any:
-    """A tokenizer whose prompts are plain text: KVzipPress else takes the first tokens for a template's, and does not score them."""
+    """A tokenizer whose prompts are plain text.
+
+    KVzipPress else takes the first tokens for a template's, and does not score them.
+    """
     tokenizer = load(*args)
     tokenizer.chat_template = None
     return tokenizer
 
 
 def tokens_of(held: Tensor, full: Tensor) -> Tensor:
-    """Which of the keys ``[H, n, d]`` are held, bool ``[H, n]``; all, where as many are held (in fewer channels, perhaps)."""
+    """Which of the keys ``[H, n, d]`` are held, bool ``[H, n]``.
+
+    All, where as many are held (in fewer channels, perhaps).
+    """
     found = torch.full(full.shape[:2], held.shape[1] == full.shape[1])
     if not bool(found.all()):
         distances = torch.cdist(held, full, compute_mode="donot_use_mm_for_euclid_dist")
@@ -59,8 +68,11 @@ def tokens_of(held: Tensor, full: Tensor) -> Tensor:
 
 @torch.no_grad()
 def measure(model: Any, press: Any, ids: Tensor) -> dict[str, Tensor]:
-    """By name: ``kept`` bool ``[L, H, n]``, and where the press has them ``scores`` ``[L, H, n]``, ``mass`` ``[L]`` and the
-    ``channels`` bool ``[L, H, d]`` of keys that are not all zero."""
+    """By name: ``kept`` bool ``[L, H, n]``, and what else the press has.
+
+    That is ``scores`` ``[L, H, n]``, ``mass`` ``[L]``, and the ``channels`` bool ``[L, H, d]`` of keys that
+    are not all zero.
+    """
     plain, pressed = DynamicCache(), DynamicCache()
     model.model(input_ids=ids, past_key_values=plain)
     scorer, scores = getattr(press, "presses", [getattr(press, "press", press)])[0], []

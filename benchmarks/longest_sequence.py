@@ -1,17 +1,23 @@
-"""Longest sequence that one GPU trains: ZeRO-3, optimizer in host memory, tiled feed-forward, chunked loss; PoD against dense.
+"""Longest sequence that one GPU trains, PoD against dense.
 
-    python benchmarks/longest_sequence.py              # one GPU; writes benchmarks/results/gpu/longest_sequence.json
+Both use ZeRO-3, the optimizer in host memory, a tiled feed-forward part and a chunked loss.
+
+    # one GPU; writes benchmarks/results/gpu/longest_sequence.json
+    python benchmarks/longest_sequence.py
     python benchmarks/longest_sequence.py --tiny       # toy shapes on CPU: tests the script
-    python benchmarks/longest_sequence.py --predict    # no GPU: bytes of every operation at the true shapes, no arithmetic
+    # no GPU: bytes of every operation at the true shapes, no arithmetic
+    python benchmarks/longest_sequence.py --predict
 
-Shapes of a model of 1.2 billion weights, random, bf16, activation checkpointing; 70 % of the (layer, KV head) pairs follow, windows
-16+4080. Contestants: dense, and PoD with train.carry = keep, offload and recompute. A try is a training step of one row, after a
-short one which allocates what does not grow. It fails when memory runs out; its process then ends and the next try starts a fresh
-one. Two tries that fit predict the longest row, a bisection finds it to within 3 % unless --budget ends it.
+Shapes of a model of 1.2 billion weights, random, bf16, activation checkpointing; 70 % of the (layer, KV head)
+pairs follow, windows 16+4080. Contestants: dense, and PoD with train.carry = keep, offload and recompute. A
+try is a training step of one row, after a short one which allocates what does not grow. It fails when memory
+runs out; its process then ends and the next try starts a fresh one. Two tries that fit predict the longest
+row, a bisection finds it to within 3 % unless --budget ends it.
 
-Memory is limited to --memory-gib, so that the search ends in minutes: the time of a row grows with its square, the ratio of lengths
-hardly depends on the limit once activations are most of it. On a CPU, and in a prediction, the bytes of all live tensors are counted,
-without those that stand for host memory; a try fails when their peak passes the limit.
+Memory is limited to --memory-gib, so that the search ends in minutes: the time of a row grows with its
+square, the ratio of lengths hardly depends on the limit once activations are most of it. On a CPU, and in a
+prediction, the bytes of all live tensors are counted, without those that stand for host memory; a try fails
+when their peak passes the limit.
 """
 
 import argparse
@@ -173,7 +179,10 @@ def measured(run: Callable[[int], None], tokens: int, decoder: Any, cuda: bool) 
 
 
 def serve(pipe: Any, contestant: str, limit: int, tiny: bool) -> None:
-    """Tries of one process: takes lengths from the pipe, answers each; ends at the first that runs out of memory."""
+    """Tries of one process: takes lengths from the pipe, answers each.
+
+    Ends at the first that runs out of memory.
+    """
     try:
         cuda = torch.cuda.is_available() and not tiny
         if cuda:
@@ -295,7 +304,10 @@ def bytes_per_token(tries: list[dict[str, Any]]) -> float | None:
 
 
 class CountedAttention(torch.autograd.Function):
-    """Attention as a fused kernel holds it: inputs, output and log-sum-exp for backward, gradients in their own type."""
+    """Attention as a fused kernel holds it.
+
+    Inputs, output and log-sum-exp for backward, gradients in their own type.
+    """
 
     @staticmethod
     def forward(ctx, *inputs):
@@ -317,7 +329,10 @@ def counted_attention(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def predicted_peak(contestant: str, tokens: int) -> int:
-    """Peak bytes of forward and backward at the true shapes without arithmetic: weights, loss and optimizer left out."""
+    """Peak bytes of forward and backward at the true shapes without arithmetic.
+
+    Weights, loss and optimizer are left out.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from pod.training.run.engine import save_activations
@@ -340,7 +355,10 @@ def predicted_peak(contestant: str, tokens: int) -> int:
 
 
 def predict(tokens: int) -> dict[str, Any]:
-    """Bytes per token of every contestant from two lengths, in bytes and in hidden states; ratios to dense."""
+    """Bytes per token of every contestant from two lengths, in bytes and in hidden states.
+
+    Also ratios to dense.
+    """
     result: dict[str, Any] = {"tokens": [tokens // 2, tokens], "contestants": {}}
     hidden = 2 * TRUE_SIZE["hidden_size"]
     for name in CONTESTANTS:
@@ -367,7 +385,10 @@ def plan_facts(tiny: bool) -> dict[str, Any]:
 
 
 def race(arguments: argparse.Namespace, limit: int, save: Callable[[dict[str, Any]], None]) -> None:
-    """The search of every contestant, saved after each try; one that ends with an error is recorded with it."""
+    """The search of every contestant, saved after each try.
+
+    One that ends with an error is recorded with it.
+    """
     tiny, found = arguments.tiny, {}
     names = arguments.only.split(",")
     if tiny:

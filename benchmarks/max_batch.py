@@ -1,14 +1,20 @@
-"""Largest batch that fits on one GPU: PoD against the dense cache, both with everything preallocated, by trying.
+"""Largest batch that fits on one GPU: PoD against the dense cache, by trying.
 
-    python benchmarks/max_batch.py            # LLaMA-3-8B shapes; writes benchmarks/results/gpu/max_batch.json
-    python benchmarks/max_batch.py --tiny     # toy sizes on CPU, a limit in bytes in place of a full GPU: tests the script
+Both have everything preallocated.
 
-A prompt of x tokens and 8,192 generated ones: the cache has room for all of them, and one step is decoded at the last length, on
-CUDA as a graph, as the decode engine does it. Weights are random and stay in place. `pod.measure.max_batch` searches.
+    # LLaMA-3-8B shapes; writes benchmarks/results/gpu/max_batch.json
+    python benchmarks/max_batch.py
+    # toy sizes on CPU, a limit in bytes in place of a full GPU: tests the script
+    python benchmarks/max_batch.py --tiny
 
-Batches are whole numbers: 41 and 57 rows are 1.39x where bytes allow 1.41x. So three ratios are given: of the whole batches; of the
-rows that would fit if rows could be cut, from the peak bytes of two batches of each method; and the theory 1 / (1 - saving(n)),
-which knows the bytes of keys and values only, at n = x + 8192. The verdict is the second over the third.
+A prompt of x tokens and 8,192 generated ones: the cache has room for all of them, and one step is decoded at
+the last length, on CUDA as a graph, as the decode engine does it. Weights are random and stay in place.
+`pod.measure.max_batch` searches.
+
+Batches are whole numbers: 41 and 57 rows are 1.39x where bytes allow 1.41x. So three ratios are given: of the
+whole batches; of the rows that would fit if rows could be cut, from the peak bytes of two batches of each
+method; and the theory 1 / (1 - saving(n)), which knows the bytes of keys and values only, at n = x + 8192.
+The verdict is the second over the third.
 """
 
 import argparse
@@ -53,7 +59,10 @@ class RoomTries(Tries):
 
 @torch.no_grad()
 def reserve(model: Any, cache: Any, batch: int, length: int) -> None:
-    """Let a cache say that it holds `length` tokens per row: the room that it reserved is allocated, and no more."""
+    """Let a cache say that it holds `length` tokens per row.
+
+    The room that it reserved is allocated, and no more.
+    """
     model(input_ids=torch.zeros(batch, 1, dtype=torch.long, device=model.device), past_key_values=cache)
     step, _ = cache.begin_step(model.lm_head.weight.new_empty(batch, length - 1, 0), None, None)
     cache.end_step(step)

@@ -1,7 +1,7 @@
 """How many bytes the KV cache of a large model takes, and how many requests fit beside the weights.
 
-Arithmetic on sizes from the models' config.json; no weights are read. It says what a plan may save. Whether a plan
-keeps the quality is what `pod explore` and `pod eval` measure on the model itself.
+Arithmetic on sizes from the models' config.json; no weights are read. It says what a plan may save. Whether a
+plan keeps the quality is what `pod explore` and `pod eval` measure on the model itself.
 
 python benchmarks/memory_table.py                        # the table of the README, in Markdown
 python benchmarks/memory_table.py --gpu-gigabytes 141    # another card

@@ -1,12 +1,15 @@
-"""Plans of SmolLM2-135M by allowed roles and saving: roles chosen, cost, and perplexity before any adaptation.
+"""Plans of SmolLM2-135M by allowed roles and saving: roles chosen, cost, and perplexity before any
+adaptation.
 
     python launch/explore.py --config configs/plans_smollm2.yaml    # once: the costs
-    python benchmarks/plan_costs_smollm2.py                         # benchmarks/results/plan_costs_smollm2.json
+    # benchmarks/results/plan_costs_smollm2.json
+    python benchmarks/plan_costs_smollm2.py
 
-Costs, calibration texts and windows (16 + 240) are those of the recipe. Perplexity is that of 2,048-token sequences of the same held-out
-text which calibration has not seen: of the last eight of 24 the first --sequences of EVALUATION. Savings are meant in the limit
-of long sequences. Plans go to runs/plan_costs/<kind>_<percent>.json; rows that are in the result are not measured again.
-Weights and hidden states are bfloat16.
+Costs, calibration texts and windows (16 + 240) are those of the recipe. Perplexity is that of 2,048-token
+sequences of the same held-out text which calibration has not seen: of the last eight of 24 the first
+--sequences of EVALUATION. Savings are meant in the limit of long sequences. Plans go to
+runs/plan_costs/<kind>_<percent>.json; rows that are in the result are not measured again. Weights and hidden
+states are bfloat16.
 """
 
 import argparse

@@ -1,20 +1,27 @@
-"""Plans by byte budget on SmolLM2-135M beside every training-free method at the same bytes: perplexity, passkeys, bytes held.
+"""Plans by byte budget on SmolLM2-135M beside every training-free method at the same bytes.
 
-    python launch/prepare_data.py --config configs/plans_smollm2.yaml           # once: text, also for output_dir=…/narrow
+The figures are perplexity, passkeys and bytes held.
+
+    # once: text, also for output_dir=…/narrow
+    python launch/prepare_data.py --config configs/plans_smollm2.yaml
     python launch/explore.py --config configs/plans_smollm2.yaml                # once: costs of roles
     python launch/explore.py --config configs/plans_smollm2.yaml --set output_dir=runs/plans_smollm2/narrow \
-        --set model.num_recent_tokens=112 --set explore.loss_sequences=0        # once: the same with windows of 128 tokens
-    python launch/explore.py --config configs/plans_smollm2.yaml --heads        # once: retrieval heads for razor
-    python benchmarks/plans_smollm2.py --plans                                  # plans of every kind and saving from these costs
+        # once: the same with windows of 128 tokens
+        --set model.num_recent_tokens=112 --set explore.loss_sequences=0
+    # once: retrieval heads for razor
+    python launch/explore.py --config configs/plans_smollm2.yaml --heads
+    # plans of every kind and saving from these costs
+    python benchmarks/plans_smollm2.py --plans
     OMP_NUM_THREADS=1 python benchmarks/plans_smollm2.py --part 0/2 &
     OMP_NUM_THREADS=1 python benchmarks/plans_smollm2.py --part 1/2
     python benchmarks/plans_smollm2.py --assemble            # benchmarks/results/plans_smollm2.json and .md
 
-A row is a plan or a method at a share of the dense bytes at 2,048 tokens. Its figures are kept in runs/plans_smollm2/, so that an
-interrupted run goes on where it stopped. Perplexity: the last SCORED tokens of TEXTS held-out texts, decoded one by one
-from the compressed cache; the ratio to dense has a 95 % interval over texts (paired, Student's t). Passkeys: the text is read
-and compressed first, then asked. Nothing is trained but what adaptation_smollm2.py exported: those models are rows too, and
-their ratio is to the dense model that was trained on the same tokens.
+A row is a plan or a method at a share of the dense bytes at 2,048 tokens. Its figures are kept in
+runs/plans_smollm2/, so that an interrupted run goes on where it stopped. Perplexity: the last SCORED tokens
+of TEXTS held-out texts, decoded one by one from the compressed cache; the ratio to dense has a 95 % interval
+over texts (paired, Student's t). Passkeys: the text is read and compressed first, then asked. Nothing is
+trained but what adaptation_smollm2.py exported: those models are rows too, and their ratio is to the dense
+model that was trained on the same tokens.
 """
 
 import argparse
@@ -50,8 +57,10 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
     "narrow": ({"bits": [16, 4]}, (0.67, 0.8, 0.85, 0.9)),
     "windows": ({"roles": ["window"], "align_heads": False}, (0.5, 0.63)),
 }
-"""Kinds of plans: what differs in the recipe's explore section, and savings at LENGTH tokens; narrow ones have windows of 128 tokens,
-those of windows alone say which heads razor keeps."""
+"""Kinds of plans: what differs in the recipe's explore section, and savings at LENGTH tokens.
+
+Narrow ones have windows of 128 tokens; those of windows alone say which heads razor keeps.
+"""
 
 
 def make_plans() -> None:
@@ -76,7 +85,10 @@ def make_plans() -> None:
 
 
 def rows() -> list[Row]:
-    """The dense model, every plan that was made, every model that was adapted, every method at every share."""
+    """The dense model and every plan that was made.
+
+    Also every model that was adapted, and every method at every share.
+    """
     found = [Row("dense", "full")]
     found += [
         Row(f"plan {file.stem}", "pod", file.name) for file in sorted(PLANS.glob("*.json")) if is_plan(file)
@@ -159,7 +171,10 @@ def kind_of(name: str) -> str:
 
 
 def draw(measured: list[dict[str, Any]]) -> None:
-    """Perplexity over dense, with intervals, and passkeys at LENGTH tokens, by bytes; a line per kind of row."""
+    """Perplexity over dense, with intervals, and passkeys at LENGTH tokens, by bytes.
+
+    There is a line per kind of row.
+    """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 

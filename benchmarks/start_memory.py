@@ -1,13 +1,17 @@
-"""Host memory of every rank while a model is loaded for training: read weight by weight, against whole models on every rank.
+"""Host memory of every rank while a model is loaded for training.
 
-    python benchmarks/start_memory.py                   # 1.24B weights, 4 ranks; writes benchmarks/results/start_memory.json
+Weights are read one by one, against whole models on every rank.
+
+    # 1.24B weights, 4 ranks; writes benchmarks/results/start_memory.json
+    python benchmarks/start_memory.py
     python benchmarks/start_memory.py --layers 2 --out /tmp/start.json
 
-Method: a random checkpoint of the shape of Llama-3.2-1B in bfloat16 is written once, in several files. Ranks are forked; a thread in
-each reads /proc/self/status every few milliseconds. Peaks are above what the rank held before it began. Pages of a mapped file
-(RssFile) can be given back at any time and are told apart from the rank's own (RssAnon). On a CPU the divided weights are in host
-memory too; on GPUs only what passes through is. `whole` is `pod.load_model` on every rank, a copy as the engine makes one on its
-device, then ZeRO-3.
+Method: a random checkpoint of the shape of Llama-3.2-1B in bfloat16 is written once, in several files. Ranks
+are forked; a thread in each reads /proc/self/status every few milliseconds. Peaks are above what the rank
+held before it began. Pages of a mapped file (RssFile) can be given back at any time and are told apart from
+the rank's own (RssAnon). On a CPU the divided weights are in host memory too; on GPUs only what passes
+through is. `whole` is `pod.load_model` on every rank, a copy as the engine makes one on its device, then
+ZeRO-3.
 """
 
 import argparse
@@ -55,7 +59,10 @@ ALLOWED = 1.2  # of a rank's share of the weights, beside one file
 
 
 def write_checkpoint(folder: Path, layers: int) -> dict[str, int]:
-    """Random weights in files of at most SHARD_BYTES, or one weight; bytes of all weights and of the largest file."""
+    """Random weights in files of at most SHARD_BYTES, or one weight.
+
+    Returns bytes of all weights and of the largest file.
+    """
     config = LlamaConfig(num_hidden_layers=layers, **SIZE)
     config.save_pretrained(folder)
     with torch.device("meta"):

@@ -1,10 +1,13 @@
-"""Tokens per second end to end on one GPU: PoD against the dense cache through the same decode engine, and the byte ceiling.
+"""Tokens per second end to end on one GPU, and the byte ceiling.
 
-    python benchmarks/tokens_per_second.py --batch 4  # LLaMA-3-8B shapes, 128K; writes benchmarks/results/gpu/tokens_per_second.json
+PoD is held against the dense cache through the same decode engine.
+
+    # LLaMA-3-8B shapes, 128K; writes benchmarks/results/gpu/tokens_per_second.json
+    python benchmarks/tokens_per_second.py --batch 4
     python benchmarks/tokens_per_second.py --tiny     # toy sizes on CPU: tests the script
 
-What `pod bench --config bench_llama3_8b` measures, a method at a time, with rows for the summary. The verdict is about `pod`, the other
-methods are stated.
+What `pod bench --config bench_llama3_8b` measures, a method at a time, with rows for the summary. The verdict
+is about `pod`, the other methods are stated.
 """
 
 import argparse
@@ -56,7 +59,10 @@ def measure(bench: Bench, method: Method, batch: int, length: int, backend: str 
 
 
 def row_of(what: str, name: str, found: dict[str, Any], tiny: bool) -> dict[str, Any]:
-    """The summary's row of a method: for `pod` the share of the byte ceiling that it reached, for others the speed over dense."""
+    """The summary's row of a method.
+
+    For `pod` it has the share of the byte ceiling that it reached, for others the speed over dense.
+    """
     title = f"{what}, {name}"
     judged = name == "pod"
     goal, unit = (f">= {GOAL} of the byte ceiling", "of the ceiling") if judged else ("stated", "x dense")

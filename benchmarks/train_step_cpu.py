@@ -1,11 +1,14 @@
-"""Training step on CPU, PoD over dense: forward, backward and AdamW of one row, at the widths of SmolLM2-135M.
+"""Training step on CPU, PoD over dense: forward, backward and AdamW of one row, at the widths of
+SmolLM2-135M.
 
-    OMP_NUM_THREADS=1 python benchmarks/train_step_cpu.py        # 2K and 4K tokens; writes benchmarks/results/train_step_cpu.json
+    # 2K and 4K tokens; writes benchmarks/results/train_step_cpu.json
+    OMP_NUM_THREADS=1 python benchmarks/train_step_cpu.py
 
-Ten layers of hidden size 576, 9 query and 3 KV heads of 64, fp32, random weights, a vocabulary of 4,096 (the projection to one of
-49,152 would take a third of the step and hide what is measured), no activation checkpointing. 70 % of the (layer, KV head) pairs
-follow: a saving of 35 % of the KV bytes. Contestants take turns in one process; ratios are taken round by round, of the processor
-time of all threads, which other work on the machine disturbs least; wall-clock ratios stand beside them.
+Ten layers of hidden size 576, 9 query and 3 KV heads of 64, fp32, random weights, a vocabulary of 4,096 (the
+projection to one of 49,152 would take a third of the step and hide what is measured), no activation
+checkpointing. 70 % of the (layer, KV head) pairs follow: a saving of 35 % of the KV bytes. Contestants take
+turns in one process; ratios are taken round by round, of the processor time of all threads, which other work
+on the machine disturbs least; wall-clock ratios stand beside them.
 """
 
 import argparse
@@ -76,7 +79,10 @@ def make_step(tokens: int, windows: tuple[int, int] | None, rows: list[list[int]
 
 
 def race(tokens: int, repeats: int, rows: list[list[int]]) -> dict[str, dict]:
-    """Seconds and speed over dense of every contestant; contestants take turns, each round in another order."""
+    """Seconds and speed over dense of every contestant.
+
+    Contestants take turns, each round in another order.
+    """
     steps = {"dense": make_step(tokens, None, rows)}
     for sinks, recent in WINDOWS:
         if sinks + recent < tokens:

@@ -1,13 +1,17 @@
-"""Steps of the trainer on two CPU ranks, PoD over dense: rate, all-to-all bytes, what is kept for backward, peak memory.
+"""Steps of the trainer on two CPU ranks, PoD over dense.
 
-    OMP_NUM_THREADS=1 python benchmarks/train_step_ranks.py        # about an hour; writes benchmarks/results/train_step_ranks.json
+Rate, all-to-all bytes, what is kept for backward, peak memory.
 
-The model of train_step_cpu.py (ten layers at the widths of SmolLM2-135M, 70 % of the (layer, KV head) pairs follow) through
-`pod.training.run.trainer`: Ulysses over both ranks, ZeRO-3, activation checkpointing, fp32, one thread per rank. Contestants take
-turns in the same two processes; a step's time is the wall clock of the slower rank, from barrier to barrier, beside the processor
-time of both. What is kept for backward is counted in the first step, when its forward pass has ended: bytes of all storages that
-autograd holds. Peak memory is the highest resident set of fresh processes while they make two steps, above what they held
-before the first one.
+    # about an hour; writes benchmarks/results/train_step_ranks.json
+    OMP_NUM_THREADS=1 python benchmarks/train_step_ranks.py
+
+The model of train_step_cpu.py (ten layers at the widths of SmolLM2-135M, 70 % of the (layer, KV head) pairs
+follow) through `pod.training.run.trainer`: Ulysses over both ranks, ZeRO-3, activation checkpointing, fp32,
+one thread per rank. Contestants take turns in the same two processes; a step's time is the wall clock of the
+slower rank, from barrier to barrier, beside the processor time of both. What is kept for backward is counted
+in the first step, when its forward pass has ended: bytes of all storages that autograd holds. Peak memory is
+the highest resident set of fresh processes while they make two steps, above what they held before the first
+one.
 """
 
 import argparse
@@ -135,7 +139,10 @@ def resident(field: str) -> int:
 
 
 def peak(data: Path, folder: Path, mesh: Any, name: str) -> dict[str, float]:
-    """Highest resident set of a rank during two steps: all of it, and above the one before them; the larger rank's."""
+    """Highest resident set of a rank during two steps: all of it, and above the one before them.
+
+    It is that of the larger rank.
+    """
     trainer = make_trainer(name, data, folder, mesh)
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts again

@@ -29,8 +29,9 @@ class Row:
 
     Attributes:
         spec, options: for ``pod.make_cache``.
-        whole: changes to the options with which nothing is dropped or packed, so that the cache must equal the
-            model without a cache; None where the rule changes something even then, for the reason in ``why``.
+        whole: changes to the options with which nothing is dropped or packed, so that the cache must equal
+            the model without a cache; None where the rule changes something even then, for the reason in
+            ``why``.
         large: changes to the options for a prompt of 2K tokens.
         name: of the test; the spec when empty.
         model: layout of the model: ``dense``, ``pod``, ``cla`` or ``window``.

@@ -1,10 +1,15 @@
-"""A naive cached decoder, the base of every oracle: Python lists of entries per layer and KV head, n×n attention.
+"""A naive cached decoder, the base of every oracle.
 
-An oracle is a subclass of ``NaiveDecoder`` that overrides the few methods in which it differs from full attention:
+It has Python lists of entries per layer and KV head, and n×n attention.
+
+An oracle is a subclass of ``NaiveDecoder`` that overrides the few methods in which it differs from full
+attention:
 
 * ``weights``: which entries a query sees and at which positions (masks, re-indexed positions, log-weights);
-* ``after_prompt`` / ``after_decode``: what one KV head of one layer keeps; ``after_layers``: decisions across layers;
-* ``attend_head`` / ``attend_layer``: everything about one head or one layer (values, heads that use others' keys);
+* ``after_prompt`` / ``after_decode``: what one KV head of one layer keeps; ``after_layers``: decisions across
+  layers;
+* ``attend_head`` / ``attend_layer``: everything about one head or one layer (values, heads that use others'
+  keys);
 * ``chunks``: how a prompt is cut into passes, each of which ends with ``after_prompt``.
 
     class Recent(NaiveDecoder):
@@ -13,7 +18,8 @@ An oracle is a subclass of ``NaiveDecoder`` that overrides the few methods in wh
 
     logits = Recent(model).run(ids, [("prompt", 30), ("decode", 5), ("prompt", 7)])   # ids [n] -> [n, vocab]
 
-Everything is computed from the weights of the model's public submodules; no cache code of the package is used.
+Everything is computed from the weights of the model's public submodules; no cache code of the package is
+used.
 """
 
 import math
@@ -37,7 +43,8 @@ class Entry:
     """One held key-value pair of one KV head.
 
     Attributes:
-        position: of the token in the row, counted over all tokens seen; -1 for what is no token (compensation).
+        position: of the token in the row, counted over all tokens seen; -1 for what is no token
+            (compensation).
         k_raw, k, v: ``[d]`` key before RoPE, key rotated at ``position``, value.
         log_weight: added to the logit of this entry (log of the number of tokens it stands for).
         stats: what the method remembers about the entry, by name.
@@ -52,13 +59,16 @@ class Entry:
 
 
 class NaiveDecoder:
-    """One row through the decoder, pass by pass; ``entries[layer][head]`` is what is held, in position order.
+    """One row through the decoder, pass by pass.
+
+    ``entries[layer][head]`` is what is held, in position order.
 
     Attributes:
         seen: tokens seen before the pass in progress.
         num_new: tokens of the pass in progress.
         is_decode: whether the pass in progress is one decoded token.
-        queries: per layer ``[Hq, m, d]`` un-rotated queries of the pass in progress (for methods across layers).
+        queries: per layer ``[Hq, m, d]`` un-rotated queries of the pass in progress (for methods across
+            layers).
     """
 
     def __init__(self, model, **params):

@@ -1,13 +1,18 @@
-"""Oracle of ThinK: keys of a prompt without the channels that its last queries have least use for. Loops over channels, fp64.
+"""Oracle of ThinK: keys of a prompt without the channels that its last queries have least use for.
+
+Loops over channels, fp64.
 
 Settled here (Xu et al., 2024, and the authors' code where the paper leaves it open):
 
-* A channel of a KV head scores (mean over the query heads of its group of Σ_i Q_ij²) · Σ_t K_tj²: i over the last ``queries`` tokens of
-  the prompt (all, if it has fewer), t over all keys of the prompt, the recent ones too; queries and keys rotated.
+* A channel of a KV head scores (mean over the query heads of its group of Σ_i Q_ij²) · Σ_t K_tj²: i over the
+  last ``queries`` tokens of the prompt (all, if it has fewer), t over all keys of the prompt, the recent ones
+  too; queries and keys rotated.
 * floor(ratio · d) channels with the least score are dropped; of equal ones the higher goes first.
-* All tokens but the ``recent`` newest lose them when the prompt ends. Later prompts choose no new channels: at their end all tokens but
-  the ``recent`` newest lose those of the first. A prompt that leaves no token to thin (no more than ``recent`` held whole) chooses none.
-* With a codec: keys that lost channels are packed per channel in groups of tokens, the others are not; values as ever.
+* All tokens but the ``recent`` newest lose them when the prompt ends. Later prompts choose no new channels:
+  at their end all tokens but the ``recent`` newest lose those of the first. A prompt that leaves no token to
+  thin (no more than ``recent`` held whole) chooses none.
+* With a codec: keys that lost channels are packed per channel in groups of tokens, the others are not; values
+  as ever.
 """
 
 import math

@@ -1,14 +1,19 @@
-"""Oracle of packed keys and values: a quantizer of Python loops over a sorted list of all fp16 numbers. fp64.
+"""Oracle of packed keys and values: a quantizer of Python loops over a sorted list of all fp16 numbers.
+
+It computes in fp64.
 
 Settled here (METHODS.md §6, last row; KIVI):
 
-* A group of numbers is clamped to ±65504; zero = the largest fp16 number <= its minimum; scale = the smallest fp16 number >= (maximum -
-  zero) / (2^bits - 1); code = round half even((x - zero) / scale), at most 2^bits - 1; read as zero + code·scale.
-* Of n tokens held, the first P(n) = floor((n - residual) / g)·g rest packed. Packing happens when a prompt ends and after every decoded token;
-  in between, new tokens are as they came. What is packed is never packed again.
-* Values: groups of g channels of one token (of all channels when there are fewer). Keys: the same where tokens are evicted, and in windows;
-  otherwise groups of g tokens of one channel, tokens 0..g-1, g..2g-1, …
-* A window never packs its sinks: it packs n_s + P(n - n_s) tokens less the sinks. With n_r <= residual + g it packs nothing.
+* A group of numbers is clamped to ±65504; zero = the largest fp16 number <= its minimum; scale = the smallest
+  fp16 number >= (maximum - zero) / (2^bits - 1); code = round half even((x - zero) / scale), at most 2^bits -
+  1; read as zero + code·scale.
+* Of n tokens held, the first P(n) = floor((n - residual) / g)·g rest packed. Packing happens when a prompt
+  ends and after every decoded token; in between, new tokens are as they came. What is packed is never packed
+  again.
+* Values: groups of g channels of one token (of all channels when there are fewer). Keys: the same where
+  tokens are evicted, and in windows; otherwise groups of g tokens of one channel, tokens 0..g-1, g..2g-1, …
+* A window never packs its sinks: it packs n_s + P(n - n_s) tokens less the sinks. With n_r <= residual + g it
+  packs nothing.
 """
 
 import bisect

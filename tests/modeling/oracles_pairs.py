@@ -2,38 +2,47 @@
 
 Settled here, quest (METHODS.md §6):
 
-* Page p holds positions ``p * page_size … (p + 1) * page_size - 1`` (page_size 16) of the row's own real tokens. Per page, layer and KV
-  head: the per-channel minimum and maximum of the post-RoPE keys of the tokens that are in it so far.
-* Selection happens only in a decode step (one generated token), in layers >= num_dense_layers (2). Prompts, first and later, in any
-  chunking, attend to every token.
-* In a decode step the new key enters its page first. With ``P`` pages so far and ``k = ceil(budget / page_size)``: if ``k >= P`` every token
-  is read. Otherwise the last page (where the new token is, full or not) and the ``k - 1`` best of the other pages by
-  ``Σ_c max(q_c·min_c, q_c·max_c)``; equal scores: the lower page. **Per query head**, with the post-RoPE query, no scale needed.
+* Page p holds positions ``p * page_size … (p + 1) * page_size - 1`` (page_size 16) of the row's own real
+  tokens. Per page, layer and KV head: the per-channel minimum and maximum of the post-RoPE keys of the tokens
+  that are in it so far.
+* Selection happens only in a decode step (one generated token), in layers >= num_dense_layers (2). Prompts,
+  first and later, in any chunking, attend to every token.
+* In a decode step the new key enters its page first. With ``P`` pages so far and ``k = ceil(budget /
+  page_size)``: if ``k >= P`` every token is read. Otherwise the last page (where the new token is, full or
+  not) and the ``k - 1`` best of the other pages by ``Σ_c max(q_c·min_c, q_c·max_c)``; equal scores: the lower
+  page. **Per query head**, with the post-RoPE query, no scale needed.
 * Softmax over the tokens of the chosen pages with their own keys, natural positions. Nothing is ever evicted.
-* pod+quest: bounds are those of lead's keys. A query head of a follower reads the positions that the same query head of its lead reads
-  in this step, all if the lead's layer is < num_dense_layers; logits there as ``pod``'s. A head that keeps its window reads it.
+* pod+quest: bounds are those of lead's keys. A query head of a follower reads the positions that the same
+  query head of its lead reads in this step, all if the lead's layer is < num_dense_layers; logits there as
+  ``pod``'s. A head that keeps its window reads it.
 
 Settled here, minicache (METHODS.md §6; MiniCache, Liu et al. 2024):
 
-* Pairs ``(s, s+1), (s+2, s+3), …`` with ``s = L // 2``; an odd last layer stays alone and, like layers below s, is ordinary.
-* Every pass attends with what is held *before* merging: the prompt's own tokens are native for the whole prompt, in any chunking.
-* When a prompt ends, after the last layer: all tokens that are still native in the pair (leftover decoded ones of the turn before and the
-  prompt) are merged as **one group**. After a decode step: if exactly ``block`` (128) tokens are native they are merged as one
-  group. So at most block - 1 native tokens wait between passes.
-* Merging a group of T tokens, for K (post-RoPE) and for V separately, per KV head and token: ``a``, ``b`` the vectors of the shallower and the
-  deeper layer, ``â = a/‖a‖``, ``b̂ = b/‖b‖`` (a zero vector stays zero), ``Ω = arccos(clamp(â·b̂, -1, 1))``. Shared direction
-  ``sin((1-t)Ω)/sin Ω·â + sin(tΩ)/sin Ω·b̂`` with t = 0.6 (towards the deeper layer). If ``sin Ω < 1e-4`` (parallel or opposite):
-  ``(1-t)·â + t·b̂`` divided by its norm (zero if that norm is zero). Each layer keeps its own norms ``‖a‖``, ``‖b‖``.
-* Kept apart: in each group the ``ceil(share·T - 1e-9)`` tokens (share 0.05; the 1e-9 only undoes rounding of 0.05·140) with the largest Ω, for
-  **each KV head, and for K and V, on their own**; equal angles: the lower position. Both layers keep these vectors natively.
-* Read: a kept-apart token is its native vector; any other merged token is shared direction × the layer's own norm. Positions as ever
-  (keys were rotated before merging).
+* Pairs ``(s, s+1), (s+2, s+3), …`` with ``s = L // 2``; an odd last layer stays alone and, like layers below
+  s, is ordinary.
+* Every pass attends with what is held *before* merging: the prompt's own tokens are native for the whole
+  prompt, in any chunking.
+* When a prompt ends, after the last layer: all tokens that are still native in the pair (leftover decoded
+  ones of the turn before and the prompt) are merged as **one group**. After a decode step: if exactly
+  ``block`` (128) tokens are native they are merged as one group. So at most block - 1 native tokens wait
+  between passes.
+* Merging a group of T tokens, for K (post-RoPE) and for V separately, per KV head and token: ``a``, ``b`` the
+  vectors of the shallower and the deeper layer, ``â = a/‖a‖``, ``b̂ = b/‖b‖`` (a zero vector stays zero), ``Ω
+  = arccos(clamp(â·b̂, -1, 1))``. Shared direction ``sin((1-t)Ω)/sin Ω·â + sin(tΩ)/sin Ω·b̂`` with t = 0.6
+  (towards the deeper layer). If ``sin Ω < 1e-4`` (parallel or opposite): ``(1-t)·â + t·b̂`` divided by its
+  norm (zero if that norm is zero). Each layer keeps its own norms ``‖a‖``, ``‖b‖``.
+* Kept apart: in each group the ``ceil(share·T - 1e-9)`` tokens (share 0.05; the 1e-9 only undoes rounding of
+  0.05·140) with the largest Ω, for **each KV head, and for K and V, on their own**; equal angles: the lower
+  position. Both layers keep these vectors natively.
+* Read: a kept-apart token is its native vector; any other merged token is shared direction × the layer's own
+  norm. Positions as ever (keys were rotated before merging).
 * A later prompt attends to the restored old tokens, to native leftovers, and to its own native tokens.
-* Nothing is evicted and there is no budget; share = 1 is full attention, exactly. ``retained`` = R in place of share: the groups keep apart R
-  tokens in all, as many of each as are left of R.
-* With a codec (oracles_codecs.py): layers without a pair as dense ones. A pair's directions are one store, the deeper layer's vectors kept apart
-  another (in order of position within each group), both of which settle after each merge; keys per channel. The shallower layer's vectors
-  kept apart are their own direction in the first store, times their norm. Norms and unmerged tokens are native.
+* Nothing is evicted and there is no budget; share = 1 is full attention, exactly. ``retained`` = R in place
+  of share: the groups keep apart R tokens in all, as many of each as are left of R.
+* With a codec (oracles_codecs.py): layers without a pair as dense ones. A pair's directions are one store,
+  the deeper layer's vectors kept apart another (in order of position within each group), both of which settle
+  after each merge; keys per channel. The shallower layer's vectors kept apart are their own direction in the
+  first store, times their norm. Norms and unmerged tokens are native.
 """
 
 import math
