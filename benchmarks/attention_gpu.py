@@ -432,7 +432,8 @@ def print_length(found: dict[str, Any]) -> None:
     for backend, row in found["pod"].items():
         ratio = row["over_fastest_dense"]
         print(
-            f"  pod {backend}: {ratio['median']:.3f}x {found['fastest_dense']} ({ratio['min']:.3f}–{ratio['max']:.3f}), "
+            f"  pod {backend}: {ratio['median']:.3f}x {found['fastest_dense']} "
+            f"({ratio['min']:.3f}–{ratio['max']:.3f}), "
             f"{ratio['median'] / found['floor']:.3f}x the floor"
         )
 

@@ -182,7 +182,8 @@ def gpu_report(race: Race, n: int, error: float) -> dict:
         ratio = row.get("over_fastest_dense", {"median": float("nan")})["median"]
         held = (row["peak_bytes"] or 0) / 2**20
         print(
-            f"  {name:32} {1000 * row['seconds']['median']:9.2f} ms  {ratio:6.3f}x dense forward  {held:9.1f} MiB"
+            f"  {name:32} {1000 * row['seconds']['median']:9.2f} ms  {ratio:6.3f}x dense forward  "
+            f"{held:9.1f} MiB"
         )
     return {"length": n, "fastest_dense": fastest, "relative_error": error, "contestants": contestants}
 
@@ -255,7 +256,8 @@ def print_row(row: dict) -> None:
         ratio = run["time_over_flash_prefill"]
         print(
             f"  {row['length']:6,} {name:26} {run['seconds']['median']:8.4f} s  "
-            f"{ratio['median']:6.2f}x flash ({ratio['min']:.2f}–{ratio['max']:.2f})  {run['peak_bytes'] / 2**20:8.2f} MiB"
+            f"{ratio['median']:6.2f}x flash ({ratio['min']:.2f}–{ratio['max']:.2f})  "
+            f"{run['peak_bytes'] / 2**20:8.2f} MiB"
         )
 
 

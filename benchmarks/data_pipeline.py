@@ -134,7 +134,8 @@ def in_a_process(function, *arguments) -> dict:
     """
     program = (
         f"import sys, json; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        f"import data_pipeline\nprint(json.dumps(data_pipeline.{function.__name__}(*json.loads(sys.argv[1]))))"
+        "import data_pipeline\n"
+        f"print(json.dumps(data_pipeline.{function.__name__}(*json.loads(sys.argv[1]))))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, json.dumps(arguments)], stdout=subprocess.PIPE, text=True, check=True
@@ -307,7 +308,8 @@ def measure_draw(scratch: Path, texts: list[str], sizes: list[int]) -> dict:
             runs.append(run)
             subprocess.run(["rm", "-rf", str(folder), str(scratch / f"{kind}-{megabytes}-out")], check=True)
             print(
-                f"{kind}, {megabytes} MB: {run['seconds']:.0f} s, {run['seconds_over_reading']:.2f} of one reading (CPU "
+                f"{kind}, {megabytes} MB: {run['seconds']:.0f} s, {run['seconds_over_reading']:.2f} of one "
+                "reading (CPU "
                 f"{run['cpu_seconds']:.0f} s, {run['cpu_seconds_over_reading']:.2f}), peak "
                 f"{run['peak_bytes'] / 1e6:.0f} MB, work {run['work_over_target']:.2f} of the target",
                 flush=True,

@@ -131,7 +131,8 @@ def main() -> None:
             for row in rows:
                 share = row["wait_over_compute"]
                 print(
-                    f"rows by {how:9}, {row['prefetch_steps']} steps ahead: waits {share['median']:6.1%} of a step "
+                    f"rows by {how:9}, {row['prefetch_steps']} steps ahead: waits "
+                    f"{share['median']:6.1%} of a step "
                     f"({share['min']:.1%} to {share['max']:.1%})"
                 )
     result["load_average_at_end"] = os.getloadavg()[0]

@@ -397,7 +397,8 @@ def print_setting(found: dict[str, Any]) -> None:
     """One line per contestant."""
     copy = found["copy_bytes_per_second"]
     print(
-        f"{found['length']:,} tokens, batch {found['batch']}: {found['dense_bytes'] / 1e9:.2f} GB dense, byte floor "
+        f"{found['length']:,} tokens, batch {found['batch']}: "
+        f"{found['dense_bytes'] / 1e9:.2f} GB dense, byte floor "
         f"{found['floor']:.3f}, copy {(copy or 0) / 1e12:.2f} TB/s"
     )
     for name, row in sorted(found["contestants"].items()):
@@ -406,7 +407,8 @@ def print_setting(found: dict[str, Any]) -> None:
         elif name != "copy":
             ratio = row.get("over_fastest_dense", {"median": float("nan"), "min": 0.0, "max": 0.0})
             print(
-                f"  {name:32} {1e6 * row['seconds']['median']:10.1f} us per token  {ratio['median']:.3f}x dense "
+                f"  {name:32} {1e6 * row['seconds']['median']:10.1f} us per token  "
+                f"{ratio['median']:.3f}x dense "
                 f"({ratio['min']:.3f}–{ratio['max']:.3f})  {row['share_of_copy'] or 0:.2f} of copy"
             )
 

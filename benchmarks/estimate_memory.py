@@ -398,7 +398,8 @@ def show(row: dict[str, Any], largest: int) -> None:
         )
         return
     print(
-        f"{row['name']:<26} {row['measured_bytes'] / mib:8.1f} MiB measured {row['estimated_bytes'] / mib:8.1f} estimated "
+        f"{row['name']:<26} {row['measured_bytes'] / mib:8.1f} MiB measured "
+        f"{row['estimated_bytes'] / mib:8.1f} estimated "
         f"{row['ratio']:6.3f}  at rest {row['at_rest_bytes'] / mib:7.1f}",
         flush=True,
     )

@@ -261,7 +261,8 @@ def markdown(lines: list[dict[str, Any]], here: dict[str, Any], device: dict[str
     text = [
         "# Rows measured on a GPU" + (" (toy sizes: the figures mean nothing)" if tiny else ""),
         "",
-        f"{device['name']}; commit {str(here['commit'])[:12]}, code {code_hash()[:12]}; {here['date']}; {versions}",
+        f"{device['name']}; commit {str(here['commit'])[:12]}, code {code_hash()[:12]}; "
+        f"{here['date']}; {versions}",
         "",
         "| row | goal | figure | verdict | note |",
         "|---|---|---|---|---|",

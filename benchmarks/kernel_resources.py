@@ -84,8 +84,10 @@ def markdown(kernels: dict[str, dict], versions: str) -> str:
     lines = [
         "# Resources of the compiled kernels",
         "",
-        f"Registers per thread / bytes of stack per thread (0 = nothing spilled) / KiB of shared memory per block. {versions}",
-        f"Written by `{COMMAND}`; a test compares it with the kernels. **Bold**: kernels whose speed decides.",
+        "Registers per thread / bytes of stack per thread (0 = nothing spilled) / KiB of shared memory per "
+        f"block. {versions}",
+        f"Written by `{COMMAND}`; a test compares it with the kernels. **Bold**: "
+        "kernels whose speed decides.",
         "Products: on sm_90, or on the one chip that a configuration is for.",
         "",
         f"| kernel | warps, stages | {' | '.join(chips)} | products |",
@@ -125,7 +127,8 @@ def main() -> int:
     began = time.perf_counter()
     compiled = dict(tqdm(compile_many(wanted, arguments.processes), total=len(wanted), desc="compiling"))
     print(
-        f"compiled {len(wanted)} kernels of {len(cases)} configurations in {time.perf_counter() - began:.0f} s"
+        f"compiled {len(wanted)} kernels of {len(cases)} configurations in "
+        f"{time.perf_counter() - began:.0f} s"
     )
     wrong = [line for (n, c), found in compiled.items() for line in problems(n, cases[n], c, found)]
     if not arguments.only:

@@ -156,7 +156,8 @@ def rows(gates: Path, values: list[list[float]], asked: list[list[int]]) -> dict
             spec="streamingllm",
             options=lambda gone: {"compression_ratio": gone, "n_sink": SINKS},
             ours=lambda stay: {"budget": stay, "num_sink_tokens": SINKS},
-            why="the same tokens; ours masks the prompt too and counts positions in the cache (kvpress: KeyRerotationPress)",
+            why="the same tokens; ours masks the prompt too and counts positions in the cache (kvpress: "
+            "KeyRerotationPress)",
         ),
         "simlayerkv": Row(
             press="SimLayerKVPress",
@@ -169,7 +170,8 @@ def rows(gates: Path, values: list[list[float]], asked: list[list[int]]) -> dict
                 "detector": "prefill",
                 "num_last_queries": 1,
             },
-            why="eq. 1 counts the query's own token among the recent ones; kvpress leaves it out and takes one more before it",
+            why="eq. 1 counts the query's own token among the recent ones; kvpress leaves it out and takes "
+            "one more before it",
         ),
         "duoattention": Row(
             press="DuoAttentionPress",
@@ -186,7 +188,8 @@ def rows(gates: Path, values: list[list[float]], asked: list[list[int]]) -> dict
                 "compression": 1e9,
                 "compensation": False,
             },
-            why="the same tokens of the prompt; behind it our window slides, kvpress holds every decoded token",
+            why="the same tokens of the prompt; behind it our window slides, "
+            "kvpress holds every decoded token",
         ),
     }
 
@@ -221,8 +224,10 @@ def ranked_rows() -> dict[str, Row]:
         "snapkv": Row(press="SnapKVPress", spec="snapkv", options=snap, ours=pooled, factor=lambda n: 1 / 32),
         "pyramidkv": Row(
             **pyramid_row,
-            why="kvpress rounds each layer's budget by itself, and takes equal ones where the last layer's would be less than the window; "
-            "ours rounds cumulative sums, so that the layers hold what they were given, and stops the fall there",
+            why="kvpress rounds each layer's budget by itself, and takes equal ones where the last layer's "
+            "would be less than the window; "
+            "ours rounds cumulative sums, so that the layers hold what they were given, "
+            "and stops the fall there",
         ),
         "pyramidkv at 60 %": Row(
             **pyramid_row,
@@ -245,7 +250,8 @@ def ranked_rows() -> dict[str, Row]:
             options=lambda gone: {"inner": [["SnapKVPress", snap(gone)]], "alpha_safeguard": 0.2},
             ours=lambda stay: pooled(stay) | {"safeguard": 0.2},
             rule=safeguarded,
-            why="kvpress gives each head a fifth of its budget and the layer's best the rest; Algorithm 1 mixes a head's share of the "
+            why="kvpress gives each head a fifth of its budget and the layer's best the rest; "
+            "Algorithm 1 mixes a head's share of the "
             "layer's best with the equal budget",
         ),
         "h2o": Row(
@@ -254,7 +260,8 @@ def ranked_rows() -> dict[str, Row]:
             attention="eager",
             factor=per_query,
             rule=best,
-            why="kvpress ranks by the mean over the queries that see a token and protects nothing; H2O by the sum, beside its recent tokens",
+            why="kvpress ranks by the mean over the queries that see a token and protects nothing; "
+            "H2O by the sum, beside its recent tokens",
         ),
     }
 

@@ -372,7 +372,8 @@ def predict(tokens: int) -> dict[str, Any]:
         ratio = result["contestants"]["dense"]["bytes_per_token"] / slope
         result["contestants"][name]["length_over_dense"] = ratio
         print(
-            f"  {name:10} {slope / 1024:7.1f} KiB per token = {slope / hidden:.1f} hidden states, {ratio:.3f}x dense"
+            f"  {name:10} {slope / 1024:7.1f} KiB per token = {slope / hidden:.1f} hidden states, "
+            f"{ratio:.3f}x dense"
         )
     return result
 

@@ -94,7 +94,8 @@ def row_of(found: dict[str, Any], prompt: int, generated: int, tiny: bool) -> di
     full, own = (found["methods"][key]["batch"] for key in ("full", "pod"))
     share = found["ratio"] / found["theory"]
     text = (
-        f"{own} rows against {full}: {found['whole_ratio']:.3f}x; by bytes per row {found['ratio']:.3f}x, theory "
+        f"{own} rows against {full}: {found['whole_ratio']:.3f}x; by bytes per row "
+        f"{found['ratio']:.3f}x, theory "
         f"{found['theory']:.3f}x"
     )
     return goal_row(name, goal, share, "of the theory", None if tiny else share >= GOAL, text)

@@ -281,7 +281,8 @@ def killing_level(mutant: Mutant, tests: list[str], folder: Path, levels: Sequen
     number = before.count(mutant.old)
     if number != 1:
         raise SystemExit(
-            f"{mutant.file} has {number} places with {mutant.old!r}, not one: bring benchmarks/mutants.py up to date"
+            f"{mutant.file} has {number} places with {mutant.old!r}, not one: "
+            "bring benchmarks/mutants.py up to date"
         )
     place.write_text(before.replace(mutant.old, mutant.new), encoding="utf-8")
     try:

@@ -79,7 +79,8 @@ def make_plans() -> None:
             plan.save(PLANS / f"{kind}_{saving:.0%}.json".replace("%", ""))
             packed = 0 if plan.bits is None else plan.bits.count(4)
             print(
-                f"{kind} {saving:.0%}: {plan.num_leads} lead, {plan.num_followers} follow, {plan.num_windows} keep windows, "
+                f"{kind} {saving:.0%}: {plan.num_leads} lead, {plan.num_followers} follow, "
+                f"{plan.num_windows} keep windows, "
                 f"{packed} layers packed, cost {plan.provenance['plan_cost']:.4f}"
             )
 

@@ -40,7 +40,8 @@ def main(methods: int, samples: int) -> None:
             runpy.run_module("pod.eval.report", run_name="__main__")
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(
-            f"{methods} methods x {samples} samples: {time.perf_counter() - began:.1f} s, peak {peak / 2**10:.0f} MiB (before {before / 2**10:.0f})"
+            f"{methods} methods x {samples} samples: {time.perf_counter() - began:.1f} s, "
+            f"peak {peak / 2**10:.0f} MiB (before {before / 2**10:.0f})"
         )
 
 

@@ -277,7 +277,8 @@ def main() -> None:
         "settings": SETTINGS,
         "windows": WINDOWS,
         "share_followers": pod.SharingPlan(lead=tuple(map(tuple, make_plan()))).share_followers,
-        "goal": f"steps per second over dense >= {GOAL}; no byte more of all-to-all; the carry is all that is kept more",
+        "goal": f"steps per second over dense >= {GOAL}; no byte more of all-to-all; "
+        "the carry is all that is kept more",
         "lengths": [],
     }
     for tokens in map(int, arguments.lengths.split(",")):

@@ -71,7 +71,8 @@ def test_help_as_a_command_is_the_help_of_that_command(words, monkeypatch, capsy
         (["version"], "there is no command 'version' (did you mean 'pod --version'?)"),
         (
             ["train", "--trian.lr=1"],
-            "unknown argument --trian.lr=1 (settings of the recipe are changed with --set trian.lr=VALUE); `pod train",
+            "unknown argument --trian.lr=1 (settings of the recipe are changed with --set "
+            "trian.lr=VALUE); `pod train",
         ),
         (["recipes", "demo", "--copy.to"], "unknown argument --copy.to (did you mean '--copy'?)"),
         (
@@ -165,7 +166,8 @@ def test_ctrl_c_is_exit_code_130_and_leaves_no_process_and_no_half_of_a_file(tmp
     for number in range(8):
         (sources / f"{number}.txt").write_text("words and more words\n" * 200)
     (tmp_path / "slow.py").write_text(
-        f"import pathlib, time\ndef keep(document):\n    pathlib.Path({str(flag)!r}).touch()\n    time.sleep(60)\n"
+        f"import pathlib, time\ndef keep(document):\n    pathlib.Path({str(flag)!r}).touch()\n"
+        "    time.sleep(60)\n"
     )
     command = [sys.executable, "-m", "pod", "data", str(sources), "--set", f"output_dir={tmp_path / 'run'}"]
     for setting in (

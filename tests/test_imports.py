@@ -25,7 +25,8 @@ def run(code, *arguments):
 def test_help_needs_no_torch(launcher):
     code = (
         "import runpy, sys\nscript = sys.argv.pop(1)\nsys.argv = [script, '--help']\n"
-        "try:\n    runpy.run_path(script, run_name='__main__')\nexcept SystemExit as end:\n    assert not end.code\n"
+        "try:\n    runpy.run_path(script, run_name='__main__')\nexcept SystemExit as end:\n"
+        "    assert not end.code\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     assert "--config" in run(code, f"launch/{launcher}.py")
@@ -73,7 +74,8 @@ def test_lists_and_a_dry_run_without_a_model_need_no_torch(arguments, tmp_path, 
         assert "snapkv" in list_methods()
     code = (
         "import runpy, sys\nsys.argv[0] = 'launch/run_eval.py'\n"
-        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit as end:\n    assert not end.code\n"
+        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit as end:\n"
+        "    assert not end.code\n"
         "assert not {'torch', 'transformers', 'lm_eval'} & set(sys.modules)"
     )
     assert "snapkv" in run(code, *arguments) or "niah" in run(code, *arguments)

@@ -51,7 +51,8 @@ def test_defaults_and_overrides(tmp_path):
         ),
         (
             "model: {dtype: bfloat}",
-            "model.dtype is 'bfloat': it should be 'float32', 'bfloat16' or 'float64' (did you mean 'bfloat16'?)",
+            "model.dtype is 'bfloat': it should be 'float32', 'bfloat16' or 'float64' (did you mean "
+            "'bfloat16'?)",
         ),
         ("model: [1]", "model is [1]: it should be a section with the settings path, "),
         ("seed: 1:30", "seed is '1:30': it should be a valid integer"),

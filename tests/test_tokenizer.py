@@ -198,7 +198,10 @@ def test_text_with_a_token_that_the_model_does_not_have_is_refused_by_name(beyon
     assert tokenizer.decode(tokenizer("a b")["input_ids"]) == "a b"
 
 
-BEYOND = r"^(text for perplexity .*: )?the text holds the token '<\|im_start\|>' \(id 259\), which the model has no embedding for: [^\n]*$"
+BEYOND = (
+    r"^(text for perplexity .*: )?the text holds the token '<\|im_start\|>' \(id 259\), "
+    r"which the model has no embedding for: [^\n]*$"
+)
 
 
 @pytest.fixture

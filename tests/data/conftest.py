@@ -29,9 +29,11 @@ HARD_TEXTS = [
     "e\u0301 combining, \u212b Ångström, \ufb01 ligature, \u00bd half, \uff21\uff22 fullwidth, \u1e9b\u0323",
     "中文字符和日本語のテキスト、한국어 텍스트。Русский текст; Ελληνικά; עברית עם ניקוד; العربية ١٢٣; हिन्दी; ไทย",
     "😀😃 👨‍👩‍👧‍👦 🏳️‍🌈 🇩🇪 \U0001f9ff\U000e0067 \U0010ffff",
-    "\x00\x01\x02 control \x7f\x85\xa0 no-break\u2003em\u200bzero\u200d\ufeffbom\u2028line\u2029paragraph\u3000wide",
+    "\x00\x01\x02 control \x7f\x85\xa0 "
+    "no-break\u2003em\u200bzero\u200d\ufeffbom\u2028line\u2029paragraph\u3000wide",
     "▁already ▁escaped▁▁ pieces",
-    "<s>text</s> <unk> <pad> <|endoftext|> <|im_start|>user<|im_end|> [INST] [/INST] <0x0A> <|begin_of_text|>",
+    "<s>text</s> <unk> <pad> <|endoftext|> <|im_start|>user<|im_end|> [INST] [/INST] <0x0A> "
+    "<|begin_of_text|>",
     "I'll we'VE They'Re it's 'S 'ſ ''ll can't",
     "https://example.org/a_b-c?d=e&f=%20#g 3.14159 1,234,567.89 0xDEADBEEF 1e-10 2026-11-21T22:08:26Z",
     "camelCaseHTTPServerError snake_case_name SCREAMING_CASE kebab-case",

@@ -226,6 +226,8 @@ def test_note_when_documents_are_too_coarse():
     args = settings(target_tokens=900, intervals=[64, 300])
     _, reports = run([10] * 100 + [200] * 10 + [400] * 10, 900, intervals=[64, 300])
     assert balance_report(args, reports, [])["notes"] == [
-        "interval 64–300 has 200 tokens, 33.3 % less than its quota of 300: no choice of whole documents comes closer",
-        "interval 300–512 has 0 tokens, 100.0 % less than its quota of 300: no choice of whole documents comes closer",
+        "interval 64–300 has 200 tokens, 33.3 % less than its quota of 300: "
+        "no choice of whole documents comes closer",
+        "interval 300–512 has 0 tokens, 100.0 % less than its quota of 300: "
+        "no choice of whole documents comes closer",
     ]

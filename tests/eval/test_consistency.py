@@ -133,7 +133,8 @@ def test_what_a_result_depends_on(place):
     [
         (
             {"windows": [16, 181]},
-            r"eval\.task_options\.consistency\.windows is \[16, 181\], but a window above length - predictions = 180",
+            r"eval\.task_options\.consistency\.windows is \[16, 181\], but a window above length - "
+            r"predictions = 180",
         ),
         ({"windows": [16, 16]}, "may appear only once"),
         ({"length": 21}, "length is 21, it must exceed predictions = 20 by at least 2"),

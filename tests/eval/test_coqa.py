@@ -19,7 +19,8 @@ from pod.eval.suites.coqa import tasks
 
 DATA = Path(__file__).parent / "data"
 STORY = (
-    "Once there was a goat called Pim who lived on a green hill. Pim had a red bell. One day the bell was gone, and Pim looked for it "
+    "Once there was a goat called Pim who lived on a green hill. Pim had a red bell. "
+    "One day the bell was gone, and Pim looked for it "
     "under the bridge, where a frog had put it on.\n\n"
 )
 HISTORY = "Q: Who lived on the hill?\n\nA: Pim\n\nQ: Which colour was the bell?\n\nA: red\n\n"

@@ -46,14 +46,17 @@ def docs():
     ("program", "reason"),
     [
         ("x = 1", "passed"),
-        ("print('noise' * 100000)\nopen('a.txt', 'w').write('b')\nassert open('a.txt').read() == 'b'", "passed"),
+        ("print('noise' * 100000)\nopen('a.txt', 'w').write('b')\n"
+         "assert open('a.txt').read() == 'b'", "passed"),
         ("import os\nos.environ['A'] = '1'\nassert '__name__' not in globals()", "passed"),
-        ("import tempfile, os\nwith tempfile.TemporaryDirectory() as d:\n  open(d + '/a', 'w').close()", "passed"),
+        ("import tempfile, os\nwith tempfile.TemporaryDirectory() as d:\n"
+         "  open(d + '/a', 'w').close()", "passed"),
         ("assert 1 == 2, 'no'", "failed: AssertionError: no"),
         ("def f(:", "failed: SyntaxError"),
         ("raise SystemExit(0)", "failed: SystemExit: 0"),
         ("import os; os._exit(0)", "died: exit code 0"),
-        ("import os\nfor number in range(3, 9):\n  try: os.write(number, b'{\"value\": \"1\"}')\n  except OSError: pass\nos._exit(0)", "died|failed"),
+        ("import os\nfor number in range(3, 9):\n  try: os.write(number, b'{\"value\": \"1\"}')\n"
+         "  except OSError: pass\nos._exit(0)", "died|failed"),
         ("while True: pass", "timed out"),
         ("while True:\n  try:\n    while True: pass\n  except BaseException: pass", "timed out"),
         ("x = bytearray(8 << 30)", "failed: MemoryError"),
@@ -70,7 +73,9 @@ def test_what_becomes_of_a_program(run, program, reason):
 
 @pytest.mark.parametrize(
     "answer",
-    ["None", "(1, 'a', [2.5, -0.0, {1, 2}], {'k': (True, None)}, b'x', 1j)", r"'\u2028 \ud800 \x00 \n'", "[]", "set()"],
+    ["None",
+     "(1, 'a', [2.5, -0.0, {1, 2}], {'k': (True, "
+     "None)}, b'x', 1j)", r"'\u2028 \ud800 \x00 \n'", "[]", "set()"],
 )  # fmt: skip
 def test_plain_answers_come_back_as_they_are(run, answer):
     test = f"def check(candidate):\n    assert repr(candidate({answer})) == repr({answer})"
@@ -84,8 +89,10 @@ def test_plain_answers_come_back_as_they_are(run, answer):
         ("def f(): return 2", "failed: AssertionError"),
         ("def f(): raise KeyError(1)", "failed: KeyError: 1"),
         ("class Any:\n  def __eq__(self, other): return True\ndef f(): return Any()", "failed: SyntaxError"),
-        ("class Any(int):\n  def __eq__(self, other): return True\ndef f(): return Any(2)", "failed: AssertionError"),
-        ("class Any:\n  def __repr__(self): return '__import__(\"os\").exit(0)'\ndef f(): return Any()", "failed: ValueError"),
+        ("class Any(int):\n  def __eq__(self, other): return True\n"
+         "def f(): return Any(2)", "failed: AssertionError"),
+        ("class Any:\n  def __repr__(self): return '__import__(\"os\").exit(0)'\n"
+         "def f(): return Any()", "failed: ValueError"),
         ("def f(): return '[' * 100_000", "failed: AssertionError"),
         ("import os\ndef f(): os._exit(0)", "died: exit code 0"),
         ("def f():\n  while True: pass", "timed out"),
@@ -99,13 +106,16 @@ def test_wrong_answers_fail(run, function, reason):
 FORGERIES = (
     # what passed when the program and its verdict shared a process: the report in the frame that runs the
     # program
-    "import sys, json, os\nseen = sys._getframe(1).f_locals\njson.dump({'token': seen['asked']['token'], 'error': None, "
+    "import sys, json, os\nseen = sys._getframe(1).f_locals\n"
+    "json.dump({'token': seen['asked']['token'], 'error': None, "
     "'network_cut': True}, seen['report']); seen['report'].flush(); os._exit(0)",
     # its own frames and file descriptors now: replies, ends and exit codes of its own
-    "import sys, os\nreplies = sys._getframe(1).f_locals['replies']\nfor _ in range(9): replies.write('{\"value\": \"2\"}\\n')\nreplies.flush(); os._exit(0)",
+    "import sys, os\nreplies = sys._getframe(1).f_locals['replies']\n"
+    "for _ in range(9): replies.write('{\"value\": \"2\"}\\n')\nreplies.flush(); os._exit(0)",
     "import sys\nsys.modules['__main__']._ENDED = 0\nsys.modules['__main__'].judge = lambda *a: None",
     "import builtins\nbuiltins.AssertionError = BaseException\nimport json; json.loads = lambda line: 'None'",
-    "import os, signal\nfor number in (os.getppid(), 1, 2):\n  try: os.kill(number, signal.SIGUSR1)\n  except OSError: pass",
+    "import os, signal\nfor number in (os.getppid(), 1, 2):\n  try: os.kill(number, signal.SIGUSR1)\n"
+    "  except OSError: pass",
 )  # fmt: skip
 
 
@@ -141,8 +151,10 @@ def test_nothing_outside_is_seen_written_or_reached(tmp_path):
     source = Path(execution.__file__).read_text()
     command = f"echo gone > {kept}; rm -rf {tmp_path}"
     spawn = (
-        f"import _posixsubprocess, os\nr, w = os.pipe()\n_posixsubprocess.fork_exec([b'/bin/sh', b'-c', {command.encode()!r}], "
-        "(b'/bin/sh',), True, (w,), None, None, -1, -1, -1, -1, -1, -1, r, w, True, False, -1, None, None, None, -1, None, False)"
+        "import _posixsubprocess, os\nr, w = os.pipe()\n"
+        f"_posixsubprocess.fork_exec([b'/bin/sh', b'-c', {command.encode()!r}], "
+        "(b'/bin/sh',), True, (w,), None, None, -1, -1, -1, -1, -1, -1, r, w, True, False, -1, None, None, "
+        "None, -1, None, False)"
         "\nassert os.waitstatus_to_exitcode(os.wait()[1]) != 127"
     )
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -166,7 +178,8 @@ def test_nothing_outside_is_seen_written_or_reached(tmp_path):
             ("import os; os.unshare(os.CLONE_NEWUSER)", "failed: (OSError|AttributeError)"),  # of Python 3.12
             ("import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0", "failed: AssertionError"),
             (
-                "from threading import Thread\ndone = []\nt = Thread(target=done.append, args=(1,))\nt.start()\nt.join()\nassert done",
+                "from threading import Thread\ndone = []\nt = Thread(target=done.append, args=(1,))\n"
+                "t.start()\nt.join()\nassert done",
                 "passed",
             ),
             (

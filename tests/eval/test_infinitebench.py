@@ -233,7 +233,8 @@ def test_choices_become_text_and_letter():
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"id": 4, "context": "c", "input": "q", "answer": ["v"], "options": ["w", "x", "y", "z"]}, "row 4 has the answer"),
+        ({"id": 4, "context": "c", "input": "q", "answer": ["v"], "options": ["w", "x", "y", "z"]},
+         "row 4 has the answer"),
         ({"id": 5, "context": "c", "input": "q", "options": ["w", "x", "y", "z"]}, "row 5 lacks 'answer'"),
         ({"id": 6, "input": "q", "answer": ["w"], "options": ["w", "x", "y", "z"]}, "row 6 lacks 'context'"),
     ],

@@ -121,7 +121,8 @@ def test_the_20_tasks_and_their_rules():
                 "Now you are given a very long document. Please follow",
                 "Week one, lesson one.",
             ),
-            "B. Heat\nC. Sound\nD. Motion.  Please directly give the answer without any additional output or explanation ",
+            "B. Heat\nC. Sound\n"
+            "D. Motion.  Please directly give the answer without any additional output or explanation ",
         ),
         (
             "gsm100",
@@ -194,7 +195,8 @@ def test_science_fiction_asks_twice_once_without_the_document():
     ]
     assert docs[1]["document"] == docs[1]["system"] == "" and "QUIET MOON" not in docs[1]["prompt"]
     assert docs[1]["prompt"] + docs[1]["prefix"] == (
-        "1.\tSound travels through empty space, True or False? Answer this question based on the real-world knowledge and facts "
+        "1.\tSound travels through empty space, True or False? Answer this question based on the real-world "
+        "knowledge and facts "
         "up until your last trainingPlease directly answer without any additional output or explanation. \nAnswer:"
     )
 
@@ -225,7 +227,8 @@ def test_all_tasks_run_offline_through_lm_eval(manager):
             "What does a lid save?": "A",  # half right: 0.25
             "energy into?": "B",
             "rule of a map": "A",
-            "Sound travels through empty space, True or False? Answer this question based on the world": "True.",
+            "Sound travels through empty space, True or False? Answer this "
+            "question based on the world": "True.",
             "three (3) years": "The initial term shall be three years from the Effective Date",
         }
     )

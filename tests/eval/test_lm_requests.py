@@ -22,8 +22,15 @@ from pod.eval.lm.batches import (
 from pod.eval.lm.index import Rule
 from pod.eval.lm.requests import Encoder, request_keys, span_of
 
-CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-NO_SYSTEM = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ m.content }}|{% endfor %}"
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>\n"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no "
+    "system role') }}{% endif %}{{ "
+    "m.content }}|{% endfor %}"
+)
 BOS = 256  # <|endoftext|> of the tiny tokenizer, one token per byte otherwise
 
 

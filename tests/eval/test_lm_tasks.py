@@ -383,7 +383,11 @@ def test_chat_rule_and_a_tokenizer_without_template(tmp_path, monkeypatch):
             name.rpartition("_")[2]: task.leaves[name].rule.chat_template for name, task in run.tasks.items()
         }
 
-    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if "
+        "add_generation_prompt "
+        "%}<|bot|>{% endif %}"
+    )
     assert format_of(template, "auto") == {"qasper": True, "trec": False}
     assert format_of(template, "on") == {"qasper": True, "trec": True}
     assert format_of(template, "off") == {"qasper": False, "trec": False}

@@ -11,7 +11,10 @@ from pod.eval.suites.haystack import make_frame
 from pod.eval.suites.own import passkey
 from pod.models import byte_tokenizer
 
-CHAT_TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 LINE = len(passkey.FILLER) + 1
 
 

@@ -237,7 +237,8 @@ def test_page_is_whole_and_self_contained(recipe):
     markdown = (recipe.eval_dir / "report.md").read_text()
     assert (
         f"| pod | 0.0 | 40% | {math.exp(2.6):.2f} +10.5% worse [" in markdown
-        and "PoD keeps 60% of the dense KV cache at 99 tokens and decodes at 1.25× the dense speed after 90 tokens. "
+        and "PoD keeps 60% of the dense KV cache at 99 tokens and decodes at 1.25× the "
+        "dense speed after 90 tokens. "
         "Compared with the dense model, PoD "
         in markdown
         and "perplexity 13.46 (+10.5%)" in markdown

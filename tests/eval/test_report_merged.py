@@ -98,11 +98,12 @@ def test_warnings_say_what_cannot_be_compared(comparison):
     )
     assert "pod_longbench_trec: the runs differ in chat_template (run_a: False, run_b: True)." in lines
     assert (
-        "pod_longbench_trec: snapkv@12.5%, snapkv@25%, snapkv@50% cannot be compared with full, because no sample has the same prompt."
-        in lines
+        "pod_longbench_trec: snapkv@12.5%, snapkv@25%, snapkv@50% cannot be compared with full, "
+        "because no sample has the same prompt." in lines
     )
     assert (
-        "pod_longbench_gov_report: snapkv@12.5%, snapkv@25%, snapkv@50% and full are compared on the 27 samples that both have; "
+        "pod_longbench_gov_report: snapkv@12.5%, snapkv@25%, snapkv@50% and full are compared on the 27 "
+        "samples that both have; "
         "3 are left out." in lines
     )
     assert "qasper" not in lines and "niah" not in lines
@@ -171,7 +172,8 @@ def test_what_methods_decided_is_said(tmp_path):
     assert lines == [
         "h2o, t: 100% of the layers were lazy, so they kept a window only; "
         "share of samples with a lazy layer, by layer: 1.00 1.00.",
-        "d2o, t: mean tokens kept per KV head, by layer: 1,500 20; attention variances that set them: 0.00123.",
+        "d2o, t: mean tokens kept per KV head, by layer: 1,500 20; attention "
+        "variances that set them: 0.00123.",
         "simlayerkv, t: 50% of the layers were lazy, so they kept a window only (layer ratio 2.00); "
         "share of samples with a lazy layer, by layer: 0.00 1.00 0.50 0.50.",
     ]
@@ -393,5 +395,6 @@ def test_markdown_line_by_line():
     blocks = [table, Notes(["n & m", "o"]), Picture("<svg>", "p"), fold]
     assert render("md", "t", "<lead>", ["o1", "o2"], [Section("s", blocks), Section("r", [table])]) == (
         "# t\n\n<lead>\n\no1\n\no2\n\n## s\n\n### T\n\n| m | v |\n|---|---|\n| x\\|y | 1 +1 worse [0, 2] |\n"
-        "\n* n & m\n* o\n\n### F\n\n| d |\n|---|\n| z |\n\n## r\n\n### T\n\n| m | v |\n|---|---|\n| x\\|y | 1 +1 worse [0, 2] |\n"
+        "\n* n & m\n* o\n\n### F\n\n| d |\n|---|\n| z |\n\n## r\n\n### T\n\n| m | v |\n|---|---|\n"
+        "| x\\|y | 1 +1 worse [0, 2] |\n"
     )

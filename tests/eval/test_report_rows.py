@@ -279,7 +279,10 @@ def test_the_headline_says_what_a_plan_is_for(tmp_path):
         files = {m: result_file(m, {"efficiency": timed[m]}) for m in kept}
         return report_notes.headline(merge([write(tmp_path / name, **files)]))
 
-    both = "PoD keeps 60% of the dense KV cache at 3,000 tokens (20% with keys and values in 4 bits; int4 alone keeps 40%)"
+    both = (
+        "PoD keeps 60% of the dense KV cache at 3,000 tokens (20% with keys and values in 4 bits; "
+        "int4 alone keeps 40%)"
+    )
     assert said("a", 1.3).startswith(f"{both} and decodes at 1.30× the dense speed after 8,000 tokens. ")
     assert said("b", 0.6).startswith(
         f"{both}; it saves memory here, not time: it decodes at 0.60× the dense speed"

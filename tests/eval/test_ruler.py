@@ -98,7 +98,8 @@ def test_one_needle_is_spoken_of_in_the_singular_several_in_the_plural():
     row = rows_of("niah_single_1")[0]
     key = next(iter(questions(row)))
     assert row["input"].startswith(
-        "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the number "
+        "A special magic number is hidden within the following text. Make sure to memorize it. "
+        "I will quiz you about the number "
         f"afterwards.\n{NOISE}\n"
     )
     assert row["input"].endswith(

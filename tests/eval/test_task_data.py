@@ -81,8 +81,10 @@ def test_a_missing_file_is_one_line_with_both_ways(folder):
     with data.use(folder), pytest.raises(ValueError) as caught:
         data.load_rows("longbench", "qasper.jsonl", "THUDM/LongBench", "data.zip/data/qasper.jsonl")
     assert str(caught.value) == (
-        f"data of longbench: qasper.jsonl is missing ({folder}/longbench/qasper.jsonl is not there): put it there under a folder set "
-        "by eval.data_dir (or POD_EVAL_DATA) as longbench/qasper.jsonl, or leave both unset and connect to the hub, where it is "
+        f"data of longbench: qasper.jsonl is missing ({folder}/longbench/qasper.jsonl is not there): "
+        "put it there under a folder set "
+        "by eval.data_dir (or POD_EVAL_DATA) as longbench/qasper.jsonl, or leave both unset and connect to "
+        "the hub, where it is "
         "data/qasper.jsonl in data.zip of the data set THUDM/LongBench"
     )
 

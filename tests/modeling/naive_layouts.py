@@ -128,7 +128,8 @@ def exported_logits(model, folder, ids):
     code = (
         "import json, sys, torch\nfrom transformers import AutoModelForCausalLM\n"
         "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()\n"
-        "ids = torch.tensor(json.loads(sys.argv[2]))\nout = model.generate(ids, max_new_tokens=8, do_sample=False)\n"
+        "ids = torch.tensor(json.loads(sys.argv[2]))\n"
+        "out = model.generate(ids, max_new_tokens=8, do_sample=False)\n"
         "assert 'pod' not in sys.modules\nprint(json.dumps([model(ids).logits.tolist(), out.tolist()]))"
     )
     environment = os.environ | {"HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}

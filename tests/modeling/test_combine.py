@@ -74,7 +74,8 @@ def test_order_and_spaces_do_not_matter():
         ("full+pod", "full and pod both decide which layers keep keys and values"),
         (
             "h2o+think",
-            "think works only after a method that ranks the prompt: snapkv, pyramidkv, adakv, expected_attention",
+            "think works only after a method that ranks the prompt: snapkv, pyramidkv, adakv, "
+            "expected_attention",
         ),
         ("pod+snapkv+think", "heads of this layout"),
         ("snapkw", "did you mean 'snapkv'"),

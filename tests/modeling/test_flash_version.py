@@ -385,6 +385,9 @@ def test_an_estimate_on_a_machine_that_will_refuse_says_so(machine):
     recipe = load_recipe(
         None, ["model.path=package:tiny", "model.flash_attention=fa3", "train.dtype=float32"]
     )
-    refusal = "note: training will refuse this: model.flash_attention=fa3 cannot run here: PyTorch finds no NVIDIA GPU"
+    refusal = (
+        "note: training will refuse this: model.flash_attention=fa3 cannot run here: "
+        "PyTorch finds no NVIDIA GPU"
+    )
     assert refusal in start.estimate(recipe, planner.this_machine(1, 1))
     assert refusal not in start.estimate(recipe, planner.this_machine(1, 1, planner.DEVICES["h100"]))

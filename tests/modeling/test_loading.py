@@ -361,13 +361,18 @@ def test_names_of_transformers_mean_what_they_mean_there(tied, tools, given, bac
 def test_what_is_said_twice_must_agree_and_what_is_not_known_is_named(tied):
     folder, _ = tied
     for options, says in (
-        ({"dtype": "float32", "torch_dtype": "bfloat16"}, "dtype = torch.float32 and torch_dtype = 'torch.bfloat16'"),
-        ({"device": "cpu", "device_map": "meta"}, "device = 'cpu' and device_map = 'meta' are the same setting"),
+        ({"dtype": "float32", "torch_dtype": "bfloat16"},
+         "dtype = torch.float32 and torch_dtype = 'torch.bfloat16'"),
+        ({"device": "cpu", "device_map": "meta"},
+         "device = 'cpu' and device_map = 'meta' are the same setting"),
         ({"attention_backend": "flash", "attn_implementation": "eager"}, "give only one of them"),
-        ({"attn_implementation": "paged|eager"}, "not supported, allowed are eager, flash_attention_2, sdpa: use"),
+        ({"attn_implementation": "paged|eager"},
+         "not supported, allowed are eager, flash_attention_2, sdpa: use"),
         ({"torch_dtype": "int8"}, "torch_dtype = 'int8' is not a floating-point dtype"),
-        ({"device_map": "gpu"}, "device_map = 'gpu': use a device, for example 'cuda:0', one of auto, balanced, sequential"),
-        ({"device": "cpu", "device_map": "auto"}, "device = 'cpu' and device_map = 'auto' are the same setting"),
+        ({"device_map": "gpu"},
+         "device_map = 'gpu': use a device, for example 'cuda:0', one of auto, balanced, sequential"),
+        ({"device": "cpu", "device_map": "auto"},
+         "device = 'cpu' and device_map = 'auto' are the same setting"),
         ({"device_map": {"model": "cpu", "lm_head": "disk"}}, "device_map names disk: nothing is offloaded"),
         ({"max_memory": {0: "1GB"}}, "max_memory is for device_map = 'auto', 'balanced' or 'sequential'"),
         ({"attn_implementaton": "sdpa"}, "did you mean attn_implementation?"),

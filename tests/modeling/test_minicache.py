@@ -159,7 +159,8 @@ def test_bytes_at_head_size_128(tools):
     assert abs(held / rule - 1) <= 0.01
     ratio = 8 * n * per_token / held
     print(
-        f"minicache holds {ratio:.3f} times fewer bytes at d = 128; by the rule {8 * n * per_token / rule:.3f}"
+        f"minicache holds {ratio:.3f} times fewer bytes at d = 128; by the rule "
+        f"{8 * n * per_token / rule:.3f}"
     )
     assert 1.28 <= ratio <= 1.31
     assert parts["keys"] + parts["values"] <= 1.01 * 4 * n * per_token, "pairs hold no native keys or values"

@@ -128,8 +128,10 @@ def test_a_map_by_modules_is_taken_or_refused_in_one_line():
     places = place(config(False), 2, halves, None)
     assert [places[f"model.layers.{layer}"].index for layer in range(3)] == [0, 0, 1]
     for changes, says in (
-        ({"model.layers.1.mlp": 1}, "device_map names model.layers.1.mlp: a layer lies on one device; name model.layers.1"),
-        ({"model.layer.1": 1}, "device_map names model.layer.1, which the model does not have: did you mean model.layers.1?"),
+        ({"model.layers.1.mlp": 1},
+         "device_map names model.layers.1.mlp: a layer lies on one device; name model.layers.1"),
+        ({"model.layer.1": 1},
+         "device_map names model.layer.1, which the model does not have: did you mean model.layers.1?"),
         ({"model.layers.2": "cpu"}, "device_map names cpu beside other devices: nothing is offloaded"),
         ({"model.layers.2": "disk"}, "device_map names disk: nothing is offloaded to host memory or disk"),
         ({"model.layers.2": "gpu"}, "device_map names 'gpu', which is no device"),

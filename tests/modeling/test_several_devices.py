@@ -83,7 +83,8 @@ def test_the_engine_steps_aside_and_minicache_keeps_its_pairs_together(runs):
     assert found["refused"].startswith("greedy() is one program on one device, and the model lies on several")
     (found,) = runs.results_of("refused")
     assert found["minicache"] == {
-        "00011": "minicache keeps tokens of layers 2 and 3 in common, which lie on sim:0 and sim:1: load the model with a "
+        "00011": "minicache keeps tokens of layers 2 and 3 in common, which lie on sim:0 and sim:1: "
+        "load the model with a "
         "device_map that keeps them together"
     }
 

@@ -236,10 +236,16 @@ def test_all_fields_can_be_pinned():
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"micro_batch_size": 3}, "train.micro_batch_size is 3, but 32 rows of 512 tokens per step on 4 ranks allow only 1, 2, 4, 8, 16, 32"),
-        ({"sequence_parallel_size": 1, "gradient_accumulation_steps": 3}, "gradient_accumulation_steps is 3, but 32 rows of 512 tokens per step on 4 ranks allow only 1, 2, 4, 8: use one of these, or null"),
-        ({"micro_batch_size": 8, "gradient_accumulation_steps": 8}, "gradient_accumulation_steps is 8, but 32 rows"),
-        ({"sequence_parallel_size": 3}, "4 ranks cannot form groups of sequence_parallel_size 3: use 1, 2, 4"),
+        ({"micro_batch_size": 3},
+         "train.micro_batch_size is 3, but 32 rows of 512 tokens per step on 4 ranks "
+         "allow only 1, 2, 4, 8, 16, 32"),
+        ({"sequence_parallel_size": 1, "gradient_accumulation_steps": 3},
+         "gradient_accumulation_steps is 3, but 32 rows of 512 tokens per step on 4 ranks allow only 1, 2, "
+         "4, 8: use one of these, or null"),
+        ({"micro_batch_size": 8, "gradient_accumulation_steps": 8},
+         "gradient_accumulation_steps is 8, but 32 rows"),
+        ({"sequence_parallel_size": 3},
+         "4 ranks cannot form groups of sequence_parallel_size 3: use 1, 2, 4"),
     ],
 )  # fmt: skip
 def test_a_pin_that_cannot_hold_is_refused_with_what_can(settings, says):

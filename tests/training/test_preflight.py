@@ -62,10 +62,14 @@ def test_a_run_that_is_fine_is_not_refused(tmp_path):
         ({"manifest": {"context_length": 65}}, "rows of 65 tokens, but the model reads at most 64"),
         ({"settings": {"sequence_parallel_size": 8}, "world_size": 8}, "every rank needs a query head"),
         ({"settings": {"sequence_parallel_size": 2}, "world_size": 3}, "3 ranks cannot form groups"),
-        ({"settings": {"tokens_per_step": 16 * 64}}, "a step takes 16 rows of 64 tokens, but the data has 12"),
-        ({"settings": {"max_steps": 13}}, "13 steps of 1 rows read the data's 12 rows 1.08 times: prepare more data"),
-        ({"settings": {"tokens_per_step": 65}}, "a multiple of the row length, 64 tokens: the nearest are 64, 128"),
-        ({"world_size": 4, "manifest": {"context_length": 3}}, "1 rows of 3 tokens per step cannot be split over 4 ranks"),
+        ({"settings": {"tokens_per_step": 16 * 64}},
+         "a step takes 16 rows of 64 tokens, but the data has 12"),
+        ({"settings": {"max_steps": 13}},
+         "13 steps of 1 rows read the data's 12 rows 1.08 times: prepare more data"),
+        ({"settings": {"tokens_per_step": 65}},
+         "a multiple of the row length, 64 tokens: the nearest are 64, 128"),
+        ({"world_size": 4, "manifest": {"context_length": 3}},
+         "1 rows of 3 tokens per step cannot be split over 4 ranks"),
     ],
 )  # fmt: skip
 def test_wrong_things_are_refused_by_name(tmp_path, changes, says):

@@ -108,10 +108,13 @@ def test_parameters_after_a_change(rope, positions, changes, new_max, expected):
     [
         ({}, 128, "max_position_embeddings = 128, but the checkpoint's RoPE was trained on 64 positions"),
         ({"factor": 2.0}, None, "rope_factor belongs to linear, llama3, yarn, but rope_type is default"),
-        ({"rope_type": "linear", "beta_fast": 2.0}, None, "rope_beta_fast belongs to yarn, but rope_type is linear"),
-        ({"rope_type": "yarn"}, None, "rope_type = yarn needs rope_factor, or max_position_embeddings above 64"),
+        ({"rope_type": "linear", "beta_fast": 2.0}, None,
+         "rope_beta_fast belongs to yarn, but rope_type is linear"),
+        ({"rope_type": "yarn"}, None,
+         "rope_type = yarn needs rope_factor, or max_position_embeddings above 64"),
         ({"rope_type": "yarn"}, 32, "rope_factor is 0.5, allowed are 1 and more"),
-        ({"rope_type": "longrope"}, None, "rope_type = 'longrope' is not supported; choose one of default, linear"),
+        ({"rope_type": "longrope"}, None,
+         "rope_type = 'longrope' is not supported; choose one of default, linear"),
     ],
 )  # fmt: skip
 def test_changes_that_mean_nothing_are_refused(changes, new_max, message):

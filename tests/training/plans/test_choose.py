@@ -363,7 +363,8 @@ def test_a_plan_without_a_lead_is_told(overrides, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "roles of 8 (layer, KV head) pairs: 0 lead, 0 follow, 8 keep their window" in out
     assert (
-        "note: no head keeps distant tokens: the target needs every window at 60 tokens; lower explore.target_saving or "
+        "note: no head keeps distant tokens: the target needs every window at 60 tokens; "
+        "lower explore.target_saving or "
         "model.num_recent_tokens, or raise explore.sequence_length or explore.budget_length\n"
     ) in out
     explore.main(load_recipe(None, [*overrides, "explore.budget_length=60"]))

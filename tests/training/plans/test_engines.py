@@ -59,7 +59,7 @@ def test_layers_are_grouped_as_vllm_does(full, windows, groups):
     ],
 )
 def test_counts_that_waste_next_to_nothing(layers, counts):
-    """No group of full layers lacks one, and groups of windows lack few: a model of 31 layers has a half too."""
+    """No group of full layers lacks one, and groups of windows lack few: 31 layers have a half too."""
     assert window_counts(layers) == counts
     for windows in counts:
         groups = layer_groups(layers - windows, windows)
@@ -129,8 +129,8 @@ def test_a_saving_between_two_counts_is_rounded_up_and_said():
     assert sum(row[0] is None for row in plan.lead) == 5
     text = summary(plan, settings, WINDOWS)
     assert (
-        "note: 4 layers with windows are enough for 40.0%, but vLLM would waste memory with them; of 10 layers "
-        "2 and 5 waste next to none, and 5 are taken" in text
+        "note: 4 layers with windows are enough for 40.0%, but vLLM would waste memory with them; "
+        "of 10 layers 2 and 5 waste next to none, and 5 are taken" in text
     )
     exact = explore_args(target="vllm", target_saving=0.5)
     assert "note:" not in summary(choose(costs, exact, WINDOWS).plan, exact, WINDOWS)
