@@ -33,8 +33,9 @@ class AotCase(NamedTuple):
         kernel: the ``@triton.jit`` function.
         types: argument → Triton type (``"*bf16"``, ``"*fp32"``, ``"*i32"``, ``"fp32"``, ``"i64"``);
             arguments that are neither here nor in ``constants`` are ``"i32"``.
-        constants: values of the ``tl.constexpr`` arguments; also ``None`` for pointers that a variant does not
-            use, and 1 for strides that are 1 in a model (Triton compiles both as constants when it launches).
+        constants: values of the ``tl.constexpr`` arguments; also ``None`` for pointers that a variant does
+            not use, and 1 for strides that are 1 in a model (Triton compiles both as constants when it
+            launches).
         options: ``num_warps``, ``num_stages`` and other compiler options, as given at launch.
         hot: its speed decides; it must not spill registers.
         divisible: integer arguments that 16 divides in a model (strides, head_dim); pointers always count as

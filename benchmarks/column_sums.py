@@ -89,7 +89,8 @@ def peak_bytes(run: Callable) -> int:
     """Most bytes that were allocated at one time during `run` and not before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         run()
-    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    found = record.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = [e for e in found if e.name() == "[memory]"]
     events.sort(key=lambda e: e.start_ns())
     return int(np.max(np.cumsum([e.nbytes() for e in events])))
 

@@ -381,7 +381,8 @@ def predict(tokens: int) -> dict[str, Any]:
 def plan_facts(tiny: bool) -> dict[str, Any]:
     """What the plan shares and carries."""
     size = TINY_SIZE if tiny else TRUE_SIZE
-    plan = pod.SharingPlan(lead=make_plan(size["num_hidden_layers"], size["num_key_value_heads"]))  # type: ignore[arg-type]
+    lead = make_plan(size["num_hidden_layers"], size["num_key_value_heads"])
+    plan = pod.SharingPlan(lead=lead)  # type: ignore[arg-type]
     return {"share_followers": plan.share_followers, "carried_heads": carried_heads(plan.lead)}
 
 

@@ -1,5 +1,6 @@
-"""Plans of SmolLM2-135M by allowed roles and saving: roles chosen, cost, and perplexity before any
-adaptation.
+"""Plans of SmolLM2-135M by allowed roles and saving: roles, cost and perplexity.
+
+Roles are those chosen. Perplexity is before any adaptation.
 
     python launch/explore.py --config configs/plans_smollm2.yaml    # once: the costs
     # benchmarks/results/plan_costs_smollm2.json

@@ -4,9 +4,10 @@ The figures are perplexity, passkeys and bytes held.
 
     # once: text, also for output_dir=…/narrow
     python launch/prepare_data.py --config configs/plans_smollm2.yaml
-    python launch/explore.py --config configs/plans_smollm2.yaml                # once: costs of roles
+    # once: costs of roles
+    python launch/explore.py --config configs/plans_smollm2.yaml
+    # once: the same with windows of 128 tokens
     python launch/explore.py --config configs/plans_smollm2.yaml --set output_dir=runs/plans_smollm2/narrow \
-        # once: the same with windows of 128 tokens
         --set model.num_recent_tokens=112 --set explore.loss_sequences=0
     # once: retrieval heads for razor
     python launch/explore.py --config configs/plans_smollm2.yaml --heads

@@ -197,8 +197,8 @@ def race(python: str, folders: dict[str, Path], load: Load, rounds: int) -> dict
 def vllm_version(python: str) -> str:
     """Of the other environment, with torch's and transformers'."""
     code = (
-        "from importlib.metadata import version as v; import vllm; print(vllm.__version__, v('torch'), "
-        "v('transformers'))"
+        "from importlib.metadata import version as v; import vllm; "
+        "print(vllm.__version__, v('torch'), v('transformers'))"
     )
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.split("\n")[-2]

@@ -188,8 +188,8 @@ def main() -> None:
             peak = {name: f"{size / 1e6:7.0f} MB" for name, size in one["peak_bytes"].items()}
             print(f"{way:9} rank {number}: {peak} in {one['seconds']} s")
     print(
-        f"most on a rank: {worst['streamed'] / 1e6:.0f} MB, allowed {allowed / 1e6:.0f} "
-        "MB (1.2 shares and a file); "
+        f"most on a rank: {worst['streamed'] / 1e6:.0f} MB, "
+        f"allowed {allowed / 1e6:.0f} MB (1.2 shares and a file); "
         f"whole models {worst['whole'] / 1e6:.0f} MB, {worst['whole'] / worst['streamed']:.1f} x as much"
     )
     write_json(

@@ -1,5 +1,6 @@
-"""Training step on CPU, PoD over dense: forward, backward and AdamW of one row, at the widths of
-SmolLM2-135M.
+"""Training step on CPU, PoD over dense: forward, backward and AdamW of one row.
+
+It has the widths of SmolLM2-135M.
 
     # 2K and 4K tokens; writes benchmarks/results/train_step_cpu.json
     OMP_NUM_THREADS=1 python benchmarks/train_step_cpu.py

@@ -60,8 +60,8 @@ def test_float32_is_refused_before_the_work(machine, command):
     with pytest.raises(ValueError) as caught:
         started(machine, command)
     assert str(caught.value) == (
-        "no fused attention runs on this GPU (flash: dtype torch.float32 on CUDA (needs float16 or "
-        "bfloat16); flex: "
+        "no fused attention runs on this GPU (flash: dtype torch.float32 on CUDA "
+        "(needs float16 or bfloat16); flex: "
         f"{LACKS}); without it, all n x n logits of a prompt are in memory: mend this, "
         "or set model.dtype=bfloat16, or "
         "model.attention_backend=reference to accept it"

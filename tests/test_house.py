@@ -117,8 +117,8 @@ def test_kernels_of_hugging_face_is_not_shadowed():
     transformers 5 imports it.
     """
     code = (
-        "import importlib.util as u; s = u.find_spec('kernels'); print(s and (s.origin or "
-        "list(s.submodule_search_locations)))"
+        "import importlib.util as u; s = u.find_spec('kernels'); "
+        "print(s and (s.origin or list(s.submodule_search_locations)))"
     )
     for folder in (ROOT, ROOT / "launch"):  # where scripts, tests and notebooks are started
         done = subprocess.run(

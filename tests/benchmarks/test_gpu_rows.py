@@ -17,12 +17,15 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = """
 import argparse, json, pathlib
-words = argparse.ArgumentParser(); words.add_argument("--out"); words.add_argument("--tiny", action="store_true")
+words = argparse.ArgumentParser()
+words.add_argument("--out")
+words.add_argument("--tiny", action="store_true")
 words.add_argument("--lengths")
 a = words.parse_args()
 counter = pathlib.Path(__file__).with_suffix(".count")
 counter.write_text(str(int(counter.read_text()) + 1) if counter.exists() else "1")
-row = {"name": "good " + str(a.lengths), "goal": "<= 1", "figure": 0.5, "unit": "x dense", "met": True, "reason": None}
+row = {"name": "good " + str(a.lengths), "goal": "<= 1", "figure": 0.5, "unit": "x dense"}
+row |= {"met": True, "reason": None}
 json.dump({"environment": {}, "tiny": a.tiny, "rows": [row]}, open(a.out, "w"))
 """
 HANGS = """

@@ -137,7 +137,10 @@ def oracle(documents, args, seed, held_out_tokens, drawn):
         if args.weights:
             shares = [share for share in drawn.shares if share.interval == report.name]
             quotas = {share.source: share.quota - whole * totals[share.source] for share in shares}
-        freedom = lambda source: (min(quotas[source], totals[source] - quotas[source]), source)  # noqa: E731, B023
+        freedom = lambda source: (  # noqa: E731
+            min(quotas[source], totals[source] - quotas[source]),  # noqa: B023
+            source,
+        )
         carry = 0
         for source in sorted(groups, key=freedom):
             ordered = sorted(groups[source], key=lambda one: one["lot"])

@@ -44,8 +44,9 @@ def rows(request, tmp_path_factory, byte_tokenizer):
 def make_model(backend):
     torch.manual_seed(0)
     config = pod.PodConfig(
-        vocab_size=512, hidden_size=48, intermediate_size=64, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=3,
-        head_dim=8, max_position_embeddings=CONTEXT, initializer_range=0.3, num_sink_tokens=2, num_recent_tokens=5, lead=PLAN,
+        vocab_size=512, hidden_size=48, intermediate_size=64, num_hidden_layers=4,
+        num_attention_heads=6, num_key_value_heads=3, head_dim=8, max_position_embeddings=CONTEXT,
+        initializer_range=0.3, num_sink_tokens=2, num_recent_tokens=5, lead=PLAN,
         attention_backend=backend,
     )  # fmt: skip
     return pod.PodForCausalLM(config).double().train()

@@ -227,8 +227,8 @@ def test_tasks_that_fill_a_length_count_the_variables_in_lm_eval_mode(place):
     [
         ("{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}", "thinking"),
         (
-            "{% for m in messages %}{% generation %}{{ style }}{{ bos_token }}{% "
-            "endgeneration %}{% endfor %}",
+            "{% for m in messages %}{% generation %}{{ style }}{{ bos_token }}"
+            "{% endgeneration %}{% endfor %}",
             "style",
         ),
         (

@@ -73,9 +73,8 @@ def test_what_becomes_of_a_program(run, program, reason):
 
 @pytest.mark.parametrize(
     "answer",
-    ["None",
-     "(1, 'a', [2.5, -0.0, {1, 2}], {'k': (True, "
-     "None)}, b'x', 1j)", r"'\u2028 \ud800 \x00 \n'", "[]", "set()"],
+    ["None", "(1, 'a', [2.5, -0.0, {1, 2}], {'k': (True, None)}, b'x', 1j)",
+     r"'\u2028 \ud800 \x00 \n'", "[]", "set()"],
 )  # fmt: skip
 def test_plain_answers_come_back_as_they_are(run, answer):
     test = f"def check(candidate):\n    assert repr(candidate({answer})) == repr({answer})"

@@ -30,7 +30,9 @@ CHAT_TEMPLATE = (  # drops outer white space, as many do
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 SCORERS = {name: task.scorer for name, task in tasks.TASKS.items()}
-PUBLISHED = {  # README.md (gpt4-32k) and Leaderboard/*.csv at 679aabd (turbo-16k-0613; the closed tasks there are of other predictions)
+# README.md (gpt4-32k) and Leaderboard/*.csv at 679aabd (turbo-16k-0613; the closed tasks there are of other
+# predictions)
+PUBLISHED = {
     "exam_eval/gpt4-32k": {
         "coursera": 75.58,
         "quality": 82.17,
@@ -196,8 +198,8 @@ def test_science_fiction_asks_twice_once_without_the_document():
     assert docs[1]["document"] == docs[1]["system"] == "" and "QUIET MOON" not in docs[1]["prompt"]
     assert docs[1]["prompt"] + docs[1]["prefix"] == (
         "1.\tSound travels through empty space, True or False? Answer this question based on the real-world "
-        "knowledge and facts "
-        "up until your last trainingPlease directly answer without any additional output or explanation. \nAnswer:"
+        "knowledge and facts up until your last training"
+        "Please directly answer without any additional output or explanation. \nAnswer:"
     )
 
 

@@ -27,9 +27,8 @@ CHAT = (
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 NO_SYSTEM = (
-    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no "
-    "system role') }}{% endif %}{{ "
-    "m.content }}|{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'system' %}"
+    "{{ raise_exception('no system role') }}{% endif %}{{ m.content }}|{% endfor %}"
 )
 BOS = 256  # <|endoftext|> of the tiny tokenizer, one token per byte otherwise
 

@@ -223,9 +223,8 @@ def test_rules_of_our_tasks_hold_on_the_command_line_too():
 def test_command_line_runs_a_task_of_ours(tmp_path):
     model = f"pretrained={resolve_model('package:tiny')},method=snapkv[window=4,kernel=3]@25%,max_length=2048"
     options = (
-        "--tasks pod_longbench_qasper --limit 1 --gen_kwargs max_gen_toks=4 --output_path "
-        f"{tmp_path}/out "
-        "--log_samples"
+        "--tasks pod_longbench_qasper --limit 1 --gen_kwargs max_gen_toks=4 "
+        f"--output_path {tmp_path}/out --log_samples"
     )
     done = subprocess.run(
         [

@@ -384,9 +384,8 @@ def test_chat_rule_and_a_tokenizer_without_template(tmp_path, monkeypatch):
         }
 
     template = (
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if "
-        "add_generation_prompt "
-        "%}<|bot|>{% endif %}"
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|bot|>{% endif %}"
     )
     assert format_of(template, "auto") == {"qasper": True, "trec": False}
     assert format_of(template, "on") == {"qasper": True, "trec": True}

@@ -31,9 +31,9 @@ from pod.training.checkpoint.identity import TrainState
 
 LEAD = [[0, 0], [0, 1], [None, 1], [3, None]]
 SIZES = {
-    "vocab_size": 97, "hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 6, "intermediate_size": 32, "initializer_range": 0.2, "max_position_embeddings": 40_000,
-    "num_sink_tokens": 2, "num_recent_tokens": 9,
+    "vocab_size": 97, "hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 6, "intermediate_size": 32, "initializer_range": 0.2,
+    "max_position_embeddings": 40_000, "num_sink_tokens": 2, "num_recent_tokens": 9,
 }  # fmt: skip
 IDS = torch.arange(60).reshape(2, 30)
 

@@ -282,7 +282,9 @@ def test_reasons_on_cuda(monkeypatch):
     def reason(dtype=torch.bfloat16, d=64, capability=(9, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         q = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 1, 8, d))
-        return varlen.unsupported_on_cuda(Call(q, Tokens(q, q), None, CAUSAL, Segments.whole(1, 8, 8), 1.0))  # type: ignore[arg-type]
+        whole = Segments.whole(1, 8, 8)
+        call = Call(q, Tokens(q, q), None, CAUSAL, whole, 1.0)  # type: ignore[arg-type]
+        return varlen.unsupported_on_cuda(call)
 
     assert reason() is None and reason(torch.float16, 256) is None
     assert "needs float16 or bfloat16" in reason(torch.float32)

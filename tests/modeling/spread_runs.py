@@ -298,7 +298,8 @@ def constants() -> Iterator[dict]:
     logits = tuple(tuple(torch.randn(6).tolist()) if has else None for has in has_windows)
     values = tuple(torch.randn(2, 8).tolist() if has else None for has in has_windows)
     windows = {"num_sink_tokens": 0, "num_recent_tokens": 11}
-    plan = pod.SharingPlan(LEAD, sinks="constant", sink_constants=SinkConstants(logits, values), **windows)  # type: ignore[arg-type]
+    sinks = {"sinks": "constant", "sink_constants": SinkConstants(logits, values)}
+    plan = pod.SharingPlan(LEAD, **sinks, **windows)  # type: ignore[arg-type]
     model = pod.load_model(make_stock("llama"), plan=plan)
     spread = on_both(model)
     found = [conversation(one, pod.make_cache, device) for one, device in ((model, "cpu"), (spread, "sim:0"))]

@@ -302,8 +302,9 @@ def test_gradients_do_not_depend_on_how_trainer_cuts_its_batch(tools, tmp_path):
 
     for size in (4, 1):
         args = TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=size, gradient_accumulation_steps=4 // size, max_steps=1,
-            learning_rate=1e-2, optim="sgd", report_to="none", use_cpu=True, save_strategy="no", max_grad_norm=0.0,
+            str(tmp_path), per_device_train_batch_size=size, gradient_accumulation_steps=4 // size,
+            max_steps=1, learning_rate=1e-2, optim="sgd", report_to="none", use_cpu=True, save_strategy="no",
+            max_grad_norm=0.0,
         )  # fmt: skip
         model = tools.make_pod()
         Trainer(

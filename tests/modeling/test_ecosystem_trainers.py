@@ -17,9 +17,10 @@ from pod.modeling.shipped.llama import PodForCausalLM
 WORKER = Path(__file__).with_name("worker_trainers.py")
 LEAD = [[0, 0], [0, 1], [2, 1]]
 SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "intermediate_size": 48, "initializer_range": 0.2, "max_position_embeddings": 128,
-    "num_sink_tokens": 2, "num_recent_tokens": 5, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "initializer_range": 0.2,
+    "max_position_embeddings": 128, "num_sink_tokens": 2, "num_recent_tokens": 5,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 
 

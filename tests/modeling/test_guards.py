@@ -21,7 +21,8 @@ from pod import engine
 from pod.modeling.shipped import generation
 
 HOOKS = ("_prefill", "_prepare_cache_for_generation", "_get_candidate_generator")
-# A method of transformers' generation gets another name, and its callers call that; then a prompt is read in chunks.
+# A method of transformers' generation gets another name, and its callers call that. Then a prompt is read in
+# chunks.
 RENAMED = """
 import json, os, sys
 import torch, transformers

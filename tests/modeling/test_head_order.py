@@ -210,7 +210,8 @@ def test_layers_whose_order_stays_and_other_weights_are_left_alone(tools):
     names = [name for name, weight in state.items() if reordered(name, weight, config, None) is not weight]
     assert sorted(names) == sorted(
         f"model.layers.4.self_attn.{name}"
-        for name in ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias", "o_proj.weight")
+        for name in ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias",
+                     "v_proj.weight", "v_proj.bias", "o_proj.weight")
     )  # fmt: skip
     own = from_dense(pod.load_model(stock), config)
     assert all(

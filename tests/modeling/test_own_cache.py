@@ -24,7 +24,8 @@ found = {}
 for family in sys.argv[2:]:
     model = AutoModelForCausalLM.from_pretrained(family, trust_remote_code=True).eval()
     with torch.no_grad():
-        out = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+        options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+        out = model.generate(ids, attention_mask=mask, **options)
     found[family] = out.sequences.tolist(), out.past_key_values.nbytes
 assert "pod" not in sys.modules
 print(json.dumps(found))

@@ -142,7 +142,8 @@ def test_what_does_not_belong_together_is_refused_in_one_line(tools, tmp_path):
     ):
         path.write_bytes(content)
         with safetensors.safe_open(path, "pt") as file:
-            metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         change(metadata)
         safetensors.torch.save_file(tensors, path, metadata)
         refused(message)

@@ -35,9 +35,9 @@ def mean_loss(model, rows) -> float:
 
 def common(folder, **changes):
     options = {
-        "output_dir": str(folder), "max_steps": 4, "learning_rate": 0.01, "logging_steps": 1, "report_to": "none",
-        "use_cpu": True, "save_strategy": "no", "lr_scheduler_type": "constant", "bf16": False, "disable_tqdm": True,
-        "per_device_train_batch_size": 4,
+        "output_dir": str(folder), "max_steps": 4, "learning_rate": 0.01, "logging_steps": 1,
+        "report_to": "none", "use_cpu": True, "save_strategy": "no", "lr_scheduler_type": "constant",
+        "bf16": False, "disable_tqdm": True, "per_device_train_batch_size": 4,
     }  # fmt: skip
     return options | changes
 

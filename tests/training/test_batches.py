@@ -63,7 +63,8 @@ def test_a_rank_of_a_group_gets_its_tokens_and_all_documents(dataset):
 
 @pytest.mark.gpu
 def test_batches_come_to_the_gpu_through_pinned_memory(dataset):
-    device = f"cuda:{torch.cuda.device_count() - 1}"  # not the device that a new thread starts with, where there are two
+    # not the device that a new thread starts with, where there are two
+    device = f"cuda:{torch.cuda.device_count() - 1}"
     batches, plain = make_batches(dataset, device), make_batches(dataset, ahead=0)
     for _ in range(2 * ROWS):
         (batch,), (expected,) = batches.next(), plain.next()

@@ -18,8 +18,8 @@ from pod.training import deepspeed_bridge as bridge
 
 BRIDGE = Path(bridge.__file__)
 PRIVATE = re.compile(
-    r"^\s*(from|import) "
-    r"deepspeed|\bds_(id|status|tensor|shape|numel)\b|_hp_mapping|fp32_partitioned|single_partition|grad_position"
+    r"^\s*(from|import) deepspeed|\bds_(id|status|tensor|shape|numel)\b"
+    r"|_hp_mapping|fp32_partitioned|single_partition|grad_position"
     r"|optimizer\.optimizer|optimizer\.overflow|parallel_state_sp|__compatible_ops__"
     r"|build_shm_op|TorchBackend"
     r"|norm_for_param_grads|_do_optimizer_sanity_check",

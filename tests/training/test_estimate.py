@@ -53,7 +53,8 @@ PAPER = {"sequence_parallel_size": 4, "gradient_accumulation_steps": 64, "max_st
 def test_experts_count_as_weights_and_as_what_a_token_sees():
     sizes = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     config = pod.PodConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, tie_word_embeddings=True, **sizes
+        vocab_size=50, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+        tie_word_embeddings=True, **sizes
     )  # fmt: skip
     real = sum(weight.numel() for weight in pod.PodForCausalLM(config).parameters())
     shapes = Shapes.from_config(config)

@@ -30,8 +30,8 @@ def environment(tmp_path_factory) -> dict[str, str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), outer["PATH"]])
     cache = str(tmp_path_factory.mktemp("cache"))
     return {
-        **outer, "PATH": path, "POD_CACHE": cache, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(ROOT),
+        **outer, "PATH": path, "POD_CACHE": cache, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT),
     }  # fmt: skip
 
 
@@ -55,7 +55,8 @@ def config(tmp_path_factory, environment) -> Path:
 output_dir: {folder}
 model: {{path: "package:tiny", num_sink_tokens: 2, num_recent_tokens: 8}}
 data: {{context_length: 64, shortest_interval: 32}}
-train: {{max_steps: 1000000, allow_repeats: true, sequence_parallel_size: 2, dtype: float32, save_every_steps: 0, gradient_checkpointing: none}}
+train: {{max_steps: 1000000, allow_repeats: true, sequence_parallel_size: 2, dtype: float32,
+  save_every_steps: 0, gradient_checkpointing: none}}
 """
     (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
     return folder / "recipe.yaml"
@@ -115,9 +116,8 @@ def check_last_step(train: Path) -> int:
     return last
 
 
-def test_sigterm_to_a_rank_saves_and_every_process_exits_with_0_then_export_and_a_second_run_beside_is_refused(
-    config, environment, tmp_path
-):
+def test_sigterm_to_a_rank_saves_and_every_process_exits_with_0(config, environment, tmp_path):
+    """An export works afterwards, and a second run beside is refused."""
     train = config.parent / "train"
     with training(config, environment, 2) as launcher:
         os.kill(ranks_of(launcher)[-1], signal.SIGTERM)

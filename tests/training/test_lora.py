@@ -25,9 +25,9 @@ IDS = torch.arange(60).reshape(2, 30) % 37
 def make_model(**changes):
     torch.manual_seed(0)
     fields = {
-        "vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 6, "intermediate_size": 32, "initializer_range": 0.2, "max_position_embeddings": 64,
-        "attention_backend": "reference",
+        "vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 6, "intermediate_size": 32, "initializer_range": 0.2,
+        "max_position_embeddings": 64, "attention_backend": "reference",
     }  # fmt: skip
     return pod.PodForCausalLM(pod.PodConfig(**{**fields, **changes})).eval()
 

@@ -23,8 +23,9 @@ GIB = 2**30
 
 def config(**changes):
     sizes = {
-        "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "lead": [[0, 0], [0, 1], [2, 1], [2, 3]],
+        "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+        "lead": [[0, 0], [0, 1], [2, 1], [2, 3]],
     }  # fmt: skip
     return pod.PodConfig(**sizes | changes)
 

@@ -109,8 +109,9 @@ def train(out: Path, sp_size: int) -> None:
         runs += [("cla", LORA), ("window", LORA)]
     for name, settings in runs:
         args = TrainArgs(
-            max_steps=STEPS, sequence_parallel_size=sp_size, dtype="float32", learning_rate=1e-2, adam_epsilon=1e-3,
-            save_every_steps=0, loss_chunk_mib=1, **settings,  # a large epsilon: Adam would enlarge rounding
+            max_steps=STEPS, sequence_parallel_size=sp_size, dtype="float32", learning_rate=1e-2,
+            adam_epsilon=1e-3,  # a large epsilon: Adam would enlarge rounding
+            save_every_steps=0, loss_chunk_mib=1, **settings,
         )  # fmt: skip
         label = f"{name}_lora" if settings else name
         folder = out / f"{label}-{sp_size}"

@@ -140,7 +140,8 @@ def test_bits_are_chosen_with_the_roles():
     cost = sum(
         total["window"][layer, head] if lead is None
         else (total["lead4"][layer, head] if plan.bits[layer] == 4 else 0.0) if lead == layer
-        else total["in_place"][lead, layer, head] + (total["follow4"][layer, head] if plan.bits[layer] == 4 else 0.0)
+        else total["in_place"][lead, layer, head]
+        + (total["follow4"][layer, head] if plan.bits[layer] == 4 else 0.0)
         for layer, row in enumerate(plan.lead) for head, lead in enumerate(row)
     )  # fmt: skip
     assert cost == pytest.approx(found["plan_cost"])

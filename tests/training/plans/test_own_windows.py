@@ -37,9 +37,11 @@ def gemma(folder: Path, layer_types: str) -> Path:
     torch.manual_seed(0)
     kinds = {"s": "sliding_attention", "f": "full_attention"}
     config = transformers.Gemma3TextConfig(
-        vocab_size=sizes["vocab_size"], hidden_size=32, intermediate_size=48, num_hidden_layers=len(layer_types),
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=512, sliding_window=7,
-        layer_types=[kinds[letter] for letter in layer_types], query_pre_attn_scalar=20, initializer_range=0.3,
+        vocab_size=sizes["vocab_size"], hidden_size=32, intermediate_size=48,
+        num_hidden_layers=len(layer_types), num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        max_position_embeddings=512, sliding_window=7,
+        layer_types=[kinds[letter] for letter in layer_types],
+        query_pre_attn_scalar=20, initializer_range=0.3,
     )  # fmt: skip
     transformers.Gemma3ForCausalLM(config).double().save_pretrained(folder)
     for file in tiny.glob("*token*"):

@@ -97,7 +97,8 @@ def curve():
     points = [
         {
             "units": units, "saving": units / 16, "cost": cost, "leads": leads, "followers": followers,
-            "windows": windows, "packed_layers": [3] if units > 4 else [], "cost_without": {"follow": 2 * cost, "window": None if units > 4 else 3 * cost},
+            "windows": windows, "packed_layers": [3] if units > 4 else [],
+            "cost_without": {"follow": 2 * cost, "window": None if units > 4 else 3 * cost},
         }
         for units, leads, followers, windows, cost in rows
     ]  # fmt: skip
