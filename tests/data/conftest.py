@@ -27,7 +27,8 @@ HARD_TEXTS = [
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa abababababababababab ACGT" * 50,
     "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich; ça va, naïve café, ſ ß ẞ İ ı",
     "e\u0301 combining, \u212b Ångström, \ufb01 ligature, \u00bd half, \uff21\uff22 fullwidth, \u1e9b\u0323",
-    "中文字符和日本語のテキスト、한국어 텍스트。Русский текст; Ελληνικά; עברית עם ניקוד; العربية ١٢٣; हिन्दी; ไทย",
+    "中文字符和日本語のテキスト、한국어 텍스트。Русский текст; Ελληνικά; "
+    "עברית עם ניקוד; العربية ١٢٣; हिन्दी; ไทย",
     "😀😃 👨‍👩‍👧‍👦 🏳️‍🌈 🇩🇪 \U0001f9ff\U000e0067 \U0010ffff",
     "\x00\x01\x02 control \x7f\x85\xa0 "
     "no-break\u2003em\u200bzero\u200d\ufeffbom\u2028line\u2029paragraph\u3000wide",
