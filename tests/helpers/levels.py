@@ -2,7 +2,7 @@
 
 The quick level answers within minutes whether a change broke something. The rest has all cases of every
 parametrised test, the simulations, the interpreter and most tests of several processes. Its sample is what CI
-runs beside the quick level to answer within half an hour: no test that is `nightly`, and at most three cases
+runs beside the quick level to answer within half an hour: no test that is `nightly`, and at most two cases
 of a parametrised test.
 """
 
@@ -43,7 +43,7 @@ The sample keeps those of `test_parallel.py` (every layout), `test_runs.py` (res
 `test_launch.py` (launcher, signals) and of the shorter files.
 """
 
-SAMPLE_CASES = 3
+SAMPLE_CASES = 2
 """How many cases of a parametrised test belong to the sample of the rest."""
 
 LEVELS = ("quick", "sample", "rest", "all")
