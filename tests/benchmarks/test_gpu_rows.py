@@ -193,7 +193,7 @@ sys.exit(gpu_rows.main())
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
-    for _ in range(600):
+    for _ in range(3000):
         if (tmp_path / "hangs.pid").exists() and (tmp_path / "hangs.pid").read_text():
             break
         time.sleep(0.1)
