@@ -10,8 +10,10 @@ from pod.schema import AtLeast2, BelowOne, Share, section
 
 @section
 class TrainRecipe:
-    """Section `train` of a recipe: `pod train`. A field that is null by default is derived from ranks
-    and device (`pod.training.predict.planner`)."""
+    """Section `train` of a recipe: `pod train`.
+
+    A field that is null by default is derived from ranks and device (`pod.training.predict.planner`).
+    """
 
     total_tokens: PositiveInt | None = None
     """Tokens of the whole run, padding included. The number of steps is total_tokens / tokens_per_step,
@@ -214,7 +216,7 @@ class TrainRecipe:
     environment variable WANDB_MODE, else online."""
 
     def __post_init__(self) -> None:
-        """Settings that do not go together."""
+        """Refuse settings that do not go together."""
         if self.spike_factor != 0 and not self.spike_factor > 1:
             raise ValueError(f"spike_factor is {self.spike_factor}, allowed are 0 (off) and numbers above 1")
         if self.eval_passkeys and not self.eval_every_steps:
@@ -243,7 +245,11 @@ class TrainRecipe:
                 )
 
     def rows_per_step(self, context_length: int) -> int:
-        """Rows of `context_length` tokens of one optimizer step over all ranks; ValueError when they are not whole."""
+        """Rows of `context_length` tokens in one optimizer step, over all ranks.
+
+        Raises:
+            ValueError: tokens_per_step is not a whole number of rows.
+        """
         tokens = self.tokens_per_step or context_length
         if tokens % context_length:
             below = tokens - tokens % context_length
@@ -255,7 +261,11 @@ class TrainRecipe:
         return tokens // context_length
 
     def steps(self, context_length: int) -> int:
-        """Optimizer steps of the run: max_steps, else what total_tokens make, else 100."""
+        """Optimizer steps of the run: max_steps, else as many as total_tokens allow, else 100.
+
+        Raises:
+            ValueError: total_tokens is less than one step takes.
+        """
         if self.max_steps is not None or self.total_tokens is None:
             return self.max_steps or 100
         each = self.rows_per_step(context_length) * context_length
@@ -269,7 +279,7 @@ class TrainRecipe:
 
 @section
 class TrainArgs(TrainRecipe):
-    """Section `train` with nothing left to derive: what trainer, engine and estimates work with."""
+    """Section `train` with every field set: trainer, engine and estimates work with it."""
 
     max_steps: PositiveInt = 100
     sequence_parallel_size: PositiveInt = 1
@@ -289,7 +299,7 @@ class TrainArgs(TrainRecipe):
         return round(self.warmup_ratio * self.max_steps)
 
     def rank_tokens(self, context_length: int) -> int:
-        """Tokens of one micro-batch on the rank that holds most; rows have `context_length`."""
+        """Tokens of one micro-batch on the rank that holds most; rows have `context_length` tokens."""
         return -(-context_length // self.sequence_parallel_size) * self.micro_batch_size
 
     def mlp_tiles(self, context_length: int) -> int:
@@ -426,16 +436,18 @@ class ExploreArgs:
             raise ValueError(f"roles is {self.roles}, allowed are follow, window, or both")
         if sorted(self.bits) not in ([16], [4, 16]) or (4 in self.bits and self.cost == "similarity"):
             raise ValueError(
-                f"bits is {self.bits}, allowed are [16], or [16, 4] with cost=projected: the plan chooses the layers that are packed"
+                f"bits is {self.bits}, allowed are [16], or [16, 4] with cost=projected: the plan chooses "
+                "the layers that are packed"
             )
         if self.cost == "similarity" and self.roles != ["follow"]:
             raise ValueError(
-                f"roles is {self.roles} with cost=similarity, which prices followers only: set roles=follow, or cost=projected"
+                f"roles is {self.roles} with cost=similarity, which prices followers only: set roles=follow, "
+                "or cost=projected"
             )
         if self.algorithm == "greedy" and self.cost != "similarity":
             raise ValueError(
-                f"cost is {self.cost!r}, but algorithm=greedy groups by similarity only: set cost=similarity and roles=follow, or "
-                "algorithm=dp"
+                f"cost is {self.cost!r}, but algorithm=greedy groups by similarity only: set "
+                "cost=similarity and roles=follow, or algorithm=dp"
             )
         if self.algorithm == "greedy" and self.granularity == "layer":
             raise ValueError(
@@ -446,7 +458,7 @@ class ExploreArgs:
             self.budget_length = 0 if self.target == "vllm" else self.sequence_length
 
     def _check_vllm(self) -> None:
-        """Refuse what vLLM cannot run, whose layers hold every token or a window, all heads alike."""
+        """Refuse what vLLM cannot run: its layers hold every token or a window, the same for all heads."""
         allowed: dict[str, tuple[Any, ...]] = {
             "granularity": (None, "layer"),
             "roles": (None, ["window"]),
@@ -465,16 +477,22 @@ class ExploreArgs:
                 wanted = values[-1] if isinstance(values[-1], str) else ",".join(map(str, values[-1]))
                 wanted = f"[{wanted}]" if name == "bits" else wanted
                 raise ValueError(
-                    f"{name} is {value!r} with target=vllm, but {reasons[name]}: set {name}={wanted}, or target=pod"
+                    f"{name} is {value!r} with target=vllm, but {reasons[name]}: set {name}={wanted}, or "
+                    "target=pod"
                 )
 
     @property
     def least_saving(self) -> float:
-        """The saving that a plan must reach: `target_saving`, for vLLM to half a percentage point, so that 0.67 means
-        20 of 30 layers."""
+        """The saving that a plan must reach: `target_saving`, and half a percentage point less for vLLM.
+
+        There, 0.67 then means 20 of 30 layers.
+        """
         return max(0.0, self.target_saving - (0.005 if self.target == "vllm" else 0.0))
 
     @property
     def budget_tokens(self) -> int:
-        """Tokens at which `target_saving` is meant; a number beyond every window for the limit of long sequences."""
+        """Tokens at which `target_saving` is measured.
+
+        For infinitely long sequences it is a number that is larger than every window.
+        """
         return self.budget_length or 10**12

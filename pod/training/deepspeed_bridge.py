@@ -1,7 +1,9 @@
-"""Everything that we touch of DeepSpeed, its private parts above all: nothing else in `pod` imports it.
+"""Everything that `pod` uses of DeepSpeed, mostly private parts: nothing else in `pod` imports it.
 
-`check_parts` compares what is installed with what is used, so that another version fails at the start of a run in one line and not
-after the first checkpoint. Imports of DeepSpeed are inside functions: they take seconds, and a dry run needs none.
+`check_parts` compares what is installed with what is used. Another version of DeepSpeed then fails at the
+start of a run, in one line, and not after the first checkpoint.
+
+DeepSpeed is imported inside functions: importing it takes seconds, and a dry run does not need it.
 """
 
 import inspect
@@ -51,11 +53,18 @@ _PARTS = {
     "deepspeed.sequence.linear_cross_entropy:_fp32_logits": "hidden weight bias row_offset",
     "deepspeed.sequence.linear_cross_entropy:_accumulate_matmul": "accumulator mat1 mat2",
 }
-"""`module:attribute` of what is used, and the names of parameters that are passed or stood in for."""
+"""Parts of DeepSpeed that are used, as `module:attribute`, and the names of their parameters.
+
+The names are those of parameters that we pass, or that our own function in the part's place must take.
+"""
 
 
 def check_parts(parts: dict[str, str] | None = None) -> None:
-    """ValueError, in one line with the versions, for the first part that the installed DeepSpeed has not as it is used here."""
+    """Check that the installed DeepSpeed has every part that is used here.
+
+    Raises:
+        ValueError: in one line with the versions, the first part that is missing or takes other parameters.
+    """
     for part, names in (_PARTS if parts is None else parts).items():
         module, _, path = part.partition(":")
         try:
@@ -66,7 +75,7 @@ def check_parts(parts: dict[str, str] | None = None) -> None:
             raise _other_version(f"{module}.{path} is missing") from None
         taken = inspect.signature(found).parameters if names else {}
         absent = sorted(set(names.split()) - taken.keys())
-        # a decorated function shows no names
+        # A decorated function shows no names of parameters.
         if absent and not any(one.kind is one.VAR_KEYWORD for one in taken.values()):
             raise _other_version(f"{module}.{path} does not take {', '.join(absent)}")
 
@@ -84,11 +93,14 @@ def _other_version(problem: str) -> ValueError:
 
 
 def join_ranks(timeout_s: float | None) -> None:
-    """Make the process group of the ranks that a launcher started; ValueError as in `check_parts`.
+    """Make the process group of the ranks that a launcher started.
 
     Args:
-        timeout_s: seconds after which an operation that waits for other ranks fails, in whatever group;
-            None = DeepSpeed's 10 minutes for the group of all ranks, PyTorch's own for others.
+        timeout_s: seconds after which an operation that waits for other ranks fails, in every group.
+            None = DeepSpeed's 10 minutes for the group of all ranks, and PyTorch's limit for other groups.
+
+    Raises:
+        ValueError: as in `check_parts`.
     """
     import deepspeed
     from deepspeed.utils import logger
@@ -97,21 +109,25 @@ def join_ranks(timeout_s: float | None) -> None:
     backend: Any = import_module("deepspeed.comm.torch")
     if not is_verbose():
         logger.setLevel(logging.WARNING)  # its information would break the progress bar
-    # DeepSpeed's own calls
+    # These warnings are about DeepSpeed's own calls.
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
-    # The shared-memory op serves DeepSpeed's inference all-reduce only. Compiling it takes 75 s and a
-    # compiler, and asking whether it could be compiled makes every rank ask for all of DeepSpeed's ops.
+    # Only DeepSpeed's all-reduce for inference uses the shared-memory op. Compiling it takes 75 s and a
+    # compiler. Asking whether it could be compiled makes every rank ask for all of DeepSpeed's ops.
     backend.build_shm_op = lambda: None
     limit = None if timeout_s is None else timedelta(seconds=timeout_s)
-    # DeepSpeed gives the groups that it makes later no limit: those of NCCL would have 10 minutes, and the
-    # watchdog waits longer.
+    # DeepSpeed sets no limit for the groups that it makes later: with NCCL they would have 10 minutes, and
+    # the watchdog waits longer.
     backend.TorchBackend.new_group = lambda self, ranks: dist.new_group(ranks, timeout=limit)
     limits: dict[str, Any] = {} if limit is None else {"timeout": limit}
     deepspeed.init_distributed(verbose=False, **limits)
 
 
 def sequence_groups(size: int) -> tuple[Any, Any]:
-    """What `start_engine` takes as `mpu`, and this rank's group, when each `size` contiguous ranks share a row."""
+    """Make the groups of `size` contiguous ranks that share a row.
+
+    Returns:
+        What `start_engine` takes as `mpu`, and this rank's group.
+    """
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
     parallel_state_sp.initialize_sequence_parallel(size)
@@ -124,15 +140,21 @@ def sequence_groups(size: int) -> tuple[Any, Any]:
 def start_engine(
     module: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], mpu: Any
 ) -> Any:
-    """The engine that trains `module` on all ranks; ValueError for one without the parts that are used here."""
+    """The engine that trains `module` on all ranks.
+
+    Raises:
+        ValueError: the engine's optimizer lacks parts that are used here.
+    """
     import deepspeed
     from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
     from deepspeed.utils import set_z3_leaf_modules
 
-    # ranks need unlike numbers of experts: calls inside would come in another order on each, and gathers wait for each other
+    # Ranks need different numbers of experts. Gathers of weights inside would come in another order on every
+    # rank, and wait for each other.
     set_z3_leaf_modules(module, [PodExperts], raise_if_not_found=False)
-    # DeepSpeed takes its BF16_Optimizer for bfloat16 with float32 accumulation in stage 1. That keeps the float32 gradients of
-    # all weights on every rank and needs a model-parallel group, which there is none of with sequence parallelism.
+    # In stage 1, DeepSpeed takes its BF16_Optimizer for bfloat16 with float32 accumulation. That one keeps
+    # the float32 gradients of all weights on every rank. It also needs a model-parallel group, and with
+    # sequence parallelism there is none.
     DeepSpeedEngine._do_optimizer_sanity_check = lambda self, basic_optimizer: ZERO_OPTIMIZATION
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, mpu=mpu)
     stage_3 = settings["zero_optimization"]["stage"] == 3
@@ -151,12 +173,15 @@ def place_weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Put the weights of a module where the engine wants them: divided among all ranks in stage 3, else whole. One at a time: a
-    rank holds its share and one weight.
+    """Put the weights of a module where the engine wants them.
+
+    In stage 3 they are divided among all ranks; in other stages every rank has them whole. Weights are
+    placed one at a time, so that a rank holds its share and one whole weight.
 
     Args:
-        values: of a weight, of any device and type; asked on rank 0 only, in the module's order. In stage 3 the other ranks hold
-            them when this returns, else when `start_engine` does.
+        values: returns the values of a weight, on any device and of any type. It is called on rank 0 only, in
+            the module's order. In stage 3 the other ranks hold the values when this function returns. In
+            other stages they hold them when `start_engine` returns.
     """
     from deepspeed.runtime.zero import Init
 
@@ -179,16 +204,17 @@ def place_weights(
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:
-    """Of the whole weight, also where it is divided."""
+    """Shape of the whole weight, also where it is divided among ranks."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def drop_carry_hooks(model: Any) -> None:
-    """Take ZeRO-3's hooks off the modules that hand on the carry and own no weight: decoder layers and attention.
+    """Take ZeRO-3's hooks off decoder layers and attention, which hand on the carry and own no weight.
 
-    The hooks fire once per carried tensor. How many there are depends on the heads that a rank computes, and ZeRO-3
-    stops ("disagreement on list contents") when ranks do not meet the same hooks. Hooks of their children gather all
-    weights. Constant sinks belong to attention itself, and a child reads them.
+    The hooks fire once per carried tensor. The number of these tensors depends on the heads that a rank
+    computes, and ZeRO-3 stops ("disagreement on list contents") when ranks do not meet the same hooks. The
+    hooks of the children of these modules gather all weights. Only constant sinks belong to attention
+    itself; a child of it reads them, and they are registered there.
     """
     from deepspeed.runtime.zero import register_external_parameter
 
@@ -202,12 +228,17 @@ def drop_carry_hooks(model: Any) -> None:
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int, rows: int) -> Tensor:
-    """Sum of the cross entropies of `hidden @ weight.T` in fp32, exact gradients, logits of `rows` tokens at a time.
+    """Sum of the cross entropies of `hidden @ weight.T`, in fp32 and with exact gradients.
 
     Args:
-        hidden: [B, n, hidden]; weight: [V, hidden]; labels: [B, n], `ignored` = no label.
+        hidden: [B, n, hidden].
+        weight: [V, hidden].
+        labels: [B, n].
+        ignored: the label of tokens that have none.
+        rows: number of tokens whose logits are computed at a time.
     """
-    # What is around it waits for the device to compare labels with the vocabulary; the data did so when it was opened.
+    # DeepSpeed's public function around this one compares the labels with the vocabulary, and waits for the
+    # device to do so. Our data has been compared when it was opened.
     tokens, kind = hidden.reshape(-1, hidden.shape[-1]), torch.promote_types(hidden.dtype, weight.dtype)
     vocabulary = (None, 0, weight.shape[0])  # no tensor parallelism
     given = tokens.contiguous(), weight.contiguous(), None, labels.reshape(-1)
@@ -216,9 +247,10 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, ignored
 
 @cache
 def _linear_cross_entropy() -> Any:
-    """DeepSpeed's function with a backward that asks the device nothing.
+    """DeepSpeed's function, with a backward that never waits for the device.
 
-    Its own looks up the labels in every part of the vocabulary by masks: three waits for each part.
+    DeepSpeed's own backward looks up the labels by masks, in every part of the vocabulary. That waits for the
+    device three times for each part.
     """
     stock = import_module("deepspeed.sequence.linear_cross_entropy")
 
@@ -260,19 +292,22 @@ MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank holds of a trained weight, on its device or in host memory."""
+    """What a rank holds of one trained weight, on its device or in host memory."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole weight."""
+    """Shape of the whole weight."""
     start: int
     """First element of the flattened weight that is held here."""
     values: dict[str, Tensor]
-    """[elements] in fp32, by kind: `MASTER`, and of an optimizer that has made an update `MOMENTS`."""
+    """Tensors [elements] in fp32, by kind: `MASTER`, and `MOMENTS` once the optimizer has made an update."""
 
 
 def pieces(engine: Any) -> list[Piece]:
-    """This rank's part of the state that is trained; views, into which one may write before `renew_weights`."""
+    """This rank's part of the state that is trained.
+
+    The values are views: write into them, then call `renew_weights`.
+    """
     found = []
     for name, parameter in engine.module.named_parameters():
         place = _place(engine.optimizer, parameter) if parameter.requires_grad else None
@@ -287,21 +322,32 @@ def pieces(engine: Any) -> list[Piece]:
 
 
 def _place(optimizer: Any, parameter: Any) -> tuple[Tensor, int, int, int] | None:
-    """What a rank holds of a weight: the flat tensor it lies in, offset there, first element of the weight, elements."""
-    if hasattr(parameter, "ds_id"):  # equal shares, the last ones filled up
+    """Where a rank holds its part of a weight; None when it holds nothing of it.
+
+    Returns:
+        The flat tensor that the part lies in, its offset there, the first element of the weight that is held,
+        and the number of elements.
+    """
+    if hasattr(parameter, "ds_id"):  # stage 3: equal shares, and the last ones are filled up
         group, offset, share = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = share * dist.get_rank(parameter.ds_process_group)
         size = min(share, parameter.ds_numel - start)
-        return (optimizer.fp32_partitioned_groups_flat[group], offset, start, size) if size > 0 else None
+        if size <= 0:
+            return None
+        return optimizer.fp32_partitioned_groups_flat[group], offset, start, size
     held = parameter._hp_mapping
     if held is None:
         return None
-    flat, own = optimizer.single_partition_of_fp32_groups[held.param_group_index], held.hp_fragment_address
+    flat = optimizer.single_partition_of_fp32_groups[held.param_group_index]
+    own = held.hp_fragment_address
     return flat, own.start, held.lp_fragment_address.start, own.numel
 
 
 def set_updates(engine: Any, updates: int) -> None:
-    """Make the optimizer one that has made so many updates: `pieces` then has moments, to be filled, or none."""
+    """Make the optimizer one that has made so many updates.
+
+    `pieces` then has moments, which are to be filled; after no updates it has none.
+    """
     optimizer = engine.optimizer
     whole = getattr(optimizer, "single_partition_of_fp32_groups", None)
     for flat in optimizer.fp32_partitioned_groups_flat if whole is None else whole:
@@ -312,12 +358,13 @@ def set_updates(engine: Any, updates: int) -> None:
         for kind in MOMENTS:
             if kind not in state:
                 state[kind] = torch.zeros_like(flat, requires_grad=False)
-        # A fused update takes steps of no other device than the weights', and one tensor for several would count once for each.
+        # A fused update accepts the count of steps only on the weights' device. Each weight needs a tensor
+        # of its own: one tensor for several weights would count once for each of them.
         state["step"] = torch.tensor(float(updates), device=flat.device)
 
 
 def renew_weights(engine: Any) -> None:
-    """Make the weights of all ranks from the master weights; called by all ranks."""
+    """Make the weights of all ranks from the master weights. All ranks must call it."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() < 3:
         optimizer.update_lp_params()

@@ -1,4 +1,4 @@
-"""Ranks must train the same thing: recipes, packages, data and layouts are compared before anything is loaded."""
+"""Ranks must train the same thing: recipes, packages, data and layouts are compared before loading."""
 
 import importlib.metadata
 import os
@@ -23,7 +23,10 @@ _SHARED = "output_dir"
 
 
 def note_neighbours() -> None:
-    """Say, on rank 0, where more ranks share a machine than their launcher says: each plans with too much of its memory."""
+    """Print a note, on rank 0, when more ranks share a machine than their launcher says.
+
+    Each of these ranks plans with too much of the machine's memory.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id")
     place = socket.gethostname(), boot.read_text(encoding="utf-8") if boot.is_file() else ""
     everyone = _gather((place, local_world_size()))
@@ -39,13 +42,15 @@ def note_neighbours() -> None:
 
 
 def agree_on_layout(fit: Fit, recipe: TrainRecipe) -> Fit:
-    """The layout of all ranks, where machines are unequal: planned for rank 0's with the least memory of all.
+    """The layout that all ranks use.
+
+    Where machines differ, it is planned anew, for rank 0's machine with the least memory of all of them.
 
     Args:
-        fit: what was planned for this rank's machine.
+        fit: the layout that was planned for this rank's machine.
 
     Raises:
-        ValueError: nothing fits.
+        ValueError: no layout fits.
     """
     machine = least_machine(_gather(fit.machine))
     if machine == fit.machine:
@@ -60,7 +65,7 @@ def agree_on_layout(fit: Fit, recipe: TrainRecipe) -> Fit:
 
 
 def least_machine(machines: list[Machine]) -> Machine:
-    """The first machine, with the least memory of all on its devices and on its host."""
+    """The first machine, but with the smallest memory of all machines, on its devices and on its host."""
     device = replace(machines[0].device, memory_gib=min(one.device.memory_gib for one in machines))
     return replace(machines[0], device=device, host_gib=min(one.host_gib for one in machines))
 
@@ -69,12 +74,12 @@ def agree(config: dict[str, Any], folder: Path | str, facts: dict[str, str]) -> 
     """Refuse ranks that would not train the same thing.
 
     Args:
-        config: the resolved recipe, compared section by section.
-        folder: <output_dir>/train: a file of rank 0 there must be visible to all.
+        config: the resolved recipe; it is compared section by section.
+        folder: <output_dir>/train. All ranks must see a file that rank 0 writes there.
         facts: further values that must be equal on all ranks, by name.
 
     Raises:
-        ValueError: in one line, the same on each rank, the ranks that differ from rank 0 and in what.
+        ValueError: in one line, the same on each rank: which ranks differ from rank 0, and in what.
     """
     seen = "seen" if _sees_rank_zero(Path(folder)) else "not seen"
     recipe = {f"the recipe's {name}": sha256_of(value) for name, value in config.items()}
@@ -91,7 +96,8 @@ def agree(config: dict[str, Any], folder: Path | str, facts: dict[str, str]) -> 
             theirs = values[others[0]]
             detail = f" ({ours} on rank 0, {theirs} on rank {others[0]})" if len(theirs) < 40 else ""
             raise SameOnAllRanks(
-                f"{_ranks(others)} and rank 0 disagree on {name}{detail}: use the same recipe, packages and files on all machines"
+                f"{_ranks(others)} and rank 0 disagree on {name}{detail}: use the same recipe, packages and "
+                "files on all machines"
             )
 
 
@@ -123,5 +129,6 @@ def _gather(value: Any) -> list[Any]:
 
 
 def _ranks(ranks: list[int]) -> str:
+    """Up to eight ranks as text: `rank 3`, `ranks 1, 2`."""
     shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -1,11 +1,13 @@
-"""How PyTorch's allocator holds the memory of GPUs during a training; imports no torch, which reads the
-variable once."""
+"""How PyTorch's allocator holds the memory of GPUs during a training.
+
+This file does not import torch, because torch reads the environment variable only once.
+"""
 
 import os
 import sys
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Where PyTorch looks for its settings, in this order; the last is the name that it recommends."""
+"""Where PyTorch looks for its settings, in this order. It recommends the last name."""
 EXPANDABLE = "expandable_segments:True"
 _REGISTERS = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
 
@@ -15,11 +17,13 @@ _said = ""
 def expand_segments() -> str:
     """Let segments of GPU memory grow in place; call it before torch is imported.
 
-    Sequences and gathered weights leave free pieces of many sizes. Segments that grow keep these pieces usable.
+    Sequences and gathered weights leave free pieces of many sizes. Segments that grow keep these pieces
+    usable.
 
-    Nothing is changed where a variable of PyTorch's allocator is set, or where NCCL shall register all tensors:
-    PyTorch switches that off for such segments. They have no legacy CUDA IPC handles, and graphs with collectives
-    hung over them (pytorch/torchtitan#3306). A training has neither; decoding and evaluation keep PyTorch's default.
+    Nothing is changed where a variable of PyTorch's allocator is set, or where NCCL is to register all
+    tensors: PyTorch switches that registration off for segments that grow. Such segments have no legacy CUDA
+    IPC handles, and graphs with collectives hung over them (pytorch/torchtitan#3306). A training uses
+    neither. Decoding and evaluation keep PyTorch's default.
 
     Returns:
         What was done, for the header of the run.
@@ -40,5 +44,5 @@ def expand_segments() -> str:
 
 
 def describe() -> str:
-    """What `expand_segments` did."""
+    """What `expand_segments` did, as text."""
     return _said or "PyTorch's default"

@@ -1,12 +1,19 @@
 """Where the lead queries and keys of PoD wait for their backward: on the device, in host memory, or nowhere.
 
-Activation checkpointing keeps the inputs of every layer until its backward: a hidden state, and the carry, worth about 0.4 hidden states
-per layer at a saving of 35 %. `keep` leaves the carry there. `offload` copies each tensor to host memory once, whatever the number of
-layers that read it, and fetches it back for the backward of its block. `recompute` projects it again from the hidden state of the lead's
-layer, which that layer's own checkpoint holds anyway. A window inside a block hands the carry on unread: its checkpoint holds a stand-in.
+Activation checkpointing keeps the inputs of every layer until its backward: a hidden state, and the carry.
+At a saving of 35 %, the carry takes as much memory as about 0.4 hidden states per layer.
 
-All work through saved-tensor hooks around the checkpoint call: graph, gradients and the values that a backward sees stay as they
-are. Hidden states can wait in host memory as well (`train.offload_checkpoints`): one copy each way per layer.
+- `keep` leaves the carry on the device.
+- `offload` copies each tensor to host memory once, whatever the number of layers that read it. It fetches the
+  tensor back for the backward of its block.
+- `recompute` projects the carry again, from the hidden state of the lead's layer. That layer's own checkpoint
+  holds this state anyway.
+
+A window inside a block hands the carry on without reading it: its checkpoint holds a stand-in.
+
+All modes work through saved-tensor hooks around the checkpoint call. The graph, the gradients and the values
+that a backward sees do not change. Hidden states can wait in host memory as well
+(`train.offload_checkpoints`), with one copy each way per layer.
 """
 
 import contextlib
@@ -23,50 +30,60 @@ from pod.modeling.shipped.attention import Carry, ForwardContext, next_carry
 from pod.modeling.shipped.sharing import Lead, is_followed, roles_of
 
 Getter = Callable[[], Tensor]
-"""Gives a tensor that a checkpoint kept, on the device."""
+"""Returns a tensor that a checkpoint kept, on the device."""
 
 
 def host_copy(x: Tensor) -> Tensor:
-    """A copy in host memory, pinned when it comes from a GPU; ordered with the current stream, not waited for."""
+    """A copy in host memory, pinned when it comes from a GPU.
+
+    The copy is ordered with the current stream; nothing waits for it.
+    """
     host = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
     return host.copy_(x, non_blocking=x.is_cuda)
 
 
 def device_copy(host: Tensor, device: torch.device) -> Tensor:
-    """The way back. A copy on the CPU too, so that memory figures mean the same there."""
+    """A copy of `host` on `device`: the way back from `host_copy`.
+
+    On the CPU it is a copy too, so that memory figures mean the same there.
+    """
     return torch.empty_like(host, device=device, pin_memory=False).copy_(host, non_blocking=host.is_pinned())
 
 
 def lead_carry(layer: Any, hidden_states: Tensor, context: ForwardContext) -> Carry:
-    """What a lead layer hands on, from its input: the same operations as in its forward, hence the same bits."""
+    """What a lead layer hands on, computed from its input.
+
+    The operations are the same as in the layer's forward, so the bits are the same.
+    """
     attention = layer.self_attn
     q, k, v = attention._project(layer.attention_input(hidden_states))
     if context.sequence_parallel is not None:
         q, k, v = context.sequence_parallel.to_heads(attention.layer_idx, q, k, v)
-    nothing, rope = (None,) * (2 * len(context.lead[0])), context.ropes[attention.layer_idx]
+    nothing = (None,) * (2 * len(context.lead[0]))
+    rope = context.ropes[attention.layer_idx]
     if attention.layout == "cla":
         return (rope(k), v, *nothing[2:])
     return next_carry(rope(q), rope(k), context.lead, attention.layer_idx, nothing)
 
 
 def leads_that_end(lead: Lead, layer_idx: int) -> list[int]:
-    """Lead layers, highest first, that have a head whose last follower is this layer."""
+    """Lead layers that have a head whose last follower is this layer, highest first."""
     ends = {lead[layer_idx][head] or 0 for head in roles_of(lead, layer_idx).last}
     return sorted(ends, reverse=True)
 
 
 @dataclass(eq=False)
 class _Entry:
-    """One carried tensor: held by the graph of the layers that read it, and gone with the last of them."""
+    """One carried tensor. The graph of the layers that read it holds it, and the last of them lets it go."""
 
-    storage: StorageWeakRef  # while it is referred to no other tensor gets its identity
+    storage: StorageWeakRef  # while it is referred to, no other tensor gets its identity
     host: Tensor | None = None  # its copy in host memory
-    value: Tensor | None = None  # on the device, from the first of these layers' backwards to the last one
+    value: Tensor | None = None  # on the device, from the first backward of these layers to the last
     readers: int = 0
     reads: int = 0  # readers that had their backward
 
     def take(self) -> Tensor:
-        """The value for one more backward; the last one lets go of it."""
+        """The value for one more backward. The last backward lets go of it."""
         value = self.value
         if value is None:
             raise RuntimeError(
@@ -80,14 +97,23 @@ class _Entry:
 
 
 def _identity(x: Tensor) -> tuple:
-    """Equal for aliases of one tensor (hooks get a detached one), while its storage is referred to."""
-    # Not by strides: a view may have another one in a dimension of one element.
+    """A key that is equal for all aliases of one tensor, while the tensor's storage is referred to.
+
+    Hooks get an alias: a detached tensor.
+    """
+    # Strides are left out: a view may have another stride in a dimension of one element.
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.dtype
 
 
 class KeptCarry:
-    """`train.carry=keep`, and what is common to all modes: tell which of the tensors that a checkpoint saves are the carry or the layer's
-    hidden state. offload_inputs: keep hidden states in host memory."""
+    """`train.carry=keep`, and what is common to all modes.
+
+    It tells which of the tensors that a checkpoint saves are the carry, and which is the layer's hidden
+    state.
+
+    Args:
+        offload_inputs: keep hidden states in host memory.
+    """
 
     def __init__(self, offload_inputs: bool = False):
         self.offload_inputs, self.to_host, self.to_device = offload_inputs, host_copy, device_copy
@@ -97,7 +123,7 @@ class KeptCarry:
     def saving(
         self, layer: nn.Module, hidden_states: Tensor, context: ForwardContext, carry: Carry
     ) -> Iterator[None]:
-        """Around the checkpoint call of one decoder layer."""
+        """Use it around the checkpoint call of one decoder layer."""
         if not torch.is_grad_enabled():
             yield
             return
@@ -112,20 +138,20 @@ class KeptCarry:
                 return layer_input if identity == input_identity else x
             if is_read[identity]:
                 return self._pack(x)
-            return x.new_zeros(()).expand(x.shape)  # handed on, so that any values do
+            return x.new_zeros(()).expand(x.shape)  # the layer hands it on unread: any values will do
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x if isinstance(x, Tensor) else x()):
             yield
 
     def _layer_input(self, layer: Any, hidden_states: Tensor, *others: Any) -> Getter:
-        """What a checkpoint keeps of the layer's hidden state."""
+        """What a checkpoint keeps in the place of the layer's hidden state."""
         if not self.offload_inputs:
             return lambda: hidden_states
         host, device = self.to_host(hidden_states), hidden_states.device
         return lambda: self.to_device(host, device)
 
     def _pack(self, x: Tensor) -> Tensor | Getter:
-        """What a checkpoint keeps of a carried tensor that its layer reads."""
+        """What a checkpoint keeps in the place of a carried tensor that its layer reads."""
         return x
 
     def _entry(self, x: Tensor) -> _Entry:
@@ -153,9 +179,12 @@ class OffloadedCarry(KeptCarry):
 class RecomputedCarry(KeptCarry):
     """`train.carry=recompute`.
 
-    A lead's carry is projected again right before the backward of a layer in which one of its blocks ends, for the heads whose
-    block ends there. The plan `lead` is the whole model's, not that of this rank's heads: the projections gather weights (ZeRO-3)
-    and exchange heads (Ulysses), so all ranks must do it at the same places.
+    A lead's carry is projected again right before the backward of a layer in which one of its blocks ends,
+    for the heads whose block ends there.
+
+    Args:
+        lead: the plan of the whole model, not that of this rank's heads. The projections gather weights
+            (ZeRO-3) and exchange heads (Ulysses), so all ranks must make them at the same places.
     """
 
     def __init__(self, layers: Any, lead: Lead, offload_inputs: bool = False):
@@ -175,7 +204,7 @@ class RecomputedCarry(KeptCarry):
         again = [self._again(owner, index, context, carry, device) for owner in self.ends[index]]
         for owner in self.ends[index]:
             if not any(owner in ends for ends in self.ends[index + 1 :]):
-                del self._lead_inputs[owner]  # from here on the graph holds it
+                del self._lead_inputs[owner]  # from here on, the graph holds it
 
         def get_after_recomputing() -> Tensor:
             for recompute in again:
@@ -187,7 +216,7 @@ class RecomputedCarry(KeptCarry):
     def _again(
         self, owner: int, index: int, context: ForwardContext, carry: Carry, device: str
     ) -> Callable[[], None]:
-        """Recomputation of the carry of layer `owner` for the heads whose block ends at layer `index`."""
+        """A function that computes layer `owner`'s carry again, for the heads whose block ends at `index`."""
         entries = {
             slot: self._entry(x)
             for slot, x in enumerate(carry)
@@ -213,7 +242,11 @@ class RecomputedCarry(KeptCarry):
 
 
 def set_carry(model: Any, mode: str, offload_checkpoints: bool = False) -> None:
-    """Make a PodForCausalLM train with `train.carry` = mode; its layers must be checkpointed, whose hidden states may wait in host memory."""
+    """Make a PodForCausalLM train with `train.carry` = mode; its layers must be checkpointed.
+
+    Args:
+        offload_checkpoints: let the hidden states of the checkpoints wait in host memory.
+    """
     decoder = model.model
     if mode == "recompute":
         decoder.carry_memory = RecomputedCarry(decoder.layers, decoder.lead, offload_checkpoints)
