@@ -1,8 +1,11 @@
-"""What a run's engine works with: DeepSpeed's settings, the module with its loss, AdamW and its learning rate, what a model keeps for its
-backward, and which of its layers are one kernel.
+"""What a run's engine works with: settings, loss, optimizer, and what a model keeps and fuses.
 
-The loss needs no logits of the whole row: DeepSpeed's fused projection and cross entropy works through the tokens in chunks, keeps one
-fp32 log-sum-exp per token and recomputes the logits in vocabulary blocks during backward; it is fp32 and the gradients exact.
+The parts are DeepSpeed's settings, the module with its loss, AdamW and its learning rate, what a model keeps
+for its backward, and which of its layers are one kernel.
+
+The loss never needs the logits of the whole row. DeepSpeed's fused projection and cross entropy works
+through the tokens in chunks and keeps one fp32 log-sum-exp per token. During backward it computes the logits
+again, in blocks of the vocabulary. The loss is computed in fp32, and the gradients are exact.
 """
 
 import math
@@ -26,16 +29,17 @@ PREFETCH_ELEMENTS = 50_000_000
 
 
 def gradient_scale(args: TrainArgs, mesh: Any) -> float:
-    """What a rank's loss must be multiplied by so that the gradients that DeepSpeed averages become sums.
+    """The factor of a rank's loss that turns the gradients that DeepSpeed averages into sums.
 
-    With `reduce_scatter`, stage 3 divides by the number of ranks (`stage3.py`, `__avg_scatter_grads`), stages 1 and 2 by
-    the number of ranks over the sequence-parallel size (`stage_1_and_2.py`, `average_tensor`). Micro-batches are summed.
+    With `reduce_scatter`, stage 3 divides by the number of ranks (`stage3.py`, `__avg_scatter_grads`).
+    Stages 1 and 2 divide by the number of ranks over the sequence-parallel size (`stage_1_and_2.py`,
+    `average_tensor`). Micro-batches are summed.
     """
     return float(mesh.world_size if args.zero_stage == 3 else mesh.dp_size)
 
 
 def deepspeed_config(args: TrainArgs) -> dict[str, Any]:
-    """The engine's settings. `reduce_scatter` fixes the scale of gradients, see `gradient_scale`."""
+    """Settings of DeepSpeed's engine. `reduce_scatter` fixes the scale of gradients: see `gradient_scale`."""
     reduce_dtype = "fp32" if args.reduce_dtype == "float32" else "bf16"
     cuda = torch.cuda.is_available()
     offloads = {"offload_optimizer": args.offload_optimizer, "offload_param": args.offload_parameters}
@@ -50,13 +54,13 @@ def deepspeed_config(args: TrainArgs) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": args.micro_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "gradient_clipping": args.max_grad_norm,
-        # stages 1 and 2 would update with NaN in bfloat16 without the check
+        # Without the check, stages 1 and 2 would update with NaN in bfloat16.
         "bf16": {"enabled": args.dtype == "bfloat16", "check_grad_overflow": args.zero_stage < 3},
         "communication_data_type": reduce_dtype,
         "seq_parallel_communication_data_type": reduce_dtype,
         "data_types": {"grad_accum_dtype": reduce_dtype},
         "zero_optimization": zero,
-        # PyTorch's own AdamW updates there too: DeepSpeed's needs a compiler on every machine
+        # PyTorch's AdamW updates on the CPU too: DeepSpeed's needs a compiler on every machine.
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 2**31,
@@ -65,10 +69,13 @@ def deepspeed_config(args: TrainArgs) -> dict[str, Any]:
 
 
 def save_activations(model: Any, args: TrainArgs, row_length: int) -> None:
-    """Set what a PodForCausalLM keeps for its backward: checkpoints, carry, feed-forward tiles; row_length: tokens of the longest row over
-    all ranks of a sequence-parallel group."""
+    """Decide what a PodForCausalLM keeps for its backward: checkpoints, the carry, feed-forward tiles.
+
+    Args:
+        row_length: tokens of the longest row, over all ranks of a sequence-parallel group.
+    """
     if args.gradient_checkpointing == "full":
-        # The first name is transformers' newer one; both checkpoint without re-entering autograd.
+        # The first name is the newer one in transformers. Both checkpoint without re-entering autograd.
         newer = getattr(model, "activation_checkpointing_enable", None)
         (newer or model.gradient_checkpointing_enable)()
     set_carry(model, args.carry, args.offload_checkpoints)
@@ -77,9 +84,12 @@ def save_activations(model: Any, args: TrainArgs, row_length: int) -> None:
 
 
 def fuse_layers(model: Any) -> None:
-    """Let a PodForCausalLM compute norms, rotary embedding and gated activations in one kernel each, forward and backward: functions
-    that `torch.compile` compiles when they are first used. One by one their operations read and write activations many times and keep
-    float32 copies for backward. Values differ by rounding only."""
+    """Let a PodForCausalLM compute norms, rotary embedding and gated activations in one kernel each.
+
+    This holds for forward and backward. `torch.compile` compiles these functions when they are first used.
+    Run one by one, their operations would read and write activations many times and keep float32 copies for
+    backward. Values differ by rounding only.
+    """
     activation = ACT2FN[model.config.hidden_act]
 
     def gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -96,8 +106,11 @@ def fuse_layers(model: Any) -> None:
 
 
 def learning_rate(step: int, args: TrainArgs) -> float:
-    """Learning rate of optimizer step `step` (from 0): linear warm-up, then a cosine to `min_lr_ratio` of the peak; a resumed run needs no
-    scheduler state."""
+    """Learning rate of optimizer step `step` (counted from 0).
+
+    It warms up linearly, then falls along a cosine to `min_lr_ratio` of the peak. A resumed run needs no
+    state of a scheduler.
+    """
     if step < args.warmup_steps:
         return args.learning_rate * (step + 1) / args.warmup_steps
     last = max(1, args.max_steps - args.warmup_steps - 1)
@@ -107,8 +120,13 @@ def learning_rate(step: int, args: TrainArgs) -> float:
 
 
 def make_optimizer(module: nn.Module, args: TrainArgs) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters. Matrices decay; vectors (norms, biases) and constant sinks do not.
-    ValueError when nothing is trainable."""
+    """AdamW over the trainable parameters.
+
+    Matrices decay; vectors (norms, biases) and constant sinks do not.
+
+    Raises:
+        ValueError: nothing is trainable.
+    """
     groups: dict[float, list[nn.Parameter]] = {args.weight_decay: [], 0.0: []}
     for name, one in module.named_parameters():
         if one.requires_grad:
@@ -131,8 +149,14 @@ IGNORED_LABEL = -100
 
 
 class LossHead(nn.Module):
-    """Sum of the next-token losses of a row (slice), holding at most `chunk_mib` MiB of fp32 logits. The output projection [V, hidden] (tied
-    or not) is its own parameter, so that ZeRO-3 gathers it around this module's forward and backward as for any other."""
+    """Sum of the next-token losses of a row, or of a slice of one.
+
+    The output projection [V, hidden], tied or not, is a parameter of this module. ZeRO-3 then gathers it
+    around this module's forward and backward, as it does for every other module.
+
+    Args:
+        chunk_mib: most MiB of fp32 logits that are held at a time.
+    """
 
     def __init__(self, weight: nn.Parameter, chunk_mib: int = 256):
         super().__init__()
@@ -141,14 +165,25 @@ class LossHead(nn.Module):
         self.vocab_size = weight.shape[0]
 
     def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """hidden [B, n, hidden], labels [B, n] (already shifted, -100 = no label) -> fp32 scalar sum."""
+        """The sum of the losses, an fp32 scalar.
+
+        Args:
+            hidden: [B, n, hidden].
+            labels: [B, n], already shifted; -100 = no label.
+        """
         rows = max(1, min(labels.numel(), self.chunk_bytes // (4 * self.vocab_size)))
         return bridge.linear_cross_entropy(hidden, self.weight, labels, IGNORED_LABEL, rows)
 
 
 class LanguageModelLoss(nn.Module):
-    """Decoder (a PodForCausalLM, or its `peft` wrapper) plus chunked loss: the module that the DeepSpeed engine wraps. Its parameters have
-    the names of `model`'s with the prefix "model."; the loss head's weight is the model's own."""
+    """The decoder with its chunked loss: the module that the DeepSpeed engine wraps.
+
+    Its parameters have the names of `model`'s parameters, with the prefix "model.". The loss head's weight
+    is the model's own.
+
+    Args:
+        model: a PodForCausalLM, or its `peft` wrapper.
+    """
 
     def __init__(self, model: Any, chunk_mib: int = 256):
         super().__init__()
@@ -160,6 +195,11 @@ class LanguageModelLoss(nn.Module):
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, doc_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids, labels: this rank's slice [B, n_local]; doc_ids: the whole rows [B, n]. Sum of the losses."""
+        """The sum of the losses.
+
+        Args:
+            input_ids, labels: this rank's slice, [B, n_local].
+            doc_ids: the whole rows, [B, n].
+        """
         hidden = self._causal_model.model(input_ids=input_ids, doc_ids=doc_ids).last_hidden_state
         return self.loss_head(hidden, labels)

@@ -1,4 +1,4 @@
-"""Steps that must not count: NaN, infinity and loss spikes, after which a run skips, rewinds or stops."""
+"""Steps that must not count: after NaN, infinity or a loss spike, a run skips, rewinds or stops."""
 
 import math
 import statistics
@@ -13,8 +13,8 @@ Verdict = Literal["good", "skip", "rewind"]
 class Guard:
     """Judges every step by numbers that are the same on all ranks. Its state goes into checkpoints.
 
-    A spike is a loss above `spike_factor` x the median of the last `spike_window` good steps. The median and not the
-    mean, so that losses on the way up do not move the bar along with them.
+    A spike is a loss above `spike_factor` x the median of the last `spike_window` good steps. It is the
+    median and not the mean, so that rising losses do not move the bar along with them.
     """
 
     def __init__(self, args: TrainArgs):
@@ -22,16 +22,19 @@ class Guard:
         self.load_state_dict({})
 
     def spike_bar(self) -> float:
-        """The loss above which the coming step is a spike; infinity while none is one."""
+        """The loss above which the coming step is a spike; infinity while no step counts as one.
+
+        No step does when `spike_factor` is 0, and before a quarter of `spike_window` good steps are known.
+        """
         known = self.args.spike_factor and 4 * len(self.losses) >= self.args.spike_window
         return self.args.spike_factor * statistics.median(self.losses) if known else math.inf
 
     def is_spike(self, loss: float) -> bool:
-        """Whether `loss` (of the step whose update is still to come) is a spike; NaN and infinity are none."""
+        """Whether `loss` is a spike, before the update of its step. NaN and infinity are no spikes."""
         return math.isfinite(loss) and loss > self.spike_bar()
 
     def why_bad(self, loss: float) -> str:
-        """What was wrong with a step that was skipped, in words; call it before `judge`."""
+        """What was wrong with a step that was skipped, in words. Call it before `judge`."""
         if self.is_spike(loss):
             return (
                 f"the loss was {loss:.4g}, above {self.spike_bar():.4g} = spike_factor x the running median"
@@ -39,9 +42,13 @@ class Guard:
         return "the loss or a gradient was NaN or infinite"
 
     def judge(self, step: int, loss: float, skipped: bool, can_rewind: bool = True) -> Verdict:
-        """What follows step `step` (counted from 1), after its update was made or skipped; without a checkpoint a rewind is a skip.
+        """What follows step `step` (counted from 1), after its update was made or skipped.
 
-        Raises: RuntimeError for `max_skipped_steps` bad steps in a row, or one more than `max_rewinds` rewinds.
+        Args:
+            can_rewind: whether there is a checkpoint. Without one, a rewind becomes a skip.
+
+        Raises:
+            RuntimeError: `max_skipped_steps` bad steps in a row, or one rewind more than `max_rewinds`.
         """
         if not skipped and math.isfinite(loss):
             self.consecutive_skips = 0
@@ -51,25 +58,28 @@ class Guard:
         if self.args.bad_step == "rewind" and can_rewind:
             if self.rewinds >= self.args.max_rewinds:
                 raise RuntimeError(
-                    f"step {step} is bad ({reason}) after {self.rewinds} rewinds: lower train.learning_rate, check the data, "
-                    f"raise train.max_rewinds, {advice}"
+                    f"step {step} is bad ({reason}) after {self.rewinds} rewinds: lower train.learning_rate, "
+                    f"check the data, raise train.max_rewinds, {advice}"
                 )
             self.rewinds += 1
             return "rewind"
         self.consecutive_skips += 1
         if self.consecutive_skips >= self.args.max_skipped_steps:
             raise RuntimeError(
-                f"{self.consecutive_skips} bad steps in a row (at step {step} {reason}): lower train.learning_rate, check "
-                f"the data, {advice}"
+                f"{self.consecutive_skips} bad steps in a row (at step {step} {reason}): lower "
+                f"train.learning_rate, check the data, {advice}"
             )
         return "skip"
 
     def rewound(self, saved: dict[str, Any]) -> None:
-        """The run returned to a checkpoint with this state: its losses hold again, the rewinds so far still count."""
+        """Continue after the run has returned to a checkpoint, whose state of the guard is `saved`.
+
+        The losses are those of the checkpoint again. The rewinds so far still count.
+        """
         self.load_state_dict({**saved, "rewinds": self.rewinds, "consecutive_skips": 0})
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON; floats come back bit for bit."""
+        """The state, for JSON; floats come back bit for bit."""
         counts = {"consecutive_skips": self.consecutive_skips, "rewinds": self.rewinds}
         return {**counts, "losses": list(self.losses)}
 

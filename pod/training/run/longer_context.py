@@ -10,11 +10,14 @@ _KEYS = {
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
     "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"},
 }
-_DEFAULTS = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}  # Llama 3.1's
+_DEFAULTS = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}  # those of Llama 3.1
 
 
 def extend(config: PodConfig, rope: dict[str, Any] | None, max_position_embeddings: int | None) -> None:
-    """Set what a recipe changes in the configuration of a model that has rotated nothing yet; see ``change_rope``."""
+    """Set what a recipe changes in the configuration of a model that has rotated nothing yet.
+
+    Arguments and errors are those of `change_rope`.
+    """
     if rope or max_position_embeddings is not None:
         own = dict(config.rope_parameters), config.max_position_embeddings
         changed = change_rope(*own, rope or {}, max_position_embeddings)
@@ -24,16 +27,21 @@ def extend(config: PodConfig, rope: dict[str, Any] | None, max_position_embeddin
 def change_rope(
     rope: dict[str, Any], max_positions: int, changes: dict[str, Any], new_max: int | None = None
 ) -> tuple[dict[str, Any], int]:
-    """RoPE parameters and longest context of a model after `changes`, a higher base or scaled positions.
+    """RoPE parameters and longest context of a model after `changes`: a higher base, or scaled positions.
 
     Args:
-        rope, max_positions: parameters of the checkpoint, as in transformers, and its longest context in tokens.
-        changes: some of `rope_type`, `rope_theta`, and the keys of that type (llama3: Llama 3.1's; yarn: Peng et al., 2023). A type of the
-            checkpoint's own keeps its other parameters.
-        new_max: longest context afterwards; None = original length x factor where positions are scaled anew (the checkpoint's
-            length, in proportion, where only the factor of its own scaling changes), else as it was.
+        rope: RoPE parameters of the checkpoint, as in transformers.
+        max_positions: its longest context, in tokens.
+        changes: some of `rope_type`, `rope_theta`, and the keys of that type (llama3: Llama 3.1's; yarn:
+            Peng et al., 2023). If the type is the checkpoint's own, the checkpoint's other parameters are
+            kept.
+        new_max: longest context afterwards, in tokens. None = the original length x factor where positions
+            are scaled anew. Where only the factor of the checkpoint's own scaling changes, its longest
+            context changes in proportion. Where nothing is scaled, it stays as it was.
 
-    Raises: ValueError for keys of another type, a missing factor, a longer context with nothing changed.
+    Raises:
+        ValueError: keys of another type, an unknown type, a missing factor or one below 1, or a longer
+            context with nothing else changed.
     """
     own_type = rope.get("rope_type", "default")
     rope_type = changes.get("rope_type", own_type)
@@ -51,7 +59,7 @@ def change_rope(
     changed = {**_DEFAULTS.get(rope_type, {}), **kept, **changes, "rope_type": rope_type}
     if rope_type == "default":
         return changed, new_max or max_positions
-    # linear scaling keeps no record of the length before it
+    # Linear scaling keeps no record of the length before it.
     trained = rope.get("original_max_position_embeddings") or round(max_positions / rope.get("factor", 1.0))
     original = changed.get("original_max_position_embeddings") or trained
     if rope_type != "linear":

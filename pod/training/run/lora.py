@@ -1,4 +1,4 @@
-"""Low-rank adapters through `peft`: wrap a model for training. `pod.load_adapter` loads what was trained."""
+"""Low-rank adapters by `peft`: wrap a model for training. `pod.load_adapter` loads what was trained."""
 
 import warnings
 from dataclasses import asdict
@@ -18,13 +18,16 @@ def lora_settings(args: TrainArgs) -> dict[str, Any]:
 
 
 def add_lora(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
-    """The model with trainable adapters and constant sinks, and everything else frozen. ValueError when peft is
-    missing, or the model has no linear layer of a given name that can be adapted."""
+    """The model with trainable adapters and constant sinks; everything else is frozen.
+
+    Raises:
+        ValueError: peft is missing, or the model has no linear layer of a given name that can be adapted.
+    """
     config = lora_config(settings)
     from peft import get_peft_model
 
     linear = (name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, nn.Linear))
-    # the loss takes the weight of lm_head, not its output: an adapter there would be without effect
+    # The loss takes the weight of lm_head, not its output: an adapter there would have no effect.
     present = set(linear) - {"lm_head"}
     unknown = [name for name in settings["lora_target_modules"] if name not in present]
     if unknown:
@@ -32,17 +35,22 @@ def add_lora(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
             f"train.lora_target_modules names {', '.join(unknown)}; allowed for this model are "
             f"{', '.join(sorted(present))}"
         )
-    with warnings.catch_warnings():  # peft asks transformers 5 by an old name
+    with warnings.catch_warnings():  # peft uses an old name of transformers, which warns in version 5
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
         adapted: Any = get_peft_model(model, config)  # type: ignore[arg-type]
     for name, parameter in adapted.named_parameters():
-        if is_constant(name):  # a few numbers: saved with the adapters, by their own names
+        # These are a few numbers. They are saved with the adapters, by their own names.
+        if is_constant(name):
             parameter.requires_grad_(True)
     return adapted
 
 
 def lora_config(settings: dict[str, Any]) -> Any:
-    """The `peft.LoraConfig` of `lora_settings`; ValueError when peft is missing."""
+    """The `peft.LoraConfig` of `lora_settings`.
+
+    Raises:
+        ValueError: peft is missing.
+    """
     try:
         from peft import LoraConfig
     except ImportError:

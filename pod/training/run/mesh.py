@@ -1,4 +1,7 @@
-"""Process groups: world = data parallel x sequence parallel, sequence-parallel groups of contiguous ranks."""
+"""Process groups: world = data parallel x sequence parallel.
+
+The ranks of a sequence-parallel group are contiguous.
+"""
 
 import os
 import socket
@@ -16,12 +19,17 @@ from pod.training import deepspeed_bridge as bridge
 
 
 class Mesh:
-    """Where this rank stands, and the groups it talks in; joins the ranks unless that has been done.
+    """Where this rank stands, and the groups that it communicates in.
+
+    Making one joins the ranks, unless that has been done.
 
     Attributes:
-        sp_size, sp_rank: ranks that share a row, and which slice of it this rank holds.
-        dp_size, dp_rank: groups that read different rows, and this rank's group.
-        sp_group, mpu: process group of a row's ranks, and what tells the engine; None when sp_size is 1.
+        sp_size: ranks that share a row.
+        sp_rank: which slice of the row this rank holds.
+        dp_size: groups that read different rows.
+        dp_rank: this rank's group.
+        sp_group: process group of the ranks that share a row; None when sp_size is 1.
+        mpu: tells the engine about that group; None when sp_size is 1.
         host_group: all ranks, for numbers in host memory: agreeing on them waits for no GPU.
     """
 
@@ -51,19 +59,24 @@ class Mesh:
 
 
 class SameOnAllRanks(ValueError):
-    """What every rank raises alike, so that the first may speak for all."""
+    """An error that every rank raises alike, so that the first rank may report it for all."""
 
     of_all_ranks = True
 
 
 def from_rank_0(function: Callable[[], Any]) -> Any:
-    """What `function` returns on rank 0, on all ranks, which call this together; SameOnAllRanks for a ValueError or OSError there."""
+    """Call `function` on rank 0 and return its result on all ranks, which call this together.
+
+    Raises:
+        SameOnAllRanks: on all ranks, when rank 0 has a ValueError or OSError.
+    """
     if not dist.is_initialized():
         return function()
     with ThreadPoolExecutor(1) as pool:
         work = pool.submit(function) if dist.get_rank() == 0 else None
         found: list[Any] = [False, None, None]
-        while not found[0]:  # the others meet it in short waits, so that none runs into a time limit
+        # While rank 0 works, all ranks meet in short waits, so that none runs into a time limit.
+        while not found[0]:
             if work is not None and work.done():
                 error = work.exception()
                 if error is not None and not isinstance(error, (ValueError, OSError)):
@@ -82,17 +95,20 @@ def local_rank() -> int:
 
 
 def local_world_size() -> int:
-    """Ranks on this machine, which torchrun and Slurm's script call by another name than the `deepspeed` launcher; 1 without one."""
+    """Ranks on this machine; 1 without a launcher.
+
+    torchrun and Slurm's script set another variable than the `deepspeed` launcher.
+    """
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
 
 
 def planned_world_size() -> int:
-    """Ranks that the launcher announced; 1 when there is none."""
+    """Ranks that the launcher announced; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_world_size(world_size: int, sp_size: int) -> None:
-    """Raise ValueError when the ranks cannot be arranged in groups of `sp_size`, naming the sizes that can."""
+    """Raise ValueError when the ranks cannot form groups of `sp_size`; the message names sizes that work."""
     if world_size % sp_size:
         allowed = ", ".join(str(size) for size in range(1, world_size + 1) if not world_size % size)
         raise ValueError(
@@ -102,7 +118,10 @@ def check_world_size(world_size: int, sp_size: int) -> None:
 
 
 def name_accelerator() -> None:
-    """Tell DeepSpeed, before anything imports it, where there is no GPU: it would warn that it found none."""
+    """Tell DeepSpeed when there is no GPU: else it would warn that it found none.
+
+    Call it before anything imports DeepSpeed.
+    """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -114,7 +133,8 @@ def join_ranks(timeout_s: float | None = None) -> None:
         timeout_s: as in `deepspeed_bridge.join_ranks`.
 
     Raises:
-        ValueError: processes of mpirun, which know no rank; a DeepSpeed that is not the one that was tested, and lacks something.
+        ValueError: mpirun started the processes, which then know no rank; or the installed DeepSpeed is not
+            the version that was tested, and lacks something.
     """
     name_accelerator()
     if "RANK" not in os.environ:
@@ -133,14 +153,17 @@ def join_ranks(timeout_s: float | None = None) -> None:
 
 
 def record_collectives(folder: Path) -> None:
-    """Let NCCL write its last operations beside the stacks of a hang when one runs into its time limit; before `join_ranks`."""
+    """Let NCCL write its last operations into `folder` when one of them runs into its time limit.
+
+    They then lie beside the stacks of a hang. Call it before `join_ranks`.
+    """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(folder / "nccl-rank-"))
 
 
 def stop_processes() -> None:
-    """Leave together: a rank that tears down before its peers have finished makes gloo abort now and then."""
+    """Leave together: gloo aborts now and then when a rank tears down before its peers have finished."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

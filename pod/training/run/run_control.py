@@ -1,4 +1,4 @@
-"""When a run must end before its last step: signals, `max_hours`; and when it saves."""
+"""When a run must end before its last step (signals, `max_hours`), and when it saves."""
 
 import contextlib
 import signal
@@ -14,35 +14,37 @@ from pod.training.args import TrainArgs
 from pod.training.run.watchdog import Watchdog
 
 _GO_ON, _SAVE, _HOURS, _SIGNAL = 0, 1, 2, 3
-MOST_LOST = 1800.0  # seconds of work between two checkpoints of save_every_steps = null
-_GRACE = 30.0  # seconds from the signal that `deepspeed` and torchrun pass on to the end of their patience
-_LITTLE = 60.0  # seconds of work whose loss is no warning
+MOST_LOST = 1800.0  # seconds of work between two checkpoints, with save_every_steps = null
+_GRACE = 30.0  # seconds that `deepspeed` and torchrun wait after they have passed a signal on
+_LITTLE = 60.0  # seconds of work that may be lost without a warning
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_RESERVE = 1.1  # of the longest step and checkpoint so far
-_FIRST_SAVE = 0.02  # of max_hours, kept for a checkpoint before one has been timed
+_RESERVE = 1.1  # factor of the longest step and checkpoint so far
+_FIRST_SAVE = 0.02  # share of max_hours that is kept for a checkpoint before one has been timed
 _STEPS_REMEMBERED = 256
 
 
 class Interrupted(Exception):
-    """A rank got a signal: all ranks leave the step or the evaluation they are in, together."""
+    """A rank got a signal: all ranks together leave the step or the evaluation that they are in."""
 
 
 def work_at_risk(args: TrainArgs, step_seconds: float) -> float:
-    """Seconds of training between two checkpoints: what a kill can lose."""
+    """Seconds of training between two checkpoints: a kill can lose that much."""
     if args.save_every_steps is None:
         return max(MOST_LOST, step_seconds)
     return min(args.save_every_steps or args.max_steps, args.max_steps) * step_seconds
 
 
 class RunControl:
-    """Watches one run; every method is called by all ranks at the same places.
-
-    Attributes:
-        stop_signal: the signal that asks this rank to stop; ctrl_c: one of them was Ctrl-C.
+    """Watches one run. All ranks call every method, at the same places.
 
     Args:
         folder: <output_dir>/train.
-        clock, age: seconds, and how many of them this process has run already; None = ask the system.
+        clock: returns the time in seconds.
+        age: seconds that this process has run already; None = ask the system.
+
+    Attributes:
+        stop_signal: the last signal that asked this rank to stop.
+        ctrl_c: whether one of these signals was Ctrl-C.
     """
 
     def __init__(
@@ -63,15 +65,16 @@ class RunControl:
         self.save_due = False
         self._saved_at = clock()
         self._save_seconds = 0.0  # of the longest checkpoint
-        self._evaluation_seconds = 0.0  # of the longest one
+        self._evaluation_seconds = 0.0  # of the longest evaluation
         self._step_began: float | None = None
         self._step_seconds: deque[float] = deque(maxlen=1 + _STEPS_REMEMBERED)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Around the training loop: SIGTERM, SIGUSR1 (Slurm's warning) and Ctrl-C are noted, the watchdog watches.
+        """Use it around the training loop: it notes signals, and the watchdog watches.
 
-        A terminal sends Ctrl-C to launcher and ranks alike; the second one ends a rank at once.
+        The signals are SIGTERM, SIGUSR1 (Slurm's warning) and Ctrl-C. A terminal sends Ctrl-C to the
+        launcher and to the ranks; the second one ends a rank at once.
         """
 
         def note(number, frame):
@@ -90,19 +93,25 @@ class RunControl:
             raise
         finally:
             self.watchdog.stop()
-            if self.stop_signal is None:  # a launcher repeats SIGTERM while its ranks are leaving
+            # A launcher repeats SIGTERM while its ranks are leaving: after a signal, the handlers stay.
+            if self.stop_signal is None:
                 for number, handler in previous.items():
                     signal.signal(number, handler)
 
     def alive(self, phase: str) -> None:
-        """This rank makes progress: it enters `phase` (data, forward, backward, update, save, evaluate). In a save every byte that
-        reaches an unpublished checkpoint is progress too."""
+        """Note that this rank makes progress.
+
+        In a save, every byte that reaches an unpublished checkpoint is progress too.
+
+        Args:
+            phase: what the rank enters: data, forward, backward, update, save or evaluate.
+        """
         self._step_began = self.clock() if self._step_began is None else self._step_began
         self.watchdog.beat(phase)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Around a checkpoint between two steps, whose time is none of theirs."""
+        """Use it around a checkpoint between two steps: its time counts for neither of them."""
         began = self.clock()
         self.alive("save")
         yield
@@ -112,7 +121,10 @@ class RunControl:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Around an evaluation, whose time is not its step's: a signal ends it before its next row."""
+        """Use it around an evaluation: its time does not count for its step.
+
+        A signal ends an evaluation before its next row.
+        """
         self.alive("evaluate")
         began = self.clock()
         yield
@@ -122,11 +134,17 @@ class RunControl:
         self._evaluation_seconds = max(self._evaluation_seconds, took)
 
     def save_took(self, seconds: float) -> None:
-        """A checkpoint was published this many seconds after it was begun: what `max_hours` keeps for the last one."""
+        """Note that a checkpoint was published this many seconds after it was begun.
+
+        `max_hours` keeps the longest such time for the last checkpoint.
+        """
         self._save_seconds = max(self._save_seconds, seconds)
 
     def should_stop(self, step: int) -> str | None:
-        """Why the run must save and end after step `step`, the same answer on all ranks; None = go on. Sets `save_due`."""
+        """Why the run must save and end after step `step`; None = go on. All ranks get the same answer.
+
+        Sets `save_due`.
+        """
         now = self.clock()
         if self._step_began is not None:
             self._step_seconds.append(now - self._step_began)
@@ -134,11 +152,12 @@ class RunControl:
         code = self.mesh.largest(self._wish(now))
         self.save_due = code != _GO_ON
         if code == _HOURS:
-            return f"max_hours = {self.args.max_hours:g} leaves no time for another step and its checkpoint: stopped"
+            limit = f"max_hours = {self.args.max_hours:g}"
+            return f"{limit} leaves no time for another step and its checkpoint: stopped"
         return "stopped by a signal" if code == _SIGNAL else None
 
     def _wish(self, now: float) -> int:
-        """What this rank asks for. Rank 0's clock decides for all."""
+        """What this rank asks for: one of the codes above. Rank 0's clock decides for all."""
         if self.stop_signal is not None:
             return _SIGNAL
         if self.mesh.rank:
@@ -149,21 +168,30 @@ class RunControl:
         if limit and now - self.started + step + save >= limit:
             return _HOURS
         by_the_clock = self.args.save_every_steps is None
-        return _SAVE if by_the_clock and now - self._saved_at + step >= MOST_LOST else _GO_ON
+        if by_the_clock and now - self._saved_at + step >= MOST_LOST:
+            return _SAVE
+        return _GO_ON
 
     def interrupted(self) -> bool:
-        """Whether a rank got a signal, the same answer on all ranks; asked between micro-batches and rows of an evaluation."""
+        """Whether a rank got a signal; all ranks get the same answer.
+
+        It is asked between micro-batches, and between the rows of an evaluation.
+        """
         return bool(self.mesh.largest(self.stop_signal is not None))
 
     def _longest_step(self) -> float:
-        """Of the last ones. The first step warms up: it stands for the others only until there is another one."""
-        return max([*self._step_seconds][1:] or self._step_seconds, default=0.0)
+        """Seconds of the longest of the last steps.
+
+        The first step warms up, so it counts only until there is another one.
+        """
+        later = list(self._step_seconds)[1:]
+        return max(later or self._step_seconds, default=0.0)
 
     def time_at_risk(self) -> str:
-        """One line: how long a stop takes, once a step and a checkpoint were timed.
+        """One line: how long a stop takes. Call it once a step and a checkpoint have been timed.
 
-        It is a warning if a stop takes longer than launchers wait and a minute or more of work could be lost.
-        A run cannot lose more than it has left.
+        The line is a warning if a stop takes longer than launchers wait and a minute or more of work could be
+        lost. A run cannot lose more than it has left.
         """
         step = self._longest_step()
         part = step / self.args.gradient_accumulation_steps
