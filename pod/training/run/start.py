@@ -1,4 +1,4 @@
-"""From a recipe to a running training: refuse what cannot work, load, train."""
+"""From a recipe to a running training: refuse what cannot work, load the model, train."""
 
 import contextlib
 import os
@@ -38,9 +38,12 @@ GROUP_TIMEOUT_S = 1350.0  # PyTorch's own limits are 10 minutes with NCCL and 30
 
 
 def open_data(recipe: Recipe, config: Any) -> PackedDataset:
-    """The prepared rows; ValueError for none, another tokenizer or vocabulary, or rows of another length than the recipe's.
+    """The prepared rows.
 
-    Where the rows' vocabulary is larger than the model's, the error names the first token of their texts that the model lacks.
+    Raises:
+        ValueError: there are no rows; they were made with another tokenizer or vocabulary; or their length
+            is not the recipe's. Where their vocabulary is larger than the model's, the error names the first
+            token of their texts that the model lacks.
     """
     import pod
 
@@ -58,23 +61,26 @@ def open_data(recipe: Recipe, config: Any) -> PackedDataset:
 
 
 def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> bool:
-    """Train on all ranks that the launcher started. Returns whether all steps are done.
-
-    A signal or `max_hours` ends a run earlier.
+    """Train on all ranks that the launcher started.
 
     Args:
-        recipe: the same on all ranks; stored in checkpoints.
+        recipe: must be the same on all ranks; it is stored in checkpoints.
         passkeys: prompts of the evaluation (`Passkey`).
 
+    Returns:
+        Whether all steps are done. A signal or `max_hours` ends a run earlier.
+
     Raises:
-        ValueError, OSError, RuntimeError: in one line that says what to do; nothing has been trained for a ValueError.
+        ValueError, OSError, RuntimeError: in one line that says what to do. After a ValueError nothing has
+            been trained.
     """
     from pod.training.observe.validation import Evaluation
     from pod.training.run.trainer import Trainer
 
     how, folder, config = recipe.train, recipe.train_dir, asdict(recipe)
     check_tracker(how.tracker)
-    # what the environment named counts as the recipe's: ranks must agree on it, and checkpoints tell it
+    # A version that the environment names counts as the recipe's: ranks must agree on it, and checkpoints
+    # record it.
     config["model"]["flash_attention"] = flash_version.use(recipe.model.flash_attention)
     planned, plan = model_config(recipe.model, recipe.output_dir)
     dataset = open_data(recipe, planned)
@@ -111,7 +117,8 @@ def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> bool:
             flush=True,
         )
     stop_processes()
-    if trainer.control.ctrl_c:  # the checkpoint is complete; the command ends as others do after Ctrl-C
+    # The checkpoint is complete. The command ends as others do after Ctrl-C.
+    if trainer.control.ctrl_c:
         raise KeyboardInterrupt
     return state.step >= args.max_steps
 
@@ -119,15 +126,21 @@ def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> bool:
 def group_timeout_s(args: TrainRecipe) -> float:
     """Seconds after which an operation that waits for other ranks fails.
 
-    The watchdog has reported it before: so there are stacks of all ranks, and the exit code of a hang.
+    The limit is longer than the watchdog's. The watchdog reports a hang first, so there are stacks of all
+    ranks, and the exit code is that of a hang. The variable POD_GROUP_TIMEOUT_S overrides the limit.
     """
     return float(os.environ.get("POD_GROUP_TIMEOUT_S") or max(GROUP_TIMEOUT_S, 1.5 * args.hang_timeout_s))
 
 
 def estimate(recipe: Recipe, machine: Machine) -> str:
-    """Text for `--dry-run`: needs the model's configuration, not its weights; prepared data and plan when they exist.
+    """Text for `--dry-run`.
 
-    A plan that is still to be made, for layout=pod, is one of explore.target_saving. ValueError for what does not go together.
+    It needs the model's configuration, not its weights. It uses the prepared data and the plan when they
+    exist. If the plan for layout=pod is still to be made, the estimate assumes one that saves
+    explore.target_saving.
+
+    Raises:
+        ValueError: settings that do not go together.
     """
     flash_version.choose(recipe.model.flash_attention)
     _, note = source_config(recipe.model)
@@ -147,7 +160,8 @@ def estimate(recipe: Recipe, machine: Machine) -> str:
             f"{plan.num_followers} follow, which saves {plan.asymptotic_saving:.0%} of the keys and values "
             "of distant tokens"
         )
-    if torch.cuda.is_available() or not machine.has_gpu:  # else the training runs elsewhere
+    runs_here = torch.cuda.is_available() or not machine.has_gpu
+    if runs_here:
         with _refusal_in(notes):
             flash_version.check()
     with _refusal_in(notes):
@@ -163,7 +177,7 @@ def estimate(recipe: Recipe, machine: Machine) -> str:
 
 @contextlib.contextmanager
 def _refusal_in(notes: list[str]) -> Iterator[None]:
-    """Around a check of training: what it refuses becomes a note."""
+    """Use it around a check of training: a refusal becomes a note."""
     try:
         yield
     except ValueError as error:

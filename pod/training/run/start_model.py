@@ -25,8 +25,13 @@ Plan = SharingPlan | str | Path | None
 def hollow_start_model(
     model_args: ModelArgs, plan: Plan, dtype: str = "float32"
 ) -> tuple[PodForCausalLM, StartWeights]:
-    """The model that training starts from without its values, and what has them once it is opened; plan and errors as in `start_config`.
-    The master weights of a run in bfloat16 are made from bfloat16."""
+    """The model that training starts from, without values, and an object that has them once it is opened.
+
+    The master weights of a run in bfloat16 are made from bfloat16.
+
+    Args:
+        plan: as in `start_config`, and so are the errors.
+    """
     path, source = resolve_model(model_args.path), source_config(model_args)[0]
     plan = SharingPlan.load(plan) if isinstance(plan, str | Path) else plan
     config = start_config(model_args, plan, source)
@@ -36,25 +41,33 @@ def hollow_start_model(
     model = hollow_model(config, kind)
     with contextlib.suppress(OSError):  # most checkpoints have none of their own
         model.generation_config = caching(GenerationConfig.from_pretrained(path))
-    # means of weights are taken before they are rounded
+    # For cla, means of weights are taken before they are rounded.
     read_as = torch.float32 if config.layout == "cla" else kind
     where = path, config, read_as, model_args.gguf_file, sink_weights(plan, config, checkpoint=source)
     return model, StartWeights(model, partial(weight_reader, *where))
 
 
 def has_head_of_its_own(model_args: ModelArgs, config: Any, **places: Any) -> bool:
-    """Whether the checkpoint's files hold an output projection that differs from the embedding to which `config`
-    ties it; `places` and errors as in `weight_files`."""
+    """Whether the checkpoint holds an output projection of its own, although `config` ties it.
+
+    Such a projection differs from the embedding to which `config` ties it.
+
+    Args:
+        places: as in `weight_files`, and so are the errors.
+    """
     if model_args.gguf_file is not None or not config.tie_word_embeddings:
         return False  # the configuration of a GGUF file is made from its weights
     if model_args.path.startswith(PACKAGE):
-        return False  # written by this project, at a cost
+        return False  # this project writes these files itself, and resolving the name may have to write them
     files = weight_files(resolve_model(model_args.path), **places)
     return files is not None and has_own_head(*files, config)
 
 
 def load_start_model(model_args: ModelArgs, plan: Plan, dtype: str = "float32") -> PodForCausalLM:
-    """The start model with its values, whole in host memory; arguments and errors as in `hollow_start_model`."""
+    """The start model with its values, whole in host memory.
+
+    Arguments and errors are those of `hollow_start_model`.
+    """
     model, weights = hollow_start_model(model_args, plan, dtype)
     weights.open()
     for parameter in model.parameters():
@@ -63,13 +76,16 @@ def load_start_model(model_args: ModelArgs, plan: Plan, dtype: str = "float32") 
 
 
 def start_config(model_args: ModelArgs, plan: Plan, source: Any) -> PodConfig:
-    """Configuration of the start model (`source`: the checkpoint's), with the layout, plan, windows and RoPE of the recipe.
+    """Configuration of the start model, with the layout, plan, windows and RoPE of the recipe.
 
     Args:
-        plan: a SharingPlan or the path of one; None = the layout's own (`cla`), the checkpoint's, or none.
-            Its windows are taken where the recipe sets none; others are a warning.
+        plan: a SharingPlan or the path of one; None = the layout's own plan (`cla`), the checkpoint's, or
+            none. Its windows are taken where the recipe sets none. Where the recipe sets others, there is a
+            warning.
+        source: the checkpoint's configuration.
 
-    Raises: ValueError for layout=pod without a plan, and for whatever does not fit the checkpoint.
+    Raises:
+        ValueError: layout=pod without a plan, or something that does not fit the checkpoint.
     """
     layout = model_args.layout
     if layout == "cla" and plan is None:
@@ -96,9 +112,11 @@ def model_config(
     """Configuration and plan of the model as it will be trained, without its weights.
 
     Args:
-        target_saving: of a `stand_in_plan` for a missing plan under layout=pod; None = a missing plan is an error.
+        target_saving: what a `stand_in_plan` saves, which is taken when layout=pod has no plan yet; None = a
+            missing plan is an error.
 
-    Raises: ValueError for an unknown model, one that does not fit plan, layout or RoPE, and for no plan.
+    Raises:
+        ValueError: the model is unknown, it does not fit plan, layout or RoPE, or there is no plan.
     """
     source, _ = source_config(model_args)
     file = model_args.plan_file(output_dir)
@@ -107,16 +125,19 @@ def model_config(
     if model_args.layout == "pod" and plan is None and not own and target_saving is not None:
         plan = stand_in_plan(source.num_hidden_layers, source.num_key_value_heads, target_saving)
     config = start_config(model_args, plan, source)
-    if has_head_of_its_own(
-        model_args, config, local_files_only=True
-    ):  # nothing is downloaded for an estimate
+    # Nothing is downloaded for an estimate.
+    if has_head_of_its_own(model_args, config, local_files_only=True):
         config.tie_word_embeddings = False
     return config, plan or config.sharing_plan
 
 
 def stand_in_plan(num_layers: int, num_key_value_heads: int, saving: float) -> SharingPlan:
-    """A plan for estimates that saves about this share of the bytes of distant tokens' keys and values, with at most one block of
-    all layers: blocks of nearly equal size, the same for all heads."""
+    """A plan for estimates: blocks of nearly equal size, the same for all heads.
+
+    Args:
+        saving: the share of the bytes of distant tokens' keys and values that the plan saves, about. One
+            block of all layers is the most that it can save.
+    """
     blocks = max(1, num_layers - round(2 * saving * num_layers))
     starts = [number * num_layers // blocks for number in range(blocks)]
     leads = [max(start for start in starts if start <= layer) for layer in range(num_layers)]
@@ -125,10 +146,14 @@ def stand_in_plan(num_layers: int, num_key_value_heads: int, saving: float) -> S
 
 
 def source_config(model_args: ModelArgs) -> tuple[Any, str | None]:
-    """The checkpoint's configuration, and what to tell a user about where it came from (None = from the checkpoint itself).
+    """The checkpoint's configuration, and a note for the user about where it came from.
 
-    A model that is not on this machine is looked up among the models that recipes name, so that estimates need no network.
-    Raises: ValueError for neither a model on this machine nor a known one, when the hub cannot be asked.
+    The note is None when the configuration came from the checkpoint itself. A model that is not on this
+    machine is looked up among the models that recipes name, so that estimates need no network.
+
+    Raises:
+        ValueError: the model is an adapter; or it is neither on this machine nor known, and the hub cannot be
+            asked.
     """
     name = model_args.path
     if is_adapter(os.path.expanduser(name)):
@@ -137,7 +162,8 @@ def source_config(model_args: ModelArgs) -> tuple[Any, str | None]:
             "pod.load_model(adapter).save_pretrained(folder), then set model.path to that folder"
         )
     if name.startswith(PACKAGE) and name in KNOWN_SIZES:
-        return _known_config(name), None  # of one version only; reading it would convert the weights first
+        # Such a model has one version only. Reading its configuration would convert the weights first.
+        return _known_config(name), None
     try:
         return _read_config(model_args, local_files_only=True), None
     except (OSError, ValueError) as absent:
@@ -151,8 +177,8 @@ def source_config(model_args: ModelArgs) -> tuple[Any, str | None]:
     except OSError as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"the configuration of model.path = {name} cannot be read here ({reason}): give a folder, or a hub id that "
-            f"this machine can reach{ways_without_network(name, str(error))}"
+            f"the configuration of model.path = {name} cannot be read here ({reason}): give a folder, or a "
+            f"hub id that this machine can reach{ways_without_network(name, str(error))}"
         ) from None
 
 

@@ -1,7 +1,8 @@
-"""The values that a run starts from, one weight at a time, read by rank 0 and handed to all ranks by the engine's bridge.
+"""The values that a run starts from: rank 0 reads them, one weight at a time.
 
-A model is built without values (`hollow_model`): every weight has its shape and type and shares one number. Adapters and
-loss are put around it as around any other; `bridge.place_weights` then fills and divides it weight by weight.
+A model is first built without values (`hollow_model`): every weight has its shape and type, and all its
+elements share one number. Adapters and loss are put around it as around any other model.
+`bridge.place_weights` then fills and divides it, weight by weight, and hands the values to all ranks.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from pod.training.checkpoint.identity import Samples, sample_of
 
 
 def hollow_model(config: PodConfig, dtype: torch.dtype) -> PodForCausalLM:
-    """A model whose weights take no memory, in evaluation mode; their values are to be placed before it is used."""
+    """A model whose weights take no memory, in evaluation mode. Place their values before you use it."""
     model = empty_model(config)
     state = {name: torch.zeros((), dtype=dtype).expand(one.shape) for name, one in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
@@ -35,10 +36,16 @@ def weight_reader(
     gguf_file: str | None = None,
     constants: Constants = MappingProxyType({}),
 ) -> Reader:
-    """Reads the weights of a model with `config` from a checkpoint, in `dtype`: one at a time from its files, or all
-    of a GGUF file. Weights in `constants` are taken from there.
+    """A function that reads the weights of a model with `config` from a checkpoint, in `dtype`.
 
-    Raises: ValueError or OSError for a checkpoint that cannot be read, or does not fit.
+    It reads one weight at a time from the checkpoint's files. Where that is not possible, as with a GGUF
+    file, the whole model is loaded first.
+
+    Args:
+        constants: weights that are taken from here and not from the checkpoint.
+
+    Raises:
+        ValueError, OSError: the checkpoint cannot be read, or does not fit.
     """
     files = None if gguf_file else weight_files(path)
     if files is None:
@@ -48,7 +55,8 @@ def weight_reader(
         )
         whole = load_model(path, dtype=dtype, gguf_file=gguf_file)
         state, order = whole.state_dict(), whole.config.head_order
-        shapes, read = {name: tuple(weight.shape) for name, weight in state.items()}, state.__getitem__
+        shapes = {name: tuple(weight.shape) for name, weight in state.items()}
+        read = state.__getitem__
     else:
         shapes, read = files
         order = PreTrainedConfig.get_config_dict(path)[0].get("head_order")
@@ -64,9 +72,14 @@ def weight_reader(
 
 
 class StartWeights:
-    """What rank 0 gives `bridge.place_weights`, with samples of every weight that was given, in the model's order.
+    """The values that rank 0 gives to `bridge.place_weights`.
 
-    model: before adapters are put on it; opener: opens the checkpoint that has the values, None = the model has them.
+    Args:
+        model: the model before adapters are put on it.
+        opener: opens the checkpoint that has the values; None = the model has them.
+
+    Attributes:
+        samples: samples of every weight that was given, in the model's order.
     """
 
     def __init__(self, model: nn.Module, opener: Callable[[], Reader] | None = None):
@@ -76,7 +89,11 @@ class StartWeights:
         self.samples: Samples = {}
 
     def open(self) -> None:
-        """Open the checkpoint; ValueError and OSError as in `weight_reader`."""
+        """Open the checkpoint.
+
+        Raises:
+            ValueError, OSError: as in `weight_reader`.
+        """
         self._reader = self._opener() if self._opener else None
 
     def close(self) -> None:
@@ -84,9 +101,10 @@ class StartWeights:
         self._reader = None
 
     def __call__(self, parameter: nn.Parameter) -> Tensor:
-        """The values of a weight; those of others (adapters) are their own."""
+        """The values of a weight. Weights that the model did not have (adapters) keep their own."""
         name = self._names.get(parameter)
         values = parameter.detach() if name is None or self._reader is None else self._reader(name)
-        if name is not None and not is_constant(name):  # which are the plan's
+        # Constants belong to the plan, not to the model.
+        if name is not None and not is_constant(name):
             self.samples[name] = sample_of(values)
         return values

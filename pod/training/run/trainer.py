@@ -1,8 +1,9 @@
 """The training loop: what a rank reads, ZeRO, sequence parallelism, token-weighted loss, exact resume.
 
-The loss of an optimizer step is the sum over all its labels (all ranks, all micro-batches) divided by their number,
-so that it equals one process whatever the split: a rank's sum is divided by the global number of labels and
-multiplied by the number of ranks over which ZeRO averages gradients (`engine.gradient_scale`).
+The loss of an optimizer step is the sum over all its labels (all ranks, all micro-batches), divided by their
+number. It therefore equals the loss of one process, however the rows are split. To this end, a rank's sum is
+divided by the global number of labels, and multiplied by the number of ranks over which ZeRO averages
+gradients (`engine.gradient_scale`).
 """
 
 import contextlib
@@ -50,10 +51,13 @@ def rows_per_step(args: TrainArgs, mesh: Any) -> int:
 
 
 class StepBatches:
-    """The micro-batches of every step on this rank: its rows, and of each row its slice of the tokens. Ranks of one sequence-parallel group
-    read the same rows, data-parallel groups different ones.
+    """The micro-batches of every step on this rank: its rows, and its slice of the tokens of each row.
 
-    cursor: where reading stands; moves with `next`, by the rows of all ranks. tokens: slice of a row's positions that this rank holds.
+    Ranks of one sequence-parallel group read the same rows. Data-parallel groups read different rows.
+
+    Args:
+        cursor: where reading stands. `next` moves it by the rows of all ranks.
+        tokens: slice of a row's positions that this rank holds.
     """
 
     def __init__(self, args: TrainArgs, dataset: Any, cursor: RowCursor, mesh: Any, tokens: slice):
@@ -62,11 +66,15 @@ class StepBatches:
         self.rows_per_step = rows_per_step(args, mesh)
         self.prefetcher = Prefetcher(self._load, cursor, self.rows_per_step, args.prefetch_steps)
         self.num_labels = 0
-        """Of this rank in the step that the last `next` gave, counted before it went to the device."""
+        """Labels of this rank in the step that the last `next` gave, counted before it went to the device."""
 
     def next(self) -> list[Batch]:
-        """Micro-batches: `input_ids`, `labels` int64 [B, slice] on this rank's device, `doc_ids` int64 [B, context] on the host, where
-        segments are made from them."""
+        """The micro-batches of the next step.
+
+        Returns:
+            For each micro-batch `input_ids` and `labels`, int64 [B, slice], on this rank's device; and
+            `doc_ids`, int64 [B, context], on the host, where segments are made from them.
+        """
         batches = self.prefetcher.next()
         self.num_labels = sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches)
         for batch in batches:
@@ -75,7 +83,7 @@ class StepBatches:
         return batches
 
     def close(self) -> None:
-        """End the thread; `next` would start it again."""
+        """End the thread that reads ahead; `next` would start it again."""
         self.prefetcher.close()
 
     def _load(self, cursor: RowCursor) -> list[Batch]:
@@ -88,10 +96,10 @@ class StepBatches:
         return batches
 
     def _pinned(self, batch: Batch) -> Batch:
-        """The batch in page-locked memory, from which a copy to the GPU runs beside its work."""
+        """The batch in page-locked memory, so that a copy to the GPU runs beside the GPU's work."""
         if self.mesh.device.type != "cuda":
             return batch
-        with torch.cuda.device(self.mesh.device):  # the current device is a thread's own
+        with torch.cuda.device(self.mesh.device):  # every thread has a current device of its own
             return {name: value.pin_memory() for name, value in batch.items()}
 
 
@@ -100,15 +108,16 @@ class Trainer:
 
     Args:
         args: section `train` of the recipe.
-        model: a PodForCausalLM with its plan, the same on every rank; its values are rank 0's.
+        model: a PodForCausalLM with its plan, the same on every rank. Its values are those of rank 0.
         dataset: packed rows.
         folder: <output_dir>/train.
         seed: of the row order and of dropout.
-        config: the resolved recipe, stored in checkpoints.
-        evaluation: made every `eval_every_steps`, before the first step and at the last one.
+        config: the resolved recipe, which is stored in checkpoints.
+        evaluation: is made every `eval_every_steps`, before the first step and at the last one.
         weights: values of a hollow model, opened; None = the model has its own.
 
-    Raises: ValueError for anything that cannot work, before the first step.
+    Raises:
+        ValueError: anything that cannot work, before the first step.
     """
 
     def __init__(
@@ -142,7 +151,8 @@ class Trainer:
 
     def _start_engine(self, model: Any, weights: StartWeights, config: dict[str, Any]) -> None:
         save_activations(model, self.args, self.dataset.context_length)
-        if {"auto": torch.cuda.is_available(), "compile": True, "none": False}[self.args.fused_layers]:
+        fuses = {"auto": torch.cuda.is_available(), "compile": True, "none": False}
+        if fuses[self.args.fused_layers]:
             fuse_layers(model)
         trained = add_lora(model, self.lora) if self.lora else model.requires_grad_(True)
         module = LanguageModelLoss(trained, self.args.loss_chunk_mib).train()
@@ -151,7 +161,7 @@ class Trainer:
         identity, self.resume_from = from_rank_0(lambda: self._look(weights))
         weights.close()
         tied = bool(model.config.tie_word_embeddings)
-        run = uuid.uuid4().hex[:8]  # rank 0 writes it
+        run = uuid.uuid4().hex[:8]  # that of rank 0 is written
         self.state = TrainState(
             run=run, identity=identity, config=config, lora=self.lora, tied_embeddings=tied
         )
@@ -166,22 +176,27 @@ class Trainer:
             self.guard.load_state_dict(self.state.guard)
 
     def _look(self, weights: StartWeights) -> tuple[dict[str, Any], Path | None]:
-        """What the run's checkpoints belong to, and the one that it continues from."""
-        args, method = self.args, {"method": self.args.method, **(self.lora or {})}
+        """The identity of the run's checkpoints, and the checkpoint that the run continues from."""
+        args = self.args
+        method = {"method": args.method, **(self.lora or {})}
         rows = (self.cursor.seed, rows_per_step(args, self.mesh))
         config, manifest = self.causal_model.config, self.dataset.manifest
         identity = identity_of(config, weights.samples, self.plan, manifest, method, args.dtype, rows)
         return identity, checkpoint_to_resume(self.folder, args.resume, identity)
 
     def describe(self, folder: Path) -> None:
-        """What export needs besides weights: configurations and plan."""
+        """Write what export needs besides weights: configurations and plan."""
         self.causal_model.config.save_pretrained(folder)
         write_json(folder / "generation_config.json", self.causal_model.generation_config.to_dict())
         self.plan.save(folder / "plan.json")
 
     def train(self) -> TrainState:
-        """Run until `max_steps`, `max_hours` or a signal; saves at the end either way. RuntimeError for too many bad steps
-        (`Guard.judge`), OSError where a checkpoint cannot be written."""
+        """Run until `max_steps`, `max_hours` or a signal, and save at the end in each case.
+
+        Raises:
+            RuntimeError: too many bad steps (`Guard.judge`).
+            OSError: a checkpoint cannot be written.
+        """
         self.monitor = Monitor.of(self)
         self.saved_at = self.started_at = self.state.step if self.resume_from else -1
         closing = [contextlib.closing(thing) for thing in (self.monitor, self.batches, self.checkpointer)]
@@ -200,10 +215,11 @@ class Trainer:
         return self.state
 
     def _train_step(self) -> str | None:
-        """A step and what follows it; returns why the run ends before `max_steps`, None = it goes on."""
+        """Make a step and what follows it. Returns why the run ends before `max_steps`; None = it goes on."""
         try:
             values = self.step()
-        except Interrupted:  # the step before is kept; this one begins again when the run is resumed
+        except Interrupted:
+            # The step before is kept. This one begins again when the run is resumed.
             set_random_states(self.random_states)
             return f"stopped by a signal in step {self.state.step + 1}, which is undone"
         verdict = self._judge(values)
@@ -218,7 +234,7 @@ class Trainer:
         return reason and f"{reason} after step {self.state.step}; the checkpoint is complete"
 
     def observe(self) -> Values:
-        """What belongs to the metrics of this step beside its own numbers: memory of the fullest rank, evaluation."""
+        """More metrics of this step: memory of the fullest rank, and the evaluation."""
         values, step = {}, self.state.step
         self.state.owes_evaluation = False
         if step and self.monitor.logs(step):
@@ -232,7 +248,7 @@ class Trainer:
         return values
 
     def _save(self) -> None:
-        """A checkpoint of this step, unless there is one."""
+        """Write a checkpoint of this step, unless there is one."""
         if self.state.step in (0, self.saved_at):
             return
         with self.control.saving(), self.monitor.part("save"):
@@ -242,12 +258,16 @@ class Trainer:
         self.saved_at = self.state.step
 
     def _rewind(self) -> None:
-        """Weights, optimizer and step of the last checkpoint; data goes on behind the bad step. A run that is killed before the next
-        checkpoint comes to the same bad step again, and from there on does the same."""
+        """Return to weights, optimizer and step of the last checkpoint; data goes on after the bad step.
+
+        If the run is killed before the next checkpoint, it comes to the same bad step again, and does the
+        same from there on.
+        """
         checkpoint = self.checkpointer.latest
         assert checkpoint is not None, "the guard judged without a checkpoint"
         bad_step, cursor = self.state.step, self.state.cursor
-        self.state = self.checkpointer.load(checkpoint)  # data and guard stay where they stand
+        # Only weights, optimizer and step return: data and guard stay where they are.
+        self.state = self.checkpointer.load(checkpoint)
         self.guard.rewound(self.state.guard)
         self.state.cursor, self.state.guard = cursor, self.guard.state_dict()
         self.saved_at = self.state.step
@@ -255,8 +275,12 @@ class Trainer:
         self.monitor.note(f"back to step {self.state.step}; data continues after the rows of step {bad_step}")
 
     def step(self) -> dict[str, float]:
-        """One optimizer step over the next rows. Returns `loss` (mean cross entropy), `learning_rate`, `grad_norm`, `labels`, `data_wait_s`,
-        `skipped` and `spike` (0 or 1); numbers that are not finite are left out."""
+        """One optimizer step over the next rows.
+
+        Returns:
+            `loss` (mean cross entropy), `learning_rate`, `grad_norm`, `labels`, `data_wait_s`, and `skipped`
+            and `spike` (0 or 1). A loss that is not finite is left out, and so is the norm of a skipped step.
+        """
         self.random_states = random_states()
         self.control.alive("data")
         batches = self.batches.next()
@@ -277,10 +301,15 @@ class Trainer:
         return values
 
     def _accumulate(self, batches: list[dict[str, torch.Tensor]], num_labels: float) -> float:
-        """Forward and backward of every micro-batch, and the update; returns the mean loss over the step's labels. It is known on all
-        ranks before the last backward, so that the update of a bad step can be left out."""
+        """Forward and backward of every micro-batch, and the update.
+
+        Returns:
+            The mean loss over the step's labels. All ranks know it before the last backward, so that the
+            update of a bad step can be left out.
+        """
         factor = gradient_scale(self.args, self.mesh) / num_labels
-        total, mean = torch.zeros((), dtype=torch.float64, device=self.mesh.device), math.nan
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        mean = math.nan
         self.engine.train()
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
@@ -291,8 +320,10 @@ class Trainer:
             total += loss.detach()
             if last:
                 mean = self.mesh.sum([float(total)])[0] / num_labels
-                # An infinite loss can have finite gradients, and a spike has: NaN makes the engine skip this step.
-                factor = math.nan if self.guard.is_spike(mean) or not math.isfinite(mean) else factor
+                # An infinite loss can have finite gradients, and a spike has them. NaN makes the engine skip
+                # this step.
+                if self.guard.is_spike(mean) or not math.isfinite(mean):
+                    factor = math.nan
             self.control.alive("backward")
             self.engine.backward(loss * factor, scale_wrt_gas=False)
             self.control.alive("update")
@@ -302,12 +333,12 @@ class Trainer:
     def _agree_on_data(self) -> tuple[float, float]:
         """Labels of the step over all ranks, and the seconds that the slowest of them waited for its rows."""
         waits = [0.0] * self.mesh.world_size
-        waits[self.mesh.rank] = self.batches.prefetcher.waited_s  # all others leave this place at 0
+        waits[self.mesh.rank] = self.batches.prefetcher.waited_s  # the other ranks leave this place at 0
         total, *waits = self.mesh.sum([self.batches.num_labels, *waits])
         return total, max(waits)
 
     def _judge(self, values: dict[str, float]) -> str:
-        """The guard's verdict on the step that was just made; noted on the screen when it is bad."""
+        """The guard's verdict on the step that was just made. A bad step is noted on the screen."""
         loss, skipped = values.get("loss", math.nan), bool(values["skipped"])
         if skipped:
             self.monitor.note(f"step {self.state.step} skipped: {self.guard.why_bad(loss)}")

@@ -1,12 +1,14 @@
 """Ulysses sequence parallelism over KV-head groups, exact for head counts that the group does not divide.
 
-Outside attention every rank of a group holds a contiguous slice of the row's tokens and all heads; inside it all tokens of some
-heads (Jacobs et al., "DeepSpeed Ulysses"). One all-to-all takes q, k and v there, one brings the output back. The lead queries and
-keys that PoD layers hand on are already head-sharded, so sharing adds no communication.
+Outside attention, every rank of a group holds a contiguous slice of the row's tokens, and all heads. Inside
+attention, it holds all tokens of some heads (Jacobs et al., "DeepSpeed Ulysses"). One all-to-all takes q, k
+and v there, and another one brings the output back. The lead queries and keys that PoD layers hand on are
+already divided by heads, so sharing adds no communication.
 
-Every rank computes as many heads as the others, give or take one. Windows cost less than heads that see everything, and each layer
-waits for the rank that has most to do: `place_heads` deals heads out layer by layer, but for those whose carry is open. Where that
-leaves ranks waiting, `share_heads` splits the query heads of a KV head over several ranks, each of which gets its keys and values.
+Every rank computes as many heads as the others, give or take one. Windows cost less than heads that see
+everything, and each layer waits for the rank that has most to do. `place_heads` therefore deals heads out
+layer by layer, except those whose carry is open. Where ranks still wait, `share_heads` splits the query
+heads of a KV head over several ranks. Each of these ranks gets the keys and values of the KV head.
 """
 
 import math
@@ -22,7 +24,10 @@ from pod.modeling.shipped.sinks import Sink
 from pod.training.predict.shapes import visible_pairs
 
 SENT_PAIRS = 1000
-"""(query, key) pairs of one query head that take as long as sending a token's key and value: at 500 TFLOP/s and 300 GB/s."""
+"""(query, key) pairs of one query head that take as long as sending one token's key and value.
+
+This is at 500 TFLOP/s and 300 GB/s.
+"""
 
 
 def split_evenly(total: int, parts: int) -> list[int]:
@@ -37,20 +42,27 @@ def own_slice(sizes: Sequence[int], index: int) -> slice:
 
 
 def kv_head_repeats(num_attention_heads: int, num_key_value_heads: int, size: int) -> int:
-    """How often each KV head is replicated so that `size` ranks all get one: the smallest divisor r of G = Hq / H with H * r >= size;
-    ValueError, naming the sizes that work, for more ranks than query heads."""
+    """How often each KV head is replicated so that each of `size` ranks gets one.
+
+    Returns:
+        The smallest divisor r of G = Hq / H with H * r >= size.
+
+    Raises:
+        ValueError: there are more ranks than query heads; the message names the sizes that work.
+    """
     groups = num_attention_heads // num_key_value_heads
     for repeats in range(1, groups + 1):
         if groups % repeats == 0 and num_key_value_heads * repeats >= size:
             return repeats
     raise ValueError(
-        f"sequence_parallel_size {size} cannot work with {num_attention_heads} query and {num_key_value_heads} "
-        f"KV heads: every rank needs a query head; use a size from 1 to {num_attention_heads}"
+        f"sequence_parallel_size {size} cannot work with {num_attention_heads} query and "
+        f"{num_key_value_heads} KV heads: every rank needs a query head; use a size from 1 to "
+        f"{num_attention_heads}"
     )
 
 
 def head_pairs(lead: Lead, repeats: int, row_length: int, windows: tuple[int, int]) -> list[list[int]]:
-    """(query, key) pairs that every replica of a KV head sees in a row of one document, `[L][H · repeats]`."""
+    """(query, key) pairs that each replica of a KV head sees in a row of one document, `[L][H · repeats]`."""
     return [
         [visible_pairs(owner, row_length, windows) for owner in row for _ in range(repeats)] for row in lead
     ]
@@ -59,9 +71,14 @@ def head_pairs(lead: Lead, repeats: int, row_length: int, windows: tuple[int, in
 class Shares(NamedTuple):
     """Which heads the ranks of a sequence-parallel group compute."""
 
-    repeats: int  # replicas of each KV head, which serve an equal part of its query heads
-    orders: tuple[tuple[int, ...], ...]  # see `place_heads`
-    waited: int  # (query, key) pairs of query heads that a forward pass waits for, summed over the layers
+    repeats: int
+    """Replicas of each KV head; each serves an equal part of its query heads."""
+
+    orders: tuple[tuple[int, ...], ...]
+    """Which replica each place of a layer computes: see `place_heads`."""
+
+    waited: int
+    """(query, key) pairs of query heads that a forward pass waits for, summed over the layers."""
 
 
 def share_heads(
@@ -72,14 +89,20 @@ def share_heads(
     row_length: int,
     windows: tuple[int, int],
 ) -> Shares:
-    """The shares of `size` ranks that take least time over attention and over sending keys and values; errors as in `kv_head_repeats`.
+    """The shares of `size` ranks that take least time for attention and for sending keys and values.
 
-    row_length: tokens of a row over all ranks, taken for one document; windows: (n_s, n_r) in tokens.
+    Args:
+        row_length: tokens of a row over all ranks. The row counts as one document.
+        windows: (n_s, n_r) in tokens.
+
+    Raises:
+        ValueError: as in `kv_head_repeats`.
     """
     groups = num_attention_heads // num_key_value_heads
     least = kv_head_repeats(num_attention_heads, num_key_value_heads, size)
     found: list[tuple[int, Shares]] = []
-    for repeats in range(least, 1 + (groups if size > 1 else 1)):
+    most = groups if size > 1 else 1
+    for repeats in range(least, most + 1):
         if groups % repeats == 0:
             pairs = head_pairs(lead, repeats, row_length, windows)
             orders = place_heads(lead, repeats, pairs, size)
@@ -92,10 +115,11 @@ def share_heads(
 def place_heads(
     lead: Lead, repeats: int, pairs: Sequence[Sequence[int]], size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Which replica of a KV head each place of a layer computes, `[L][H · repeats]`; ranks have neighbouring places.
+    """Which replica of a KV head each place of a layer computes, `[L][H · repeats]`.
 
-    Replica i is one of head `i // repeats`. Those whose lead is followed above keep their place. The others change places
-    when that lowers what the busiest rank of their layer does. Plans that this does not help keep their order.
+    The places of a rank are neighbours. Replica i is one of head `i // repeats`. Replicas whose lead is
+    followed above keep their place. The others change places when that lowers the work of their layer's
+    busiest rank. If this does not help a plan, its heads stay in order.
     """
     in_order = list(range(len(pairs[0])))
     ranks, placed = _ranks(len(in_order), size), [in_order]
@@ -114,7 +138,10 @@ def _ranks(places: int, size: int) -> list[int]:
 
 
 def _balance(order: list[int], work: Sequence[int], ranks: Sequence[int], free: Sequence[int]) -> None:
-    """Swap heads at `free` places between the busiest rank and others, each time that brings the most of the two down most."""
+    """Swap heads at `free` places between the busiest rank and the others, in place, while that helps.
+
+    Each swap is the one that lowers the larger load of its two ranks most.
+    """
     while True:
         loads = _loads(order, work, ranks)
         busiest = loads.index(max(loads))
@@ -132,6 +159,7 @@ def _balance(order: list[int], work: Sequence[int], ranks: Sequence[int], free: 
 
 
 def _loads(order: Sequence[int], work: Sequence[int], ranks: Sequence[int]) -> list[int]:
+    """The work of every rank in one layer."""
     loads = [0] * (ranks[-1] + 1)
     for place, head in enumerate(order):
         loads[ranks[place]] += work[head]
@@ -139,13 +167,13 @@ def _loads(order: Sequence[int], work: Sequence[int], ranks: Sequence[int]) -> l
 
 
 def busiest_pairs(orders: Sequence[Sequence[int]], pairs: Sequence[Sequence[int]], size: int) -> int:
-    """Pairs that a step waits for: of the rank that has most to do, summed over the layers."""
+    """(query, key) pairs that a step waits for: of the busiest rank of each layer, summed over the layers."""
     ranks = _ranks(len(pairs[0]), size)
     return sum(max(_loads(order, work, ranks)) for order, work in zip(orders, pairs, strict=True))
 
 
 class _AllToAll(torch.autograd.Function):
-    """exchange(flat, send, receive, suffix) of a flat buffer with split sizes; the gradient travels the way back."""
+    """exchange(flat, send, receive, suffix) of a flat buffer with split sizes; the gradient travels back."""
 
     @staticmethod
     def forward(ctx, flat, send, receive, exchange):
@@ -159,7 +187,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _TakesGradients(torch.autograd.Function):
-    """apply(x, *others): `x`, through which the others get gradients of zero."""
+    """apply(x, *others) returns `x`; in the backward, the others get gradients of zero."""
 
     @staticmethod
     def forward(ctx, x, *others):
@@ -179,10 +207,13 @@ class Ulysses:
         row_length: n, tokens of a row over all ranks; `set_row_length` changes it.
 
     Attributes:
-        lead, heads: plan of the KV heads that this rank computes, and which of the model's they are, [L][H_local].
-        sent_bytes: bytes this rank handed to all-to-all since the start, by direction, what backward recomputes included.
+        lead: plan of the KV heads that this rank computes, [L][H_local].
+        heads: which of the model's KV heads these are, [L][H_local].
+        sent_bytes: bytes that this rank has handed to all-to-all since the start, by direction. What the
+            backward recomputes is included.
 
-    Raises: ValueError for group sizes that cannot work, naming those that do.
+    Raises:
+        ValueError: a group size that cannot work; the message names those that do.
     """
 
     def __init__(self, config: Any, group: "dist.ProcessGroup", row_length: int):
@@ -202,7 +233,7 @@ class Ulysses:
         self.lead: Lead = tuple(tuple(row[head] for head in heads) for row, heads in local)
 
     def set_row_length(self, row_length: int) -> None:
-        """Declare the tokens n of the next rows; rank r then holds `self.slice` of them."""
+        """Declare the number n of tokens of the next rows. This rank then holds `self.slice` of them."""
         if row_length < self.size:
             raise ValueError(
                 f"a row of {row_length} tokens cannot be split over {self.size} ranks; "
@@ -213,15 +244,24 @@ class Ulysses:
         self.slice = own_slice(self.lengths, self.rank)
 
     def to_heads(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B,Hq,n_local,d], k, v [B,H,n_local,d] -> [B,Hq_local,n,d], [B,H_local,n,d] twice; differentiable. k and v of no heads (a layer that
-        attends to another one's) stay so, and only q is sent."""
+        """Exchange this rank's tokens of all heads for all tokens of its heads; differentiable.
+
+        Args:
+            q: [B,Hq,n_local,d].
+            k, v: [B,H,n_local,d]; or without heads (H = 0) in a layer that attends to the keys and values of
+                another layer. They then stay without heads, and only q is sent.
+
+        Returns:
+            q [B,Hq_local,n,d], k and v [B,H_local,n,d].
+        """
         batch, _, local, dim = q.shape
         if local != self.lengths[self.rank]:
             raise ValueError(
                 f"rank {self.rank} of the sequence-parallel group got {local} tokens of a row of "
                 f"{self.row_length}; its slice holds {self.lengths[self.rank]} (call set_row_length first)"
             )
-        queries, own = q.split(self.groups, dim=1), [k, v] if k.shape[1] else []
+        queries = q.split(self.groups, dim=1)
+        own = [k, v] if k.shape[1] else []
         replicas = [
             torch.cat([queries[i], *(x[:, i // self.repeats, None] for x in own)], dim=1)
             for i in self.orders[layer]
@@ -240,8 +280,8 @@ class Ulysses:
     def own_sink(self, layer: int, q: Tensor, sink: Sink) -> tuple[Tensor, Sink]:
         """The queries [B,Hq_local,n,d] as they are, and the sink of this rank's heads.
 
-        Where none of these heads keeps its window, the queries give the whole sink a gradient of zero. Otherwise ranks
-        that have a gradient for a weight would wait for those that have none.
+        Where none of these heads keeps its window, the queries give the whole sink a gradient of zero.
+        Otherwise ranks that have a gradient for a weight would wait for ranks that have none.
         """
         mine = self.orders[layer][own_slice(self.kv_counts, self.rank)]
         if None not in self.lead[layer]:
@@ -250,7 +290,14 @@ class Ulysses:
         return q, Sink(logits, sink.values[[i // self.repeats for i in mine]])
 
     def to_sequence(self, layer: int, out: Tensor) -> Tensor:
-        """[B,Hq_local,n,d] -> [B,Hq,n_local,d]; differentiable."""
+        """Exchange all tokens of this rank's heads for its tokens of all heads; differentiable.
+
+        Args:
+            out: [B,Hq_local,n,d].
+
+        Returns:
+            [B,Hq,n_local,d].
+        """
         batch, _, _, dim = out.shape
         outgoing = [[part] for part in out.split(self.lengths, dim=2)]
         local = self.lengths[self.rank]
@@ -258,12 +305,17 @@ class Ulysses:
         pieces = self._exchange("to_sequence", outgoing, incoming)
         placed = [queries for piece in pieces for queries in piece.split(self.groups, dim=1)]
         order = self.orders[layer]
-        return torch.cat([placed[place] for place in sorted(range(len(order)), key=order.__getitem__)], dim=1)
+        places = sorted(range(len(order)), key=order.__getitem__)
+        return torch.cat([placed[place] for place in places], dim=1)
 
     def _exchange(
         self, direction: str, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[tuple[int, ...]]
     ) -> list[Tensor]:
-        """Send every rank its tensors in one buffer; returns what each rank sent, in the shapes `incoming`."""
+        """Send every rank its tensors in one buffer.
+
+        Returns:
+            What each rank sent, in the shapes `incoming`.
+        """
 
         def exchange(flat: Tensor, send: list[int], receive: list[int], suffix: str) -> Tensor:
             self.sent_bytes[direction + suffix] += flat.nbytes

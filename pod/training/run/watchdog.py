@@ -1,7 +1,8 @@
 """A watchdog for ranks that hang.
 
-The main thread of a hanging rank usually waits inside a collective for a peer that will not come; the watchdog, a thread beside it, can
-tell, because collectives release Python's lock while they wait.
+The main thread of a hanging rank usually waits inside a collective, for a peer that will not come. The
+watchdog is a thread beside it. It can report the hang, because collectives release Python's lock while they
+wait.
 """
 
 import contextlib
@@ -20,25 +21,28 @@ ABORT_CODE = 75  # EX_TEMPFAIL: a scheduler may start the run again
 
 
 def seconds_between_checks(timeout: float) -> float:
-    """How often a rank is looked at that may stand still for `timeout` seconds."""
+    """Seconds between two checks of a rank that may stand still for `timeout` seconds."""
     return min(timeout / 8, 30.0)
 
 
 def seconds_for_stacks(timeout: float) -> float:
-    """How long a rank that gives up leaves the others for their stacks: a launcher ends all when one ends."""
+    """Seconds that a rank that gives up leaves the others for writing their stacks.
+
+    A launcher ends all ranks when one ends.
+    """
     return min(60.0, max(1.0, timeout / 20))
 
 
 def seconds_to_abort(timeout: float) -> float:
-    """The longest time from a rank's last progress to its end with code 75."""
+    """Most seconds from a rank's last progress to its end with code 75."""
     return timeout + seconds_between_checks(timeout) + seconds_for_stacks(timeout)
 
 
 class Watchdog:
     """Watches one rank between `start` and `stop`.
 
-    A hang is `hang_timeout_s` seconds without a beat: the stacks go to hang-rankNNNNN.txt in `folder`,
-    <output_dir>/train, and `hang_action` abort then ends the process with code 75.
+    A hang is `hang_timeout_s` seconds without a beat. The stacks then go to hang-rankNNNNN.txt in `folder`,
+    which is <output_dir>/train. With `hang_action` abort, the process then ends with code 75.
     """
 
     def __init__(self, folder: Path, args: TrainArgs, rank: int, world_size: int, clock: Callable[[], float]):
@@ -53,7 +57,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def beat(self, phase: str) -> None:
-        """This rank entered `phase`, which is progress."""
+        """Note that this rank entered `phase`, which is progress."""
         self.phase, self._beat = phase, self.clock()
 
     def start(self) -> None:
@@ -65,15 +69,18 @@ class Watchdog:
             self._thread.start()
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """End watching."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=10)
             self._thread = None
 
     def abort_after(self, error: BaseException) -> None:
-        """End with code 75 when `error` of the main thread is how a reported hang looks from here: a rank that has given up
-        breaks the connections of the others. Else return."""
+        """End with code 75 when `error` of the main thread comes from a hang that was reported; else return.
+
+        A rank that has given up breaks the connections of the others. There, this shows as an error of the
+        main thread.
+        """
         recent, own = time.time() - self.timeout - 120.0, self._is_stuck()
         others = [file for file in self.folder.glob("hang-rank*.txt") if file != self.path]
         if self.action != "abort" or not (own or any(file.stat().st_mtime >= recent for file in others)):
@@ -97,7 +104,7 @@ class Watchdog:
                     os._exit(ABORT_CODE)  # exit handlers would wait for the same collective
 
     def check(self) -> bool:
-        """Whether a hang has to be reported now: once per `timeout` seconds without progress."""
+        """Whether a hang must be reported now: it is reported once per `timeout` seconds without progress."""
         now = self.clock()
         if self.phase == "save" and self._written_more():
             self._beat = now
@@ -108,8 +115,10 @@ class Watchdog:
         return True
 
     def _written_more(self) -> bool:
-        """Whether unpublished checkpoints changed size. All ranks see all files: one that has written its own and waits
-        for the others sees theirs grow."""
+        """Whether unpublished checkpoints changed size.
+
+        All ranks see all files. A rank that has written its own and waits for the others sees theirs grow.
+        """
         total = 0
         for file in self.folder.glob(".*/**/*"):
             with contextlib.suppress(OSError):  # renamed or removed since it was listed
@@ -120,8 +129,8 @@ class Watchdog:
     def report(self) -> None:
         """Append the stacks of all threads to this rank's file, and one line to stderr."""
         line = (
-            f"rank {self.rank} of {self.world_size} on {socket.gethostname()} (process {os.getpid()}): no progress for "
-            f"{self.clock() - self._beat:.0f} s in phase {self.phase} after step {self.step}"
+            f"rank {self.rank} of {self.world_size} on {socket.gethostname()} (process {os.getpid()}): no "
+            f"progress for {self.clock() - self._beat:.0f} s in phase {self.phase} after step {self.step}"
         )
         try:
             with open(self.path, "a", encoding="utf-8") as file:
