@@ -1,4 +1,4 @@
-"""What runs the attention of a training step, known before there is a tensor or a GPU."""
+"""Which backend runs the attention of a training step, known before there is a tensor or a GPU."""
 
 import torch
 
@@ -26,7 +26,10 @@ def attention_backend(shapes: Shapes, dtype: str, has_gpu: bool) -> str:
 
 
 def refusals(shapes: Shapes, dtype: str, has_gpu: bool) -> dict[str, str | None]:
-    """Why `flash` and `flex`, in the order of `auto`, cannot run in a dtype of `TrainArgs`; None = it can."""
+    """Why `flash` and `flex` cannot run in a dtype of `TrainArgs`; None = it can.
+
+    Their order is the order in which `auto` tries them.
+    """
     if not has_gpu:
         return {"flash": None, "flex": "it runs on GPUs only"}
     return gpu.refusals(getattr(torch, dtype), shapes.head_dim)

@@ -1,11 +1,19 @@
-"""What one rank holds at the peak of a training step, by part; computed from shapes, nothing is allocated.
+"""What one rank holds at the peak of a training step, by part.
 
-The peak is the largest of several moments, each of which is added up from what lives then: the loss (all kept activations,
-blocks of logits), the backward of every decoder layer (its activations, recomputed under checkpointing, its gradients, the
-carry of open blocks, gathered weights) and the optimizer step. `benchmarks/estimate_memory.py` compares the sums with live
-bytes of real steps. Left out: libraries, the allocator's slack, workspaces inside a kernel.
+It is computed from shapes; nothing is allocated.
 
-A `Job` is what all estimates are made for: a model under a plan, settings with nothing left open, rows, and where the ranks are.
+The peak is the largest of several moments. Each moment is the sum of what lives then:
+
+- the loss: all kept activations, and blocks of logits;
+- the backward of every decoder layer: its activations (recomputed under checkpointing), its gradients, the
+  carry of open blocks, and gathered weights;
+- the optimizer step.
+
+`benchmarks/estimate_memory.py` compares the sums with live bytes of real steps. Libraries, the allocator's
+slack and workspaces inside a kernel are left out.
+
+All estimates are made for a `Job`: a model under a plan, settings with nothing left open, rows, and the
+places of the ranks.
 """
 
 import functools
@@ -27,8 +35,8 @@ class World:
     """Where ranks are.
 
     Attributes:
-        size: all ranks.
-        local_size: ranks of one machine.
+        size: number of all ranks.
+        local_size: number of ranks of one machine.
     """
 
     size: int
@@ -43,7 +51,7 @@ class World:
 
     @property
     def nodes(self) -> int:
-        """Machines."""
+        """Number of machines."""
         return max(1, self.size // self.local_size)
 
     @property
@@ -71,7 +79,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch on the rank that holds most."""
+        """Tokens of one micro-batch on the rank that holds most."""
         return self.args.rank_tokens(self.context_length)
 
     @property
@@ -81,7 +89,7 @@ class Job:
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of all ranks in one optimizer step."""
+        """Rows in one optimizer step, over all ranks."""
         groups = self.world.size // self.args.sequence_parallel_size
         return self.args.micro_batch_size * self.args.gradient_accumulation_steps * groups
 
@@ -96,7 +104,7 @@ class Job:
 
     @property
     def heads_per_rank(self) -> int:
-        """KV heads, replicas included, of the rank that has most."""
+        """KV heads of the rank that has most, replicas included."""
         return -(-self.shapes.kv_heads * self.shares.repeats // self.args.sequence_parallel_size)
 
 
@@ -107,8 +115,9 @@ def _shares(lead: Lead, shapes: Shapes, size: int, context_length: int) -> Share
 
 BYTES = {"bfloat16": 2, "float32": 4}
 PERSISTENT_ELEMENTS = 100_000  # DeepSpeed's stage3_param_persistence_threshold
-GROUP_ELEMENTS = 1_000_000_000  # its sub_group_size: weights that it updates together
-REUSE_ELEMENTS = 1_000_000_000  # its stage3_max_reuse_distance: what is used again sooner stays gathered
+GROUP_ELEMENTS = 1_000_000_000  # DeepSpeed's sub_group_size: weights that it updates together
+# DeepSpeed's stage3_max_reuse_distance: weights that are used again within so many elements stay gathered
+REUSE_ELEMENTS = 1_000_000_000
 
 Parts = dict[str, int]
 
@@ -123,8 +132,11 @@ def training_bytes(job: Job) -> Parts:
 
 
 def moments(job: Job) -> Iterator[Parts]:
-    """The parts at every moment that can be the peak: the loss, the reduction of the output projection's gradient, the backward of
-    each layer, the update."""
+    """The parts at every moment that can be the peak.
+
+    These are the loss, the reduction of the output projection's gradient, the backward of each layer (in its
+    feed-forward part and in attention), and the update.
+    """
     rest, step = resting_bytes(job), _Step(job)
     yield _merge(rest, step.at_loss())
     yield _merge(rest, step.at_reduction())
@@ -136,7 +148,7 @@ def moments(job: Job) -> Iterator[Parts]:
 
 
 def resting_bytes(job: Job) -> Parts:
-    """What lives between steps: weights, optimizer, summed gradients, buckets."""
+    """Bytes of what lives between steps: weights, optimizer, summed gradients, buckets."""
     shapes, args, ranks = job.shapes, job.args, job.world.size
     size, reduce = BYTES[args.dtype], BYTES[args.reduce_dtype]
     trained = shapes.trained_parameters(args)
@@ -151,22 +163,25 @@ def resting_bytes(job: Job) -> Parts:
         "parameters": weights,
         "master weights": share * 4,
         "optimizer": share * 8,
-        # below stage 3 the sum of every trained weight's gradients lies on every rank
+        # Below stage 3, every rank holds the summed gradients of all trained weights.
         "gradients": (share if args.zero_stage == 3 else trained) * reduce,
         "buffers": engine.REDUCE_BUCKET_ELEMENTS * reduce,
     }
 
 
 def start_bytes(job: Job) -> int:
-    """Most that a rank holds before its first step: while weights arrive, and when the optimizer is made.
+    """Most bytes that a rank holds before its first step.
 
-    They arrive in the model's order, one whole weight at a time beside the shares of those before it (`StartWeights`). Below
-    stage 3 DeepSpeed makes one flat copy of all weights beside them.
+    That is while weights arrive, or when the optimizer is made. Weights arrive in the model's order
+    (`StartWeights`). A rank then holds one whole weight, beside the shares of the weights before it. Below
+    stage 3, DeepSpeed makes one flat copy of all weights beside them.
     """
     shapes, args, rest = job.shapes, job.args, resting_bytes(job)
     weights, size = rest["parameters"], BYTES[args.dtype]
-    head, largest = shapes.embedding_parameters, max(i * o for i, o in shapes.linear_sizes.values())
-    last = largest if shapes.tied else head  # the embedding comes first, an output projection of its own last
+    head = shapes.embedding_parameters
+    largest = max(inputs * outputs for inputs, outputs in shapes.linear_sizes.values())
+    # The embedding comes first. An output projection of its own comes last.
+    last = largest if shapes.tied else head
     streamed = max(head * size, weights + last * size)
     arriving = streamed if args.zero_stage == 3 else 2 * weights
     return max(arriving, sum(_merge(rest, _at_update(job)).values()))
@@ -176,10 +191,15 @@ class _Step:
     """What one step of a job keeps and makes, in bytes of one micro-batch on a rank.
 
     Attributes:
-        hidden, query, key, inner: a hidden state, all queries, all keys, a feed-forward activation.
-        carried, group: of one KV head, what it carries (its queries and keys), and its queries alone.
-        splits: whether attention keeps both parts of a merged softmax, where flash keeps their sum.
-        wide: times that a tensor grows in float32, in which norms compute and attention sums gradients.
+        hidden: bytes of a hidden state.
+        query: bytes of all queries.
+        key: bytes of all keys.
+        inner: bytes of a feed-forward activation.
+        carried: bytes that one KV head carries, which are its queries and keys.
+        group: bytes of one KV head's queries alone.
+        splits: whether attention keeps both parts of a merged softmax; flash keeps their sum.
+        wide: factor by which a tensor grows in float32. Norms compute in float32, and attention sums
+            gradients in it.
     """
 
     def __init__(self, job: Job):
@@ -200,24 +220,28 @@ class _Step:
         self.mlp = self.inner * (3 + self.saves_input("down_proj"))
 
     def norm(self, is_read: bool, input_kept: bool) -> int:
-        """A norm keeps its input in float32, the normalised input where its weight is trained, its output where a weight reads it."""
+        """Bytes that a norm keeps.
+
+        It keeps its input in float32. Where its weight is trained, it keeps the normalised input too; where a
+        weight reads its output, it keeps the output.
+        """
         copy = self.hidden * self.wide if self.wide > 1 or not input_kept else 0
         return copy + self.hidden * (self.full + is_read)
 
     def saves_input(self, *names: str) -> bool:
-        """Whether any of these linear layers keeps its input for backward: where its weight or adapter is trained, and under stage 3
-        always.
+        """Whether any of these linear layers keeps its input for backward.
 
-        Stage 3 puts its own linear function in place (`zero3_linear_wrap`), which saves the input of frozen weights too.
+        One does when its weight or its adapter is trained. Under stage 3 each of them does: stage 3 puts its
+        own linear function in place (`zero3_linear_wrap`), which saves the input of frozen weights too.
         """
         args = self.job.args
         return self.full or args.zero_stage == 3 or any(name in args.lora_target_modules for name in names)
 
     @cached_property
     def attention(self) -> list[int]:
-        """What the attention of each layer leaves for its backward."""
+        """Bytes that the attention of each layer leaves for its backward."""
         lead, own = self.job.lead, self.query + 2 * self.key
-        output = self.query * self.saves_input("o_proj")  # again, heads side by side
+        output = self.query * self.saves_input("o_proj")  # the output once more, with heads side by side
         if self.job.shapes.layout == "cla":
             own_key = [row[0] == layer for layer, row in enumerate(lead)]
             return [2 * self.query + 2 * self.key * has_key + output for has_key in own_key]
@@ -227,7 +251,7 @@ class _Step:
         return [self.query + own + each + output for each in more]
 
     def kept(self, last: int) -> int:
-        """Activations that wait for the backward of the layers up to `last`, without the carry."""
+        """Bytes of activations that wait for the backward of the layers up to `last`, without the carry."""
         layers = last + 1
         if self.recomputes:
             return self.hidden * (1 if self.job.args.offload_checkpoints else layers)
@@ -235,7 +259,11 @@ class _Step:
         return sum(self.attention[:layers]) + layers * each
 
     def carry(self, last: int) -> int:
-        """Carried tensors on the device in the backward of layer `last`; without checkpointing only their copies in the layers."""
+        """Bytes of carried tensors on the device in the backward of layer `last`.
+
+        Without checkpointing there are only their copies in the layers, which `attention` counts. With the
+        layout cla the carried tensors themselves are counted here.
+        """
         lead = self.job.lead
         if not self.recomputes:
             return carried_until(lead, last) * self.carried if self.job.shapes.layout == "cla" else 0
@@ -243,11 +271,14 @@ class _Step:
         return heads(lead, last) * self.carried
 
     def resting_carry(self, last: int) -> int:
-        """Carried tensors on the device where nothing has been fetched or made again yet."""
+        """Bytes of carried tensors on the device while nothing has been fetched or recomputed yet."""
         return self.carry(last) if self.job.args.carry == "keep" else 0
 
     def at_loss(self) -> Parts:
-        """All kept activations and blocks of logits: themselves and their gradient in float32, beside both in `dtype`."""
+        """The parts at the loss: all kept activations, and blocks of logits.
+
+        A block and its gradient are held in float32, beside a copy in `dtype`.
+        """
         shapes, last = self.job.shapes, self.job.shapes.layers - 1
         block = min(self.job.args.loss_chunk_mib * MEBIBYTE, 4 * shapes.vocab * self.job.tokens)
         final = self.hidden * (1 + self.wide) + self.norm(True, input_kept=True)
@@ -260,11 +291,14 @@ class _Step:
         }
 
     def at_reduction(self) -> Parts:
-        """The gradient of the output projection and its copy in `reduce_dtype`: behind the loss, or last of all where the embedding
-        is tied to it."""
+        """The parts at the reduction of the output projection's gradient: it, and its copy in `reduce_dtype`.
+
+        This is right after the loss, or at the very end where the embedding is tied to the output projection.
+        """
         shapes, weight = self.job.shapes, self.job.shapes.embedding_parameters
         last = 0 if shapes.tied else shapes.layers - 1
-        both = 2 * shapes.parameters <= REUSE_ELEMENTS and not shapes.tied  # a small model's embedding stays
+        # In a small model, the embedding stays gathered.
+        both = 2 * shapes.parameters <= REUSE_ELEMENTS and not shapes.tied
         whole = self.full and weight > engine.REDUCE_BUCKET_ELEMENTS
         return {
             "activations": self.kept(last) + self.hidden * (1 + self.wide),
@@ -274,7 +308,7 @@ class _Step:
         }
 
     def in_feed_forward(self, index: int) -> Parts:
-        """The widest moment of a layer's backward in its feed-forward part."""
+        """The parts at the largest moment of a layer's backward in its feed-forward part."""
         tiles, again = self.job.tiles, self.first_norm + self.attention[index] + self.second_norm
         inner = 6 * self.inner // tiles
         if self.recomputes:
@@ -284,7 +318,7 @@ class _Step:
         return self.in_backward(index, inner + self.hidden * (1 if tiles == 1 else 3))
 
     def in_attention(self, index: int) -> Parts:
-        """The widest moment of a layer's backward in attention."""
+        """The parts at the largest moment of a layer's backward in attention."""
         follow = 0 if self.job.shapes.layout == "cla" else len(roles_of(self.job.lead, index).followers)
         parts = self.query + 2 * self.key
         parts += self.wide * (parts + follow * self.carried) + 2 * self.hidden
@@ -296,17 +330,18 @@ class _Step:
         return self.in_backward(index, parts + self.query - done)
 
     def in_backward(self, index: int, active: int) -> Parts:
-        """What the backward of a layer has beside its `active` bytes."""
+        """The parts in the backward of a layer: its `active` bytes, kept activations, and the carry."""
         arriving = continued_heads(self.job.lead, index) * self.carried
         activations = self.kept(index) + active
         return {"carry": self.carry(index), "carry gradients": arriving, "activations": activations}
 
     def weights_of_layer(self, index: int) -> Parts:
-        """Gathered weights and the gradient of the largest one in a layer's backward."""
+        """The parts of weights in a layer's backward: gathered weights, and the largest weight's gradient."""
         shapes, args = self.job.shapes, self.job.args
         waiting = max(rows * columns for rows, columns in shapes.linear_sizes.values())
         copied = _copied_bytes(args) * max(waiting, engine.REDUCE_BUCKET_ELEMENTS)
-        if args.zero_stage < 3:  # gradients of the layers above wait for the end of the backward
+        # Below stage 3, gradients of the layers above wait for the end of the backward.
+        if args.zero_stage < 3:
             waiting += shapes.embedding_parameters + (shapes.layers - 1 - index) * shapes.layer_parameters
         return {
             "gradients": waiting * self.size + copied if self.full else 0,
@@ -314,9 +349,15 @@ class _Step:
         }
 
     def gathered(self, now: int, layer: int, in_layer: bool) -> int:
-        """Bytes of weights that stage 3 has brought together: those in use, those used again soon, and the next ones.
+        """Bytes of weights that stage 3 has gathered: those in use, those used again soon, and the next ones.
 
-        DeepSpeed keeps what will be used again within `REUSE_ELEMENTS`: after the forward of the last layers their backward follows.
+        DeepSpeed keeps what will be used again within `REUSE_ELEMENTS`: the backward of the last layers
+        follows their forward at once.
+
+        Args:
+            now: elements of the weights in use.
+            layer: the layer that is in its backward, or about to be.
+            in_layer: whether the weights in use are those of the layer itself.
         """
         shapes, args = self.job.shapes, self.job.args
         if args.zero_stage != 3 or (self.job.world.size == 1 and args.offload_parameters == "none"):
@@ -330,20 +371,25 @@ class _Step:
 
 
 def _copied_share(roles: Roles) -> float:
-    """Share of the KV heads that a layer copies to attend role by role: those of roles whose heads are no neighbours, while
-    views keep the rest."""
+    """Share of the KV heads that a layer copies in order to attend role by role.
+
+    It copies the heads of roles whose heads are not neighbours. The other heads are views.
+    """
     parts = [heads for heads in (roles.leads, roles.followers, roles.windows) if heads]
     apart = [heads for heads in parts if heads[-1] - heads[0] != len(heads) - 1]
     return sum(map(len, apart)) / sum(map(len, parts)) if len(apart) < len(parts) else 0.0
 
 
 def _copied_bytes(args: TrainArgs) -> int:
-    """Bytes per weight of the copy in `reduce_dtype` that stage 3 makes of a gradient before ranks add it up."""
+    """Bytes per weight of a gradient's copy in `reduce_dtype`.
+
+    Stage 3 makes this copy before ranks add the gradient up.
+    """
     return BYTES[args.reduce_dtype] if args.zero_stage == 3 and args.reduce_dtype != args.dtype else 0
 
 
 def _at_update(job: Job) -> Parts:
-    """Gradients of the share that is updated, once more in float32."""
+    """The parts at the update: the gradients of this rank's share once more, in float32."""
     share = job.shapes.trained_parameters(job.args) // job.world.size
     return {"gradients": share * 4 if job.args.offload_optimizer == "none" else 0}
 
@@ -356,14 +402,15 @@ def _merge(*several: Parts) -> Parts:
 
 
 def pinned_bytes(size: int) -> int:
-    """Bytes of host memory that a pinned tensor of `size` bytes takes: PyTorch rounds up to a power of two."""
+    """Bytes of host memory that a pinned tensor of `size` bytes takes: PyTorch rounds up to powers of two."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
 def pinned_tensors(job: Job) -> dict[str, Counter[int]]:
     """Tensors that one rank's offloading pins in host memory: part → size in bytes → how many of that size.
 
-    Example: eight carried KV heads at 1,500 tokens, with four query heads each: {"carry": {1_536_000: 8, 384_000: 8}}.
+    Example: eight carried KV heads at 1,500 tokens, with four query heads each, give
+    {"carry": {1_536_000: 8, 384_000: 8}}.
     """
     shapes, args, step = job.shapes, job.args, _Step(job)
     parts: dict[str, Counter[int]] = {}
@@ -381,8 +428,11 @@ def pinned_tensors(job: Job) -> dict[str, Counter[int]]:
 
 
 def _pinned_by_optimizer(job: Job) -> Counter[int]:
-    """Sums of gradients in one tensor, and the float32 gradients that the update reads by groups of weights (DeepSpeed
-    0.19.8, `stage3.py`; offloading needs stage 3)."""
+    """Tensors that the offloaded optimizer pins: size in bytes → how many of that size.
+
+    The summed gradients lie in one tensor. The update reads the float32 gradients by groups of weights, one
+    tensor for each group (DeepSpeed 0.19.8, `stage3.py`; offloading needs stage 3).
+    """
     weights = job.shapes.trained_parameters(job.args) // job.world.size
     whole_groups, rest = divmod(weights, GROUP_ELEMENTS)
     gradients = Counter({4 * GROUP_ELEMENTS: whole_groups}) + Counter({4 * rest: 1})
@@ -390,20 +440,26 @@ def _pinned_by_optimizer(job: Job) -> Counter[int]:
 
 
 def _pinned_weights(job: Job) -> Counter[int]:
-    """One rank's share of the weights: trained ones lie in one tensor, frozen ones have one each."""
+    """Tensors of one rank's share of the weights: size in bytes → how many of that size.
+
+    Trained weights lie in one tensor. Each frozen weight has a tensor of its own.
+    """
     shapes, size, ranks = job.shapes, BYTES[job.args.dtype], job.world.size
     if job.args.method == "full":
         return Counter({shapes.parameters * size // ranks: 1})
     weights = [rows * columns for rows, columns in shapes.linear_sizes.values()] * shapes.layers
     weights += [shapes.embedding_parameters] * (1 if shapes.tied else 2)
-    others = shapes.parameters - sum(weights)  # norms, and experts that a token does not see
+    others = shapes.parameters - sum(weights)  # norms, and the experts that a token does not use
     return Counter(weight * size // ranks for weight in [*weights, others])
 
 
 def host_bytes(job: Job) -> Parts:
-    """Bytes of host memory that one rank's offloading holds, by part, pinned tensors as PyTorch rounds them up.
+    """Bytes of host memory that one rank's offloading holds, by part.
 
-    Example: the optimizer of 8.03e9 weights on one rank takes 20 bytes per weight and 4.3 GiB of rounding, 153.9 GiB.
+    Pinned tensors count as PyTorch rounds them up.
+
+    Example: the optimizer of 8.03e9 weights on one rank takes 153.9 GiB: 20 bytes per weight, and 4.3 GiB of
+    rounding.
     """
     args, ranks = job.args, job.world.size
     trained = job.shapes.trained_parameters(args)
@@ -422,6 +478,6 @@ def checkpoint_disk_bytes(trained: int) -> int:
     """Disk bytes of one checkpoint of all ranks: master weights and two moments in fp32, plus 1 MiB.
 
     Args:
-        trained: weights that are trained.
+        trained: number of weights that are trained.
     """
     return 12 * trained + MEBIBYTE
