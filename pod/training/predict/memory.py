@@ -277,7 +277,7 @@ class _Step:
     def at_loss(self) -> Parts:
         """The parts at the loss: all kept activations, and blocks of logits.
 
-        A block and its gradient are held in float32, beside a copy in `dtype`.
+        A block and its gradient are held in float32, beside copies of both in `dtype`.
         """
         shapes, last = self.job.shapes, self.job.shapes.layers - 1
         block = min(self.job.args.loss_chunk_mib * MEBIBYTE, 4 * shapes.vocab * self.job.tokens)
@@ -330,7 +330,7 @@ class _Step:
         return self.in_backward(index, parts + self.query - done)
 
     def in_backward(self, index: int, active: int) -> Parts:
-        """The parts in the backward of a layer: its `active` bytes, kept activations, and the carry."""
+        """The parts in a layer's backward: `active` bytes, kept activations, the carry and its gradients."""
         arriving = continued_heads(self.job.lead, index) * self.carried
         activations = self.kept(index) + active
         return {"carry": self.carry(index), "carry gradients": arriving, "activations": activations}

@@ -1,9 +1,12 @@
-"""How a recipe is trained on the ranks at hand: the fastest layout that fits, by the estimates of memory, traffic and time; and what it is
-and needs, as text: one table at the start of a run, the parts behind it for `--dry-run`.
+"""How a recipe is trained on the ranks at hand: the fastest layout that fits, and that layout as text.
 
-A recipe fixes tokens per step, so that every layout reads the same rows in the same order under the same schedule. Fields that it
-leaves null are derived here, pinned ones are kept. Of the layouts that take at most `NEAR` times the fastest one's time the simplest
-is taken; nothing depends on chance, so that all ranks come to the same layout.
+The choice is made by the estimates of memory, traffic and time. The text is one table at the start of a run,
+and the parts behind it for `--dry-run`.
+
+A recipe fixes the tokens per step, so that every layout reads the same rows in the same order under the same
+schedule. Fields that the recipe leaves null are derived here; fields that it pins are kept. Of the layouts
+that take at most `NEAR` times as long as the fastest one, the simplest is taken. Nothing depends on chance,
+so all ranks come to the same layout.
 """
 
 import dataclasses
@@ -48,9 +51,11 @@ from pod.training.run.run_control import MOST_LOST, work_at_risk
 from pod.training.run.ulysses import kv_head_repeats
 
 GIB = 2**30
-FIT = 0.95  # of a GPU's memory, the reserve included; the rest is for gaps in the allocator's segments
-FIT_CPU = 0.92  # of a CPU's memory, where other processes live too
-HOST_SHARE = 0.9  # of the machine's memory that offloading may take; the rest is for processes, pinning and the page cache
+FIT = 0.95  # share of a GPU's memory, with the reserve; the rest is for gaps in the allocator's segments
+FIT_CPU = 0.92  # share of a CPU's memory, where other processes live too
+# Share of the machine's memory that offloading may take. The rest is for processes, pinning and the page
+# cache.
+HOST_SHARE = 0.9
 NEAR = 1.02
 MOST_MICRO_BATCH = 8
 TILES = (0, 16_384, 4096)
@@ -63,7 +68,7 @@ class Machine:
     """Where a run takes place.
 
     Attributes:
-        device: its `memory_gib` is what one rank has.
+        device: the device of one rank, with its `memory_gib`.
         host_gib: memory of one machine.
     """
 
@@ -81,8 +86,8 @@ class Fit:
     """A layout and what it needs.
 
     Attributes:
-        job: with nothing left to derive.
-        pinned: fields that the recipe fixed.
+        job: the job, with nothing left to derive.
+        pinned: names of the fields that the recipe fixed.
     """
 
     job: Job
@@ -102,22 +107,22 @@ class Fit:
 
     @property
     def needed_bytes(self) -> int:
-        """Most bytes of one rank on its device: at the start or at the peak of a step."""
+        """Most bytes of one rank on its device, at the start or at the peak of a step."""
         return max(start_bytes(self.job), sum(self.memory.values()))
 
     @cached_property
     def reserve(self) -> Parts:
-        """Bytes of one rank on its device beside all tensors, by part: stated."""
+        """Bytes of one rank on its device beside all tensors, by part; stated, not measured."""
         return reserve(self.job.args, self.job.world, self.machine.has_gpu)
 
     @property
     def share(self) -> float:
-        """Of the device's memory, with the reserve."""
+        """Share of the device's memory that is needed, with the reserve."""
         return (self.needed_bytes + sum(self.reserve.values())) / GIB / self.machine.device.memory_gib
 
     @property
     def limit(self) -> float:
-        """The share that may be planned with."""
+        """The largest `share` that still fits."""
         return FIT if self.machine.has_gpu else FIT_CPU
 
     @property
@@ -133,13 +138,18 @@ class Fit:
 def this_machine(
     ranks: int | None = None, per_machine: int | None = None, device: Device | None = None
 ) -> Machine:
-    """The ranks of the launcher on the devices of this machine; all three can be given for others.
+    """The ranks of the launcher on the devices of this machine.
+
+    Args:
+        ranks, per_machine, device: describe other machines; None = this one.
 
     Raises:
-        ValueError: ranks that cannot lie on such machines.
+        ValueError: so many ranks do not fill such machines.
     """
     size = ranks or planned_world_size()
-    world = World(size, per_machine or (local_world_size() if ranks is None else min(size, 8)))
+    if not per_machine:
+        per_machine = local_world_size() if ranks is None else min(size, 8)
+    world = World(size, per_machine)
     host = host_memory_bytes() / GIB
     if device is not None:
         return Machine(world, device, device.host_gib * world.per_machine)
@@ -156,7 +166,7 @@ def this_machine(
 
 
 def host_memory_bytes() -> int:
-    """Memory of this machine, or of the control group that this process lives in when that is less."""
+    """Bytes of memory of this machine, or of this process's control group when that has less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         file = Path("/sys/fs/cgroup") / name
@@ -166,10 +176,13 @@ def host_memory_bytes() -> int:
 
 
 def plan(recipe: TrainRecipe, shapes: Shapes, lead: Lead, context_length: int, machine: Machine) -> Fit:
-    """The fastest layout that fits; where none does, the one that comes nearest (`Fit.fits` says which).
+    """The fastest layout that fits, or a simpler one that is nearly as fast.
+
+    Where no layout fits, it is the one that comes nearest. `Fit.fits` says which of both it is.
 
     Raises:
-        ValueError: tokens per step, ranks, heads and pinned fields that no layout agrees with; the message names what is allowed.
+        ValueError: no layout agrees with tokens per step, ranks, heads and pinned fields; the message names
+            what is allowed.
     """
     splits = row_splits(recipe, shapes, context_length, machine.world.size)
     pinned = frozenset(name for name in DERIVED if getattr(recipe, name) is not None)
@@ -191,7 +204,7 @@ def plan(recipe: TrainRecipe, shapes: Shapes, lead: Lead, context_length: int, m
 
 
 def check_fits(fit: Fit) -> None:
-    """Raise ValueError where a layout needs more than there is; the message says what would help."""
+    """Raise ValueError when a layout needs more than there is; the message says what would help."""
     if fit.fits:
         return
     needed, device = fit.needed_bytes / GIB, fit.machine.device
@@ -209,10 +222,13 @@ def check_fits(fit: Fit) -> None:
 
 
 def row_splits(recipe: TrainRecipe, shapes: Shapes, context_length: int, ranks: int) -> list[dict[str, int]]:
-    """How the rows of a step can be dealt to ranks: `sequence_parallel_size`, `micro_batch_size`, `gradient_accumulation_steps`.
+    """All ways to deal the rows of a step to the ranks.
+
+    Returns:
+        For each way `sequence_parallel_size`, `micro_batch_size` and `gradient_accumulation_steps`.
 
     Raises:
-        ValueError: a pinned field that ranks, rows or heads do not allow.
+        ValueError: ranks, rows or heads do not allow a pinned field.
     """
     rows = recipe.rows_per_step(context_length)
     if recipe.sequence_parallel_size is not None:
@@ -242,15 +258,17 @@ def row_splits(recipe: TrainRecipe, shapes: Shapes, context_length: int, ranks: 
                 f"ranks allow only {', '.join(map(str, allowed))}: use one of these, or null"
             )
         splits = [split for split in splits if value in (None, split[name])]
-    return [
-        one for one in splits if recipe.micro_batch_size or one["micro_batch_size"] <= MOST_MICRO_BATCH
-    ] or splits
+    if recipe.micro_batch_size:
+        return splits
+    small = [split for split in splits if split["micro_batch_size"] <= MOST_MICRO_BATCH]
+    return small or splits
 
 
 def memory_settings(recipe: TrainRecipe, lead: Lead, machine: Machine) -> Iterator[dict[str, Any]]:
-    """What is kept, recomputed, divided and offloaded: all that go together and agree with what is pinned.
+    """All settings of what is kept, recomputed, divided and offloaded.
 
-    Without a GPU nothing is offloaded: it would stay in the same memory.
+    Each of them is allowed by `TrainArgs` and agrees with what is pinned. Without a GPU nothing is
+    offloaded: it would stay in the same memory.
     """
     carries = ["keep", "recompute", "offload"] if carried_heads(lead) else ["keep"]
     derived: dict[str, Any] = {
@@ -273,7 +291,7 @@ def memory_settings(recipe: TrainRecipe, lead: Lead, machine: Machine) -> Iterat
 
 
 def _go_together(recipe: TrainRecipe, settings: dict[str, Any]) -> bool:
-    """Whether `TrainArgs` takes these settings."""
+    """Whether `TrainArgs` accepts these settings."""
     try:
         TrainArgs(**_given(recipe) | settings)
     except ValueError:
@@ -282,13 +300,16 @@ def _go_together(recipe: TrainRecipe, settings: dict[str, Any]) -> bool:
 
 
 def _given(recipe: TrainRecipe) -> dict[str, Any]:
-    """What a recipe does not leave null."""
+    """The fields that a recipe does not leave null."""
     values = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(TrainRecipe)}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def simplicity(args: TrainArgs) -> tuple[Any, ...]:
-    """Less is simpler: what is moved or made again first, then how finely things are divided."""
+    """A key for sorting layouts: a lower one is simpler.
+
+    What is moved or recomputed comes first, then how finely things are divided.
+    """
     moved = [args.offload_parameters, args.offload_optimizer]
     return (
         sum(place != "none" for place in moved) + args.offload_checkpoints,
@@ -310,8 +331,8 @@ def table(fit: Fit, data_tokens: int | None, target_tokens: int | None = None) -
     """One line per subject; `*` marks what the recipe pinned.
 
     Args:
-        data_tokens: of the prepared rows, padding included; None = there are none yet.
-        target_tokens: those that are to be prepared then; None = not known.
+        data_tokens: tokens of the prepared rows, padding included; None = there are no rows yet.
+        target_tokens: tokens that will be prepared in that case; None = not known.
     """
     job, device, time = fit.job, fit.machine.device, fit.time
     duration = range_of_time(time.overlapped * job.args.max_steps, time.sequential * job.args.max_steps)
@@ -338,19 +359,23 @@ def table(fit: Fit, data_tokens: int | None, target_tokens: int | None = None) -
 
 
 def _memory(fit: Fit) -> str:
-    """GiB of a rank's tensors, and what is left free beside them."""
+    """GiB of a rank's tensors, and of the reserve beside them, as text."""
     kept = sum(fit.reserve.values())
     return _gib(fit.needed_bytes) + (f" + {_gib(kept)} reserved" if kept else "")
 
 
 def range_of_time(least: float, most: float) -> str:
-    """Two times in seconds, in the largest unit of which the longer one has at least two."""
+    """Two times as text, in the largest unit of which the longer time has at least two.
+
+    Args:
+        least, most: seconds.
+    """
     unit, size = _unit_of_time(most)
     return f"{least / size:,.1f} to {most / size:,.1f} {unit}"
 
 
 def _unit_of_time(seconds: float) -> tuple[str, int]:
-    """The largest unit of which a time has at least two, and its seconds."""
+    """The largest unit of which a time has at least two, and the seconds of this unit."""
     if seconds >= 7200:
         return "hours", 3600
     if seconds >= 120:
@@ -359,6 +384,7 @@ def _unit_of_time(seconds: float) -> tuple[str, int]:
 
 
 def _what(fit: Fit) -> str:
+    """Steps, tokens and parameters of the run."""
     args, rows, length = fit.job.args, fit.job.rows_per_step, fit.job.context_length
     asked = "max_steps" + ("; total_tokens is not used" if args.total_tokens else "")
     if args.total_tokens and args.max_steps == args.total_tokens // (rows * length):
@@ -368,6 +394,7 @@ def _what(fit: Fit) -> str:
 
 
 def _data(fit: Fit, data_tokens: int | None, target_tokens: int | None) -> str:
+    """How often the run reads its data."""
     tokens = fit.job.args.max_steps * fit.job.rows_per_step * fit.job.context_length
     known = data_tokens or target_tokens
     if not known:
@@ -385,6 +412,7 @@ def _kernels(fit: Fit) -> str:
 
 
 def _saves(args: TrainArgs, seconds: float) -> str:
+    """How much work can be lost between two checkpoints, and a hint when it is much."""
     unit, size = _unit_of_time(seconds)
     digits = 1 if unit == "hours" else 0
     at_risk = f"{seconds / size:,.{digits}f} {unit}"
@@ -401,7 +429,7 @@ def _ranks(fit: Fit) -> str:
 
 
 def layout_line(fit: Fit) -> str:
-    """Every field of the how that is not off, as a recipe would pin it; `*` behind what it pinned."""
+    """Every derived field that is not off, as a recipe would pin it; `*` follows what the recipe pinned."""
     values = {name: getattr(fit.job.args, name) for name in DERIVED}
     return ", ".join(
         f"{name} {value}{'*' if name in fit.pinned else ''}"
@@ -415,19 +443,20 @@ def details(fit: Fit) -> str:
     job, args, device, time = fit.job, fit.job.args, fit.machine.device, fit.time
     disk = _gib(checkpoint_disk_bytes(job.shapes.trained_parameters(args)))
     figures = f"{device.tflops(args.dtype):g} TFLOP/s x {device.efficiency:g}, links x {LINK_EFFICIENCY:g}"
+    parts = ", ".join(f"{name} {seconds:,.3f}" for name, seconds in time.parts.items())
     lines = {
         "plan": _plan(fit),
         "peak": _parts(fit.memory) + " GiB per rank",
         "offload": _parts(fit.host) + " GiB of host memory per rank",
         "disk": f"{disk} GiB per checkpoint, {args.keep_last} kept, one more while writing",
-        "step": ", ".join(f"{name} {seconds:,.3f}" for name, seconds in time.parts.items())
-        + f" s at {figures}: {time.overlapped:,.3f} if traffic overlaps compute, "
-        + f"{time.sequential:,.3f} if not",
+        "step": f"{parts} s at {figures}: {time.overlapped:,.3f} if traffic overlaps compute, "
+        f"{time.sequential:,.3f} if not",
     }
     return _lines({name: text for name, text in lines.items() if not text.startswith(" ")})
 
 
 def _plan(fit: Fit) -> str:
+    """The roles of the plan's heads, and how evenly the ranks share attention."""
     job, size = fit.job, fit.job.args.sequence_parallel_size
     roles = [roles_of(job.lead, layer) for layer in range(job.shapes.layers)]
     leads, follow, windows = (

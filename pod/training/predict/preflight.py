@@ -1,6 +1,7 @@
-"""What would make a run fail after it has taken its GPUs, found before: sizes, data, disk, GPUs.
+"""Find what would make a run fail before it takes its GPUs: sizes, data, disk, GPUs.
 
-No process group and no weights are needed; every rank checks, since disks, memory and GPUs are a machine's own.
+No process group and no weights are needed. Every rank checks, because each machine has disks, memory and
+GPUs of its own.
 """
 
 import os
@@ -24,7 +25,7 @@ from pod.training.run.mesh import local_world_size
 def check(
     config: Any, recipe: TrainRecipe, manifest: dict[str, Any], folder: Path | str, machine: Machine
 ) -> Fit:
-    """Refuse a run that cannot end well, and say how it will be trained; about a second.
+    """Refuse a run that cannot end well, and return how it will be trained. It takes about a second.
 
     Args:
         config: the PodConfig that will be trained.
@@ -48,8 +49,11 @@ def check(
 
 
 def check_attention(shapes: Shapes, args: TrainRecipe, machine: Machine) -> None:
-    """Raise ValueError for a named backend that cannot run, and where only the reference, which keeps every
-    logit, could run and was not asked for by name."""
+    """Raise ValueError when the attention that is asked for cannot run.
+
+    That is a named backend that cannot run. It is also `auto`, where only the reference could run: the
+    reference keeps every logit, so it must be asked for by name.
+    """
     backend = attention_backend(shapes, args.dtype, machine.has_gpu)
     if backend == "reference" and shapes.attention_backend == "auto":
         reasons = refusals(shapes, args.dtype, machine.has_gpu)
@@ -63,7 +67,7 @@ def check_attention(shapes: Shapes, args: TrainRecipe, machine: Machine) -> None
 
 
 def check_positions(config: Any, context_length: int) -> None:
-    """Raise ValueError for rows that are longer than the positions that RoPE was made for."""
+    """Raise ValueError when rows are longer than the positions that RoPE was made for."""
     longest = int(config.max_position_embeddings)
     if context_length > longest:
         raise ValueError(
@@ -74,7 +78,7 @@ def check_positions(config: Any, context_length: int) -> None:
 
 
 def check_length(asked: int, length: int, folder: Path) -> None:
-    """Raise ValueError for prepared rows of another length than the recipe's."""
+    """Raise ValueError when prepared rows have another length than the recipe's."""
     if asked != length:
         raise ValueError(
             f"data.context_length is {asked}, but the rows in {folder} have {length} tokens: "
@@ -83,7 +87,11 @@ def check_length(asked: int, length: int, folder: Path) -> None:
 
 
 def check_epochs(job: Job, rows: int) -> None:
-    """Raise ValueError for more rows in a step than the data has, and for a run that reads rows again without `allow_repeats`."""
+    """Raise ValueError when the data has too few rows.
+
+    A step must not take more rows than the data has. Without `allow_repeats`, the run must not read rows
+    again.
+    """
     args, each = job.args, job.rows_per_step
     if each > rows:
         raise ValueError(
@@ -92,14 +100,18 @@ def check_epochs(job: Job, rows: int) -> None:
         )
     if each * args.max_steps > rows and not args.allow_repeats:
         raise ValueError(
-            f"{args.max_steps} steps of {each} rows read the data's {rows} rows {each * args.max_steps / rows:.2f} times: prepare "
-            f"more data, lower train.total_tokens or max_steps (to {rows // each}), or set train.allow_repeats=true"
+            f"{args.max_steps} steps of {each} rows read the data's {rows} rows "
+            f"{each * args.max_steps / rows:.2f} times: prepare more data, lower train.total_tokens or "
+            f"max_steps (to {rows // each}), or set train.allow_repeats=true"
         )
 
 
 def check_gpus(args: TrainRecipe) -> None:
-    """Raise ValueError for more ranks than GPUs on this machine, for bfloat16 on a GPU without it, and for
-    fused layers where they cannot be compiled."""
+    """Raise ValueError when this machine's GPUs do not suffice.
+
+    These are the cases: more ranks than GPUs, bfloat16 on a GPU without it, and fused layers that cannot be
+    compiled here.
+    """
     if not torch.cuda.is_available():
         return
     ranks, gpus = local_world_size(), torch.cuda.device_count()
@@ -121,8 +133,10 @@ def check_gpus(args: TrainRecipe) -> None:
 
 
 def check_disk(job: Job, folder: Path) -> None:
-    """Raise ValueError where `folder` has less room than the checkpoints that will lie there at the same time need; what this run's hold
-    there already counts as room: they rotate."""
+    """Raise ValueError when there is no room in `folder` for the checkpoints that will lie there at a time.
+
+    The bytes of checkpoints that lie there already count as room, because checkpoints rotate.
+    """
     args = job.args
     each = checkpoint_disk_bytes(job.shapes.trained_parameters(args))
     saves = kept_checkpoints(args)
@@ -141,8 +155,8 @@ def check_disk(job: Job, folder: Path) -> None:
 
 
 def kept_checkpoints(args: TrainArgs) -> int:
-    """Most checkpoints that lie on disk at a time: the rotating ones, those kept for good, and one being written."""
-    if args.save_every_steps == 0:  # only at the end
+    """Most checkpoints that lie on disk at a time: rotating ones, those kept for good, one being written."""
+    if args.save_every_steps == 0:  # it saves only at the end
         return 1
     for_good = args.max_steps // args.keep_every_steps if args.keep_every_steps else 0
     return args.keep_last + 1 + for_good

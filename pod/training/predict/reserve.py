@@ -1,12 +1,12 @@
 """GPU memory that a training takes beside PyTorch's tensors: stated, not measured.
 
 * The CUDA context and the code of loaded kernels. A bare context takes 426 MiB (PyTorch 2.10, CUDA 13.0,
-  RTX 6000 Ada: unslothai/unsloth-zoo#1053); PyTorch loads kernels when they are first used, and compiled ones
-  come on top.
-* Buffers of NCCL, for every communicator that talks: 4 MiB for each channel and connection, and less for
-  short messages. 1.6 GB were measured for one, 6 GB for more than three (NVIDIA/nccl#864).
+  RTX 6000 Ada: unslothai/unsloth-zoo#1053). PyTorch loads kernels when they are first used, and compiled
+  kernels come on top.
+* Buffers of NCCL, for every communicator that is used: 4 MiB for each channel and connection, and less for
+  short messages. 1.6 GB were measured for one communicator, and 6 GB for more than three (NVIDIA/nccl#864).
 * Workspaces of cuBLAS and cuBLASLt, one for each stream that multiplies: 32 MiB on Hopper
-  (PyTorch, `CublasHandlePool.cpp`), and DeepSpeed computes on more than one.
+  (PyTorch, `CublasHandlePool.cpp`). DeepSpeed computes on more than one stream.
 """
 
 from pod.training.args import TrainArgs
@@ -19,10 +19,10 @@ WORKSPACES = round(0.25 * GIB)
 
 
 def communicators(args: TrainArgs, world: World) -> int:
-    """Groups of at least two ranks whose members talk by NCCL.
+    """Number of groups of at least two ranks whose members communicate by NCCL.
 
-    All ranks, DeepSpeed's copy of that group, and with sequence parallelism the ranks that share a row, and those
-    that hold the same part of different rows.
+    These groups are all ranks, and DeepSpeed's copy of that group. With sequence parallelism, there are also
+    the ranks that share a row, and the ranks that hold the same part of different rows.
     """
     size = args.sequence_parallel_size
     count = 0
@@ -36,8 +36,10 @@ def communicators(args: TrainArgs, world: World) -> int:
 
 
 def reserve(args: TrainArgs, world: World, has_gpu: bool) -> Parts:
-    """Bytes of one rank on its GPU, by part; `train.memory_reserve_gib` where it is set, nothing without
-    a GPU."""
+    """Bytes of one rank on its GPU, by part.
+
+    It is `train.memory_reserve_gib` where that is set. Without a GPU it is nothing.
+    """
     if not has_gpu:
         return {}
     if args.memory_reserve_gib is not None:

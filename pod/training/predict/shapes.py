@@ -16,13 +16,19 @@ class Shapes:
     """The sizes of a model; `from_config` reads them from a PodConfig.
 
     Attributes:
+        hidden: width of a hidden state.
+        layers, query_heads, kv_heads: their numbers.
+        head_dim: width of a head.
+        intermediate: width of the feed-forward part that a token passes. In a mixture of experts, it is the
+            width of the experts that see the token.
+        vocab: number of tokens in the vocabulary.
+        tied: whether the output projection is the embedding.
         layout: pod (dense without a plan), cla or window.
-        windows: sink and recent tokens.
-        silent_layers: layers without projections for keys and values (cla).
-        intermediate: width that a token passes behind attention; of a mixture of experts that of those that see it.
-        idle: width of the experts that do not.
-        attention_backend: `auto` or the backend that the configuration names.
-        sink_layers: layers with constants in the place of first tokens.
+        windows: numbers of sink tokens and of recent tokens.
+        silent_layers: number of layers without projections for keys and values (cla).
+        idle: width of the experts that do not see a token.
+        attention_backend: `auto`, or the backend that the configuration names.
+        sink_layers: number of layers with constants in the place of first tokens.
     """
 
     hidden: int
@@ -59,12 +65,12 @@ class Shapes:
             windows=(getattr(config, "num_sink_tokens", 16), getattr(config, "num_recent_tokens", 4080)),
             attention_backend=getattr(config, "attention_backend", "auto"),
             silent_layers=silent_layers(config.sharing_plan.lead) if layout == "cla" else 0,
-            sink_layers=len(getattr(config, "sink_layers", ())),  # of ours; stock models have none
+            sink_layers=len(getattr(config, "sink_layers", ())),  # other models than ours have none
         )
 
     @property
     def linear_sizes(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of the linear layers of a decoder layer, by name."""
+        """Numbers of (inputs, outputs) of the linear layers of a decoder layer, by name."""
         query, key = self.query_heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "q_proj": (self.hidden, query),
@@ -78,17 +84,20 @@ class Shapes:
 
     @property
     def linear_parameters(self) -> int:
-        """Weights of the linear layers of a decoder layer that has keys and values of its own."""
+        """Number of weights in the linear layers of a decoder layer that has keys and values of its own."""
         return sum(rows * columns for rows, columns in self.linear_sizes.values())
 
     @property
     def layer_parameters(self) -> int:
-        """With its norms, and experts that a token does not see; biases and routers left out."""
+        """Number of weights of a decoder layer.
+
+        Its norms, and experts that a token does not see, are included. Biases and routers are left out.
+        """
         return self.linear_parameters + 3 * self.hidden * self.idle + 2 * self.hidden
 
     @property
     def key_value_parameters(self) -> int:
-        """Of the projections for keys and values of a layer."""
+        """Number of weights in a layer's projections for keys and values."""
         return 2 * self.hidden * self.kv_heads * self.head_dim
 
     @property
@@ -97,24 +106,27 @@ class Shapes:
 
     @property
     def parameters(self) -> int:
-        """All weights."""
+        """Number of all weights."""
         tables = self.embedding_parameters * (1 if self.tied else 2)
         layers = self.layers * self.layer_parameters - self.silent_layers * self.key_value_parameters
         return layers + tables + self.hidden + self.sink_parameters
 
     @property
     def sink_parameters(self) -> int:
-        """Constant sinks: a logit of each query head and a value of each KV head."""
+        """Number of weights in constant sinks: a logit for each query head, and a value for each KV head."""
         return self.sink_layers * (self.query_heads + self.kv_heads * self.head_dim)
 
     def multiplied_weights(self, lead: Lead) -> int:
-        """Weights that multiply every token under a plan: all linear layers and the output projection, not the embedding's rows."""
+        """Number of weights that multiply every token under a plan.
+
+        These are all linear layers and the output projection, but not the rows of the embedding.
+        """
         silent = silent_layers(lead) if self.layout == "cla" else 0
         layers = self.layers * self.linear_parameters - silent * self.key_value_parameters
         return layers + self.embedding_parameters
 
     def lora_parameters(self, args: TrainArgs) -> int:
-        """Trainable weights of the adapters."""
+        """Number of trainable weights in the adapters."""
         sizes = {name: size for name, size in self.linear_sizes.items() if not (self.idle and name in _MLP)}
         layers = dict.fromkeys(sizes, self.layers)
         layers |= dict.fromkeys(("k_proj", "v_proj"), self.layers - self.silent_layers)
@@ -122,47 +134,64 @@ class Shapes:
         return args.lora_rank * sum(each)
 
     def trained_parameters(self, args: TrainArgs) -> int:
-        """Weights that get gradients and optimizer states."""
-        return self.lora_parameters(args) + self.sink_parameters if args.method == "lora" else self.parameters
+        """Number of weights that get gradients and optimizer states."""
+        if args.method == "lora":
+            return self.lora_parameters(args) + self.sink_parameters
+        return self.parameters
 
     def persistent_parameters(self, threshold: int) -> int:
-        """Weights in tensors below `threshold` elements, which ZeRO-3 leaves whole on every rank."""
+        """Number of weights in tensors of fewer than `threshold` elements.
+
+        ZeRO-3 leaves these tensors whole on every rank.
+        """
         sizes = [rows * columns for rows, columns in self.linear_sizes.values()]
         in_layer = sum(size for size in [*sizes, self.hidden, self.hidden] if size < threshold)
         sinks = [self.query_heads, self.kv_heads * self.head_dim]
         constants = self.sink_layers * sum(size for size in sinks if size < threshold)
-        return self.layers * in_layer + (self.hidden if self.hidden < threshold else 0) + constants
+        final_norm = self.hidden if self.hidden < threshold else 0
+        return self.layers * in_layer + final_norm + constants
 
     @property
     def carried_width(self) -> int:
-        """Elements per token that a lead hands on for one KV head: its queries and key, or (cla) key and value."""
-        return (2 if self.layout == "cla" else self.query_heads // self.kv_heads + 1) * self.head_dim
+        """Elements per token that a lead hands on for one KV head: queries and key; key and value for cla."""
+        if self.layout == "cla":
+            return 2 * self.head_dim
+        return (self.query_heads // self.kv_heads + 1) * self.head_dim
 
 
 def silent_layers(lead: Lead) -> int:
-    """Layers that use keys and values of another one (cla)."""
+    """Number of layers that use the keys and values of another layer (cla)."""
     return sum(row[0] != layer for layer, row in enumerate(lead))
 
 
 def causal_pairs(length: int) -> int:
-    """(query, key) pairs that a document of `length` tokens has under a causal mask."""
+    """Number of (query, key) pairs that a document of `length` tokens has under a causal mask."""
     return length * (length + 1) // 2
 
 
 def proximal_pairs(length: int, num_sink_tokens: int, num_recent_tokens: int) -> int:
-    """Those of them whose key is a sink (`j < n_s`) or recent (`i - j < n_r`)."""
+    """Number of the causal pairs whose key is a sink (`j < n_s`) or recent (`i - j < n_r`)."""
     distant = max(0, length - num_sink_tokens - num_recent_tokens)
     return causal_pairs(length) - causal_pairs(distant)
 
 
 def visible_pairs(owner: int | None, length: int, windows: tuple[int, int]) -> int:
-    """Those that a KV head sees: all of them, or in a window (None in the plan) the proximal ones."""
+    """Number of the causal pairs that a KV head sees.
+
+    It sees all of them, or only the proximal ones when it keeps its window.
+
+    Args:
+        owner: the head's entry in the plan; None = it keeps its window.
+    """
     return causal_pairs(length) if owner is not None else proximal_pairs(length, *windows)
 
 
 @functools.lru_cache(maxsize=64)
 def carried_spans(lead: Lead) -> dict[tuple[int, int], tuple[int, int]]:
-    """Leads (layer, KV head) that are followed: the first and the last layer that follow. Windows may stand before and between."""
+    """The first and the last layer that follow each followed lead (layer, KV head).
+
+    Layers with windows may lie before these layers and between them.
+    """
     spans: dict[tuple[int, int], tuple[int, int]] = {}
     for layer, row in enumerate(lead):
         for head, owner in enumerate(row):
@@ -173,20 +202,29 @@ def carried_spans(lead: Lead) -> dict[tuple[int, int], tuple[int, int]]:
 
 
 def carried_heads(lead: Lead) -> int:
-    """(layer, KV head) pairs that other layers follow: their Q and K stay alive for the block."""
+    """Number of (layer, KV head) pairs that other layers follow: their Q and K stay alive for the block."""
     return len(carried_spans(lead))
 
 
 def carried_until(lead: Lead, layer: int) -> int:
-    """Those below `layer`: what the checkpoints of the layers up to it hold."""
+    """Number of the carried heads of layers below `layer`.
+
+    The checkpoints of the layers up to `layer` hold them.
+    """
     return sum(owner < layer for owner, _ in carried_spans(lead))
 
 
 def fetched_heads(lead: Lead, layer: int) -> int:
-    """Those that are followed both up to `layer` and from it on: where the carry is fetched or made again, they are on the device."""
+    """Number of the carried heads that are followed both up to `layer` and from it on.
+
+    Where the carry is fetched or recomputed, these are on the device.
+    """
     return sum(first <= layer <= last for first, last in carried_spans(lead).values())
 
 
 def continued_heads(lead: Lead, layer: int) -> int:
-    """KV heads whose block goes on above: gradients of the carry that arrive in this layer's backward."""
+    """Number of KV heads whose block goes on above `layer`.
+
+    The gradients of their carry arrive in this layer's backward.
+    """
     return sum(owner <= layer < last for (owner, _), (_, last) in carried_spans(lead).items())

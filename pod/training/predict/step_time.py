@@ -1,14 +1,16 @@
-"""Time of an optimizer step from shapes and a device's figures: arithmetic, traffic, update, copies to the host.
+"""Time of an optimizer step from shapes and a device's figures: arithmetic, traffic, update, host copies.
 
-An estimate to choose a layout by, not a promise: attention is counted as if every row were one document, matrix products and
-attention reach `efficiency` of the peak, links `link_efficiency` of theirs. The step is given twice: with weights and
-gradients travelling entirely behind the arithmetic, and one after the other. All-to-alls always wait.
+It is an estimate for choosing a layout, not a promise. Attention is counted as if every row were one
+document. Matrix products and attention reach `efficiency` of the peak, and links reach `LINK_EFFICIENCY` of
+theirs. The step is given twice: with weights and gradients travelling entirely behind the arithmetic, and
+with one after the other. All-to-alls always wait.
 
-Weights and gradients travel in rings over all ranks: every rank receives all but its own share inside, and of what comes from
-other machines each of a machine's ranks brings in an equal part. Heads travel between the contiguous ranks of a
-sequence-parallel group (Ulysses). Sharing keys and queries between layers adds nothing: they stay where they are computed.
+Weights and gradients travel in rings over all ranks. Inside a machine, every rank receives all but its own
+share. What comes from other machines is brought in by all ranks of a machine, in equal parts. Heads travel
+between the contiguous ranks of a sequence-parallel group (Ulysses). Sharing keys and queries between layers
+adds no traffic, because they stay where they are computed.
 
-Figures of devices and networks are those of their data sheets; all can be overridden.
+Figures of devices and networks are those of their data sheets. All can be overridden.
 """
 
 import dataclasses
@@ -33,15 +35,17 @@ class Device:
     """One accelerator and its links.
 
     Attributes:
-        name: what users write.
+        name: the name that users write.
         cuda_name: a pattern of `torch.cuda.get_device_name()`.
-        bf16_tflops, fp32_tflops: dense peak of matrix products; fp32 without TF32, which PyTorch does not use unasked.
-        memory_gib: of one device.
+        bf16_tflops, fp32_tflops: dense peak of matrix products, in TFLOP/s; fp32 is without TF32, which
+            PyTorch does not use unless it is asked to.
+        memory_gib: memory of one device, in GiB.
         memory_gbps: GB/s of its memory.
         node_gbps: GB/s in one direction between devices of a machine.
-        network_gbps: GB/s in one direction per device between machines (one 400 Gb/s port each unless said otherwise).
+        network_gbps: GB/s in one direction per device between machines. Unless said otherwise, each device
+            has one port of 400 Gb/s.
         host_gbps: GB/s to host memory.
-        host_gib: memory of a machine per device, as such machines are sold.
+        host_gib: memory of a machine per device, in GiB, as such machines are sold.
         efficiency: share of the peak that matrix products and attention reach.
     """
 
@@ -58,7 +62,7 @@ class Device:
     efficiency: float = 0.5
 
     def tflops(self, dtype: str) -> float:
-        """Peak in `train.dtype`."""
+        """Peak TFLOP/s in `train.dtype`."""
         return self.fp32_tflops if dtype == "float32" else self.bf16_tflops
 
 
@@ -75,18 +79,22 @@ DEVICES = {
         Device("rtx4090", "RTX 4090", 165.2, 82.6, 24 * _GB, 1008, 25, 12.5, 25, 64),
     )
 }
-"""Known devices by name, from NVIDIA's data sheets (SXM where nothing is said)."""
+"""Known devices by name, from NVIDIA's data sheets (the SXM version unless said otherwise)."""
 
 CPU_CORE = Device("cpu", "", 0.3, 0.1, 0, 10, 5, 1, 10, 0)
-"""One core, by steps of SmolLM2-135M on two cores of an AMD EPYC; `memory_gib` and `host_gib` are the machine's affair."""
+"""One CPU core, measured on steps of SmolLM2-135M on two cores of an AMD EPYC.
+
+`memory_gib` and `host_gib` depend on the machine.
+"""
 
 
 @cache
 def bfloat16_speed() -> float:
-    """How many times as fast as in float32 this CPU multiplies in bfloat16, measured in some milliseconds.
+    """How many times as fast this CPU multiplies in bfloat16 as in float32.
 
-    About 0.1 without instructions for it (AVX512-BF16, AMX), 2 to 4 with them. One thread multiplies and only its own
-    time counts: products on all cores would wait for those that other processes use.
+    Measuring takes some milliseconds. The number is about 0.1 without instructions for bfloat16
+    (AVX512-BF16, AMX), and 2 to 4 with them. One thread multiplies, and only its own time counts. Products
+    on all cores would wait for cores that other processes use.
     """
     import torch
 
@@ -107,7 +115,11 @@ def bfloat16_speed() -> float:
 
 
 def get_device(text: str) -> Device:
-    """The device of a name, with figures of its own: `h100`, or `h100,memory_gib=64,network_gbps=12.5`.
+    """The device that a text describes.
+
+    Args:
+        text: a name, and figures that replace those of the device: `h100`, or
+            `h100,memory_gib=64,network_gbps=12.5`.
 
     Raises:
         ValueError: an unknown name or figure; the message lists the known ones.
@@ -127,16 +139,22 @@ def get_device(text: str) -> Device:
 
 
 def known_device(cuda_name: str) -> Device | None:
-    """The device behind `torch.cuda.get_device_name()`, None when its figures are not known."""
+    """The device that `torch.cuda.get_device_name()` names; None when its figures are not known."""
     return next((one for one in DEVICES.values() if re.search(one.cuda_name, cuda_name)), None)
 
 
 LINK_EFFICIENCY = 0.7
-HOST_UPDATE_BYTES_PER_S = 20e9  # of a CPU that updates AdamW, per rank
+HOST_UPDATE_BYTES_PER_S = 20e9  # speed of a CPU that updates AdamW, per rank
 
 
 class Traffic(NamedTuple):
-    """Bytes per step that one rank receives: from ranks of its machine, and from other machines."""
+    """Bytes per step that one rank receives.
+
+    Attributes:
+        kind: what travels, for example "all-gather of weights".
+        inside: bytes from ranks of the same machine.
+        between: bytes from other machines.
+    """
 
     kind: str
     inside: int
@@ -148,8 +166,9 @@ class StepTime:
     """Seconds of one optimizer step by part, and its two sums.
 
     Attributes:
-        parts: seconds by name.
-        overlapped, sequential: seconds of the step with and without traffic behind arithmetic.
+        parts: seconds of every part, by name.
+        overlapped: seconds of the step with traffic behind arithmetic.
+        sequential: seconds of the step without that.
     """
 
     parts: dict[str, float]
@@ -158,7 +177,7 @@ class StepTime:
 
     @property
     def expected(self) -> float:
-        """Seconds with half of the traffic behind arithmetic: what layouts are compared by."""
+        """Seconds with half of the traffic behind arithmetic. Layouts are compared by it."""
         return (self.overlapped + self.sequential) / 2
 
 
@@ -179,13 +198,14 @@ def step_time(job: Job, device: Device) -> StepTime:
 
 
 def model_flops(shapes: Shapes, lead: Lead, args: TrainArgs, tokens: int, attention: float) -> float:
-    """Floating-point operations that one forward and backward of so many tokens need; nothing is counted twice.
+    """Floating-point operations that one forward and backward of `tokens` tokens need.
 
-    Backward takes two operations for each of forward: one for the gradient of the input, one for that of the weight,
-    which the frozen weights of LoRA do not need.
+    Nothing is counted twice. Backward takes two operations for each operation of forward: one for the
+    gradient of the input, and one for the gradient of the weight. Frozen weights of LoRA need no gradient of
+    the weight.
 
     Args:
-        attention: operations of a forward pass's attention.
+        attention: operations of attention in a forward pass.
     """
     weights = 2.0 * tokens * shapes.multiplied_weights(lead)
     if args.method == "lora":
@@ -194,8 +214,11 @@ def model_flops(shapes: Shapes, lead: Lead, args: TrainArgs, tokens: int, attent
 
 
 def rank_flops(job: Job) -> float:
-    """Those of one rank for one micro-batch, with all that is computed again: layers under checkpoints, tiles, logits, the carry,
-    and the logits of attention's backward. Attention is that of the rank which a layer waits for."""
+    """Floating-point operations of one rank for one micro-batch, with all that is computed again.
+
+    Computed again are layers under checkpoints, tiles, logits, the carry, and the logits in attention's
+    backward. Attention counts as that of the rank that each layer waits for.
+    """
     shapes, lead, args, tokens = job.shapes, job.lead, job.args, job.tokens
     attention = attention_flops(job)
     head = 2.0 * tokens * shapes.embedding_parameters
@@ -211,9 +234,10 @@ def rank_flops(job: Job) -> float:
 
 
 def attention_flops(job: Job) -> float:
-    """Of all layers' forward: 4·d per visible pair and query head, of the rank of a sequence-parallel group that has most in a layer.
+    """Operations of attention in the forward of all layers: 4·d per visible pair and query head.
 
-    A follower multiplies as many pairs as a lead, a window only those of sinks and recent tokens.
+    In each layer, they are those of the rank of a sequence-parallel group that has most. A follower
+    multiplies as many pairs as a lead. A window multiplies only the pairs of sinks and recent tokens.
     """
     return 4.0 * job.shapes.head_dim * job.shares.waited * job.args.micro_batch_size
 
@@ -221,12 +245,17 @@ def attention_flops(job: Job) -> float:
 def _seconds(traffic: Traffic, device: Device) -> float:
     inside = traffic.inside / (device.node_gbps * 1e9 * LINK_EFFICIENCY)
     between = traffic.between / (device.network_gbps * 1e9 * LINK_EFFICIENCY)
-    return max(inside, between) if traffic.kind != "all-to-all of heads" else inside + between
+    if traffic.kind == "all-to-all of heads":
+        return inside + between
+    return max(inside, between)
 
 
 def _copied_bytes(job: Job) -> int:
-    """What a rank copies to and from the host in a step, the update left out: all that waits there, both ways in every micro-batch; sums
-    of gradients once out, then back and out again for each further micro-batch."""
+    """Bytes that a rank copies to and from the host in a step, without those of the update.
+
+    Everything that waits there is copied both ways in every micro-batch. Sums of gradients are copied out
+    once, then back and out again for each further micro-batch.
+    """
     args = job.args
     copies = 0
     for name, tensors in pinned_tensors(job).items():
@@ -240,7 +269,10 @@ def _copied_bytes(job: Job) -> int:
 
 
 def _update_seconds(job: Job, device: Device) -> float:
-    """AdamW reads and writes master weight and moments, reads a gradient and writes a weight."""
+    """Seconds of AdamW's update.
+
+    It reads and writes master weight and moments, reads a gradient, and writes a weight.
+    """
     args = job.args
     share = job.shapes.trained_parameters(args) / job.world.size
     touched = share * (28 + BYTES[args.dtype])
@@ -251,7 +283,7 @@ def _update_seconds(job: Job, device: Device) -> float:
 
 
 def communication(job: Job) -> list[Traffic]:
-    """Traffic of one optimizer step, by kind; kinds without any are left out."""
+    """Traffic of one optimizer step, by kind. Kinds without traffic are left out."""
     kinds = [
         _ring("all-gather of weights", weight_bytes(job), job.world),
         _ring("reduce-scatter of gradients", gradient_bytes(job), job.world),
@@ -261,10 +293,10 @@ def communication(job: Job) -> list[Traffic]:
 
 
 def weight_bytes(job: Job) -> int:
-    """Bytes of weights that are brought together in a step, every rank's own share included.
+    """Bytes of weights that are gathered in a step, with every rank's own share.
 
-    Stage 3 gathers all weights in the forward and in the backward of every micro-batch (recomputing uses those of the backward);
-    stages 1 and 2 gather the trained weights after the update.
+    Stage 3 gathers all weights in the forward and in the backward of every micro-batch. Recomputing uses
+    those of the backward. Stages 1 and 2 gather the trained weights after the update.
     """
     shapes, args = job.shapes, job.args
     size = BYTES[args.dtype]
@@ -275,14 +307,20 @@ def weight_bytes(job: Job) -> int:
 
 
 def gradient_bytes(job: Job) -> int:
-    """Bytes of gradients that are summed over ranks in a step: of every micro-batch, in stage 1 of the last one only."""
+    """Bytes of gradients that are summed over ranks in a step.
+
+    They are those of every micro-batch; in stage 1, only those of the last one.
+    """
     args = job.args
     times = 1 if args.zero_stage == 1 else args.gradient_accumulation_steps
     return times * job.shapes.trained_parameters(args) * BYTES[args.reduce_dtype]
 
 
 def all_to_all_bytes(job: Job) -> int:
-    """Bytes that a rank hands to the all-to-alls of a step, its own part included: forward, backward and what is recomputed."""
+    """Bytes that a rank hands to the all-to-alls of a step, with its own part.
+
+    Forward, backward and what is recomputed are counted.
+    """
     args, lead = job.args, job.lead
     if args.sequence_parallel_size == 1:
         return 0
@@ -297,7 +335,10 @@ def all_to_all_bytes(job: Job) -> int:
 
 
 def exchanged_bytes(job: Job) -> dict[str, int]:
-    """The same for one forward and one backward of a micro-batch; what `Ulysses.sent_bytes` counts on the first rank."""
+    """Bytes that a rank hands to the all-to-alls of a micro-batch's forward and backward, by direction.
+
+    `Ulysses.sent_bytes` counts the same on the first rank.
+    """
     shapes, args, size = job.shapes, job.args, BYTES[job.args.dtype]
     heads = shapes.kv_heads * job.shares.repeats
     groups = shapes.query_heads // heads
@@ -326,5 +367,9 @@ def _exchange(job: Job) -> Traffic:
 
 @cache
 def _ranks_together(size: int, world: World) -> int:
-    """Fewest ranks of a group of `size` contiguous ones that one machine holds: who waits most for the network."""
-    return min(Counter((rank // size, rank // world.local_size) for rank in range(world.size)).values())
+    """Fewest ranks of a group of `size` contiguous ranks that one machine holds.
+
+    These ranks wait most for the network.
+    """
+    together = Counter((rank // size, rank // world.local_size) for rank in range(world.size))
+    return min(together.values())
