@@ -1,12 +1,16 @@
-"""Checkpoints: written under a temporary name, published by a rename, rotated; and the trained model again, in memory.
+"""Checkpoints: how they are written, published, rotated and read, and how the trained model is restored.
 
-`<output_dir>/train/` holds `step-00000100/` (the trained state, a random state per rank, `checkpoint.json`, `plan.json` and the model's
-configuration) and `latest`, a text file with the newest folder's name, which is written when that is complete.
+A checkpoint is written under a temporary name and published by a rename. `<output_dir>/train/` holds
 
-Any number of ranks, sequence-parallel size and ZeRO stage reads the trained state. Rank 2 writes what it holds into
-`weights-00002-000.safetensors` and so on. A tensor there is a piece of a flattened weight, or of one of Adam's moments, in fp32; its
-key says kind, first element and name (`exp_avg/4096/model.lm_head.weight`), the file's metadata the shapes of whole weights. A rank
-that reads takes from all files what overlaps with its own pieces.
+- `step-00000100/`: the trained state, a random state per rank, `checkpoint.json`, `plan.json` and the model's
+  configuration;
+- `latest`: a text file with the newest folder's name. It is written when that folder is complete.
+
+The trained state can be read with any number of ranks, sequence-parallel size and ZeRO stage. Rank 2 writes
+what it holds into `weights-00002-000.safetensors` and so on. A tensor there is a piece, in fp32, of a
+flattened weight or of one of Adam's moments. Its key gives kind, first element and name
+(`exp_avg/4096/model.lm_head.weight`). The file's metadata gives the shapes of whole weights. A rank that
+reads takes from all files what overlaps with its own pieces.
 """
 
 import contextlib
@@ -56,8 +60,13 @@ from pod.training.run.lora import add_lora
 
 
 class Checkpointer:
-    """Saves and loads the state of one run; every method is called by all ranks, which see the run's folder. latest: the newest complete
-    checkpoint that this run wrote or loaded, the same on all ranks."""
+    """Saves and loads the state of one run.
+
+    All ranks call every method, and all of them see the run's folder.
+
+    Attributes:
+        latest: the newest complete checkpoint that this run wrote or loaded, the same on all ranks.
+    """
 
     def __init__(self, trainer: Any):
         self.folder, self.args, self.mesh = trainer.folder, trainer.args, trainer.mesh
@@ -77,8 +86,14 @@ class Checkpointer:
         dist.barrier()
 
     def save(self, state: TrainState) -> None:
-        """Write a checkpoint and publish it; with `save_mode=async` only copy this rank's part to host memory: a thread writes,
-        `poll` or `wait` publish. OSError, in one line, on every rank, when any cannot write; nothing half-written is kept."""
+        """Write a checkpoint and publish it.
+
+        With `save_mode=async` it only copies this rank's part to host memory. A thread then writes, and
+        `poll` or `wait` publishes.
+
+        Raises:
+            OSError: in one line, on every rank, when any rank cannot write. Nothing half-written is kept.
+        """
         self.wait()
         self._began, self._error, self._run = time.monotonic(), None, state.run
         final = self.folder / f"step-{state.step:08d}"
@@ -90,7 +105,8 @@ class Checkpointer:
             self._publish()
             return
         try:
-            # In the thread a sign of life would hide a training step that hangs. A daemon: a rank that fails does not wait for it.
+            # A sign of life from the thread would hide a training step that hangs. The thread is a daemon, so
+            # that a rank that fails does not wait for it.
             content = final, state, host_pieces(pieces), random_states(), lambda: None
             self._thread = threading.Thread(target=self._write, args=content, daemon=True)
             self._thread.start()
@@ -98,7 +114,11 @@ class Checkpointer:
             self._error = error
 
     def poll(self) -> None:
-        """Publish the checkpoint under way when all ranks have written it; called between steps. OSError as in `save`."""
+        """Publish the checkpoint under way if all ranks have written it. Call it between steps.
+
+        Raises:
+            OSError: as in `save`.
+        """
         if self._pending is None:
             return
         writes = self._thread is not None and self._thread.is_alive()
@@ -106,7 +126,11 @@ class Checkpointer:
             self._publish()
 
     def wait(self) -> None:
-        """Return when every checkpoint that was begun is published; errors as in `poll`."""
+        """Return when every checkpoint that was begun is published.
+
+        Raises:
+            OSError: as in `poll`.
+        """
         if self._pending is None:
             return
         self.control.alive("save")  # the watchdog sees the files grow from here on
@@ -115,13 +139,21 @@ class Checkpointer:
         self._publish()
 
     def close(self) -> None:
-        """Give up what is not published yet; the next run removes it."""
+        """Give up a checkpoint that is not published yet; the next run removes it."""
         self._pending = None
 
     def load(self, checkpoint: Path) -> TrainState:
-        """Weights, optimizer and this rank's random state from a checkpoint whose identity was checked; also in a running engine. Where
-        another number of ranks wrote it, random states begin anew. ValueError on all ranks for missing or damaged files."""
-        state, problem = read_state(checkpoint), None
+        """Load weights, optimizer and this rank's random state from a checkpoint.
+
+        The checkpoint's identity must have been checked.
+        It works in a running engine too. If another number of ranks wrote the checkpoint, random states
+        begin anew.
+
+        Raises:
+            ValueError: files are missing or damaged; on all ranks.
+        """
+        state = read_state(checkpoint)
+        problem = None
         states: dict[str, Tensor] = {}
         bridge.set_updates(self.engine, state.updates)
         try:
@@ -130,12 +162,11 @@ class Checkpointer:
                 states = load_file(checkpoint / _random_name(self.mesh.rank))
         except (OSError, ValueError, SafetensorError) as error:
             problem = one_line(error)
-        # Agreed, since a rank alone would leave its peers in the next collective.
+        # All ranks agree on it, because a rank that failed alone would leave its peers in the next
+        # collective.
         if self.mesh.largest(problem is not None):
-            raise ValueError(
-                f"checkpoint {checkpoint} cannot be read ({problem or 'another rank failed, see its message'}): "
-                f"{way_back(checkpoint)}"
-            )
+            reason = problem or "another rank failed, see its message"
+            raise ValueError(f"checkpoint {checkpoint} cannot be read ({reason}): {way_back(checkpoint)}")
         bridge.renew_weights(self.engine)
         if states:
             set_random_states(states)
@@ -146,7 +177,7 @@ class Checkpointer:
         return state
 
     def _write(self, final: Path, state: TrainState, pieces: list[Piece], states: Any, written: Any) -> None:
-        """This rank's files; an error is kept for `_publish`, where all ranks hear of it."""
+        """Write this rank's files. An error is kept for `_publish`, where all ranks hear of it."""
         temporary = _temporary(final)
         try:
             temporary.mkdir(exist_ok=True)
@@ -164,7 +195,10 @@ class Checkpointer:
             self._error = error
 
     def _publish(self) -> None:
-        """Rename what all ranks have written, point `latest` at it, remove what is no longer needed of this run."""
+        """Rename what all ranks have written, point `latest` at it, and remove what is no longer needed.
+
+        Only what this run wrote is removed.
+        """
         final, self._pending, self._thread = self._pending, None, None
         assert final is not None
         temporary = _temporary(final)
@@ -187,9 +221,12 @@ class Checkpointer:
         self.control.save_took(time.monotonic() - self._began)
 
     def _space_error(self, final: Path) -> OSError | None:
+        """The error of a disk without room for a checkpoint; None when there is room."""
         missing = self.needed_bytes - shutil.disk_usage(self.folder).free
+        if missing <= 0:
+            return None
         advice = f"free at least {missing // 10**6 + 1} MB or set another output_dir"
-        return OSError(f"disk full while writing {final}: {advice}") if missing > 0 else None
+        return OSError(f"disk full while writing {final}: {advice}")
 
     def _agree(self, error: Exception | None, final: Path) -> None:
         """Raise on all ranks when any of them has an error."""
@@ -198,25 +235,30 @@ class Checkpointer:
             raise error
         if error is not None:
             raise OSError(
-                f"cannot write checkpoint {final} ({one_line(error)}): check space, quota and permissions there, "
-                "or set another output_dir"
+                f"cannot write checkpoint {final} ({one_line(error)}): check space, quota and permissions "
+                "there, or set another output_dir"
             ) from error
         if failed:
             raise OSError(f"cannot write checkpoint {final}: another rank failed, see its message")
 
     def _rotate(self, newest: Path) -> None:
-        """Keep the newest `keep_last` and every `keep_every_steps`th of this run; what another run left in the folder stays, and so do
-        later steps than the newest, which are another branch's."""
+        """Remove old checkpoints of this run.
+
+        The newest `keep_last` are kept, and those of steps that are multiples of `keep_every_steps`. What
+        another run left in the folder stays. Steps that are later than the newest one stay too: they are
+        another branch's.
+        """
         every = self.args.keep_every_steps
         until = [path for path in step_folders(self.folder) if step_of(path) <= step_of(newest)]
         own = [path for path in until if run_of(path) == self._run]
         for old in own[: -self.args.keep_last]:
-            if not (every and step_of(old) % every == 0):
+            kept_for_good = every and step_of(old) % every == 0
+            if not kept_for_good:
                 _remove(old)
 
 
 def random_states() -> dict[str, Tensor]:
-    """Of this rank's generators, by device."""
+    """The states of this rank's random generators, by device."""
     cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
     return {"cpu": torch.get_rng_state(), **cuda}
 
@@ -237,12 +279,15 @@ def _temporary(final: Path) -> Path:
 
 
 def run_of(checkpoint: Path) -> str:
-    """The run that wrote a checkpoint, see `TrainState.run`; "" where it does not say."""
+    """The run that wrote a checkpoint (see `TrainState.run`); "" where the checkpoint does not say."""
     return (read_mapping(checkpoint / STATE_NAME) or {}).get("run", "")
 
 
 def put_aside(checkpoint: Path) -> None:
-    """Make room for a checkpoint of the same step: one that lies there is another branch's or damaged, and is kept under a new name."""
+    """Make room for a checkpoint of the same step.
+
+    A checkpoint that lies there is another branch's or damaged. It is kept under a new name.
+    """
     if not checkpoint.is_dir():
         return
     names = (checkpoint.with_name(f"kept-{number}-{checkpoint.name}") for number in itertools.count(1))
@@ -251,7 +296,7 @@ def put_aside(checkpoint: Path) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, so that a kill leaves it whole or under a name that the next run removes."""
+    """Remove a checkpoint. A kill leaves it whole, or under a name that the next run removes."""
     if checkpoint.is_dir():
         going = checkpoint.with_name(f".{checkpoint.name}.old.tmp")
         shutil.rmtree(going, ignore_errors=True)
@@ -260,11 +305,14 @@ def _remove(checkpoint: Path) -> None:
 
 
 FILE_BYTES = 2**30
-"""From this size on a file ends: pieces of a GPU wait in host memory until their file is written."""
+"""A file of weights ends once it has this size.
+
+Pieces from a GPU wait in host memory until their file is written.
+"""
 
 
 def host_pieces(pieces: Sequence[Piece]) -> list[Piece]:
-    """Copies in host memory, all of them under way at a time."""
+    """Copies of pieces in host memory. All copies are under way at the same time."""
     copies = [replace(one, values={kind: host_copy(x) for kind, x in one.values.items()}) for one in pieces]
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -272,8 +320,16 @@ def host_pieces(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def write_pieces(folder: Path, rank: int, pieces: list[Piece], written: Callable[[], None]) -> int:
-    """Write and sync this rank's files and return their number; empties `pieces`, so that their memory goes with them. Calls `written`
-    after every file. OSError or SafetensorError where one cannot be written."""
+    """Write and sync this rank's files, and return their number.
+
+    It empties `pieces`, so that their memory is freed as they are written.
+
+    Args:
+        written: is called after every file.
+
+    Raises:
+        OSError, SafetensorError: a file cannot be written.
+    """
     number = 0
     while pieces:
         tensors, shapes, room = {}, {}, FILE_BYTES
@@ -292,7 +348,11 @@ def write_pieces(folder: Path, rank: int, pieces: list[Piece], written: Callable
 
 
 def read_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
-    """Fill the values of `pieces` from the files of all ranks that wrote; ValueError, in one line, when they do not hold all of it."""
+    """Fill the values of `pieces` from the files of all ranks that wrote.
+
+    Raises:
+        ValueError: in one line, when the files do not hold all of the values.
+    """
     wanted = {one.name: one for one in pieces}
     missing = sum(held.numel() for one in pieces for held in one.values.values())
     for file in _files(folder):
@@ -307,7 +367,11 @@ def read_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
 
 
 def whole_weights(folder: Path) -> dict[str, Tensor]:
-    """fp32 master weights by the names of the trained module; errors as in `read_pieces`."""
+    """fp32 master weights by the names of the trained module.
+
+    Raises:
+        ValueError: as in `read_pieces`.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for file in _files(folder):
         with _opened(file) as content:
@@ -318,7 +382,7 @@ def whole_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def sync_to_disk(path: str | os.PathLike[str]) -> None:
-    """Return when a file, or the entries of a folder, would survive the loss of the machine's power."""
+    """Return once a file, or the entries of a folder, would survive a power failure of the machine."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -343,7 +407,11 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _fill(values: Tensor, start: int, saved: Any, saved_start: int) -> int:
-    """Copy the elements that two pieces of a flattened weight share, from a slice of a file; returns their number."""
+    """Copy the elements that two pieces of a flattened weight share, from a slice of a file.
+
+    Returns:
+        The number of these elements.
+    """
     (size,) = saved.get_shape()
     first, stop = max(start, saved_start), min(start + values.numel(), saved_start + size)
     if first < stop:
@@ -355,7 +423,7 @@ WRAPPER = "model."  # LanguageModelLoss holds the model under this name
 
 
 def check_plan(checkpoint: Path, plan_file: Path) -> None:
-    """Raise ValueError when `plan_file`, which a recipe names, is not the plan that the checkpoint was trained with."""
+    """Raise ValueError when a recipe's `plan_file` is not the plan that the checkpoint was trained with."""
     if SharingPlan.load(plan_file) != SharingPlan.load(checkpoint / "plan.json"):
         raise ValueError(
             f"checkpoint {checkpoint} was trained with another plan than model.plan = {plan_file}: leave "
@@ -364,7 +432,11 @@ def check_plan(checkpoint: Path, plan_file: Path) -> None:
 
 
 def trained_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """fp32 master weights by the model's names, LoRA's frozen base left out; ValueError for missing or damaged files."""
+    """fp32 master weights by the model's names, without LoRA's frozen base.
+
+    Raises:
+        ValueError: files are missing or damaged.
+    """
     try:
         weights = whole_weights(checkpoint)
     except ValueError as error:
@@ -375,8 +447,16 @@ def trained_weights(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def restore_model(checkpoint: Path, state: TrainState, start_model: Any = None) -> PodForCausalLM:
-    """The trained model, fp32, adapters merged onto what `start_model` loads for a plan. ValueError for weights that do not fit the model,
-    and for another start model, layout, windows or RoPE than the adapters'."""
+    """The trained model, in fp32.
+
+    Args:
+        start_model: loads the start model for a plan. Adapters are merged into it. Full fine-tuning needs
+        none.
+
+    Raises:
+        ValueError: weights do not fit the model; or the adapters were trained with another start model,
+            layout, windows or RoPE.
+    """
     weights = trained_weights(checkpoint)
     if state.lora is None:
         model: Any = PodForCausalLM(PodConfig.from_pretrained(checkpoint)).float()

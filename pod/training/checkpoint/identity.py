@@ -30,7 +30,7 @@ _ADVICE = {
 }
 
 Samples = dict[str, str]
-"""Of the weights of a model by their names, see `sample_of`."""
+"""Samples of a model's weights, by the weights' names: see `sample_of`."""
 
 
 @dataclass(kw_only=True)
@@ -38,19 +38,25 @@ class TrainState:
     """The part of a checkpoint that is JSON."""
 
     step: int = 0
-    """Optimizer steps done, skipped ones included."""
+    """Optimizer steps that are done, including skipped ones."""
     run: str = ""
-    """Made anew when a training begins at step 0 and kept when it is resumed: only checkpoints of the own run are ever removed."""
+    """Identifies the run. It is made anew when a training begins at step 0, and kept when it is resumed.
+
+    A run only ever removes checkpoints of its own.
+    """
     updates: int = 0
-    """Those whose update was made."""
+    """Steps whose update was made."""
     cursor: dict[str, int] = field(default_factory=dict)
-    """Position in the data (RowCursor.state_dict): rows of all ranks, so that any number of ranks continues there."""
+    """Position in the data (RowCursor.state_dict), in rows of all ranks.
+
+    Any number of ranks can therefore continue there.
+    """
     guard: dict[str, Any] = field(default_factory=dict)
     """What the guard remembers of earlier steps (Guard.state_dict)."""
     world_size: int = 1
-    """Ranks that wrote it."""
+    """Number of ranks that wrote the checkpoint."""
     identity: dict[str, Any] = field(default_factory=dict)
-    """What it belongs to: see `identity_of`."""
+    """What the checkpoint belongs to: see `identity_of`."""
     config: dict[str, Any] = field(default_factory=dict)
     """The resolved recipe, for the record."""
     lora: dict[str, Any] | None = None
@@ -58,15 +64,19 @@ class TrainState:
     tied_embeddings: bool = False
     """Whether the output projection is the embedding."""
     owes_evaluation: bool = False
-    """Whether a signal ended the evaluation behind this step: the run makes it when it goes on."""
+    """Whether a signal ended the evaluation after this step: the run then makes it when it is resumed."""
 
     def save(self, checkpoint: Path) -> None:
-        """Write it into a checkpoint's folder."""
+        """Write this state into a checkpoint's folder."""
         write_json(checkpoint / STATE_NAME, {"schema": SCHEMA_VERSION, **vars(self)})
 
 
 def read_state(checkpoint: Path) -> TrainState:
-    """The state of a checkpoint folder; ValueError when it is missing, unreadable or of another version."""
+    """The state of a checkpoint folder.
+
+    Raises:
+        ValueError: the state is missing, unreadable or of another version.
+    """
     file = Path(checkpoint) / STATE_NAME
     content = read_mapping(file)
     if content is None:
@@ -89,7 +99,11 @@ def way_back(checkpoint: Path) -> str:
 
 
 def sample_of(weight: torch.Tensor) -> str:
-    """Shape, and 16 values in bfloat16: a run in bfloat16 starts from these, its export in float32."""
+    """The shape and 16 values of a weight, as text.
+
+    The values are rounded to bfloat16, because a run in bfloat16 starts from such values, and its export in
+    float32.
+    """
     flat = weight.detach().reshape(-1)
     values = flat[:: max(1, flat.numel() // 16)][:16].bfloat16().float().tolist()
     return f"{tuple(weight.shape)}{values}"
@@ -104,10 +118,14 @@ def identity_of(
     dtype: str,
     rows: tuple[int, int],
 ) -> dict[str, Any]:
-    """Fingerprints that a resumed run must share with its checkpoint; JSON. rows: seed of their order, and how many make a step."""
+    """Fingerprints that a resumed run must share with its checkpoint, for JSON.
+
+    Args:
+        rows: seed of the order of rows, and how many rows make a step.
+    """
     data = {name: manifest[name] for name in ("context_length", "tokenizer_sha256", "shards")}
     identity = {
-        # before the model: a plan that re-orders heads changes its weights too
+        # The plan comes before the model: a plan that re-orders heads changes the model's weights too.
         "plan_sha256": plan_sha256(plan),
         **start_identity_of(config, samples),
         "data_sha256": sha256_of(data),
@@ -115,16 +133,19 @@ def identity_of(
         "dtype": dtype,
         "rows": rows,
     }
-    return json.loads(json.dumps(identity))  # as it will be read again: tuples are lists there
+    return json.loads(json.dumps(identity))  # in the form in which it is read again: tuples become lists
 
 
 def plan_sha256(plan: SharingPlan) -> str:
-    """Of what a plan decides about training; how many bits caches hold is none of it."""
+    """Fingerprint of what a plan decides about training; the bits of caches are not part of it."""
     return sha256_of([plan.lead, plan.head_order] if plan.head_order else plan.lead)
 
 
 def start_identity_of(config: Any, samples: Samples) -> dict[str, Any]:
-    """The part of an identity that is the start model's: layout, windows, RoPE, and samples of its weights in its order; JSON."""
+    """The part of an identity that the start model decides, for JSON.
+
+    This is layout, windows, RoPE, and samples of the model's weights, in the model's order.
+    """
     weights = "".join(f"{name}{sample}" for name, sample in samples.items())
     sinks = ["constant"] if config.sinks == "constant" else []
     start = {
@@ -137,20 +158,35 @@ def start_identity_of(config: Any, samples: Samples) -> dict[str, Any]:
 
 
 def check_identity(state: TrainState, identity: dict[str, Any], refusal: str) -> None:
-    """Raise ValueError when a checkpoint belongs to another plan, layout, windows, RoPE, model, data, method, dtype or other rows."""
+    """Raise ValueError when a checkpoint's identity is another one.
+
+    That is another plan, layout, windows, RoPE, model, data, method, dtype, or other rows.
+
+    Args:
+        refusal: the message, with `{what}` and `{needed}` to be filled in.
+    """
     for key, value in identity.items():
-        if state.identity.get(key, value if key == "rows" else None) != value:  # checkpoints once had none
+        default = value if key == "rows" else None  # checkpoints once had no rows
+        if state.identity.get(key, default) != value:
             what, needed = _ADVICE[key]
             raise ValueError(refusal.format(what=what, needed=needed))
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What a resolved recipe says of training that an earlier one said otherwise: `train.learning_rate 0.1 -> 0.2`."""
+    """Settings of training that differ between two resolved recipes: `train.learning_rate 0.1 -> 0.2`.
+
+    Args:
+        before: the earlier recipe.
+        now: the recipe of this run.
+    """
     old, new = before.get("train") or {}, now.get("train") or {}
     changed = [name for name in new if name in old and old[name] != new[name]]
     return [f"train.{name} {old[name]} -> {new[name]}" for name in changed]
 
 
 def sha256_of(content: Any) -> str:
-    """Of anything that JSON can hold, or say as text: 64 hexadecimal digits."""
+    """SHA-256 of anything that JSON can hold, as 64 hexadecimal digits.
+
+    What JSON cannot hold counts as its text.
+    """
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

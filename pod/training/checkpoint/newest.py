@@ -1,4 +1,4 @@
-"""Which checkpoint of a training folder is the newest complete one, whether or not the file `latest` says so."""
+"""Find the newest complete checkpoint of a training folder, whether or not the file `latest` names it."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from pod.training.checkpoint.identity import (
 
 STEP_NAME = re.compile(r"step-\d{8,}")
 WEIGHT_FILES = "weight_files"
-"""Metadata of a rank's random state: how many files of weights this rank wrote."""
+"""Key in the metadata of a rank's random state: how many files of weights this rank wrote."""
 
 
 def step_folders(folder: Path) -> list[Path]:
@@ -38,8 +38,11 @@ def step_of(checkpoint: Path) -> int:
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint in `folder`; None where there is no checkpoint.
 
-    The file `latest` names it. Where that file is missing, empty or damaged, the folders themselves are searched, and one line
-    says which checkpoint was found. ValueError when `latest` names a checkpoint that is gone, and when no folder is complete.
+    The file `latest` names it. Where that file is missing, empty or damaged, the folders themselves are
+    searched, and one printed line says which checkpoint was found.
+
+    Raises:
+        ValueError: `latest` names a checkpoint that is gone, or no folder is complete.
     """
     name, problem = _pointer(folder)
     if name is None:
@@ -66,7 +69,16 @@ def _pointer(folder: Path) -> tuple[str | None, str]:
 
 
 def _newest_complete(folder: Path, problem: str) -> Path | None:
-    """The newest complete checkpoint; prints why it was searched for and which ones were passed over."""
+    """The newest complete checkpoint; None where there is no checkpoint.
+
+    It prints why the checkpoint was searched for, and which ones were passed over.
+
+    Args:
+        problem: why it is searched for.
+
+    Raises:
+        ValueError: there are checkpoints, but none is complete.
+    """
     passed: list[str] = []
     for checkpoint in reversed(step_folders(folder)):
         reason = why_incomplete(checkpoint)
@@ -77,14 +89,17 @@ def _newest_complete(folder: Path, problem: str) -> Path | None:
         passed.append(f"{checkpoint.name} ({reason})")
     if passed:
         raise ValueError(
-            f"{problem}, and no checkpoint in {folder} is complete: {', '.join(passed)}. Nothing was removed; copy the "
-            f"missing files again, move {folder} away, or set another output_dir"
+            f"{problem}, and no checkpoint in {folder} is complete: {', '.join(passed)}. Nothing was "
+            f"removed; copy the missing files again, move {folder} away, or set another output_dir"
         )
     return None
 
 
 def why_incomplete(checkpoint: Path) -> str | None:
-    """What a checkpoint lacks, in a few words; None for a complete one. Reads JSON and the headers of weight files, no weights."""
+    """What a checkpoint lacks, in a few words; None for a complete one.
+
+    It reads JSON and the headers of weight files, but no weights.
+    """
     state = read_mapping(checkpoint / STATE_NAME)
     if state is None:
         return f"{STATE_NAME} is missing or damaged"
@@ -103,7 +118,11 @@ def why_incomplete(checkpoint: Path) -> str | None:
 
 
 def _check_files_of_rank(checkpoint: Path, rank: int) -> None:
-    """FileNotFoundError for a file that a rank wrote and that is not there; checkpoints once did not count their files."""
+    """Raise FileNotFoundError when a file that a rank wrote is not there.
+
+    Checkpoints once did not count their files. For such a checkpoint, only the first file of weights of a
+    rank is looked for.
+    """
     random = checkpoint / f"random-{rank:05d}.safetensors"
     if not random.is_file():
         raise FileNotFoundError(random.name)
@@ -116,7 +135,7 @@ def _check_files_of_rank(checkpoint: Path, rank: int) -> None:
 
 
 def _check_all_weights(checkpoint: Path) -> None:
-    """ValueError when the pieces in the files of all ranks do not add up to whole weights and moments."""
+    """Raise ValueError when the pieces in all ranks' files do not add up to whole weights and moments."""
     sizes: dict[str, int] = {}
     held: Counter[tuple[str, str]] = Counter()
     for file in sorted(checkpoint.glob("weights-*.safetensors")):
@@ -138,9 +157,13 @@ def _opened(file: Path) -> Any:
 
 
 def checkpoint_to_resume(folder: Path, resume: str, identity: dict[str, Any]) -> Path | None:
-    """The checkpoint that a run continues from, None when it begins at step 0; a missing or damaged file `latest` is written again.
+    """The checkpoint that a run continues from; None when the run begins at step 0.
 
-    ValueError when the newest belongs to another run, for `resume=never` when there is one, and as in `latest_checkpoint`.
+    A missing or damaged file `latest` is written again.
+
+    Raises:
+        ValueError: the newest checkpoint belongs to another run; or there is one, and `resume` is `never`;
+            or as in `latest_checkpoint`.
     """
     if resume == "never" and step_folders(folder):
         raise ValueError(
@@ -157,7 +180,11 @@ def checkpoint_to_resume(folder: Path, resume: str, identity: dict[str, Any]) ->
 
 
 def checkpoint_to_export(train_folder: Path, checkpoint: str | None) -> Path:
-    """The named checkpoint folder, else the newest one; ValueError when there is none."""
+    """The named checkpoint folder, else the newest one.
+
+    Raises:
+        ValueError: there is no checkpoint.
+    """
     found = Path(checkpoint) if checkpoint is not None else latest_checkpoint(train_folder)
     if found is None:
         raise ValueError(f"{train_folder} has no checkpoint: run `pod train` first, or set export.checkpoint")

@@ -1,8 +1,16 @@
-"""What a run shows of itself: a progress bar, and the numbers of every step for metrics.jsonl, wandb and TensorBoard; rank 0 only.
+"""What a run shows of itself: a progress bar, and the numbers of every step.
 
-For `mfu` counts what the *model* needs (Chowdhery et al., PaLM, appendix B), not what a kernel does: no recomputation of
-checkpointed layers, no masked-out half of a causal product, no product of queries and keys for the distant tokens of a
-follower, whose logits are the lead's, and of a window's distant tokens nothing. A multiplication and an addition are two operations.
+The numbers go to metrics.jsonl, wandb and TensorBoard. Only rank 0 shows anything.
+
+`mfu` counts what the *model* needs (Chowdhery et al., PaLM, appendix B), not what a kernel does. It does not
+count
+
+- the recomputation of checkpointed layers;
+- the masked-out half of a causal product;
+- the product of queries and keys for the distant tokens of a follower, whose logits are the lead's;
+- anything for the distant tokens of a window.
+
+A multiplication and an addition are two operations.
 """
 
 import contextlib
@@ -30,15 +38,15 @@ from pod.training.predict.step_time import known_device, model_flops
 from pod.verbosity import is_quiet
 
 Values = dict[str, Any]
-"""Numbers by name, and lists of them, which no tracker shows."""
+"""Numbers by name, and lists. Only metrics.jsonl holds the lists: other trackers do not show them."""
 
 
 TRACKERS = {"wandb": "wandb", "tensorboard": "tensorboard"}
-"""Values of train.tracker → the package that each needs."""
+"""Values of train.tracker → the package that each of them needs."""
 
 
 def check_tracker(name: str) -> None:
-    """Raise ValueError when the package of a tracker that is asked for is not installed."""
+    """Raise ValueError when the package that a tracker needs is not installed."""
     package = TRACKERS.get(name)
     if package is not None and importlib.util.find_spec(package) is None:
         raise ValueError(
@@ -47,8 +55,12 @@ def check_tracker(name: str) -> None:
 
 
 class JsonLines:
-    """One JSON object per line; a resumed run first drops the lines of steps it will repeat, and what a killed one left half-written.
-    A run from the beginning keeps the file of an earlier one as metrics-1.jsonl, metrics-2.jsonl and so on."""
+    """One JSON object per line.
+
+    A resumed run first drops the lines of steps that it will repeat, and what a killed run left
+    half-written. A run from the beginning keeps the file of an earlier run as metrics-1.jsonl,
+    metrics-2.jsonl and so on.
+    """
 
     def __init__(self, path: Path, first_step: int):
         self.path = path
@@ -58,19 +70,22 @@ class JsonLines:
         self._open(first_step or -1)  # a run from the beginning measures step 0 again
 
     def _open(self, last_step: int) -> None:
-        """Drop what lies behind `last_step`, and go on at the end."""
+        """Drop the lines after `last_step`, and open the file for appending."""
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
         kept = []
-        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else ():
+        for line in lines:
             with contextlib.suppress(json.JSONDecodeError):
-                kept += [line + "\n"] if json.loads(line)["step"] <= last_step else []
+                if json.loads(line)["step"] <= last_step:
+                    kept.append(line + "\n")
         atomic_write_text(self.path, "".join(kept))
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
 
     def log(self, step: int, values: Values) -> None:
+        """Append one line."""
         print(json.dumps({"step": step, **values}), file=self.file, flush=True)
 
     def rewind(self, step: int) -> None:
-        """What was told of steps after `step` did not happen: they come again."""
+        """Drop the lines of the steps after `step`: these steps come again."""
         self.close()
         self._open(step)
 
@@ -79,10 +94,13 @@ class JsonLines:
 
 
 class Wandb:
-    """Weights & Biases: online, offline or disabled as the recipe or WANDB_MODE says. A continued run goes on in the same wandb run, a
-    run from the beginning begins a new one. Charts have the step of each line as their axis: wandb's own steps cannot go back.
+    """Weights & Biases: online, offline or disabled, as the recipe or WANDB_MODE says.
 
-    Raises: ValueError in one line when wandb cannot start.
+    A continued run goes on in the same wandb run. A run from the beginning begins a new one. The axis of
+    charts is the step in each line, because wandb's own steps cannot go back.
+
+    Raises:
+        ValueError: in one line, when wandb cannot start.
     """
 
     def __init__(self, folder: Path, args: TrainArgs, config: dict[str, Any], first_step: int = 0):
@@ -110,15 +128,18 @@ class Wandb:
         self.run.log({"step": step, **numbers})
 
     def rewind(self, step: int) -> None:
-        """Nothing to take back: repeated steps are drawn at the same places."""
+        """Do nothing: repeated steps are drawn at the same places."""
 
     def close(self) -> None:
         self.run.finish()
 
 
 def wandb_run_id(file: Path, first_step: int) -> str:
-    """The id of the wandb run that a training goes on in: the last line of `file`. A run from the beginning adds a line of its own, and
-    so does one whose file is missing or empty: the curves of an earlier training stay as they are."""
+    """The id of the wandb run that a training goes on in: the last line of `file`.
+
+    A run from the beginning adds a line of its own, and so does a run whose file is missing or empty. The
+    curves of an earlier training stay as they are.
+    """
     ids = file.read_text(encoding="utf-8").split() if file.is_file() else []
     if not ids or first_step == 0:
         ids.append(uuid.uuid4().hex[:8])
@@ -127,7 +148,10 @@ def wandb_run_id(file: Path, first_step: int) -> str:
 
 
 class TensorBoard:
-    """Event files in <output_dir>/train/tensorboard, for `tensorboard --logdir`. What a continued run repeats replaces what was there."""
+    """Event files in <output_dir>/train/tensorboard, for `tensorboard --logdir`.
+
+    Steps that a continued run repeats replace those that were there.
+    """
 
     def __init__(self, folder: Path, first_step: int):
         self.folder = folder / "tensorboard"
@@ -146,7 +170,7 @@ class TensorBoard:
         self.writer.flush()
 
     def rewind(self, step: int) -> None:
-        """Hide the steps after `step`: they come again."""
+        """Hide the steps after `step`: these steps come again."""
         self.close()
         self._open(step)
 
@@ -158,9 +182,10 @@ class Monitor:
     """Progress bar and trackers of one run, and the time of its parts.
 
     Args:
-        folder: <output_dir>/train; first_step: steps already done (a resumed run).
-        tokens_per_step: of all ranks in one optimizer step, padding included.
-        enabled: False on every rank but 0: all calls do nothing.
+        folder: <output_dir>/train.
+        first_step: number of steps that are already done (in a resumed run).
+        tokens_per_step: tokens of all ranks in one optimizer step, padding included.
+        enabled: False on every rank except rank 0: all calls then do nothing.
         peak: tokens per second that the devices could train at their peak, for `mfu`; None = not known.
     """
 
@@ -176,7 +201,7 @@ class Monitor:
     ):
         self.args, self.tokens_per_step, self.enabled, self.peak = args, tokens_per_step, enabled, peak
         self._start_record(first_step)
-        redraw = 1.0 if sys.stderr.isatty() else 30.0  # seconds; every drawing is one more line of a log file
+        redraw = 1.0 if sys.stderr.isatty() else 30.0  # seconds; in a log file, each drawing is one more line
         steps: dict[str, Any] = {"total": args.max_steps, "initial": first_step}
         is_silent = not enabled or is_quiet()
         self.bar = tqdm(desc="train", unit="step", mininterval=redraw, disable=is_silent, **steps)
@@ -190,12 +215,16 @@ class Monitor:
 
     @classmethod
     def of(cls, trainer: Any) -> "Monitor":
-        """The monitor of a `Trainer` that is about to train; reads documents of some rows for `mfu` on rank 0."""
-        args, mesh, dataset, first = trainer.args, trainer.mesh, trainer.dataset, trainer.mesh.rank == 0
+        """The monitor of a `Trainer` that is about to train.
+
+        On rank 0, it reads the documents of some rows, for `mfu`.
+        """
+        args, mesh, dataset = trainer.args, trainer.mesh, trainer.dataset
+        is_rank_0 = mesh.rank == 0
         config = trainer.causal_model.config
-        peak = peak_tokens_per_second(config, args, dataset, mesh) if first else None
+        peak = peak_tokens_per_second(config, args, dataset, mesh) if is_rank_0 else None
         tokens = trainer.batches.rows_per_step * dataset.context_length
-        return cls(trainer.folder, args, trainer.state.step, tokens, trainer.state.config, first, peak)
+        return cls(trainer.folder, args, trainer.state.step, tokens, trainer.state.config, is_rank_0, peak)
 
     def logs(self, step: int) -> bool:
         """Whether step `step` (counted from 1) gets a record; the same on all ranks."""
@@ -203,7 +232,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Around `save` and `evaluate`: their seconds get fields of their own and count in no rate."""
+        """Use it around `save` and `evaluate`: their seconds get fields of their own and count in no rate."""
         started = time.perf_counter()
         try:
             yield
@@ -211,8 +240,12 @@ class Monitor:
             self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - started
 
     def step(self, step: int, values: Values) -> None:
-        """Record optimizer step `step` (counted from 1), with, over the steps since the last record, `tokens_per_second` of all ranks
-        and `mfu` without saving and evaluating, `save_s` and `evaluate_s` (sums), `data_wait_s` and `compute_s` (per step)."""
+        """Record optimizer step `step` (counted from 1).
+
+        These numbers are added, over the steps since the last record: `tokens_per_second` of all ranks and
+        `mfu`, without the time of saving and evaluating; `save_s` and `evaluate_s`, as sums; `data_wait_s`
+        and `compute_s`, per step.
+        """
         if not self.enabled:
             return
         self.waited_s += values.get("data_wait_s", 0.0)
@@ -239,12 +272,14 @@ class Monitor:
         self.parts: dict[str, float] = {}
 
     def values(self, step: int, values: Values) -> None:
-        """A record as it is, such as the evaluation before the first step; none when empty."""
-        for tracker in self.trackers if values else ():
+        """Log a record as it is, such as the evaluation before the first step; an empty one is not logged."""
+        if not values:
+            return
+        for tracker in self.trackers:
             tracker.log(step, values)
 
     def rewind(self, step: int) -> None:
-        """Forget the steps after `step`: they come again."""
+        """Forget the steps after `step`: these steps come again."""
         self._start_record(step)
         if self.enabled:
             self.bar.n = self.bar.last_print_n = step
@@ -253,7 +288,7 @@ class Monitor:
             tracker.rewind(step)
 
     def note(self, text: str) -> None:
-        """One line above the progress bar."""
+        """Write one line above the progress bar."""
         if self.enabled:
             self.bar.write(text)
 
@@ -265,7 +300,11 @@ class Monitor:
 
 
 def _summary(record: Values, waiting: float) -> str:
-    """What the bar shows beside steps and time to go."""
+    """What the bar shows beside the steps and the time that is left.
+
+    Args:
+        waiting: share of the time that was spent waiting for data.
+    """
     text = f"loss {record.get('loss', float('nan')):.4f}, {record['tokens_per_second']:,.0f} tokens/s"
     if "mfu" in record:
         text += f", MFU {record['mfu']:.1%}"
@@ -275,7 +314,7 @@ def _summary(record: Values, waiting: float) -> str:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most bytes that PyTorch had allocated on a GPU; without one, the process's largest resident set."""
+    """Most bytes that PyTorch had allocated on a GPU; without a GPU, the process's largest resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -286,25 +325,36 @@ def attention_flops(config: Any, lead: Lead, lengths: Sequence[int]) -> float:
     """Forward operations of all attention products over documents of these lengths."""
     every = sum(map(causal_pairs, lengths))
     near = sum(proximal_pairs(n, config.num_sink_tokens, config.num_recent_tokens) for n in lengths)
-    pairs = 0  # once for the logits, once for the values
+    pairs = 0
     for layer, row in enumerate(lead):
         for owner in row:
             follows = config.layout == "pod" and owner not in (layer, None)
-            pairs += near if owner is None or follows else every
-            pairs += near if owner is None else every
+            for_logits = near if owner is None or follows else every
+            for_values = near if owner is None else every
+            pairs += for_logits + for_values
     groups = config.num_attention_heads // config.num_key_value_heads
     return 2.0 * config.head_dim * groups * pairs
 
 
 def training_flops(config: Any, lead: Lead, args: TrainArgs, lengths: Sequence[int]) -> float:
-    """Operations of one forward and backward over documents of these lengths (tokens), by the model's needs."""
+    """Operations that the model needs for one forward and backward over documents of these lengths.
+
+    Args:
+        lengths: tokens of each document.
+    """
     attention = attention_flops(config, lead, lengths)
     return model_flops(Shapes.from_config(config), lead, args, sum(lengths), attention)
 
 
 def peak_tokens_per_second(config: Any, args: TrainArgs, dataset: Any, mesh: Any) -> float | None:
-    """Tokens and padding that all devices could train at their peak, a mean over at most 256 rows of the data set; None when the peak
-    is not known: the recipe's `peak_tflops`, else the data sheet's."""
+    """Tokens per second, padding included, that all devices could train at their peak.
+
+    It is a mean over at most 256 rows of the data set. The peak is the recipe's `peak_tflops`, else that of
+    the data sheet.
+
+    Returns:
+        None when the peak is not known.
+    """
     peak = args.peak_tflops
     if not peak and mesh.device.type == "cuda":
         known = known_device(torch.cuda.get_device_name(mesh.device))

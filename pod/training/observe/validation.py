@@ -1,5 +1,7 @@
-"""Evaluation during training, under ZeRO and sequence parallelism: loss by position on rows made of the held-out text that lies beside
-the prepared rows, and passkeys."""
+"""Evaluation during training, under ZeRO and sequence parallelism: loss by position, and passkeys.
+
+The loss is measured on rows made of the held-out text, which lies beside the prepared rows.
+"""
 
 import contextlib
 import itertools
@@ -27,10 +29,14 @@ FILLS = {"input_ids": 0, "labels": IGNORED_LABEL, "doc_ids": -1}
 
 
 def held_out_rows(dataset: Any, count: int) -> Rows:
-    """At most `count` rows of `dataset.context_length` tokens, the same in every run; ValueError without held-out text.
+    """At most `count` rows of `dataset.context_length` tokens, the same in every run.
 
-    Documents of at least that length come first, one row from the beginning of each, so that every position has context;
-    the other rows are packed with shorter documents in the order of the file, the last document of a row cut.
+    Documents of at least that length come first. The beginning of each of them makes one row, so that every
+    position has context. The other rows are packed with shorter documents in the order of the file, and the
+    last document of a row is cut.
+
+    Raises:
+        ValueError: there is no held-out text.
     """
     length, documents = dataset.context_length, map_held_out(dataset.path, dataset.manifest)
     if not documents:
@@ -51,7 +57,10 @@ def held_out_rows(dataset: Any, count: int) -> Rows:
 
 
 def _packed(documents: Sequence[np.ndarray], length: int, count: int) -> Iterator[list[np.ndarray]]:
-    """Rows of documents shorter than a row, one after the other; the last row may have room left."""
+    """At most `count` rows, packed with documents that are shorter than a row, one after the other.
+
+    The last row may have room left.
+    """
     row: list[np.ndarray] = []
     made = filled = 0
     for document in documents:
@@ -61,13 +70,15 @@ def _packed(documents: Sequence[np.ndarray], length: int, count: int) -> Iterato
         filled += len(row[-1])
         if filled == length:
             yield row
-            row, filled, made = [], 0, made + 1
+            row = []
+            filled = 0
+            made += 1
     if row and made < count:
         yield row
 
 
 def padded_row(token_ids: Sequence[int], answer: int, length: int) -> Rows:
-    """One document as a row of `length` tokens; only its last `answer` tokens are labels."""
+    """One document as a row of `length` tokens. Only its last `answer` tokens are labels."""
     tokens, end = torch.tensor([token_ids]), len(token_ids)
     labels = torch.full_like(tokens, IGNORED_LABEL)
     labels[0, end - 1 - answer : end - 1] = tokens[0, end - answer :]
@@ -88,8 +99,13 @@ _LEAST_BUCKET = 64  # tokens
 
 @dataclass(frozen=True)
 class Passkey:
-    """A prompt that hides a number, and the number, which the model must say next, as token ids; depth: where the number stands, 0 = at
-    the beginning, 1 = at the end."""
+    """A prompt that hides a number, and the number, which the model must say next.
+
+    Attributes:
+        prompt: token ids of the prompt.
+        answer: token ids of the number.
+        depth: where the number stands in the prompt; 0 = at the beginning, 1 = at the end.
+    """
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -97,8 +113,13 @@ class Passkey:
 
     @classmethod
     def of(cls, tokenizer: Any, prompt: str, number: str, depth: float) -> "Passkey":
-        """Prompt and number, a space between them, are tokenised together, because their border may lie inside a token; then split."""
-        alone, whole = tokenizer(prompt)["input_ids"], tokenizer(f"{prompt} {number}")["input_ids"]
+        """The passkey of a prompt and a number.
+
+        Both are tokenised together, with a space between them, because their border may lie inside a token.
+        Then they are split.
+        """
+        alone = tokenizer(prompt)["input_ids"]
+        whole = tokenizer(f"{prompt} {number}")["input_ids"]
         shared = 0
         while shared < min(len(alone), len(whole) - 1) and alone[shared] == whole[shared]:
             shared += 1
@@ -106,18 +127,29 @@ class Passkey:
 
 
 def position_buckets(length: int) -> list[tuple[int, int]]:
-    """`[start, end)` of at most 8 ranges of positions, each from the second on twice as long as what lies before it."""
+    """`[start, end)` of at most 8 ranges of positions.
+
+    From the second range on, each ends at twice the position at which it starts; the last range ends at
+    `length`.
+    """
     first = max(_LEAST_BUCKET, 1 << max(0, (length - 1).bit_length() - 7))
-    bounds = [0, *(first << doubled for doubled in range(8) if first << doubled < length), length]
+    doubles = [first << doubled for doubled in range(8)]
+    bounds = [0, *(bound for bound in doubles if bound < length), length]
     return list(itertools.pairwise(bounds))
 
 
 class Evaluation:
-    """Held-out rows and passkeys, measured by all ranks without a trace: no weight, random state or position in the data changes.
+    """Held-out rows and passkeys, measured by all ranks.
 
-    Metrics: `eval_loss` (nats per token, over all tokens with a label), `eval_perplexity`, `eval_loss_<start>_<end>` by
-    position (tokens of the same document before the predicted one), `eval_passkey` (share of prompts whose number is
-    the model's greedy continuation), `eval_passkey_loss` (nats per token of the number), and both by depth in `eval_passkeys`.
+    Measuring leaves no trace: no weight, random state or position in the data changes. The metrics are:
+
+    - `eval_loss`: nats per token, over all tokens with a label;
+    - `eval_perplexity`;
+    - `eval_loss_<start>_<end>`: the loss by position, which is the number of tokens of the same document
+      before the predicted one;
+    - `eval_passkey`: share of prompts whose number is the model's greedy continuation;
+    - `eval_passkey_loss`: nats per token of the number;
+    - `eval_passkeys`: both for every passkey, with its depth.
     """
 
     def __init__(self, rows: Rows, passkeys: Sequence[Passkey] = ()):
@@ -135,21 +167,40 @@ class Evaluation:
 
     @classmethod
     def of(cls, args: TrainArgs, dataset: Any, passkeys: Sequence[Passkey] = ()) -> "Evaluation | None":
-        """What a recipe asks for; ValueError: no held-out text, passkey prompts longer than a row."""
-        return cls(held_out_rows(dataset, args.eval_rows), passkeys) if args.eval_every_steps else None
+        """The evaluation that a recipe asks for; None when it asks for none.
+
+        Raises:
+            ValueError: there is no held-out text, or a passkey prompt is longer than a row.
+        """
+        if not args.eval_every_steps:
+            return None
+        return cls(held_out_rows(dataset, args.eval_rows), passkeys)
 
     def measure(self, trainer: Any) -> Values:
-        """The metrics; raises Interrupted where a signal came between two rows."""
+        """The metrics.
+
+        Raises:
+            Interrupted: a signal came between two rows.
+        """
         texts, keys = self._sums(trainer)
         total, tokens = texts.sum(1).tolist()
         loss = total / max(tokens, 1.0)
-        values: Values = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100.0))}  # fits into JSON
+        perplexity = math.exp(min(loss, 100.0))  # the limit keeps it a number that fits into JSON
+        values: Values = {"eval_loss": loss, "eval_perplexity": perplexity}
         for (start, end), total, tokens in zip(self.buckets, *texts.tolist(), strict=True):
-            values |= {f"eval_loss_{start}_{end}": total / tokens} if tokens else {}
-        return values | (self._by_depth(keys) if self.passkeys else {})
+            if tokens:
+                values[f"eval_loss_{start}_{end}"] = total / tokens
+        if self.passkeys:
+            values |= self._by_depth(keys)
+        return values
 
     def _sums(self, trainer: Any) -> tuple[Tensor, Tensor]:
-        """Over all ranks: losses and tokens by bucket ``[2, buckets]``; losses and right tokens by passkey ``[2, passkeys]``."""
+        """Sums over all ranks.
+
+        Returns:
+            Losses and numbers of tokens by bucket, `[2, buckets]`; losses and numbers of right tokens by
+            passkey, `[2, passkeys]`.
+        """
         ends = torch.tensor([end for _, end in self.buckets])
         texts = torch.zeros(2, len(self.buckets), dtype=torch.float64)
         keys = torch.zeros(2, len(self.passkeys), dtype=torch.float64)
@@ -167,8 +218,11 @@ class Evaluation:
         return sums[: texts.numel()].view(texts.shape), sums[texts.numel() :].view(keys.shape)
 
     def _by_depth(self, sums: Tensor) -> Values:
-        """All tokens of a number are judged at once: greedy decoding says the number exactly when each of its tokens is the most
-        likely one after the true ones before it."""
+        """Metrics of the passkeys, with every passkey's depth.
+
+        All tokens of a number are judged at once: greedy decoding says the number exactly when each of its
+        tokens is the most likely one after the true tokens before it.
+        """
         details = [
             {"depth": key.depth, "correct": right == len(key.answer), "loss": loss / len(key.answer)}
             for key, loss, right in zip(self.passkeys, *sums.tolist(), strict=True)
@@ -183,11 +237,13 @@ class Evaluation:
 def scored_rows(trainer: Any, rows: Sequence[Rows]) -> Iterator[tuple[int, Tensor, Tensor, slice]]:
     """Score rows of equal length, each on one sequence-parallel group.
 
-    Yields, on every rank of that group, the index of a row, cross entropy and most likely next token ``[1, n_local]`` of this
-    rank's slice of it, on the host and without padding beyond the row, and the slice.
+    Yields:
+        On every rank of that group: the index of a row; cross entropy and most likely next token, `[1,
+        n_local]`, of this rank's slice of the row; and the slice. The two tensors are on the host, without
+        padding beyond the row.
     """
     mesh, tokens = trainer.mesh, rows[0]["input_ids"].shape[1]
-    length = -(-tokens // mesh.sp_size) * mesh.sp_size  # the shortest that falls into equal slices
+    length = -(-tokens // mesh.sp_size) * mesh.sp_size  # the shortest length that falls into equal slices
     chunk = trainer.engine.module.loss_head.chunk_bytes
     with _reading(trainer, length) as whole:
         mine = slice(whole.start, max(whole.start, min(whole.stop, tokens)))
@@ -195,7 +251,8 @@ def scored_rows(trainer: Any, rows: Sequence[Rows]) -> Iterator[tuple[int, Tenso
             if trainer.control.interrupted():
                 raise Interrupted
             index = start + mesh.dp_rank
-            # All groups make equally many passes, as ZeRO needs it; one that has no row left repeats the first.
+            # ZeRO needs equally many passes of all groups. A group that has no row left repeats the first
+            # row.
             row = lengthened(rows[index if index < len(rows) else 0], length)
             scores: list[Tensor] = []
 
@@ -211,8 +268,13 @@ def scored_rows(trainer: Any, rows: Sequence[Rows]) -> Iterator[tuple[int, Tenso
 
 @contextlib.contextmanager
 def _reading(trainer: Any, row_length: int) -> Iterator[slice]:
-    """Make a trainer's model ready for rows of `row_length` tokens, which the sequence-parallel group must divide; yields this rank's
-    slice of a row. Afterwards modes and row length are what they were."""
+    """Make a trainer's model ready for rows of `row_length` tokens.
+
+    The sequence-parallel size must divide `row_length`. Afterwards modes and row length are what they were.
+
+    Yields:
+        This rank's slice of a row.
+    """
     module, ulysses = trainer.engine.module, trainer.ulysses
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
@@ -229,10 +291,12 @@ def _reading(trainer: Any, row_length: int) -> Iterator[slice]:
 
 
 def _read(trainer: Any, row: Rows, mine: slice, reader: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-    """One forward pass over a row that every rank of a group holds whole.
+    """Make one forward pass over a row that every rank of a group holds whole.
 
-    `reader`, of hidden states [B, n_local, hidden], output projection [V, hidden] and labels [B, n_local], stands in for the loss at its
-    place, where ZeRO-3 has gathered the output projection.
+    Args:
+        mine: this rank's slice of the row.
+        reader: takes hidden states [B, n_local, hidden], output projection [V, hidden] and labels [B,
+            n_local]. It is called in the place of the loss, where ZeRO-3 has gathered the output projection.
     """
     trainer.control.alive("evaluate")
     module, device = trainer.engine.module, trainer.mesh.device
@@ -246,7 +310,11 @@ def _read(trainer: Any, row: Rows, mine: slice, reader: Callable[[Tensor, Tensor
 
 
 def token_scores(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_bytes: int) -> tuple[Tensor, Tensor]:
-    """Cross entropy in nats (fp32, 0 without a label) and the most likely next token, each [B, n]; at most `chunk_bytes` of logits."""
+    """Cross entropy in nats (fp32, 0 without a label) and the most likely next token, each [B, n].
+
+    Args:
+        chunk_bytes: most bytes of logits that are held at a time.
+    """
     rows, targets = hidden.flatten(0, 1), labels.flatten()
     size = max(1, chunk_bytes // (4 * weight.shape[0]))
     losses, best = [], []
@@ -258,7 +326,12 @@ def token_scores(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_bytes: in
 
 
 def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[m, hidden] and [V, hidden] to [m, V] in at least fp32, not rounded on the way where the device can do without."""
+    """Logits [m, V] in at least fp32; they are not rounded on the way where the device can avoid it.
+
+    Args:
+        hidden: [m, hidden].
+        weight: [V, hidden].
+    """
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     logits = F.linear(hidden, weight)
