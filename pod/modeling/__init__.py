@@ -1,4 +1,4 @@
-"""Models, and what they hold. Whatever is imported of it, the package's kernels and engine are there."""
+"""Models, and what they hold. Importing any part of it also imports the package's kernels and engine."""
 
 import pod.engine
 import pod.kernels  # noqa: F401

@@ -1,5 +1,7 @@
-"""Adapters of `peft`: a folder that `pod export` wrote with export.adapter=true, or anybody's: what `pod.load_model` and
-`pod.load_adapter` need to know of it."""
+"""Adapters of `peft`: what `pod.load_model` and `pod.load_adapter` need to know of an adapter's folder.
+
+The folder may be one that `pod export` wrote with export.adapter=true, or anybody's.
+"""
 
 import os
 from pathlib import Path
@@ -10,18 +12,24 @@ from pod.modeling.checkpoints import ADAPTER_CONFIG
 from pod.models import resolve_model
 
 CONFIG_NAME = "pod_config.json"
-"""The model's configuration in an adapter's folder. Not config.json: transformers would take the folder for a model."""
+"""The model's configuration in an adapter's folder.
+
+It is not called config.json, because transformers would then take the folder for a model.
+"""
 BASE = "base_model_name_or_path"
 """The field of both configurations that names the model that was adapted."""
 
 
 def is_of_a_plan(folder: str) -> bool:
-    """Whether `pod export` wrote the adapter, which then brings its plan."""
+    """Whether `pod export` wrote the adapter. Such an adapter brings its plan."""
     return (Path(folder) / CONFIG_NAME).is_file()
 
 
 def merged(adapted: Any, folder: str | os.PathLike) -> Any:
-    """The model under a `PeftModel` with the adapter in its weights."""
+    """The model inside a `PeftModel`, with the adapter merged into its weights.
+
+    ValueError for an adapter that adds tokens (prompt learning): it cannot be merged.
+    """
     if adapted.active_peft_config.is_prompt_learning:
         kind = adapted.active_peft_config.peft_type.value
         raise ValueError(
@@ -31,7 +39,10 @@ def merged(adapted: Any, folder: str | os.PathLike) -> Any:
 
 
 def adapter_weights(folder: Path) -> dict[str, Any]:
-    """The weights in an adapter's folder, by the names that peft gives them. ValueError when they cannot be read."""
+    """The weights in an adapter's folder, by the names that peft gives them.
+
+    ValueError when they cannot be read, or when peft is missing.
+    """
     try:
         from peft.utils import load_peft_weights
     except ImportError:
@@ -45,7 +56,10 @@ def adapter_weights(folder: Path) -> dict[str, Any]:
 
 
 def put_on(model: Any, folder: Path) -> Any:
-    """A `PeftModel`: the adapter with all of its weights on a model. ValueError when they do not fit."""
+    """Put an adapter with all of its weights on a model, and return the `PeftModel`.
+
+    ValueError when the weights do not fit, or when peft is missing.
+    """
     try:
         from peft import PeftModel, get_peft_model_state_dict
         from peft.utils import load_peft_weights
@@ -64,13 +78,17 @@ def put_on(model: Any, folder: Path) -> Any:
     surplus = sorted(stored - expected - adapted.state_dict().keys())
     if missing or surplus:
         raise ValueError(
-            f"the adapter in {folder} does not fit its base: missing {missing[:3] or 'none'}, unexpected {surplus[:3] or 'none'}"
+            f"the adapter in {folder} does not fit its base: missing {missing[:3] or 'none'}, "
+            f"unexpected {surplus[:3] or 'none'}"
         )
     return adapted
 
 
 def base_of(folder: Path) -> str:
-    """The checkpoint that an adapter names as its base, as ``resolve_model`` gives it."""
+    """The checkpoint that an adapter names as its base, as ``resolve_model`` gives it.
+
+    ValueError when the adapter names none, or one that cannot be found.
+    """
     name = CONFIG_NAME if is_of_a_plan(str(folder)) else ADAPTER_CONFIG
     base = read_json(folder / name).get(BASE)
     if not base:

@@ -1,4 +1,4 @@
-"""Caches in safetensors files: a prefix is read once, and continued in other processes with the same bits."""
+"""Caches in safetensors files: read a prefix once, and continue it in other processes with the same bits."""
 
 import hashlib
 import json
@@ -20,17 +20,19 @@ from pod.modeling.shipped.state import CacheState
 
 _KIND = "pod-kv cache"
 _OF_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-"""In the name of a layer's tensor."""
+"""Finds the layer's number in the name of a layer's tensor."""
 
 
 def save_cache(model: PodForCausalLM, cache: PodCache, path: str | os.PathLike) -> None:
-    """Write everything that ``cache`` holds to a safetensors file of about ``cache.nbytes`` bytes, all at once or not at all.
+    """Write everything that ``cache`` holds to a safetensors file of about ``cache.nbytes`` bytes.
+
+    The file is written all at once or not at all.
 
     Args:
-        model: the one that filled it; a model with other weights is refused the file.
+        model: the model that filled the cache. ``load_cache`` refuses the file for one with other weights.
 
     Raises:
-        ValueError: an empty cache, one whose last pass failed, or one of another model.
+        ValueError: the cache is empty, its last pass failed, or it belongs to another model.
     """
     if not cache.is_initialized:
         raise ValueError("the cache is empty: feed a prompt before it is saved")
@@ -47,7 +49,7 @@ def save_cache(model: PodForCausalLM, cache: PodCache, path: str | os.PathLike) 
         "facts": json.dumps(state.facts),
         "weights": _fingerprint(model),
     }
-    # in host memory, so that a GPU that is full of the cache needs no room for a copy
+    # copied in host memory: a GPU that the cache fills has no room for a copy
     tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in state.tensors.items()}
     atomic_write_bytes(path, safetensors.torch.save(tensors, metadata))
 
@@ -55,11 +57,11 @@ def save_cache(model: PodForCausalLM, cache: PodCache, path: str | os.PathLike) 
 def load_cache(model: PodForCausalLM, path: str | os.PathLike) -> PodCache:
     """The cache of a file that ``save_cache`` wrote, for a model like the one that filled it.
 
-    Each layer's tokens come to that layer's device, wherever those of the saved one were.
+    Each layer's tokens come to the device of that layer, wherever they lay when the cache was saved.
 
     Raises:
-        ValueError: no such file, a damaged one or one of another kind or schema; a model of another shape, plan, windows
-            or dtype, or with other weights.
+        ValueError: the file does not exist, is damaged, or is of another kind or schema; or the model has
+            another shape, plan, windows, dtype or weights.
     """
     metadata, tensors = _read(path, places_of(model), model.device)
     try:
@@ -86,7 +88,7 @@ def load_cache(model: PodForCausalLM, path: str | os.PathLike) -> PodCache:
 
 
 def _fingerprint(model: PodForCausalLM) -> str:
-    """16 hex digits of the rotation and the first numbers of every weight."""
+    """16 hex digits: a hash of the rotation (RoPE) and of the first 32 numbers of every weight."""
     found = hashlib.sha256(json.dumps(model.config.rope_parameters, sort_keys=True, default=str).encode())
     for weight in model.parameters():
         found.update(weight.detach().flatten()[:32].float().cpu().numpy().tobytes())
@@ -96,7 +98,7 @@ def _fingerprint(model: PodForCausalLM) -> str:
 def _read(
     path: str | os.PathLike, devices: list[torch.device], others: torch.device
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Metadata and tensors: of layers on ``devices``, bookkeeping on ``others``."""
+    """Metadata and tensors of a file: those of layer i on ``devices[i]``, bookkeeping on ``others``."""
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
@@ -107,7 +109,7 @@ def _read(
                 found = _OF_LAYER.search(name)
                 layer = int(found[1]) if found else len(devices)
                 device = devices[layer] if layer < len(devices) else others
-                # in memory of their own: aligned as what a pass stores, so that sums run in the same order
+                # copied into its own memory, aligned as what a pass stores: sums then run in the same order
                 tensors[name] = file.get_tensor(name).to(device, copy=True)
             return metadata, tensors
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint hold, whatever its configuration says: names, shapes, one weight at a time."""
+"""What a checkpoint's files hold, whatever its configuration says: names, shapes, one weight at a time."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from pod.families import stored_names
 
 Reader = Callable[[str], Tensor]
-"""A weight by its name; it may lie in mapped pages of a file: copy it, never write to it."""
+"""Gives a weight by its name. The weight may lie in mapped pages of a file: copy it, never write to it."""
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _FILES = (
@@ -29,14 +29,14 @@ _FILES = (
 """Where weights are looked for, in the order of transformers."""
 ADAPTER_CONFIG = "adapter_config.json"
 _IGNORED = "rotary_emb.inv_freq"
-"""Old checkpoints hold tables that are computed today."""
+"""How the names of tables end that old checkpoints hold and that are computed today."""
 _ROWS_AT_A_TIME = 16_384  # of two matrices that are compared
 _FLOATING = ("F", "BF")
 """How the names of floating-point types begin in safetensors files."""
 
 
 class SafetensorsFile:
-    """Names, shapes and weights of a ``.safetensors`` file, whose pages are mapped."""
+    """Names, shapes and weights of a ``.safetensors`` file. Its pages are mapped."""
 
     def __init__(self, file: str):
         self._opened = safe_open(file, framework="pt")
@@ -53,7 +53,7 @@ class SafetensorsFile:
 
 
 class TorchFile:
-    """The same of a ``.bin`` file of ``torch.save``; only weights are read, never code."""
+    """The same for a ``.bin`` file of ``torch.save``. Only weights are read, never code."""
 
     def __init__(self, file: str):
         mapped = zipfile.is_zipfile(file)  # files of torch before 1.6 are read whole
@@ -72,19 +72,21 @@ class TorchFile:
 def weight_files(
     source: str | os.PathLike, **places: Any
 ) -> tuple[dict[str, tuple[int, ...]], Reader] | None:
-    """Shapes by the names in the weight files of a folder or hub id, and what reads a weight of them.
+    """The shape of every weight in the files of a folder or hub id, and a function that reads a weight.
 
     Args:
-        places: of ``cached_file`` of transformers: ``revision``, ``token``, ``cache_dir``, ``local_files_only``.
+        places: arguments of ``cached_file`` of transformers: ``revision``, ``token``, ``cache_dir``,
+            ``local_files_only``.
 
     Returns:
-        None where there are no such files (a GGUF file, or a model that is not on this machine).
+        Shapes by name and the reader; None where there are no such files (a GGUF file, or a model that is not
+        on this machine).
 
     Raises:
-        ValueError: a file that is missing or cannot be read, weights that are no floating-point numbers, and a
-            name with different weights in two files.
+        ValueError: a file is missing or cannot be read, weights are not floating-point numbers, or two files
+            hold different weights under one name.
     """
-    opened = lru_cache(maxsize=1)(_open)  # pages of one file stay mapped
+    opened = lru_cache(maxsize=1)(_open)  # the pages of one file at a time stay mapped
     place: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for file in _files(source, places):
@@ -93,8 +95,8 @@ def weight_files(
                 continue
             if not opened(file).is_floating(name):
                 raise ValueError(
-                    f"{name} in {file} is no floating-point weight: the checkpoint is quantized, load the one that "
-                    "it was made from"
+                    f"{name} in {file} is no floating-point weight: the checkpoint is quantized, load the "
+                    "one that it was made from"
                 )
             if name in place:
                 _check_same(name, opened(place[name]).read(name), opened(file).read(name), place[name], file)
@@ -136,14 +138,18 @@ def _files(source: str | os.PathLike, places: Mapping[str, Any]) -> list[str]:
 
 
 def is_adapter(source: str) -> bool:
-    """Whether a folder holds an adapter of peft. ValueError where it holds a whole model too: transformers would go to
-    the adapter's base then, whatever stands here."""
+    """Whether a folder holds an adapter of peft.
+
+    ValueError where it holds a whole model too: transformers would then load the adapter's base and pass over
+    that model.
+    """
     folder = Path(source)
     if not (folder / ADAPTER_CONFIG).is_file():
         return False
     if whole := [name for name in _FILES if (folder / name).is_file()]:
         raise ValueError(
-            f"{source} holds an adapter ({ADAPTER_CONFIG}) and a whole model ({whole[0]}): keep one of both in a folder"
+            f"{source} holds an adapter ({ADAPTER_CONFIG}) and a whole model ({whole[0]}): keep one of both "
+            "in a folder"
         )
     return True
 
@@ -168,13 +174,15 @@ def same_values(first: Tensor, second: Tensor) -> bool:
 
 
 def has_own_head(have: Container[str], read: Reader, config: Any) -> bool:
-    """Whether a checkpoint whose configuration ties the output projection to the embedding holds another one.
+    """Whether a checkpoint stores a head of its own, although its configuration ties it to the embedding.
 
-    What is stored wins over ``tie_word_embeddings``, as in transformers: a head of its own is what remains of an
-    adapter with ``modules_to_save=["lm_head"]``, or of a training that had the two apart.
+    The head is the output projection. What is stored wins over ``tie_word_embeddings``, as in transformers.
+    Such a head is left by an adapter with ``modules_to_save=["lm_head"]``, or by a training that kept the two
+    apart.
 
     Args:
-        have: names of the weights; ``read(name)`` gives one.
+        have: names of the weights in the checkpoint.
+        read: gives a weight by its name.
     """
     if not config.tie_word_embeddings:
         return False

@@ -1,4 +1,4 @@
-"""The arguments of ``load_model`` that go by transformers' names: what each is here, or why it is none."""
+"""Arguments of ``load_model`` with transformers' names: what each one means here, or why it is refused."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -10,11 +10,11 @@ from pod.modeling.placement import STYLES, place
 from pod.modeling.shipped.config import PodConfig
 
 PLACES = frozenset({"cache_dir", "gguf_file", "local_files_only", "revision", "token"})
-"""Where a checkpoint is, as ``from_pretrained`` of transformers takes it."""
+"""Arguments that say where a checkpoint is, as ``from_pretrained`` of transformers takes them."""
 ATTENTION = {"eager": "reference", "flash_attention_2": "flash", "sdpa": "auto"}
-"""Our backend for an ``attn_implementation``."""
+"""Our attention backend for each ``attn_implementation`` of transformers."""
 _WITHOUT_EFFECT = frozenset({"low_cpu_mem_usage", "trust_remote_code", "use_safetensors"})
-"""Taken, and true of every load: weights are mapped, and only code of this package runs."""
+"""Taken without effect, as they hold for every load: weights are mapped, only this package's code runs."""
 _TRANSLATED = frozenset({"attn_implementation", "device_map", "max_memory", "torch_dtype"})
 _REASONS = {
     "load_in_4bit": "weights are not quantized here; method 'pod+int4' packs the cache",
@@ -33,13 +33,13 @@ class LoadOptions(NamedTuple):
     """Arguments of ``load_model`` in our own words.
 
     Attributes:
-        dtype: of the weights; None = the checkpoint's.
-        device: where the model ends; None = where it is.
+        dtype: dtype of the weights; None = the checkpoint's.
+        device: the device on which the model ends up; None = where it is.
         is_read_there: whether weights are read straight to that device (a ``device_map``).
-        places: those of ``PLACES`` that were given.
+        places: the arguments of ``PLACES`` that were given.
         spread: a ``device_map`` that may name several devices, until ``placed`` knows the model; else None.
-        max_memory: what weights may take on each device; None = by what is free there.
-        layout: the device of each module, where there are several; else None.
+        max_memory: what weights may take on each device; None = as much as is free there allows.
+        layout: the device of each module, where there are several devices; else None.
     """
 
     dtype: torch.dtype | None
@@ -52,10 +52,10 @@ class LoadOptions(NamedTuple):
     layout: dict[str, torch.device] | None = None
 
     def placed(self, config: PodConfig, dtype: torch.dtype | None) -> "LoadOptions":
-        """The same for a model of this configuration and dtype: where each part of it lies.
+        """The same options, with a place for each part of a model of this configuration and dtype.
 
         Raises:
-            ValueError: as ``placement.place``.
+            ValueError: as in ``placement.place``.
         """
         if self.spread is None:
             return self
@@ -70,13 +70,15 @@ class LoadOptions(NamedTuple):
 def load_options(
     dtype: Any, attention_backend: str, device: Any, others: Mapping[str, Any], own: Iterable[str]
 ) -> LoadOptions:
-    """Read the arguments.
+    """Read the arguments of ``load_model``.
 
     Args:
-        others: what ``load_model`` was given beside its own arguments, whose names are ``own``.
+        others: what ``load_model`` was given beside its own arguments.
+        own: the names of its own arguments.
 
     Raises:
-        ValueError: a name that is not taken, two names that disagree; says what to do.
+        ValueError: a name that is not taken, or two names of one setting that disagree. The message says what
+            to do.
     """
     given = {name: value for name, value in others.items() if value is not None}
     _check_names(given, own)
@@ -142,7 +144,7 @@ def _backend(asked: Any) -> str | None:
 
 
 def _one(ours: str, own: Any, theirs: str, other: Any) -> Any:
-    """The value of an argument with two names."""
+    """The value of an argument that has two names. ValueError when both are given and differ."""
     if own is not None and other is not None and str(own) != str(other):
         raise ValueError(
             f"{ours} = {own!r} and {theirs} = {str(other)!r} are the same setting: give only one of them"
@@ -167,6 +169,6 @@ def _device_of(device_map: Any) -> torch.device | None:
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"device_map = {device_map!r}: use a device, for example 'cuda:0', one of {', '.join(STYLES)}, or devices "
-            f"by module ({reason})"
+            f"device_map = {device_map!r}: use a device, for example 'cuda:0', one of {', '.join(STYLES)}, "
+            f"or devices by module ({reason})"
         ) from None

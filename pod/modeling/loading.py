@@ -1,4 +1,4 @@
-"""Loading: a checkpoint of one of the families, or a PoD export, into the one decoder; with heads in another order."""
+"""Load a checkpoint of one of the families, or a PoD export, into the one decoder, and reorder its heads."""
 
 import copy
 import inspect
@@ -45,12 +45,19 @@ _PROJECTION = re.compile(
 _SINKS = re.compile(r"model\.layers\.(\d+)\.self_attn\.(sinks|sink_values)")
 _SINKS_ANYWHERE = re.compile(rf"(?:.*\.)?{_SINKS.pattern}")
 Order = Sequence[Sequence[int]]
-"""``[L][Hq]``: which query head of the original weights stands at each place, as ``SharingPlan.head_order``."""
+"""``[L][Hq]``: which query head of the original weights stands at each place (``SharingPlan.head_order``)."""
 
 
 def convert_config(source: Any, **changes: Any) -> PodConfig:
-    """Our configuration from that of a model of one of the ``FAMILIES``, or of one whose text part is; ``changes``: fields to set.
-    Errors as in ``fields_of``."""
+    """Our configuration from the configuration of a model whose text part belongs to one of the ``FAMILIES``.
+
+    Args:
+        source: the configuration of that model, or of its text part.
+        changes: fields to set.
+
+    Raises:
+        ValueError: as in ``fields_of``.
+    """
     source = source.get_text_config()
     own = vars(source)
     same = {name: own[name] for name in PodConfig.__annotations__.keys() & own.keys() - {"use_cache"}}
@@ -58,8 +65,10 @@ def convert_config(source: Any, **changes: Any) -> PodConfig:
 
 
 def plan_fields(plan: SharingPlan | None) -> dict[str, Any]:
-    """The fields of ``PodConfig`` that a plan sets, its windows among them where it records them. None =
-    dense, heads in the original order."""
+    """The fields of ``PodConfig`` that a plan sets, including its windows where it records them.
+
+    None = a dense model with its heads in the original order.
+    """
     if plan is None:
         return {"lead": None, "kv_bits": None, "head_order": None}
     bits = plan.bits and list(plan.bits)
@@ -73,14 +82,16 @@ def plan_fields(plan: SharingPlan | None) -> dict[str, Any]:
 
 
 Constants = Mapping[str, Tensor]
-"""Weights that no checkpoint needs to have, by name: they come from a plan, and their heads stand in its order."""
+"""Weights by name that no checkpoint needs to have: they come from a plan, with heads in the plan's order."""
 
 
 def sink_weights(plan: SharingPlan | None, config: PodConfig, checkpoint: Any = None) -> Constants:
-    """The constants of a plan as weights of the model, in fp32; none where the plan or the model has none.
+    """The constants of a plan as weights of the model, in fp32; empty where the plan or the model has none.
 
-    ``checkpoint`` is the configuration of the weights that the model takes over. If it has constants under the same
-    plan, they stay: they were trained from the plan's.
+    Args:
+        checkpoint: the configuration of the weights that the model takes over. If these have constants under
+            the same plan, they stay, because they were trained from the plan's; a warning says so, and
+            nothing is returned.
     """
     constants = None if plan is None else plan.sink_constants
     found: dict[str, Tensor] = {}
@@ -91,8 +102,8 @@ def sink_weights(plan: SharingPlan | None, config: PodConfig, checkpoint: Any = 
     ):
         if constants is not None:
             warnings.warn(
-                "this checkpoint was trained under this plan: its own constants stay in place of the plan's; to "
-                'start from the plan\'s, load it with layout="dense" first',
+                "this checkpoint was trained under this plan: its own constants stay in place of the plan's; "
+                'to start from the plan\'s, load it with layout="dense" first',
                 stacklevel=2,
             )
         return found
@@ -105,7 +116,10 @@ def sink_weights(plan: SharingPlan | None, config: PodConfig, checkpoint: Any = 
 
 
 def with_constants(plan: SharingPlan, weights: Mapping[str, Tensor]) -> SharingPlan:
-    """The plan with the constants that trained weights hold, whose names may stand behind a prefix (peft's); in the model's order."""
+    """The plan with the constants that trained weights hold, in the model's order of heads.
+
+    The names of the weights may have a prefix in front (as peft's have).
+    """
     logits: list[Any] = [None] * plan.num_layers
     values: list[Any] = [None] * plan.num_layers
     for name, weight in weights.items():
@@ -125,14 +139,18 @@ def from_dense(
 ) -> PodForCausalLM:
     """A PoD model that takes over the weights of a stock or PoD model (same tensors, same names).
 
-    Heads move to ``config.head_order`` from the order of the source, a layer at a time: into new tensors, and with ``owned``
-    those of the source go as they are replaced. For a ``cla`` layout the key and value weights of a lead start as the mean over the layers of its block.
+    Heads move from the order of the source to ``config.head_order``, a layer at a time, into new tensors. For
+    a ``cla`` layout, the key and value weights of a lead start as the mean over the layers of its block.
 
-    An output projection of its own is kept, and ``config`` says so afterwards, whatever it said of tied embeddings. ``constants``
-    win over weights of the source with their names.
+    An output projection of its own is kept, whatever ``config`` said of tied embeddings; ``config`` says so
+    afterwards.
+
+    Args:
+        owned: whether the source may be used up: its tensors are freed as they are replaced.
+        constants: weights that win over weights of the source with the same names.
 
     Raises:
-        ValueError: parameters that are missing, unexpected or of another shape.
+        ValueError: parameters are missing, unexpected or of another shape.
     """
     state = source.state_dict()
     if has_own_head(state, state.__getitem__, config):
@@ -159,7 +177,7 @@ def from_dense(
 
 
 def caching(generation_config: GenerationConfig) -> GenerationConfig:
-    """The same with ``use_cache``: what trained with activation checkpointing says no, and it is for training."""
+    """A copy with ``use_cache`` on. Training with activation checkpointing turns it off, for training only."""
     changed = copy.deepcopy(generation_config)
     changed.use_cache = True
     return changed
@@ -185,7 +203,7 @@ def check_fit(shapes: Mapping[str, Sequence[int]], config: PodConfig, model: Pod
     unexpected = {
         one
         for one in shapes.keys() - used
-        if not one.startswith(OTHER_PARTS) and not _SINKS.fullmatch(one)  # of layers that have none now
+        if not one.startswith(OTHER_PARTS) and not _SINKS.fullmatch(one)  # sinks of layers without any now
     }
     empty = {one: torch.empty(shape, device="meta") for one, shape in shapes.items()}
     others = {
@@ -203,10 +221,14 @@ def _refuse(found: Mapping[str, Iterable[Any]]) -> None:
 
 
 def sources_of(name: str, have: Container[str], config: PodConfig) -> list[str]:
-    """The weights of a checkpoint that has the names ``have`` of which the model's weight ``name`` is made.
+    """The names of the weights in a checkpoint from which the model's weight ``name`` is made.
 
-    One but for keys and values of a ``cla`` layout, whose lead starts from all layers of its block; where output projection and
-    embedding are tied and one of them is not stored, it is the other.
+    It is one name, except for keys and values of a ``cla`` layout, whose lead starts from all layers of its
+    block. Where output projection and embedding are tied and one of them is not stored, the name is that of
+    the other.
+
+    Args:
+        have: the names of the checkpoint's weights.
     """
     if config.tie_word_embeddings and name in (HEAD, EMBEDDING):
         stored = [one for one in (EMBEDDING, HEAD) if stored_names(one, have, config)[0] in have]
@@ -222,16 +244,21 @@ def sources_of(name: str, have: Container[str], config: PodConfig) -> list[str]:
 def made_weight(
     name: str, read: Callable[[str], torch.Tensor], have: Container[str], config: PodConfig, now: Order | None
 ) -> torch.Tensor:
-    """The model's weight ``name`` from a checkpoint's: heads in the configuration's order, means over ``cla`` blocks (Brandon et
-    al. train from scratch; the mean is how grouped-query attention merges heads, Ainslie et al., 2023, §2.1).
+    """Make the model's weight ``name`` from a checkpoint's weights, with heads in the configuration's order.
 
-    The checkpoint has the names ``have``, gives a weight by ``read(name)``, and its heads stand in the order ``now``.
+    For a ``cla`` layout it is the mean over a block of layers. (Brandon et al. train from scratch. The mean
+    is how grouped-query attention merges heads, Ainslie et al., 2023, §2.1.)
+
+    Args:
+        read: gives a weight of the checkpoint by its name.
+        have: the names of the checkpoint's weights.
+        now: the order in which the checkpoint's heads stand.
     """
     sources = sources_of(name, have, config)
     weights = [reordered(one, read_weight(one, read, have, config), config, now) for one in sources]
     if len(weights) == 1:
         return weights[0]
-    device = weights[0].device  # that of the lead, where layers lie on several
+    device = weights[0].device  # the lead's, where layers lie on several devices
     wide = torch.stack([weight.to(device) for weight in weights]).to(compute_dtype(weights[0].dtype))
     return wide.mean(0).to(weights[0].dtype)
 
@@ -251,42 +278,45 @@ def load_model(
     """Load a dense checkpoint, a PoD export, or an adapter merged into its base, in evaluation mode.
 
     Args:
-        source: as ``resolve_model`` takes it, a folder with an adapter of peft that names its base, or a transformers model in memory:
-            its weights are shared but for heads that move.
-        plan: sharing plan or path of a ``plan.json``; None keeps the checkpoint's own (dense for stock ones). The heads of the
-            weights are moved to the order that the plan names, or back to the original one if it names none.
-        num_sink_tokens, num_recent_tokens: windows in tokens; None takes those that ``plan`` was made for,
-            else the checkpoint's, else the layout's (16 and 4080; 0 and 4096 for ``window``). Others than the
-            plan's are a warning.
-        dtype: of the weights; None and ``"auto"`` keep the checkpoint's.
+        source: a name or folder, as ``resolve_model`` takes it; a folder with an adapter of peft that names
+            its base; or a transformers model in memory, whose weights are shared except for heads that move.
+        plan: sharing plan or path of a ``plan.json``; None keeps the checkpoint's own (dense for stock ones).
+            The heads of the weights move to the order that the plan names, or back to the original order if
+            it names none.
+        num_sink_tokens, num_recent_tokens: windows in tokens. None takes those that ``plan`` was made for,
+            else the checkpoint's, else the layout's (16 and 4080; 0 and 4096 for ``window``). Windows that
+            differ from the plan's give a warning.
+        dtype: dtype of the weights; None and ``"auto"`` keep the checkpoint's.
         attention_backend: ``auto`` or a registered name.
         device: where to put the model; None = the CPU, or where a model in memory is.
-        layout: ``pod``, ``cla`` or ``window``, see ``PodConfig``; None keeps the checkpoint's (``pod`` for stock ones).
-            Another layout than the checkpoint's is where training starts, with the checkpoint's plan and windows left
-            behind; a ``cla`` model starts from the mean key and value weights of each block of layers. ``dense`` is
-            ``pod`` without sharing, whatever plan the checkpoint has.
-        sinks: what stands for the first tokens in heads that keep the plan's windows, ``tokens``, ``constant`` or ``none``;
-            None takes the plan's, else the checkpoint's. Constants come from the plan; a checkpoint that was trained
-            under the same plan keeps its own (load it with ``layout="dense"`` first to start from the plan's).
-        others: ``cache_dir``, ``local_files_only``, ``revision`` and ``token`` as in transformers, ``gguf_file`` a GGUF
-            file inside ``source``; ``torch_dtype`` is ``dtype``; ``device_map`` says where the layers lie, see
-            below; ``attn_implementation`` is a backend (``sdpa``: auto, ``eager``: reference,
-            ``flash_attention_2``: flash). ``trust_remote_code`` is taken and changes nothing: code of this
-            package runs, never a checkpoint's.
+        layout: ``pod``, ``cla`` or ``window``, see ``PodConfig``; None keeps the checkpoint's (``pod`` for
+            stock ones). A layout that is not the checkpoint's is a start for training: the checkpoint's plan
+            and windows are left behind, and a ``cla`` model starts from the mean key and value weights of
+            each block of layers. ``dense`` is ``pod`` without sharing, whatever plan the checkpoint has.
+        sinks: what stands for the first tokens in heads that keep the plan's windows: ``tokens``,
+            ``constant`` or ``none``. None takes the plan's, else the checkpoint's. Constants come from the
+            plan. A checkpoint that was trained under the same plan keeps its own; load it with
+            ``layout="dense"`` first to start from the plan's.
+        others: arguments with transformers' names. ``cache_dir``, ``local_files_only``, ``revision`` and
+            ``token`` are as there. ``gguf_file`` is a GGUF file inside ``source``, ``torch_dtype`` is
+            ``dtype``. ``device_map`` says where the layers lie, see below. ``attn_implementation`` is a
+            backend (``sdpa``: auto, ``eager``: reference, ``flash_attention_2``: flash).
+            ``trust_remote_code`` is taken and changes
+            nothing: only code of this package runs, never a checkpoint's.
 
-    Weights are read straight to what ``device_map`` names: a device, devices by module, ``balanced`` (all GPUs
-    by equal shares), ``sequential`` (one after the other), or ``auto`` (as few as leave 30 % of their memory to
-    the cache), with ``max_memory`` as what weights may take on each.
+    Weights are read straight to what ``device_map`` names: a device, devices by module, ``balanced`` (all
+    GPUs by equal shares), ``sequential`` (one GPU after the other), or ``auto`` (as few GPUs as leave 30 % of
+    their memory to the cache). ``max_memory`` is what weights may take on each device.
 
-    What the files hold wins over the configuration where the two can be reconciled: an output projection that differs from
-    the embedding stays its own, whatever ``tie_word_embeddings`` says. The model caches, whatever ``use_cache`` says.
-    The environment variable ``POD_FLASH_ATTENTION`` (fa2, fa3, fa4) names the FlashAttention that runs
-    on GPUs.
+    What the files hold wins over the configuration where the two can be reconciled: an output projection that
+    differs from the embedding stays its own, whatever ``tie_word_embeddings`` says. The model caches,
+    whatever ``use_cache`` says. The environment variable ``POD_FLASH_ATTENTION`` (fa2, fa3, fa4) names the
+    FlashAttention that runs on GPUs.
 
     Raises:
-        ValueError: names, families, keys, plans or layouts that do not fit, devices that do not hold the model
-            or would only store it, quantization, files that contradict each other or the configuration; the
-            message says what would fit.
+        ValueError: names, families, keys, plans or layouts do not fit; devices do not hold the model, or
+            would only store it; the checkpoint is quantized; or files contradict each other or the
+            configuration. The message says what would fit.
     """
     use_asked()
     options = load_options(dtype, attention_backend, device, others, _OWN_NAMES)
@@ -322,7 +352,7 @@ def _converted(dense: Any, wishes: dict[str, Any], options: LoadOptions, owned: 
 
 
 def _placed(source: str, wishes: dict[str, Any], options: LoadOptions) -> LoadOptions:
-    """The options with the device of each part of the model of a checkpoint, whose configuration is checked."""
+    """The options with the device of each part of a checkpoint's model. Its configuration is checked too."""
     config = _read_config(source, **options.places)
     return options.placed(target_config(config, **wishes), options.dtype or config.dtype)
 
@@ -331,7 +361,10 @@ _OWN_NAMES = frozenset(inspect.signature(load_model).parameters) - {"others"}
 
 
 def _from_adapter(folder: str, wishes: dict[str, Any], options: LoadOptions) -> PodForCausalLM:
-    """The base of an adapter with the adapter merged into it: before heads move, or with the adapter's own plan."""
+    """The base of an adapter, with the adapter merged into it.
+
+    It is merged before heads move, or, if the adapter has a plan of its own, under that plan.
+    """
     if not is_of_a_plan(folder):
         base = base_of(Path(folder))
         options = _placed(base, wishes, options)  # refused before weights are read
@@ -348,18 +381,19 @@ def _from_adapter(folder: str, wishes: dict[str, Any], options: LoadOptions) -> 
 
 
 def load_adapter(folder: str | os.PathLike, base: Any = None, **options: Any) -> Any:
-    """The model that an adapter was trained on, and the adapter on it (a `PeftModel`); `pod.load_model(folder)` merges the two.
+    """Load the model that an adapter was trained on, with the adapter on it (a `PeftModel`).
 
-    An adapter that `pod export` wrote brings its plan, windows and RoPE; another one goes onto the model that
-    `pod.load_model(base, **options)` gives.
+    `pod.load_model(folder)` merges the two instead. An adapter that `pod export` wrote brings its plan,
+    windows and RoPE. Any other adapter goes onto the model that `pod.load_model(base, **options)` gives.
 
     Args:
         folder: holds `adapter_config.json` and the adapter's weights.
-        base: the checkpoint that training started from: a folder, a hub id, or a transformers model; None = as the
-            adapter names it.
-        options: of `pod.load_model` (dtype, gguf_file, device, attention_backend).
+        base: the checkpoint that training started from: a folder, a hub id, or a transformers model. None =
+            the one that the adapter names.
+        options: arguments of `pod.load_model` (dtype, gguf_file, device, attention_backend).
 
-    Raises: ValueError for a folder that holds no adapter, a base that is not named or does not fit, a missing peft.
+    Raises:
+        ValueError: the folder holds no adapter, its base is not named or does not fit, or peft is missing.
     """
     folder = Path(folder)
     if not (folder / ADAPTER_CONFIG).is_file():
@@ -381,12 +415,12 @@ def load_adapter(folder: str | os.PathLike, base: Any = None, **options: Any) ->
     if config.sinks == "constant":
         plan = with_constants(plan, adapter_weights(folder))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*its own constants stay")  # until the next lines
+        warnings.filterwarnings("ignore", ".*its own constants stay")  # the adapter's are copied in below
         model = load_model(source, plan=plan, layout=config.layout, **windows, **options)
     with torch.no_grad():
         for name, trained in sink_weights(plan, model.config).items():
             model.get_parameter(name).copy_(trained)
-    # nothing has asked for a rotation yet: the tables are made from these at the first forward pass
+    # no rotation was computed yet: the tables are made from these fields at the first forward pass
     model.config.rope_parameters = config.rope_parameters
     model.config.max_position_embeddings = config.max_position_embeddings
     return put_on(model, folder)
@@ -439,11 +473,10 @@ def target_config(
     sinks: str | None = None,
     **windows: int | None,
 ) -> PodConfig:
-    """The configuration of what ``load_model`` makes of a checkpoint with this configuration (arguments and
-    errors there).
+    """The configuration of the model that ``load_model`` makes of a checkpoint with the configuration ``source``.
 
-    Windows that are given are taken without a word, also where the plan has others: see
-    ``SharingPlan.choose_windows``.
+    Arguments and errors are those of ``load_model``. Windows that are given are taken without a warning, even
+    where the plan has others: see ``SharingPlan.choose_windows``.
     """
     changes: dict[str, Any] = {"attention_backend": attention_backend}
     if layout is not None:
@@ -472,8 +505,11 @@ def target_config(
 def _sinks_of(
     source: Any, changes: Mapping[str, Any], asked: str | None, tokens: int | None
 ) -> dict[str, Any]:
-    """``sinks`` and first tokens of a model, where these are not what ``changes`` and the checkpoint say: the number that was given
-    decides between ``tokens`` and ``none``, and other sinks than the plan's leave its number behind."""
+    """The fields for sinks and first tokens, where they are not what ``changes`` and the checkpoint say.
+
+    A number of first tokens that was given decides between ``tokens`` and ``none``. Sinks that are not the
+    plan's leave the plan's number behind.
+    """
     known = changes.get("sinks", getattr(source, "sinks", None))
     if asked is None:
         return {} if tokens is None or known == "constant" else {"sinks": None}
@@ -485,7 +521,7 @@ def _sinks_of(
 def _read_config(source: str, **places: Any) -> Any:
     try:
         config = _read(read_config, source, **places)
-    except ValueError as error:  # of transformers in several lines, as for code of a checkpoint's own
+    except ValueError as error:  # transformers' message has several lines, as where a checkpoint has own code
         first, *more = str(error).splitlines()
         if not more and "custom code" not in first:
             raise
@@ -511,23 +547,26 @@ def _read(read: Callable[..., Any], source: str, **options: Any) -> Any:
 
 
 def reordered(name: str, weight: Tensor, config: PodConfig, now: Order | None) -> Tensor:
-    """The weight called ``name`` when heads that stand in the order ``now`` move to ``config.head_order``; ``weight`` itself
-    where nothing moves.
+    """The weight called ``name`` after heads move from the order ``now`` to ``config.head_order``.
 
-    Query heads are rows of ``q_proj`` and columns of ``o_proj``, KV heads rows of ``k_proj`` and ``v_proj``; biases of q, k
-    and v are rows too, and norms across heads; norms of heads are shared by all. Sinks are of query heads, their values of
-    KV heads. None = the original order.
+    An order of None is the original one. Where nothing moves, ``weight`` itself is returned.
+
+    Query heads are rows of ``q_proj`` and columns of ``o_proj``. KV heads are rows of ``k_proj`` and
+    ``v_proj``. Biases of q, k and v are rows too, and so are norms across heads. A norm of single heads is
+    shared by all heads and stays. Sinks belong to query heads, their values to KV heads.
     """
     found = _PROJECTION.fullmatch(name) or _SINKS.fullmatch(name)
     if found is None or (now is None and config.head_order is None):
         return weight
     if name.endswith("norm.weight") and not config.qk_norm_across_heads:
         return weight
-    original, layer = list(range(config.num_attention_heads)), int(found[1])
+    layer = int(found[1])
+    original = list(range(config.num_attention_heads))
     old, new = (original if order is None else list(order[layer]) for order in (now, config.head_order))
     if old == new:
         return weight
-    place, dim = {head: at for at, head in enumerate(old)}, 1 if found[2] is None else 0
+    place = {head: at for at, head in enumerate(old)}
+    dim = 1 if found[2] is None else 0  # columns of o_proj, rows of everything else
     index = torch.tensor([place[head] for head in new], device=weight.device)
     if found[2] in ("k", "v", "sink_values"):
         index = index[:: config.num_key_value_groups] // config.num_key_value_groups

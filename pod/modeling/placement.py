@@ -1,9 +1,9 @@
 """One model on several devices: which layer lies where, and accelerate's hooks for what passes between them.
 
-Layers stay in order, so that a device has neighbouring ones and a token crosses each border once. A border
-inside a block of a plan costs more: what the block's lead left (queries and keys of a prompt, logits of a
-decoded token) crosses too. So of layouts that fill their devices about equally the one with the fewest KV
-heads that cross is taken.
+Layers stay in order: a device has neighbouring layers, and a token crosses each border once. A border inside
+a block of a plan costs more, because what the block's lead left (queries and keys of a prompt, logits of a
+decoded token) crosses it too. So, among layouts that fill their devices about equally, we take the one with
+the fewest KV heads that cross a border.
 """
 
 import difflib
@@ -21,26 +21,28 @@ from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import is_followed
 
 STYLES = ("auto", "balanced", "sequential")
-"""What ``device_map`` may say in place of devices."""
+"""What ``device_map`` may say in place of devices; see ``load_model``."""
 ROOM_OF_AUTO = 0.3
-"""Share of each device's free memory that ``auto`` leaves to cache and activations where it can."""
+"""Share of each device's free memory that ``auto`` leaves to cache and activations, where it can."""
 ROOM = 0.1
-"""The least share that is left where nobody says ``max_memory``."""
+"""The least share of free memory that is left when ``max_memory`` is not given."""
 UNEVEN = 1.25
-"""How much fuller than need be the fullest device may get, for a border with fewer KV heads that cross."""
+"""How much fuller than in the evenest layout the fullest device may get, if fewer KV heads then cross."""
 
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens", "model.norm", "lm_head"
 _IGNORED = frozenset({"model.rotary_emb"})
-"""Modules of stock models that have no weights, and that maps of theirs name."""
+"""Modules of stock models that have no weights, but that a ``device_map`` for a stock model names."""
 
 
 class Parts(NamedTuple):
-    """What is laid out, in the order in which a token passes: embedding, layers, and the end (norm, and
-    head unless tied).
+    """The parts of a model, in the order in which a token passes them.
+
+    They are the embedding, the layers, and the end (the norm, and the head unless it is tied).
 
     Attributes:
-        sizes: bytes of each part's weights (and of what else is to lie beside them).
-        crossing: KV heads whose lead is before a part and has followers from it on, for each part.
+        sizes: bytes of each part's weights, and of what else is to lie beside them.
+        crossing: for each part, the number of KV heads whose lead is before the part and that have followers
+            in it or after it.
     """
 
     sizes: list[int]
@@ -52,9 +54,10 @@ class Unplaced(ValueError):
 
 
 def parts_of(config: PodConfig, bytes_per_number: int, beside: Sequence[int] | None = None) -> Parts:
-    """The parts of a model of this configuration, from shapes alone.
+    """The parts of a model of this configuration, computed from shapes alone.
 
     Args:
+        bytes_per_number: bytes of one number in a weight.
         beside: bytes of each layer's keys and values; None = they are not counted.
     """
     with torch.device("meta"):
@@ -74,7 +77,7 @@ def _numbers(module: nn.Module) -> int:
 
 
 def heads_that_cross(config: PodConfig) -> list[int]:
-    """For each layer: KV heads whose lead is below it and has followers from it on."""
+    """For each layer, how many KV heads have their lead below it and followers in it or above it."""
     lead = config.sharing_plan.lead
     if config.layout == "window":
         return [0] * len(lead)
@@ -85,15 +88,15 @@ def heads_that_cross(config: PodConfig) -> list[int]:
 
 
 def lay_out(parts: Parts, capacities: Sequence[float], style: str = "balanced") -> list[int]:
-    """The number of the device of each part: rising, so that a device has neighbouring parts.
+    """The number of the device on which each part lies. The numbers rise: a device has neighbouring parts.
 
     Args:
-        capacities: bytes that each device takes; infinite = any number.
-        style: ``sequential`` fills one device after the other; ``balanced`` fills all by the same share,
-            but for what fewer heads that cross are worth (``UNEVEN``).
+        capacities: bytes that each device takes; infinite = any number of bytes.
+        style: ``sequential`` fills one device after the other. ``balanced`` fills all by the same share, but
+            takes a less even layout where fewer heads cross a border (up to ``UNEVEN``).
 
     Raises:
-        Unplaced: they do not fit.
+        Unplaced: the parts do not fit the devices.
     """
     if style == "sequential":
         return _in_sequence(parts, capacities)
@@ -126,13 +129,19 @@ def _in_sequence(parts: Parts, capacities: Sequence[float]) -> list[int]:
 def _does_not_fit(parts: Parts, capacities: Sequence[float]) -> str:
     room = ", ".join(f"{one / 1e9:.1f}" for one in capacities)
     return (
-        f"{sum(parts.sizes) / 1e9:.1f} GB in parts of up to {max(parts.sizes) / 1e9:.1f} GB do not fit devices "
-        f"that take {room} GB"
+        f"{sum(parts.sizes) / 1e9:.1f} GB in parts of up to {max(parts.sizes) / 1e9:.1f} GB "
+        f"do not fit devices that take {room} GB"
     )
 
 
 class _Layout(NamedTuple):
-    """Heads that cross so far, the filling of the fullest device, and the device of each part."""
+    """A layout of the first parts.
+
+    Attributes:
+        crossing: KV heads that cross a border so far.
+        fullest: the filling of the fullest device.
+        devices: the number of each part's device.
+    """
 
     crossing: int
     fullest: float
@@ -140,11 +149,10 @@ class _Layout(NamedTuple):
 
 
 def _best(parts: Parts, capacities: Sequence[float], limit: float) -> list[int] | None:
-    """The layout with the fewest heads that cross, of these with the least full fullest device.
+    """The layout with the fewest heads that cross a border; None when no layout is within the limit.
 
-    None = none is within the limit.
-
-    By dynamic programming: ``best[n]`` is that of the first ``n`` parts on the devices so far.
+    Among equals, it is the one whose fullest device is the least full. It is found by dynamic programming:
+    ``best[n]`` is the best layout of the first ``n`` parts on the devices considered so far.
     """
     count = len(parts.sizes)
     before = list(accumulate(parts.sizes, initial=0))
@@ -175,7 +183,7 @@ def _fillings(parts: Parts, capacities: Sequence[float], found: Sequence[int]) -
     return [size / capacity if size else 0.0 for size, capacity in zip(held, capacities, strict=True)]
 
 
-# -- which devices -----------------------------------------------------------------------------------------------
+# -- which devices -------------------------------------------------------------------------------------------
 
 
 def place(
@@ -188,14 +196,16 @@ def place(
     """The device of every part of a model, by its module's name.
 
     Args:
+        bytes_per_number: bytes of one number in a weight.
         asked: one of ``STYLES``, or devices by module, as ``device_map`` of transformers.
-        max_memory: bytes, or a text as ``"70GiB"``, by device: what weights may take there; None = of every
-            accelerator what is free, less some room (``ROOM_OF_AUTO``, ``ROOM``).
-        beside: bytes of each layer's keys and values, which then are laid out with the weights; None =
-            not known.
+        max_memory: for each device, what weights may take there: bytes, or a text such as ``"70GiB"``. None =
+            what is free on every accelerator, less some room (``ROOM_OF_AUTO``, ``ROOM``).
+        beside: bytes of each layer's keys and values, which are then laid out with the weights; None = not
+            known.
 
     Raises:
-        ValueError: modules without a device or that are cut, offloading, a model that does not fit.
+        ValueError: a module has no device or would be cut, weights would be offloaded, or the model does not
+            fit.
     """
     names = module_names(config)
     if isinstance(asked, Mapping):
@@ -216,27 +226,31 @@ def place(
             continue
         return named(names, [devices[number] for number in numbers], config.tie_word_embeddings)
     raise ValueError(
-        f"device_map = {asked!r}: {refusal}: use more devices, raise max_memory, or load a smaller dtype; nothing is "
-        "offloaded to host memory or disk"
+        f"device_map = {asked!r}: {refusal}: use more devices, raise max_memory, or load a smaller dtype; "
+        "nothing is offloaded to host memory or disk"
     )
 
 
 def _attempts(asked: str, count: int, least: float, room: float) -> list[tuple[int, float]]:
-    """How many devices to take, and the share of their memory to leave: ``auto`` takes as few as leave
-    ``room``."""
+    """What to try in turn: how many devices to take, and the share of their memory to leave free.
+
+    ``auto`` takes as few devices as leave ``room``. When that fails, all devices are tried with ``least``.
+    """
     few = [(number, room) for number in range(1, count + 1)] if asked == "auto" else []
     return [*few, (count, least)]
 
 
 def module_names(config: PodConfig) -> list[str]:
-    """The modules that lie on one device each, in order; the head last."""
+    """The modules that are each on one device, in order; the head is last."""
     layers = [f"model.layers.{layer}" for layer in range(config.num_hidden_layers)]
     return [_EMBEDDING, *layers, _NORM, _HEAD]
 
 
 def named(names: Sequence[str], devices: Sequence[torch.device], is_tied: bool) -> dict[str, torch.device]:
-    """By module name, of the devices of the parts: a head of its own lies with the norm, a tied one with the
-    embedding."""
+    """The device of each module by name, from the devices of the parts.
+
+    A head of its own lies with the norm, a tied one with the embedding.
+    """
     return dict(zip(names, [*devices, devices[0] if is_tied else devices[-1]], strict=True))
 
 
@@ -252,18 +266,20 @@ def capacities(max_memory: Mapping[Any, Any] | None) -> dict[torch.device, float
 
 
 def free_bytes(device: torch.device) -> float:
-    """Bytes that are free; infinite for devices that do not say."""
+    """Bytes that are free on a device; infinite for devices that do not say."""
     if device.type != "cuda":
         return math.inf
     return float(torch.cuda.mem_get_info(device)[0])
 
 
 def share_of_rank(count: int) -> range:
-    """The numbers of this rank's GPUs among the ``count`` of its machine: with more GPUs than ranks each has
-    neighbouring ones of its own."""
+    """The numbers of this rank's GPUs among the ``count`` GPUs of its machine.
+
+    With more GPUs than ranks, each rank has neighbouring GPUs of its own.
+    """
     rank, ranks = int(os.environ.get("LOCAL_RANK", 0)), os.environ.get("WORLD_SIZE", 1)
     each = max(1, count // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    first = rank * each % max(1, count)  # ranks without one of their own share
+    first = rank * each % max(1, count)  # with more ranks than GPUs, ranks share a GPU
     return range(first, first + each)
 
 
@@ -305,13 +321,13 @@ def _device(asked: Any, what: str) -> torch.device:
 
 def _no_offloading(what: str) -> str:
     return (
-        f"{what}: nothing is offloaded to host memory or disk, where every pass would wait for weights; use more "
-        "devices, or a smaller dtype"
+        f"{what}: nothing is offloaded to host memory or disk, where every pass would wait for weights; "
+        "use more devices, or a smaller dtype"
     )
 
 
 def _by_map(names: Sequence[str], asked: Mapping[str, Any], is_tied: bool) -> dict[str, torch.device]:
-    """The device of each module from a map of modules and what is above them."""
+    """The device of each module, from a map whose keys are modules or what contains them."""
     for key in asked:
         if any(key.startswith(f"{name}.") for name in names):
             raise ValueError(
@@ -337,17 +353,17 @@ def _by_map(names: Sequence[str], asked: Mapping[str, Any], is_tied: bool) -> di
             raise ValueError(_no_offloading(f"device_map names {kind} beside other devices"))
     if is_tied and found[_HEAD] != found[_EMBEDDING]:
         raise ValueError(
-            f"device_map puts {_HEAD} on {found[_HEAD]} and {_EMBEDDING} on {found[_EMBEDDING]}, but they are one weight "
-            "(tie_word_embeddings): give them one device"
+            f"device_map puts {_HEAD} on {found[_HEAD]} and {_EMBEDDING} on {found[_EMBEDDING]}, "
+            "but they are one weight (tie_word_embeddings): give them one device"
         )
     return found
 
 
-# -- a model on its devices --------------------------------------------------------------------------------------
+# -- a model on its devices ----------------------------------------------------------------------------------
 
 
 def stock_names(stock: nn.Module, config: PodConfig) -> dict[str, str]:
-    """By the names of our modules those of a stock model's, whatever its text part is called."""
+    """The name of each of our modules in a stock model, by our name, whatever its text part is called."""
     every = [name for name, _ in stock.named_modules()]
     inside = next(name for name in every if name.endswith("embed_tokens")).removesuffix("embed_tokens")
     found = {name: name.replace("model.", inside, 1) for name in module_names(config)}
@@ -357,8 +373,10 @@ def stock_names(stock: nn.Module, config: PodConfig) -> dict[str, str]:
 def stock_map(
     stock: nn.Module, config: PodConfig, places: Mapping[str, torch.device]
 ) -> dict[str, torch.device]:
-    """A ``device_map`` for the stock model (on ``meta``) from which weights are read; what is left out lies
-    on the first device."""
+    """A ``device_map`` for the stock model (on ``meta``) from which weights are read.
+
+    Weights outside the modules in ``places`` go to the device of the embedding, which is the first one.
+    """
     found = {theirs: places[ours] for ours, theirs in stock_names(stock, config).items()}
     for name, _ in stock.named_parameters():
         if not any(name.startswith(f"{known}.") for known in found):
@@ -367,7 +385,7 @@ def stock_map(
 
 
 def layout_of(model: nn.Module, config: PodConfig) -> dict[str, torch.device] | None:
-    """The device of each module of ours, where a model in memory lies on several; None where it lies on one."""
+    """The device of each of our modules, where a model in memory lies on several; None if it is on one."""
     if len({weight.device for weight in model.parameters()}) == 1:
         return None
     names = stock_names(model, config)
@@ -375,11 +393,11 @@ def layout_of(model: nn.Module, config: PodConfig) -> dict[str, torch.device] | 
 
 
 def dispatch(model: PodForCausalLM, places: Mapping[str, torch.device]) -> PodForCausalLM:
-    """Put each module onto its device, with accelerate's hooks that move there what it is given.
+    """Put each module onto its device, with accelerate's hooks that move its inputs there.
 
-    Logits come back to where the ids are. Hooks stand before the embedding, each layer, the norm and the head.
-    Those that accelerate has before each of their submodules would find everything in place, and cost
-    microseconds each in every decoded token: they go.
+    Logits come back to where the ids are. Hooks stand before the embedding, each layer, the norm and the
+    head. Accelerate also sets hooks before each of their submodules. Those would find everything in place,
+    and each would cost microseconds in every decoded token: they are removed.
     """
     from accelerate import dispatch_model
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
@@ -389,12 +407,13 @@ def dispatch(model: PodForCausalLM, places: Mapping[str, torch.device]) -> PodFo
     model.tie_weights()
     device_map = {name: str(device) for name, device in places.items()}
     skipped = model._skip_keys_device_placement
-    dispatch_model(model, device_map, main_device=places[_EMBEDDING], skip_keys=skipped)  # type: ignore[arg-type]
+    first = places[_EMBEDDING]
+    dispatch_model(model, device_map, main_device=first, skip_keys=skipped)  # type: ignore[arg-type]
     for name in places:
         for child in model.get_submodule(name).children():
             remove_hook_from_module(child, recurse=True)
-    # called without its head too, with ids and a mask from wherever they are
-    add_hook_to_module(model.model, AlignDevicesHook(places[_EMBEDDING], skip_keys=skipped))
+    # model.model is also called without its head, with ids and a mask from wherever they are
+    add_hook_to_module(model.model, AlignDevicesHook(first, skip_keys=skipped))
     return model
 
 

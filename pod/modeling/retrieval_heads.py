@@ -1,4 +1,4 @@
-"""Which heads can look far back: the scores of a head search, the heads chosen from them, and their JSON file."""
+"""Which heads look far back: the scores of a head search, the heads chosen from them, and their JSON file."""
 
 import math
 import os
@@ -20,14 +20,15 @@ Heads = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalHeads:
-    """Echo and induction scores of every query head, and the heads that keep their whole cache (RazorAttention §3.3).
+    """Scores of every query head, and the heads that keep their whole cache (RazorAttention §3.3).
 
     Attributes:
-        echo: ``[L][Hq]`` mean attention to earlier copies of the current token.
-        induction: ``[L][Hq]`` mean attention to the tokens that followed earlier copies of the current token.
+        echo: ``[L][Hq]``, the mean attention to earlier copies of the current token.
+        induction: ``[L][Hq]``, the mean attention to the tokens that followed earlier copies of the current
+            token.
         num_key_value_heads: KV heads of a layer; each owns Hq / H consecutive query heads.
-        induction_share: share of all query heads that is protected for its induction score (paper: 0.14); ``echo_share`` for its
-            echo score (paper: 0.01).
+        induction_share: share of all query heads that is protected for its induction score (paper: 0.14).
+        echo_share: share of all query heads that is protected for its echo score (paper: 0.01).
         provenance: model, fingerprint of its weights, tokens K, repeats and seed of the search.
     """
 
@@ -43,8 +44,8 @@ class RetrievalHeads:
         widths = set(next(iter(shapes)))
         if len(shapes) != 1 or len(widths) != 1 or widths.pop() % self.num_key_value_heads:
             raise ValueError(
-                f"echo and induction scores must both be [layers][query heads], with query heads in {self.num_key_value_heads} "
-                "equal groups: search again with `pod explore --heads`"
+                "echo and induction scores must both be [layers][query heads], with query heads in "
+                f"{self.num_key_value_heads} equal groups: search again with `pod explore --heads`"
             )
         values = [value for scores in (self.echo, self.induction) for row in scores for value in row]
         if not all(-1e-6 <= value <= 1 + 1e-6 for value in values):
@@ -60,20 +61,23 @@ class RetrievalHeads:
 
     @property
     def query_heads(self) -> Heads:
-        """Per layer, the query heads with the highest induction scores of the model, or the highest echo scores."""
+        """Per layer, its query heads among those with the model's highest induction or echo scores."""
         chosen = _best(self.induction, self.induction_share), _best(self.echo, self.echo_share)
         return tuple(tuple(sorted({*a, *b})) for a, b in zip(*chosen, strict=True))
 
     @property
     def key_value_heads(self) -> Heads:
-        """Per layer, the KV heads that keep everything: those with a chosen query head in their group (§4.1)."""
+        """Per layer, the KV heads that keep everything: a query head of their group was chosen (§4.1)."""
         return tuple(tuple(sorted({head // self.groups for head in row})) for row in self.query_heads)
 
     def plan(self, share: float | None = None) -> SharingPlan:
-        """The protected KV heads lead, the others keep their windows: with windows in the prompt too, DuoAttention's model.
+        """The plan in which the protected KV heads lead and the others keep their windows.
+
+        If the windows also hold while the prompt is read, this is DuoAttention's model.
 
         Args:
-            share: of all KV heads, those whose groups have the best scores, to fill given bytes; None = ``key_value_heads``.
+            share: the share of all KV heads that lead, to fill a given number of bytes. The groups with the
+                best scores are taken. None = ``key_value_heads``.
         """
         leads = self.key_value_heads
         if share is not None:
@@ -85,18 +89,19 @@ class RetrievalHeads:
         return replace(found, provenance={"algorithm": "retrieval heads", "share": share, **self.provenance})
 
     def check_fits(self, config: PodConfig) -> None:
-        """Raise ValueError unless the scores are of a model of this shape, its heads in this order."""
+        """Raise ValueError unless the scores come from a model of this shape with its heads in this order."""
         found = len(self.echo), len(self.echo[0]), self.num_key_value_heads
         wanted = config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads
         if found != wanted:
             raise ValueError(
-                f"the retrieval heads are of a model with {found[0]} layers, {found[1]} query and {found[2]} KV heads, this one "
-                f"has {wanted[0]}, {wanted[1]} and {wanted[2]}: search again with `pod explore --heads`"
+                f"the retrieval heads are of a model with {found[0]} layers, {found[1]} query and "
+                f"{found[2]} KV heads, this one has {wanted[0]}, {wanted[1]} and {wanted[2]}: search again "
+                "with `pod explore --heads`"
             )
         if self.provenance.get("head_order") != config.head_order:
             raise ValueError(
-                "the retrieval heads are of another order of heads than this model's: search again on it with "
-                "`pod explore --heads`"
+                "the retrieval heads are of another order of heads than this model's: search again on it "
+                "with `pod explore --heads`"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -106,7 +111,10 @@ class RetrievalHeads:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "RetrievalHeads":
-        """Read what ``save`` wrote; ValueError of one line that names the file when it is something else."""
+        """Read what ``save`` wrote.
+
+        For anything else it raises a ValueError, whose message has one line and names the file.
+        """
         content = read_json(path)
         try:
             if not isinstance(content, dict) or content.get("schema") != SCHEMA:
@@ -119,19 +127,24 @@ class RetrievalHeads:
                 raise ValueError("key_value_heads do not follow from the scores: it was edited by hand")
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise ValueError(
-                f"{path} is not a file of retrieval heads ({str(error) or type(error).__name__}): write it with "
-                "`pod explore --heads`"
+                f"{path} is not a file of retrieval heads ({str(error) or type(error).__name__}): write it "
+                "with `pod explore --heads`"
             ) from None
         return found
 
 
 def plan_of_heads(heads: Any, config: PodConfig, share: float | None = None, seed: int = 0) -> SharingPlan:
-    """The plan in which these KV heads lead: of a plan, of the path of a JSON file or of a ``.tsv`` file of DuoAttention's gates, of
-    scores, of a list of lists, or ``random``, drawn by ``seed`` (Table 1).
+    """The plan in which the given KV heads lead.
 
-    ``share``: of all KV heads, those with the best scores or gates, see ``RetrievalHeads.plan``; None for heads that are listed.
+    Args:
+        heads: which heads: a plan, scores (``RetrievalHeads``), the path of a JSON file, the path of a
+            ``.tsv`` file of DuoAttention's gates, a list of KV heads for each layer, or ``random`` (Table 1).
+        share: the share of all KV heads that lead, those with the best scores or gates; see
+            ``RetrievalHeads.plan``. None for heads that are listed.
+        seed: draws ``random`` heads.
 
-    Raises: ValueError for nothing, for a file of another model and for heads that the model does not have.
+    Raises:
+        ValueError: nothing is given, the file is of another model, or the model does not have these heads.
     """
     layers, width = config.num_hidden_layers, config.num_key_value_heads
     if isinstance(heads, str | os.PathLike) and os.fspath(heads).endswith(".tsv"):
@@ -162,18 +175,23 @@ def plan_of_heads(heads: Any, config: PodConfig, share: float | None = None, see
         listed = []
     if len(listed) != layers or not {head for row in listed for head in row} <= set(range(width)):
         raise ValueError(
-            f"heads is {heads!r:.200}, expected a path or, for each of {layers} layers, a list of whole numbers from 0 to "
-            f"{width - 1} such as [0], its KV heads: `pod explore --heads` writes a file"
+            f"heads is {heads!r:.200}, expected a path or, for each of {layers} layers, a list of whole "
+            f"numbers from 0 to {width - 1} such as [0], its KV heads: `pod explore --heads` writes a file"
         )
     return SharingPlan.of_leads(listed, width)
 
 
 def _gates(path: str | os.PathLike[str], config: PodConfig, share: float | None) -> list[list[float]]:
-    """Gates ``[L][H]`` in the form of DuoAttention's ``full_attention_heads.tsv`` (Xiao et al., 2024): 1 = a retrieval head."""
+    """Gates ``[L][H]`` from a file in the form of DuoAttention's ``full_attention_heads.tsv``.
+
+    1 is a retrieval head (Xiao et al., 2024). ValueError when the file cannot be read, does not have these
+    gates, or when ``share`` is missing or the model has its heads in another order.
+    """
     layers, width = config.num_hidden_layers, config.num_key_value_heads
     if share is None or config.head_order is not None:
         raise ValueError(
-            f"{path} has gates of heads in their original order, and chooses none: give share, as 0.5, and a model in that order"
+            f"{path} has gates of heads in their original order, and chooses none: give share, as 0.5, and a "
+            "model in that order"
         )
     try:
         with open(path, encoding="utf-8") as file:
@@ -182,17 +200,21 @@ def _gates(path: str | os.PathLike[str], config: PodConfig, share: float | None)
         raise ValueError(f"cannot read gates from {path}: {error}") from None
     if [len(row) for row in gates] != [width] * layers or not all(0 <= x <= 1 for row in gates for x in row):
         raise ValueError(
-            f"{path} must have {layers} lines of {width} gates from 0 to 1: a line per layer, a gate per KV head"
+            f"{path} must have {layers} lines of {width} gates from 0 to 1: a line per layer, a gate "
+            "per KV head"
         )
     return gates
 
 
 def _best(scores: Sequence[Sequence[float]], share: float) -> Heads:
-    """Per layer, its heads among the best ``share`` of all (layer, head), rounded, at least one when the share is not 0; ties go to
-    the lower pair."""
+    """Per layer, its heads among the best ``share`` of all pairs (layer, head).
+
+    The number of pairs is rounded, and at least one when the share is not 0. In a tie the lower pair wins.
+    """
     places = [(layer, head) for layer, row in enumerate(scores) for head in range(len(row))]
     ranked = sorted(places, key=lambda place: -scores[place[0]][place[1]])
-    chosen = sorted(ranked[: max(1, math.floor(share * len(ranked) + 0.5)) if share else 0])
+    count = max(1, math.floor(share * len(ranked) + 0.5)) if share else 0
+    chosen = sorted(ranked[:count])
     return tuple(tuple(head for at, head in chosen if at == layer) for layer in range(len(scores)))
 
 
