@@ -177,7 +177,7 @@ def from_dense(
 
 
 def caching(generation_config: GenerationConfig) -> GenerationConfig:
-    """A copy with ``use_cache`` on. Training with activation checkpointing turns it off, for training only."""
+    """A copy with ``use_cache`` on. Activation checkpointing turns it off, but only training needs that."""
     changed = copy.deepcopy(generation_config)
     changed.use_cache = True
     return changed
@@ -197,8 +197,8 @@ def check_fit(shapes: Mapping[str, Sequence[int]], config: PodConfig, model: Pod
     missing = used - shapes.keys()
     if any(_SINKS.fullmatch(one) for one in missing):
         raise ValueError(
-            "sinks = 'constant' needs constants, which neither the plan nor the checkpoint has: measure them with "
-            "`pod explore` or pod.calibrate_sinks(model, plan, texts), or use sinks = 'tokens' or 'none'"
+            "sinks = 'constant' needs constants, which neither the plan nor the checkpoint has: measure them "
+            "with `pod explore` or pod.calibrate_sinks(model, plan, texts), or use sinks = 'tokens' or 'none'"
         )
     unexpected = {
         one
@@ -473,7 +473,7 @@ def target_config(
     sinks: str | None = None,
     **windows: int | None,
 ) -> PodConfig:
-    """The configuration of the model that ``load_model`` makes of a checkpoint with the configuration ``source``.
+    """The configuration of the model that ``load_model`` makes of a checkpoint configured by ``source``.
 
     Arguments and errors are those of ``load_model``. Windows that are given are taken without a warning, even
     where the plan has others: see ``SharingPlan.choose_windows``.

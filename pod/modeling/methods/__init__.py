@@ -1,4 +1,7 @@
-"""Methods by name: a method is a cache that you hand to ``generate()``. One file each; registered here once."""
+"""Methods by name: a method is a cache that you hand to ``generate()``.
+
+Each method has one file and is registered here once.
+"""
 
 from typing import Any
 
@@ -41,7 +44,7 @@ _METHODS: dict[str, Method] = {
 
 
 def methods() -> dict[str, Method]:
-    """All methods by name: axis, paper, parameters with defaults and units, what they free and refuse."""
+    """All methods by name, with axis, paper, parameters (defaults and units), what they free and refuse."""
     return dict(_METHODS)
 
 
@@ -52,33 +55,36 @@ def make_cache(
     compression_ratio: float | None = None,
     **params: Any,
 ) -> PodCache:
-    """A new, empty cache for ``model``.
+    """Make a new, empty cache for ``model``.
 
-    Everything may stand in the spec, written as everywhere (``pod.notation``):
-    ``make_cache(model, "pod+snapkv[window=16]+int4@25%")``. ``budget`` and ``params`` are for what Python computes.
+    Everything may stand in the spec, in the notation used everywhere (``pod.notation``):
+    ``make_cache(model, "pod+snapkv[window=16]+int4@25%")``. ``budget`` and ``params`` are for values that
+    Python computes.
 
     Args:
-        spec: a method, or methods of different axes joined by ``+``; None = the model's own layout: ``full``,
+        spec: a method, or methods of different axes joined by ``+``. None = the model's own layout: ``full``,
             ``pod`` with a sharing plan, ``cla`` or ``window``.
-        budget: what stands behind the ``@``, for methods that drop tokens: what to keep per KV head and layer, sinks
-            and windows included. 4096 = tokens; ``"25%"`` or 0.25 = a share of the prompt; ``"pod"`` = as many
-            tokens as fill what the model's plan holds of the prompt. A list of tokens gives each row of the batch
-            its own.
-        compression_ratio: as kvpress names it, the share that goes: with 0.75 a quarter stays, as with ``@25%``.
+        budget: the same as behind the ``@``, for methods that drop tokens: what to keep per KV head and
+            layer, sinks and windows included. 4096 = tokens. ``"25%"`` or 0.25 = a share of the prompt.
+            ``"pod"`` = as many tokens as fill the bytes that the model's plan holds of the prompt. A list of
+            tokens gives each row of the batch its own budget.
+        compression_ratio: the share that goes, as kvpress names it: with 0.75 a quarter stays, as with
+            ``@25%``.
         params: parameters of the methods in the spec, see ``methods()``.
 
-    A share is taken of each row's own tokens when its first prompt begins, and rounded down: of 1,002 tokens 25 %
-    are 250, of a row of 403 tokens beside it 100. Later prompts and decoded tokens do not change it. A method that
-    needs more than that (``snapkv`` needs one token more than its ``window``) gets the least that it takes, so a
-    short prompt stays whole.
+    A share is taken of each row's own tokens when its first prompt begins, and rounded down: 25 % of 1,002
+    tokens are 250, and of a row with 403 tokens beside it 100. Later prompts and decoded tokens do not change
+    it. A method that needs more than that (``snapkv`` needs one token more than its ``window``) gets the
+    least that it takes, so a short prompt stays whole.
 
-    Methods that compress while they read (``streamingllm``, ``imdc``, ``prefill=streaming``) must know the prompt's
-    length when it begins. ``generate()`` tells it. Before a prompt that you feed in several forward passes call
-    ``cache.begin_prompt(tokens)``; without it each pass is a prompt, and the first one decides.
+    Methods that compress while they read (``streamingllm``, ``imdc``, ``prefill=streaming``) must know the
+    prompt's length when it begins. ``generate()`` tells it. If you feed a prompt in several forward passes,
+    call ``cache.begin_prompt(tokens)`` before it. Without that call each pass is a prompt, and the first one
+    decides.
 
     Raises:
-        ValueError: unknown name or parameter, methods that do not go together (with the reason), a budget that is too
-            small, a method that does not fit the model.
+        ValueError: a name or parameter is unknown, methods do not go together (the message gives the reason),
+            the budget is too small, or a method does not fit the model.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "own_method"):
@@ -101,7 +107,7 @@ def make_cache(
 
 
 def _check_devices(written: Spec, model: PodForCausalLM) -> None:
-    """Raise ``ValueError`` where layers that a method holds in common lie on different devices."""
+    """Raise ``ValueError`` where layers whose tokens a method holds in common lie on different devices."""
     rules = [_METHODS[name] for name in written.names if _METHODS[name].together is not None]
     for method in rules if is_spread(model) else ():
         devices = places_of(model)
@@ -110,6 +116,6 @@ def _check_devices(written: Spec, model: PodForCausalLM) -> None:
             found = sorted({str(devices[layer]) for layer in layers})
             if len(found) > 1:
                 raise ValueError(
-                    f"{method.name} keeps tokens of layers {' and '.join(map(str, layers))} in common, which lie on "
-                    f"{' and '.join(found)}: load the model with a device_map that keeps them together"
+                    f"{method.name} keeps tokens of layers {' and '.join(map(str, layers))} in common, which "
+                    f"lie on {' and '.join(found)}: load the model with a device_map that keeps them together"
                 )

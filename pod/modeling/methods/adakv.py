@@ -1,9 +1,10 @@
-"""Ada-KV (Feng et al., 2024): SnapKV whose KV heads share the budget of their layer by how much of its best they hold.
+"""Ada-KV (Feng et al., 2024): SnapKV with one budget per layer, which its KV heads share by their scores.
 
-When a prompt ends, SnapKV's scores of all heads of a layer are ranked together. A head that has ``f`` of the layer's best ``heads ·
-budget`` tokens keeps its best ``(1 - safeguard) f + safeguard · budget`` (Algorithms 1 and 2; in the authors' code the safeguard is
-``floor_alpha``). Cumulative sums are rounded, so that all heads together hold what they were given. Heads hold different numbers of
-tokens and nothing else.
+When a prompt ends, SnapKV's scores of all heads of a layer are ranked together. A head that has ``f`` of the
+layer's best ``heads · budget`` tokens keeps its best ``(1 - safeguard) f + safeguard · budget`` tokens
+(Algorithms 1 and 2; in the authors' code the safeguard is ``floor_alpha``). Cumulative sums are rounded, so
+that all heads together hold what they were given. Heads hold different numbers of tokens, with no padding to
+the longest.
 """
 
 from fractions import Fraction
@@ -18,13 +19,17 @@ from pod.modeling.shipped.step import Step
 
 
 class AdaLayer(SharedSelectionLayer):
-    """Sees one row at a time, because what a head gets depends on what it attends to. Every head is a bank of its own."""
+    """A layer that sees one row at a time, because what a head gets depends on what it attends to.
+
+    Every head is a bank of its own.
+    """
 
     def alike(self, head: int) -> int:
         return head
 
     def choose(self, step: Step) -> list[Tensor | None]:
-        held, total = [bank.held for bank in self.banks], self.budget * len(self.banks)
+        held = [bank.held for bank in self.banks]
+        total = self.budget * len(self.banks)
         if sum(held) <= total:
             return [None] * len(held)
         scores = [bank.scores(step) for bank in self.banks]
@@ -39,12 +44,13 @@ class AdaLayer(SharedSelectionLayer):
 METHOD = Method(
     name="adakv",
     paper="Ada-KV (Feng et al., 2024), Algorithms 1 and 2, with SnapKV's scores",
-    frees="prompt tokens that the end of the prompt does not attend to, fewer of them in heads that attend to many",
+    frees="prompt tokens that the end of the prompt does not attend to, "
+    "fewer of them in heads that attend to many",
     build=cache_of(AdaLayer, rowwise=True),
     parameters=ranking_parameters(window=32, kernel=7, pool="max")
     | {"safeguard": (0.2, "share of the budget that every head has, whatever the others need", 0, 1)}
     | PREFILL_PARAMETERS,
     takes_budget=True,
-    refuses_pod="this method moves budget between the heads of a layer; followers copy the choice of their lead, so their layers "
-    "could exceed the budget",
+    refuses_pod="this method moves budget between the heads of a layer; followers copy the choice of their "
+    "lead, so their layers could exceed the budget",
 )

@@ -1,8 +1,9 @@
-"""What a method declares about itself, and what it is asked for; from a spec such as ``pod+snapkv+int4`` to a cache.
+"""What a method declares about itself, and how a spec such as ``pod+snapkv+int4`` becomes a cache.
 
-A cache is made along three independent axes: the *layout* says which layers hold keys and values, the *selection* which tokens stay, the
-*codec* in which form they are held. A spec names at most one method of each, joined by ``+``. Selections take a prompt in one of two
-ways: whole, or chunk by chunk.
+A cache is made along three independent axes. The *layout* says which layers hold keys and values, the
+*selection* which tokens stay, and the *codec* in which form they are held. (A fourth, *channels*, goes with
+some selections: which channels of keys stay.) A spec names at most one method of each axis, joined by ``+``.
+Selections take a prompt in one of two ways: whole, or chunk by chunk.
 """
 
 import warnings
@@ -24,8 +25,11 @@ from pod.notation import Part, Spec, parse, unknown, unknown_parameter
 
 
 class Parameter(NamedTuple):
-    """What a user may give a method: of the kind of the default, within bounds or one of the choices. A default of None says nothing
-    but that None may be given, and is else of the kind of ``least``. The meaning names the unit."""
+    """A parameter that a user may give a method.
+
+    Its value has the type of the default and lies within the bounds or among the choices. A default of None
+    means that None may be given; other values then have the type of ``least``. The meaning names the unit.
+    """
 
     default: Any
     meaning: str
@@ -34,7 +38,7 @@ class Parameter(NamedTuple):
     choices: tuple[str, ...] = ()
 
     def refusal(self, value: Any) -> str | None:
-        """What a value must be; None when it is."""
+        """What a value must be, as text for an error; None when the value is allowed."""
         if value is self.default:
             return None
         like = self.least if self.default is None else self.default
@@ -61,7 +65,10 @@ def round_half_up(value: Fraction) -> int:
 
 
 def round_sums(sizes: Iterable[Fraction]) -> list[int]:
-    """Integers in place of ``sizes``, whose sums, from the first on, are those of ``sizes`` rounded; halves go up."""
+    """Integers in place of ``sizes``: each sum of the first ones is the same sum of ``sizes``, rounded.
+
+    Halves go up.
+    """
     totals = map(round_half_up, accumulate(sizes, initial=Fraction(0)))
     return [stop - start for start, stop in pairwise(totals)]
 
@@ -71,11 +78,11 @@ class Request:
     """What ``make_cache`` asks a method to build.
 
     Attributes:
-        spec: the methods without parameters and budget; for reports and errors.
-        params: every parameter of the methods in the spec, defaults filled in.
-        budget: tokens per KV head and layer; 0 for methods that take none.
+        spec: the methods without parameters and budget, for reports and errors.
+        params: every parameter of the methods in the spec, with defaults filled in.
+        budget: tokens per KV head and layer; 0 for methods that take no budget.
         codec: makes the stores.
-        inner: what stands in brackets behind the selection, as ``snapkv`` in ``imdc(snapkv)``.
+        inner: what stands in brackets behind the selection, such as ``snapkv`` in ``imdc(snapkv)``.
     """
 
     spec: str
@@ -85,7 +92,7 @@ class Request:
     inner: str | None = None
 
     def below_budget(self, name: str) -> int:
-        """A parameter in tokens; ``ValueError`` unless the budget exceeds it."""
+        """The value of a parameter in tokens; ``ValueError`` unless the budget exceeds it."""
         value = self.params[name]
         if self.budget <= value:
             raise ValueError(
@@ -100,19 +107,19 @@ class Method:
 
     Attributes:
         name: as in ``make_cache(model, name)``.
-        paper: source.
-        frees: what is not held any more.
-        build: ``(config, request)`` to a ``PodCache``; of a codec to a ``Codec``.
+        paper: the source.
+        frees: what is no longer held.
+        build: makes a ``PodCache`` from ``(config, request)``; a codec's makes a ``Codec``.
         axis: what the method decides.
-        parameters: by name, given as ``Parameter`` or as a tuple of its fields.
-        wraps: of the channels axis: ``(config, request)`` to a codec around the request's.
-        behind: of the channels axis: selections that it can be combined with.
-        takes_budget: whether ``budget`` means something; then it is required.
+        parameters: by name, each given as a ``Parameter`` or as a tuple of its fields.
+        wraps: for the channels axis: makes a codec around the request's from ``(config, request)``.
+        behind: for the channels axis: the selections that it can be combined with.
+        takes_budget: whether the method takes a ``budget``; if so, it is required.
         inner: methods that may stand in brackets behind the name; the first one is the default.
         trained: whether the model's weights were trained with this layout, so that no selection fits it.
-        refuses_pod: why it cannot be combined with the layout ``pod``; None when it can.
-        together: layers that must lie on one device, as their tokens are in common, from the number of
-            layers; None = none.
+        refuses_pod: why the method cannot be combined with the layout ``pod``; None when it can.
+        together: gives, from the number of layers, the groups of layers that must lie on one device because
+            their tokens are held in common; None = there are none.
     """
 
     name: str
@@ -150,8 +157,10 @@ def cache_of(
     """``Method.build`` of a selection.
 
     Args:
-        make_layer: ``(config, layer_idx, request) -> CacheLayer``; raises ``ValueError`` for a request that it cannot serve.
-        takes_any_rows: whether its layers see the whole batch, rows of unlike length too; packed stores do not.
+        make_layer: ``(config, layer_idx, request) -> CacheLayer``; raises ``ValueError`` for a request that
+            it cannot serve.
+        takes_any_rows: whether its layers see the whole batch, with rows of unlike length. With packed stores
+            they never do.
         grouped: arguments of ``GroupedCache``.
     """
 
@@ -182,14 +191,15 @@ def build_cache(
     budget: int | None,
     params: Mapping[str, Any],
 ) -> PodCache:
-    """The cache of a spec whose parts stand in order; see ``make_cache``.
+    """Build the cache of a spec whose parts stand in order; see ``make_cache``.
 
     Args:
-        budget: tokens per KV head and layer, None for methods that take none.
-        params: those of the spec, and those beside it.
+        budget: tokens per KV head and layer; None for methods that take no budget.
+        params: the parameters in the spec and those given beside it.
     """
     name = spec.plain
-    windows_alone = config.layer_windows is not None and config.lead is None  # 'full' holds them as they are
+    # for a model with windows of its own and no plan, 'full' is built as 'pod', which holds them as they are
+    windows_alone = config.layer_windows is not None and config.lead is None
     chosen, inner = chosen_methods(registry, parse("pod") if name == "full" and windows_alone else spec)
     layout = chosen.get("layout") or registry["full"]
     selection, channels, codec = map(chosen.get, ("selection", "channels", "codec"))
@@ -197,7 +207,7 @@ def build_cache(
         raise ValueError(f"{name!r} is not possible: {reason}")
     _check_model(registry, name, config, chosen)
     builder = selection or channels or layout
-    # where a selection builds the cache, what only a layout's own cache can do is not on offer
+    # where a selection builds the cache, parameters that need the layout's own cache are not on offer
     offered = [method for method in chosen.values() if builder is layout or method is not layout]
     values = all_parameters(name, offered, params)
     _check_budget(name, builder, budget)
@@ -214,7 +224,8 @@ def build_cache(
 def _check_budget(spec: str, builder: Method, budget: int | None) -> None:
     if builder.takes_budget and (type(budget) is not int or budget < 1):
         raise ValueError(
-            f"{spec} needs a budget, what to keep per KV head and layer: {spec}@4096 (tokens), {spec}@25% (of each row's prompt), "
+            f"{spec} needs a budget, what to keep per KV head and layer: {spec}@4096 (tokens), "
+            f"{spec}@25% (of each row's prompt), "
             f"or the same as budget=…, a list of tokens for the rows of a batch; got {budget!r}"
         )
     if not builder.takes_budget and budget is not None:
@@ -222,10 +233,10 @@ def _check_budget(spec: str, builder: Method, budget: int | None) -> None:
 
 
 def in_order(registry: Mapping[str, Method], spec: Spec) -> Spec:
-    """With the parts as they are built: layout, selection, channels, codec.
+    """The spec with its parts in the order in which they are built: layout, selection, channels, codec.
 
     Raises:
-        ValueError: a name that is not in the registry, with the nearest.
+        ValueError: a name is not in the registry; the message gives the nearest one.
     """
     for part in spec.parts:
         if part.name not in registry:
@@ -238,7 +249,8 @@ def chosen_methods(registry: Mapping[str, Method], spec: Spec) -> tuple[dict[str
     """The methods of a spec by axis, and the method inside the selection's brackets.
 
     Raises:
-        ValueError: two methods of an axis, a method inside that does not fit, a parameter that stands behind another part than its own.
+        ValueError: two methods decide the same axis, a method does not fit inside the brackets, or a
+            parameter stands behind a part that is not its own.
     """
     chosen: dict[str, Method] = {}
     inner = None
@@ -246,7 +258,8 @@ def chosen_methods(registry: Mapping[str, Method], spec: Spec) -> tuple[dict[str
         method = registry[part.name]
         if method.axis in chosen:
             raise ValueError(
-                f"{spec.plain!r}: {chosen[method.axis].name} and {method.name} both decide {AXES[method.axis]}: use one of them"
+                f"{spec.plain!r}: {chosen[method.axis].name} and {method.name} both decide "
+                f"{AXES[method.axis]}: use one of them"
             )
         if part.inner is not None and part.inner not in method.inner:
             allowed = ", ".join(f"{method.name}({name})" for name in method.inner) or f"{method.name} alone"
@@ -264,7 +277,8 @@ def _refuse_parameter(registry: Mapping[str, Method], spec: Spec, part: Part, na
     for other in spec.parts:
         if name in registry[other.name].parameters:
             raise ValueError(
-                f"{part.plain} has no parameter {name!r}, {other.plain} has: write {other.name}[{name}={part.params[name]}]"
+                f"{part.plain} has no parameter {name!r}, {other.plain} has: "
+                f"write {other.name}[{name}={part.params[name]}]"
             )
     raise unknown_parameter(part.plain, name, registry[part.name].parameters)
 
@@ -287,7 +301,11 @@ def refusal(layout: Method, *others: Method) -> str | None:
 def _check_model(
     registry: Mapping[str, Method], spec: str, config: PodConfig, chosen: dict[str, Method]
 ) -> None:
-    """Models of a trained layout and caches of that layout go together, and with nothing else than a codec."""
+    """Raise ``ValueError`` where a spec does not fit the model's layout; warn where ``pod`` shares nothing.
+
+    A model of a trained layout takes the cache of that layout, alone or with a codec, and no other; and that
+    cache takes no other model. A model with a sharing plan takes no ``full``.
+    """
     named = chosen["layout"].name if "layout" in chosen else None
     if config.layout == "pod" and named in (None, "full") and not config.sharing_plan.is_dense:
         reason = refusal(registry["pod"], *(chosen[axis] for axis in chosen if axis != "layout"))
@@ -302,17 +320,21 @@ def _check_model(
         warnings.warn(f"{what}: load it with pod.load_model(…, plan=…)", stacklevel=4)
     if config.layout != "pod" and (named != config.layout or "selection" in chosen):
         raise ValueError(
-            f"{spec!r} does not fit this model: it was trained with layout = {config.layout!r}, which fixes its "
-            f"cache: use {config.layout!r}, alone or with a codec"
+            f"{spec!r} does not fit this model: it was trained with layout = {config.layout!r}, which fixes "
+            f"its cache: use {config.layout!r}, alone or with a codec"
         )
     if config.layout == "pod" and named in LAYOUTS and named != "pod":
         raise ValueError(
-            f"{spec!r} needs a model of that layout: load or train one with pod.load_model(…, layout={named!r})"
+            f"{spec!r} needs a model of that layout: load or train one with "
+            f"pod.load_model(…, layout={named!r})"
         )
 
 
 def all_parameters(spec: str, chosen: list[Method], params: Mapping[str, Any]) -> dict[str, Any]:
-    """All parameters of the methods in a spec, defaults filled in."""
+    """All parameters of the methods in a spec, with defaults filled in.
+
+    ValueError for a name that none of them has, and for a value that is not allowed.
+    """
     known = {name: parameter for method in chosen for name, parameter in method.parameters.items()}
     for name, value in params.items():
         if name not in known:

@@ -1,4 +1,4 @@
-"""From a budget as it is written to tokens per KV head and layer, at once or when a row's prompt begins."""
+"""Turn a written budget into tokens per KV head and layer, at once or when a row's prompt begins."""
 
 import math
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from pod.modeling.shipped.rows import GroupedCache
 from pod.notation import NO_LIMIT, Budget, Spec, parse_budget
 
 Build = Callable[[int | None], PodCache]
-"""An empty cache of a budget in tokens."""
+"""Makes an empty cache with a budget in tokens (None = no budget)."""
 
 
 def one_budget(spec: Spec, budget: Any, compression_ratio: float | None) -> Budget | list[int] | None:
     """What the arguments of ``make_cache`` say of the budget; see there.
 
     Raises:
-        ValueError: more than one of them, or something else than a budget.
+        ValueError: more than one of them is given, or what is given is not a budget.
     """
     said = {f"@{spec.budget}": spec.budget, f"budget={budget}": budget}
     said[f"compression_ratio={compression_ratio}"] = compression_ratio
@@ -30,8 +30,8 @@ def one_budget(spec: Spec, budget: Any, compression_ratio: float | None) -> Budg
         is_number = isinstance(compression_ratio, int | float) and not isinstance(compression_ratio, bool)
         if not is_number or not 0 <= compression_ratio < 1:
             raise ValueError(
-                f"compression_ratio = {compression_ratio!r} must be a number of at least 0 and less than 1: 0.75 "
-                "leaves a quarter"
+                f"compression_ratio = {compression_ratio!r} must be a number of at least 0 and less than 1: "
+                "0.75 leaves a quarter"
             )
         return Budget(share=1 - Fraction(str(compression_ratio)))
     if budget is None or isinstance(budget, list):
@@ -42,13 +42,13 @@ def one_budget(spec: Spec, budget: Any, compression_ratio: float | None) -> Budg
 def cache_of_budget(
     build: Build, budget: Budget | list[int] | None, spec: Spec, config: PodConfig
 ) -> PodCache:
-    """An empty cache of a budget, or of one for each row."""
+    """An empty cache with one budget for all rows, or with one for each row."""
     if isinstance(budget, list):
-        sizes = list(dict.fromkeys(budget)) or [0]  # which is refused
+        sizes = list(dict.fromkeys(budget)) or [0]  # an empty list becomes 0, which is refused
         return GroupedCache.of_kinds([build(size) for size in sizes], [sizes.index(size) for size in budget])
     if budget is None or budget.tokens is not None:
         return build(None if budget is None else budget.tokens)
-    stand_in = build(NO_LIMIT)  # whatever else is wrong is refused now
+    stand_in = build(NO_LIMIT)  # refuses now whatever is wrong apart from the budget
     of_prompt = _tokens_of_plan(spec, config) if budget.is_pod else budget.of_prompt
     return GroupedCache.by_prompt(stand_in, of_prompt, partial(_build_at_least, build))
 
@@ -61,15 +61,16 @@ def _tokens_of_plan(spec: Spec, config: PodConfig) -> Callable[[int], int]:
     plan = config.sharing_plan
     if config.own_method != "pod" or plan.is_dense:
         raise ValueError(
-            f"{spec}: the budget pod is as much as a sharing plan holds, and this model has none: name tokens as "
-            "4096 or a share as 25%; `pod eval` gives methods on the dense model the bytes of a plan"
+            f"{spec}: the budget pod is as much as a sharing plan holds, and this model has none: name "
+            "tokens as 4096 or a share as 25%; `pod eval` gives methods on the dense model the bytes of "
+            "a plan"
         )
     windows = config.num_sink_tokens, config.num_recent_tokens
     return lambda length: max(1, math.floor(length * (1 - plan.saving(length, *windows)) + 1e-9))
 
 
 def _build_at_least(build: Build, tokens: int) -> PodCache:
-    """A cache of this budget, or of the least that the method takes; some budget is taken."""
+    """A cache with this budget, or with the least that the method takes. The method must take some budget."""
     try:
         return build(tokens)
     except ValueError:
@@ -77,7 +78,7 @@ def _build_at_least(build: Build, tokens: int) -> PodCache:
 
 
 def least_budget(build: Build, refused: int) -> int:
-    """The least budget (tokens) that a method takes, which refuses ``refused`` and takes ``NO_LIMIT``."""
+    """The least budget in tokens that a method takes, if it refuses ``refused`` and takes ``NO_LIMIT``."""
     taken = NO_LIMIT
     while taken - refused > 1:
         middle = (refused + taken) // 2
