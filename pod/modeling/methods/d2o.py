@@ -1,15 +1,18 @@
-"""D2O (Wan et al., 2024): budgets by how dense a layer's attention is, and dropped tokens that move into similar ones.
+"""D2O (Wan et al., 2024): layers with dense attention keep more; dropped tokens merge into similar ones.
 
-*Layer level* (section 4.1): a layer in which the accumulated attention of the tokens varies little (eq. 4) is hard to prune
-and gets ``alpha`` times the budget of the others. *Token level* (section 4.2): each KV head keeps sinks, recent tokens and
-the tokens with the most accumulated attention (eqs. 5–7); a dropped token is merged into the kept token with the most
-similar key, if it is at least as similar as a moving average of what was dropped before (eqs. 8–11).
+*Layer level* (section 4.1): a layer in which the accumulated attention of the tokens varies little (eq. 4) is
+hard to prune and gets ``alpha`` times the budget of the others. *Token level* (section 4.2): each KV head
+keeps sinks, recent tokens and the tokens with the most accumulated attention (eqs. 5–7). A dropped token is
+merged into the kept token with the most similar key, if it is at least as similar as a moving average of what
+was dropped before (eqs. 8–11).
 
-The first prompt of a row (the first chunk in streaming prefill) decides which of its layers get more, for good. All layers together never
-hold more than their number times ``budget``, unless ``budget_rule`` is the printed one.
+The first prompt of a row (the first chunk in streaming prefill) decides for good which of its layers get
+more. All layers together never hold more than their number times ``budget``, unless ``budget_rule`` is the
+printed one.
 
-Merging is a few blocked matrix products and scatters: memory O(n), no loop over tokens. Similarities and weights are computed in at least
-fp32. A similarity is here the cosine minus 1, so that the kept token's weight in eq. 11, ``e`` over the sum, is 1 over it.
+Merging takes a few blocked matrix products and scatters: memory O(n), no loop over tokens. Similarities and
+weights are computed in at least fp32. A similarity is the cosine minus 1 here: the kept token's weight in eq.
+11, ``e`` over a sum, then becomes 1 over the sum.
 """
 
 import math
@@ -38,35 +41,42 @@ _THRESHOLDS = "threshold", "value_threshold"
 
 
 class D2OLayer(AccumulatingLayer):
-    """Heavy hitters, sinks and recent tokens, with what was dropped merged into them.
+    """A layer that holds heavy hitters, sinks and recent tokens, with what was dropped merged into them.
 
-    Until the layer budgets are decided, ``statistics`` also has ``column_sums``, ``[B, Hq, held]``.
+    ``statistics`` has more entries here than in ``AccumulatingLayer``: ``column_sums`` ``[B, Hq, held]``
+    until the layer budgets are decided; ``variance`` ``[B, 1, 1]``, by which they were decided; and the
+    thresholds as tau - 1, ``[B, H, 1]``, once something was dropped.
 
     Attributes:
-        budget: tokens of a KV head, mean over layers (``is_printed``: of a layer of weight 1); sinks: first tokens, never dropped.
-        beta: weight of the newest similarity in the thresholds, of which ``statistics`` has tau - 1, ``[B, H, 1]``, once something was
-            dropped.
-        weight: 1 or ``alpha``; None until the first prompt has ended. ``statistics`` has the ``variance`` ``[B, 1, 1]`` it follows from.
+        budget: tokens of a KV head, as a mean over layers (with ``is_printed``: tokens in a layer of weight
+            1).
+        sinks: number of first tokens, which are never dropped.
+        beta: weight of the newest similarity in the thresholds.
+        weight: 1 or ``alpha``, which follows from ``variance``; None until the first prompt has ended.
     """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
-        params, self.budget = request.params, request.budget
+        params = request.params
+        self.budget = request.budget
         names = "num_sink_tokens", "beta", "gate", "normalize_gate"
         self.sinks, self.beta, self.gate, self.normalize_gate = (params[name] for name in names)
-        self.alpha, self.recent_share = Fraction(params["alpha"]), Fraction(str(params["recent_share"]))
-        self.matches, self.averages = _MATCHES[params["similarity"]], params["merge"] == "average"
+        self.alpha = Fraction(params["alpha"])
+        self.recent_share = Fraction(str(params["recent_share"]))
+        self.matches = _MATCHES[params["similarity"]]
+        self.averages = params["merge"] == "average"
         self.is_printed = params["budget_rule"] == "printed"
         if self.normalize_gate and not 0 <= self.gate < 1:
             raise ValueError(
-                f"d2o: gate = {self.gate} is compared with variance / tokens, which lies between 0 and 1, when normalize_gate "
-                "is set: pass a gate such as 0.05"
+                f"d2o: gate = {self.gate} is compared with variance / tokens, which lies between 0 and 1, "
+                "when normalize_gate is set: pass a gate such as 0.05"
             )
         layers = 1 if self.is_printed else config.num_hidden_layers
         smallest = smallest_budget(layers, self.sinks, self.alpha)
         if self.budget < smallest:
             raise ValueError(
-                f"d2o: budget = {self.budget} can leave a layer fewer than {self.sinks + 1} tokens (num_sink_tokens + 1) when "
-                f"the others get alpha = {float(self.alpha)} times as many: raise the budget to {smallest} or more"
+                f"d2o: budget = {self.budget} can leave a layer fewer than {self.sinks + 1} tokens "
+                f"(num_sink_tokens + 1) when the others get alpha = {float(self.alpha)} times as many: "
+                f"raise the budget to {smallest} or more"
             )
         super().__init__(config, layer_idx, request.codec)
 
@@ -75,7 +85,7 @@ class D2OLayer(AccumulatingLayer):
         self.weight: Fraction | None = None
 
     def decisions(self, row: int) -> dict[str, float | None]:
-        """Of a row: the variance that decided about the layer, and the tokens that a KV head holds."""
+        """For one row: the variance that decided about the layer, and the tokens that a KV head holds."""
         variance = self.statistics.get("variance")
         return {"variance": None if variance is None else float(variance[row]), "tokens": self.held}
 
@@ -83,11 +93,12 @@ class D2OLayer(AccumulatingLayer):
         sums = attention_column_sums(q, self.lead_keys.read(self.held), scale=self.scale)
         self.accumulate("attention", self.group_mean(sums))
         if self.weight is None:
-            self.accumulate("column_sums", sums)  # which adds to them in place
+            self.accumulate("column_sums", sums)  # last, because it adds to ``sums`` in place
 
     def settle(self, step: Step) -> None:
+        # until the weights are decided, budgets need the sums of every layer: see decide_weights
         if all(layer.weight is not None for layer in step.layers):
-            super().settle(step)  # before that, budgets need the sums of every layer: see decide_weights
+            super().settle(step)
 
     def evict(self, step: Step) -> None:
         if step.sizes is None:
@@ -105,14 +116,16 @@ class D2OLayer(AccumulatingLayer):
             self._merge_many(kept, dropped, beta)
 
     def _merge_many(self, kept: Tensor, dropped: Tensor, beta: float) -> None:
-        """At the end of a prompt, and where a decode step drops several tokens: eqs. 8 to 11."""
-        stores, changed = (self.lead_keys, self.all_values), []
+        """Merge several dropped tokens, at the end of a prompt or in a decode step (eqs. 8 to 11)."""
+        stores = self.lead_keys, self.all_values
+        changed = []
         tokens = [store.read(self.held) for store in stores]
         for by, parts in self.matches:
             similarity, nearest = nearest_kept(tokens[by], kept, dropped)
             threshold = self._next_threshold(by, similarity.mean(-1, keepdim=True), beta)
             merged = similarity >= threshold - rounding(similarity)
-            similarity = torch.zeros_like(similarity) if self.averages else similarity  # all count the same
+            if self.averages:
+                similarity = torch.zeros_like(similarity)  # all count the same
             weights = merge_weights(similarity, nearest, merged, kept.shape[2])
             for part in parts:
                 x = merge_tokens(tokens[part], kept, dropped, nearest, weights)
@@ -122,7 +135,7 @@ class D2OLayer(AccumulatingLayer):
             store.write(slots, x)
 
     def _merge_one(self, dropped: Tensor, beta: float) -> None:
-        """As ``_merge_many`` in a fourth of the operations: what a decoded token costs."""
+        """Do the same for the one token that a decode step drops, in a fourth of the operations."""
         stores = self.lead_keys, self.all_values
         gone = [one_slot(store.read(self.held), dropped) for store in stores]
         self.keep(None, dropped)
@@ -130,27 +143,35 @@ class D2OLayer(AccumulatingLayer):
         for by, parts in self.matches:
             similarity, nearest = nearest_slot(tokens[by], gone[by])
             merged = similarity >= self._next_threshold(by, similarity, beta) - rounding(similarity)
-            similarity = torch.zeros_like(similarity) if self.averages else similarity
+            if self.averages:
+                similarity = torch.zeros_like(similarity)
             share = share_of_one(similarity, merged)
             for part in parts:
                 stores[part].write(nearest, merge_one(tokens[part], nearest, gone[part], share))
 
     def _next_threshold(self, by: int, newest: Tensor, beta: float) -> Tensor:
-        """Moving average ``[B, H, 1]`` of similarities (``merging``: cosines - 1), of which the newest has weight ``beta``."""
+        """Update the moving average ``[B, H, 1]`` of similarities (cosines - 1), and return it.
+
+        The newest similarity has weight ``beta``.
+        """
         before = self.statistics.get(_THRESHOLDS[by])
         self.statistics[_THRESHOLDS[by]] = newest if before is None else torch.lerp(before, newest, beta)
         return self.statistics[_THRESHOLDS[by]]
 
 
 def attention_variance(column_sums: Tensor) -> Tensor:
-    """Eq. 4 with column sums ``[B, Hq, n]``: variance over keys (divided by n), mean over query heads; ``[B]``."""
+    """Eq. 4 ``[B]``: variance of column sums ``[B, Hq, n]`` over keys (divided by n), mean over query heads."""
     return column_sums.var(dim=-1, correction=0).mean(dim=1)
 
 
 def decide_weights(layers: Sequence[D2OLayer], step: Step) -> list[tuple[Fraction, ...]] | None:
-    """When the first prompt of rows ends: for each row, which layers get ``alpha`` shares of the budget. None before and later.
+    """Decide for each row, when its first prompt ends, which layers get ``alpha`` shares of the budget.
 
-    ``step`` is that of a group, after its last layer.
+    Args:
+        step: the step of a group of rows, after its last layer.
+
+    Returns:
+        For each row the weight of each layer, 1 or ``alpha``; None before that moment and later.
     """
     if not (step.ends_prompt or step.is_decode) or layers[0].weight is not None:
         return None
@@ -162,27 +183,29 @@ def decide_weights(layers: Sequence[D2OLayer], step: Step) -> list[tuple[Fractio
     found = [attention_variance(x) / scale for x in sums]  # type: ignore[arg-type]
     for layer, variance in zip(layers, found, strict=True):
         layer.statistics["variance"] = variance[:, None, None]
-    variances = torch.stack(
-        [x.to(found[0].device) for x in found], dim=1
-    )  # layers may lie on several devices
+    device = found[0].device  # layers may lie on several devices
+    variances = torch.stack([x.to(device) for x in found], dim=1)
     return [tuple(Fraction(1) if x > gate else alpha for x in row) for row in variances.tolist()]
 
 
 def set_weights(layers: Sequence[D2OLayer], step: Step, weights: tuple[Fraction, ...] | None) -> None:
-    """Let rows for which these ``weights`` were decided know them, and evict."""
-    for layer, weight in zip(layers, weights or (), strict=bool(weights)):
+    """Give the layers the ``weights`` that were decided for their rows, and evict. None: nothing to do."""
+    if not weights:
+        return
+    for layer, weight in zip(layers, weights, strict=True):
         layer.weight = weight
-    for layer in layers if weights else ():
+    for layer in layers:
         layer.settle(step)
 
 
 def layer_budgets(weights: Sequence[Fraction], seen: int, budget: int, is_printed: bool = False) -> list[int]:
-    """Tokens per KV head of each layer after ``seen`` tokens: ``min(seen, floor(w_l·S))``, in exact arithmetic.
+    """Tokens per KV head of each layer after ``seen`` tokens: ``min(seen, floor(w_l·S))``, computed exactly.
 
     Args:
-        weights: 1 or ``alpha >= 1`` per layer.
-        budget: mean over layers: the largest ``S`` with ``Σ_l min(seen, w_l·S) <= L·budget`` is taken.
-        is_printed: ``S`` is the budget, as in section 4.1: all layers together may hold more than their number times it.
+        weights: 1 or ``alpha >= 1`` for each layer.
+        budget: tokens as a mean over layers. ``S`` is the largest with ``Σ_l min(seen, w_l·S) <= L·budget``.
+        is_printed: whether ``S`` is the budget itself, as in section 4.1. All layers together may then hold
+            more than their number times the budget.
     """
     if seen <= budget:
         return [seen] * len(weights)
@@ -196,22 +219,25 @@ def layer_budgets(weights: Sequence[Fraction], seen: int, budget: int, is_printe
 
 
 def smallest_budget(num_layers: int, sinks: int, alpha: Fraction) -> int:
-    """The least budget with which every layer holds its sinks and one recent token, whatever the weights."""
+    """The least budget with which every layer can hold its sinks and a recent token, whatever the weights."""
     return math.ceil((sinks + 1) * ((num_layers - 1) * alpha + 1) / num_layers)
 
 
 _BLOCK_ELEMENTS = 1 << 22
-_LEAST_ROWS = 32  # a matrix product with fewer rows is slow; a block then grows with the kept tokens
+# A matrix product with fewer rows is slow. Where this limit applies, a block grows with the kept tokens.
+_LEAST_ROWS = 32
 
 
 def nearest_kept(keys: Tensor, kept: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor]:
-    """Eq. 8: the most similar kept key of every dropped one, by cosine.
+    """Eq. 8: the kept key that is most similar to each dropped one, by cosine.
 
     Args:
-        keys: ``[B, H, n, d]``; kept: slots ``[B, H, c]``, ascending; dropped: slots ``[B, H, e]``.
+        keys: ``[B, H, n, d]``.
+        kept: slots ``[B, H, c]``, ascending.
+        dropped: slots ``[B, H, e]``.
 
     Returns:
-        Cosine - 1 ``[B, H, e]``, and the index in ``kept`` ``[B, H, e]``; the lower one in a tie.
+        Cosine - 1 ``[B, H, e]``, and the index in ``kept`` ``[B, H, e]``; in a tie the lower index.
     """
     compute = compute_dtype(keys.dtype)
     candidates = F.normalize(take_slots(keys, kept).to(compute), dim=-1).transpose(2, 3)
@@ -225,16 +251,16 @@ def nearest_kept(keys: Tensor, kept: Tensor, dropped: Tensor) -> tuple[Tensor, T
 
 
 def rounding(cosines: Tensor) -> float:
-    """Cosines that differ by less are equal.
+    """Cosines that differ by less than this count as equal.
 
-    Values of the first layer depend on the token alone, so that tokens that come twice tie. The last bits of a
+    Values of the first layer depend on the token alone, so tokens that come twice tie. The last bits of a
     product depend on where a row stands in its matrix: they must not decide such a tie.
     """
     return 64 * torch.finfo(cosines.dtype).eps
 
 
 def first_largest(cosines: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest cosine ``[…]`` of ``[…, c]``, and the lowest index with it; see ``rounding`` for ties."""
+    """The largest cosine ``[…]`` of ``[…, c]``, and the lowest index with it; see ``rounding`` for ties."""
     largest = cosines.amax(dim=-1, keepdim=True)
     ties = cosines >= largest - rounding(cosines)
     return largest.squeeze(-1), ties.max(dim=-1).indices
@@ -243,16 +269,19 @@ def first_largest(cosines: Tensor) -> tuple[Tensor, Tensor]:
 def merge_weights(
     similarity: Tensor, nearest: Tensor, merged: Tensor, num_kept: int
 ) -> tuple[Tensor, Tensor]:
-    """Eq. 11: weights of each kept token and of the dropped tokens that it takes in; they add up to one.
+    """Eq. 11: the weights of each kept token and of the dropped tokens that it takes in; they add up to one.
 
-    As printed, the numerator of a dropped token's weight is the sum over all of them; it is its own ``exp(u)`` here.
+    In the printed equation, the numerator of a dropped token's weight is the sum over all of them. Here it is
+    the token's own ``exp(u)``.
 
     Args:
-        similarity, nearest: from ``nearest_kept``; merged: bool ``[B, H, e]``, False for tokens that are gone for good.
+        similarity, nearest: from ``nearest_kept``.
+        merged: bool ``[B, H, e]``, False for tokens that are gone for good.
         num_kept: ``c``.
 
     Returns:
-        ``[B, H, c]`` and ``[B, H, e]``, the latter 0 where nothing is merged.
+        Weights of kept tokens ``[B, H, c]`` and of dropped ones ``[B, H, e]``, the latter 0 where nothing is
+        merged.
     """
     raw = similarity.exp() * merged
     total = raw.new_ones(*raw.shape[:2], num_kept).scatter_add_(2, nearest, raw)
@@ -265,7 +294,7 @@ def merge_tokens(
     """Eq. 10: kept keys or values ``[B, H, c, d]`` of ``[B, H, n, d]``, each with what it takes in.
 
     Args:
-        weights: from ``merge_weights``; the other arguments as in ``nearest_kept``.
+        weights: from ``merge_weights``. The other arguments are as in ``nearest_kept``.
     """
     own, others = weights
     out = take_slots(x, kept) * own[..., None]
@@ -282,7 +311,11 @@ def one_slot(x: Tensor, slots: Tensor) -> Tensor:
 
 
 def nearest_slot(keys: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Eq. 8 for one dropped key ``[B, H, 1, d]`` and the kept ones ``[B, H, c, d]``: cosine - 1 and slot, ``[B, H, 1]`` each."""
+    """Eq. 8 for one dropped key ``[B, H, 1, d]`` and the kept keys ``[B, H, c, d]``.
+
+    Returns:
+        Cosine - 1 and the slot of the most similar kept key, ``[B, H, 1]`` each.
+    """
     compute = compute_dtype(keys.dtype)
     wide, key = keys.to(compute), key.to(compute)
     products = (wide @ key.transpose(2, 3)).squeeze(3)
@@ -299,7 +332,10 @@ def share_of_one(similarity: Tensor, merged: Tensor) -> Tensor:
 
 
 def merge_one(x: Tensor, nearest: Tensor, dropped: Tensor, share: Tensor) -> Tensor:
-    """Eq. 10: slot ``nearest`` ``[B, H, 1]`` of ``[B, H, c, d]`` with ``share`` ``[B, H, 1]`` of what is dropped."""
+    """Eq. 10 for one dropped token: slot ``nearest`` of ``[B, H, c, d]`` with a ``share`` of what is dropped.
+
+    ``nearest`` and ``share`` are ``[B, H, 1]``.
+    """
     own, other = one_slot(x, nearest).to(share.dtype), dropped.to(share.dtype)
     return torch.lerp(own, other, share[..., None]).to(x.dtype)
 
@@ -307,12 +343,13 @@ def merge_one(x: Tensor, nearest: Tensor, dropped: Tensor, share: Tensor) -> Ten
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def _numbers(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The smallest normal number, and -1."""
-    return tuple(torch.tensor(x, dtype=dtype, device=device) for x in (torch.finfo(dtype).tiny, -1.0))  # type: ignore
+    """The smallest normal number of a dtype, and -1."""
+    tiny = torch.tensor(torch.finfo(dtype).tiny, dtype=dtype, device=device)
+    return tiny, torch.tensor(-1.0, dtype=dtype, device=device)
 
 
 def _blocks(count: int, elements_each: int) -> Iterator[slice]:
-    """Slices of ``count`` tokens, so that a block has a bounded number of elements."""
+    """Slices of ``count`` tokens that bound the number of elements in a block (but see ``_LEAST_ROWS``)."""
     rows = max(_LEAST_ROWS, _BLOCK_ELEMENTS // max(1, elements_each))
     for start in range(0, count, rows):
         yield slice(start, min(start + rows, count))
@@ -321,7 +358,8 @@ def _blocks(count: int, elements_each: int) -> Iterator[slice]:
 METHOD = Method(
     name="d2o",
     paper="D2O (Wan et al., 2024)",
-    frees="tokens with the least accumulated attention, after merging them into similar ones; dense layers keep more",
+    frees="tokens with the least accumulated attention, after merging them into similar ones; "
+    "dense layers keep more",
     build=cache_of(D2OLayer, decide=decide_weights, after_layers=set_weights),
     parameters={
         "num_sink_tokens": (4, "first tokens, always kept (tokens)", 0),

@@ -1,9 +1,11 @@
-"""Expected Attention (Devoto et al., 2025): when a prompt ends, keep what queries to come are expected to attend to.
+"""Expected Attention (Devoto et al., 2025): when a prompt ends, keep what future queries should attend to.
 
-Queries before RoPE are taken for normal, with the mean and the covariance of those of the prompt (its sinks left out), and RoPE
-for its mean over the next ``num_future_positions`` positions. A key's expected weight is then ``exp(k·µ / √d + kᵀ Σ k / 2d)``,
-divided by the sum over the keys that are no sinks; the score is its mean over the query heads of a group, plus ``epsilon``, times
-the norm of the value (kvpress's ``ExpectedAttentionPress``). The first ``num_sink_tokens`` always stay. Else as SnapKV.
+Future queries before RoPE are assumed to be normally distributed, with the mean and the covariance of the
+prompt's queries (without its sinks). RoPE is replaced by its mean over the next ``num_future_positions``
+positions. A key's expected weight is then ``exp(k·µ / √d + kᵀ Σ k / 2d)``, divided by the sum over the keys
+that are not sinks. The score is that weight's mean over the query heads of a group, plus ``epsilon``, times
+the norm of the value (kvpress's ``ExpectedAttentionPress``). The first ``num_sink_tokens`` always stay.
+Everything else is as in SnapKV.
 """
 
 import math
@@ -22,10 +24,12 @@ from pod.modeling.shipped.step import Step
 
 
 class ExpectedAttention(Ranking):
-    """Moments of the queries of a prompt, in at least fp32.
+    """The ranking by the moments of a prompt's queries, which are computed in at least fp32.
 
     Attributes:
-        count: queries; mean: theirs, ``[B, Hq, d]``; spread: sums of products of deviations from it, ``[B, Hq, d, d]``.
+        count: number of queries observed.
+        mean: their mean, ``[B, Hq, d]``.
+        spread: sums of products of their deviations from the mean, ``[B, Hq, d, d]``.
     """
 
     before_rope = True
@@ -47,7 +51,7 @@ class ExpectedAttention(Ranking):
         mean = q.mean(2)
         deviation = q - mean[:, :, None]
         spread = deviation.transpose(2, 3) @ deviation
-        if self.mean is not None:  # two sets of queries as one (Chan et al., 1979)
+        if self.mean is not None:  # combine the moments of two sets of queries (Chan et al., 1979)
             shift, share = mean - self.mean, new / (self.count + new)
             spread += self.spread + self.count * share * shift[..., None] * shift[:, :, None]
             mean = torch.lerp(self.mean, mean, share)
@@ -55,12 +59,14 @@ class ExpectedAttention(Ranking):
 
     def scores(self, keys: Tensor, values: Tensor, step: Step) -> Tensor:
         assert self.mean is not None, "more tokens than sinks"
-        groups, first = self.mean.shape[1] // keys.shape[1], self.num_sink_tokens
+        groups = self.mean.shape[1] // keys.shape[1]
+        first = self.num_sink_tokens
         mean = (self.mean * self.scale).unflatten(1, (-1, groups))
         half = (self.spread * (self.scale**2 / 2 / self.count)).unflatten(1, (-1, groups))
         positions = step.max_length + torch.arange(self.num_future_positions, device=keys.device)[None]
         cos, sin = (x.mean(2, keepdim=True) for x in step.ropes[self.layer_idx].tables(positions))
-        keys = rotate(keys[:, :, first:].to(mean.dtype), (cos, -sin))  # in place of queries, by the transpose
+        # rotating keys by the transpose is the same as rotating queries
+        keys = rotate(keys[:, :, first:].to(mean.dtype), (cos, -sin))
         weights = torch.zeros_like(keys[..., 0])
         for g in range(groups):
             logits = ((keys @ half[:, :, g] + mean[:, :, g, None]) * keys).sum(-1)

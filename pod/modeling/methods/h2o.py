@@ -1,8 +1,11 @@
-"""H2O (Zhang et al., 2023): recent tokens, and those that got the most attention so far (the heavy hitters); and what methods share that
-rank the tokens they hold: sums of attention per token, without ``n x n``, and the choice of what stays.
+"""H2O (Zhang et al., 2023): keep recent tokens, and those that got the most attention so far (the heavy hitters).
 
-The score of a token in a KV head is the attention that it got from every query that could see it (its own included), averaged over the
-query heads of the group. The sums of tokens that stay survive evictions and later prompts.
+The file also has what all methods share that rank the tokens they hold: sums of attention per token, computed
+without an ``n x n`` matrix, and the choice of what stays.
+
+The score of a token in a KV head is the attention that it got from every query that could see it (its own
+included), averaged over the query heads of the group. The sums of tokens that stay survive evictions and
+later prompts.
 """
 
 import math
@@ -26,13 +29,15 @@ from pod.modeling.shipped.stores import numbers, places_of
 class AccumulatingLayer(PodCacheLayer):
     """A dense layer that holds some of the tokens seen, for rows that are alike (``rows.GroupedCache``).
 
-    Slots are held tokens, in every row and KV head equally many, in position order; keys keep their rotation. A method overrides
-    ``evict``, which calls ``keep``, and ``observe_prompt`` and ``observe_decode``, when it ranks by something else.
+    A slot is a held token. Every row and KV head has equally many slots, in position order. Keys keep their
+    rotation. A method overrides ``evict``, which calls ``keep``. If it ranks by something else than
+    attention, it also overrides ``observe_prompt`` and ``observe_decode``.
 
     Attributes:
         held: tokens held by each row and KV head.
-        statistics: name to ``[B, H, held]``; ``keep`` drops what belongs to dropped tokens. ``attention``: the sum over queries,
-            in at least fp32. What is no token's is ``[B, …, 1]``.
+        statistics: tensors ``[B, H, held]`` by name; ``keep`` drops the entries of dropped tokens.
+            ``attention`` is the sum over queries, in at least fp32. A statistic that does not belong to
+            tokens is ``[B, …, 1]``.
     """
 
     evicts = True
@@ -77,11 +82,11 @@ class AccumulatingLayer(PodCacheLayer):
                 store.settle(self.held)
 
     def evict(self, step: Step) -> None:
-        """A prompt or chunk has ended, or a token was decoded: choose what stays, and call ``keep``."""
+        """Choose what stays, and call ``keep``: a prompt or chunk has ended, or a token was decoded."""
         raise NotImplementedError
 
     def keep(self, kept: Tensor | None, dropped: Tensor) -> None:
-        """Hold only the slots ``kept`` and not those ``dropped``, both from ``choose_slots``."""
+        """Hold the slots ``kept``, and no longer the slots ``dropped``; both come from ``choose_slots``."""
         if kept is None:
             later = numbers(self.held - 1, dropped.device) >= dropped
             places = _first_places(*dropped.shape[:2], self.held, dropped.device) + later
@@ -90,25 +95,31 @@ class AccumulatingLayer(PodCacheLayer):
         for store in (self.lead_keys, self.all_values):
             store.keep_places(places, self.held)
         for name, x in self.statistics.items():
-            if x.shape[2] == self.held:  # of tokens, of which there is more than one
+            if x.shape[2] == self.held:  # it belongs to tokens; more than one token is held here
                 self.statistics[name] = x.flatten().index_select(0, places.flatten()).view(places.shape)
         self.held = places.shape[2]
 
     def observe_prompt(self, q: Tensor, step: Step) -> None:
-        """After a chunk of a prompt: its rotated queries ``[B, Hq, m, d]``; ``lead_keys.read(held)`` has its keys too."""
+        """Observe the rotated queries ``[B, Hq, m, d]`` of a chunk of a prompt.
+
+        ``lead_keys.read(held)`` already has the chunk's keys.
+        """
         sums = attention_column_sums(q, self.lead_keys.read(self.held), scale=self.scale)
         self.accumulate("attention", self.group_mean(sums))
 
     def observe_decode(self, weights: Tensor, step: Step) -> None:
-        """After a decoded token: its attention ``[B, H, G, held]``, itself included."""
+        """Observe the attention ``[B, H, G, held]`` of a decoded token to what is held, itself included."""
         self.accumulate("attention", weights.mean(2))
 
     def group_mean(self, sums: Tensor) -> Tensor:
-        """``[B, Hq, n]`` to ``[B, H, n]``."""
+        """The mean over the query heads of each group: ``[B, Hq, n]`` to ``[B, H, n]``."""
         return sums.unflatten(1, (-1, self.groups)).mean(2)
 
     def accumulate(self, name: str, addition: Tensor) -> None:
-        """Add a new tensor ``[B, H, held]`` to a statistic; new tokens, and a new statistic, start at 0."""
+        """Add a new tensor ``[B, H, held]`` to a statistic. New tokens start at 0, and so does a new statistic.
+
+        The tensor is kept, and changed in place.
+        """
         if name in self.statistics:
             known = self.statistics[name]
             addition[..., : known.shape[2]].add_(known)
@@ -116,15 +127,16 @@ class AccumulatingLayer(PodCacheLayer):
 
 
 def choose_slots(scores: Tensor, count: int, num_first: int, num_last: int) -> tuple[Tensor | None, Tensor]:
-    """Keep the first and the last slots, and of those between the best.
+    """Choose the first and the last slots, and the best of the slots between them.
 
     Args:
         scores: ``[B, H, n]``; in a tie the lower slot stays.
-        count: slots to keep, ``num_first + num_last <= count < n``.
+        count: number of slots to keep, ``num_first + num_last <= count < n``.
 
     Returns:
-        Slots kept ``[B, H, count]``, ascending, and slots dropped ``[B, H, n - count]``, worst last. Of a single dropped one, as
-        after a decoded token, None and that slot, without sorting.
+        The slots kept ``[B, H, count]``, ascending, and the slots dropped ``[B, H, n - count]``, worst last.
+        If a single
+        slot is dropped, as after a decoded token: None and that slot, without sorting.
     """
     n = scores.shape[2]
     between = scores[..., num_first : n - num_last]
@@ -144,8 +156,11 @@ def _first_places(batch: int, heads: int, held: int, device: torch.device) -> Te
 
 
 class H2OLayer(AccumulatingLayer):
-    """When a prompt ends, and after each decoded token, every KV head drops the tokens with the least accumulated attention (section 4,
-    Algorithm 1) until ``budget`` are left, the most recent ones apart."""
+    """A layer in which every KV head drops the tokens with the least accumulated attention.
+
+    It does so when a prompt ends and after each decoded token, until ``budget`` tokens are left (section 4,
+    Algorithm 1). The most recent tokens always stay.
+    """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
         super().__init__(config, layer_idx, request.codec)
@@ -153,7 +168,8 @@ class H2OLayer(AccumulatingLayer):
         recents = budget // 2 if recents is None else recents
         if not 1 <= recents < budget:
             raise ValueError(
-                f"h2o: budget = {budget} must be at least 2 and more than num_recent_tokens = {recents}: one token is no recent one"
+                f"h2o: budget = {budget} must be at least 2 and more than num_recent_tokens = {recents}: "
+                "one token is no recent one"
             )
         self.budget, self.recents = budget, recents
 
@@ -170,6 +186,6 @@ METHOD = Method(
     parameters={"num_recent_tokens": (None, "last tokens, always kept; None = half the budget (tokens)", 1)}
     | PREFILL_PARAMETERS,
     takes_budget=True,
-    refuses_pod="each layer drops tokens by its own statistics, while followers read the keys and logits of their lead slot by "
-    "slot",
+    refuses_pod="each layer drops tokens by its own statistics, while followers read the keys and logits "
+    "of their lead slot by slot",
 )

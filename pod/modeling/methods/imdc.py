@@ -1,13 +1,21 @@
-"""IMDC (Zeng et al., "Memorize Step by Step"): prompts are read in chunks over a compressed memory, so inputs may be unbounded.
+"""IMDC (Zeng et al., "Memorize Step by Step"): read a prompt in chunks over a compressed memory.
 
-A chunk attends to the memory and to itself; then a pruner compresses both into the next memory, of ``m_i`` tokens in each layer after
-chunk ``i`` of ``n``. ``fm`` keeps ``m_i = budget`` throughout, ``im`` lets the memory grow to that (eqs. 1, 8, 9), ``imdc`` shrinks the
-chunks as it grows (eqs. 5 to 7), which makes ``c_i + m_{i-1}``, what chunk ``i`` attends over, constant; without ``update`` the memory
-itself stays, and what the pruner leaves of each chunk is appended (the fixed memory of appendix B.4). Keys are stored before RoPE, and
-positions count memory, chunk and decoded tokens anew at every step. Decoded tokens are appended; the next prompt starts from what is held.
+Inputs may therefore be unbounded. A chunk attends to the memory and to itself. Then a pruner compresses both
+into the next memory, which has ``m_i`` tokens in each layer after chunk ``i`` of ``n``. There are three
+variants:
 
-Sizes are exact fractions until they are rounded (halves up), so that a schedule is the same everywhere. The appendix says that SQRT starts
-slowly and SQUARE quickly; its equations, which are computed here, and its next sentence say the opposite (SQUARE <= LINEAR <= SQRT).
+- ``fm`` keeps ``m_i = budget`` throughout.
+- ``im`` lets the memory grow to that (eqs. 1, 8, 9).
+- ``imdc`` also shrinks the chunks as the memory grows (eqs. 5 to 7). What chunk ``i`` attends over,
+  ``c_i + m_{i-1}``, is then constant.
+
+Without ``update`` the memory itself stays, and what the pruner leaves of each chunk is appended to it (the
+fixed memory of appendix B.4). Keys are stored before RoPE, and positions count memory, chunk and decoded
+tokens anew at every step. Decoded tokens are appended. The next prompt starts from what is held.
+
+Sizes are exact fractions until they are rounded (halves up), so that a schedule is the same everywhere. The
+appendix says that SQRT starts slowly and SQUARE quickly. Its equations, which are computed here, and its next
+sentence say the opposite (SQUARE <= LINEAR <= SQRT).
 """
 
 import math
@@ -31,21 +39,22 @@ from pod.modeling.shipped.rows import GroupedCache, Schedule
 from pod.modeling.shipped.step import CacheLayer, Step
 
 FUNCTIONS = ("linear", "sqrt", "square", "square-sqrt", "adaptive")
-"""How a memory may grow. ``adaptive`` plans as ``linear`` and then shares the total among the layers (eq. 3)."""
+"""How a memory may grow. ``adaptive`` plans like ``linear`` and then shares the total among layers (eq. 3)."""
 
 LARGEST_RATIO = {"linear": 2.0, "sqrt": 3.0, "square": 1.5, "square-sqrt": 2.0, "adaptive": 2.0}
-"""``m_max / c`` above which the last decremental chunks of a prompt of very many chunks would be empty."""
+"""``m_max / c`` above which the last decremental chunks would be empty, in a prompt of very many chunks."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a schedule depends on, the prompt apart.
+    """What a schedule depends on apart from the prompt.
 
     Attributes:
         variant: ``fm``, ``im`` or ``imdc``.
-        function: one of ``FUNCTIONS``; without effect for ``fm``.
-        m_max: largest memory (tokens); chunk_size: largest mean chunk ``c`` (tokens).
-        num_layers: decoder layers.
+        function: one of ``FUNCTIONS``; it has no effect for ``fm``.
+        m_max: largest memory (tokens).
+        chunk_size: largest mean chunk ``c`` (tokens).
+        num_layers: number of decoder layers.
     """
 
     variant: str
@@ -55,7 +64,7 @@ class Settings:
     num_layers: int
 
     def start_prompt(self, length: int, past: int, layers: list) -> "Schedule":
-        """The schedule of a prompt from what the layers hold when it starts, see ``Chunks``."""
+        """The schedule of a prompt, which depends on what the layers hold when it starts; see ``Chunks``."""
         return prompt_schedule(self, length, sum(layer.held for layer in layers) // len(layers))
 
 
@@ -63,8 +72,9 @@ class Settings:
 def prompt_schedule(settings: Settings, length: int, held: int = 0) -> Schedule:
     """The schedule of a prompt of ``length`` tokens when ``held`` tokens are held before it.
 
-    ``n = ceil(length / chunk_size)`` chunks of mean size ``length / n``. The memory starts at ``m_max / n``, or at what
-    is held. What fits into ``m_max`` is one chunk and stays uncompressed.
+    There are ``n = ceil(length / chunk_size)`` chunks of mean size ``length / n``. The memory starts at
+    ``m_max / n``, or at what is held if that is more. A prompt that fits into ``m_max`` is one chunk and
+    stays uncompressed.
 
     Raises:
         ValueError: a decremental chunk would have less than one token.
@@ -89,7 +99,10 @@ def prompt_schedule(settings: Settings, length: int, held: int = 0) -> Schedule:
 
 
 def growth_of_layer(settings: Settings, layer_idx: int) -> str:
-    """The curve of a layer: ``square`` in the lower half and ``sqrt`` above for ``square-sqrt``; ``fixed`` for FM."""
+    """The curve by which the memory of a layer grows.
+
+    ``square-sqrt`` is ``square`` in the lower half of the layers and ``sqrt`` above. ``fm`` is ``fixed``.
+    """
     if settings.variant == "fm":
         return "fixed"
     if settings.function == "square-sqrt":
@@ -99,9 +112,13 @@ def growth_of_layer(settings: Settings, layer_idx: int) -> str:
 
 @lru_cache(maxsize=64)
 def memory_curve(growth: str, m_max: int, num_chunks: int, first: Fraction | None = None) -> tuple[int, ...]:
-    """``m_0 … m_{n-1}`` in tokens, at least 1: ``linear`` (eq. 1), ``square`` (eq. 8), ``sqrt`` (eq. 9) or ``fixed``.
+    """The sizes of a memory after each chunk, ``m_0 … m_{n-1}``, in tokens and at least 1.
 
-    ``first`` is ``m_0``, ``m_max / n`` when None; a single chunk goes to ``m_max`` at once.
+    A single chunk goes to ``m_max`` at once.
+
+    Args:
+        growth: ``linear`` (eq. 1), ``square`` (eq. 8), ``sqrt`` (eq. 9) or ``fixed``.
+        first: ``m_0``; None = ``m_max / n``.
     """
     first = Fraction(m_max, num_chunks) if first is None else first
     if growth == "fixed" or num_chunks == 1:
@@ -118,8 +135,11 @@ def memory_curve(growth: str, m_max: int, num_chunks: int, first: Fraction | Non
 
 
 def decremental_chunks(chunk_size: int | Fraction, memory: Sequence[int | Fraction]) -> list[Fraction]:
-    """``c_0 = c`` and ``c_i = c + m̂ - m_{i-1}`` (eq. 7) in tokens, with the mean ``m̂`` of ``m_0 … m_{n-2}``, the memory that chunks
-    find (eq. 4); they add up to ``n·c`` (eq. 5)."""
+    """The sizes of chunks that shrink, in tokens: ``c_0 = c`` and ``c_i = c + m̂ - m_{i-1}`` (eq. 7).
+
+    ``m̂`` is the mean of ``m_0 … m_{n-2}``, the memory that chunks find (eq. 4). The sizes add up to ``n·c``
+    (eq. 5).
+    """
     found = memory[:-1]
     mean = Fraction(sum(found), max(1, len(found)))
     return [Fraction(chunk_size), *(chunk_size + mean - m for m in found)]
@@ -128,14 +148,17 @@ def decremental_chunks(chunk_size: int | Fraction, memory: Sequence[int | Fracti
 def share_by_retention(
     total: int, ratios: Sequence[Fraction], there: Sequence[int], lowest: int
 ) -> tuple[int, ...]:
-    """Memory of each layer in proportion to its retention ratio (eq. 3), within what the layer has.
+    """The memory of each layer in proportion to its retention ratio (eq. 3), within what the layer has.
 
-    The sizes are ``clip(λ·p_l, lo_l, a_l)`` with the ``λ`` at which they add up to ``total``; a layer that cannot take
-    its share leaves it to the others. Layers that retained nothing stay at ``lo_l``, even if that leaves tokens unused.
+    The sizes are ``clip(λ·p_l, lo_l, a_l)``, with the ``λ`` at which they add up to ``total``. A layer that
+    cannot take its share leaves it to the others. Layers that retained nothing stay at ``lo_l``, even if that
+    leaves tokens unused.
 
     Args:
-        total: tokens of all layers together; ratios: ``p_l``, not all 0; there: ``a_l``, tokens of each layer before it
-            is compressed; lowest: ``lo_l = min(lowest, a_l)``.
+        total: tokens of all layers together.
+        ratios: ``p_l``, not all 0.
+        there: ``a_l``, the tokens of each layer before it is compressed.
+        lowest: gives ``lo_l = min(lowest, a_l)``.
     """
     if total >= sum(there):
         return tuple(there)
@@ -144,7 +167,7 @@ def share_by_retention(
     def sizes(factor: Fraction) -> list[Fraction]:
         return [min(max(factor * p, low), most) for p, low, most in layers]
 
-    # their sum is piecewise linear in λ between its bends
+    # the sum of the sizes is a function of λ that is linear between its bends
     bends = sorted({Fraction(0), *(bound / p for p, *bounds in layers if p for bound in bounds)})
     fitting = sum(sum(sizes(bend)) <= total for bend in bends)
     level = bends[max(0, fitting - 1)]
@@ -155,7 +178,10 @@ def share_by_retention(
 
 
 def _whole(sizes: Sequence[Fraction]) -> tuple[int, ...]:
-    """Integers with the floor of the sum: floors, then one more for the largest fractions, lower layers first."""
+    """Integers whose sum is the floor of the sum of ``sizes``.
+
+    Each is the floor of its size. Those with the largest fractions get one more, lower layers first.
+    """
     floors = [math.floor(size) for size in sizes]
     missing = math.floor(sum(sizes)) - sum(floors)
     order = sorted(range(len(sizes)), key=lambda layer: (floors[layer] - sizes[layer], layer))
@@ -165,7 +191,7 @@ def _whole(sizes: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 def _rounded_root(square: Fraction, offset: Fraction) -> int:
-    """``sqrt(square) + offset`` to the nearest integer, halves up, without floating point."""
+    """``sqrt(square) + offset`` rounded to the nearest integer, halves up, without floating point."""
     shift = offset + Fraction(1, 2)
     root = math.isqrt(square.numerator * square.denominator * shift.denominator**2)
     return (root + shift.numerator * square.denominator) // (square.denominator * shift.denominator)
@@ -176,19 +202,24 @@ def _check_chunks(settings: Settings, chunks: Sequence[Fraction]) -> None:
     if smallest < 1:
         limits = ", ".join(f"{name} {ratio:g}" for name, ratio in LARGEST_RATIO.items())
         raise ValueError(
-            f"imdc: with budget = {settings.m_max} and chunk_size = {settings.chunk_size}, chunk {chunks.index(smallest) + 1} "
-            f"of {len(chunks)} would have {float(smallest):g} tokens; for long prompts budget / chunk_size must stay below "
-            f"{limits}: raise chunk_size, lower budget, or use 'im', whose chunks do not shrink"
+            f"imdc: with budget = {settings.m_max} and chunk_size = {settings.chunk_size}, "
+            f"chunk {chunks.index(smallest) + 1} of {len(chunks)} would have {float(smallest):g} tokens; "
+            f"for long prompts budget / chunk_size must stay below {limits}: "
+            "raise chunk_size, lower budget, or use 'im', whose chunks do not shrink"
         )
 
 
 class MemoryLayer(CacheLayer):
-    """Memory, running chunk and decoded tokens of one layer, for rows that are alike; keys before RoPE, slots in order of age.
+    """Memory, running chunk and decoded tokens of one layer, for rows that are alike.
+
+    Keys are held before RoPE, and slots are in order of age.
 
     Attributes:
-        ranks: whether the pruner is SnapKV, else StreamingLLM.
-        held: slots in use; the first ``memory`` of them were there before the running chunk.
-        retention: share of the memory that was memory before the last compression (eq. 2), over all KV heads.
+        ranks: whether the pruner is SnapKV; else it is StreamingLLM.
+        held: slots in use.
+        memory: how many of them, the first ones, were there before the running chunk.
+        retention: share of the memory that was memory before the last compression too (eq. 2), over all KV
+            heads.
     """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
@@ -206,7 +237,7 @@ class MemoryLayer(CacheLayer):
         self.held = self.memory = 0
         self.retention = Fraction(0)
         self.queries = self.observer()  # of the running chunk
-        self.rotated: Tensor | None = None  # keys, from the end of a chunk to its compression
+        self.rotated: Tensor | None = None  # rotated keys, from the end of a chunk to its compression
 
     def stores(self) -> dict[str, Any]:
         return self.tokens._asdict() | {"bookkeeping": self.queries}
@@ -249,7 +280,7 @@ class MemoryLayer(CacheLayer):
             self.tokens.settle(self.held)
 
     def _next_size(self, schedule: Schedule, step: Step) -> int:
-        """Tokens to keep after this chunk: as planned, or this layer's share of what all layers planned (eq. 3)."""
+        """Tokens to keep after this chunk: as planned, or this layer's share of the plans of all layers (eq. 3)."""
         assert schedule.memory is not None
         planned = schedule.memory[self.layer_idx][step.chunk_index]
         if not self.adaptive or step.chunk_index < 2:
@@ -264,17 +295,19 @@ class MemoryLayer(CacheLayer):
 
     def _keep(self, index: Tensor) -> None:
         """Hold only the slots ``index`` ``[B, H, m]``."""
-        if self.adaptive:  # whose rows are alone
+        if self.adaptive:  # then each row has layers of its own
             self.retention = Fraction(int((index < self.memory).sum()), index.numel())
         self.tokens.keep(index, self.held)
         self.held = index.shape[2]
 
     def choose(self, keys: Tensor, size: int, step: Step) -> Tensor:
-        """The pruner: slots ``[B, H, size]`` to keep, ascending, of keys that are rotated at their slots: those of a fixed memory, and of
-        the slots behind it the pruner's.
+        """The slots ``[B, H, size]`` to keep, ascending: those of a fixed memory, and the pruner's choice behind it.
 
-        StreamingLLM keeps the first slots and the last ones, SnapKV ranks with the end of the chunk as observation window; where
-        no more than that fits, the last slots.
+        StreamingLLM keeps the first slots and the last ones. SnapKV ranks, with the end of the chunk as
+        observation window; where no more than that window fits, it keeps the last slots.
+
+        Args:
+            keys: all keys, each rotated at its slot.
         """
         assert self.queries.observed is not None
         fixed, n = self.num_fixed, keys.shape[2]
@@ -289,7 +322,7 @@ class MemoryLayer(CacheLayer):
 
 def _build(variant: str, config: PodConfig, request: Request) -> PodCache:
     params = request.params
-    MemoryLayer(config, 0, request)  # which checks the request
+    MemoryLayer(config, 0, request)  # made only because this checks the request
     function = params.get("function", FUNCTIONS[0])
     settings = Settings(variant, function, request.budget, params["chunk_size"], config.num_hidden_layers)
     make_layer, rowwise = partial(MemoryLayer, request=request), function == "adaptive"

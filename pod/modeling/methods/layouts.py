@@ -1,12 +1,15 @@
 """What stands beside a selection: the layout, and the codec.
 
-The layouts are what a model's own attention needs. Dense and PoD keep every token of dense weights; the others are trained.
+The layouts are what a model's own attention needs. Dense and PoD keep every token and run on dense weights;
+models of the other layouts are trained.
 
-Codecs hold keys and values in 2, 4 or 8 bits, for every layout and selection (KIVI, Liu et al., 2024; rules in ``quantized.py``). KIVI's
-are the 2 bits of ``kivi``, keys per channel and values per token, groups of 32 and a residual of 128 (§4.1), which ``int4`` and ``int8``
-share. Ours are what the paper leaves to its code: fp16 zeros and scales are rounded outwards, not to the nearest, and the same newest
-tokens of keys and values stay native, ``residual`` at least; KIVI's code packs keys ``residual`` at a time, so that of them 0 to
-``residual - 1`` are native, and values one by one.
+Codecs hold keys and values in 2, 4 or 8 bits, for every layout and selection (KIVI, Liu et al., 2024; the
+rules are in ``quantized.py``). From KIVI come the 2 bits of ``kivi``, keys packed per channel and values per
+token, groups of 32 and a residual of 128 (§4.1); ``int4`` and ``int8`` share all of these but the bits. What
+the paper leaves to its code is different here. Zeros and scales in fp16 are rounded outwards, not to the
+nearest. The newest tokens stay native, the same ones for keys and values, and at least ``residual`` of them.
+KIVI's code packs ``residual`` keys at a time, so that 0 to ``residual - 1`` keys are native, and packs values
+one by one.
 """
 
 from functools import partial
@@ -36,11 +39,13 @@ _OF_CODECS = {
 
 
 def _build(config: PodConfig, request: Request) -> PodCache:
-    """The model's own layout and plan say which layers hold what."""
-    capacity, extra_slots = request.params.get("capacity"), request.params.get("extra_slots")
+    """A cache in which the model's own layout and plan say which layers hold what."""
+    capacity = request.params.get("capacity")
+    extra_slots = request.params.get("extra_slots")
     if extra_slots and capacity is not None:
         raise ValueError(
-            f"{request.spec}: extra_slots = {extra_slots} must be 0 with a capacity: the engine serves windows without them"
+            f"{request.spec}: extra_slots = {extra_slots} must be 0 with a capacity: the engine serves "
+            "windows without them"
         )
     codec = request.codec if capacity is None else request.codec.in_place(capacity)
     options = {name: request.params[name] for name in _OF_POD if name in request.params}
@@ -88,7 +93,8 @@ CODECS = tuple(
     Method(
         name=name,
         paper="KIVI (Liu et al., 2024)",
-        frees=f"{16 - bits} of 16 bits per number, minus 1 bit for scale and zero in fp16; the newest tokens stay in 16 bits",
+        frees=f"{16 - bits} of 16 bits per number, minus 1 bit for scale and zero in fp16; "
+        "the newest tokens stay in 16 bits",
         axis="codec",
         build=partial(_build_codec, name, bits),
         parameters=_OF_CODECS,
