@@ -1,4 +1,4 @@
-"""H2O (Zhang et al., 2023): keep recent tokens, and those that got the most attention so far (the heavy hitters).
+"""H2O (Zhang et al., 2023): keep recent tokens and heavy hitters, which got the most attention so far.
 
 The file also has what all methods share that rank the tokens they hold: sums of attention per token, computed
 without an ``n x n`` matrix, and the choice of what stays.
@@ -116,7 +116,7 @@ class AccumulatingLayer(PodCacheLayer):
         return sums.unflatten(1, (-1, self.groups)).mean(2)
 
     def accumulate(self, name: str, addition: Tensor) -> None:
-        """Add a new tensor ``[B, H, held]`` to a statistic. New tokens start at 0, and so does a new statistic.
+        """Add a new tensor ``[B, H, held]`` to a statistic; new tokens, and a new statistic, start at 0.
 
         The tensor is kept, and changed in place.
         """

@@ -39,7 +39,7 @@ from pod.modeling.shipped.rows import GroupedCache, Schedule
 from pod.modeling.shipped.step import CacheLayer, Step
 
 FUNCTIONS = ("linear", "sqrt", "square", "square-sqrt", "adaptive")
-"""How a memory may grow. ``adaptive`` plans like ``linear`` and then shares the total among layers (eq. 3)."""
+"""How a memory may grow. ``adaptive`` plans like ``linear``, then shares the total among layers (eq. 3)."""
 
 LARGEST_RATIO = {"linear": 2.0, "sqrt": 3.0, "square": 1.5, "square-sqrt": 2.0, "adaptive": 2.0}
 """``m_max / c`` above which the last decremental chunks would be empty, in a prompt of very many chunks."""
@@ -280,7 +280,7 @@ class MemoryLayer(CacheLayer):
             self.tokens.settle(self.held)
 
     def _next_size(self, schedule: Schedule, step: Step) -> int:
-        """Tokens to keep after this chunk: as planned, or this layer's share of the plans of all layers (eq. 3)."""
+        """Tokens to keep after this chunk: as planned, or this layer's share of all layers' plans (eq. 3)."""
         assert schedule.memory is not None
         planned = schedule.memory[self.layer_idx][step.chunk_index]
         if not self.adaptive or step.chunk_index < 2:
@@ -301,7 +301,7 @@ class MemoryLayer(CacheLayer):
         self.held = index.shape[2]
 
     def choose(self, keys: Tensor, size: int, step: Step) -> Tensor:
-        """The slots ``[B, H, size]`` to keep, ascending: those of a fixed memory, and the pruner's choice behind it.
+        """The slots ``[B, H, size]`` to keep, ascending: a fixed memory, and the pruner's choice behind it.
 
         StreamingLLM keeps the first slots and the last ones. SnapKV ranks, with the end of the chunk as
         observation window; where no more than that window fits, it keeps the last slots.

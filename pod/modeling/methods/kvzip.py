@@ -1,13 +1,17 @@
-"""KVzip (Kim et al., 2025): when a prompt ends the model is asked to repeat it; what it attends to in doing so stays.
+"""KVzip (Kim et al., 2025): when a prompt ends, the model is asked to repeat it; what it attends to stays.
 
-``chunk_size`` tokens of the text at a time are read again behind all of it: a request (``repeat_ids``; from the second chunk on it names
-the last 8 tokens of the chunk before), then the chunk. These tokens see all that is held, and no layer holds them. The score of a pair is
-the largest weight that any of them gives it, in any query head of its group, by a softmax over the chunk, the first ``num_sink_tokens``
-tokens and the request up to the query: the authors' code, where the first tokens are the system prompt (in kvpress 4 tokens). The best
-``budget · layers · heads`` pairs of all layers and KV heads together stay, the first tokens of every head among them.
+The text is read again behind all of it, ``chunk_size`` tokens at a time: a request (``repeat_ids``), then the
+chunk. From the second chunk on, the request names the last 8 tokens of the chunk before. These tokens see all
+that is held, and no layer holds them.
 
-The first prompt that ends with more than ``budget`` tokens held is compressed so, with all before it. What comes later, as questions and
-answers, stays whole.
+The score of a pair (key and value) is the largest weight that any of these tokens gives it, in any query head
+of its group. The weights are a softmax over the chunk, the first ``num_sink_tokens`` tokens, and the request
+up to the query. This is as in the authors' code, where the first tokens are the system prompt (in kvpress: 4
+tokens). The best ``budget · layers · heads`` pairs of all layers and KV heads together stay, with the first
+tokens of every head among them.
+
+The first prompt that ends with more than ``budget`` tokens held is compressed in this way, with all that came
+before it. What comes later, such as questions and answers, stays whole.
 """
 
 import copy
@@ -32,16 +36,17 @@ from pod.tokenizer import load_tokenizer
 
 
 class KVzipLayer(adakv.AdaLayer):
-    """Sees one row at a time. Every head is a bank of its own, as with Ada-KV.
+    """A layer that sees one row at a time. Every head is a bank of its own, as with Ada-KV.
 
     Attributes:
-        is_compressed: whether a text was; waits: whether one is read again, by the next passes, until ``compress``.
-        heard: scores ``[H, c]`` of its chunks so far.
+        is_compressed: whether a text was compressed.
+        waits: whether a text is to be read again by the next passes; True until ``compress``.
+        heard: scores ``[H, c]`` of the text's chunks so far.
     """
 
     @staticmethod
     def ranks(config: PodConfig, layer_idx: int, request: Request) -> LastQueries:
-        """Of the prompt itself nothing is observed."""
+        """A ranking that observes nothing, as the scores do not come from the prompt's own queries."""
         request.below_budget("num_sink_tokens")
         return LastQueries(0)
 
@@ -56,8 +61,10 @@ class KVzipLayer(adakv.AdaLayer):
         q, k = step.ropes[self.layer_idx].pair(q, k)
         pairs = [(bank.keys.read(bank.held), bank.values.read(bank.held)) for bank in self.banks]
         held = [torch.cat(tensors, dim=1) for tensors in zip(*pairs, strict=True)]
-        start, size = len(self.heard) * self.params["chunk_size"], self.params["chunk_size"]
-        first, chunk = min(start, self.params["num_sink_tokens"]), held[0][:, :, start : start + size]
+        size = self.params["chunk_size"]
+        start = len(self.heard) * size
+        first = min(start, self.params["num_sink_tokens"])
+        chunk = held[0][:, :, start : start + size]
         keys = torch.cat((held[0][:, :, :first], chunk, k), dim=2)
         parts = ((take_heads(q, [i], self.groups), take_heads(keys, [i])) for i in range(keys.shape[1]))
         largest = torch.stack([attention_rows(*part, self.scale).amax((0, 1, 2)) for part in parts])
@@ -76,8 +83,8 @@ class KVzipLayer(adakv.AdaLayer):
 
 
 def compress(layers: list[KVzipLayer]) -> None:
-    """Hold the best pairs of all layers of a row whose text was read again."""
-    device = layers[0].heard[0].device  # layers may lie on several
+    """Keep the best pairs of all layers together, for a row whose text was read again."""
+    device = layers[0].heard[0].device  # layers may lie on several devices
     heads = torch.cat([torch.cat(layer.heard, dim=1).to(device) for layer in layers])
     heads[:, : layers[0].params["num_sink_tokens"]] = torch.inf
     best = best_slots(heads.flatten(), layers[0].budget * len(heads)) // heads.shape[1]
@@ -95,10 +102,10 @@ def compress(layers: list[KVzipLayer]) -> None:
 
 
 class RepeatingCache(GroupedCache):
-    """Has the model read the text of each row that waits again."""
+    """A cache that has the model read the text of each waiting row again."""
 
     def rereadings(self) -> Iterator[tuple[Tensor, Tensor, PodCache]]:
-        """See ``PodCache.rereadings``: the caches hold nothing of their own, but layers that hear."""
+        """See ``PodCache.rereadings``. The caches hold no tokens of their own, only layers that listen."""
         layers: dict[int, list] = {group.rows[0]: group.layers for group in self.groups}
         waiting = {row: own for row, own in layers.items() if own[0].waits and not own[0].heard}
         left = {row: self._requests(row, own[0]) for row, own in waiting.items()}
@@ -108,14 +115,15 @@ class RepeatingCache(GroupedCache):
             ids, new = (pad_sequence(x, batch_first=True) for x in (rows, [torch.ones_like(x) for x in rows]))
             seen = new.new_ones(len(new), self._columns) if self._seen_mask is None else self._seen_mask
             view = copy.deepcopy(self, {id(x): x for x in (self.config, *layers.values())})
-            view._pending, self._pending = None, ()  # failing half-way leaves the cache unusable
+            view._pending = None
+            self._pending = ()  # failing half-way leaves the cache unusable
             yield ids, torch.cat((seen.long(), new), dim=1), view
         for own in waiting.values():
             compress(own)
             self._pending = None
 
     def _requests(self, row: int, layer: KVzipLayer) -> list[list[int]]:
-        """What is read again for each chunk of a row's text."""
+        """The token ids that are read for each chunk of a row's text: a request, then the chunk again."""
         if self._seen_ids is None:
             raise ValueError(f"{self.spec} repeats a text: feed its input_ids, not inputs_embeds")
         seen = torch.cat([ids[row] for ids in self._seen_ids])
@@ -128,12 +136,18 @@ class RepeatingCache(GroupedCache):
 
 _REPEAT = "\n\nRepeat the previous context exactly."
 _REPEAT_FROM = "\n\nRepeat the part of the previous context exactly, starting with "
-"""Requests: for the first chunk of a text, and for a later one."""
+"""The requests: ``_REPEAT`` for the first chunk of a text, ``_REPEAT_FROM`` for a later one."""
 
 
 def repeat_ids(tokenizer: Any) -> list[list[int]]:
-    """The requests in a tokenizer's ids, in the words of KVzip's authors: to repeat a text's first chunk; a later one, before the tokens
-    that it names; and what stands behind a request: the end of a question in the chat template, a line break without one."""
+    """The requests in a tokenizer's ids, in the words of KVzip's authors.
+
+    Returns:
+        Three lists of ids: the request to repeat a text's first chunk; the request to repeat a later chunk,
+            before the tokens that it
+        names; and what stands behind a request: the end of a question in the chat template, or a line break
+        where there is no template.
+    """
     end = "\n"
     if getattr(tokenizer, "chat_template", None):
         asked = [{"role": "user", "content": _REPEAT.strip()}]
@@ -143,18 +157,22 @@ def repeat_ids(tokenizer: Any) -> list[list[int]]:
 
 
 def with_requests(model: Any, names: Sequence[str], params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of the methods ``names``, with KVzip's requests by the tokenizer of the model's own folder unless they have them."""
+    """The parameters of the methods ``names``, with KVzip's requests added where they are needed and missing.
+
+    The requests come from the tokenizer in the model's own folder. ValueError when it cannot be loaded.
+    """
     if "kvzip" not in names or params.get("repeat_ids") is not None:
         return params
     place = getattr(model.config, "name_or_path", "")
     if not place:
-        return params  # a model made in memory: building the cache refuses it, if nothing else is wrong
+        # a model made in memory: building the cache refuses it, if nothing else is wrong
+        return params
     try:
         tokenizer = load_tokenizer(place)
     except ValueError as error:
         raise ValueError(
-            f"kvzip has the model repeat what it reads and needs the tokenizer's ids for that ({error}): give repeat_ids="
-            "repeat_ids(tokenizer), from pod.modeling.methods.kvzip import repeat_ids"
+            f"kvzip has the model repeat what it reads and needs the tokenizer's ids for that ({error}): "
+            "give repeat_ids=repeat_ids(tokenizer), from pod.modeling.methods.kvzip import repeat_ids"
         ) from None
     return params | {"repeat_ids": repeat_ids(tokenizer)}
 
@@ -168,19 +186,21 @@ def _build(config: PodConfig, request: Request) -> PodCache:
             "from pod.modeling.methods.kvzip import repeat_ids: "
             f"three lists of token ids from 0 to {size - 1}; got {ids!r}"
         )
-    KVzipLayer(config, 0, request)  # which checks the request
+    KVzipLayer(config, 0, request)  # made only because this checks the request
     return RepeatingCache(config, partial(KVzipLayer, request=request), request.spec, rowwise=True)
 
 
 METHOD = Method(
     name="kvzip",
     paper="KVzip (Kim et al., 2025)",
-    frees="tokens to which the model does not attend when it repeats the text; later prompts and decoded tokens stay",
+    frees="tokens to which the model does not attend when it repeats the text; "
+    "later prompts and decoded tokens stay",
     build=_build,
     parameters={
         "repeat_ids": (
             None,
-            "the request to repeat the text, as three lists of token ids; None: made by the tokenizer in the model's folder",
+            "the request to repeat the text, as three lists of token ids; "
+            "None: made by the tokenizer in the model's folder",
         ),
         "chunk_size": (2048, "the model repeats this many tokens at a time (tokens)", 1),
         "num_sink_tokens": (4, "first tokens, always kept (tokens)", 1),

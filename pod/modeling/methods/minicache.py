@@ -1,12 +1,14 @@
-"""MiniCache (Liu et al., 2024): neighbouring deep layers share the directions of their keys and values, and keep their norms.
+"""MiniCache (Liu et al., 2024): neighbouring deep layers share directions of keys and values, not norms.
 
-From the middle of the model on, layers are paired. When a prompt ends, and whenever ``block`` tokens have been decoded,
-the native tokens of a pair are merged: one direction per token (spherical interpolation, eq. 3 of the paper) and one norm per
-token and layer. Tokens whose two directions are farthest apart keep both native vectors: the shallower layer's in the
-slot of the shared direction, with a norm of one, the deeper layer's beside it. Nothing is stored twice.
+From the middle of the model on, layers are paired. When a prompt ends, and whenever ``block`` tokens have
+been decoded, the native tokens of a pair are merged into one direction per token (spherical interpolation,
+eq. 3 of the paper) and one norm per token and layer. Tokens whose two directions are farthest apart keep both
+native vectors. The shallower layer's vector lies in the slot of the shared direction, with a norm of one, and
+the deeper layer's beside it. Nothing is stored twice.
 
-A codec packs what is merged, and the layers without a pair. A direction and its norm stay apart then for these tokens too: vectors of
-other lengths would take the numbers of a group away from the directions.
+A codec packs what is merged, and the layers without a pair. With a codec, direction and norm are also stored
+separately for the tokens that are kept apart: vectors of other lengths would widen the range of the numbers
+in a group, at the cost of the directions.
 """
 
 from math import ceil
@@ -24,7 +26,7 @@ from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Step
 from pod.modeling.shipped.stores import NATIVE, Codec, TokenStore
 
-_PARALLEL = 1e-4  # below this sine two directions are parallel or opposite, and interpolated on a line
+_PARALLEL = 1e-4  # below this sine, two directions count as parallel or opposite: interpolate on a line
 _PARTS = ("keys", "values")
 
 
@@ -32,10 +34,10 @@ class Merged:
     """Merged keys or values of one layer of a pair.
 
     Attributes:
-        directions: ``[B, H, T, d]`` in the shallower layer, which both read; empty in the deeper one.
+        directions: ``[B, H, T, d]`` in the shallower layer; both layers read them. Empty in the deeper one.
         norms: ``[B, H, T, 1]`` of this layer.
-        apart, positions: in the deeper layer its native vectors ``[B, H, C, d]`` of the tokens kept apart, and which
-            these are, ``[B, H, C, 1]``.
+        apart: in the deeper layer, its native vectors ``[B, H, C, d]`` of the tokens kept apart.
+        positions: which tokens these are, ``[B, H, C, 1]``.
     """
 
     def __init__(self, codec: Codec, part: str):
@@ -53,10 +55,14 @@ class Merged:
 
 
 class PairLayer(PodCacheLayer):
-    """A layer of a pair: merged tokens, in the form of ``packing``, then native ones in the stores of a dense layer; rows are alike.
+    """A layer of a pair, for rows that are alike.
+
+    It holds merged tokens first, in the form of ``packing``, and then native ones in the stores of a dense
+    layer.
 
     Attributes:
-        merged_tokens, num_apart: tokens merged so far and, of these, kept apart in each KV head.
+        merged_tokens: tokens merged so far.
+        num_apart: how many of these are kept apart in each KV head.
     """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request, is_deeper: bool):
@@ -78,7 +84,8 @@ class PairLayer(PodCacheLayer):
         assert past is not None
         if not self.merged_tokens:
             return self.attend_rotated(q, k, v, step)
-        native, tokens = past - self.merged_tokens, []
+        native = past - self.merged_tokens
+        tokens = []
         stores = self.lead_keys, self.all_values
         for merged, store, x in zip(self.restored(step.layers), stores, (k, v), strict=True):
             store.append(x, native)
@@ -89,10 +96,14 @@ class PairLayer(PodCacheLayer):
         return attend(q, Tokens(keys, values), backend=step.chunk_backend)[0]
 
     def settle(self, step: Step) -> None:
-        """Native tokens stay so until they are merged, see ``merge_pair``."""
+        """Nothing settles here: native tokens stay native until they are merged, see ``merge_pair``."""
 
     def restored(self, layers: list) -> tuple[Tensor, Tensor]:
-        """Merged keys and values as this layer attends to them; ``layers`` are those of the cache."""
+        """Merged keys and values as this layer attends to them.
+
+        Args:
+            layers: all layers of the cache.
+        """
         shallower = layers[self.layer_idx - 1] if self.is_deeper else self
         keys, values = (
             self.merged[name].read(shallower.merged[name].directions, self.merged_tokens, self.num_apart)
@@ -101,14 +112,17 @@ class PairLayer(PodCacheLayer):
         return keys, values
 
     def take_native(self, count: int) -> dict[str, Tensor]:
-        """Give the ``count`` native keys and values away, ``[B, H, count, d]`` each."""
+        """Remove the ``count`` native keys and values from this layer: ``[B, H, count, d]`` each."""
         native = {"keys": self.lead_keys.read(count), "values": self.all_values.read(count)}
         PodCacheLayer.clear(self)
         return native
 
 
 def merge_pair(shallower: PairLayer, deeper: PairLayer, count: int, num_apart: int, t: float) -> None:
-    """Merge the ``count`` native tokens of a pair as one group, of which ``num_apart`` are kept apart in every KV head."""
+    """Merge the ``count`` native tokens of a pair as one group.
+
+    ``num_apart`` of them are kept apart in every KV head.
+    """
     past, past_apart = shallower.merged_tokens, shallower.num_apart
     native = [layer.take_native(count) for layer in (shallower, deeper)]
     for name in _PARTS:
@@ -135,19 +149,24 @@ def merge_pair(shallower: PairLayer, deeper: PairLayer, count: int, num_apart: i
 
 
 def num_kept_apart(params: dict[str, Any], count: int, before: int) -> int:
-    """How many of ``count`` tokens that are merged now stay native, when ``before`` did."""
+    """How many of the ``count`` tokens that are merged now stay native, if ``before`` tokens did before."""
     if params["retained"] is not None:
         return min(count, max(0, params["retained"] - before))
     return ceil(params["share"] * count - 1e-9)  # 0.05 · 140 is a little more than 7 in floating point
 
 
 def interpolate(a: Tensor, b: Tensor, t: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Spherical interpolation (MiniCache, eq. 3) between the directions of ``[…, d]`` vectors, ``t`` of the way to ``b``.
+    """Spherical interpolation (MiniCache, eq. 3) between the directions of vectors ``[…, d]``.
+
+    A zero vector has no direction and stays zero. Parallel or opposite directions are interpolated on a line
+    and normalised.
+
+    Args:
+        t: how far to go from ``a`` to ``b``, from 0 to 1.
 
     Returns:
-        The direction ``[…, d]``, the norms of a and b ``[…, 1]``, the angle between a and b ``[…]`` in radians; all in at
-        least fp32. A zero vector has no direction and stays zero. Parallel or opposite directions are interpolated on a
-        line and normalised.
+        The direction ``[…, d]``, the norms of a and of b ``[…, 1]``, and the angle between a and b ``[…]`` in
+        radians; all in at least fp32.
     """
     wide = compute_dtype(a.dtype)
     (unit_a, norm_a), (unit_b, norm_b) = _unit(a.to(wide)), _unit(b.to(wide))
@@ -159,13 +178,13 @@ def interpolate(a: Tensor, b: Tensor, t: float) -> tuple[Tensor, Tensor, Tensor,
 
 
 def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Direction and norm of ``[…, d]``; zero has the direction zero."""
+    """Direction and norm of vectors ``[…, d]``; a zero vector has the direction zero."""
     norm = x.norm(dim=-1, keepdim=True)
     return x / norm.clamp(min=torch.finfo(norm.dtype).tiny), norm
 
 
 def pairs_of(num_layers: int) -> list[tuple[int, ...]]:
-    """The layers that are paired, from the middle on; one without a second is dense."""
+    """The pairs of layers, from the middle of the model on. A last layer without a partner is dense."""
     return [(layer, layer + 1) for layer in range(num_layers // 2, num_layers - 1, 2)]
 
 
@@ -177,7 +196,7 @@ def _layer(config: PodConfig, layer_idx: int, request: Request) -> PodCacheLayer
 
 
 def merge_pairs(layers: list, step: Step, label: None) -> None:
-    """Merge what is native when a prompt has ended, or a block was decoded."""
+    """Merge native tokens when a prompt has ended or a block was decoded."""
     pairs = [layer for layer in layers if isinstance(layer, PairLayer)]
     for shallower, deeper in zip(pairs[::2], pairs[1::2], strict=True):
         native, rule = step.max_length - shallower.merged_tokens, shallower.params
@@ -189,8 +208,8 @@ def merge_pairs(layers: list, step: Step, label: None) -> None:
 METHOD = Method(
     name="minicache",
     paper="MiniCache (Liu et al., 2024)",
-    frees="one of two directions per token in the pairs of the deeper half of the layers (1.3 times fewer bytes at d = 128); "
-    "no token is dropped",
+    frees="one of two directions per token in the pairs of the deeper half of the layers "
+    "(1.3 times fewer bytes at d = 128); no token is dropped",
     build=cache_of(_layer, after_layers=merge_pairs),
     parameters={
         "block": (128, "decoded tokens that are merged at once (tokens)", 1),

@@ -1,8 +1,9 @@
 """PyramidKV (Cai et al., 2024): SnapKV with budgets that fall linearly from the first layer to the last.
 
-The first layer cannot hold more than the tokens seen: where its share exceeds them, the line is flatter, down to SnapKV's
-equal budgets when nothing can be dropped, and all layers together hold what they were given. (Of the two implementations by
-the authors' group and by kvpress, the latter flattens in this way; the former jumps to equal budgets below twice the budget.)
+The first layer cannot hold more than the tokens seen. Where its share exceeds them, the line is flatter, down
+to SnapKV's equal budgets when nothing can be dropped. All layers together hold what they were given.
+(kvpress's implementation flattens in this way. That of the authors' group jumps to equal budgets below twice
+the budget.)
 """
 
 from collections.abc import Sequence
@@ -15,10 +16,11 @@ from pod.modeling.shipped.sharing import Lead
 
 
 def layer_budgets(budget: int, num_layers: int, beta: int, smallest: int, seen: int) -> list[int]:
-    """Tokens per layer, first layer first: an arithmetic sequence with mean ``budget`` down to about ``budget / beta``.
+    """Tokens per layer, first layer first: an arithmetic sequence that falls to about ``budget / beta``.
 
-    The last layer gets at least ``smallest`` tokens, the first one at most ``seen``, the tokens seen when the prompt ends; the
-    mean stays. Cumulative sums are rounded, so that all layers together get exactly ``num_layers * budget``.
+    Its mean is always ``budget``. The last layer gets at least ``smallest`` tokens. The first layer gets at
+    most ``seen``, the tokens seen when the prompt ends. Cumulative sums are rounded, so that all layers
+    together get exactly ``num_layers * budget``.
     """
     last = max(smallest, round_half_up(Fraction(budget, beta)))
     first = min(2 * budget - last, max(seen, budget))
@@ -29,10 +31,13 @@ def layer_budgets(budget: int, num_layers: int, beta: int, smallest: int, seen: 
 
 
 def block_budgets(budgets: Sequence[int], budget: int, window: int, lead: Lead) -> list[list[int]]:
-    """Tokens ``[L][H]``: the lead layer's budget, rescaled to the same total per head; without sharing the layer's own. Heads
-    that keep their windows have none.
+    """Tokens ``[L][H]`` of each layer and KV head: the budget of its lead's layer.
 
-    No lead is above its layer, so the budgets of the leads add up to the total or more: none grows beyond the tokens seen.
+    The budgets are rescaled so that each head keeps its total over the layers. Without sharing, each layer
+    has its own budget. Heads that keep their windows have no budget.
+
+    No lead is above its layer, so before rescaling the leads' budgets add up to the total or more. Rescaling
+    therefore makes none grow beyond the tokens seen.
     """
     sizes = [[0 if own is None else budgets[own] - window for own in layer] for layer in lead]
     columns = list(zip(*lead, strict=True))
@@ -45,7 +50,7 @@ def block_budgets(budgets: Sequence[int], budget: int, window: int, lead: Lead) 
 
 
 class PyramidLayer(SharedSelectionLayer):
-    """SnapKV's ranking, by which each block keeps as many tokens as its lead's layer."""
+    """A layer with SnapKV's ranking, in which each block keeps as many tokens as the layer of its lead."""
 
     def alike(self, head: int) -> tuple:
         return self.lead[self.layer_idx][head], *(row[head] for row in self.lead if row[head] is not None)

@@ -1,9 +1,10 @@
-"""Quest (Tang et al., 2024): everything is stored, and a decoded token reads only the pages that may matter to it.
+"""Quest (Tang et al., 2024): store everything; a decoded token reads only the pages that may matter to it.
 
-A page is ``page_size`` consecutive tokens. The smallest and the largest value of each key channel in it bound the
-product of any query with any of its keys; each query head reads the pages with the largest bounds.
+A page is ``page_size`` consecutive tokens. The smallest and the largest value of each key channel in a page
+bound the product of any query with any of its keys. Each query head reads the pages with the largest bounds.
 
-With PoD the leads choose: the query heads of a block read the tokens of the lead's, with its logits where they are distant.
+With PoD the leads choose. The query heads of a block read the tokens that the lead's query heads read, and
+use the lead's logits where tokens are distant.
 """
 
 from math import ceil, inf
@@ -26,9 +27,10 @@ class QuestLayer(PodCacheLayer):
     """A layer with the bounds of its leads' pages, for rows that are alike.
 
     Attributes:
-        num_read_pages: what a query head reads when decoding: the budget, rounded up to whole pages.
-        is_dense: whether its leads, and so their blocks, read everything.
-        pages: ``[B, leads, pages, 2 d]``: minimum, then maximum; native under any codec, as they are bounds.
+        num_read_pages: pages that a query head reads when decoding: the budget, rounded up to whole pages.
+        is_dense: whether its leads, and with them their blocks, read everything.
+        pages: ``[B, leads, pages, 2 d]``, the minimum, then the maximum. They stay native under any codec,
+            because they are bounds.
     """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
@@ -59,9 +61,9 @@ class QuestLayer(PodCacheLayer):
         return self._read_pages(q, step)
 
     def _update_pages(self, k: Tensor, past: int) -> None:
-        """Let rotated keys ``[B, leads, m, d]`` enter their pages behind ``past`` tokens."""
+        """Let rotated keys ``[B, leads, m, d]`` behind ``past`` tokens enter the bounds of their pages."""
         offset, first = past % self.page_size, past // self.page_size
-        if offset:  # the first page has tokens already: its bounds, over and over, stand for them
+        if offset:  # the first page has tokens already: its bounds, repeated, stand for them
             bounds = self.pages.read(first + 1)[:, :, first].unflatten(2, (2, -1))
             k = torch.cat((bounds.repeat(1, 1, ceil(offset / 2), 1)[:, :, :offset], k), dim=2)
         padding = 0, 0, 0, -k.shape[2] % self.page_size
@@ -69,9 +71,13 @@ class QuestLayer(PodCacheLayer):
         self.pages.append(torch.cat((low.amin(3), high.amax(3)), dim=-1), first)
 
     def choose_pages(self, q: Tensor, num_pages: int) -> Tensor:
-        """The last page and the best of the others for queries ``[B, h, G, d]``: ``[B, h, G, num_read_pages]``, ascending.
+        """The pages that queries ``[B, h, G, d]`` read: the last page and the best of the others.
 
-        A page's score is ``Σ_c max(q_c·min_c, q_c·max_c)`` over the channels (Quest, §3.3); ties: the lower page.
+        A page's score is ``Σ_c max(q_c·min_c, q_c·max_c)`` over the channels (Quest, §3.3). In a tie the
+        lower page wins.
+
+        Returns:
+            ``[B, h, G, num_read_pages]``, ascending.
         """
         q = q.to(compute_dtype(q.dtype))
         bounds = self.pages.read(num_pages - 1).to(q.dtype).transpose(2, 3)
@@ -80,7 +86,8 @@ class QuestLayer(PodCacheLayer):
 
     def _read_pages(self, q: Tensor, step: Step) -> Tensor:
         """Attention of one new token per row, ``[B, Hq, 1, d]``, to the tokens of its pages only."""
-        read, roles, length, parts = step.lead.read, self.roles, step.max_length, []
+        read, roles, length = step.lead.read, self.roles, step.max_length
+        parts = []
         if roles.leads:
             slots, logits = self._lead(take_heads(q, roles.leads, self.groups), length)
             for place, head in enumerate(roles.leads):
@@ -93,7 +100,11 @@ class QuestLayer(PodCacheLayer):
         return merge_heads(parts, self.groups)
 
     def _lead(self, q: Tensor, length: int) -> tuple[Tensor | None, Tensor]:
-        """Slots ``[B, leads, G, n]`` that the leads' queries ``[B, leads·G, 1, d]`` read, None = all, and their logits there."""
+        """The slots that the leads' queries ``[B, leads·G, 1, d]`` read, and the leads' logits there.
+
+        Returns:
+            Slots ``[B, leads, G, n]``, or None for all slots; and logits.
+        """
         if self.is_dense:
             return None, slot_logits(q, self.lead_keys.stored, length, self.scale)
         last_page, groups = (length - 1) // self.page_size, q.squeeze(2).unflatten(1, (-1, self.groups))
@@ -105,7 +116,7 @@ class QuestLayer(PodCacheLayer):
         return slots, logits.view(slots.shape)
 
     def _attend_as_read(self, heads: tuple[int, ...], q: Tensor, step: Step) -> Tensor:
-        """Of KV heads whose leads all read as many tokens, ``[B, h·G, 1, d]``."""
+        """Attention ``[B, h·G, 1, d]`` of KV heads whose leads all read equally many tokens."""
         read, found = zip(*(step.lead.read[head] for head in heads), strict=True)
         slots, logits = None if read[0] is None else torch.stack(read, 1), torch.stack(found, 1)
         followers = tuple(head for head in heads if head in self.roles.followers)
@@ -120,7 +131,12 @@ class QuestLayer(PodCacheLayer):
         return weigh_slots(weights.flatten(1, 2)[:, :, None], values, q.dtype)
 
     def _with_near(self, heads: tuple[int, ...], q: Tensor, logits: Tensor, slots: Tensor, n: int) -> Tensor:
-        """Logits ``[B, h, G, …]`` of these followers' leads, where one of ``n`` tokens is proximal replaced by their own."""
+        """Logits of these followers' leads, replaced by the followers' own where a token is proximal.
+
+        Args:
+            logits: ``[B, h, G, …]``, of the leads.
+            slots: the tokens that the logits belong to, among ``n`` tokens.
+        """
         n_s, n_r = self.num_sink_tokens, self.num_recent_tokens
         keys = take_heads(self.window_keys.read(n), [*map(self.roles.followers.index, heads)])
         own = slot_logits(take_heads(q, heads, self.groups), keys, keys.shape[2], self.scale)
@@ -130,15 +146,15 @@ class QuestLayer(PodCacheLayer):
 
 
 def _taken(x: Tensor, slots: Tensor) -> Tensor:
-    """Slots ``[B, h, G, n]`` of ``[B, h, length, d]``: ``[B, h·G, n, d]``."""
+    """Take slots ``[B, h, G, n]`` from ``[B, h, length, d]``: ``[B, h·G, n, d]``."""
     return take_slots(x, slots.flatten(2)).unflatten(2, slots.shape[2:]).flatten(1, 2)
 
 
 METHOD = Method(
     name="quest",
     paper="Quest (Tang et al., 2024)",
-    frees="nothing: all tokens stay, and page bounds add 1 / page_size to the bytes. Decoding reads only budget tokens per "
-    "query head. A codec unpacks all tokens first, so it saves bytes but no time",
+    frees="nothing: all tokens stay, and page bounds add 1 / page_size to the bytes. Decoding reads only "
+    "budget tokens per query head. A codec unpacks all tokens first, so it saves bytes but no time",
     build=cache_of(QuestLayer),
     parameters={
         "page_size": (16, "consecutive tokens that are read or skipped together (tokens)", 1),

@@ -30,18 +30,24 @@ def ranking_parameters(window: int, kernel: int, pool: str) -> dict:
 
 
 class Ranking:
-    """What leads observe of a running prompt, and how they rank the tokens that they hold when it ends. Made anew for each prompt; a
-    layer counts its tensors, all of them ``[B, …]``, as bookkeeping."""
+    """What leads observe of a running prompt, and how they rank the tokens that they hold when it ends.
+
+    A ranking is made anew for each prompt. Its tensors are all ``[B, …]``, and a layer counts them as
+    bookkeeping.
+    """
 
     before_rope = False
     """Whether queries are observed before their rotation."""
 
     def observe(self, q: Tensor, step: Step) -> None:
-        """The queries ``[B, Hq, m, d]`` of a chunk."""
+        """Observe the queries ``[B, Hq, m, d]`` of a chunk."""
         raise NotImplementedError
 
     def scores(self, keys: Tensor, values: Tensor, step: Step) -> Tensor:
-        """When a prompt ends, scores ``[B, H, n]`` of rotated keys and values ``[B, H, n, d]``, infinite for what stays anyhow."""
+        """Scores ``[B, H, n]`` of rotated keys and values ``[B, H, n, d]`` when a prompt ends.
+
+        They are infinite for tokens that stay in any case.
+        """
         raise NotImplementedError
 
     def tensors(self) -> list[Tensor]:
@@ -52,7 +58,7 @@ class Ranking:
 
 
 class LastQueries(Ranking):
-    """The last ``count`` queries of a running prompt."""
+    """Observes the last ``count`` queries of a running prompt."""
 
     def __init__(self, count: int):
         self.count = count
@@ -64,8 +70,11 @@ class LastQueries(Ranking):
 
 
 class EndAttention(LastQueries):
-    """SnapKV's ranking: the last queries' tokens stay; those before them rank by the attention from these queries, summed over
-    queries, averaged over the query heads of a group, pooled over neighbours."""
+    """SnapKV's ranking, by the attention from the last queries of a prompt.
+
+    The tokens of these queries stay. The tokens before them rank by the attention from these queries, summed
+    over the queries, averaged over the query heads of a group, and pooled over neighbouring tokens.
+    """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
         self.kernel, self.pool = request.params["kernel"], request.params["pool"]

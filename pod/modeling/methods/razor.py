@@ -1,9 +1,10 @@
-"""RazorAttention (§3.2, Algorithm 1): a few retrieval heads hold every token, the others what is near and a mean.
+"""RazorAttention (§3.2, Algorithm 1): a few retrieval heads hold all tokens, the others near ones and a mean.
 
-When a prompt ends, a head that is no retrieval head keeps its first ``num_sink_tokens`` and its last
-``L_h = max(num_recent_tokens, seen / compression)`` tokens. All tokens that it ever dropped live on in one *compensation
-token*: the means of their rotated keys and of their values, which counts as often as there are dropped tokens (eqs. 4,
-5). While decoding, the window slides and a leaving token enters the mean before the new one attends.
+When a prompt ends, a head that is no retrieval head keeps its first ``num_sink_tokens`` tokens and its last
+``L_h = max(num_recent_tokens, seen / compression)`` tokens. All tokens that it ever dropped live on in one
+*compensation token*: the mean of their rotated keys and the mean of their values. It counts as often as there
+are dropped tokens (eqs. 4, 5). While decoding, the window slides, and a leaving token enters the mean before
+the new one attends.
 """
 
 from dataclasses import replace
@@ -22,7 +23,7 @@ from pod.modeling.shipped.step import CacheLayer, Step
 
 
 class RazorLayer(CacheLayer):
-    """Sees rows that are alike. Its plan has leads, which hold everything, and windows, which hold what is near."""
+    """A layer for rows that are alike. Heads that lead hold everything, heads with windows what is near."""
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
         super().__init__()
@@ -56,7 +57,10 @@ class RazorLayer(CacheLayer):
         return merge_heads(parts, self.groups)
 
     def settle(self, step: Step) -> None:
-        """At the end of a prompt: ``L_h`` from all tokens seen, which only grows, and the rest into the mean."""
+        """At the end of a prompt, trim to ``L_h`` and move the rest into the mean.
+
+        ``L_h`` comes from all tokens seen, so it only grows.
+        """
         if not (step.ends_prompt or step.is_decode):
             return
         if self.roles.windows and not step.is_decode:
@@ -69,7 +73,8 @@ def _build(config: PodConfig, request: Request) -> PodCache:
     if request.params["heads"] is None:
         raise ValueError(
             f"{request.spec} needs the model's retrieval heads: `pod explore --heads` with model.path writes "
-            f"<output_dir>/plan/retrieval_heads.json, name it as razor[heads=FILE]; razor[heads=random] draws them"
+            "<output_dir>/plan/retrieval_heads.json, name it as razor[heads=FILE]; "
+            "razor[heads=random] draws them"
         )
     plan = plan_of_heads(config=config, **{name: request.params[name] for name in ("heads", "share", "seed")})
     return cache_of(RazorLayer)(config, replace(request, params=request.params | {"heads": plan}))
@@ -78,7 +83,8 @@ def _build(config: PodConfig, request: Request) -> PodCache:
 METHOD = Method(
     name="razor",
     paper="RazorAttention (2024), §3.2, Algorithm 1, eqs. 4 and 5",
-    frees="tokens between the first and the last ones in KV heads without a retrieval head; grows with the prompt by 1/compression",
+    frees="tokens between the first and the last ones in KV heads without a retrieval head; "
+    "grows with the prompt by 1/compression",
     build=_build,
     parameters={
         "heads": (None, "file of `pod explore --heads`, gates (.tsv), a plan, lists of KV heads, or random"),

@@ -1,9 +1,10 @@
-"""RoCo (Ren and Zhu, 2024): drop the token with the lowest *mean* attention, unless its attention varies a lot.
+"""RoCo (Ren and Zhu, 2024): drop the token with the lowest *mean* attention, unless attention varies a lot.
 
-Accumulated attention favours old tokens, which more queries could see; RoCo divides by the number of those queries. A
-token whose weight has a large standard deviation may matter again: the share ``protect_prefill`` (when a prompt ends) or
-``protect_decode`` (after a decoded token) of the budget with the largest deviation is kept, as are sinks and recent tokens.
-Mean and deviation come from the sums of weights and of squared weights, mean over the query heads of a group.
+Accumulated attention favours old tokens, because more queries could see them. RoCo divides by the number of
+those queries. A token whose weight has a large standard deviation may matter again. So a share of the budget
+goes to the tokens with the largest deviation: ``protect_prefill`` when a prompt ends, ``protect_decode``
+after a decoded token. Sinks and recent tokens are kept too. Mean and deviation come from the sums of weights
+and of squared weights, averaged over the query heads of a group.
 """
 
 from fractions import Fraction
@@ -21,13 +22,14 @@ from pod.modeling.shipped.step import Step
 
 
 class RocoLayer(AccumulatingLayer):
-    """Sinks, recent tokens, tokens of varying attention, and the best of the rest by mean attention.
+    """A layer that holds sinks, recent tokens, tokens of varying attention, and the best of the rest by mean.
 
-    ``statistics`` also has ``squares`` (sums of squared weights) and ``positions`` (int32), from which the number of queries
-    that could see a token follows.
+    ``statistics`` also has ``squares`` (sums of squared weights) and ``positions`` (int32). The number of
+    queries that could see a token follows from its position.
 
     Attributes:
-        protected: tokens protected by their deviation, when a prompt ends and after a decoded token.
+        protected: two numbers of tokens protected by their deviation: when a prompt ends, after a decoded
+            token.
     """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
@@ -37,11 +39,12 @@ class RocoLayer(AccumulatingLayer):
         self.budget = budget = request.budget
         # 0.3 means three tenths, so that 0.3 of 5 tokens are 2
         self.protected = [round_half_up(Fraction(str(share)) * budget) for share in shares]
-        if self.sinks + self.recents + max(self.protected) > budget:
+        most = max(self.protected)
+        if self.sinks + self.recents + most > budget:
             raise ValueError(
-                f"roco: budget = {budget} is less than {self.sinks} sinks, {self.recents} recent and {max(self.protected)} "
-                "protected tokens together: raise the budget or lower num_sink_tokens, num_recent_tokens or the "
-                "protected share"
+                f"roco: budget = {budget} is less than {self.sinks} sinks, {self.recents} recent and {most} "
+                "protected tokens together: raise the budget or lower num_sink_tokens, num_recent_tokens or "
+                "the protected share"
             )
 
     def observe_prompt(self, q: Tensor, step: Step) -> None:
@@ -66,20 +69,27 @@ class RocoLayer(AccumulatingLayer):
             return
         counts = step.max_length - self.statistics["positions"]
         mean, variance = mean_and_variance(self.statistics["attention"], self.statistics["squares"], counts)
-        protected = self.protected[step.is_decode]
+        of_prefill, of_decode = self.protected
+        protected = of_decode if step.is_decode else of_prefill
         candidates = slice(self.sinks, self.held - self.recents)
         protect_largest(mean[..., candidates], variance[..., candidates], protected)
         self.keep(*choose_slots(mean, self.budget, self.sinks, self.recents))
 
 
 def mean_and_variance(sums: Tensor, squares: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance (which ranks as the standard deviation does) of a token's weight over ``counts`` queries."""
+    """Mean and variance of a token's weight over ``counts`` queries.
+
+    The variance ranks tokens in the same order as the standard deviation.
+    """
     mean = sums / counts
     return mean, (squares / counts - mean.square()).clamp(min=0)
 
 
 def protect_largest(scores: Tensor, variance: Tensor, count: int) -> None:
-    """Set the scores ``[B, H, n]`` of the ``count`` slots with the largest variance to infinity; the lower slot wins ties."""
+    """Set the scores of the ``count`` slots with the largest variance to infinity, in place.
+
+    Scores are ``[B, H, n]``. In a tie the lower slot wins.
+    """
     if count:
         scores.scatter_(2, best_slots(variance, count), float("inf"))
 
