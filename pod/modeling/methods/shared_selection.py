@@ -1,10 +1,12 @@
-"""A ranking of tokens, alone or with PoD: the lead of a block chooses, and its whole block keeps the same tokens. SnapKV's is the usual.
+"""Keep tokens by a ranking, alone or with PoD: the lead of a block chooses, and its block keeps the same.
 
-SnapKV (Li et al., 2024): at the end of a prompt each KV head keeps ``budget`` tokens: the last ``window`` ones and the best of the rest by
-the pooled sum of the attention that the prompt's end gives them. Decoded tokens are all kept.
+The usual ranking is SnapKV's (Li et al., 2024). At the end of a prompt each KV head keeps ``budget`` tokens:
+the last ``window`` tokens, and the best of the rest by the pooled sum of the attention that the prompt's end
+gives them. All decoded tokens are kept.
 
-What is proximal or distant is judged by original positions. A head that follows holds its own keys only for kept tokens that are still
-proximal and drops them as they age; it holds values for all kept tokens (paper §4, PoD+SnapKV).
+Whether a token is proximal or distant is judged by its original position. A head that follows holds its own
+keys only for kept tokens that are still proximal, and drops them as they age. It holds values for all kept
+tokens (paper §4, PoD+SnapKV).
 """
 
 import sys
@@ -26,15 +28,17 @@ from pod.modeling.shipped.layout import PodCacheLayer
 from pod.modeling.shipped.step import Selection, Step
 from pod.modeling.shipped.stores import Codec, TokenStore
 
-_AGED = 64  # own keys are freed, which copies the others, when this share (1/64) of them is of distant tokens
+_AGED = 64
+"""Own keys are freed when 1/64 of them belong to distant tokens, not earlier: freeing copies the others."""
 
 
 class OwnKeys:
-    """Followers' own keys: of the sinks and the last ``recents`` of the tokens held.
+    """Followers' own keys: those of the sinks and of the last ``recents`` tokens held.
 
-    They are equally many in all rows and heads, so some are of tokens that are distant there. A codec packs tokens by number:
-    keys go in whole groups, and not before their values are packed, so that those of the same tokens are packed as in a batch
-    of other rows.
+    All rows and heads have equally many own keys, so in some of them a few belong to tokens that are already
+    distant there. A codec packs tokens by number. So keys are dropped in whole groups, and not before the
+    values of their tokens are packed: keys of the same tokens are then packed together whatever rows are in
+    the batch.
     """
 
     def __init__(self, codec: Codec, num_sink_tokens: int):
@@ -52,14 +56,14 @@ class OwnKeys:
         self.held += k.shape[2]
 
     def spread(self, own: Tensor, make: Callable[..., Tensor] = Tensor.new_empty) -> Tensor:
-        """``[…, slots]`` to ``[…, held]``; what is not there is as ``make`` gives it."""
+        """Spread ``[…, slots]`` to ``[…, held]``. Places without a slot are as ``make`` gives them."""
         out = make(own, (*own.shape[:-1], self.held))
         out[..., : self.sinks] = own[..., : self.sinks]
         out[..., self.held - self.recents :] = own[..., self.sinks :]
         return out
 
     def keep(self, kept: Tensor, recents: int) -> None:
-        """Of the tokens held, hold only ``kept`` ``[B, F, w]``, and own keys of the first and the last of these."""
+        """Hold only the tokens ``kept`` ``[B, F, w]``, and own keys of the first and the last of these."""
         was, self.held = self.held - self.recents, kept.shape[2]
         sinks, recents = self._sizes(recents)
         slots = kept[..., first_and_last(sinks, recents, self.held, kept.device)]
@@ -67,7 +71,7 @@ class OwnKeys:
         self._keep_slots(slots.clamp(max=max(0, len(self) - 1)), sinks, recents)
 
     def free(self, recents: int) -> None:
-        """Hold keys of the first and of the last tokens only, if others are more than a few."""
+        """Hold keys of the first and of the last tokens only, if there are more than a few others."""
         sinks, recents = self._sizes(recents)
         if sinks + recents + recents // _AGED < len(self):
             slots = first_and_last(sinks, recents, len(self), self.store.tensors()[0].device)
@@ -89,12 +93,13 @@ class Bank:
     """KV heads of a layer that hold equally many tokens at all times, in tensors ``[B, h, held, d]``.
 
     Attributes:
-        leads, followers: KV heads; ``values`` has the leads first, ``keys`` the leads only.
-        followed: places among the leads, and KV heads, of those that others follow.
+        leads, followers: KV heads; ``values`` has the leads first, ``keys`` has only the leads.
+        followed: the leads that others follow, each as its place among the leads and its KV head.
         held: tokens held by each row and head.
-        ranking: by which the leads choose, with what it observed of the unfinished prompt.
+        ranking: the ranking by which the leads choose, with what it observed of the unfinished prompt.
         whole_from: position from which every token is held.
-        chosen: of each lead the last positions before that, each the largest of any row; None = still on the device.
+        chosen: for each lead, the last chosen positions before ``whole_from``, each the largest of any row;
+            None = still on the device.
     """
 
     def __init__(self, layer: "SharedSelectionLayer", leads: list[int], followers: list[int]):
@@ -110,18 +115,20 @@ class Bank:
         self.chosen: list[list[int]] | None = [[] for _ in self.leads]
 
     def stores(self) -> list[tuple[str, TokenStore, int]]:
-        """Name, store and tokens."""
+        """Name, store and number of tokens of each store."""
         all_held = {"keys": self.keys, "values": self.values, "positions": self.places}
         own = "window_keys", self.own.store, len(self.own)
         return [own, *((name, store, self.held) for name, store in all_held.items())]
 
     @property
     def positions(self) -> Tensor:
-        """int32 ``[B, leads, held]``; None where nothing is shared."""
-        return None if self.places.is_empty else self.places.read(self.held)[..., 0]  # type: ignore[return-value]
+        """Positions of the tokens held, int32 ``[B, leads, held]``; None where nothing is shared."""
+        if self.places.is_empty:
+            return None  # type: ignore[return-value]
+        return self.places.read(self.held)[..., 0]
 
     def append(self, k: Tensor, own: Tensor, v: Tensor, step: Step) -> None:
-        """Store what comes: keys ``[B, leads, m, d]`` and ``[B, followers, m, d]``, values of both."""
+        """Store new tokens: keys ``[B, leads, m, d]``, own keys ``[B, followers, m, d]``, values of both."""
         self.values.append(v, self.held)
         if self.followers:
             self.own.append(own)
@@ -134,7 +141,7 @@ class Bank:
         self.held += step.num_new
 
     def scores(self, step: Step) -> Tensor:
-        """Of what the leads hold, ``[B, leads, held]``."""
+        """The ranking's scores of the tokens that the leads hold, ``[B, leads, held]``."""
         values = take_heads(self.values.read(self.held), range(len(self.leads)))
         return self.ranking.scores(self.keys.read(self.held), values, step)
 
@@ -143,8 +150,10 @@ class SharedSelectionLayer(PodCacheLayer):
     """One layer for rows that are alike. Leads rank; followers keep the slots that their leads keep.
 
     Attributes:
-        ranks: ``(config, layer_idx, request)`` to a new ranking; raises ``ValueError`` for a request that it cannot serve.
-        budget: tokens of a KV head, mean over layers and heads; of methods that take none, all.
+        ranks: makes a new ranking from ``(config, layer_idx, request)``; raises ``ValueError`` for a request
+            that it cannot serve.
+        budget: tokens of a KV head, as a mean over layers and heads; unlimited for methods that take no
+            budget.
     """
 
     evicts = True
@@ -154,7 +163,7 @@ class SharedSelectionLayer(PodCacheLayer):
         self.budget, self.params = request.budget or sys.maxsize, request.params
         make_ranking = type(self).ranks
         self.make_ranking = lambda: make_ranking(config, layer_idx, request)
-        self.make_ranking()  # which checks the request, where no head of the layer leads too
+        self.make_ranking()  # checks the request, even where no head of the layer leads
         self.shares = config.sharing_plan.num_followers > 0
         super().__init__(config, layer_idx, request.codec)
 
@@ -169,8 +178,11 @@ class SharedSelectionLayer(PodCacheLayer):
     def clear(self) -> None:
         members: dict[Hashable, tuple[list[int], list[int]]] = {}
         for head in self.roles.held:
-            bank = members.setdefault(self.alike(head), ([], []))
-            bank[head not in self.roles.leads].append(head)
+            leads, followers = members.setdefault(self.alike(head), ([], []))
+            if head in self.roles.leads:
+                leads.append(head)
+            else:
+                followers.append(head)
         self.banks = [Bank(self, *roles) for roles in members.values()]
         held = [head for bank in self.banks for head in bank.leads + bank.followers]
         self.order = (*held, *self.roles.windows)
@@ -180,7 +192,7 @@ class SharedSelectionLayer(PodCacheLayer):
         self.near_keys, self.near_values = (self.codec.window(part, *windows) for part in ("keys", "values"))
 
     def _held(self, length: int) -> list[tuple[str, TokenStore, int]]:
-        """Name, store and tokens of what is not empty after ``length`` tokens."""
+        """Name, store and number of tokens of each store that is not empty after ``length`` tokens."""
         near = ("near_keys", self.near_keys, length), ("near_values", self.near_values, length)
         banks = ((f"{x[0]} of {i}", *x[1:]) for i, bank in enumerate(self.banks) for x in bank.stores())
         return [entry for entry in (*near, *banks) if not entry[1].is_empty]
@@ -219,14 +231,18 @@ class SharedSelectionLayer(PodCacheLayer):
         return self._in_order(outs)
 
     def _by_bank(self, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """For each bank heads of its leads, of its followers and both; as many operations for any number of heads."""
+        """For each bank, the heads of its leads, of its followers, and of both.
+
+        The number of operations does not depend on the number of heads.
+        """
         width = x.shape[1] // len(self.order)
         if self.is_reordered:
             x = x.index_select(1, head_index(self.order, width, x.device))
         sizes = [width * len(heads) for bank in self.banks for heads in (bank.leads, bank.followers)]
         if self.roles.windows:
             x = x[:, : sum(sizes)]
-        roles, both = x.split(sizes, 1), [sum(pair) for pair in zip(sizes[::2], sizes[1::2], strict=True)]
+        roles = x.split(sizes, 1)
+        both = [sum(pair) for pair in zip(sizes[::2], sizes[1::2], strict=True)]
         return list(zip(roles[::2], roles[1::2], x.split(both, 1), strict=True))
 
     def _in_order(self, outs: list[Tensor]) -> Tensor:
@@ -236,7 +252,7 @@ class SharedSelectionLayer(PodCacheLayer):
         return torch.cat([pieces[self.order.index(head)] for head in range(len(pieces))], dim=1)
 
     def _publish(self, bank: Bank, q: Tensor, step: Step, is_single: bool) -> None:
-        """Leave for followers what they need of a lead before it chooses."""
+        """Leave in ``step`` what followers need of their leads, before the leads choose."""
         for place, head in bank.followed:
             step.lead.selections[head] = Selection(bank.positions[:, place])
             if not is_single:
@@ -244,7 +260,7 @@ class SharedSelectionLayer(PodCacheLayer):
                 step.lead.keys[head] = take_heads(bank.keys.view(bank.held), [place])
 
     def _decode_bank(self, bank: Bank, q: tuple[Tensor, Tensor, Tensor], step: Step) -> Tensor:
-        """One new token per row: the leads' logits serve their blocks, but for proximal tokens."""
+        """Attention of one new token per row; leads' logits serve their blocks, but for proximal tokens."""
         parts = []
         if bank.leads:
             logits = slot_logits(q[0], bank.keys.stored, bank.held, self.scale)
@@ -267,8 +283,13 @@ class SharedSelectionLayer(PodCacheLayer):
                 step.lead.selections[head].scored = logits[:, place], near[:, place]
 
     def _attend_bank(self, bank: Bank, q: tuple[Tensor, ...], step: Step) -> Tensor:
-        """A chunk behind any past: slots ascend by position, and while nothing was dropped they are positions."""
-        parts, values, split = [], bank.values.view(bank.held), len(bank.leads)
+        """Attention of a chunk behind any past.
+
+        Slots ascend by position. While nothing was dropped, a slot is a position.
+        """
+        parts = []
+        values = bank.values.view(bank.held)
+        split = len(bank.leads)
         segments = Segments.whole(len(step.rows), step.num_new, bank.held)
         if bank.leads:
             tokens = Tokens(bank.keys.view(bank.held), take_heads(values, range(split)))
@@ -298,7 +319,7 @@ class SharedSelectionLayer(PodCacheLayer):
                 store.settle(count)
 
     def choose(self, step: Step) -> list[Tensor | None]:
-        """Of each bank the slots ``[B, leads, budget]`` that its leads keep, ascending; None = all."""
+        """For each bank, the slots ``[B, leads, budget]`` that its leads keep, ascending; None = all."""
         if step.sizes is None:
             step.sizes = self.budgets(step.max_length)
         row = step.sizes[self.layer_idx]
@@ -306,7 +327,7 @@ class SharedSelectionLayer(PodCacheLayer):
         return [best_slots(bank.scores(step), n) if bank.held > n else None for bank, n in sized]
 
     def _select(self, bank: Bank, slots: Tensor | None, step: Step) -> None:
-        """Leads keep these slots, and leave for their followers which they are."""
+        """Keep these slots in the leads, and tell the followers, which keep the same ones."""
         kept = []
         if bank.leads:
             kept.append(slots)
@@ -330,14 +351,17 @@ class SharedSelectionLayer(PodCacheLayer):
 
 
 def free_own_keys(layers: list[SharedSelectionLayer], step: Step, label: None) -> None:
-    """Free followers' keys of tokens that are distant for the next query. Which those are is read from the device once for all
-    layers, when leads have chosen, and known on the host from then on."""
+    """Free followers' keys of tokens that are distant for the next query.
+
+    When leads have chosen, their positions are read from the device once for all layers. From then on the
+    host knows which tokens are distant.
+    """
     banks = [(layer, bank) for layer in layers for bank in layer.banks]
     seen, n_r = step.max_length, next((layer.num_recent_tokens for layer, _ in banks), 1)
     unread = [bank for _, bank in banks if bank.chosen is None]
     if unread:
         latest = [bank.positions[:, :, -n_r:].amax(0) for bank in unread]
-        device = latest[0].device  # layers may lie on several
+        device = latest[0].device  # layers may lie on several devices
         numbers = iter(torch.cat([x.flatten().to(device) for x in latest]).tolist())
         for bank, x in zip(unread, latest, strict=True):
             bank.whole_from, bank.chosen = seen, [list(islice(numbers, x.shape[1])) for _ in bank.leads]
@@ -360,7 +384,7 @@ def first_and_last(first: int, last: int, count: int, device: torch.device) -> T
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)
 def head_index(heads: tuple[int, ...], width: int, device: torch.device) -> Tensor:
-    """Heads ``[len(heads)·width]`` of KV heads that are ``width`` wide."""
+    """The indices ``[len(heads)·width]`` of the heads of KV heads that are ``width`` heads wide."""
     return torch.tensor([head * width + i for head in heads for i in range(width)], device=device)
 
 

@@ -1,10 +1,11 @@
-"""SimLayerKV (Zhang et al., 2024): layers that attend to the first and the latest tokens only, keep only those.
+"""SimLayerKV (Zhang et al., 2024): layers that attend only to the first and latest tokens keep only those.
 
-A layer is *lazy* for a sequence when the share of its attention that goes to the first ``num_sink_tokens`` and the last
-``num_recent_tokens`` tokens, averaged over its query heads, exceeds ``threshold``. Two detectors: ``prefill`` takes the mean over
-the prompt's last queries, each with its own window (eq. 1), ``decode`` the first generated token (eq. 2; the paper's
-experiments). A lazy layer holds ``num_sink_tokens + num_recent_tokens`` tokens from then on, every other layer holds all.
-To compare with, the lazy layers may be given instead, listed or drawn at random (Figures 3 and 6).
+A layer is *lazy* for a sequence when enough of its attention goes to the first ``num_sink_tokens`` and the
+last ``num_recent_tokens`` tokens: their share, averaged over its query heads, exceeds ``threshold``. There
+are two detectors. ``prefill`` takes the mean over the prompt's last queries, each with its own window (eq.
+1). ``decode`` takes the first generated token (eq. 2; the paper's experiments). From then on a lazy layer
+holds ``num_sink_tokens + num_recent_tokens`` tokens, and every other layer holds all. For comparison, the
+lazy layers may be given instead: listed, or drawn at random (Figures 3 and 6).
 """
 
 import random
@@ -24,13 +25,14 @@ from pod.modeling.shipped.step import Step
 
 
 class SimLayer(SlidingLayer):
-    """Sees one row at a time, because the decision is each sequence's own.
+    """A layer that sees one row at a time, because the decision is each sequence's own.
 
     Attributes:
-        is_given: whether it was said beforehand if the layer is lazy; no detector judges it then.
-        is_lazy: whether only the first and the last tokens are held. Once lazy, always lazy.
-        mass: what the last decision was made from; None before it.
-        judges_next: whether the next decoded token is the first of an answer, by which the ``decode`` detector judges.
+        is_given: whether the user said beforehand if the layer is lazy; no detector judges it then.
+        is_lazy: whether only the first and the last tokens are held. Once lazy, a layer stays lazy.
+        mass: the attention share from which the last decision was made; None before it.
+        judges_next: whether the next decoded token is the first of an answer, by which the ``decode``
+            detector judges.
         measured: the mass of that token, still on the device, until ``judge_layers``; else None.
     """
 
@@ -43,8 +45,8 @@ class SimLayer(SlidingLayer):
         self.is_given, self.starts_lazy = given is not None or is_exempt, layer_idx in (given or ())
         if params["prefill"] == "streaming" and self.detector == "decode" and given is None:
             raise ValueError(
-                f"{request.spec}: prefill = 'streaming' compresses before a token is generated; choose detector='prefill' "
-                "with it"
+                f"{request.spec}: prefill = 'streaming' compresses before a token is generated; choose "
+                "detector='prefill' with it"
             )
         sizes = params["num_sink_tokens"], params["num_recent_tokens"]
         super().__init__(config, layer_idx, *sizes, request.codec)
@@ -59,7 +61,7 @@ class SimLayer(SlidingLayer):
         return super().stores() | {"bookkeeping": self.queries}
 
     def decisions(self, row: int) -> dict[str, float | None]:
-        """Of its only row: whether the layer is lazy, and the attention share by which that was judged last."""
+        """For the only row: whether the layer is lazy, and the attention share of its last judgement."""
         return {"lazy": float(self.is_lazy), "mass": self.mass}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
@@ -78,24 +80,28 @@ class SimLayer(SlidingLayer):
         return out
 
     def _mass(self, parts: Iterable[Tensor]) -> Tensor:
-        """From attention ``[1, heads, w, n]`` of the last queries, equally many heads at a time: a number."""
+        """The attention share that goes to the first and the latest tokens: a number from 0 to 1.
+
+        Args:
+            parts: attention ``[1, heads, w, n]`` of the last queries, equally many heads in each part.
+        """
         sizes = self.num_sink_tokens, self.num_recent_tokens
         return torch.stack([lazy_mass(rows, *sizes) for rows in parts]).mean()
 
     def judge(self, mass: float) -> None:
-        """The layer is lazy if that much of its attention goes to the first and the latest tokens."""
+        """Decide whether the layer is lazy, from its share of attention to the first and latest tokens."""
         self.mass = mass
         self.is_lazy = mass > self.threshold
 
     def _prompt_rows(self, queries: Tensor) -> Iterator[Tensor]:
-        """Of one KV head at a time: G·w·n numbers."""
+        """Attention of the prompt's last queries, one KV head at a time: G·w·n numbers each."""
         keys = self.tokens.beside.keys.read(self.tokens.num_beside)
         for head in range(keys.shape[1]):
             own = take_heads(queries, [head], queries.shape[1] // keys.shape[1])
             yield attention_rows(own, keys[:, head : head + 1], scale=self.scale)
 
     def settle(self, step: Step) -> None:
-        """Judge at the end of a prompt, and trim lazy layers; ``judge_layers`` does by a decoded token."""
+        """Judge at the end of a prompt and trim a lazy layer; after a decoded token ``judge_layers`` does."""
         if not (step.ends_prompt or step.is_decode):
             return
         if not step.is_decode:
@@ -107,7 +113,7 @@ class SimLayer(SlidingLayer):
             self.rest()
 
     def adopt(self, other: "SimLayer") -> None:
-        """Take over what a copy decided, whose first generated token was ahead."""
+        """Take over the decision of a copy that already saw the first generated token."""
         self.is_lazy, self.mass, self.judges_next = other.is_lazy, other.mass, False
         self.rest()
 
@@ -115,17 +121,17 @@ class SimLayer(SlidingLayer):
         """Trim a lazy layer, and let the stores come to rest."""
         if self.is_lazy:
             self.tokens.trim(self.num_recent_tokens)
-        # else a token might be packed now and in the window
+        # a layer that is judged next may be trimmed: a token packed now might be packed again in the window
         if self.is_lazy or not self.judges_next:
             self.tokens.settle()
 
 
 def judge_layers(layers: Sequence[SimLayer], step: Step, label: None) -> None:
-    """When the first token of an answer has passed all layers: judge them by it, with one read."""
+    """Judge the layers when the first token of an answer has passed all of them, with one read."""
     measured = [(layer, layer.measured) for layer in layers if layer.measured is not None]
     if not measured:
         return
-    device = measured[0][1].device  # layers may lie on several
+    device = measured[0][1].device  # layers may lie on several devices
     masses = torch.stack([mass.to(device) for _, mass in measured]).tolist()
     for (layer, _), mass in zip(measured, masses, strict=True):
         layer.measured = None
@@ -134,9 +140,11 @@ def judge_layers(layers: Sequence[SimLayer], step: Step, label: None) -> None:
 
 
 def given_layers(request: Request, num_layers: int) -> set[int] | None:
-    """The layers that are lazy whatever they attend to, None where a detector decides.
+    """The layers that are lazy whatever they attend to; None where a detector decides.
 
-    Raises: ValueError for what are no layers of the model, or fewer than are to be drawn from them.
+    Raises:
+        ValueError: the list has something else than different layers of the model, or fewer layers than are
+            to be drawn from it, or the last layer is to be exempt although no detector decides.
     """
     names = "lazy_layers", "num_lazy_layers", "seed", "exempt_last_layer"
     listed, count, seed, exempts = (request.params[name] for name in names)
@@ -147,18 +155,22 @@ def given_layers(request: Request, num_layers: int) -> set[int] | None:
     known = are_whole and set(layers) <= set(range(num_layers))
     if not known or len(set(layers)) < max(len(layers), count or 0) or exempts:
         raise ValueError(
-            f"{request.spec}: lazy_layers = {listed!r} must be a list of different layers from 0 to {num_layers - 1}, at least "
-            f"num_lazy_layers = {count!r} of them, and exempt_last_layer = {exempts} needs a detector"
+            f"{request.spec}: lazy_layers = {listed!r} must be a list of different layers from 0 to "
+            f"{num_layers - 1}, at least num_lazy_layers = {count!r} of them, and "
+            f"exempt_last_layer = {exempts} needs a detector"
         )
     draw = random.Random(seed)
     return set(sorted(sorted(layers), key=lambda layer: draw.random())[:count])
 
 
 def lazy_mass(rows: Tensor, num_sink_tokens: int, num_recent_tokens: int) -> Tensor:
-    """Attention to the first ``num_sink_tokens`` and to each query's last ``num_recent_tokens`` tokens, itself included (eq. 1).
+    """The share of attention to the first tokens and to each query's last tokens (eq. 1).
+
+    They are the first ``num_sink_tokens`` and the last ``num_recent_tokens``; a query's last tokens include
+    itself.
 
     Args:
-        rows: ``[B, Hq, w, n]`` of the queries at the last ``w`` of ``n`` positions.
+        rows: attention ``[B, Hq, w, n]`` of the queries at the last ``w`` of ``n`` positions.
 
     Returns:
         The mean over queries, heads and batch: a number from 0 to 1.
@@ -173,7 +185,8 @@ def lazy_mass(rows: Tensor, num_sink_tokens: int, num_recent_tokens: int) -> Ten
 METHOD = Method(
     name="simlayerkv",
     paper="SimLayerKV (Zhang et al., 2024), §5, eqs. 1 to 3",
-    frees="tokens between the first and the last ones, in layers that attend to little else; the other layers keep all",
+    frees="tokens between the first and the last ones, in layers that attend to little else; "
+    "the other layers keep all",
     build=cache_of(SimLayer, rowwise=True, after_layers=judge_layers),
     parameters={
         "threshold": (
@@ -194,5 +207,6 @@ METHOD = Method(
         "seed": (0, "seed of that draw"),
     }
     | PREFILL_PARAMETERS,
-    refuses_pod="the method decides while it runs which layers keep their tokens, so no layer can rely on the keys of another",
+    refuses_pod="the method decides while it runs which layers keep their tokens, so no layer can rely on "
+    "the keys of another",
 )

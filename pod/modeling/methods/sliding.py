@@ -1,7 +1,7 @@
-"""Keys and values of some KV heads that are held whole at first, and later only where the first and recent tokens are.
+"""Hold all tokens of some KV heads at first, and later only the first and the recent ones.
 
-What RazorAttention's other heads, SimLayerKV's lazy layers and a local window, which is here, have in common. Keys keep their rotation,
-so the order in which tokens lie in the ring of recent ones does not matter.
+RazorAttention's other heads, SimLayerKV's lazy layers and the local window (in this file) have this in
+common. Keys keep their rotation, so the order in which tokens lie in the ring of recent ones does not matter.
 """
 
 import math
@@ -20,7 +20,7 @@ from pod.modeling.shipped.step import CacheLayer, Step
 from pod.modeling.shipped.stores import Codec, Recent, TokenStore, take_rows_of
 
 Biased = tuple[Tokens[Tensor], float]
-"""Tokens, and what is added to their logits."""
+"""Tokens, and the number that is added to their logits."""
 
 
 class Pair(NamedTuple):
@@ -31,7 +31,11 @@ class Pair(NamedTuple):
 
     @classmethod
     def of(cls, codec: Codec, evicts: bool = False) -> "Pair":
-        """Stores of every token; ``evicts``: ``keep`` will be used."""
+        """Stores that hold every token.
+
+        Args:
+            evicts: whether ``keep`` will be used.
+        """
         return cls(codec.tokens("keys", evicts), codec.tokens("values", evicts))
 
     def append(self, tokens: Tokens[Tensor], past: int) -> None:
@@ -44,13 +48,19 @@ class Pair(NamedTuple):
     def attend_decode(
         self, q: Tensor, length: int, scale: float, also: Sequence[Biased] = ()
     ) -> tuple[Tensor, Tensor]:
-        """Output and weights of queries ``[b, Hq, 1, d]`` on what is held of ``length`` tokens, and on further ones."""
-        if takes_gradients(q):  # whose backward comes when tokens have been written over
+        """Output and weights of queries ``[b, Hq, 1, d]`` that attend to what is held.
+
+        Args:
+            length: number of tokens appended so far; a window holds some of them.
+            also: further tokens to attend to.
+        """
+        if takes_gradients(q):  # by the backward pass, later tokens may have been written over these
             tokens = [store.read(length).clone() for store in self]
         else:
             tokens = [store.read(length) if store.has_window else store.view(length) for store in self]
         count = self.keys.used_slots(length)
-        out, _, weights = attend_slots(q, *tokens, scale, also=also, num_slots=count)  # type: ignore[arg-type]
+        found = attend_slots(q, *tokens, scale, also=also, num_slots=count)  # type: ignore[arg-type]
+        out, _, weights = found
         return out, weights
 
     def settle(self, length: int) -> None:
@@ -63,14 +73,14 @@ class Pair(NamedTuple):
 
 
 class CompensationToken:
-    """Mean of all tokens that left, with how many they were (RazorAttention, eq. 4). Sums run in at least fp32."""
+    """The mean of all tokens that left, and their number (RazorAttention, eq. 4), in at least fp32."""
 
     def __init__(self, is_on: bool = True):
         self.is_on, self.count = is_on, 0
         self.mean: tuple[Tensor, ...] | None = None  # of keys and of values, [b, h, 1, d]
 
     def add(self, tokens: Tokens[Tensor]) -> None:
-        """Take in tokens ``[b, h, c, d]`` that leave: ``k̂ += (k - k̂) c / N_d``."""
+        """Take tokens ``[b, h, c, d]`` that leave into the mean: ``k̂ += (k - k̂) c / N_d``."""
         if not self.is_on:
             return
         new, compute = tokens.keys.shape[2], compute_dtype(tokens.keys.dtype)
@@ -83,7 +93,7 @@ class CompensationToken:
         self.mean = tuple(means)
 
     def seen(self, dtype: torch.dtype) -> list[Biased]:
-        """What a query sees: nothing while no token has left."""
+        """What a query sees of the tokens that left: nothing while no token has left."""
         if self.mean is None:
             return []
         return [(Tokens(*(x.to(dtype) for x in self.mean)), math.log(self.count))]
@@ -96,21 +106,22 @@ class CompensationToken:
 
 
 class SlidingTokens:
-    """Tokens of rows that are alike: a *window* of sinks and recent tokens, and those that came *beside* it.
+    """Tokens of rows that are alike: a *window* of sinks and recent tokens, and tokens *beside* the window.
 
-    Before the first ``trim`` there is no window and everything is beside it. ``trim`` moves what stays into the
-    window; from then on decoded tokens enter the window and push the oldest recent token out, while the tokens of a
-    later prompt gather beside the window until the next ``trim``.
+    Before the first ``trim`` there is no window, and all tokens are beside it. ``trim`` moves what stays into
+    the window. From then on a decoded token enters the window and pushes the oldest recent token out. The
+    tokens of a later prompt gather beside the window until the next ``trim``.
 
     Args:
         codec: makes the stores.
-        num_sink_tokens: first tokens that never leave.
-        left: takes in what leaves and is seen instead. A decoded token then attends when the one that it replaces has left;
-            without it, before.
+        num_sink_tokens: number of first tokens, which never leave.
+        left: takes in what leaves and is seen in its place. With it, a decoded token attends after the token
+            that it replaces has left; without it, before.
 
     Attributes:
         num_recent: tokens of the ring, 0 before the first ``trim``.
-        entered: tokens that the window has taken since it was made; the last ``num_recent`` of them are in the ring.
+        entered: tokens that the window has taken since it was made; the last ``num_recent`` of them are in
+            the ring.
         num_beside: tokens beside the window.
     """
 
@@ -137,13 +148,14 @@ class SlidingTokens:
         self.num_beside += tokens.keys.shape[2]
 
     def trim(self, num_recent: int) -> None:
-        """Keep the sinks and the last ``num_recent`` tokens, in the window; nothing is left beside it.
+        """Keep the sinks and the last ``num_recent`` tokens in the window; nothing is left beside it.
 
-        A ring of the same size goes on where it is: packed tokens are not packed again.
+        A ring that keeps its size goes on where it is, so that packed tokens are not packed again.
         """
         if not self.num_beside:
             return
-        sinks, before, after = self.num_sink_tokens, self.entered, self.entered + self.num_beside
+        sinks = self.num_sink_tokens
+        before, after = self.entered, self.entered + self.num_beside
         oldest = max(sinks, before - self.num_recent)  # the first recent token held
         tokens = self._in_order()
         if self.left is not None and after - num_recent > oldest:
@@ -178,13 +190,16 @@ class SlidingTokens:
     # -- attention -------------------------------------------------------------------------------------------
 
     def attend(self, q: Tensor, new: Tokens[Tensor], step: Step, scale: float) -> Tensor:
-        """Hold the rotated tokens of a pass and attend: ``[b, Hq, m, d]`` for its queries of the same shape."""
+        """Hold the rotated tokens of a pass, and attend to what is held.
+
+        Queries and output are ``[b, Hq, m, d]``.
+        """
         if step.is_decode:
             return self.attend_decode(q, new, scale)[0]
         return self.attend_prompt(q, new, step)
 
     def attend_prompt(self, q: Tensor, new: Tokens[Tensor], step: Step) -> Tensor:
-        """As ``attend`` for a chunk of a prompt."""
+        """Do the same as ``attend``, for a chunk of a prompt."""
         self.append(new)
         if self.num_beside > q.shape[2]:
             new = self.beside.read(self.num_beside)
@@ -199,8 +214,11 @@ class SlidingTokens:
         return merge(parts)[0]
 
     def attend_decode(self, q: Tensor, new: Tokens[Tensor], scale: float) -> tuple[Tensor, Tensor]:
-        """As ``attend`` for one decoded token per row; also the weights ``[b, h, G, columns]`` of the tokens held, then of what
-        else is seen."""
+        """Do the same as ``attend``, for one decoded token per row.
+
+        Returns:
+            The output, and the weights ``[b, h, G, columns]`` of the tokens held, then of what else is seen.
+        """
         if self.window is None:
             self.append(new)
             return self.beside.attend_decode(q, self.num_beside, scale)
@@ -212,7 +230,7 @@ class SlidingTokens:
         return self.window.attend_decode(q, self.entered, scale, self.left.seen(compute_dtype(q.dtype)))
 
     def _slide(self, new: Tokens[Tensor]) -> None:
-        """The window takes a token in place of its oldest recent one, when it is full."""
+        """Let the window take a token. When it is full, the token replaces the oldest recent one."""
         assert self.window is not None and self.num_beside == 0
         if self.left is not None and self.entered >= self.num_sink_tokens + self.num_recent:
             slot = self.num_sink_tokens + (self.entered - self.num_sink_tokens) % self.num_recent
@@ -223,7 +241,7 @@ class SlidingTokens:
     # -- bookkeeping -----------------------------------------------------------------------------------------
 
     def stores(self) -> dict[str, TokenStore]:
-        """By name, as ``CacheLayer.stores``."""
+        """The stores by name, as in ``CacheLayer.stores``."""
         window = {} if self.window is None else self.window._asdict()
         return {f"window_{name}": store for name, store in window.items()} | self.beside._asdict()
 
@@ -256,9 +274,10 @@ class SlidingLayer(CacheLayer):
 
 
 class LocalLayer(SlidingLayer):
-    """A local window: the prompt is read with full attention, then only the most recent ``budget`` tokens stay, and slide on.
+    """A local window: read the prompt with full attention, then keep only the most recent ``budget`` tokens.
 
-    A decoded token attends to what is held and to itself before the oldest token leaves.
+    From then on the window slides. A decoded token attends to what is held and to itself before the oldest
+    token leaves.
     """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):

@@ -1,10 +1,15 @@
-"""ThinK (Xu et al., 2024, arXiv:2407.21018): keys of the prompt lose the channels that its last queries have least use for.
+"""ThinK (Xu et al., 2024, arXiv:2407.21018): a prompt's keys lose channels that its last queries use least.
 
-When the first prompt ends, channel ``j`` of a KV head is worth ``‖Q_j‖² ‖K_j‖²``: over the last queries of the prompt and over all keys
-held, both rotated, as in the authors' code, and mean over the query heads of a group, as in kvpress (theirs prunes a copy of the keys
-for each). Keys of all tokens but the ``recent`` newest are held in the best channels then, and the end of a later prompt thins those
-that came since to the same ones. Values stay whole, and keys of decoded tokens until then. Behind a ranking (the paper has ThinK with H2O and
-SnapKV) the prompt's tokens are chosen by whole keys, and those that stay are thinned; when a later prompt ends, by what is held.
+When the first prompt ends, channel ``j`` of a KV head is worth ``‖Q_j‖² ‖K_j‖²``, over the last queries of
+the prompt and over all keys held. Both are rotated, as in the authors' code. The worth is a mean over the
+query heads of a group, as in kvpress; the authors' code prunes a copy of the keys for each query head.
+
+From then on, the keys of all tokens but the ``recent`` newest are held in the best channels only. The end of
+a later prompt thins the keys that came since to the same channels. Until then, keys of decoded tokens stay
+whole. Values always stay whole.
+
+Behind a ranking (the paper has ThinK with H2O and SnapKV) the prompt's tokens are chosen by whole keys, and
+those that stay are thinned. When a later prompt ends, tokens are chosen by what is held.
 """
 
 from typing import Any
@@ -23,12 +28,13 @@ from pod.modeling.shipped.stores import Codec, TokenStore
 
 
 class ThinCodec(Codec):
-    """Another codec, and keys that lose channels; packed ones fill whole bytes."""
+    """A codec around another one, whose keys lose channels. Packed keys fill whole bytes."""
 
     def __init__(self, config: PodConfig, request: Request):
         kept = config.head_dim - int(config.head_dim * request.params["ratio"])
-        parts = 8 // getattr(request.codec, "bits", 8)  # numbers of a token in a byte
-        self.inner, self.num_channels = request.codec, -(-kept // parts) * parts
+        parts = 8 // getattr(request.codec, "bits", 8)  # how many numbers of a token are in a byte
+        self.inner = request.codec
+        self.num_channels = -(-kept // parts) * parts
         self.num_queries, self.recent = request.params["queries"], request.params["recent"]
         self.window = self.inner.window
 
@@ -37,12 +43,16 @@ class ThinCodec(Codec):
 
 
 class ThinKeys(TokenStore):
-    """Keys of rows that are alike, the older ones in fewer channels. Whole keys, its ``data``, are native under any codec.
+    """Keys of rows that are alike, the older ones in fewer channels.
+
+    Whole keys, which are in ``data``, stay native under any codec.
 
     Attributes:
-        thin, num_thin: keys ``[B, h, num_thin, c]`` of the first tokens.
-        channels: int64 ``[B, h, 1, c]``, which these are, ascending; None before any was thinned.
-        queries: last queries of the prompt that runs.
+        thin: keys ``[B, h, num_thin, c]`` of the first tokens.
+        num_thin: number of these tokens.
+        channels: which channels they have, int64 ``[B, h, 1, c]``, ascending; None before any key was
+            thinned.
+        queries: the last queries of the running prompt.
     """
 
     def __init__(self, rule: ThinCodec):
@@ -79,7 +89,7 @@ class ThinKeys(TokenStore):
         super().append(x, past - self.num_thin)
 
     def read(self, length: int) -> Tensor:
-        """See ``TokenStore.read``; with zeros for what thin keys lack."""
+        """See ``TokenStore.read``. Channels that thin keys lack are zeros."""
         keys = super().read(length - self.num_thin)
         if self.num_thin:
             keys = F.pad(keys, (0, 0, self.num_thin, 0))
@@ -87,14 +97,18 @@ class ThinKeys(TokenStore):
         return keys
 
     def keep(self, index: Tensor, length: int) -> None:
-        """See ``TokenStore.keep``. Heads keep unequally many thin keys: they have zeros until ``settle``."""
+        """See ``TokenStore.keep``.
+
+        Heads keep unequally many thin keys, so these have zeros until ``settle``.
+        """
         self.data = self.read(length)
         self.thin, self.num_thin = self.rule.inner.tokens("keys"), 0
         super().keep(index, length)
 
     def settle(self, length: int) -> None:
-        """See ``TokenStore.settle``: when a prompt has ended, thin all but the newest."""
-        queries, keys = self.queries.observed, super().read(length - self.num_thin)
+        """See ``TokenStore.settle``. When a prompt has ended, thin all keys but the newest."""
+        queries = self.queries.observed
+        keys = super().read(length - self.num_thin)
         count = keys.shape[2] - self.rule.recent
         self.queries = LastQueries(self.rule.num_queries)
         if queries is not None and count > 0:
@@ -109,7 +123,7 @@ class ThinKeys(TokenStore):
 
 
 class WholeLayer(SharedSelectionLayer):
-    """Keeps every token."""
+    """A layer that keeps every token."""
 
     evicts = False
 
@@ -121,7 +135,8 @@ class WholeLayer(SharedSelectionLayer):
 METHOD = Method(
     name="think",
     paper="ThinK (Xu et al., 2024)",
-    frees="a share (ratio) of the channels in the prompt's keys, a fifth of the bytes at 0.4; no token is dropped",
+    frees="a share (ratio) of the channels in the prompt's keys, a fifth of the bytes at 0.4; "
+    "no token is dropped",
     axis="channels",
     build=cache_of(WholeLayer),
     wraps=ThinCodec,

@@ -1,8 +1,9 @@
-"""Window attention, StreamingLLM and LM-Infinite: the first tokens, a ring of recent ones, and attention over just those.
+"""Window attention, StreamingLLM and LM-Infinite: hold and attend to only the first tokens and recent ones.
 
-The mask is the same while a prompt is read and when tokens are decoded, so a result does not depend on chunks or turns. Up
-to ``n_s + n_r`` tokens it hides nothing. Keys are stored before RoPE and rotated at places counted from the start of the ring,
-so that no angle grows with what was seen before a pass: with sinks the input may be unbounded.
+Recent tokens lie in a ring. The mask is the same while a prompt is read and when tokens are decoded, so a
+result does not depend on chunks or turns. Up to ``n_s + n_r`` tokens it hides nothing. Keys are stored before
+RoPE and rotated at places counted from the start of the ring. So no angle grows with what was seen before a
+pass, and with sinks the input may be unbounded.
 """
 
 from typing import ClassVar
@@ -32,32 +33,34 @@ WINDOW_REFUSES_POD = "this method keeps no distant tokens whose keys layers coul
 
 
 def with_windows(config: PodConfig, num_sink_tokens: int, num_recent_tokens: int) -> PodConfig:
-    """The model in which every head keeps a window of this size."""
+    """The configuration of the same model, with a window of this size in every head."""
     lead = SharingPlan.windows(config.num_hidden_layers, config.num_key_value_heads).lead
     changes = {"lead": lead, "num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
-    changes["sinks"] = None  # as the number of first tokens says
+    changes["sinks"] = None  # the number of first tokens decides
     return PodConfig(**(config.to_dict() | changes))
 
 
 class SinkLayer(PodCacheLayer):
-    """Sinks and a ring of recent tokens. Everything is seen at its own distance but *far* sinks.
+    """A layer with sinks and a ring of recent tokens. All are seen at their own distance, except *far* sinks.
 
     Attributes:
-        limit: ``n_s + n_r``; a query at this place sees keys at places that are as far behind it as they should be.
-        lag: a method's: sink ``s`` is far for queries from position ``limit + lag · s`` on. 0: all at once, each then at its index
-            in the cache; 1: when its distance is the limit, at which it stays.
+        limit: ``n_s + n_r``. A query is put at this place, and keys as far behind it as they should be.
+        lag: decides when sinks are far: sink ``s`` is far for queries from position ``limit + lag · s`` on. A
+            method sets it. With 0, all sinks become far at once, and each is then at its index in the cache.
+            With 1, a sink becomes far when its distance is the limit, and stays at that distance.
     """
 
     lag: ClassVar[int]
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
-        self.num_sink_tokens, self.limit = request.below_budget("num_sink_tokens"), request.budget
+        self.num_sink_tokens = request.below_budget("num_sink_tokens")
+        self.limit = request.budget
         windows = self.num_sink_tokens, self.limit - self.num_sink_tokens
         super().__init__(with_windows(config, *windows), layer_idx, request.codec)
 
     @property
     def far_places(self) -> range:
-        """Where each far sink is, or one place for all of them."""
+        """The place of each far sink, or one place for all of them."""
         return range(1) if self.lag else range(1, self.num_sink_tokens + 1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
@@ -65,7 +68,7 @@ class SinkLayer(PodCacheLayer):
             return self._attend_one(q, k, v, step)
         return self._attend_many(q, k, v, step)
 
-    # -- one token: every slot is seen, in whatever order the ring has them ------------------------------------
+    # -- one token: every slot is seen, in whatever order the ring has them ----------------------------------
 
     def _attend_one(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         self._append_near(k, v, step)
@@ -77,7 +80,7 @@ class SinkLayer(PodCacheLayer):
         return attend_slots(q, keys, values, self.scale, held)[0]
 
     def _places(self, step: Step) -> Tensor:
-        """``[B, slots]`` place of each slot's key for a query at ``limit``."""
+        """The place ``[B, slots]`` of each slot's key for a query at ``limit``."""
         positions = self._positions(step.lengths, step.max_length)
         newest = step.lengths[:, None] - 1
         places = self.limit - (newest - positions)
@@ -88,22 +91,24 @@ class SinkLayer(PodCacheLayer):
         return _once(places, step)
 
     def _positions(self, lengths: Tensor, longest: int) -> Tensor:
-        """``[B, slots]`` position of each slot's token after ``lengths`` ``[B]`` tokens; an empty slot has any."""
-        slots, newest = torch.arange(min(longest, self.limit), device=lengths.device), lengths[:, None] - 1
+        """The position ``[B, slots]`` of each slot's token after ``lengths`` ``[B]`` tokens; any if empty."""
+        slots = torch.arange(min(longest, self.limit), device=lengths.device)
+        newest = lengths[:, None] - 1
         recent = newest - (newest - slots) % self.num_recent_tokens
         return torch.where(slots < self.num_sink_tokens, slots, recent)
 
-    # -- a chunk -----------------------------------------------------------------------------------------------
+    # -- a chunk ---------------------------------------------------------------------------------------------
 
     def _attend_many(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        """Parts of one softmax: what is at its own distance, and far sinks."""
+        """Attention in parts of one softmax: tokens at their own distance, and far sinks."""
         own, recent, far = self._segments(step)
         tokens, turned = self._own_tokens(q, k, v, step)
         if own is step.segments:
             out, _ = attend(turned, tokens, segments=own, backend=step.chunk_backend)
             self._append_near(k, v, step)
             return out
-        backend, see = step.merging_backend(q, k, v), Visibility(num_recent_tokens=self.num_recent_tokens)
+        backend = step.merging_backend(q, k, v)
+        see = Visibility(num_recent_tokens=self.num_recent_tokens)
         parts = [
             attend(turned, tokens, None, visibility, segments, backend=backend)
             for visibility, segments in ((CAUSAL, own), (see, recent))
@@ -120,7 +125,7 @@ class SinkLayer(PodCacheLayer):
         return merge(parts)[0]
 
     def _own_tokens(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> tuple[Tokens, Tensor]:
-        """Tokens before and in the chunk, and queries: rotated at positions that are counted from the ring's start."""
+        """Tokens before and in the chunk, and queries, rotated at positions counted from the ring's start."""
         rope, name = step.ropes[self.layer_idx], (SinkLayer._own_tokens, *step.rows)
         start = (step.past - self.limit).clamp(min=0)[:, None]
         q, k = (rope.turn_at(x, name, lambda: _once(step.positions - start, step)) for x in (q, k))
@@ -133,7 +138,10 @@ class SinkLayer(PodCacheLayer):
         return Tokens(keys, values), q
 
     def _segments(self, step: Step) -> tuple[Segments, Segments, Segments]:
-        """Queries of every row: those that see tokens up to their own (or near sinks), the ring, and far sinks."""
+        """The queries of every row in three sets, by what they see.
+
+        They see tokens up to their own (or near sinks), the ring, and far sinks.
+        """
         if step.max_length <= self.limit:
             nothing = Segments([])
             return step.segments, nothing, nothing
@@ -161,18 +169,21 @@ class SinkLayer(PodCacheLayer):
 
 
 def _once(positions: Tensor, step: Step) -> Tensor:
-    """``[B, n]``, or ``[1, n]`` where rows are alike."""
+    """Positions ``[B, n]``, or ``[1, n]`` where rows are alike."""
     return positions if step.uniform_past is None else positions[:1]
 
 
 class StreamingLayer(SinkLayer):
-    """Keys are rotated at their index *in the cache*: behind a full window every query has its last index towards the sinks."""
+    """StreamingLLM: keys are rotated at their index *in the cache*.
+
+    Behind a full window, every query stands at the cache's last index as seen from the sinks.
+    """
 
     lag = 0
 
 
 class LambdaLayer(SinkLayer):
-    """A sink is at its own distance while that is at most ``n_s + n_r``, and at this limit ever after."""
+    """LM-Infinite: a sink is at its own distance up to ``n_s + n_r``, and at this limit ever after."""
 
     lag = 1
 
@@ -186,7 +197,7 @@ METHODS = tuple(
     Method(
         name=name,
         paper=paper,
-        frees=f"keys and values of all tokens but the {'first and the ' * bool(parameters)}recent ones",
+        frees=f"keys and values of all tokens but the {'first and the ' if parameters else ''}recent ones",
         build=cache_of(make_layer, takes_any_rows=True),
         parameters=parameters,
         takes_budget=True,
