@@ -65,10 +65,7 @@ def round_half_up(value: Fraction) -> int:
 
 
 def round_sums(sizes: Iterable[Fraction]) -> list[int]:
-    """Integers in place of ``sizes``: each sum of the first ones is the same sum of ``sizes``, rounded.
-
-    Halves go up.
-    """
+    """Integers in place of ``sizes``, with the running sums of ``sizes`` rounded; halves go up."""
     totals = map(round_half_up, accumulate(sizes, initial=Fraction(0)))
     return [stop - start for start, stop in pairwise(totals)]
 

@@ -160,7 +160,10 @@ class D2OLayer(AccumulatingLayer):
 
 
 def attention_variance(column_sums: Tensor) -> Tensor:
-    """Eq. 4 ``[B]``: variance of column sums ``[B, Hq, n]`` over keys (divided by n), mean over its heads."""
+    """Eq. 4: the variance of column sums ``[B, Hq, n]`` over keys, mean over query heads: ``[B]``.
+
+    The variance divides by n, not by n - 1.
+    """
     return column_sums.var(dim=-1, correction=0).mean(dim=1)
 
 

@@ -135,8 +135,7 @@ def choose_slots(scores: Tensor, count: int, num_first: int, num_last: int) -> t
 
     Returns:
         The slots kept ``[B, H, count]``, ascending, and the slots dropped ``[B, H, n - count]``, worst last.
-        If a single
-        slot is dropped, as after a decoded token: None and that slot, without sorting.
+        If a single slot is dropped, as after a decoded token: None and that slot, without sorting.
     """
     n = scores.shape[2]
     between = scores[..., num_first : n - num_last]

@@ -143,10 +143,9 @@ def repeat_ids(tokenizer: Any) -> list[list[int]]:
     """The requests in a tokenizer's ids, in the words of KVzip's authors.
 
     Returns:
-        Three lists of ids: the request to repeat a text's first chunk; the request to repeat a later chunk,
-            before the tokens that it
-        names; and what stands behind a request: the end of a question in the chat template, or a line break
-        where there is no template.
+        Three lists of ids. The first one is the request to repeat a text's first chunk. The second one is the
+        request to repeat a later chunk, before the tokens that it names. The third one is what stands behind
+        a request: the end of a question in the chat template, or a line break where there is no template.
     """
     end = "\n"
     if getattr(tokenizer, "chat_template", None):
