@@ -7,7 +7,7 @@
     OMP_NUM_THREADS=1 python benchmarks/plans_layers.py --model smollm2 --part 1/2
     python benchmarks/plans_layers.py --assemble                     # writes results/plans_layers.json, .md
 
-A row takes 5 to 15 minutes on one core.
+A row of SmolLM2 takes 20 to 25 minutes on one core without AVX-512.
 
 Models: `smollm2` (SmolLM2-135M, 30 layers of 3 KV heads) and `qwen` (Qwen2.5-Coder-0.5B, 24 layers of 2; see
 `qwen_coder.py`). Sinks: 16 stored tokens and windows of 240 (`tokens`), or constants in their place and

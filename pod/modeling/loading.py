@@ -90,35 +90,38 @@ def sink_weights(plan: SharingPlan | None, config: PodConfig, checkpoint: Any = 
 
     Args:
         checkpoint: the configuration of the weights that the model takes over. If these have constants under
-            the same plan, they stay, because they were trained from the plan's; a warning says so, and
-            nothing is returned.
+            the same plan, they were trained from the plan's. They stay, unless the plan's are trained too
+            (``with_trained_constants``): a warning says so, and nothing is returned.
     """
     constants = None if plan is None else plan.sink_constants
     found: dict[str, Tensor] = {}
-    if (
+    if constants is None:
+        return found
+    has_its_own = (
         isinstance(checkpoint, PodConfig)
         and checkpoint.sinks == "constant"
         and checkpoint.sharing_plan == plan
-    ):
-        if constants is not None:
-            warnings.warn(
-                "this checkpoint was trained under this plan: its own constants stay in place of the plan's; "
-                'to start from the plan\'s, load it with layout="dense" first',
-                stacklevel=2,
-            )
+    )
+    if has_its_own and not constants.trained:
+        warnings.warn(
+            "this checkpoint was trained under this plan: its own constants stay in place of the plan's; "
+            'to start from the plan\'s, load it with layout="dense" first',
+            stacklevel=2,
+        )
         return found
     for layer in range(config.num_hidden_layers):
-        if constants is None or not config.has_constant_sinks(layer) or constants.logits[layer] is None:
+        if not config.has_constant_sinks(layer) or constants.logits[layer] is None:
             continue
         for name, rows in (("sinks", constants.logits), ("sink_values", constants.values)):
             found[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(rows[layer], dtype=torch.float32)
     return found
 
 
-def with_constants(plan: SharingPlan, weights: Mapping[str, Tensor]) -> SharingPlan:
+def with_trained_constants(plan: SharingPlan, weights: Mapping[str, Tensor]) -> SharingPlan:
     """The plan with the constants that trained weights hold, in the model's order of heads.
 
-    The names of the weights may have a prefix in front (as peft's have).
+    These win over constants of any checkpoint that the plan is put on. The names of the weights may have a
+    prefix in front (as peft's have).
     """
     logits: list[Any] = [None] * plan.num_layers
     values: list[Any] = [None] * plan.num_layers
@@ -128,7 +131,7 @@ def with_constants(plan: SharingPlan, weights: Mapping[str, Tensor]) -> SharingP
             rows[int(found[1])] = weight.tolist()
     if plan.sinks != "constant" or not any(logits):
         return plan
-    return replace(plan, sink_constants=SinkConstants(tuple(logits), tuple(values)))
+    return replace(plan, sink_constants=SinkConstants(tuple(logits), tuple(values), trained=True))
 
 
 def from_dense(
@@ -413,13 +416,8 @@ def load_adapter(folder: str | os.PathLike, base: Any = None, **options: Any) ->
     source = base_of(folder) if base is None else base
     plan = config.sharing_plan
     if config.sinks == "constant":
-        plan = with_constants(plan, adapter_weights(folder))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*its own constants stay")  # the adapter's are copied in below
-        model = load_model(source, plan=plan, layout=config.layout, **windows, **options)
-    with torch.no_grad():
-        for name, trained in sink_weights(plan, model.config).items():
-            model.get_parameter(name).copy_(trained)
+        plan = with_trained_constants(plan, adapter_weights(folder))
+    model = load_model(source, plan=plan, layout=config.layout, **windows, **options)
     # no rotation was computed yet: the tables are made from these fields at the first forward pass
     model.config.rope_parameters = config.rope_parameters
     model.config.max_position_embeddings = config.max_position_embeddings

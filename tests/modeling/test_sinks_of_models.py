@@ -246,7 +246,7 @@ def test_layers_that_were_trained_with_windows_have_none():
     constants = constants_for(stock, lead)
     rows = [
         [None if layer in (2, 4) else row for layer, row in enumerate(x)]
-        for x in dataclasses.astuple(constants)
+        for x in (constants.logits, constants.values)
     ]
     plan = plan_for(stock, lead, sink_constants=SinkConstants(*rows))
     model, ids = pod.load_model(stock, plan=plan), random_ids(1, 40)

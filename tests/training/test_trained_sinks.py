@@ -193,15 +193,26 @@ def test_a_checkpoint_of_adapters_brings_its_constants(checkpoint, start):
     assert torch.equal(weights, adapted.get_base_model().model.layers[2].self_attn.sinks)
 
 
+@pytest.mark.filterwarnings("error:.*its own constants stay:UserWarning")
+def test_trained_constants_win_over_those_of_the_start_model(checkpoint, start, tmp_path):
+    """A second stage of training starts from an export that has constants under the same plan."""
+    folder, adapted, state = checkpoint
+    pod.load_model(start, plan=make_plan()).save_pretrained(tmp_path / "base")
+    args = ModelArgs(path=str(tmp_path / "base"))
+    merged = restore_model(folder, state, lambda plan: load_start_model(args, plan))
+    trained = adapted.get_base_model().model.layers[2].self_attn
+    assert torch.equal(merged.model.layers[2].self_attn.sinks, trained.sinks)
+    export_adapter(folder, tmp_path / "adapter", str(start))
+    loaded = pod.load_adapter(tmp_path / "adapter", tmp_path / "base").eval()
+    assert torch.equal(logits_of(loaded), logits_of(adapted))
+
+
 def test_an_adapter_brings_its_constants(checkpoint, start, tmp_path):
     folder, adapted, _ = checkpoint
     export_adapter(folder, tmp_path / "adapter", str(start))
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert {name for name in stored if "lora_" not in name} == {f"base_model.model.{x}" for x in SINK_NAMES}
     loaded = pod.load_adapter(tmp_path / "adapter").eval()
-    assert torch.equal(logits_of(loaded), logits_of(adapted))
-    pod.load_model(start, plan=make_plan()).save_pretrained(tmp_path / "base")  # which has constants too
-    loaded = pod.load_adapter(tmp_path / "adapter", tmp_path / "base").eval()
     assert torch.equal(logits_of(loaded), logits_of(adapted))
     merged = pod.load_model(tmp_path / "adapter")
     expected = logits_of(adapted)

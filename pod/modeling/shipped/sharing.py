@@ -138,10 +138,12 @@ class SinkConstants:
     Attributes:
         logits: ``[L][Hq]``, the scaled logit of each query head.
         values: ``[L][H][d]``, the value of each KV head.
+        trained: whether they come from trained weights, and not from a file of a plan.
     """
 
     logits: tuple[tuple[float, ...] | None, ...]
     values: tuple[tuple[tuple[float, ...], ...] | None, ...]
+    trained: bool = field(default=False, compare=False)
 
     def __post_init__(self):
         logits = (None if row is None else tuple(map(float, row)) for row in self.logits)

@@ -34,7 +34,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from pod.files import atomic_write_text, explain_disk_full, read_mapping
-from pod.modeling.loading import with_constants
+from pod.modeling.loading import with_trained_constants
 from pod.modeling.shipped.config import PodConfig
 from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import SharingPlan
@@ -467,7 +467,7 @@ def restore_model(checkpoint: Path, state: TrainState, start_model: Any = None) 
         expected = set(model.state_dict())
     else:
         plan = SharingPlan.load(checkpoint / "plan.json")
-        base = start_model(with_constants(plan, weights)).float()
+        base = start_model(with_trained_constants(plan, weights)).float()
         refusal = f"the adapters of checkpoint {checkpoint} were trained with {{what}}: use {{needed}}"
         frozen = ((name, one) for name, one in base.named_parameters() if not is_constant(name))
         samples = {name: sample_of(one) for name, one in frozen}
