@@ -47,8 +47,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import pod  # noqa: F401  (registers the implementations)
 from pod.kernels.flex import float32_tiles
-from pod.modeling.shipped.attend import IMPLEMENTATIONS, Lead, Tokens, Visibility, attend
-from pod.modeling.shipped.sharing import Roles
+from pod.modeling.model.attend import IMPLEMENTATIONS, SharedQK, Tokens, Visibility, attend
+from pod.modeling.model.sharing import Roles
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SINKS, RECENT, SHARE = 16, 4080, 0.7
@@ -212,7 +212,7 @@ def pod_layer(followers: list[int], windows: tuple[int, int], backend: str) -> C
 
     def run(q: Tensor, k: Tensor, v: Tensor, *lead: Tensor) -> Tensor:
         roles = Roles([head for head in range(k.shape[1]) if head not in followers], followers)
-        return attend(q, Tokens(k, v), Lead(*lead), see, backend=backend, roles=roles)[0]
+        return attend(q, Tokens(k, v), SharedQK(*lead), see, backend=backend, roles=roles)[0]
 
     return run
 

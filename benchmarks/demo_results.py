@@ -9,7 +9,7 @@ from pathlib import Path
 from pod.eval.report.merge import merge
 from pod.eval.report.tables import overview
 from pod.files import read_json, write_json
-from pod.modeling.shipped.sharing import SharingPlan
+from pod.modeling.model.sharing import SharingPlan
 
 RESULTS = Path(__file__).parent / "results" / "demo_smollm2.json"
 

@@ -11,7 +11,7 @@ token. Three questions are timed, each from its call to its answer:
 
 The first two are one function, `StaticEngine._bind`. Beside it stands `a look`: the same two answers from a
 look at every tensor, which is what each token cost before the engine counted changes, and what a token costs
-now after a tensor has moved. `settle` is what stores do behind a token. Times are of this processor. Methods
+now after a tensor has moved. `flush` is what stores do behind a token. Times are of this processor. Methods
 that the engine does not serve are named with the reason.
 """
 
@@ -26,7 +26,7 @@ import torch
 import transformers
 
 import pod
-from pod.engine.engine import StaticEngine, refusal
+from pod.engine.decode_engine import StaticEngine, refusal
 from pod.files import write_json
 from pod.measure.machine import environment
 from pod.measure.race import spread
@@ -96,7 +96,7 @@ def measure(model: Any, spec: str, options: dict[str, Any], repeats: int) -> dic
     row["serves"] = seconds_of(lambda: program.serves(model.model), repeats)
     row["together"] = row["places and rest"]["median"] + row["serves"]["median"]
     row["a look"] = seconds_of(engine._bind_anew, repeats)
-    row["settle"] = seconds_of(lambda: engine._settle(bound, length - 1), repeats)
+    row["flush"] = seconds_of(lambda: engine._flush(bound, length - 1), repeats)
     return row
 
 
@@ -129,7 +129,7 @@ def line_of(row: dict[str, Any]) -> str:
     """A row in words, times in microseconds."""
     if "reason" in row:
         return f"{row['spec']:10} no engine: {row['reason']}"
-    names = ("places and rest", "serves", "a look", "settle")
+    names = ("places and rest", "serves", "a look", "flush")
     parts = [f"{name} {1e6 * row[name]['median']:6.1f} us" for name in names]
     return f"{row['spec']:10} together {1e6 * row['together']:6.1f} us: {', '.join(parts)}"
 

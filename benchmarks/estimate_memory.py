@@ -1,4 +1,4 @@
-"""The memory estimate of pod.training.predict.memory against what training steps really hold, on CPU.
+"""The memory estimate of pod.training.predict.memory_estimate against what training steps really hold, on CPU.
 
     # all configurations; writes benchmarks/results/estimate_memory.json
     python benchmarks/estimate_memory.py
@@ -42,9 +42,10 @@ from pod.eval.results import one_line
 from pod.files import write_json
 from pod.measure.machine import environment
 from pod.training.args import TrainArgs
-from pod.training.predict.memory import Job, World, host_bytes, training_bytes
+from pod.training.predict.memory_estimate import TrainingJob, World, host_bytes, training_bytes
 from pod.training.predict.shapes import Shapes
-from pod.training.run import carry, engine
+from pod.training.run import engine
+from pod.training.run import shared_qk
 
 BUCKET_ELEMENTS = 200_000
 SIZE = {
@@ -92,8 +93,8 @@ CASES = [
     Case("cla_keep", layout="cla"),
     Case("window_keep", layout="window"),
     Case("pod_no_checkpoints", context=1024, train={"gradient_checkpointing": "none"}),
-    Case("pod_offload_carry", context=4096, train={"carry": "offload"}),
-    Case("pod_recompute_carry", context=4096, train={"carry": "recompute"}),
+    Case("pod_offload_carry", context=4096, train={"shared_qk": "offload"}),
+    Case("pod_recompute_carry", context=4096, train={"shared_qk": "recompute"}),
     Case("pod_tiles", context=4096, train={"mlp_tile_tokens": 512}),
     Case("pod_lora", train={"method": "lora"}),
     Case("pod_lora_no_checkpoints", context=1024, train={"method": "lora", "gradient_checkpointing": "none"}),
@@ -134,8 +135,8 @@ CASES = [
     Case("pod_optimizer_on_host", ranks=2, train={"offload_optimizer": "cpu"}),
     Case("pod_checkpoints_on_host", context=4096, train={"offload_checkpoints": True}),
     Case("roles_keep", layout="roles"),
-    Case("roles_offload_carry", layout="roles", context=4096, train={"carry": "offload"}),
-    Case("roles_recompute_carry", layout="roles", context=4096, train={"carry": "recompute"}),
+    Case("roles_offload_carry", layout="roles", context=4096, train={"shared_qk": "offload"}),
+    Case("roles_recompute_carry", layout="roles", context=4096, train={"shared_qk": "recompute"}),
     Case("roles_no_checkpoints", layout="roles", context=1024, train={"gradient_checkpointing": "none"}),
     Case("roles_sp2", ranks=2, layout="roles", context=4096, train={"sequence_parallel_size": 2}),
 ]
@@ -250,13 +251,13 @@ def measure_rank(case: Case, rank: int, port: int, folder: Path, largest: int, p
 @contextmanager
 def host_side(live: Counted):
     """Copies that offloading makes are host memory."""
-    original = carry.KeptCarry.__init__
+    original = shared_qk.KeptSharedQK.__init__
 
     def init(self, offload_inputs=False):
         original(self, offload_inputs)
-        self.to_host = live.host(carry.host_copy)
+        self.to_host = live.host(shared_qk.host_copy)
 
-    carry.KeptCarry.__init__ = init  # of this process alone
+    shared_qk.KeptSharedQK.__init__ = init  # of this process alone
     yield
 
 
@@ -301,7 +302,7 @@ def estimated(case: Case) -> dict[str, int]:
     small_buckets()
     config, args = model_config(case), train_args(case)
     world = World(case.ranks, case.ranks)
-    job = Job(Shapes.from_config(config), config.sharing_plan.lead, args, case.context, world)
+    job = TrainingJob(Shapes.from_config(config), config.sharing_plan.lead, args, case.context, world)
     parts = training_bytes(job)
     if args.offload_optimizer == "cpu":
         parts["host optimizer"] = host_bytes(job)["optimizer"]

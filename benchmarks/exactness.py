@@ -17,7 +17,7 @@ import torch
 import pod  # noqa: F401  (registers the implementations)
 from pod.files import write_json
 from pod.measure.machine import environment
-from pod.modeling.shipped.attend import Lead, Segments, Tokens, Visibility, attend
+from pod.modeling.model.attend import SharedQK, Segments, Tokens, Visibility, attend
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "exactness.json"
@@ -46,7 +46,7 @@ def attention_errors() -> dict[str, float]:
 def _run(backend, inputs, windows, doc_ids) -> list[torch.Tensor]:
     q, k, v, q_lead, k_lead = leaves = [x.clone().requires_grad_() for x in inputs]
     segments = None if doc_ids is None else Segments.of_documents(doc_ids, q.shape[0])
-    lead, see = Lead(q_lead, k_lead), Visibility(*windows)
+    lead, see = SharedQK(q_lead, k_lead), Visibility(*windows)
     out, _ = attend(q, Tokens(k, v), lead, see, segments, backend=backend)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
     grads = torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True)

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from pod.files import write_json
 from pod.kernels import flex
 from pod.measure.machine import environment
-from pod.modeling.shipped.attend import Segments, Visibility
+from pod.modeling.model.attend import Segments, Visibility
 
 RESULTS = Path(__file__).parent / "results" / "flex_resources.json"
 CASES = [("float32", 64), ("float32", 80), ("float32", 128), ("float32", 256), ("bfloat16", 128)]

@@ -25,7 +25,7 @@ from pod.eval.results import one_line
 from pod.files import write_json
 from pod.measure.machine import environment
 from pod.measure.race import spread
-from pod.modeling.shipped import flash_version
+from pod.modeling.model import flash_version
 
 Contestant = Callable[[Callable[[], None]], Any]
 RESULTS = Path(__file__).parent / "results" / "gpu"

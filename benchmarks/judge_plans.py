@@ -21,13 +21,13 @@ import pod
 from pod.data import held_out_documents, long_sequences
 from pod.eval.answer.reading import answer_behind, branch, in_parts, judge_ahead, left_padded, pad_id
 from pod.eval.answer.texts import nll_behind
-from pod.eval.judge.intervals import wilson
-from pod.eval.judge.verdicts import perplexity_change
+from pod.eval.statistics.confidence import wilson
+from pod.eval.statistics.comparison import perplexity_change
 from pod.eval.suites.buckets import Bucket
-from pod.eval.suites.own import passkey
+from pod.eval.tasks import passkey
 from pod.files import write_json
 from pod.measure.machine import environment
-from pod.modeling.shipped.rows import GroupedCache
+from pod.modeling.model.rows import GroupedCache
 from pod.models import resolve_model
 
 GROWING = {"snapkv", "pyramidkv"}
@@ -150,7 +150,7 @@ class Bench:
         same = {"seconds": seconds, "date": now["date"], "commit": now["commit"]}
         return [self.describe(x) | same for x in found]
 
-    def ask(self, found: list[Found], prompts: list[passkey.Prompt], length: int) -> None:
+    def ask(self, found: list[Found], prompts: list[passkey.PasskeyPrompt], length: int) -> None:
         """Whether each answer is right; the question comes behind the compressed text."""
         model, pad = self.model(found[0].row), pad_id(self.tokenizer)
         before, asked = in_parts(prompts)
@@ -163,7 +163,7 @@ class Bench:
             right = [passkey.is_correct(text, p.key) for text, p in zip(said, prompts, strict=True)]
             x.passkeys.setdefault(length, []).extend(right)
 
-    def _num_fed(self, prompts: list[passkey.Prompt]) -> int:
+    def _num_fed(self, prompts: list[passkey.PasskeyPrompt]) -> int:
         """Tokens that come behind the text of a prompt: the question and the answer."""
         return max(prompt.num_asked for prompt in prompts) + self.sizes.new_tokens
 
@@ -197,7 +197,7 @@ class Bench:
                 vars(layer).update({name: own[name] for name in ("budget", "recents") if name in own})
             yield x, cache, feed(cache, slice(count - 1, count))
 
-    def _in_parts(self, prompt: passkey.Prompt) -> passkey.Prompt:
+    def _in_parts(self, prompt: passkey.PasskeyPrompt) -> passkey.PasskeyPrompt:
         """The prompt with text and question as tokens of their own."""
         text, _, _ = prompt.text.rpartition(passkey.QUESTION)
         parts = (text, prompt.text.removeprefix(text))

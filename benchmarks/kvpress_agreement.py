@@ -39,9 +39,9 @@ from pod.modeling.methods.shared_selection import SharedSelectionLayer
 from pod.modeling.methods.sliding import SlidingLayer, SlidingTokens
 from pod.modeling.methods.think import WholeLayer
 from pod.modeling.methods.windowed import SinkLayer
-from pod.modeling.shipped.layout import PodCacheLayer
-from pod.modeling.shipped.rows import GroupedCache
-from pod.modeling.shipped.step import CacheLayer, Step
+from pod.modeling.model.layout import PodCacheLayer
+from pod.modeling.model.rows import GroupedCache
+from pod.modeling.model.step import CacheLayer, Step
 from pod.models import resolve_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -283,7 +283,7 @@ def recorded() -> Iterator[tuple[list[Tensor], list[Tensor]]]:
 
     def of_banks(layer: SharedSelectionLayer, step: Step) -> None:
         if not isinstance(layer, WholeLayer):
-            scores.extend(bank.scores(step) for bank in layer.banks)
+            scores.extend(group.scores(step) for group in layer.head_groups)
 
     def of_texts(layers: list[kvzip.KVzipLayer]) -> None:
         scores.append(torch.cat([torch.cat(layer.heard, dim=1) for layer in layers])[None])
@@ -367,7 +367,7 @@ def kept_of(layer: CacheLayer, full: PodCacheLayer, n: int) -> tuple[Tensor, Ten
 def held_keys(layer: CacheLayer, heads: Sequence[int]) -> list[tuple[list[int], Tensor]]:
     """KV heads and their rotated keys ``[1, h, held, d]``."""
     if isinstance(layer, SharedSelectionLayer):
-        found = [(bank.leads, bank.keys.read(bank.held)) for bank in layer.banks]
+        found = [(group.leads, group.keys.read(group.held)) for group in layer.head_groups]
     elif isinstance(layer, AccumulatingLayer):
         found = [(heads, layer.lead_keys.read(layer.held))]
     elif isinstance(layer, RazorLayer):

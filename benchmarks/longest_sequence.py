@@ -9,7 +9,7 @@ Both use ZeRO-3, the optimizer in host memory, a tiled feed-forward part and a c
     python benchmarks/longest_sequence.py --predict
 
 Shapes of a model of 1.2 billion weights, random, bf16, activation checkpointing; 70 % of the (layer, KV head)
-pairs follow, windows 16+4080. Contestants: dense, and PoD with train.carry = keep, offload and recompute. A
+pairs follow, windows 16+4080. Contestants: dense, and PoD with train.shared_qk = keep, offload and recompute. A
 try is a training step of one row, after a short one which allocates what does not grow. It fails when memory
 runs out; its process then ends and the next try starts a fresh one. Two tries that fit predict the longest
 row, a bisection finds it to within 3 % unless --budget ends it.
@@ -40,10 +40,10 @@ import pod
 from pod.eval.results import one_line
 from pod.files import write_json
 from pod.measure import memory
-from pod.modeling.shipped.attend import IMPLEMENTATIONS, Call, Implementation
+from pod.modeling.model.attend import IMPLEMENTATIONS, Call, Implementation
 from pod.training.args import TrainArgs
 from pod.training.predict.shapes import carried_heads
-from pod.training.run import carry
+from pod.training.run import shared_qk
 
 CONTESTANTS = ("dense", "keep", "offload", "recompute")
 GOAL = 0.9
@@ -100,7 +100,7 @@ def model_config(contestant: str, tiny: bool) -> pod.PodConfig:
 def train_args(contestant: str, tiny: bool) -> TrainArgs:
     """The recipe of a contestant."""
     return TrainArgs(
-        carry="keep" if contestant == "dense" else contestant,  # type: ignore[arg-type]
+        shared_qk="keep" if contestant == "dense" else contestant,  # type: ignore[arg-type]
         mlp_tile_tokens=64 if tiny else 16_384,
         loss_chunk_mib=1 if tiny else 256,
         dtype="float32" if tiny else "bfloat16",
@@ -125,11 +125,11 @@ class LiveBytes(memory.LiveBytes):
 
 @contextmanager
 def count_on_cpu(decoder: Any) -> Iterator[LiveBytes]:
-    """Count live bytes; the carry's copies are host memory."""
+    """Count live bytes; `shared_qk`'s copies are host memory."""
     with LiveBytes() as live:
-        held = getattr(decoder, "carry_memory", None)
-        if isinstance(held, carry.OffloadedCarry):
-            held.to_host = live.host(carry.host_copy)
+        held = getattr(decoder, "shared_qk_memory", None)
+        if isinstance(held, shared_qk.OffloadedSharedQK):
+            held.to_host = live.host(shared_qk.host_copy)
         yield live
 
 
@@ -139,7 +139,7 @@ def make_step(
     """(forward and backward of a random row of that many tokens, update, decoder). Random weights."""
     import deepspeed
 
-    from pod.training.deepspeed_bridge import drop_carry_hooks
+    from pod.training.deepspeed_bridge import drop_shared_qk_hooks
     from pod.training.run.engine import LanguageModelLoss, deepspeed_config, make_optimizer, save_activations
     from pod.training.run.mesh import Mesh
 
@@ -153,7 +153,7 @@ def make_step(
     if tiny:  # its buffers would be larger than everything else
         settings["zero_optimization"] |= {"reduce_bucket_size": 50_000, "stage3_prefetch_bucket_size": 50_000}
     engine, *_ = deepspeed.initialize(model=module, optimizer=make_optimizer(module, args), config=settings)
-    drop_carry_hooks(model)
+    drop_shared_qk_hooks(model)
 
     def run(tokens: int) -> None:
         for layer in model.model.layers:
@@ -415,16 +415,16 @@ def race(arguments: argparse.Namespace, limit: int, save: Callable[[dict[str, An
 
 
 def rows_of(found: dict[str, Any], tiny: bool) -> list[dict[str, Any]]:
-    """A row per way to hold the carry; the goal is that of the best."""
+    """A row per way to hold `shared_qk`; the goal is that of the best."""
     rows, dense = [], found.get("dense", {}).get("longest_tokens")
     for name in CONTESTANTS[1:]:
         own = found.get(name, {}).get("longest_tokens")
         ratio = own / dense if own and dense else None
         met = None if tiny or ratio is None else ratio >= GOAL
         reason = "toy shapes" if tiny else (None if ratio else "a try failed, see its error")
-        goal = f">= {GOAL}x" if name != "keep" else "none: the carry kept"
+        goal = f">= {GOAL}x" if name != "keep" else "none: `shared_qk` kept"
         met = None if name == "keep" else met
-        rows.append(goal_row(f"longest training sequence, carry {name}", goal, ratio, "x dense", met, reason))
+        rows.append(goal_row(f"longest training sequence, shared_qk {name}", goal, ratio, "x dense", met, reason))
     return rows
 
 

@@ -57,83 +57,83 @@ def decoder_tests() -> list[str]:
 
 
 TESTS = {
-    "judge": ["tests/eval/test_report_rows.py", "tests/eval/test_judge.py"],
+    "judge": ["tests/eval/test_report_rows.py", "tests/eval/test_statistics.py"],
     "decoder": decoder_tests(),
 }
 """Test files of each part."""
 
 MUTANTS = {
     "judge": [
-        Mutant("pod/eval/judge/intervals.py", "_TAIL = (1 + LEVEL) / 2", "_TAIL = LEVEL"),
+        Mutant("pod/eval/statistics/confidence.py", "_TAIL = (1 + LEVEL) / 2", "_TAIL = LEVEL"),
         Mutant(
-            "pod/eval/judge/intervals.py", "return min(1.0, 2 * float(tail))", "return min(1.0, float(tail))"
+            "pod/eval/statistics/confidence.py", "return min(1.0, 2 * float(tail))", "return min(1.0, float(tail))"
         ),
         Mutant(
-            "pod/eval/judge/intervals.py", "half = critical(number - 1) * error", "half = critical() * error"
+            "pod/eval/statistics/confidence.py", "half = critical(number - 1) * error", "half = critical() * error"
         ),
-        Mutant("pod/eval/judge/intervals.py", "number / (number - 1) * squares", "squares"),
-        Mutant("pod/eval/judge/intervals.py", "np.square(sums - value * sizes)", "np.square(sums - value)"),
-        Mutant("pod/eval/judge/intervals.py", "z2 / (4 * trials**2)", "z2 / (4 * trials)"),
-        Mutant("pod/eval/judge/intervals.py", "rate + z2 / (2 * trials)", "rate"),
-        Mutant("pod/eval/judge/intervals.py", "effect = number * squares", "effect = squares"),
+        Mutant("pod/eval/statistics/confidence.py", "number / (number - 1) * squares", "squares"),
+        Mutant("pod/eval/statistics/confidence.py", "np.square(sums - value * sizes)", "np.square(sums - value)"),
+        Mutant("pod/eval/statistics/confidence.py", "z2 / (4 * trials**2)", "z2 / (4 * trials)"),
+        Mutant("pod/eval/statistics/confidence.py", "rate + z2 / (2 * trials)", "rate"),
+        Mutant("pod/eval/statistics/confidence.py", "effect = number * squares", "effect = squares"),
         Mutant(
-            "pod/eval/judge/intervals.py", "number * (number + 1) / (number * effect + 1)", "number / effect"
+            "pod/eval/statistics/confidence.py", "number * (number + 1) / (number * effect + 1)", "number / effect"
         ),
-        Mutant("pod/eval/judge/intervals.py", "number == 1 or variance", "variance"),
+        Mutant("pod/eval/statistics/confidence.py", "number == 1 or variance", "variance"),
         Mutant(
-            "pod/eval/judge/intervals.py",
+            "pod/eval/statistics/confidence.py",
             "squares = max(float(np.square(sums).sum()), float(np.square(residuals).sum()))",
             "squares = float(np.square(sums).sum())",
         ),
-        Mutant("pod/eval/judge/intervals.py", "rate * (1 - rate) / trials +", "rate / trials +"),
-        Mutant("pod/eval/judge/intervals.py", "low=max(-1.0, found.low)", "low=found.low"),
-        Mutant("pod/eval/judge/intervals.py", "if min(scores) < 0 or max(scores) > 1:", "if False:"),
+        Mutant("pod/eval/statistics/confidence.py", "rate * (1 - rate) / trials +", "rate / trials +"),
+        Mutant("pod/eval/statistics/confidence.py", "low=max(-1.0, found.low)", "low=found.low"),
+        Mutant("pod/eval/statistics/confidence.py", "if min(scores) < 0 or max(scores) > 1:", "if False:"),
         Mutant(
-            "pod/eval/judge/intervals.py",
+            "pod/eval/statistics/confidence.py",
             "-_tango_high(lost, gained, trials)",
             "-_tango_high(gained, lost, trials)",
         ),
-        Mutant("pod/eval/judge/intervals.py", "2 * only_lost + middle * (1 - middle)", "2 * only_lost"),
+        Mutant("pod/eval/statistics/confidence.py", "2 * only_lost + middle * (1 - middle)", "2 * only_lost"),
         Mutant(
-            "pod/eval/judge/intervals.py",
+            "pod/eval/statistics/confidence.py",
             "min(gained, lost), gained + lost, 0.5",
             "max(gained, lost), gained + lost, 0.5",
         ),
-        Mutant("pod/eval/judge/intervals.py", "if not gaps.any():", "if False:"),
+        Mutant("pod/eval/statistics/confidence.py", "if not gaps.any():", "if False:"),
         Mutant(
-            "pod/eval/judge/intervals.py",
+            "pod/eval/statistics/confidence.py",
             "(weight * half / critical(freedom)) ** 2",
             "weight * (half / critical(freedom)) ** 2",
         ),
-        Mutant("pod/eval/judge/intervals.py", "np.arange(len(order), 0, -1)", "len(order)"),
-        Mutant("pod/eval/judge/intervals.py", "np.maximum.accumulate(steps)", "steps"),
-        Mutant("pod/eval/judge/verdicts.py", "self.adjusted >= CHANCE", "self.adjusted < CHANCE"),
-        Mutant("pod/eval/judge/verdicts.py", "(self.delta > 0) == self.higher_is_better", "self.delta > 0"),
-        Mutant("pod/eval/judge/verdicts.py", "gaps = [own - base", "gaps = [base - own"),
-        Mutant("pod/eval/judge/verdicts.py", ".mapped(math.expm1)", ".mapped(math.exp)"),
-        Mutant("pod/eval/judge/verdicts.py", "gained=sum(gap > 0", "gained=sum(gap < 0"),
-        Mutant("pod/eval/judge/verdicts.py", "- {None}) > 1", "- {None}) > 2"),
-        Mutant("pod/eval/judge/verdicts.py", "weights[name] / total, of(rows)", "1 / len(tasks), of(rows)"),
+        Mutant("pod/eval/statistics/confidence.py", "np.arange(len(order), 0, -1)", "len(order)"),
+        Mutant("pod/eval/statistics/confidence.py", "np.maximum.accumulate(steps)", "steps"),
+        Mutant("pod/eval/statistics/comparison.py", "self.adjusted >= CHANCE", "self.adjusted < CHANCE"),
+        Mutant("pod/eval/statistics/comparison.py", "(self.delta > 0) == self.higher_is_better", "self.delta > 0"),
+        Mutant("pod/eval/statistics/comparison.py", "gaps = [own - base", "gaps = [base - own"),
+        Mutant("pod/eval/statistics/comparison.py", ".mapped(math.expm1)", ".mapped(math.exp)"),
+        Mutant("pod/eval/statistics/comparison.py", "gained=sum(gap > 0", "gained=sum(gap < 0"),
+        Mutant("pod/eval/statistics/comparison.py", "- {None}) > 1", "- {None}) > 2"),
+        Mutant("pod/eval/statistics/comparison.py", "weights[name] / total, of(rows)", "1 / len(tasks), of(rows)"),
     ],
     "decoder": [
         # what tells rows of one batch apart
         Mutant(
-            "pod/modeling/shipped/rope.py",
+            "pod/modeling/model/rope.py",
             "part._other_tables = {}",
             "part._other_tables = self._other_tables",
         ),
         Mutant(
-            "pod/modeling/shipped/rows.py",
+            "pod/modeling/model/rows.py",
             "labels = [(counts[row], self._prompt_length(group, counts[row], step)) for row in group.rows]",
             "labels = [(0, self._prompt_length(group, counts[row], step)) for row in group.rows]",
         ),
         Mutant(
-            "pod/modeling/shipped/rows.py",
+            "pod/modeling/model/rows.py",
             "labels = range(count) if self.rowwise else kinds",
             "labels = range(count) if self.rowwise else [0] * count",
         ),
         Mutant(
-            "pod/modeling/shipped/rows.py",
+            "pod/modeling/model/rows.py",
             "labels = self.decide(group.layers, part) if self.decide else None",
             "labels = None",
         ),
@@ -143,103 +143,103 @@ MUTANTS = {
             "return 0.0",
         ),
         Mutant(
-            "pod/modeling/shipped/reference.py",
+            "pod/modeling/model/reference.py",
             "query - key < see.num_recent_tokens",
             "query - key <= see.num_recent_tokens",
         ),
         Mutant(
-            "pod/modeling/shipped/reference.py",
+            "pod/modeling/model/reference.py",
             "(key < see.num_sink_tokens) |",
             "(key <= see.num_sink_tokens) |",
         ),
         Mutant(
-            "pod/modeling/shipped/reference.py",
+            "pod/modeling/model/reference.py",
             "logits, visible = torch.where(proximal, logits, far)",
             "logits, visible = torch.where(proximal, far, logits)",
         ),
         Mutant(
-            "pod/modeling/shipped/attend.py",
+            "pod/modeling/model/attend.py",
             "last_column - (last_row - first) - n_r + 1, last_column",
             "last_column - (last_row - first) - n_r, last_column",
         ),
         Mutant(
-            "pod/modeling/shipped/attend.py",
+            "pod/modeling/model/attend.py",
             "yield Slice(late, (column + n_s, last_column - n_r), lead=True)",
             "yield Slice(late, (column + n_s, last_column - n_r), lead=False)",
         ),
-        Mutant("pod/modeling/shipped/attend.py", "max(n_s + n_r - self.past, 0)", "max(n_s + n_r, 0)"),
-        Mutant("pod/modeling/shipped/attend.py", "shares = (lses - total", "shares = (total - lses"),
-        Mutant("pod/modeling/shipped/attend.py", "in spans if value >= 0]", "in spans if value >= -1]"),
+        Mutant("pod/modeling/model/attend.py", "max(n_s + n_r - self.past, 0)", "max(n_s + n_r, 0)"),
+        Mutant("pod/modeling/model/attend.py", "shares = (lses - total", "shares = (total - lses"),
+        Mutant("pod/modeling/model/attend.py", "in spans if value >= 0]", "in spans if value >= -1]"),
         Mutant(
-            "pod/modeling/shipped/flash.py",
+            "pod/modeling/model/flash.py",
             "(column < row) | (column >= row + window)",
             "(column < row) | (column > row + window)",
         ),
         Mutant(
-            "pod/modeling/shipped/flash.py",
+            "pod/modeling/model/flash.py",
             "gate = torch.sigmoid(lse - part_lse)",
             "gate = torch.sigmoid(part_lse - lse)",
         ),
         Mutant(
-            "pod/modeling/shipped/flash.py",
+            "pod/modeling/model/flash.py",
             "targets = (grads[3], grads[4], grads[2]) if part.lead else grads[:3]",
             "targets = grads[:3]",
         ),
         Mutant(
-            "pod/modeling/shipped/rope.py", "torch.cat((-sin, sin), dim=-2)", "torch.cat((sin, -sin), dim=-2)"
+            "pod/modeling/model/rope.py", "torch.cat((-sin, sin), dim=-2)", "torch.cat((sin, -sin), dim=-2)"
         ),
         Mutant(
-            "pod/modeling/shipped/rope.py",
+            "pod/modeling/model/rope.py",
             "angles = position_ids[:, None, :, None, None].to",
             "angles = (position_ids[:, None, :, None, None] * 2).to",
         ),
         Mutant(
-            "pod/modeling/shipped/stores.py",
+            "pod/modeling/model/stores.py",
             "first, wrap = max(start, n_s, length - n_r)",
             "first, wrap = max(start, n_s, length - n_r + 1)",
         ),
         Mutant(
-            "pod/modeling/shipped/stores.py",
+            "pod/modeling/model/stores.py",
             "(begin, n_s + (begin - n_s) % n_r, end - begin)",
             "(begin, n_s + begin % n_r, end - begin)",
         ),
         Mutant(
-            "pod/modeling/shipped/stores.py",
+            "pod/modeling/model/stores.py",
             "chunk = self.new[:, :, max(start - past, 0)",
             "chunk = self.new[:, :, max(start - past - 1, 0)",
         ),
         Mutant(
-            "pod/modeling/shipped/grouped.py",
+            "pod/modeling/model/grouped.py",
             "wrap = (length - n_s) % n_r",
             "wrap = (length - n_s + 1) % n_r",
         ),
         Mutant(
-            "pod/modeling/shipped/grouped.py",
+            "pod/modeling/model/grouped.py",
             "gate = torch.sigmoid(lse - call.buffers.distant_lse",
             "gate = torch.sigmoid(-lse + call.buffers.distant_lse",
         ),
         Mutant(
-            "pod/modeling/shipped/grouped.py",
+            "pod/modeling/model/grouped.py",
             "gate[:, head] >= call.tau, 1.0",
             "gate[:, head] >= call.tau, 0.0",
         ),
         Mutant(
-            "pod/modeling/shipped/grouped.py",
+            "pod/modeling/model/grouped.py",
             "reads[:, head] = (gate[:, head] < 1).any(-1)",
             "reads[:, head] = (gate[:, head] < 1).all(-1)",
         ),
         Mutant(
-            "pod/modeling/shipped/grouped.py",
+            "pod/modeling/model/grouped.py",
             "distant = logits[..., n_s:oldest_recent]",
             "distant = logits[..., n_s + 1 : oldest_recent]",
         ),
         Mutant(
-            "pod/modeling/shipped/sharing.py",
+            "pod/modeling/model/sharing.py",
             "return above is not None and above <= layer",
             "return above is not None and above < layer",
         ),
         Mutant(
-            "pod/modeling/shipped/quantized.py",
+            "pod/modeling/model/quantized.py",
             "self.ring[:, :, self.stop % self.room] = x",
             "self.ring[:, :, (self.stop + 1) % self.room] = x",
         ),

@@ -112,9 +112,9 @@ def with_text(model: str, folder: Path) -> None:
 
 def make_plans(model: str) -> None:
     """Costs under both kinds of sinks, retrieval heads, and every plan from them."""
-    from pod.training.plans.choose import choose
-    from pod.training.plans.exploration import windows_of
-    from pod.training.plans.measure import COSTS_NAME, Measured
+    from pod.plan.choose import choose
+    from pod.plan.exploration import windows_of
+    from pod.plan.measured_costs import COSTS_NAME, MeasuredCosts
 
     plans = plans_of(model)
     plans.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ def make_plans(model: str) -> None:
         with_text(model, folder)
         file = write_recipe(model, sinks, folder)
         launch("explore.py", file, "--set", "explore.loss_sequences=0")
-        recipe, measured = load_recipe(file), Measured.load(folder / "plan" / COSTS_NAME)
+        recipe, measured = load_recipe(file), MeasuredCosts.load(folder / "plan" / COSTS_NAME)
         windows = windows_of(recipe)
         for (what, own), changes in GRANULARITIES.items():
             for saving in SAVINGS if own == sinks else ():

@@ -66,11 +66,11 @@ Narrow ones have windows of 128 tokens; those of windows alone say which heads r
 
 def make_plans() -> None:
     """Every kind at every saving, from the costs that explore measured."""
-    from pod.training.plans.choose import choose
-    from pod.training.plans.measure import COSTS_NAME, Measured
+    from pod.plan.choose import choose
+    from pod.plan.measured_costs import COSTS_NAME, MeasuredCosts
 
     recipe = load_recipe(ROOT / "configs" / "plans_smollm2.yaml")
-    measured = {folder: Measured.load(folder / COSTS_NAME) for folder in (PLANS, NARROW)}
+    measured = {folder: MeasuredCosts.load(folder / COSTS_NAME) for folder in (PLANS, NARROW)}
     for kind, (changes, savings) in KINDS.items():
         costs = measured[NARROW if kind == "narrow" else PLANS]
         windows = {name: costs.provenance[name] for name in ("num_sink_tokens", "num_recent_tokens")}

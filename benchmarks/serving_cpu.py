@@ -9,7 +9,7 @@ has one. vLLM has an environment of its own (docs/serving.md); its own tool `vll
 requests at once and counts.
 
 Capacity is what vLLM says when it starts, with requests of 8,192 tokens and 512 prompt tokens in a batch;
-theory is `pod.training.plans.engines`. Throughput is measured with less memory (`--cache-mib`), so that few
+theory is `pod.plan.engines`. Throughput is measured with less memory (`--cache-mib`), so that few
 requests fill it: dense and plan take turns, ratios are taken round by round, of the wall clock and of
 processor time (which contains the start of the engine, and which other work on the machine disturbs less).
 Prefix caching is off, prompts are random tokens.
@@ -35,9 +35,9 @@ from pod.export import export
 from pod.files import write_json
 from pod.measure.machine import environment
 from pod.measure.race import spread
-from pod.modeling.shipped.sharing import SinkConstants
+from pod.modeling.model.sharing import SinkConstants
 from pod.models import resolve_model
-from pod.training.plans.engines import EngineCache
+from pod.plan.engines import EngineCache
 
 RESULTS = Path(__file__).parent / "results" / "serving_cpu.json"
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, WINDOW = 30, 9, 3, 64, 256

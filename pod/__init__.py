@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from pod.modeling.cache_files import load_cache, save_cache
     from pod.modeling.loading import load_adapter, load_model
     from pod.modeling.methods import make_cache, methods
-    from pod.modeling.shipped.cache import PodCache
-    from pod.modeling.shipped.config import PodConfig
-    from pod.modeling.shipped.llama import PodForCausalLM, PodModel
-    from pod.modeling.shipped.sharing import SharingPlan
+    from pod.modeling.model.cache import PodCache
+    from pod.modeling.model.config import PodConfig
+    from pod.modeling.model.llama import PodForCausalLM, PodModel
+    from pod.modeling.model.sharing import SharingPlan
     from pod.tokenizer import load_tokenizer
-    from pod.training.plans.calibration import calibrate_sinks
+    from pod.plan.calibration import calibrate_sinks
 
 __version__ = "0.1.0"
 
@@ -43,12 +43,12 @@ _HOMES = {
     "modeling.cache_files": ("load_cache", "save_cache"),
     "modeling.loading": ("load_adapter", "load_model"),
     "modeling.methods": ("make_cache", "methods"),
-    "modeling.shipped.cache": ("PodCache",),
-    "modeling.shipped.config": ("PodConfig",),
-    "modeling.shipped.llama": ("PodForCausalLM", "PodModel"),
-    "modeling.shipped.sharing": ("SharingPlan",),
+    "modeling.model.cache": ("PodCache",),
+    "modeling.model.config": ("PodConfig",),
+    "modeling.model.llama": ("PodForCausalLM", "PodModel"),
+    "modeling.model.sharing": ("SharingPlan",),
     "tokenizer": ("load_tokenizer",),
-    "training.plans.calibration": ("calibrate_sinks",),
+    "plan.calibration": ("calibrate_sinks",),
 }
 
 

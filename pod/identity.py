@@ -38,7 +38,7 @@ def plan_of(path: str | os.PathLike) -> list:
     Raises:
         ValueError: the file is no plan.
     """
-    from pod.modeling.shipped.sharing import SharingPlan  # which loads torch
+    from pod.modeling.model.sharing import SharingPlan  # which loads torch
 
     plan = SharingPlan.load(path)
     found: list = [plan.lead, plan.head_order, plan.bits]

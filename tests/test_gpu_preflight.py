@@ -9,12 +9,12 @@ import torch
 
 from pod import toolchain
 from pod.commands import bench, evaluate, explore
-from pod.kernels import gpu
+from pod.kernels import gpu_support
 from pod.recipe import load_recipe
 from pod.training.args import TrainRecipe
 from pod.training.predict import preflight
-from pod.training.predict.memory import World
-from pod.training.predict.planner import Machine
+from pod.training.predict.memory_estimate import World
+from pod.training.predict.layout_search import Machine
 from pod.training.predict.shapes import Shapes
 from pod.training.predict.step_time import DEVICES
 
@@ -24,7 +24,7 @@ SHAPES = Shapes(
 )
 HERE = Machine(World(1, 1), DEVICES["h100"], 64.0)
 WORK = {
-    "explore": (explore, "pod.training.plans.exploration.process_group"),
+    "explore": (explore, "pod.plan.exploration.process_group"),
     "eval": (evaluate, "pod.eval.runner.evaluate"),
     "bench": (bench, "pod.bench.run.run_bench"),
 }
@@ -139,10 +139,10 @@ def test_a_benchmark_of_decoding_reads_no_text(machine, capsys):
 def test_what_reads_prompts(machine, dtype, head_dim, backend, capability, says):
     machine.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     if says is None:
-        gpu.check_prompts(dtype, head_dim, backend)
+        gpu_support.check_prompts(dtype, head_dim, backend)
         return
     with pytest.raises(ValueError) as caught:
-        gpu.check_prompts(dtype, head_dim, backend)
+        gpu_support.check_prompts(dtype, head_dim, backend)
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -101,7 +101,7 @@ def run_time_nodes(tree: ast.AST):
 def part_of(name: list[str]) -> str:
     """The part that a module name belongs to.
 
-    `pod.data.rows.pack` → data, `pod.modeling.shipped.cache` → shipped; `pod` or `pod.SharingPlan`, which
+    `pod.data.rows.pack` → data, `pod.modeling.model.cache` → shipped; `pod` or `pod.SharingPlan`, which
     stands in pod/__init__.py → __init__.
     """
     if name[1:3] == ["modeling", "shipped"]:
@@ -155,7 +155,7 @@ def test_arrow_check_sees_every_kind_of_import(tmp_path, monkeypatch):
         "if TYPE_CHECKING:\n    from pod.training import loss\ndef f():\n    from ..modeling import loading\n"
     )
     assert imported_parts(file) == {"data", "eval", "modeling"}
-    file.write_text("from pod.modeling.shipped.attend import Call\nfrom ..modeling import shipped\n")
+    file.write_text("from pod.modeling.model.attend import Call\nfrom ..modeling import shipped\n")
     assert imported_parts(file) == {"shipped"}
 
 

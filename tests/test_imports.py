@@ -33,14 +33,14 @@ def test_help_needs_no_torch(launcher):
 
 
 @pytest.mark.parametrize(
-    "first", ["modeling.shipped.attend", "modeling.methods", "kernels.statistics", "engine.engine"]
+    "first", ["modeling.model.attend", "modeling.methods", "kernels.statistics", "engine.decode_engine"]
 )
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_kernels_and_engine_are_there_whatever_is_imported_first(first):
     code = (
-        f"import pod.{first}\nfrom pod.modeling.shipped.cache import PodCache\n"
-        "from pod.modeling.shipped.decode import DECODERS\n"
+        f"import pod.{first}\nfrom pod.modeling.model.cache import PodCache\n"
+        "from pod.modeling.model.decode import DECODERS\n"
         "assert 'triton' in DECODERS and PodCache.attach_engine is not None"
     )
     run(code)

@@ -12,9 +12,9 @@ import torch
 
 import pod
 from pod.bench.run import load, subject
-from pod.eval.answer.models import Models
+from pod.eval.answer.model_set import Models
 from pod.eval.lm.command import CommandLM
-from pod.modeling.shipped.sharing import SinkConstants
+from pod.modeling.model.sharing import SinkConstants
 from pod.models import resolve_model
 from pod.recipe import load_recipe
 from pod.training.run.start_model import model_config

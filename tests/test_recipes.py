@@ -110,7 +110,7 @@ def test_a_run_reads_its_data_once(name):
 
 @pytest.mark.parametrize("name", LARGE)
 def test_recipes_leave_the_how_to_the_planner(name):
-    from pod.training.predict.planner import DERIVED
+    from pod.training.predict.layout_search import DERIVED
 
     assert [field for field in DERIVED if getattr(read(name).train, field) is not None] == []
 
@@ -154,7 +154,8 @@ def test_no_recipe_is_refused_before_its_data_is_there(name, tmp_path, monkeypat
     Preflight asks of model, plan, layout and rows, on 1, 8 and 32 GPUs; rows per step are the same on all of
     them.
     """
-    from pod.training.predict import planner, preflight
+    from pod.training.predict import preflight
+    from pod.training.predict import layout_search
     from pod.training.predict.shapes import Shapes
     from pod.training.predict.step_time import get_device
     from pod.training.run.start_model import model_config
@@ -166,9 +167,9 @@ def test_no_recipe_is_refused_before_its_data_is_there(name, tmp_path, monkeypat
     assert name not in LARGE or recipe.train.save_every_steps is None, "a kill loses half an hour at most"
     preflight.check_positions(config, context)
     for ranks in (1, 8, 32) if name in LARGE else (1, 2):
-        machine = planner.this_machine(ranks, 8, get_device("h100"))
-        fit = planner.plan(recipe.train, Shapes.from_config(config), plan.lead, context, machine)
+        machine = layout_search.this_machine(ranks, 8, get_device("h100"))
+        fit = layout_search.plan(recipe.train, Shapes.from_config(config), plan.lead, context, machine)
         assert fit.job.rows_per_step == recipe.train.rows_per_step(context)
         preflight.check_epochs(fit.job, recipe.data.target_tokens // context)
         if ranks > 1 or "lora" in name or name not in LARGE:
-            planner.check_fits(fit)
+            layout_search.check_fits(fit)

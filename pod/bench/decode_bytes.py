@@ -27,7 +27,7 @@ from typing import Any
 
 from pod.bench.args import FULL, POD, STOCK
 from pod.eval.answer.methods import Method
-from pod.modeling.shipped.sharing import GROUP_SIZE, RESIDUAL, Roles, SharingPlan, channel_group, roles_of
+from pod.modeling.model.sharing import GROUP_SIZE, RESIDUAL, Roles, SharingPlan, channel_group, roles_of
 
 _LOGIT = 4
 _CODEC_BITS = {"kivi": 2, "int4": 4, "int8": 8}

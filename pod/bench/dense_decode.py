@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pod.modeling.shipped.attend import Implementation
-from pod.modeling.shipped.decode import DECODERS, RECORDABLE, DecodeCall
+from pod.modeling.model.attend import Implementation
+from pod.modeling.model.decode import DECODERS, RECORDABLE, DecodeCall
 
 
 def _dense_stores(call: DecodeCall) -> tuple[Tensor, Tensor]:

@@ -85,7 +85,7 @@ def start() -> None:
     """Run the command line: a subcommand, or `pod data` itself."""
     first = sys.argv[1] if len(sys.argv) > 1 else ""
     if first in SUBCOMMANDS:
-        from pod.commands.look import main as look
+        from pod.commands.inspect import main as look
 
         sys.exit(look(sys.argv[1:]))
     near = difflib.get_close_matches(first, SUBCOMMANDS, n=1, cutoff=0.7)

@@ -194,7 +194,7 @@ def how_to_serve(recipe: Recipe, config: str) -> str:
     Where vLLM cannot run it, the result is the command of a demo whose export vLLM runs.
     """
     from pod.export import check_servable, serve_command
-    from pod.modeling.shipped.config import PodConfig
+    from pod.modeling.model.config import PodConfig
 
     try:
         check_servable(PodConfig.from_pretrained(recipe.export_dir))

@@ -130,7 +130,7 @@ def parts() -> list[str]:
 
 def attention_backends() -> str:
     """The names that `model.attention_backend` may have."""
-    from pod.modeling.shipped.attend import AUTO_ORDER, IMPLEMENTATIONS
+    from pod.modeling.model.attend import AUTO_ORDER, IMPLEMENTATIONS
 
     by_name = sorted({*IMPLEMENTATIONS} - {*AUTO_ORDER})
     return f"auto takes the first of {', '.join(AUTO_ORDER)} that can; by name only: {', '.join(by_name)}"
@@ -142,7 +142,7 @@ def flash_attention() -> None:
     Raises:
         ValueError: POD_FLASH_ATTENTION names one that cannot run here.
     """
-    from pod.modeling.shipped import flash_version
+    from pod.modeling.model import flash_version
 
     there = [flash_version.SHIPPED]
     there += [name for name, version in flash_version.VERSIONS.items() if installed(version.package)]

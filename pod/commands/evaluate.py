@@ -68,7 +68,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def _gpus(text: str) -> Any:
-    from pod.eval.answer.layout import Gpus
+    from pod.eval.answer.devices import Gpus
 
     try:
         return Gpus.of(text)

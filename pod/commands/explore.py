@@ -39,9 +39,9 @@ SECTIONS = "model", "explore", "data"
 
 def main(recipe: Recipe) -> None:
     """Measure, write the plan, measure its loss, and find retrieval heads if they are needed."""
-    from pod.training.plans.choose import find_plan, with_losses
-    from pod.training.plans.exploration import Exploration, process_group
-    from pod.training.plans.measure import find_heads
+    from pod.plan.choose import find_plan, with_losses
+    from pod.plan.exploration import Exploration, process_group
+    from pod.plan.measured_costs import find_heads
 
     note_on_data(recipe)
     prepare(recipe)
@@ -82,7 +82,7 @@ def note_on_leads(plan: Any, explore: Any) -> None:
 
 def note_on_training(recipe: Recipe) -> None:
     """Warn when the newest checkpoint was trained with another plan. That training and its export keep it."""
-    from pod.modeling.shipped.sharing import SharingPlan
+    from pod.modeling.model.sharing import SharingPlan
     from pod.training.checkpoint.identity import plan_sha256
     from pod.training.checkpoint.newest import latest_checkpoint
 
@@ -110,8 +110,8 @@ def compares_razor(recipe: Recipe) -> bool:
 
 def write_heads(exploration: Any, heads: Any) -> None:
     """Write a picture of the scores, and print what the heads protect and save."""
-    from pod.training.plans.measure import HEADS_NAME
-    from pod.training.plans.report import describe_heads, head_score_picture, save_picture
+    from pod.plan.measured_costs import HEADS_NAME
+    from pod.plan.plan_report import describe_heads, head_score_picture, save_picture
 
     path = exploration.folder / HEADS_NAME
     print(describe_heads(heads))
@@ -124,35 +124,35 @@ def write_plan(exploration: Any, choice: Any) -> None:
 
     The plan is written first, because its curve may take minutes.
     """
-    from pod.training.plans import report
+    from pod.plan import plan_report
 
     write_summary(exploration, choice)
     folder, plan, explore = exploration.folder, choice.plan, exploration.explore
-    subject = report.about_plan(plan, explore)
-    figures = {"blocks.png": report.block_picture(plan, subject)}
+    runner = plan_report.about_plan(plan, explore)
+    figures = {"blocks.png": plan_report.block_picture(plan, runner)}
     if choice.frontier is not None:
-        curve = report.pareto(choice, explore, exploration.windows)
+        curve = plan_report.pareto(choice, explore, exploration.windows)
         write_json(folder / "pareto.json", curve)
-        figures["pareto.png"] = report.pareto_picture(curve, subject)
+        figures["pareto.png"] = plan_report.pareto_picture(curve, runner)
     if choice.similarity is not None:
         heads = plan.num_key_value_heads
-        figures["similarity.png"] = report.similarity_picture(choice.similarity, heads, subject)
+        figures["similarity.png"] = plan_report.similarity_picture(choice.similarity, heads, runner)
     for name, figure in figures.items():
-        report.save_picture(figure, folder / name)
+        plan_report.save_picture(figure, folder / name)
     print(f"written: {folder / 'plan.json'}, {', '.join(figures)}", flush=True)
 
 
 def write_summary(exploration: Any, choice: Any) -> str:
     """Write plan.json and summary.txt, with losses where they are measured. Returns the summary's text."""
-    from pod.training.plans import report
-    from pod.training.plans.choose import in_all_layers
+    from pod.plan import plan_report
+    from pod.plan.choose import in_all_layers
 
     folder = exploration.folder
     folder.mkdir(parents=True, exist_ok=True)
     plan = in_all_layers(choice.plan)
     keep_other_plan(folder / "plan.json", plan)
     plan.save(folder / "plan.json")
-    text = report.summary(choice.plan, exploration.explore, exploration.windows)
+    text = plan_report.summary(choice.plan, exploration.explore, exploration.windows)
     atomic_write_text(folder / "summary.txt", text + "\n")
     return text
 
@@ -162,7 +162,7 @@ def keep_other_plan(path: Path, plan: Any) -> None:
 
     A training or an export may need it.
     """
-    from pod.modeling.shipped.sharing import SharingPlan
+    from pod.modeling.model.sharing import SharingPlan
 
     def decisions(one: Any) -> tuple[Any, ...]:
         return one, one.num_sink_tokens, one.num_recent_tokens, one.sinks, one.sink_constants
@@ -179,7 +179,7 @@ def keep_other_plan(path: Path, plan: Any) -> None:
 
 def estimate(recipe: Recipe) -> str:
     """Text for `--dry-run`: tokens, memory and disk space. It needs the model's configuration only."""
-    from pod.training.plans.exploration import check_model, describe_cost, sinks_of, windows_of
+    from pod.plan.exploration import check_model, describe_cost, sinks_of, windows_of
     from pod.training.run.start_model import model_config, source_config
 
     source_config(recipe.model)

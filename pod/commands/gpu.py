@@ -27,8 +27,8 @@ def prepare(recipe: Recipe, device: str = "auto", reads: bool = True, decodes: b
     import torch
 
     from pod import toolchain
-    from pod.kernels.gpu import check_prompts
-    from pod.modeling.shipped.flash_version import describe, use
+    from pod.kernels.gpu_support import check_prompts
+    from pod.modeling.model.flash_version import describe, use
 
     version = use(recipe.model.flash_attention)
     if device == "cpu" or not torch.cuda.is_available():

@@ -62,7 +62,7 @@ def make_passkeys(recipe: Recipe) -> list[Any]:
     if not count:
         return []
     import pod
-    from pod.eval.suites.own.passkey import make_prompts
+    from pod.eval.tasks.passkey import make_prompts
     from pod.models import resolve_model
     from pod.training.observe.validation import Passkey
 
@@ -74,7 +74,7 @@ def make_passkeys(recipe: Recipe) -> list[Any]:
 
 
 def estimate(recipe: Recipe) -> str:
-    from pod.training.predict.planner import this_machine
+    from pod.training.predict.layout_search import this_machine
     from pod.training.predict.step_time import get_device
     from pod.training.run.start import estimate
 

@@ -1,7 +1,7 @@
 """Decoding at static shapes: preallocated stores, the decode kernels, and on CUDA one graph per step."""
 
-from pod.engine.engine import StaticEngine, attach, attach_for_generation
-from pod.modeling.shipped.cache import PodCache
+from pod.engine.decode_engine import StaticEngine, attach, attach_for_generation
+from pod.modeling.model.cache import PodCache
 
 __all__ = ["StaticEngine", "attach", "attach_for_generation"]
 

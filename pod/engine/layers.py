@@ -14,13 +14,13 @@ from transformers.activations import ACT2FN
 
 from pod.kernels import fused
 from pod.kernels.fused import HeadNorms, NewToken
-from pod.modeling.shipped import decode
-from pod.modeling.shipped.attend import Tokens
-from pod.modeling.shipped.attention import PodAttention, RMSNorm
-from pod.modeling.shipped.decode import DecodeCall
-from pod.modeling.shipped.layout import PodCacheLayer
-from pod.modeling.shipped.llama import PodDecoderLayer, PodMLP
-from pod.modeling.shipped.sinks import Sink
+from pod.modeling.model import decode
+from pod.modeling.model.attend import Tokens
+from pod.modeling.model.attention import PodAttention, RMSNorm
+from pod.modeling.model.decode import DecodeCall
+from pod.modeling.model.layout import PodCacheLayer
+from pod.modeling.model.llama import PodDecoderLayer, PodMLP
+from pod.modeling.model.sinks import Sink
 
 _STORED = ("keys", "window_keys", "values")
 """Stores of a layer, by the names that ``DecodeCall`` and ``NewToken`` have for them."""
@@ -61,7 +61,7 @@ class StaticLayer:
     Args:
         layer: the cache's layer, with room reserved and at least one token stored.
         buffers: what leads leave for their followers; one for all layers.
-        backend: of ``pod.modeling.shipped.decode``.
+        backend: of ``pod.modeling.model.decode``.
     """
 
     def __init__(self, layer: PodCacheLayer, buffers: decode.DecodeBuffers, backend: str):
@@ -123,10 +123,10 @@ class StaticLayer:
         q = self.operations.rotate_and_store(q, k, v, tables, norms, self.roles, target)
         return decode.pod_decode(**self._call(q, step.lengths), sink=step.sink, backend=self.backend)
 
-    def settle(self, length: int) -> None:
+    def flush(self, length: int) -> None:
         """Let packed stores pack, outside of any graph; there is nothing to do in most steps."""
         for store in self.stores.values():
-            store.settle(length)
+            store.flush(length)
 
 
 # -- whole layers --------------------------------------------------------------------------------------------

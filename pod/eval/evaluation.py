@@ -9,16 +9,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from pod.eval.answer.budget import ByteBudgets, Subject, measure_bytes
-from pod.eval.answer.layout import Load
+from pod.eval.answer.budget import ByteBudgets, MethodRunner, measure_bytes
+from pod.eval.answer.devices import Load
 from pod.eval.answer.methods import Method, find_method, parts_of, with_requests
-from pod.eval.answer.models import Models
+from pod.eval.answer.model_set import Models
 from pod.eval.answer.ranks import Ranks
-from pod.eval.answer.store import Shelf, Store, key_of
+from pod.eval.answer.answer_cache import AnswerCache, AnswerFolder, key_of
 from pod.eval.results import code_identity, one_line, with_files
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.speed.args import speed_options
-from pod.eval.suites import base, data
+from pod.eval.suites import base
+from pod.eval.suites import task_data
 from pod.tokenizer import with_template_variables
 
 if TYPE_CHECKING:
@@ -48,13 +49,13 @@ class Evaluation:
             "eval.chat_template_kwargs",
             lambda line: self.log(f"warning: {line}"),
         )
-        self.store = Store(recipe.eval_dir / "answers", self.ranks, self.args.reuse)
-        self._bytes = Store(recipe.eval_dir / "answers", self.ranks).shelf("bytes", {"code": code_identity()})
+        self.store = AnswerFolder(recipe.eval_dir / "answers", self.ranks, self.args.reuse)
+        self._bytes = AnswerFolder(recipe.eval_dir / "answers", self.ranks).answers_of("bytes", {"code": code_identity()})
         measure = None if self.models.reference_kind is None else self._pod_bytes
         self.budgets = ByteBudgets(self.models.bytes_per_token(), measure)
         self._may_answer = True
         self.speed = speed_options(self.args)
-        with data.use(self.args.data_dir, self.tokenizer, self.args.unsafe_code):
+        with task_data.use(self.args.data_dir, self.tokenizer, self.args.unsafe_code):
             self.tasks = make_tasks(base.Run(recipe, self.models, self.tokenizer))
         self._check_lengths()
         self._check_options()
@@ -110,8 +111,8 @@ class Evaluation:
         kind, layout = self.models.reference_kind, self.models.reference_layout()
         assert kind is not None, "without a PoD model nothing asks"
         lengths = sorted({*lengths, *self._lengths()})
-        with self._bytes.asked_by("bytes of PoD", self._may_answer) as shelf:
-            found = shelf.answers(
+        with self._bytes.asked_by("bytes of PoD", self._may_answer) as answer_cache:
+            found = answer_cache.answers(
                 lengths,
                 key=lambda length: key_of("bytes", layout, length),
                 batches=lambda left: [left],
@@ -138,9 +139,9 @@ class Evaluation:
         differs = self.args.method_options.get(name) or (exact and self.models.packs(found.model))
         return replace(found, one_shot=exact and not differs)
 
-    def subject(self, method: Method) -> Subject:
+    def runner(self, method: Method) -> MethodRunner:
         """A method with its model and its caches."""
-        return Subject(method, lambda: self.models.get(method.model), self.options(method), self.budgets)
+        return MethodRunner(method, lambda: self.models.get(method.model), self.options(method), self.budgets)
 
     def options(self, method: Method) -> dict[str, Any]:
         """Parameters of a method's caches.
@@ -163,12 +164,12 @@ class Evaluation:
             ValueError: it names the method and the task.
         """
         chunks: dict[int | None, Any] = {}
-        subject = self.subject(method)
+        runner = self.runner(method)
         for span in task.spans():
             try:
-                budget, prompt = subject.budget(span), task.prompt_of(method, span)
+                budget, prompt = runner.budget(span), task.prompt_of(method, span)
                 if budget not in chunks:
-                    chunks[budget] = getattr(subject.trial(span), "chunks", None)
+                    chunks[budget] = getattr(runner.trial(span), "chunks", None)
                 # A method may compress chunk by chunk. This checks that everywhere in such a prompt it has a
                 # chunk left to read.
                 if chunks[budget] is not None and prompt > 0:
@@ -178,7 +179,7 @@ class Evaluation:
                 at = where if method.takes_budget else ""
                 raise ValueError(f"{method.name} cannot do {task.name}{at}: {one_line(error)}") from error
 
-    def shelf(self, method: Method) -> Shelf:
+    def answers_of(self, method: Method) -> AnswerCache:
         """The answers of a method: of this model, these options and this code."""
         identity = {
             "spec": method.spec,
@@ -187,7 +188,7 @@ class Evaluation:
             "model": self.models.identity(method.model),
             "code": code_identity(),
         }
-        return self.store.shelf(method.name, identity | self.args.template_settings())
+        return self.store.answers_of(method.name, identity | self.args.template_settings())
 
     def measure(self, method: Method, task: base.Task, is_open: bool) -> dict[str, Any]:
         """The part of a result file that a method's answers to a task come to.
@@ -200,8 +201,8 @@ class Evaluation:
         """
         self._may_answer = is_open
         try:
-            with self.shelf(method).asked_by(task.name, is_open) as shelf:
-                payload = task.measure(self.subject(method), shelf) | shelf.account()
+            with self.answers_of(method).asked_by(task.name, is_open) as answer_cache:
+                payload = task.measure(self.runner(method), answer_cache) | answer_cache.account()
                 skips = base.gate_metrics(payload.get("decisions", {}))
                 return payload | ({"metrics": (payload.get("metrics") or {}) | skips} if skips else {})
         finally:
@@ -209,8 +210,8 @@ class Evaluation:
 
     def description(self, method: Method, is_open: bool) -> dict[str, Any]:
         """The method's model, for its result file."""
-        with self.shelf(method).asked_by("model", is_open) as shelf:
-            found = shelf.answers(
+        with self.answers_of(method).asked_by("model", is_open) as answer_cache:
+            found = answer_cache.answers(
                 [method.model],
                 key=lambda kind: key_of("model"),
                 batches=lambda left: [left],
@@ -240,7 +241,7 @@ def make_tasks(run: base.Run) -> dict[str, base.Task]:
             tasks[name] = found(run, options)
     theirs = [name for name in run.args.tasks if name not in tasks and name != SPEED_RUN]
     if theirs:
-        from pod.eval.lm.tasks import make_lm_tasks
+        from pod.eval.lm.lm_tasks import make_lm_tasks
 
         tasks |= make_lm_tasks(run, theirs)
     return {name: tasks[name] for name in run.args.tasks if name in tasks}

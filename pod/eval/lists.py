@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from pod.eval.lm.tasks import LmTask
+from pod.eval.lm.lm_tasks import LmTask
 from pod.eval.speed.args import SpeedOptions
 from pod.eval.suites import base
 from pod.eval.suites.configs import suite_configs

@@ -2,7 +2,7 @@
 
 `<output_dir>/eval/<method>.json` holds `parts`, one per task that was ever scored for this very row. A row
 is one model, with its options and the plan behind its bytes. Parts are made of the answers in
-`pod.eval.answer.store`, and can be made again at any time.
+`pod.eval.answer.answer_cache`, and can be made again at any time.
 """
 
 import ast
@@ -24,7 +24,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 ANSWERING = ("gates", "reading", "store", "texts")
 """Files of `pod.eval.answer` that decide what is said.
 
-What the others decide (method, model, budget) stands in an answer's key or shelf.
+What the others decide (method, model, budget) stands in an answer's key or answer_cache.
 """
 _CODE = (
     *("models.py", "modeling/**/*.py", "kernels/**/*.py", "engine/**/*.py"),

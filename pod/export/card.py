@@ -14,7 +14,7 @@ import yaml
 
 from pod.export.served import check_servable, target_of
 from pod.export.served_card import serving, serving_limits
-from pod.modeling.shipped.config import PodConfig
+from pod.modeling.model.config import PodConfig
 
 LENGTHS = (2048, 8192, 32_768, 131_072)
 """The lengths in tokens for which savings are told, as far as the model reads."""

@@ -23,8 +23,8 @@ from pod.export.served import MARK, write_served
 from pod.files import atomic_dir, read_json, read_mapping, write_json
 from pod.modeling.adapters import BASE, CONFIG_NAME
 from pod.modeling.loading import load_model
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.sharing import SharingPlan
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.sharing import SharingPlan
 from pod.training.checkpoint.files import restore_model, trained_weights
 from pod.training.checkpoint.identity import STATE_NAME, TrainState, read_state
 from pod.training.run.lora import lora_config

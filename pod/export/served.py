@@ -24,8 +24,8 @@ from transformers import CONFIG_MAPPING
 
 from pod.files import write_json
 from pod.modeling.checkpoints import HEAD
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.llama import PodForCausalLM
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.llama import PodForCausalLM
 
 OWN_TYPE = "pod_served"
 OWN_ARCHITECTURE = "PodServedForCausalLM"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from pod.export.served import GRANITE, OWN, Target, target_of, windows_of_layers
-from pod.modeling.shipped.config import PodConfig
+from pod.modeling.model.config import PodConfig
 
 VLLM, TRANSFORMERS, SGLANG = "0.32.0", "5.23.0", "0.5.23"
 """The versions that exports were tried with: vLLM on CPUs, in float32. SGLang's source was only read."""

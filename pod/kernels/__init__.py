@@ -7,8 +7,8 @@ implement.
 import importlib
 from typing import Any
 
-from pod.modeling.shipped.attend import IMPLEMENTATIONS, Call, Implementation
-from pod.modeling.shipped.decode import DECODERS, DecodeCall
+from pod.modeling.model.attend import IMPLEMENTATIONS, Call, Implementation
+from pod.modeling.model.decode import DECODERS, DecodeCall
 
 
 def _triton() -> Any:

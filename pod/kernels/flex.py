@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from pod.modeling.shipped.attend import Call, Segments, Visibility, span
-from pod.modeling.shipped.sinks import add_sink
+from pod.modeling.model.attend import Call, Segments, Visibility, span
+from pod.modeling.model.sinks import add_sink
 
 _BLOCK = 128
 _NEVER = torch.iinfo(torch.int32).max
@@ -169,7 +169,7 @@ def _flex(
     return out, aux.lse
 
 
-class Tiles(NamedTuple):
+class FlexTiles(NamedTuple):
     """Sizes of tiles, as (queries, keys).
 
     Attributes:
@@ -183,16 +183,16 @@ class Tiles(NamedTuple):
     of_keys: tuple[int, int]
 
 
-def float32_tiles(head_dim: int) -> Tiles:
-    """Tiles for full fp32 products.
+def float32_tiles(head_dim: int) -> FlexTiles:
+    """FlexTiles for full fp32 products.
 
     Among tiles that compile to few spilled registers, these move few bytes. PyTorch's own tiles at 128 are
     (32, 64) and twice (16, 16). They load three times as much, and spill 1.7 KB a thread in the forward pass.
     For head dimensions that its table lacks, PyTorch takes more shared memory than an A100 has.
     """
     if head_dim > 128:
-        return Tiles(forward=(32, 16), of_queries=(16, 16), of_keys=(16, 16))
-    return Tiles(forward=(64, 16), of_queries=(64, 16), of_keys=(16, 64))
+        return FlexTiles(forward=(32, 16), of_queries=(16, 16), of_keys=(16, 16))
+    return FlexTiles(forward=(64, 16), of_queries=(64, 16), of_keys=(16, 64))
 
 
 def kernel_options(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
@@ -257,7 +257,7 @@ def lay_out(segments: Segments, shape: tuple[int, int, int], device: torch.devic
     return Layout(moved(start), moved(own), moved(end), *idle)
 
 
-class Runs(NamedTuple):
+class PlaceRuns(NamedTuple):
     """The places that each query sees: ``first <= place < stop`` and ``other_first <= place < other_stop``.
 
     int32 ``[M]`` each. A run without places goes from ``_NEVER`` to 0.
@@ -269,7 +269,7 @@ class Runs(NamedTuple):
     other_stop: Tensor
 
 
-def runs_of(layout: Layout, see: Visibility, is_far: bool) -> Runs:
+def runs_of(layout: Layout, see: Visibility, is_far: bool) -> PlaceRuns:
     """The runs of sinks and window; with ``is_far``, of the places between them, seen through the lead."""
     start, own, end, *_ = layout
     stop = own + 1 if see.causal else end
@@ -279,10 +279,10 @@ def runs_of(layout: Layout, see: Visibility, is_far: bool) -> Runs:
         window = torch.maximum(own - min(see.num_recent_tokens, _NEVER // 2) + 1, start)
     sinks = start + min(see.num_sink_tokens, _NEVER // 2)
     if is_far:
-        return Runs(*_run(sinks, window), *_run(window, window))
+        return PlaceRuns(*_run(sinks, window), *_run(window, window))
     touch = sinks >= window
     sinks, window = torch.where(touch, start, sinks), torch.where(touch, start, window)
-    return Runs(*_run(start, sinks), *_run(window, stop))
+    return PlaceRuns(*_run(start, sinks), *_run(window, stop))
 
 
 def _run(first: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
@@ -300,7 +300,7 @@ def _mask(call: Call, shape: tuple[int, int, int], is_far: bool) -> BlockMask:
     return call.segments.derived(("flex", shape, call.q.device, call.visibility[:3], is_far), make)
 
 
-def block_mask(runs: Runs, num_places: int) -> BlockMask:
+def block_mask(runs: PlaceRuns, num_places: int) -> BlockMask:
     """The mask of one FlexAttention call."""
     partial, full = blocks_of(runs, num_places)
     return BlockMask.from_kv_blocks(
@@ -321,7 +321,7 @@ def _mask_function(first: Tensor, stop: Tensor, other_first: Tensor, other_stop:
     return is_seen
 
 
-def blocks_of(runs: Runs, num_places: int) -> tuple[Tensor, Tensor]:
+def blocks_of(runs: PlaceRuns, num_places: int) -> tuple[Tensor, Tensor]:
     """Pairs of blocks that need the mask, and pairs that are seen whole: ``[blocks of queries, of places]``.
 
     A pair may be listed although nothing of it is seen, which costs the time for it. It never happens that a

@@ -2,7 +2,7 @@
 
 There are three operations: residual and norm; head norms, rotation and the stores of keys and values; the
 gate of the feed-forward. This file chooses their backend, and has their plain form. The plain form computes
-what the modules of ``pod.modeling.shipped`` compute, in the same order of roundings, in any dtype.
+what the modules of ``pod.modeling.model`` compute, in the same order of roundings, in any dtype.
 """
 
 import importlib
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pod.modeling.shipped import attend
-from pod.modeling.shipped.attend import Tokens, rms_norm
-from pod.modeling.shipped.sharing import Roles
+from pod.modeling.model import attend
+from pod.modeling.model.attend import Tokens, rms_norm
+from pod.modeling.model.sharing import Roles
 
 
 class HeadNorms(NamedTuple):
@@ -135,7 +135,7 @@ def choose(x: Tensor, backend: str = "auto") -> Operations:
 
     Args:
         x: a tensor of the device and dtype.
-        backend: of ``pod.modeling.shipped.decode``: ``auto`` or ``triton``. The other backends are written in
+        backend: of ``pod.modeling.model.decode``: ``auto`` or ``triton``. The other backends are written in
             torch, and then the plain form runs, which is torch too.
 
     Raises:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pod.modeling.shipped.attend import compute_dtype
+from pod.modeling.model.attend import compute_dtype
 
 _CPU_ELEMENTS, _CPU_ROWS = 1 << 20, 128
 _CUDA_ELEMENTS, _CUDA_ROWS = 1 << 25, 1024

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from pod.kernels import triton_launch
 from pod.kernels.triton_launch import boundary, dealt, splits, tiles
-from pod.modeling.shipped.decode import DecodeCall, role_table
-from pod.modeling.shipped.packed import Packed, Stored
-from pod.modeling.shipped.sharing import Roles
+from pod.modeling.model.decode import DecodeCall, role_table
+from pod.modeling.model.packed import Packed, Stored
+from pod.modeling.model.sharing import Roles
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _SPLITS = 64  # partial results that the merging kernel reads at a time
@@ -39,7 +39,7 @@ ALL, FIRST, SECOND = range(3)
 SECOND: distant tokens of followers, where a query head reads them."""
 
 
-class Tile(NamedTuple):
+class DecodeTile(NamedTuple):
     """Tokens of a program's step, features and query heads of a product, and how the kernel is compiled."""
 
     BLOCK_N: int
@@ -49,7 +49,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def tile(dtype: torch.dtype, head_dim: int, groups: int, packed: bool = False, part: int = ALL) -> Tile:
+def tile(dtype: torch.dtype, head_dim: int, groups: int, packed: bool = False, part: int = ALL) -> DecodeTile:
     """Tiles of about 16 KiB of values per step: two programs on a multiprocessor have some 100 KiB under way.
 
     A product has at least 16 rows; rows without a query head cost no traffic. A packed step has fewer bytes,
@@ -59,9 +59,9 @@ def tile(dtype: torch.dtype, head_dim: int, groups: int, packed: bool = False, p
     block_g = max(16, triton.next_power_of_2(groups))
     block_d = head_dim // 2 if packed else max(16, triton.next_power_of_2(head_dim))
     if dtype == torch.float32:
-        return Tile(32, block_d, block_g, 4, 1) if packed else Tile(32, block_d, block_g, 8, 2)
+        return DecodeTile(32, block_d, block_g, 4, 1) if packed else DecodeTile(32, block_d, block_g, 8, 2)
     stages = 2 if packed and (part != SECOND or head_dim <= 64) else 3
-    return Tile(64 if head_dim <= 128 else 32, block_d, block_g, 4, stages)
+    return DecodeTile(64 if head_dim <= 128 else 32, block_d, block_g, 4, stages)
 
 
 # -- work of a program ---------------------------------------------------------------------------------------
@@ -541,7 +541,7 @@ def _cannot_unpack(call: DecodeCall) -> str | None:
 
 
 def decode(call: DecodeCall) -> None:
-    """See ``pod.modeling.shipped.decode.pod_decode``; packed keys and values share one ``packed_lengths``."""
+    """See ``pod.modeling.model.decode.pod_decode``; packed keys and values share one ``packed_lengths``."""
     parts = (ALL,) if call.tau is None or not call.roles.followers else (FIRST, SECOND)
     for part in parts:
         _launch(call, part)

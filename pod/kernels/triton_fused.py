@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pod.kernels import triton_launch
 from pod.kernels.fused import HeadNorms, NewToken, Operations
-from pod.modeling.shipped.decode import role_table
-from pod.modeling.shipped.sharing import Roles
+from pod.modeling.model.decode import role_table
+from pod.modeling.model.sharing import Roles
 
 GATE = {"BLOCK": 512, "num_warps": 2}  # 16 bytes of 16-bit numbers per thread
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from pod.kernels import triton_launch, triton_prefill_backward, triton_prefill_forward
 from pod.kernels.flex import unsupported_sizes
-from pod.modeling.shipped.attend import Call, Segments, Visibility, span
-from pod.modeling.shipped.varlen import differentiable
+from pod.modeling.model.attend import Call, Segments, Visibility, span
+from pod.modeling.model.varlen import differentiable
 
 _WHOLE_PAST = 2**30
 """A window that nothing exceeds."""

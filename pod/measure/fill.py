@@ -7,10 +7,10 @@ from torch import Tensor
 
 from pod.measure.max_batch import random_rows
 from pod.measure.race import without_attention
-from pod.modeling.shipped.cache import PodCache
-from pod.modeling.shipped.layout import PodCacheLayer
-from pod.modeling.shipped.rows import GroupedCache
-from pod.modeling.shipped.stores import TokenStore
+from pod.modeling.model.cache import PodCache
+from pod.modeling.model.layout import PodCacheLayer
+from pod.modeling.model.rows import GroupedCache
+from pod.modeling.model.stores import KVBuffer
 
 _CHUNK = 1 << 26  # random numbers written to a store at a time
 # Standard deviation of window keys whose logits drown those of distant tokens, also when queries are small.
@@ -46,7 +46,7 @@ def fill(model: Any, cache: Any, batch: int, length: int, skip_share: float = 0.
     step, _ = cache.begin_step(weight.new_empty(batch, length - 1, 0), None, None)
     for piece in cache.pieces(step):
         _fill_layers([layer for layer, _ in cache._holders()], length, weight, skip_share)
-        cache.end_piece(piece)
+        cache.end_prefill_chunk(piece)
     cache.end_step(step)
 
 
@@ -70,7 +70,7 @@ def _fill_layers(layers: list[Any], length: int, weight: Tensor, skip_share: flo
 
 
 def _append_random(
-    store: TokenStore, length: int, factor: Tensor | float, like: Tensor, generator: torch.Generator
+    store: KVBuffer, length: int, factor: Tensor | float, like: Tensor, generator: torch.Generator
 ) -> None:
     """Append random tokens behind the first one, a part at a time.
 
@@ -81,7 +81,7 @@ def _append_random(
     """
     batch, heads, _, head_dim = store.shape
     # A packed window still counts what it drops, so that only a plain one may leave tokens out.
-    overwrites = type(store) is TokenStore and store.has_window
+    overwrites = type(store) is KVBuffer and store.has_window
     size = max(1, _CHUNK // (batch * heads * head_dim) // 64) * 64
     for first in range(1, length, size):
         rows = min(size, length - first)
@@ -89,4 +89,4 @@ def _append_random(
             continue
         x = like.new_empty(batch, heads, rows, head_dim).normal_(generator=generator)
         store.append(x * factor, first)
-        store.settle(first + rows)
+        store.flush(first + rows)

@@ -16,7 +16,7 @@ def environment() -> dict[str, Any]:
     """Date (UTC), versions, commit of this package's checkout, hardware, threads, FlashAttention on a GPU."""
     import torch
 
-    from pod.modeling.shipped.flash_version import active_version
+    from pod.modeling.model.flash_version import active_version
 
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pod.measure.memory import next_token, now
-from pod.modeling.shipped.attend import IMPLEMENTATIONS, Call, Implementation
+from pod.modeling.model.attend import IMPLEMENTATIONS, Call, Implementation
 
 _WARM_UP_TOKENS = 16
 T = TypeVar("T")

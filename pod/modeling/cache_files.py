@@ -14,9 +14,9 @@ from pod.engine import attach
 from pod.files import atomic_write_bytes
 from pod.modeling.methods import make_cache
 from pod.modeling.placement import places_of
-from pod.modeling.shipped.cache import PodCache
-from pod.modeling.shipped.llama import PodForCausalLM
-from pod.modeling.shipped.state import CacheState
+from pod.modeling.model.cache import PodCache
+from pod.modeling.model.llama import PodForCausalLM
+from pod.modeling.model.state import CacheState
 
 _KIND = "pod-kv cache"
 _OF_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pod.modeling.placement import STYLES, place
-from pod.modeling.shipped.config import PodConfig
+from pod.modeling.model.config import PodConfig
 
 PLACES = frozenset({"cache_dir", "gguf_file", "local_files_only", "revision", "token"})
 """Arguments that say where a checkpoint is, as ``from_pretrained`` of transformers takes them."""

@@ -28,11 +28,11 @@ from pod.modeling.adapters import CONFIG_NAME, adapter_weights, base_of, is_of_a
 from pod.modeling.checkpoints import ADAPTER_CONFIG, EMBEDDING, HEAD, has_own_head, is_adapter, weight_files
 from pod.modeling.load_options import LoadOptions, load_options
 from pod.modeling.placement import dispatch, layout_of, stock_map
-from pod.modeling.shipped.attend import compute_dtype
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.flash_version import use_asked
-from pod.modeling.shipped.llama import PodForCausalLM, PodModel
-from pod.modeling.shipped.sharing import SharingPlan, SinkConstants
+from pod.modeling.model.attend import compute_dtype
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.flash_version import use_asked
+from pod.modeling.model.llama import PodForCausalLM, PodModel
+from pod.modeling.model.sharing import SharingPlan, SinkConstants
 from pod.models import read_config, resolve_model, ways_without_network
 
 AutoConfig.register(PodConfig.model_type, PodConfig)

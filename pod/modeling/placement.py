@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.llama import PodForCausalLM
-from pod.modeling.shipped.sharing import is_followed
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.llama import PodForCausalLM
+from pod.modeling.model.sharing import is_followed
 
 STYLES = ("auto", "balanced", "sequential")
 """What ``device_map`` may say in place of devices; see ``load_model``."""

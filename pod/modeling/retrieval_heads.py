@@ -9,8 +9,8 @@ from operator import index
 from typing import Any
 
 from pod.files import read_json, write_json
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.sharing import SharingPlan
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.sharing import SharingPlan
 
 SCHEMA = "retrieval heads 1"
 

@@ -12,7 +12,7 @@ from pod.schema import AtLeast2, BelowOne, Share, section
 class TrainRecipe:
     """Section `train` of a recipe: `pod train`.
 
-    A field that is null by default is derived from ranks and device (`pod.training.predict.planner`).
+    A field that is null by default is derived from ranks and device (`pod.training.predict.layout_search`).
     """
 
     total_tokens: PositiveInt | None = None
@@ -50,7 +50,7 @@ class TrainRecipe:
     """`full` saves memory: one hidden state per layer is kept and the rest is computed again in the
     backward pass. `none` keeps all activations. null = chosen to fit the devices."""
 
-    carry: Literal["keep", "offload", "recompute"] | None = None
+    shared_qk: Literal["keep", "offload", "recompute"] | None = None
     """With gradient_checkpointing, where the queries and keys of leading heads wait for the backward pass:
     `keep` on the device, `offload` in host memory (one copy each way), `recompute` nowhere: they are
     computed again (1 to 3 % more arithmetic). The loss is the same. null = chosen to fit the devices."""
@@ -225,17 +225,17 @@ class TrainRecipe:
             )
         if not self.lora_target_modules:
             raise ValueError("lora_target_modules is empty: name linear layers, for example q_proj, k_proj")
-        moves = self.offload_checkpoints or self.carry not in (None, "keep")
+        moves = self.offload_checkpoints or self.shared_qk not in (None, "keep")
         if self.gradient_checkpointing == "none" and moves:
             raise ValueError(
-                f"carry={self.carry} and offload_checkpoints={self.offload_checkpoints} need gradient "
-                "checkpointing: set gradient_checkpointing=full, or carry=keep and "
+                f"shared_qk={self.shared_qk} and offload_checkpoints={self.offload_checkpoints} need gradient "
+                "checkpointing: set gradient_checkpointing=full, or shared_qk=keep and "
                 "offload_checkpoints=false"
             )
-        if self.carry == "recompute" and self.method == "lora" and self.lora_dropout:
+        if self.shared_qk == "recompute" and self.method == "lora" and self.lora_dropout:
             raise ValueError(
-                f"carry=recompute does not work with lora_dropout={self.lora_dropout}: recomputing would "
-                "draw another dropout; set carry=offload, or lora_dropout=0"
+                f"shared_qk=recompute does not work with lora_dropout={self.lora_dropout}: recomputing would "
+                "draw another dropout; set shared_qk=offload, or lora_dropout=0"
             )
         for name in ("offload_optimizer", "offload_parameters"):
             if getattr(self, name) == "cpu" and self.zero_stage in (1, 2):
@@ -287,7 +287,7 @@ class TrainArgs(TrainRecipe):
     gradient_accumulation_steps: PositiveInt = 1
     zero_stage: Literal[1, 2, 3] = 3
     gradient_checkpointing: Literal["full", "none"] = "full"
-    carry: Literal["keep", "offload", "recompute"] = "keep"
+    shared_qk: Literal["keep", "offload", "recompute"] = "keep"
     mlp_tile_tokens: NonNegativeInt = 16_384
     offload_checkpoints: bool = False
     offload_optimizer: Literal["none", "cpu"] = "none"

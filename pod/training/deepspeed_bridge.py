@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pod.modeling.shipped.experts import PodExperts
-from pod.modeling.shipped.sinks import PARAMETERS
+from pod.modeling.model.experts import PodExperts
+from pod.modeling.model.sinks import PARAMETERS
 from pod.verbosity import is_verbose
 
 TESTED = "0.19.8"
@@ -208,8 +208,8 @@ def shape_of(parameter: nn.Parameter) -> torch.Size:
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
-def drop_carry_hooks(model: Any) -> None:
-    """Take ZeRO-3's hooks off decoder layers and attention, which hand on the carry and own no weight.
+def drop_shared_qk_hooks(model: Any) -> None:
+    """Take ZeRO-3's hooks off decoder layers and attention, which hand on `shared_qk` and own no weight.
 
     The hooks fire once per carried tensor. The number of these tensors depends on the heads that a rank
     computes, and ZeRO-3 stops ("disagreement on list contents") when ranks do not meet the same hooks. The

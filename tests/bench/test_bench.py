@@ -30,8 +30,8 @@ from pod.bench.dense_decode import PEERS, dense_peers
 from pod.measure import fill as fill_module
 from pod.measure.fill import fill
 from pod.measure.race import Contestant
-from pod.modeling.shipped.decode import DECODERS
-from pod.modeling.shipped.stores import TokenStore
+from pod.modeling.model.decode import DECODERS
+from pod.modeling.model.stores import KVBuffer
 from pod.recipe import Recipe, field_docs, fields_of, load_recipe
 
 WINDOWS = (2, 6)
@@ -53,7 +53,7 @@ TINY = [
 def make_bench(lead, *settings, bits=None):
     """Dense and planned model of one set of weights."""
     recipe = load_recipe(None, [*TINY, *settings])
-    measured = run.subject(recipe)
+    measured = run.runner(recipe)
     sizes = replace(measured.sizes, plan=pod.SharingPlan(lead=lead, bits=bits))
     return run.load(recipe, measured._replace(sizes=sizes), CPU)
 
@@ -272,13 +272,13 @@ def test_bytes_held_are_those_of_a_real_cache(lead):
 @pytest.mark.parametrize(("lead", "method"), [(LEAD, FULL), (LEAD, POD), (ROLES, POD)])
 def test_filled_caches_have_random_numbers_in_every_used_slot(lead, method, monkeypatch, length):
     monkeypatch.setattr(fill_module, "_CHUNK", 64 * 2 * 2 * 16)  # 64 tokens at a time
-    written, append = {}, TokenStore.append
+    written, append = {}, KVBuffer.append
 
     def recorded(store, x, past):
         written.setdefault(id(store), set()).update(range(past, past + x.shape[2]))
         append(store, x, past)
 
-    monkeypatch.setattr(TokenStore, "append", recorded)
+    monkeypatch.setattr(KVBuffer, "append", recorded)
     bench = make_bench(lead)
     cache, note = make_cache(bench, method, length, 400, "auto")
     fill(bench.model_of(method), cache, 2, length)
@@ -510,7 +510,7 @@ def test_a_model_of_ones_own_with_a_plan(tmp_path, bits):
     assert result["plan"] == str(tmp_path / "p.json") and result["share_followers"] == 1 / 2
     rows = result["settings"][0]["methods"]
     assert "error" not in rows["transformers"]
-    held, sizes = rows["pod"]["bytes_by_part"], run.subject(recipe_of(tmp_path, *settings)).sizes
+    held, sizes = rows["pod"]["bytes_by_part"], run.runner(recipe_of(tmp_path, *settings)).sizes
     native = 300 * 16 * 4  # of a head's keys or values
     assert sizes.plan.bits == bits
     assert (held["values"] < 7.5 * native) == (bits is not None)
@@ -577,7 +577,7 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(tmp_path, monkeyp
 
 def test_the_stock_model_is_left_out_where_it_does_not_fit(tmp_path, monkeypatch):
     recipe = recipe_of(tmp_path, "bench.lengths=[40,400]", "bench.methods=pod")
-    sizes = run.subject(recipe).sizes
+    sizes = run.runner(recipe).sizes
     full, own, other = (held_per_row(sizes, one, 408, True) for one in (FULL, POD, STOCK))
     assert needed(sizes, POD, 1, 408, True) == sizes.weights + full + own and own < other
     monkeypatch.setattr("pod.measure.memory.free_memory", lambda _: sizes.weights + full + own + 1)

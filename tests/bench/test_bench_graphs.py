@@ -13,10 +13,10 @@ import torch
 from pod.bench import decode_speed, run
 from pod.bench.args import STOCK, contestant
 from pod.bench.dense_decode import dense_peers
-from pod.engine import engine as engine_module
+from pod.engine import decode_engine as engine_module
 from pod.kernels import fused
 from pod.measure.race import Contestant
-from pod.modeling.shipped.decode import RECORDABLE
+from pod.modeling.model.decode import RECORDABLE
 from pod.recipe import load_recipe
 
 LEAD = [[0, 0], [0, 1], [0, 1], [3, 1]]
@@ -79,7 +79,7 @@ def gpu(monkeypatch):
 @pytest.fixture
 def bench():
     recipe = load_recipe(None, SETTINGS)
-    return run.load(recipe, run.subject(recipe), torch.device("cpu"))
+    return run.load(recipe, run.runner(recipe), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])

@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 
-from pod.modeling.shipped.attend import IMPLEMENTATIONS, Lead
+from pod.modeling.model.attend import IMPLEMENTATIONS, SharedQK
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_a_wrong_backend_gets_no_time(attention, monkeypatch, wrong):
         if call.lead is None:
             return reference.run(call)
         if wrong.startswith("lead"):
-            call = call._replace(lead=Lead(call.lead.queries, Wrong.apply(call.lead.keys)))
+            call = call._replace(lead=SharedQK(call.lead.queries, Wrong.apply(call.lead.keys)))
         out, lse = reference.run(call)
         return out * {"output": 1.01, "nan": float("nan")}.get(wrong, 1.0), lse
 

@@ -8,8 +8,8 @@ import json
 import pytest
 import torch
 
-from pod.modeling.shipped import decode
-from pod.modeling.shipped.attend import Implementation
+from pod.modeling.model import decode
+from pod.modeling.model.attend import Implementation
 
 CPU = torch.device("cpu")
 

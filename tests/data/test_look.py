@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-from pod.commands.look import main
+from pod.commands.inspect import main
 from pod.data import DataArgs, PackedDataset, prepare
 from pod.data.rows.manifest import manifest_checksum
 

@@ -214,7 +214,7 @@ def test_file_names_that_are_no_utf8(tmp_path, tokenizer, make_text):
 
 def test_the_command_line_loads_no_library_for_help():
     program = (
-        "import sys, pod.commands.look; "
+        "import sys, pod.commands.inspect; "
         "print([n for n in ('torch', 'transformers', 'datasets', 'matplotlib') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)

@@ -11,9 +11,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import pod
 from pod import engine
-from pod.engine.engine import StaticEngine
-from pod.modeling.shipped.attend import Implementation
-from pod.modeling.shipped.decode import DECODE_ORDER, DECODERS
+from pod.engine.decode_engine import StaticEngine
+from pod.modeling.model.attend import Implementation
+from pod.modeling.model.decode import DECODE_ORDER, DECODERS
 
 TOLERANCE = 1e-11
 

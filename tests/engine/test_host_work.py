@@ -18,9 +18,9 @@ from torch import nn
 
 import pod
 from pod import engine
-from pod.engine.engine import StaticEngine
+from pod.engine.decode_engine import StaticEngine
 from pod.engine.program import Program
-from pod.modeling.shipped.state import CacheState
+from pod.modeling.model.state import CacheState
 
 KINDS = ["full", "pod", "roles", "full+int4", "roles+int4"]
 CODEC = {"group_size": 4, "residual": 1}

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pod.engine import engine as module
-from pod.engine.engine import StaticEngine
+from pod.engine import decode_engine as module
+from pod.engine.decode_engine import StaticEngine
 
 
 class FakeStream:

@@ -9,10 +9,10 @@ import torch
 from lm_eval.api.instance import Instance
 
 import pod
-from pod.eval.answer.budget import ByteBudgets, Subject
+from pod.eval.answer.budget import ByteBudgets, MethodRunner
 from pod.eval.answer.methods import Method
 from pod.eval.lm.model import PodLM
-from pod.eval.lm.requests import Encoder
+from pod.eval.lm.requests import RequestEncoder
 from pod.models import resolve_model
 from pod.notation import parse_budget
 
@@ -77,16 +77,16 @@ def _model(kind: str, dtype: str):
 def around(spec: str = "full", kind: str | None = None, dtype: str = "float64", **options) -> PodLM:
     """A PodLM of a method; options of PodLM, the rest goes to the method."""
     kind = kind or (spec if spec in ("pod", "cla", "window") else "full")
-    own = {name: options.pop(name) for name in ("batch_size", "shelf") if name in options}
+    own = {name: options.pop(name) for name in ("batch_size", "answer_cache") if name in options}
     loaded = model(kind, dtype)
-    encoder = options.pop("encoder", None) or Encoder(tokenizer(), loaded.config.max_position_embeddings)
+    encoder = options.pop("encoder", None) or RequestEncoder(tokenizer(), loaded.config.max_position_embeddings)
     one_shot = options.pop("one_shot", False)
     params = SMALL.get(spec, {}) | options
     budget = parse_budget(params.pop("budget")) if "budget" in params else None
     method = Method(
         name=spec, spec=spec, model="dense", takes_budget=budget is not None, budget=budget, one_shot=one_shot
     )
-    return PodLM(Subject(method, lambda: loaded, params, ByteBudgets(0)), encoder, **own)
+    return PodLM(MethodRunner(method, lambda: loaded, params, ByteBudgets(0)), encoder, **own)
 
 
 def instance(kind: str, args: tuple, doc: int, idx: int = 0, task: str = "t") -> Instance:

@@ -49,6 +49,6 @@ def make_run(
 
 def measure(run: Evaluation, name: str) -> dict[str, Any]:
     """The payload of the run's one task for a method, every answer of which is asked anew."""
-    run.store.reuse, run.store._shelf = False, None
+    run.store.reuse, run.store._answer_cache = False, None
     task = next(iter(run.tasks.values()))
     return run.measure(run.method(name), task, is_open=True)

@@ -10,7 +10,7 @@ import random
 import sys
 from pathlib import Path
 
-from pod.eval.judge.verdicts import perplexity_of
+from pod.eval.statistics.comparison import perplexity_of
 from pod.eval.suites.base import scored_payload
 
 BYTES_PER_TOKEN = 131072

@@ -6,7 +6,7 @@ import torch
 from pod.eval.answer.budget import (
     ByteBudgets,
     Span,
-    Subject,
+    MethodRunner,
     length_class,
     measure_bytes,
     native_bytes_per_token,
@@ -41,7 +41,7 @@ def test_budgets_hold_pods_bytes_at_the_end(name, dense_model, pod_model):
     """
     length, fed, method = 900, 12, METHODS[name]
     budgets = budgets_of(pod_model)
-    cache = Subject(method, lambda: dense_model, {}, budgets).cache(Span(length, fed))
+    cache = MethodRunner(method, lambda: dense_model, {}, budgets).cache(Span(length, fed))
     ids = torch.arange(length)[None] % 96
     dense_model(input_ids=ids[:, : length - fed], past_key_values=cache, use_cache=True)
     for position in range(length - fed, length):
@@ -52,8 +52,8 @@ def test_budgets_hold_pods_bytes_at_the_end(name, dense_model, pod_model):
 
 def test_methods_without_budget_get_none(pod_model):
     for name in ("full", "pod"):
-        subject = Subject(METHODS[name], lambda: pod_model, {}, budgets_of(pod_model))
-        assert subject.budget(Span(64, 4)) is None and subject.room(Span(64, 4)) is None
+        runner = MethodRunner(METHODS[name], lambda: pod_model, {}, budgets_of(pod_model))
+        assert runner.budget(Span(64, 4)) is None and runner.room(Span(64, 4)) is None
 
 
 def test_more_fed_tokens_than_bytes_is_an_error(pod_model):

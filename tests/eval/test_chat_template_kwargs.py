@@ -8,11 +8,11 @@ import own_runs
 import pytest
 
 import pod
-from pod.eval.answer.store import Unanswered
+from pod.eval.answer.answer_cache import Unanswered
 from pod.eval.evaluation import Evaluation
 from pod.eval.lm.command import CommandLM
 from pod.eval.runner import _method_results
-from pod.eval.suites import data
+from pod.eval.suites import task_data
 from pod.models import resolve_model
 from pod.recipe import load_recipe
 from pod.tokenizer import with_template_variables
@@ -126,7 +126,7 @@ def test_other_variables_are_other_answers_and_other_results(place):
     again.measure(method, again.tasks["passkey"], is_open=False)
     with pytest.raises(Unanswered):
         second.measure(method, second.tasks["passkey"], is_open=False)
-    assert first.shelf(method).identity != second.shelf(method).identity
+    assert first.answers_of(method).identity != second.answers_of(method).identity
     part = second.measure(method, second.tasks["passkey"], is_open=True)
     assert part["settings"]["chat_template_kwargs"] == QUIET
     rows = [_method_results(run, method).content["row"] for run in (first, second, again)]
@@ -170,7 +170,7 @@ def test_lm_evals_model_arguments(place, arguments):
     assert lm.apply_chat_template(ASK) == "<user>Why?<assistant><no thoughts>"
     assert lm.get_model_info()["pod"]["chat_template_args"] == QUIET
     assert "chat_template_args" not in stock.get_model_info()["pod"]
-    assert lm._shelf.name != stock._shelf.name
+    assert lm._answer_cache.name != stock._answer_cache.name
     # --cache_requests of lm-eval keeps finished prompts under this name
     assert lm.tokenizer_name != stock.tokenizer_name
 
@@ -217,7 +217,7 @@ def test_lm_eval_mode_warns_of_an_unused_variable(place, caplog):
 
 
 def test_tasks_that_fill_a_length_count_the_variables_in_lm_eval_mode(place):
-    found = data.load_tokenizer({"pretrained": str(place / "model"), "enable_thinking": False})
+    found = task_data.load_tokenizer({"pretrained": str(place / "model"), "enable_thinking": False})
     text = found.apply_chat_template(ASK, tokenize=False, add_generation_prompt=True)
     assert text.endswith("<no thoughts>")
 

@@ -120,9 +120,9 @@ def test_what_a_result_depends_on(place):
     asked = []
     for changes in ({}, {"windows": [16]}, {"predictions": 19}):
         run = make_run(place, "consistency", ["full"], OPTIONS | changes, output_dir=str(place / "depends"))
-        with run.shelf(find_method("full")).asked_by("x", True) as shelf:
-            run.tasks["consistency"].measure(run.subject(find_method("full")), shelf)
-            asked.append(frozenset(shelf._asked))
+        with run.answers_of(find_method("full")).asked_by("x", True) as answer_cache:
+            run.tasks["consistency"].measure(run.runner(find_method("full")), answer_cache)
+            asked.append(frozenset(answer_cache._asked))
     assert len(set().union(*asked)) == sum(map(len, asked)), "no answer serves two settings"
     assert run.tasks["consistency"].token_counts(find_method("full")) == (3 * (200 + 19 * 260), 0)
     assert run.tasks["consistency"].token_counts(find_method("h2o")) == (1200, 19)

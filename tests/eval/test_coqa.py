@@ -14,8 +14,8 @@ from lm_eval import evaluator
 from lm_eval.api.model import LM
 
 from pod.eval.lm.index import task_manager
-from pod.eval.suites import data
-from pod.eval.suites.coqa import tasks
+from pod.eval.suites import task_data
+from pod.eval.suites.coqa import coqa_tasks
 
 DATA = Path(__file__).parent / "data"
 STORY = (
@@ -28,7 +28,7 @@ HISTORY = "Q: Who lived on the hill?\n\nA: Pim\n\nQ: Which colour was the bell?\
 
 @pytest.fixture
 def local():
-    with data.use(DATA):
+    with task_data.use(DATA):
         yield
 
 
@@ -36,7 +36,7 @@ def test_scores_equal_both_rules_on_recorded_predictions():
     rows = [json.loads(line) for line in (DATA / "coqa_predictions.jsonl").read_text().splitlines()]
     assert len(rows) == 12
     for row in rows:
-        ours = tasks.scores(row, [row["own_pred"]])
+        ours = coqa_tasks.scores(row, [row["own_pred"]])
         for name in ("em", "f1"):
             assert ours[name] == pytest.approx(row["lm_eval"][name], abs=1e-12), row
             assert ours[f"{name}_official"] == pytest.approx(row["official"][name], abs=1e-12), row
@@ -44,29 +44,29 @@ def test_scores_equal_both_rules_on_recorded_predictions():
 
 def test_lm_eval_counts_equal_references_once_which_halves_the_usual_answer():
     """The reason for two rules: of yes, yes, yes, no the answer yes is fully right officially."""
-    assert tasks.over_references(tasks.exact, ["yes", "yes", "yes", "no"], "yes") == 1.0
+    assert coqa_tasks.over_references(coqa_tasks.exact, ["yes", "yes", "yes", "no"], "yes") == 1.0
     assert (
-        tasks.over_references(tasks.exact, tasks.target({"references": ["yes", "Yes", "yes", "no"]}), "yes")
+        coqa_tasks.over_references(coqa_tasks.exact, coqa_tasks.target({"references": ["yes", "Yes", "yes", "no"]}), "yes")
         == 0.5
     )
 
 
 def test_the_answer_is_its_first_line():
     doc = {"references": ["a frog"]}
-    assert tasks.scores(doc, ["\n The frog.\nQ: more"])["em"] == 1.0
-    assert tasks.scores(doc, ["The frog and\nthe goat"])["f1"] == pytest.approx(2 / 3)
+    assert coqa_tasks.scores(doc, ["\n The frog.\nQ: more"])["em"] == 1.0
+    assert coqa_tasks.scores(doc, ["The frog and\nthe goat"])["f1"] == pytest.approx(2 / 3)
 
 
 def test_last_turns_have_lm_evals_prompt_and_references(local):
-    docs = list(tasks.last_turns()["test"])
+    docs = list(coqa_tasks.last_turns()["test"])
     assert len(docs) == 3
     assert docs[0]["prompt"] == f"{STORY}{HISTORY}Q: Who had the bell?\n\nA:"
     assert docs[0]["references"] == ["a frog", "the frog", "The frog", "a frog"]
-    assert tasks.target(docs[0]) == ["a frog", "the frog"]
+    assert coqa_tasks.target(docs[0]) == ["a frog", "the frog"]
 
 
 def test_all_turns_ask_each_question_after_what_was_said(local):
-    docs = list(tasks.all_turns()["test"])
+    docs = list(coqa_tasks.all_turns()["test"])
     assert len(docs) == 3 + 2 + 1
     assert docs[0]["prompt"] == f"{STORY}Q: Who lived on the hill?\n\nA:"
     assert docs[1]["prompt"] == f"{STORY}{HISTORY.partition('A: red')[0]}A:"
@@ -81,7 +81,7 @@ def test_the_hubs_parquet_gives_the_same_samples(tmp_path, monkeypatch, local):
     def lists(turns):
         return {key: [turn[key] for turn in turns] for key in turns[0]}
 
-    rows = json.loads((DATA / "coqa" / tasks.FILE).read_text())["data"]
+    rows = json.loads((DATA / "coqa" / coqa_tasks.FILE).read_text())["data"]
     columns = [
         {
             "id": row["id"],
@@ -92,7 +92,7 @@ def test_the_hubs_parquet_gives_the_same_samples(tmp_path, monkeypatch, local):
         }
         for row in rows
     ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(columns), tmp_path / tasks.HUB_FILE)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(columns), tmp_path / coqa_tasks.HUB_FILE)
     asked = []
 
     def download(repo_id, filename, repo_type):
@@ -100,26 +100,26 @@ def test_the_hubs_parquet_gives_the_same_samples(tmp_path, monkeypatch, local):
         return str(tmp_path / filename)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    monkeypatch.delenv(data.ENVIRONMENT, raising=False)
-    ours = list(tasks.all_turns()["test"])
-    with data.use(None):
-        assert list(tasks.all_turns()["test"]) == ours
+    monkeypatch.delenv(task_data.ENVIRONMENT, raising=False)
+    ours = list(coqa_tasks.all_turns()["test"])
+    with task_data.use(None):
+        assert list(coqa_tasks.all_turns()["test"]) == ours
     assert asked == [("EleutherAI/coqa", "coqa_validation.parquet", "dataset")]
 
 
 def test_a_story_without_answers_is_one_line(tmp_path):
     (tmp_path / "coqa").mkdir()
-    file = tmp_path / "coqa" / tasks.FILE
+    file = tmp_path / "coqa" / coqa_tasks.FILE
     turn = {"input_text": "?", "turn_id": 1}
     file.write_text(json.dumps({"data": [{"story": "x", "questions": [turn, turn], "answers": [turn]}]}))
-    with data.use(tmp_path), pytest.raises(ValueError, match="story 1: not every question has one answer"):
-        tasks.last_turns()
+    with task_data.use(tmp_path), pytest.raises(ValueError, match="story 1: not every question has one answer"):
+        coqa_tasks.last_turns()
     file.write_text(json.dumps({"data": [{"story": "x", "questions": [turn]}]}))
     with (
-        data.use(tmp_path),
+        task_data.use(tmp_path),
         pytest.raises(ValueError, match="story 1: no answers; expected story, questions, answers"),
     ):
-        tasks.last_turns()
+        coqa_tasks.last_turns()
 
 
 class Frog(LM):

@@ -19,8 +19,8 @@ from pod.eval.answer import gates, reading
 from pod.eval.answer.texts import score_by_decode
 from pod.eval.suites.base import gate_metrics
 from pod.eval.suites.buckets import Bucket
-from pod.modeling.shipped import grouped
-from pod.modeling.shipped.layout import PodCacheLayer
+from pod.modeling.model import grouped
+from pod.modeling.model.layout import PodCacheLayer
 from pod.recipe import load_recipe
 
 SINKS, RECENT = 4, 12  # of the models of conftest

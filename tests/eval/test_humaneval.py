@@ -11,8 +11,9 @@ from lm_eval import evaluator
 from lm_eval.api.model import LM
 
 from pod.eval.lm.index import load, task_manager
-from pod.eval.suites import data
-from pod.eval.suites.humaneval import execution, sandbox, tasks
+from pod.eval.suites import task_data
+from pod.eval.suites.humaneval import execution, sandbox
+from pod.eval.suites.humaneval import humaneval_tasks
 from pod.eval.suites.humaneval.execution import run_solution
 
 DATA = Path(__file__).parent / "data"
@@ -30,7 +31,7 @@ def run(request, monkeypatch):
         monkeypatch.setattr(sandbox, "available", lambda: False)
 
     def run_one(program, function="def f(): return 1", test=TEST):
-        with data.use(None, unsafe_code=not request.param):
+        with task_data.use(None, unsafe_code=not request.param):
             return run_solution("", f"{program}\n{function}", test, "f", CPU, 2 << 30)
 
     return run_one
@@ -38,8 +39,8 @@ def run(request, monkeypatch):
 
 @pytest.fixture(scope="module")
 def docs():
-    with data.use(DATA, unsafe_code=True):
-        return list(tasks.rows(version=1.0)["test"])
+    with task_data.use(DATA, unsafe_code=True):
+        return list(humaneval_tasks.rows(version=1.0)["test"])
 
 
 @pytest.mark.parametrize(
@@ -205,14 +206,14 @@ def test_the_secrets_of_this_process_do_not_reach_the_program(run, monkeypatch):
 def test_no_sandbox_and_no_permission_is_one_line_before_anything_runs(monkeypatch, docs):
     monkeypatch.setattr(sandbox, "available", lambda: False)
     monkeypatch.setattr(execution.subprocess, "Popen", lambda *a, **k: pytest.fail("it ran"))
-    with data.use(DATA):
-        for asked in (tasks.rows, lambda: tasks.pass_at_1(docs[0], ["    return 1"])):
+    with task_data.use(DATA):
+        for asked in (humaneval_tasks.rows, lambda: humaneval_tasks.pass_at_1(docs[0], ["    return 1"])):
             with pytest.raises(ValueError, match=r"bubblewrap .* is missing .* eval.unsafe_code") as error:
                 asked()
             assert "\n" not in str(error.value)
         with pytest.raises(ValueError, match="set eval.unsafe_code"):
             load("pod_humaneval", {})
-    with data.use(DATA, unsafe_code=True):
+    with task_data.use(DATA, unsafe_code=True):
         assert list(load("pod_humaneval", {}).leaves) == ["pod_humaneval"]
 
 
@@ -225,16 +226,16 @@ def test_a_bubblewrap_that_may_not_work_counts_as_none(monkeypatch, tmp_path):
 
 @pytest.fixture
 def permission():
-    with data.use(DATA, unsafe_code=True):
+    with task_data.use(DATA, unsafe_code=True):
         yield
 
 
 def test_right_functions_pass_and_wrong_ones_do_not(docs, permission):
     assert [doc["task_id"] for doc in docs] == ["HumanEval/0", "HumanEval/1"]
     for doc in docs:
-        assert tasks.pass_at_1(doc, [doc["canonical_solution"]]) == {"pass@1": 1.0}
-        assert tasks.pass_at_1(doc, ["    return None\n"]) == {"pass@1": 0.0}
-        assert tasks.pass_at_1_instruct(doc, [doc["canonical_solution"] + "```\nSo it works."]) == {
+        assert humaneval_tasks.pass_at_1(doc, [doc["canonical_solution"]]) == {"pass@1": 1.0}
+        assert humaneval_tasks.pass_at_1(doc, ["    return None\n"]) == {"pass@1": 0.0}
+        assert humaneval_tasks.pass_at_1_instruct(doc, [doc["canonical_solution"] + "```\nSo it works."]) == {
             "pass@1": 1.0
         }
 
@@ -243,8 +244,8 @@ def test_the_official_packed_file_is_read(tmp_path, docs):
     (tmp_path / "humaneval").mkdir()
     text = (DATA / "humaneval" / "HumanEval.jsonl").read_bytes()
     (tmp_path / "humaneval" / "HumanEval.jsonl.gz").write_bytes(gzip.compress(text))
-    with data.use(tmp_path, unsafe_code=True):
-        assert list(tasks.rows()["test"]) == docs
+    with task_data.use(tmp_path, unsafe_code=True):
+        assert list(humaneval_tasks.rows()["test"]) == docs
 
 
 def test_rows_without_tests_are_one_line(tmp_path):
@@ -252,10 +253,10 @@ def test_rows_without_tests_are_one_line(tmp_path):
     row = {"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f"}
     (tmp_path / "humaneval" / "HumanEval.jsonl").write_text(json.dumps(row))
     with (
-        data.use(tmp_path, unsafe_code=True),
+        task_data.use(tmp_path, unsafe_code=True),
         pytest.raises(ValueError, match="row 1: no test; expected task_id, prompt"),
     ):
-        tasks.rows()
+        humaneval_tasks.rows()
 
 
 class Coder(LM):

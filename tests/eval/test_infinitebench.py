@@ -17,9 +17,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from pod.eval.lm import index as lm_index
-from pod.eval.suites import data
-from pod.eval.suites.infinitebench import metrics, synthetic, tasks
-from pod.eval.suites.infinitebench.prompts import PAPER_TASKS, TASKS, answer, prompt
+from pod.eval.suites import task_data
+from pod.eval.suites.infinitebench import synthetic
+from pod.eval.suites.infinitebench import infinitebench_tasks
+from pod.eval.suites.infinitebench import infinitebench_metrics
+from pod.eval.suites.infinitebench.infinitebench_prompts import PAPER_TASKS, TASKS, answer, prompt
 from pod.models import resolve_model
 
 DATA = Path(__file__).parent / "data"
@@ -71,14 +73,14 @@ def tokenizer():
 def test_published_predictions_get_the_published_scores(task, model):
     file = Path(os.environ["POD_GOLDEN"]) / "infinitebench" / f"{model}_{task}.jsonl"
     rows = read_lines(file)
-    scores = [metrics.SCORERS[task](row["prediction"], row["ground_truth"]) for row in rows]
+    scores = [infinitebench_metrics.SCORERS[task](row["prediction"], row["ground_truth"]) for row in rows]
     assert round(100 * statistics.fmean(scores), 2) == GOLDEN[task][model == "kimi"]
 
 
 @pytest.mark.parametrize("row", PREDICTIONS, ids=lambda row: f"{row['task']}: {row['prediction'][:20]}")
 def test_scores_are_the_official_ones(row):
     """Values computed once with the official compute_scores.py on these very predictions."""
-    got = metrics.SCORERS[row["task"]](row["prediction"], row["ground_truth"])
+    got = infinitebench_metrics.SCORERS[row["task"]](row["prediction"], row["ground_truth"])
     assert got == pytest.approx(row["score"], abs=1e-6)
 
 
@@ -87,7 +89,7 @@ def test_every_task_has_recorded_predictions():
 
 
 def test_a_decimal_answer_to_a_whole_number_is_wrong_where_the_official_script_crashes():
-    assert metrics.math_find("12.5", 12) == 0.0
+    assert infinitebench_metrics.math_find("12.5", 12) == 0.0
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -102,7 +104,7 @@ def test_prompts_are_word_for_word_the_official_ones(task):
 @pytest.mark.parametrize("task", BUILT)
 @pytest.mark.parametrize("length", [1024, 2048])
 def test_built_prompts_fill_their_length(tokenizer, task, length):
-    rows = tasks.build_rows(task, length, tokenizer)
+    rows = infinitebench_tasks.build_rows(task, length, tokenizer)
     room = length - TASKS[task].new_tokens
     used = [len(tokenizer(rows[index]["prompt"]).input_ids) for index in (0, 1, 2, 17)]
     near = 0.8 if task == "code_run" else 0.93  # up to ten functions come at once, one per level
@@ -123,8 +125,8 @@ def test_built_prompts_can_lose_their_middle_as_in_the_paper(tokenizer, task):
 
     def read(length, **more):
         name = {"task": task, "length": length, "seed": 42}
-        with data.use(None, tokenizer):
-            return tasks.rows(infinitebench=name, **more)["test"]
+        with task_data.use(None, tokenizer):
+            return infinitebench_tasks.rows(infinitebench=name, **more)["test"]
 
     cut, whole = read(32768, infinitebench_truncation="middle"), read(131072)
     room, kept = 32768 - TASKS[task].new_tokens, 0
@@ -149,10 +151,10 @@ def test_built_prompts_can_lose_their_middle_as_in_the_paper(tokenizer, task):
 
 @pytest.mark.parametrize("task", BUILT)
 def test_rows_do_not_depend_on_what_was_read_before(tokenizer, task):
-    rows, again = tasks.build_rows(task, 1024, tokenizer), tasks.build_rows(task, 1024, tokenizer)
+    rows, again = infinitebench_tasks.build_rows(task, 1024, tokenizer), infinitebench_tasks.build_rows(task, 1024, tokenizer)
     assert rows[5] == [again[index] for index in range(6)][5]
     assert rows[5] != rows[6]
-    assert rows[5] != tasks.build_rows(task, 1024, tokenizer, seed=43)[5]
+    assert rows[5] != infinitebench_tasks.build_rows(task, 1024, tokenizer, seed=43)[5]
 
 
 @pytest.mark.parametrize("task", ["passkey", "number_string"])
@@ -242,25 +244,25 @@ def test_choices_become_text_and_letter():
 def test_rows_of_another_format_are_one_line(tmp_path, row, says):
     (tmp_path / "infinitebench").mkdir()
     (tmp_path / "infinitebench/longbook_choice_eng.jsonl").write_text(json.dumps(row))
-    with data.use(tmp_path), pytest.raises(ValueError, match=re.escape(says)) as error:
-        tasks.read_rows("longbook_choice_eng")
+    with task_data.use(tmp_path), pytest.raises(ValueError, match=re.escape(says)) as error:
+        infinitebench_tasks.read_rows("longbook_choice_eng")
     assert "\n" not in str(error.value)
 
 
 def test_missing_data_and_too_short_lengths_are_one_line(tmp_path, tokenizer):
     with (
-        data.use(tmp_path),
+        task_data.use(tmp_path),
         pytest.raises(ValueError, match="longbook_qa_eng.jsonl is missing.*InfiniteBench"),
     ):
-        tasks.read_rows("longbook_qa_eng")
+        infinitebench_tasks.read_rows("longbook_qa_eng")
     with pytest.raises(
         ValueError, match="infinitebench passkey at 64 tokens: the shortest prompt has .* greater"
     ):
-        tasks.build_rows("passkey", 64, tokenizer)
+        infinitebench_tasks.build_rows("passkey", 64, tokenizer)
 
 
 def test_the_group_of_the_paper_loads_offline_and_a_right_answer_scores_1(tokenizer):
-    with data.use(DATA, tokenizer):
+    with task_data.use(DATA, tokenizer):
         loaded = lm_index.load("pod_infinitebench_2k_all", {})
         five = lm_index.load("pod_infinitebench_2k", {})
     assert list(five.leaves) == [f"pod_infinitebench_2k_{task}" for task in PAPER_TASKS]

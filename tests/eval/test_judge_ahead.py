@@ -21,7 +21,7 @@ import torch
 import pod
 from pod.eval.answer import reading
 from pod.eval.answer.texts import read_context, score_by_decode
-from pod.eval.lm.batches import Unit
+from pod.eval.lm.batches import ScoredContext
 from pod.eval.lm.index import Rule
 from pod.eval.lm.scoring import score_by_decode as score_units
 from pod.eval.suites.buckets import Bucket
@@ -109,7 +109,7 @@ def test_who_holds_the_last_token_out_judges_by_what_follows_it():
     for contexts in (rows[:1], rows):
         whole, scored = cache(threshold=0.2), cache(threshold=0.2)
         reading.read_prompts(model, whole, contexts, 0)
-        units = [Unit(context=tuple(ids), continuations=((7, 8),), owners=(0,)) for ids in contexts]
+        units = [ScoredContext(context=tuple(ids), continuations=((7, 8),), owners=(0,)) for ids in contexts]
         score_units(model, scored, units, 0, 9)
         assert decisions(scored) == decisions(whole)
     alone, read = cache(threshold=0.2), cache(threshold=0.2)

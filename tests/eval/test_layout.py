@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 import pod
 from pod.commands import evaluate
-from pod.eval.answer.layout import Gpus, Load, cache_bytes, layout_lines, rank_devices
+from pod.eval.answer.devices import Gpus, Load, cache_bytes, layout_lines, rank_devices
 from pod.modeling.loading import target_config
 from pod.modeling.placement import share_of_rank
 from pod.recipe import load_recipe

@@ -17,10 +17,12 @@ from lm_eval.api.model import LM
 
 import pod
 from pod.eval.lm.index import Rule, task_manager
-from pod.eval.lm.prompts import WORD_STEP, cut_document
-from pod.eval.lm.requests import Encoder
-from pod.eval.suites import data
-from pod.eval.suites.leval import metrics, prompts, tasks
+from pod.eval.lm.lm_prompts import WORD_STEP, cut_document
+from pod.eval.lm.requests import RequestEncoder
+from pod.eval.suites import task_data
+from pod.eval.suites.leval import leval_tasks
+from pod.eval.suites.leval import leval_metrics
+from pod.eval.suites.leval import leval_prompts
 from pod.models import resolve_model
 
 DATA = Path(__file__).parent / "data"
@@ -29,7 +31,7 @@ CHAT_TEMPLATE = (  # drops outer white space, as many do
     "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-SCORERS = {name: task.scorer for name, task in tasks.TASKS.items()}
+SCORERS = {name: task.scorer for name, task in leval_tasks.TASKS.items()}
 # README.md (gpt4-32k) and Leaderboard/*.csv at 679aabd (turbo-16k-0613; the closed tasks there are of other
 # predictions)
 PUBLISHED = {
@@ -55,8 +57,8 @@ def manager():
 
 
 def docs_of(name):
-    with data.use(DATA):
-        return list(tasks.rows(f"{tasks.TASKS[name].folder}/{name}.jsonl", version=1.0)["test"])
+    with task_data.use(DATA):
+        return list(leval_tasks.rows(f"{leval_tasks.TASKS[name].folder}/{name}.jsonl", version=1.0)["test"])
 
 
 def scored(task, answer, target):
@@ -66,15 +68,15 @@ def scored(task, answer, target):
     loyalty, _, fact = answer.partition("[fact:")
     found = {}
     for part, said in (("loyalty", loyalty), ("fact", fact)):
-        doc = {"target": metrics.judgement_target(target, part), "part": part}
-        found[part] = tasks.judgement(doc, [said])[part]
+        doc = {"target": leval_metrics.judgement_target(target, part), "part": part}
+        found[part] = leval_tasks.judgement(doc, [said])[part]
     return found
 
 
 def test_scores_equal_the_official_ones_on_recorded_predictions():
     rows = [json.loads(line) for line in (DATA / "leval_predictions.jsonl").read_text().splitlines()]
     assert len(rows) == 81
-    assert {row["task"] for row in rows} == set(tasks.CLOSED) | {"financial_qa", "gov_report_summ"}
+    assert {row["task"] for row in rows} == set(leval_tasks.CLOSED) | {"financial_qa", "gov_report_summ"}
     for row in rows:
         ours = scored(row["task"], row["own_pred"], row["gt"])
         for name, value in row["official"].items():
@@ -88,28 +90,28 @@ def test_published_scores_come_out_of_the_official_predictions(folder):
     for task, published in PUBLISHED[folder].items():
         file = OFFICIAL / folder / f"{task}.pred.jsonl"
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        rows = [row for row in rows if row["evaluation"] in tasks.BY_METRIC]
+        rows = [row for row in rows if row["evaluation"] in leval_tasks.BY_METRIC]
         answer = next(key for key in rows[0] if key.endswith("_pred"))
         scores = [SCORERS[task]({"target": row["gt"]}, [row[answer]])["score"] for row in rows]
         assert 100 * sum(scores) / len(scores) == pytest.approx(published, abs=0.0101), task
 
 
 def test_option_subsets_count_a_quarter_and_wrong_letters_nothing():
-    assert [metrics.exact_match(given, "ABD") for given in ("ABD", "AB", "D", "ABC", "ABCD")] == [
+    assert [leval_metrics.exact_match(given, "ABD") for given in ("ABD", "AB", "D", "ABC", "ABCD")] == [
         *(1.0, 0.25, 0.25, 0.0, 0.0)
     ]
 
 
 def test_the_20_tasks_and_their_rules():
-    assert len(tasks.TASKS) == 20 and [len(members) for members in tasks.GROUPS.values()] == [
+    assert len(leval_tasks.TASKS) == 20 and [len(members) for members in leval_tasks.GROUPS.values()] == [
         7,
         6,
         7,
         13,
         20,
     ]
-    without_chat = {name for name, task in tasks.TASKS.items() if not task.chat}
-    keeps_end = {name for name, task in tasks.TASKS.items() if task.keep == "end"}
+    without_chat = {name for name, task in leval_tasks.TASKS.items() if not task.chat}
+    keeps_end = {name for name, task in leval_tasks.TASKS.items() if task.keep == "end"}
     assert (without_chat, keeps_end) == ({"gsm100", "codeU"}, {"codeU"})
 
 
@@ -164,7 +166,7 @@ def test_prompts_are_the_official_ones(task, count, start, end, prefix):
 
 def test_system_prompts_are_the_official_ones():
     """SHA-256 of what get_sys_prompt of Baselines/LEval_config.py gives, by task."""
-    ours = {name: prompts.system_prompt(name) for name in tasks.TASKS}
+    ours = {name: leval_prompts.system_prompt(name) for name in leval_tasks.TASKS}
     digest = hashlib.sha256(json.dumps(ours, sort_keys=True).encode()).hexdigest()
     assert digest == "cbba09fa8031cd5bf3a563c36927dd3e2963d2fee9c6498b1dd99daa929ad85d"
 
@@ -234,7 +236,7 @@ def test_all_tasks_run_offline_through_lm_eval(manager):
             "three (3) years": "The initial term shall be three years from the Effective Date",
         }
     )
-    with data.use(DATA):
+    with task_data.use(DATA):
         found = evaluator.simple_evaluate(
             model, tasks=["pod_leval"], task_manager=manager, bootstrap_iters=0, log_samples=False
         )
@@ -254,21 +256,21 @@ def test_all_tasks_run_offline_through_lm_eval(manager):
 
 def test_missing_or_foreign_data_is_one_line(tmp_path):
     with (
-        data.use(tmp_path),
+        task_data.use(tmp_path),
         pytest.raises(ValueError, match=r"leval: Exam/tpo\.jsonl is missing .*L4NLP/LEval") as error,
     ):
-        tasks.rows("Exam/tpo.jsonl")
+        leval_tasks.rows("Exam/tpo.jsonl")
     assert "\n" not in str(error.value)
     (tmp_path / "leval" / "Exam").mkdir(parents=True)
     file = tmp_path / "leval" / "Exam" / "tpo.jsonl"
     file.write_text(
         json.dumps({"input": "x", "instructions": ["a", "b"], "outputs": ["A"], "evaluation": "exam"})
     )
-    with data.use(tmp_path), pytest.raises(ValueError, match="row 1: 2 instructions and 1 outputs"):
-        tasks.rows("Exam/tpo.jsonl")
+    with task_data.use(tmp_path), pytest.raises(ValueError, match="row 1: 2 instructions and 1 outputs"):
+        leval_tasks.rows("Exam/tpo.jsonl")
     file.write_text(json.dumps({"input": "x", "question": "a"}))
-    with data.use(tmp_path), pytest.raises(ValueError, match="no instructions, outputs, evaluation"):
-        tasks.rows("Exam/tpo.jsonl")
+    with task_data.use(tmp_path), pytest.raises(ValueError, match="no instructions, outputs, evaluation"):
+        leval_tasks.rows("Exam/tpo.jsonl")
 
 
 def words_and_one(text):
@@ -328,8 +330,8 @@ def test_the_question_survives_truncation_in_our_encoder(manager, chat):
     """
     tokenizer = copy.deepcopy(pod.load_tokenizer(resolve_model("package:tiny")))
     tokenizer.chat_template = CHAT_TEMPLATE
-    encoder = Encoder(tokenizer, 2048, "truncate")
-    with data.use(DATA):
+    encoder = RequestEncoder(tokenizer, 2048, "truncate")
+    with task_data.use(DATA):
         task = manager.load(["pod_leval_coursera"])["tasks"]["pod_leval_coursera"]
     rules = task.config.metadata["pod"]
     docs = [dict(doc) for doc in task.eval_docs]
@@ -338,7 +340,7 @@ def test_the_question_survives_truncation_in_our_encoder(manager, chat):
     for doc in docs:
         doc["prompt"] = doc["prompt"].replace(doc["document"], long)
         doc["document"] = long
-    task.dataset = data.dataset(docs)
+    task.dataset = task_data.dataset(docs)
     task.task_docs = task.eval_docs
     task.build_all_requests(
         apply_chat_template=chat,
@@ -352,5 +354,5 @@ def test_the_question_survives_truncation_in_our_encoder(manager, chat):
         assert text.count("<user>") == chat
         assert 1250 < len(item.context) <= 2048 - 512
         assert doc["prompt"].partition(long)[2].strip() in text and text.rstrip().endswith("Answer:")
-        assert prompts.system_prompt("coursera").strip() in text
+        assert leval_prompts.system_prompt("coursera").strip() in text
         assert long[:60] in text and long[-60:] not in text

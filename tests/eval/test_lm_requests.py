@@ -20,7 +20,7 @@ from pod.eval.lm.batches import (
     units_of,
 )
 from pod.eval.lm.index import Rule
-from pod.eval.lm.requests import Encoder, request_keys, span_of
+from pod.eval.lm.requests import RequestEncoder, request_keys, span_of
 
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>\n"
@@ -60,7 +60,7 @@ def read(encoder, encoded):
 def test_pairs_equal_hflms(tokenizer):
     """Contexts with and without trailing blanks, without text, beginning with BOS already."""
     stock = HFLM(pretrained=lm_tools.model(), tokenizer=tokenizer, backend="causal")
-    encoder = Encoder(tokenizer, 100)
+    encoder = RequestEncoder(tokenizer, 100)
     for context, continuation in [
         ("a b", " c"),
         ("a b  ", "c"),
@@ -82,7 +82,7 @@ def test_pairs_equal_hflms(tokenizer):
 )
 def test_what_is_dropped_and_bos_stays(drop, wanted):
     text = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-    encoder = Encoder(with_bos(), 19)
+    encoder = RequestEncoder(with_bos(), 19)
     item = encoder.request(asks(text), Rule(truncation=drop))  # 19 - 10 new tokens = 9, BOS is one of them
     assert item.context[0] == BOS
     assert encoder.tokenizer.decode(item.context[1:]) == wanted
@@ -90,7 +90,7 @@ def test_what_is_dropped_and_bos_stays(drop, wanted):
 
 
 def test_a_prompt_that_just_fits_is_not_touched():
-    encoder = Encoder(with_bos(), 19)
+    encoder = RequestEncoder(with_bos(), 19)
     assert encoder.request(asks("01234567"), Rule()).dropped == 0
     assert encoder.request(asks("012345678"), Rule()).dropped == 1
     capped = encoder.request(asks("01234567"), Rule(max_prompt_tokens=5))
@@ -98,7 +98,7 @@ def test_a_prompt_that_just_fits_is_not_touched():
 
 
 def test_scored_contexts_are_cut_and_answers_are_not():
-    encoder = Encoder(with_bos(), 12)
+    encoder = RequestEncoder(with_bos(), 12)
     item = encoder.request(
         instance("loglikelihood", ("0123456789abcdef", " yes"), 0), Rule(truncation="start")
     )
@@ -110,14 +110,14 @@ def test_scored_contexts_are_cut_and_answers_are_not():
 
 
 def test_characters_of_several_tokens_stay_whole():
-    encoder = Encoder(lm_tools.tokenizer(), 31)
+    encoder = RequestEncoder(lm_tools.tokenizer(), 31)
     item = encoder.request(asks("漢字" * 20), Rule())  # 3 tokens each, room for 21
     assert "�" not in read(encoder, item)
     assert read(encoder, item) == "漢字漢" + "字漢字"
 
 
 def test_only_the_users_message_of_a_chat_is_cut():
-    encoder = Encoder(chatty(), 70)
+    encoder = RequestEncoder(chatty(), 70)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " 0123456789" * 8}]
     prompt = encoder.apply_chat_template(messages)
     item = encoder.request(asks(prompt), Rule())
@@ -128,7 +128,7 @@ def test_only_the_users_message_of_a_chat_is_cut():
 
 
 def test_a_document_is_cut_and_its_question_stays():
-    encoder = Encoder(with_bos(), 70)
+    encoder = RequestEncoder(with_bos(), 70)
     document = " ".join(f"w{number}" for number in range(40))
     request = asks(f"Read this. {document} What is w1?")
     request.doc = {"document": document}
@@ -141,41 +141,41 @@ def test_a_document_is_cut_and_its_question_stays():
 
 
 def test_too_long_is_skipped_or_an_error_when_asked_for():
-    skip, error = (Encoder(with_bos(), 19, too_long=what) for what in ("skip", "error"))
+    skip, error = (RequestEncoder(with_bos(), 19, too_long=what) for what in ("skip", "error"))
     assert skip.request(asks("0" * 40), Rule()).skipped == "too long for the model"
     assert skip.request(asks("0" * 8), Rule()).skipped is None
-    assert Encoder(with_bos(), 19).request(asks("0" * 40), Rule(truncation="none")).skipped
+    assert RequestEncoder(with_bos(), 19).request(asks("0" * 40), Rule(truncation="none")).skipped
     with pytest.raises(ValueError, match="document 3: a prompt of 41 tokens exceeds the 9 tokens that fit"):
         error.request(asks("0" * 40, doc=3), Rule())
 
 
 def test_templates_without_a_system_role_keep_its_text():
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
-    assert Encoder(chatty(NO_SYSTEM), 99).apply_chat_template(messages) == "Be brief.\n\nWhy?|"
+    assert RequestEncoder(chatty(NO_SYSTEM), 99).apply_chat_template(messages) == "Be brief.\n\nWhy?|"
     with pytest.raises(ValueError, match="no chat template: set chat_template to off"):
-        Encoder(with_bos(), 99).apply_chat_template(messages)
+        RequestEncoder(with_bos(), 99).apply_chat_template(messages)
 
 
 def test_an_open_answer_is_continued():
     messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because"}]
-    text = Encoder(chatty(), 99).apply_chat_template(messages, add_generation_prompt=False)
+    text = RequestEncoder(chatty(), 99).apply_chat_template(messages, add_generation_prompt=False)
     assert text.endswith("<assistant>Because")
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Encoder(lm_tools.tokenizer(), 1), "max_length = 1 must be"),
+        (lambda: RequestEncoder(lm_tools.tokenizer(), 1), "max_length = 1 must be"),
         (
-            lambda: Encoder(lm_tools.tokenizer(), 9, "cut"),
+            lambda: RequestEncoder(lm_tools.tokenizer(), 9, "cut"),
             "too_long = 'cut': known are truncate, skip, error",
         ),
         (lambda: Rule(truncation="left"), "metadata.pod.truncation = 'left'"),
         (
-            lambda: Encoder(lm_tools.tokenizer(), 9).request(asks("a", 9), Rule()),
+            lambda: RequestEncoder(lm_tools.tokenizer(), 9).request(asks("a", 9), Rule()),
             "generates 9 tokens and the model reads 9",
         ),
-        (lambda: Encoder(lm_tools.tokenizer(), 99).request(asks("a", num_beams=2), Rule()), "num_beams = 2"),
+        (lambda: RequestEncoder(lm_tools.tokenizer(), 99).request(asks("a", num_beams=2), Rule()), "num_beams = 2"),
     ],
 )
 def test_errors_are_one_line(build, message):
@@ -194,7 +194,7 @@ def test_sizes():
     assert span_of(60, 0, 1200) == Span(
         length=1280, fed=1199
     )  # InfiniteBench's summaries: not 2048 slots less
-    encoder = Encoder(lm_tools.tokenizer(), 4096)
+    encoder = RequestEncoder(lm_tools.tokenizer(), 4096)
     requests = lm_tools.choices() + lm_tools.generations()
     encoded = encoder.requests(requests, Rule())
     asked = {unit.span for batch in unit_batches(units_of(encoded[:-4]), 3) for unit in batch}
@@ -213,7 +213,7 @@ def test_batches_are_full_whatever_the_budgets(kind):
         else instance("loglikelihood", ("x" * n, "A"), i)
         for i, n in enumerate(lengths)
     ]
-    encoded = Encoder(lm_tools.tokenizer(), 4096).requests(requests, Rule())
+    encoded = RequestEncoder(lm_tools.tokenizer(), 4096).requests(requests, Rule())
     batches = generation_batches(encoded, 8) if kind == "generate" else unit_batches(units_of(encoded), 8)
     assert len(encoded) / len(batches) >= 6
     asked = [item for batch in batches for item in batch]
@@ -222,7 +222,7 @@ def test_batches_are_full_whatever_the_budgets(kind):
 
 
 def test_choices_of_a_document_share_a_unit_and_batches_hold_them_together():
-    encoded = Encoder(lm_tools.tokenizer(), 4096).requests(lm_tools.choices(), Rule())
+    encoded = RequestEncoder(lm_tools.tokenizer(), 4096).requests(lm_tools.choices(), Rule())
     units = units_of(encoded)
     assert [unit.owners for unit in units] == [(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11), (12,)]
     batches = unit_batches(units, 4)
@@ -237,7 +237,7 @@ def test_choices_of_a_document_share_a_unit_and_batches_hold_them_together():
 
 
 def test_blocks_score_every_token_once():
-    encoded = Encoder(lm_tools.tokenizer(), 400).requests(
+    encoded = RequestEncoder(lm_tools.tokenizer(), 400).requests(
         [instance("loglikelihood_rolling", ("x" * 1000,), 0)], Rule()
     )[0]
     assert [len(ids) for _, ids in encoded.windows] == [400, 400, 200]
@@ -257,4 +257,4 @@ def test_a_tokenizer_without_bos_and_eos_is_named():
     bare = copy.deepcopy(lm_tools.tokenizer())
     bare.bos_token = bare.eos_token = None
     with pytest.raises(ValueError, match="neither a BOS nor an EOS token: set eos_token"):
-        Encoder(bare, 64).request(asks("a"), Rule())
+        RequestEncoder(bare, 64).request(asks("a"), Rule())

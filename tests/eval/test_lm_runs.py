@@ -1,4 +1,4 @@
-"""The model class in whole runs: ranks, the shelf, lm-eval's command line and its --use_cache."""
+"""The model class in whole runs: ranks, the answer_cache, lm-eval's command line and its --use_cache."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from pod.eval.lm.cli import arguments, main
 from pod.eval.lm.command import CommandLM, make_subject
 from pod.eval.lm.index import own_rule
 from pod.eval.lm.model import PodLM
-from pod.eval.lm.requests import Encoder
+from pod.eval.lm.requests import RequestEncoder
 from pod.models import resolve_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,7 +126,7 @@ def test_model_arguments_make_the_method(plan):
     assert make().loglikelihood(lm_tools.choices()) == lm_tools.around(one_shot=True).loglikelihood(
         lm_tools.choices()
     )
-    quarter = make(method=" snapkv[window = 4] @ 0.25").subject
+    quarter = make(method=" snapkv[window = 4] @ 0.25").runner
     assert (quarter.budget(Span(66, 2)), quarter.room(Span(66, 2))) == (16, "25%")
     assert quarter.method.name == "snapkv[window=4]@25%"
     windows = {"plan": plan, "num_sink_tokens": 4, "num_recent_tokens": 12}
@@ -139,7 +139,7 @@ def test_model_arguments_make_the_method(plan):
     # tokens' bytes, and bookkeeping
     equal = make(method="streamingllm@pod", **windows)
     assert not equal.one_shot and equal.model.config.own_method == "full"
-    assert equal.subject.budget(Span(128, 4)) == 101
+    assert equal.runner.budget(Span(128, 4)) == 101
     assert not make(method="pod[tau=0.7]", **windows).one_shot  # the gate skip is no part of one forward
 
 
@@ -269,10 +269,10 @@ def test_pod_bytes_are_measured_for_all_lengths_at_once(monkeypatch):
         return measure_bytes(model, spec, lengths)
 
     monkeypatch.setattr("pod.eval.lm.command.measure_bytes", measure)
-    subject = make_subject(
+    runner = make_subject(
         lm_tools.model(), find_method("h2o[num_recent_tokens=6]@pod"), lm_tools.model("pod")
     )
-    lm = PodLM(subject, Encoder(lm_tools.tokenizer(), 8192), batch_size=3)
+    lm = PodLM(runner, RequestEncoder(lm_tools.tokenizer(), 8192), batch_size=3)
     lm.loglikelihood(lm_tools.choices())
     assert prepared == [[64, 128]]
     budgets = {record["budget_tokens"] for record in lm.records.values()}

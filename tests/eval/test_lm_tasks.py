@@ -14,7 +14,7 @@ from pod.eval.answer.methods import find_method
 from pod.eval.lm import index as lm_index
 from pod.eval.lm.model import PodLM
 from pod.eval.lm.payload import group_payload
-from pod.eval.suites import data
+from pod.eval.suites import task_data
 from pod.eval.suites.base import scored_payload
 from pod.recipe import load_recipe
 
@@ -139,7 +139,7 @@ def test_mmlu_is_one_task_of_57_subjects_weighted_by_samples(tmp_path):
     assert sum(row["weight"] for row in part["subtasks"].values()) == pytest.approx(1)
     assert {s["id"] for s in part["samples"]} == {f"{name}/0" for name in part["subtasks"]}
     hashes = [s["prompt_hash"] for s in part["samples"]]
-    assert len(set(hashes)) == 57, "every subject has its own rows of the one file"
+    assert len(set(hashes)) == 57, "every runner has its own rows of the one file"
 
 
 def leaf(scores):
@@ -195,7 +195,7 @@ def test_shares_follow_the_groups_rules():
 
 
 def fixtures():
-    return data.use(DATA)
+    return task_data.use(DATA)
 
 
 @pytest.mark.slow
@@ -216,7 +216,7 @@ def test_samples_know_which_text_they_ask_about(tmp_path):
 
 @pytest.mark.slow
 def test_skipped_samples_are_counted_explained_and_not_scored(tmp_path, monkeypatch):
-    monkeypatch.setattr("pod.eval.answer.models.Models.max_length", lambda self: 650)
+    monkeypatch.setattr("pod.eval.answer.model_set.Models.max_length", lambda self: 650)
     part = measure(tmp_path, ["truthfulqa_mc1"], eval__too_long="skip")["full"]["parts"]["truthfulqa_mc1"]
     lengths = {"0": 620, "1": 617, "2": 634}
     assert len(part["samples"]) + len(part["skipped"]) == 3 and part["skipped"]
@@ -228,7 +228,7 @@ def test_skipped_samples_are_counted_explained_and_not_scored(tmp_path, monkeypa
 
 
 def test_too_long_is_an_error_before_any_computation(tmp_path, monkeypatch):
-    monkeypatch.setattr("pod.eval.answer.models.Models.max_length", lambda self: 400)
+    monkeypatch.setattr("pod.eval.answer.model_set.Models.max_length", lambda self: 400)
     monkeypatch.setattr(pod, "load_model", lambda *a, **k: pytest.fail("computation began"))
     with pytest.raises(
         ValueError, match=r"truthfulqa_mc1, document 0: a prompt of 620 tokens exceeds the 3\d\d"
@@ -238,7 +238,7 @@ def test_too_long_is_an_error_before_any_computation(tmp_path, monkeypatch):
 
 
 def test_truncated_prompts_are_counted_and_fit(tmp_path, monkeypatch):
-    monkeypatch.setattr("pod.eval.answer.models.Models.max_length", lambda self: 400)
+    monkeypatch.setattr("pod.eval.answer.model_set.Models.max_length", lambda self: 400)
     recipe = recipe_of(tmp_path, ["truthfulqa_mc1"])
     run = evaluation.Evaluation(recipe, log=lambda line: None)
     assert max(task.longest() for task in run.tasks.values()) <= 400
@@ -358,7 +358,7 @@ def test_code_below_inline_groups_and_tags_is_found_before_its_module_is_importe
     assert not (tmp_path / "done").exists()
     with (
         pytest.raises(ValueError),
-        data.use(None, unsafe_code=True),
+        task_data.use(None, unsafe_code=True),
     ):  # it has no data set, which is found out later
         lm_index.load("top", {})
     assert (tmp_path / "done").exists()
@@ -370,11 +370,11 @@ def test_code_below_inline_groups_and_tags_is_found_before_its_module_is_importe
 
 def test_chat_rule_and_a_tokenizer_without_template(tmp_path, monkeypatch):
     def format_of(template, setting):
-        from pod.eval.answer.models import Models
+        from pod.eval.answer.model_set import Models
 
         tokenizer = Models(recipe_of(tmp_path, ["arc_easy"])).tokenizer()
         tokenizer.chat_template = template
-        monkeypatch.setattr("pod.eval.answer.models.Models.tokenizer", lambda self: tokenizer)
+        monkeypatch.setattr("pod.eval.answer.model_set.Models.tokenizer", lambda self: tokenizer)
         recipe = recipe_of(
             tmp_path, ["pod_longbench_qasper", "pod_longbench_trec"], eval__chat_template=setting
         )
@@ -446,7 +446,7 @@ def test_whole_texts_in_other_windows_are_another_input(tmp_path, monkeypatch):
         (folder / f"{split}.jsonl").write_text(json.dumps({"page": " ".join(["a word"] * 40)}) + "\n")
 
     def found(limit):
-        monkeypatch.setattr("pod.eval.answer.models.Models.max_length", lambda self: limit)
+        monkeypatch.setattr("pod.eval.answer.model_set.Models.max_length", lambda self: limit)
         recipe = recipe_of(tmp_path, ["wikitext"], eval__data_dir=str(tmp_path / "data"))
         run = evaluation.Evaluation(recipe, log=lambda line: None)
         task, method = run.tasks["wikitext"], find_method("full")

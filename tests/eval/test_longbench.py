@@ -18,10 +18,11 @@ from rouge import Rouge
 
 import pod
 from pod.eval.lm.index import Rule, task_manager
-from pod.eval.lm.requests import Encoder
-from pod.eval.suites import data
-from pod.eval.suites.longbench import metrics, tasks
-from pod.eval.suites.longbench.tasks import PROMPTS
+from pod.eval.lm.requests import RequestEncoder
+from pod.eval.suites import task_data
+from pod.eval.suites.longbench import longbench_tasks
+from pod.eval.suites.longbench import longbench_metrics
+from pod.eval.suites.longbench.longbench_tasks import PROMPTS
 from pod.models import resolve_model
 
 DATA = Path(__file__).parent / "data"
@@ -83,7 +84,7 @@ LEVENSHTEIN_RATIOS = [  # the same with python-Levenshtein 0.27 installed
 def recorded():
     """The recorded predictions by task."""
     rows = [json.loads(line) for line in (DATA / "longbench_predictions.jsonl").read_text().splitlines()]
-    return {name: [row for row in rows if row["task"] == name] for name in tasks.TASKS}
+    return {name: [row for row in rows if row["task"] == name] for name in longbench_tasks.TASKS}
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ def manager():
 
 
 def load(manager, name):
-    with data.use(DATA):
+    with task_data.use(DATA):
         return manager.load([name])
 
 
@@ -111,8 +112,8 @@ def ragged_pairs(count=60, seed=7):
 
 
 def scores(task, row, suffix=""):
-    scorer = tasks.TASKS[task].scorer
-    return (tasks.by_length(scorer) if suffix else scorer)(row, [row["pred"]])
+    scorer = longbench_tasks.TASKS[task].scorer
+    return (longbench_tasks.by_length(scorer) if suffix else scorer)(row, [row["pred"]])
 
 
 @pytest.mark.parametrize("task", RESULT)
@@ -160,13 +161,13 @@ def test_scores_equal_a_result_that_somebody_published():
 
 def test_edit_similarity_equals_fuzzywuzzy_with_and_without_levenshtein():
     pairs = ragged_pairs()
-    assert [metrics.fuzz_ratio(left, right) for left, right in pairs] == FUZZ_RATIOS
-    assert [metrics.levenshtein_ratio(left, right) for left, right in pairs] == LEVENSHTEIN_RATIOS
+    assert [longbench_metrics.fuzz_ratio(left, right) for left, right in pairs] == FUZZ_RATIOS
+    assert [longbench_metrics.levenshtein_ratio(left, right) for left, right in pairs] == LEVENSHTEIN_RATIOS
     gaps = [best - ratio for best, ratio in zip(LEVENSHTEIN_RATIOS, FUZZ_RATIOS, strict=True)]
     assert (sum(gap != 0 for gap in gaps), min(gaps), max(gaps)) == (12, 0, 95)
     edges = [("", ""), ("", "a"), ("a", "")]
-    assert [metrics.fuzz_ratio(*edge) for edge in edges] == [100, 0, 0]
-    assert [metrics.levenshtein_ratio(*edge) for edge in edges] == [100, 0, 0]
+    assert [longbench_metrics.fuzz_ratio(*edge) for edge in edges] == [100, 0, 0]
+    assert [longbench_metrics.levenshtein_ratio(*edge) for edge in edges] == [100, 0, 0]
 
 
 def test_rouge_l_equals_the_package():
@@ -181,13 +182,13 @@ def test_rouge_l_equals_the_package():
             expected = rouge.get_scores([left], [right], avg=True)["rouge-l"]["f"]
         except ValueError:  # no sentence at all
             expected = 0.0
-        assert metrics.rouge_l(left, right) == expected
+        assert longbench_metrics.rouge_l(left, right) == expected
         different += 0 < expected < 1
     assert different > 40
 
 
 @pytest.mark.parametrize(
-    ("metric", "last"), [(metrics.rouge_l, 990), (metrics.rouge_l_zh, 989)], ids=["en", "zh"]
+    ("metric", "last"), [(longbench_metrics.rouge_l, 990), (longbench_metrics.rouge_l_zh, 989)], ids=["en", "zh"]
 )
 def test_long_alignments_score_zero_where_the_official_recursion_ends(metric, last):
     """eval.py printed 0.2 for `z` among 990 words and 0.0 among 991; 989 and 990 for Chinese."""
@@ -212,14 +213,14 @@ def test_long_alignments_score_zero_where_the_official_recursion_ends(metric, la
 )
 def test_classification_skips_the_class_after_a_removed_one(prediction, reference, expected):
     classes = ["Definition of something", "something", "location", "Other", "Other location", "City"]
-    assert metrics.classification(prediction, reference, classes) == expected
+    assert longbench_metrics.classification(prediction, reference, classes) == expected
 
 
 def test_prompts_limits_and_rules_are_the_official_ones(manager):
     text = json.dumps(PROMPTS, sort_keys=True, ensure_ascii=False)
     assert hashlib.sha256(text.encode()).hexdigest() == PROMPTS_SHA256
     assert {name: limit for limit, names in NEW_TOKENS.items() for name in names} == {
-        name: task.new_tokens for name, task in tasks.TASKS.items()
+        name: task.new_tokens for name, task in longbench_tasks.TASKS.items()
     }
     for name, task in load(manager, "pod_longbench")["tasks"].items():
         rules = task.config.metadata["pod"]
@@ -233,7 +234,7 @@ def test_groups_are_those_of_the_papers(manager):
     def members(name):
         return {task.removeprefix("pod_longbench_") for task in load(manager, name)["tasks"]}
 
-    everything = set(tasks.TASKS)
+    everything = set(longbench_tasks.TASKS)
     assert members("pod_longbench") == everything and len(everything) == 21
     assert members("pod_longbench_e") == {f"{name}_e" for name in RESULT_E} and len(RESULT_E) == 13
     english = everything - {"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"}
@@ -270,7 +271,7 @@ def test_fixtures_run_through_lm_eval(manager, group):
     The prompt that a model gets is the official one, line ends included.
     """
     model = Answers()
-    with data.use(DATA):
+    with task_data.use(DATA):
         out = evaluator.simple_evaluate(model, tasks=[group], task_manager=manager, bootstrap_iters=0)
     names = [name for name in out["results"] if name in out["configs"]]
     assert len(names) == (13 if group.endswith("_e") else 21)
@@ -283,9 +284,9 @@ def test_fixtures_run_through_lm_eval(manager, group):
         found = {
             key.split(",")[0]: value for key, value in out["results"][name].items() if key.endswith(",none")
         }
-        wanted = {"score", tasks.TASKS[short.removesuffix("_e")].metric}
+        wanted = {"score", longbench_tasks.TASKS[short.removesuffix("_e")].metric}
         wanted |= {"edit_similarity_levenshtein"} if "edit_similarity" in wanted else set()
-        wanted |= set(tasks.LENGTH_GROUPS) if group.endswith("_e") else set()
+        wanted |= set(longbench_tasks.LENGTH_GROUPS) if group.endswith("_e") else set()
         values = {key: value for key, value in found.items() if not key.endswith("_stderr")}
         assert set(values) == wanted
         assert values == pytest.approx(dict.fromkeys(wanted, 1.0), abs=1e-7)
@@ -308,7 +309,7 @@ def test_long_prompts_lose_their_middle_before_the_template(manager, name, chat)
     tokenizer.chat_template = TEMPLATE
     task = load(manager, f"pod_longbench_{name}")["tasks"][f"pod_longbench_{name}"]
     rules = task.config.metadata["pod"]
-    encoder = Encoder(tokenizer, 900, "truncate")
+    encoder = RequestEncoder(tokenizer, 900, "truncate")
     task.build_all_requests(
         rank=0,
         world_size=1,
@@ -322,7 +323,7 @@ def test_long_prompts_lose_their_middle_before_the_template(manager, name, chat)
     for request, item in zip(task.instances, encoded, strict=True):
         prompt = PROMPTS[name].format(**request.doc)
         head, tail = ("<system><user>", "</user><model>") if chat else ("", "")
-        half = (900 - tasks.TASKS[name].new_tokens - len(head + tail)) // 2
+        half = (900 - longbench_tasks.TASKS[name].new_tokens - len(head + tail)) // 2
         assert tokenizer.decode(item.context) == head + prompt[:half] + prompt[-half:] + tail
         assert item.dropped == len(prompt) - 2 * half > 0
 
@@ -334,12 +335,12 @@ def test_rows_that_are_not_official_are_refused(tmp_path):
     broken = {key: value for key, value in row.items() if key != "answers"}
     (folder / "qasper.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(broken)}\n")
     (folder / "trec.jsonl").write_text(json.dumps({**row, "answers": []}) + "\n")
-    with data.use(tmp_path):
+    with task_data.use(tmp_path):
         with pytest.raises(
             ValueError, match=r"longbench/qasper.jsonl, row 2: no answers; expected .*context"
         ):
-            tasks.rows("qasper.jsonl")
+            longbench_tasks.rows("qasper.jsonl")
         with pytest.raises(ValueError, match=r"longbench/trec.jsonl, row 1: no answer to score against"):
-            tasks.rows("trec.jsonl")
-        with pytest.raises(ValueError, match=r"longbench/lcc_e.jsonl.*data/lcc_e.jsonl in data.zip"):
-            tasks.rows("lcc_e.jsonl")
+            longbench_tasks.rows("trec.jsonl")
+        with pytest.raises(ValueError, match=r"longbench/lcc_e.jsonl.*data/lcc_e.jsonl in task_data.zip"):
+            longbench_tasks.rows("lcc_e.jsonl")

@@ -76,8 +76,8 @@ def test_settings_differ_and_a_window_of_everything_shares_nothing(payloads):
 
 
 def test_answers_of_unlike_models_stand_on_shelves_of_their_own(run):
-    shelves = {run.shelf(find_method(f"model:{kind}")).name.rpartition(".")[2] for kind in KINDS}
-    assert len(shelves) == len(KINDS)
+    answer_caches = {run.answers_of(find_method(f"model:{kind}")).name.rpartition(".")[2] for kind in KINDS}
+    assert len(answer_caches) == len(KINDS)
 
 
 def test_an_export_may_get_other_windows(place, run):

@@ -7,7 +7,7 @@ from own_runs import make_run, measure, write_place
 
 import pod
 from pod.eval.answer import reading
-from pod.eval.suites.own import multi_query
+from pod.eval.tasks import multi_query
 from pod.models import byte_tokenizer
 
 OPTIONS = {"lengths": [420, 500], "questions": 3, "samples": 2, "new_tokens": 5}
@@ -82,7 +82,7 @@ def test_batch_of_three_answers_as_alone_and_in_any_order(row, dense_model, pod_
 def test_compression_comes_before_the_question(dense_model):
     cache = pod.make_cache(dense_model, "snapkv", budget=24, **SNAP)
     reading.read_prompts(dense_model, cache, rows([64, 60], 7), 0)
-    assert [layer.banks[0].held for group in cache.groups for layer in group.layers] == [24] * 8
+    assert [layer.head_groups[0].held for group in cache.groups for layer in group.layers] == [24] * 8
     prompts, questions = rows([64, 50, 57], 4), [rows([5, 9, 6], 5)]
     few = answers(
         dense_model, lambda: pod.make_cache(dense_model, "snapkv", budget=24, **SNAP), prompts, questions

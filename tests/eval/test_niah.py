@@ -5,9 +5,9 @@ from own_runs import make_run, measure, write_place
 
 from pod.eval.answer import reading
 from pod.eval.answer.methods import find_method
-from pod.eval.answer.store import Store
+from pod.eval.answer.answer_cache import AnswerFolder
 from pod.eval.suites import haystack
-from pod.eval.suites.own import niah
+from pod.eval.tasks import niah
 from pod.models import byte_tokenizer
 
 SENTENCES = [f"Sentence {'abcdefghij'[i % 10]} speaks of thing {'xyz'[i % 3]}." for i in range(40)]
@@ -186,11 +186,11 @@ def test_a_killed_grid_goes_on_where_it_stopped(place, monkeypatch):
         return real(model, tokenizer, cache, prompts, new)
 
     monkeypatch.setattr(reading, "answers", answer)
-    run.store = Store(run.recipe.eval_dir / "again", run.ranks)
+    run.store = AnswerFolder(run.recipe.eval_dir / "again", run.ranks)
     with pytest.raises(KeyboardInterrupt):
         run.measure(method, task, is_open=True)
     seen.clear()
-    run.store = Store(run.recipe.eval_dir / "again", run.ranks)
+    run.store = AnswerFolder(run.recipe.eval_dir / "again", run.ranks)
     assert run.measure(method, task, is_open=True)["samples"] == whole["samples"]
     assert len(seen) == 6, "the first six answers were kept"
 

@@ -8,7 +8,7 @@ import torch
 
 from pod.eval.answer import reading
 from pod.eval.suites.haystack import make_frame
-from pod.eval.suites.own import passkey
+from pod.eval.tasks import passkey
 from pod.models import byte_tokenizer
 
 CHAT_TEMPLATE = (

@@ -20,7 +20,7 @@ from synthetic import (
     write_runs,
 )
 
-from pod.eval.judge.verdicts import compare, paired_samples
+from pod.eval.statistics.comparison import compare, paired_samples
 from pod.eval.report import notes as report_notes
 from pod.eval.report import speed as report_speed
 from pod.eval.report import tables as report_tables

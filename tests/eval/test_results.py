@@ -62,7 +62,7 @@ def test_what_answers_is_part_of_an_answer(tmp_path, monkeypatch):
     answering = (
         "modeling/methods/a.py",
         "eval/answer/texts.py",
-        "eval/answer/store.py",
+        "eval/answer/answer_cache.py",
         "eval/lm/generate.py",
     )
     others = (
@@ -102,7 +102,7 @@ def test_what_answers_is_part_of_an_answer(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("folder", "others"),
     [
-        # what these decide stands in an answer's key or in the name of its shelf
+        # what these decide stands in an answer's key or in the name of its answer_cache
         # (and where a model lies does not change what it answers)
         ("answer", {"__init__", "budget", "layout", "methods", "models", "ranks"}),
         (

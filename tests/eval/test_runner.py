@@ -237,11 +237,11 @@ def test_an_error_in_scoring_loses_no_other_method(place, tmp_path, monkeypatch)
 def test_other_code_measures_again(finished, monkeypatch):
     recipe, _ = finished
     run = evaluation.Evaluation(recipe)
-    before = run.shelf(find_method("snapkv")).folder, row_of(run)
-    assert before == (run.shelf(find_method("snapkv")).folder, row_of(run))
+    before = run.answers_of(find_method("snapkv")).folder, row_of(run)
+    assert before == (run.answers_of(find_method("snapkv")).folder, row_of(run))
     for place in (evaluation, speed_task):
         monkeypatch.setattr(place, "code_identity", lambda *more: f"edited {more}")
-    assert run.shelf(find_method("snapkv")).folder != before[0] and row_of(run) != before[1]
+    assert run.answers_of(find_method("snapkv")).folder != before[0] and row_of(run) != before[1]
 
 
 def test_changed_model_is_measured_again(place, tmp_path):

@@ -93,10 +93,10 @@ def test_longest_prompts(finished):
         assert row["prompt"] % 64 == 0 and 64 < row["prompt"] < 4096 and not row["most_reached"]
         assert (row["batch"], row["generated"]) == (1, 1)
         assert row["batch_over_full"] == row["prompt"] / rows["full"]["prompt"]
-        subject = run.subject(run.method(name))
+        runner = run.runner(run.method(name))
         for tokens, fits in ((row["prompt"], True), (row["prompt"] + 64, False)):
-            make = lambda n, subject=subject: subject.cache(Span(n, 0))  # noqa: E731
-            tries = LongTries(subject.model, make, tokens, 1, row["limit_bytes"])
+            make = lambda n, runner=runner: runner.cache(Span(n, 0))  # noqa: E731
+            tries = LongTries(runner.model, make, tokens, 1, row["limit_bytes"])
             assert tries.fits(1) is fits
 
 

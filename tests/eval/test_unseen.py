@@ -11,8 +11,8 @@ import pytest
 
 from pod.eval import evaluation
 from pod.eval.lm.index import Rule
-from pod.eval.lm.requests import Encoder
-from pod.eval.suites import data
+from pod.eval.lm.requests import RequestEncoder
+from pod.eval.suites import task_data
 from pod.recipe import load_recipe
 
 DATA = Path(__file__).parent / "data"
@@ -30,7 +30,7 @@ ASKED = {
 
 
 def encoder(**options):
-    return Encoder(lm_tools.tokenizer(), 20_000, **options)
+    return RequestEncoder(lm_tools.tokenizer(), 20_000, **options)
 
 
 def request(text, asked=None, doc=None):
@@ -76,7 +76,7 @@ def test_every_suite_names_its_questions(task, tmp_path):
     recipe = load_recipe(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
     run = evaluation.Evaluation(recipe, log=lambda line: None)
     (leaf,) = run.tasks[task].leaves.values()
-    with data.use(recipe.eval.data_dir, run.tokenizer, False):
+    with task_data.use(recipe.eval.data_dir, run.tokenizer, False):
         run.tasks[task]._prompts(leaf)
         found = encoder().requests(leaf.task.instances, Rule(max_prompt_tokens=19_000))
     for item in found:

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import torch
 
-from pod.modeling.shipped.attend import Lead, Segments, Tokens, Visibility, attend
-from pod.modeling.shipped.sharing import Roles
+from pod.modeling.model.attend import SharedQK, Segments, Tokens, Visibility, attend
+from pod.modeling.model.sharing import Roles
 
 NAMES = ("out", "q", "k", "v", "q_lead", "k_lead")
 
@@ -51,11 +51,11 @@ def _window(q, k, v, num_recent_tokens, **options):
 
 def _pod(q, k, v, q_lead, k_lead, num_sink_tokens, num_recent_tokens, **options):
     windows = num_sink_tokens, num_recent_tokens
-    return with_lse(q, k, v, Lead(q_lead, k_lead), windows, **options)[0]
+    return with_lse(q, k, v, SharedQK(q_lead, k_lead), windows, **options)[0]
 
 
 def _mixed(q, k, v, q_lead, k_lead, followers, num_sink_tokens, num_recent_tokens, **options):
-    lead = None if q_lead is None else Lead(q_lead, k_lead)
+    lead = None if q_lead is None else SharedQK(q_lead, k_lead)
     leads = tuple(head for head in range(k.shape[1]) if head not in followers)
     options["roles"] = Roles(leads, tuple(followers))
     return with_lse(q, k, v, lead, (num_sink_tokens, num_recent_tokens), **options)[0]

@@ -7,9 +7,9 @@ of their inputs is asserted.
 
 import torch
 
-from pod.modeling.shipped import varlen
-from pod.modeling.shipped.attend import IMPLEMENTATIONS, Implementation
-from pod.modeling.shipped.varlen import attend_on_cuda
+from pod.modeling.model import varlen
+from pod.modeling.model.attend import IMPLEMENTATIONS, Implementation
+from pod.modeling.model.varlen import attend_on_cuda
 
 
 def check(q, k, v, call):

@@ -6,7 +6,7 @@ backward all the same: here it runs as it stands.
 
 from torch.nn.attention import flex_attention as torch_flex
 
-from pod.modeling.shipped.attend import IMPLEMENTATIONS
+from pod.modeling.model.attend import IMPLEMENTATIONS
 
 
 def install(monkeypatch):

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from pod.modeling.shipped.attend import Implementation, compute_dtype
-from pod.modeling.shipped.decode import DECODERS, DecodeCall
-from pod.modeling.shipped.packed import Packed, Stored
+from pod.modeling.model.attend import Implementation, compute_dtype
+from pod.modeling.model.decode import DECODERS, DecodeCall
+from pod.modeling.model.packed import Packed, Stored
 
 
 def decode(call: DecodeCall) -> None:

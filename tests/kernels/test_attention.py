@@ -10,7 +10,7 @@ import torch
 from attention_inputs import operations
 
 import pod  # noqa: F401  (connects the kernels)
-from pod.modeling.shipped.attend import AUTO_ORDER, IMPLEMENTATIONS, Segments, Tokens, attend
+from pod.modeling.model.attend import AUTO_ORDER, IMPLEMENTATIONS, Segments, Tokens, attend
 
 api, flash, reference = map(operations, ("auto", "flash", "reference"))
 NAMES = ("q", "k", "v", "q_lead", "k_lead")
@@ -97,7 +97,7 @@ def test_reference_follows_the_paper(windows, with_docs):
 def test_reference_blocks_do_not_change_the_result(monkeypatch):
     inputs = tensors(1, 2, 3, 37, 8, torch.float64)
     whole = reference.pod_attention(*inputs, 3, 9)
-    monkeypatch.setattr("pod.modeling.shipped.reference._BLOCK_ELEMENTS", 6 * 37 * 5)
+    monkeypatch.setattr("pod.modeling.model.reference._BLOCK_ELEMENTS", 6 * 37 * 5)
     torch.testing.assert_close(reference.pod_attention(*inputs, 3, 9), whole, rtol=0, atol=1e-13)
 
 

@@ -11,10 +11,10 @@ import torch
 from attention_inputs import with_lse
 
 import pod  # noqa: F401  (registers the implementations)
-from pod.modeling.shipped import flash
-from pod.modeling.shipped.attend import (
+from pod.modeling.model import flash
+from pod.modeling.model.attend import (
     EVERYTHING,
-    Lead,
+    SharedQK,
     Segments,
     Tokens,
     Visibility,
@@ -22,8 +22,8 @@ from pod.modeling.shipped.attend import (
     merge,
     take_heads,
 )
-from pod.modeling.shipped.sharing import Roles
-from pod.modeling.shipped.stores import Recent, TokenStore
+from pod.modeling.model.sharing import Roles
+from pod.modeling.model.stores import Recent, KVBuffer
 
 NAN = float("nan")
 BACKENDS = ["reference", "flash", "emulated"]
@@ -100,7 +100,7 @@ def found_by(backend, rows, see, q, k, v, q_lead, k_lead, scale, causal=True, se
     segments = Segments.of_rows(*rows) if segments is None else segments
     lead, roles = None, None
     if followers is not None:
-        lead, leads = Lead(q_lead, k_lead), [head for head in range(k.shape[1]) if head not in followers]
+        lead, leads = SharedQK(q_lead, k_lead), [head for head in range(k.shape[1]) if head not in followers]
         roles = Roles(tuple(leads), tuple(followers))
     return attend(q, Tokens(k, v), lead, Visibility(n_s, n_r, causal), segments, scale, backend, roles)
 
@@ -153,7 +153,7 @@ def test_tokens_of_a_window(rows, see, backend):
     exact = truth(rows, see, q, k, v, q_lead, k_lead, 0.4)
 
     def recent(x, heads):
-        store, x = TokenStore(see[0], see[1]), x[:, heads].nan_to_num(7.0)
+        store, x = KVBuffer(see[0], see[1]), x[:, heads].nan_to_num(7.0)
         if max(past):
             store.append_ragged(x[:, :, : max(past)], Segments.of_rows([0] * len(past), past))
         chunk = torch.stack(

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import pod  # noqa: F401  (registers the implementations)
-from pod.modeling.shipped.attend import IMPLEMENTATIONS, Segments, Sink, Tokens, Visibility, attend
-from pod.modeling.shipped.sharing import Roles
+from pod.modeling.model.attend import IMPLEMENTATIONS, Segments, Sink, Tokens, Visibility, attend
+from pod.modeling.model.sharing import Roles
 
 NAMES = ("out", "q", "k", "v", "sink logits", "sink values")
 CASES = [  # batch, KV heads, groups, n, window
@@ -138,7 +138,7 @@ def test_only_heads_that_keep_their_windows_have_a_sink(windows, backend):
 
 def test_tiles_change_nothing(monkeypatch):
     """The output is merged a few rows at a time."""
-    from pod.modeling.shipped import sinks
+    from pod.modeling.model import sinks
 
     inputs = inputs_of(2, 2, 3, 63)
     whole = gradients(run, inputs, window=8, backend="flash")

@@ -9,18 +9,18 @@ import reference_decode
 import torch
 
 import pod  # noqa: F401  (registers the kernels)
-from pod.modeling.shipped import grouped
-from pod.modeling.shipped.attend import Tokens
-from pod.modeling.shipped.decode import (
+from pod.modeling.model import grouped
+from pod.modeling.model.attend import Tokens
+from pod.modeling.model.decode import (
     DECODERS,
     DecodeCall,
     choose_decoder,
     make_buffers,
     pod_decode,
 )
-from pod.modeling.shipped.packed import Packed
-from pod.modeling.shipped.sharing import Roles
-from pod.modeling.shipped.sinks import Sink
+from pod.modeling.model.packed import Packed
+from pod.modeling.model.sharing import Roles
+from pod.modeling.model.sinks import Sink
 
 NAN = float("nan")
 

@@ -11,12 +11,12 @@ import torch
 from attention_inputs import NAMES, gradients, operations, segments_of, tensors, with_lse
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pod.modeling.shipped import varlen
-from pod.modeling.shipped.attend import (
+from pod.modeling.model import varlen
+from pod.modeling.model.attend import (
     CAUSAL,
     IMPLEMENTATIONS,
     Call,
-    Lead,
+    SharedQK,
     Segments,
     Tokens,
     Visibility,
@@ -165,7 +165,7 @@ def test_plans_are_made_once_per_windows_and_documents(monkeypatch):
     plans, original = [], varlen.make_plan
     monkeypatch.setattr(varlen, "make_plan", lambda *x: plans.append(1) or original(*x))
     inputs = tensors(2, 1, 2, 30, 8)
-    lead, docs = Lead(*inputs[3:]), layouts(30)["several"]
+    lead, docs = SharedQK(*inputs[3:]), layouts(30)["several"]
 
     def checked(segments, windows=(2, 4), lead=lead, inputs=inputs):
         options = {"lead": lead, "windows": windows, "segments": segments}
@@ -187,7 +187,7 @@ def test_plans_are_made_once_per_windows_and_documents(monkeypatch):
     for rows in (1, 2, 3):  # the same shape and windows otherwise
         few = [torch.cat([x, x])[:rows] for x in inputs]
         for ids in (None, docs[:1]):
-            checked(segments_of(ids, rows), lead=Lead(few[3], few[4]), inputs=few)
+            checked(segments_of(ids, rows), lead=SharedQK(few[3], few[4]), inputs=few)
     with torch.inference_mode():
         segments = segments_of(docs.clone(), 2)
         checked(segments)

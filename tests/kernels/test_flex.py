@@ -7,7 +7,7 @@ from attention_inputs import NAMES
 from test_chunks import made
 
 import pod  # noqa: F401  (registers the implementations)
-from pod.modeling.shipped.attend import Lead, Segments, Tokens, Visibility, attend
+from pod.modeling.model.attend import SharedQK, Segments, Tokens, Visibility, attend
 
 LIMIT = 1e-12
 FRESH = [0, 0]
@@ -37,7 +37,7 @@ def results(backend, inputs, see, segments, scale=0.3):
     """Output, log-sum-exp, and the gradients of the inputs; the lead's are the fourth and fifth."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     q, k, v, *lead = leaves
-    out, lse = attend(q, Tokens(k, v), Lead(*lead) if lead else None, see, segments, scale, backend)
+    out, lse = attend(q, Tokens(k, v), SharedQK(*lead) if lead else None, see, segments, scale, backend)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     grads = torch.autograd.grad((out * weights.to(out)).sum(), leaves)
     assert backend != "flex" or not lse.requires_grad

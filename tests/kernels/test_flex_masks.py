@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pod  # noqa: F401  (registers the implementations)
 from pod.kernels import flex
-from pod.modeling.shipped import attend as operation
-from pod.modeling.shipped.attend import (
+from pod.modeling.model import attend as operation
+from pod.modeling.model.attend import (
     AUTO_ORDER,
     CAUSAL,
     IMPLEMENTATIONS,
     Call,
-    Lead,
+    SharedQK,
     Segment,
     Segments,
     Tokens,
@@ -145,7 +145,7 @@ def test_no_tensor_of_all_pairs_is_made(monkeypatch):
     monkeypatch.setattr(flex, "flex_attention", kernel)
     inputs = [torch.zeros(1, 2, n, 8) for _ in range(5)]
     call = Call(
-        inputs[0], Tokens(*inputs[1:3]), Lead(*inputs[3:]), Visibility(16, 1008),
+        inputs[0], Tokens(*inputs[1:3]), SharedQK(*inputs[3:]), Visibility(16, 1008),
         Segments.of_documents(torch.arange(n)[None] // 3000, 1), 1.0,
     )  # fmt: skip
     with Largest() as largest:
@@ -162,10 +162,10 @@ def test_masks_are_made_once_in_a_pass(monkeypatch):
     inputs, segments = made(([0], [20])), Segments.whole(1, 20, 20)
     q, k, v, *lead = inputs
     with torch.inference_mode():
-        attend(q, Tokens(k, v), Lead(*lead), Visibility(2, 5), segments, backend="flex")
+        attend(q, Tokens(k, v), SharedQK(*lead), Visibility(2, 5), segments, backend="flex")
     for _ in range(3):  # later layers, with gradients
         leaf = q.clone().requires_grad_()
-        attend(leaf, Tokens(k, v), Lead(*lead), Visibility(2, 5), segments, backend="flex")[
+        attend(leaf, Tokens(k, v), SharedQK(*lead), Visibility(2, 5), segments, backend="flex")[
             0
         ].sum().backward()
     assert len(made_masks) == 2
@@ -194,7 +194,7 @@ def test_windows_documents_and_numbers_of_heads_share_what_is_compiled(monkeypat
     ):
         q, k, v, *lead = made(([0], [32]), heads=heads)
         leaf = q.requires_grad_()
-        out, _ = attend(leaf, Tokens(k, v), Lead(*lead), Visibility(*windows), segments, backend="flex")
+        out, _ = attend(leaf, Tokens(k, v), SharedQK(*lead), Visibility(*windows), segments, backend="flex")
         torch.autograd.grad(out.sum(), leaf)
         counts.append(len(graphs))
     assert counts == [1, 2, 2, 2]
@@ -282,7 +282,7 @@ def test_on_a_gpu(dtype):
         def run(backend, dtype, used=used, see=see):
             leaves = [x.to(dtype).requires_grad_() for x in used]
             q, k, v, *lead = leaves
-            out, _ = attend(q, Tokens(k, v), Lead(*lead) if lead else None, see, backend=backend)
+            out, _ = attend(q, Tokens(k, v), SharedQK(*lead) if lead else None, see, backend=backend)
             return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 
         truth = run("reference", torch.float64)

@@ -13,8 +13,8 @@ import torch
 
 import pod
 from pod.kernels import fused, triton_decode, triton_fused, triton_launch
-from pod.modeling.shipped import decode, grouped
-from pod.modeling.shipped.attend import Lead, Tokens, Visibility, attend
+from pod.modeling.model import decode, grouped
+from pod.modeling.model.attend import SharedQK, Tokens, Visibility, attend
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -69,7 +69,7 @@ def training():
     sizes = (4, 2, 2, 4, 2)
     inputs = [torch.ones(2, h, 9, 64, dtype=torch.bfloat16, requires_grad=True) for h in sizes]
     q, k, v, *of_lead = inputs
-    for lead, see in ((Lead(*of_lead), Visibility(2, 4)), (None, Visibility())):
+    for lead, see in ((SharedQK(*of_lead), Visibility(2, 4)), (None, Visibility())):
         attend(q, Tokens(k, v), lead, see, backend="triton")[0].sum().backward()
 
 

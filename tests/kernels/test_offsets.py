@@ -14,7 +14,7 @@ import pytest
 import torch
 from interpreter import needs_triton
 
-from pod.modeling.shipped.attend import Lead, Tokens, Visibility, attend
+from pod.modeling.model.attend import SharedQK, Tokens, Visibility, attend
 
 MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
 BEYOND = 2**31
@@ -118,7 +118,7 @@ def storing() -> dict[str, bool]:
     """A decoded token's keys and values in stores that lie far apart."""
     from pod.kernels.fused import NewToken
     from pod.kernels.triton_fused import OPERATIONS
-    from pod.modeling.shipped.sharing import Roles
+    from pod.modeling.model.sharing import Roles
 
     generator = torch.Generator().manual_seed(0)
     q, k, v, cos, sin = (torch.randn(3, n, 16, generator=generator) for n in (12, 6, 6, 1, 1))
@@ -153,7 +153,7 @@ def training() -> dict[str, bool]:
         found = []
         for place in (lambda x: x, lambda x, i=dimension: vast(x, i)):
             q, k, v, *lead = leaves = [place(x.clone()).requires_grad_() for x in inputs]
-            out, lse = attend(q, Tokens(k, v), Lead(*lead), Visibility(2, 9), backend="triton")
+            out, lse = attend(q, Tokens(k, v), SharedQK(*lead), Visibility(2, 9), backend="triton")
             grads = torch.autograd.grad((out * inputs[0]).sum(), leaves)
             found.append([x.contiguous() for x in (out.detach(), lse, *grads)])
         answer[name] = all(torch.equal(x, y) and x.any() for x, y in zip(*found, strict=True))

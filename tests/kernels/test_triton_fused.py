@@ -14,8 +14,8 @@ import torch
 from interpreter import needs_triton
 
 from pod.kernels import fused as step
-from pod.modeling.shipped.attend import Tokens
-from pod.modeling.shipped.sharing import Roles
+from pod.modeling.model.attend import Tokens
+from pod.modeling.model.sharing import Roles
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch
 from interpreter import needs_triton
 
 import pod  # noqa: F401  (registers the implementations)
-from pod.modeling.shipped.attend import Call, Lead, Segments, Sink, Tokens, Visibility, attend
+from pod.modeling.model.attend import Call, SharedQK, Segments, Sink, Tokens, Visibility, attend
 
 NAMES = ("out", "lse", "q", "k", "v", "q_lead", "k_lead")
 SINK_NAMES = (*NAMES[:5], "sink logits", "sink values")
@@ -150,7 +150,7 @@ def fused(backend: str, case: Case, segments: Segments, q, k, v, *lead):
     see = Visibility(*case.windows, causal=case.causal)
     if case.has_sink:
         return attend(q, Tokens(k, v), None, see, segments, SCALE, backend, sink=Sink(*lead))
-    return attend(q, Tokens(k, v), Lead(*lead) if lead else None, see, segments, SCALE, backend)
+    return attend(q, Tokens(k, v), SharedQK(*lead) if lead else None, see, segments, SCALE, backend)
 
 
 def results(function, inputs) -> list[torch.Tensor]:
@@ -312,7 +312,7 @@ def test_what_cannot_run_is_refused_in_one_line():
     assert unsupported(torch.zeros(1, 1, 4, 320)) == "head_dim 320 (16 to 256)"
     assert unsupported(q, visibility=positions) == "tokens with positions of their own"
     assert unsupported(q, tokens=Tokens(q, q.half())) == other
-    assert unsupported(q, lead=Lead(q, q.half())) == other
+    assert unsupported(q, lead=SharedQK(q, q.half())) == other
     assert unsupported(q, scale=-0.5) == "scale -0.5 (greater than 0)"
     with pytest.raises(
         ValueError, match=r"'triton' cannot run: device cpu .CUDA, or TRITON_INTERPRET=1.; choose auto"
@@ -363,7 +363,7 @@ def test_on_a_gpu(dtype, d):
             segments = None if documents is None else Segments.of_documents(documents, 2)
             leaves = [x.to(dtype).requires_grad_() for x in used]
             q, k, v, *lead = leaves
-            out, _ = attend(q, Tokens(k, v), Lead(*lead) if lead else None, see, segments, backend=backend)
+            out, _ = attend(q, Tokens(k, v), SharedQK(*lead) if lead else None, see, segments, backend=backend)
             return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 
         truth = run("reference", torch.float64)

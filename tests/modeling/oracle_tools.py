@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pod.modeling.shipped.rope import inverse_frequencies
+from pod.modeling.model.rope import inverse_frequencies
 
 TURNS = [("prompt", 30), ("decode", 5), ("prompt", 7), ("decode", 8)]
 """The usual conversation of the tests: 50 tokens."""

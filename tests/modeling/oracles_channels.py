@@ -18,7 +18,7 @@ Settled here (Xu et al., 2024, and the authors' code where the paper leaves it o
 import math
 
 from oracle_tools import NaiveDecoder
-from oracles_codecs import Packed
+from oracles_quantizers import Packed
 
 
 class ThinK(NaiveDecoder):

@@ -39,8 +39,8 @@ Settled here, minicache (METHODS.md §6; MiniCache, Liu et al. 2024):
 * A later prompt attends to the restored old tokens, to native leftovers, and to its own native tokens.
 * Nothing is evicted and there is no budget; share = 1 is full attention, exactly. ``retained`` = R in place
   of share: the groups keep apart R tokens in all, as many of each as are left of R.
-* With a codec (oracles_codecs.py): layers without a pair as dense ones. A pair's directions are one store,
-  the deeper layer's vectors kept apart another (in order of position within each group), both of which settle
+* With a codec (oracles_quantizers.py): layers without a pair as dense ones. A pair's directions are one store,
+  the deeper layer's vectors kept apart another (in order of position within each group), both of which flush
   after each merge; keys per channel. The shallower layer's vectors kept apart are their own direction in the
   first store, times their norm. Norms and unmerged tokens are native.
 """
@@ -49,7 +49,7 @@ import math
 
 import torch
 from oracle_tools import NaiveDecoder
-from oracles_codecs import NaiveStore, Packed
+from oracles_quantizers import NaiveStore, Packed
 from oracles_pod_selected import PodSelected
 
 
@@ -184,8 +184,8 @@ class PackedMiniCache(Packed, MiniCache):
                 directions.tokens.append([own, False])
                 natives.tokens += [[y, False]] * (i in apart)
                 held.append((*pairs[i], x.norm(), y.norm(), i in apart))
-            directions.settle()
-            natives.settle()
+            directions.flush()
+            natives.flush()
             beside = iter([token for token, _ in natives.tokens])
             for (a, b, norm_a, norm_b, is_apart), direction in zip(held, directions.read(), strict=True):
                 setattr(a, name, direction * norm_a)

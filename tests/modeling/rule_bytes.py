@@ -14,7 +14,7 @@ from pod.modeling.methods.razor import RazorLayer
 from pod.modeling.methods.shared_selection import SharedSelectionLayer
 from pod.modeling.methods.sliding import SlidingLayer
 from pod.modeling.methods.think import ThinKeys
-from pod.modeling.shipped.quantized import PackedTokens, QuantizedWindow
+from pod.modeling.model.quantized import PackedTokens, QuantizedWindow
 
 
 def rule_nbytes(cache) -> int:

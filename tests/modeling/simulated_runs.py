@@ -25,8 +25,8 @@ import pod
 from pod.eval import runner
 from pod.recipe import load_recipe
 from pod.training.args import TrainArgs
-from pod.training.plans import choose, costs
-from pod.training.plans.similarity import jensen_shannon_similarity
+from pod.plan import choose, costs
+from pod.plan.similarity import jensen_shannon_similarity
 from pod.training.run.engine import save_activations
 
 DEVICE = "sim:0"
@@ -38,11 +38,11 @@ GENERATED = {"greedy": {}, "beams": {"num_beams": 2}}
 
 STORES = {
     "keep": {},
-    "offload": {"carry": "offload"},
-    "recompute": {"carry": "recompute"},
+    "offload": {"shared_qk": "offload"},
+    "recompute": {"shared_qk": "recompute"},
     "keep, hidden states offloaded": {"offload_checkpoints": True},
-    "offload, hidden states offloaded": {"carry": "offload", "offload_checkpoints": True},
-    "recompute, hidden states offloaded": {"carry": "recompute", "offload_checkpoints": True},
+    "offload, hidden states offloaded": {"shared_qk": "offload", "offload_checkpoints": True},
+    "recompute, hidden states offloaded": {"shared_qk": "recompute", "offload_checkpoints": True},
     "keep, feed-forward layers in tiles": {"mlp_tile_tokens": 20},
 }
 """Settings of training with activation checkpoints, by name."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pod
-from pod.modeling.shipped import attention
+from pod.modeling.model import attention
 
 FAMILIES = ["llama", "qwen3", "olmo2", "gemma3", "qwen3-moe"]
 WITH_HEAD_NORMS = ["qwen3", "olmo2", "gemma3", "qwen3-moe"]

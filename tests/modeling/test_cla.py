@@ -125,7 +125,7 @@ def test_carry_holds_keys_and_values_of_a_block_until_its_last_layer(tools):
         layer.register_forward_hook(lambda module, inputs, output: carries.append(output[1:]))
     model(tools.random_ids(1, 32), use_cache=False)
     size = 2 * 2 * 32 * 8 * 8  # keys and values, 2 KV heads, 32 tokens, d = 8, 8 B
-    held = [[x for x in carry if x is not None] for carry in carries]
+    held = [[x for x in shared_qk if x is not None] for shared_qk in carries]
     assert [sum(x.untyped_storage().nbytes() for x in tensors) for tensors in held] == [size, 0, size, 0, 0]
 
 

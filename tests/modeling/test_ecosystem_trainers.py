@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import pod
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.llama import PodForCausalLM
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.llama import PodForCausalLM
 
 WORKER = Path(__file__).with_name("worker_trainers.py")
 LEAD = [[0, 0], [0, 1], [2, 1]]

@@ -16,12 +16,12 @@ from torch.nn import attention
 import pod
 from pod.commands import bench, doctor, evaluate, explore
 from pod.measure.machine import environment
-from pod.modeling.shipped import flash_version
-from pod.modeling.shipped.attend import IMPLEMENTATIONS
-from pod.modeling.shipped.flash_version import active_version, unsupported_by_version, use, use_asked
-from pod.modeling.shipped.llama import PodForCausalLM
+from pod.modeling.model import flash_version
+from pod.modeling.model.attend import IMPLEMENTATIONS
+from pod.modeling.model.flash_version import active_version, unsupported_by_version, use, use_asked
+from pod.modeling.model.llama import PodForCausalLM
 from pod.recipe import load_recipe
-from pod.training.predict import planner
+from pod.training.predict import layout_search
 from pod.training.run import start
 
 TINY = ["bench.shapes=tiny", "model.path=package:tiny"]
@@ -149,7 +149,7 @@ def work_of(command, monkeypatch, note):
         monkeypatch.setattr(start, "model_config", read)
         return start.train
     places = {
-        "explore": (explore, "pod.training.plans.exploration.process_group"),
+        "explore": (explore, "pod.plan.exploration.process_group"),
         "eval": (evaluate, "pod.eval.runner.evaluate"),
         "bench": (bench, "pod.bench.run.run_bench"),
     }
@@ -321,7 +321,7 @@ def test_what_a_version_cannot_run_is_not_given_to_it(machine, name, head_dim, c
 
 
 def test_the_operation_asks_the_active_version(machine):
-    from pod.modeling.shipped.varlen import unsupported_on_cuda
+    from pod.modeling.model.varlen import unsupported_on_cuda
 
     q = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(1, 2, 4, 256))
     call = SimpleNamespace(q=q)
@@ -370,7 +370,7 @@ def test_the_doctor_tells_it(machine, monkeypatch, capsys):
 def test_the_table_of_a_training_tells_it(machine, monkeypatch, device, dtype, line):
     machine.gpus = []
     monkeypatch.setattr(start.flash_version, "check", lambda: None)
-    found = planner.this_machine(1, 1, planner.DEVICES[device] if device else None)
+    found = layout_search.this_machine(1, 1, layout_search.DEVICES[device] if device else None)
     recipe = load_recipe(
         None, ["model.path=package:tiny", "model.flash_attention=fa3", f"train.dtype={dtype}"]
     )
@@ -389,5 +389,5 @@ def test_an_estimate_on_a_machine_that_will_refuse_says_so(machine):
         "note: training will refuse this: model.flash_attention=fa3 cannot run here: "
         "PyTorch finds no NVIDIA GPU"
     )
-    assert refusal in start.estimate(recipe, planner.this_machine(1, 1))
-    assert refusal not in start.estimate(recipe, planner.this_machine(1, 1, planner.DEVICES["h100"]))
+    assert refusal in start.estimate(recipe, layout_search.this_machine(1, 1))
+    assert refusal not in start.estimate(recipe, layout_search.this_machine(1, 1, layout_search.DEVICES["h100"]))

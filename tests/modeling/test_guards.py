@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 import pod
 from pod import engine
-from pod.modeling.shipped import generation
+from pod.modeling.model import generation
 
 HOOKS = ("_prefill", "_prepare_cache_for_generation", "_get_candidate_generator")
 # A method of transformers' generation gets another name, and its callers call that. Then a prompt is read in

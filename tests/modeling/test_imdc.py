@@ -17,7 +17,7 @@ import pod
 from pod.modeling.methods import imdc
 from pod.modeling.methods.base import Request
 from pod.modeling.methods.imdc import Settings, prompt_schedule
-from pod.modeling.shipped.rope import Rope
+from pod.modeling.model.rope import Rope
 
 SLOT = 2 * 5 * 2 * 8 * 8  # bytes: keys and values, layers, KV heads, head_dim, fp64
 COMMON = {"budget": 16, "chunk_size": 12, "window": 2}

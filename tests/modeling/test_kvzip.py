@@ -38,7 +38,7 @@ def reread(cache):
 
 def held(cache, row=0):
     (group,) = [group for group in cache.groups if group.rows == [row]]
-    return [[bank.held for bank in layer.banks] for layer in group.layers]
+    return [[group.held for group in layer.head_groups] for layer in group.layers]
 
 
 @torch.no_grad()
@@ -98,7 +98,7 @@ def test_what_is_repeated_is_packed_afterwards(tools, model):
     for spec, codec in (("kvzip", {}), ("kvzip+int4", {"group_size": 8, "residual": 0})):
         cache = pod.make_cache(model, spec, **OPTIONS, **codec)
         run_cache(model, cache, tools.random_ids(1, 60), [("prompt", 60)])
-        found.append((held(cache), cache.groups[0].layers[0].banks[0].keys.read(24)))
+        found.append((held(cache), cache.groups[0].layers[0].head_groups[0].keys.read(24)))
     (sizes, keys), (packed_sizes, packed) = found
     assert sizes == packed_sizes and 0 < (keys - packed[:, :, : keys.shape[2]]).abs().max() < 0.5
 
@@ -112,9 +112,9 @@ def test_the_first_tokens_stay_whatever_they_score(tools, model):
     for c in (cache, full):
         run_cache(model, c, ids, [("prompt", 40)])
     for layer, all_held in zip(cache.groups[0].layers, full.layers, strict=True):
-        for head, bank in enumerate(layer.banks):
+        for head, group in enumerate(layer.head_groups):
             first = all_held.lead_keys.read(40)[:, head : head + 1, :5]
-            assert torch.equal(bank.keys.read(5), first)
+            assert torch.equal(group.keys.read(5), first)
 
 
 @torch.no_grad()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pod.modeling.shipped.packed import Packed, Packing, tiles
-from pod.modeling.shipped.rope import rotate
+from pod.modeling.model.packed import Packed, Packing, tiles
+from pod.modeling.model.rope import rotate
 
 TOKENS, HEADS, GROUPS, HEAD_DIM = 131_072, 8, 4, 128
 VIEWS = (

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from pod.modeling.shipped import attend
-from pod.modeling.shipped.attend import Linear
+from pod.modeling.model import attend
+from pod.modeling.model.attend import Linear
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -100,7 +100,7 @@ def test_snapkv(tools, family, kernel, pool, widths):
         start += width
     assert (torch.cat(outputs, 1)[0] - expected).abs().max() <= 1e-9
     assert (model(ids).logits[0] - expected).abs().max() > 1e-3
-    assert cache.groups[0].layers[0].banks[0].held == 24
+    assert cache.groups[0].layers[0].head_groups[0].held == 24
 
 
 METHODS = [
@@ -145,10 +145,10 @@ def test_second_prompt_is_compressed_again(tools):
     ids = tools.random_ids(2, 60)
     model(ids[:, :30], past_key_values=cache)
     model(ids[:, 30:31], past_key_values=cache)
-    (bank,) = cache.groups[0].layers[2].banks
-    assert bank.held == 13
+    (group,) = cache.groups[0].layers[2].head_groups
+    assert group.held == 13
     out = model(ids[:, 31:35], past_key_values=cache).logits
-    assert bank.keys.shape[2] == 12 and bank.held == 12 and out.isfinite().all()
+    assert group.keys.shape[2] == 12 and group.held == 12 and out.isfinite().all()
 
 
 def test_requests_that_cannot_work_are_refused(tools):

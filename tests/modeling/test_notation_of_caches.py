@@ -91,14 +91,14 @@ def test_later_prompts_and_tokens_do_not_change_a_share(tools, model):
     cache = pod.make_cache(model, "snapkv[window=4]@50%")
     ids = tools.random_ids(1, 100)
     model(ids[:, :40], past_key_values=cache)
-    (bank,) = cache.groups[0].layers[0].banks
-    assert bank.held == 20
+    (group,) = cache.groups[0].layers[0].head_groups
+    assert group.held == 20
     model(ids[:, 40:41], past_key_values=cache)
     model(ids[:, 41:91], past_key_values=cache)
-    assert cache.groups[0].layers[0].banks[0].held == 20
+    assert cache.groups[0].layers[0].head_groups[0].held == 20
     cache.reset()
     model(ids[:, :60], past_key_values=cache)
-    assert cache.groups[0].layers[0].banks[0].held == 30
+    assert cache.groups[0].layers[0].head_groups[0].held == 30
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import pod
-from pod.modeling.shipped.generation import own_cache
+from pod.modeling.model.generation import own_cache
 
 BITS = [4, 16, 8, 4, 16]
 EXPORT = """

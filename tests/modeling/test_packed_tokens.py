@@ -7,9 +7,9 @@ import pytest
 import torch
 from host_reads import none_allowed
 
-from pod.modeling.shipped import packed as packed_tokens
-from pod.modeling.shipped.packed import Packed, Packing
-from pod.modeling.shipped.quantized import PackedTokens
+from pod.modeling.model import packed as packed_tokens
+from pod.modeling.model.packed import Packed, Packing
+from pod.modeling.model.quantized import PackedTokens
 
 NAN = math.nan
 
@@ -39,11 +39,11 @@ def meaning(x: Packed, length: int) -> torch.Tensor:
 
 
 def packed(n, d, packing, residual, dtype=torch.float32, batch=2, heads=3, offset=0.0, capacity=0):
-    """A settled store of ``n`` tokens, and the tokens."""
+    """A flushed store of ``n`` tokens, and the tokens."""
     store = PackedTokens(packing, residual, capacity)
     x = (randn(batch, heads, n, d, seed=n) + offset).to(dtype)
     store.append(x, 0)
-    store.settle(n)
+    store.flush(n)
     return store, x
 
 
@@ -147,7 +147,7 @@ def test_products_while_tokens_come(per_channel, capacity):
         assert torch.equal(store.read(length + m).double(), meaning(stored, length + m).float().double())
         assert_products(stored, length + m, torch.float32, 1e-5)
         if m < 30:
-            store.settle(length + m)
+            store.flush(length + m)
 
 
 def test_products_after_heads_kept_different_tokens():
@@ -179,7 +179,7 @@ def test_a_token_that_leaves_with_each_decoded_one_makes_no_host_wait():
         assert torch.equal(held_by(store), expected)
         store.check_integrity()
         with none_allowed():
-            store.settle(30)
+            store.flush(30)
         store.check_integrity()
         found = held_by(store)
         native = torch.arange(30) >= store.packed_lengths.view(2, -1)[..., None]

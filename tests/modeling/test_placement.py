@@ -162,7 +162,7 @@ def test_transformers_lays_an_export_out_by_whole_layers():
 
 
 def test_explore_takes_the_gpus_of_its_rank(monkeypatch):
-    from pod.training.plans.exploration import _where
+    from pod.plan.exploration import _where
 
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

@@ -13,8 +13,8 @@ import pod
 from pod.modeling.methods.razor import CompensationToken
 from pod.modeling.methods.sliding import SlidingTokens, Tokens
 from pod.modeling.retrieval_heads import RetrievalHeads, plan_of_heads
-from pod.modeling.shipped.quantized import QuantizedCodec
-from pod.modeling.shipped.stores import NATIVE
+from pod.modeling.model.quantized import GroupQuantizer
+from pod.modeling.model.stores import NATIVE
 
 HEADS = [[0], [], [1], [0, 1], []]
 OPTIONS = {"heads": HEADS, "num_sink_tokens": 2, "num_recent_tokens": 5, "compression": 4.0}
@@ -110,7 +110,7 @@ def test_mean_of_many_tokens_does_not_freeze_in_half_precision():
     assert bias == math.log(6000) and tokens.keys.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("codec", [NATIVE, QuantizedCodec(8, 4, 2)], ids=["native", "int8"])
+@pytest.mark.parametrize("codec", [NATIVE, GroupQuantizer(8, 4, 2)], ids=["native", "int8"])
 @pytest.mark.parametrize("seed", range(6))
 def test_sliding_tokens_against_lists(codec, seed):
     """Random prompts, decoded tokens and growing windows; every token carries its number."""
@@ -144,7 +144,7 @@ def test_sliding_tokens_against_lists(codec, seed):
                 recent += dice(0, 2) if dice(0, 3) == 0 else 0
                 sliding.append(tokens)
                 sliding.trim(recent)
-            sliding.settle()
+            sliding.flush()
             while len(near) > max(sinks, min(len(near), sinks + recent)):
                 expected.append(near.pop(sinks))
             held = sliding.window.read(sliding.entered)

@@ -6,7 +6,7 @@ from attention_inputs import operations
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pod
-from pod.modeling.shipped.llama import next_token_loss
+from pod.modeling.model.llama import next_token_loss
 
 
 @torch.no_grad()

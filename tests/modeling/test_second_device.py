@@ -72,7 +72,7 @@ def runs(tmp_path_factory):
     process.stop()
 
 
-OFFLOADED = "copy to the host at training/run/carry.py"
+OFFLOADED = "copy to the host at training/run/shared_qk.py"
 """Tensors that wait for their backward in host memory; on CUDA it is pinned, and no copy is waited for."""
 
 OFFLOADS = {

@@ -28,11 +28,11 @@ def filled(tools, spec, length, decoded=0, windows=(4, 60), **options):
 
 def held_by(layer, head):
     """How many tokens a KV head holds and, of a lead, their positions in the first row."""
-    for bank in layer.banks:
-        heads = bank.leads + bank.followers
+    for group in layer.head_groups:
+        heads = group.leads + group.followers
         if head in heads:
-            chose = bank.shares and head in bank.leads
-            return bank.held, bank.positions[0, heads.index(head)] if chose else None
+            chose = group.shares and head in group.leads
+            return group.held, group.positions[0, heads.index(head)] if chose else None
     raise AssertionError(f"nothing holds head {head}")
 
 

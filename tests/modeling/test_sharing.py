@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pod.modeling.shipped.sharing import Roles, SharingPlan, is_followed, roles_of
+from pod.modeling.model.sharing import Roles, SharingPlan, is_followed, roles_of
 
 LEAD = [[0, 0], [0, 1], [0, 1], [3, 1]]
 ROLES = [[0, None, None], [0, 1, None], [None, 1, 2], [0, None, 3], [None, 1, 4]]

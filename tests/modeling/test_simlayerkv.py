@@ -253,18 +253,18 @@ def test_streaming_prefill_bounds_the_prompt(tools):
     model, ids = tools.make_pod("llama", plan=False), tools.random_ids(1, 300)
     cache = make(model, threshold=0.0, detector="prefill", prefill="streaming", chunk_size=16)
     most = []
-    forward = type(layers := cache.make_child(model.config, 0)).settle
+    forward = type(layers := cache.make_child(model.config, 0)).flush
     assert layers.tokens.held == 0
 
-    def settle(self, step):
+    def flush(self, step):
         most.append(self.tokens.held)
         forward(self, step)
 
-    type(layers).settle = settle
+    type(layers).flush = flush
     try:
         feed(model, cache, ids, 300)
     finally:
-        type(layers).settle = forward
+        type(layers).flush = forward
     assert max(most) == 10 + 16 and held(cache) == [10] * 5
 
 

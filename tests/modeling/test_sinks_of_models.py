@@ -11,7 +11,7 @@ import torch
 from conftest import LEAD, make_stock, naive_logits, random_ids
 
 import pod
-from pod.modeling.shipped.sharing import SharingPlan, SinkConstants
+from pod.modeling.model.sharing import SharingPlan, SinkConstants
 
 WINDOW = 11
 

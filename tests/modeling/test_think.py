@@ -59,7 +59,7 @@ def test_of_equal_channels_the_lower_stays(tools):
     cache = pod.make_cache(model, "think", ratio=0.5, queries=1, recent=0)
     run_cache(model, cache, tools.random_ids(1, 1), [("prompt", 1)])
     for layer in cache.groups[0].layers:
-        assert layer.banks[0].keys.channels.tolist() == [[[[0, 1, 2, 3]]] * 2]
+        assert layer.head_groups[0].keys.channels.tolist() == [[[[0, 1, 2, 3]]] * 2]
 
 
 @torch.no_grad()

@@ -132,11 +132,11 @@ def test_what_does_not_belong_together_is_refused_in_one_line(tools, tmp_path):
             "schema 7, this version reads 2",
         ),
         (
-            lambda metadata: metadata.update(facts=metadata["facts"].replace('"TokenStore"', '"Popen"')),
+            lambda metadata: metadata.update(facts=metadata["facts"].replace('"KVBuffer"', '"Popen"')),
             "damaged",
         ),
         (
-            lambda metadata: metadata.update(facts=metadata["facts"].replace('"TokenStore"', '"PodCache"')),
+            lambda metadata: metadata.update(facts=metadata["facts"].replace('"KVBuffer"', '"PodCache"')),
             "damaged",
         ),
     ):

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
-from pod.modeling.shipped import flash
-from pod.modeling.shipped.attend import EVERYTHING, Tokens, Visibility, attend, merge
-from pod.modeling.shipped.grouped import attend_slots
+from pod.modeling.model import flash
+from pod.modeling.model.attend import EVERYTHING, Tokens, Visibility, attend, merge
+from pod.modeling.model.grouped import attend_slots
 
 WINDOWS = {
     "streamingllm": {"num_sink_tokens": 3},

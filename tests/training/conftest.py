@@ -77,7 +77,7 @@ def explore_overrides(tmp_path) -> list[str]:
 
 
 WORKERS = (
-    "carry",
+    "shared_qk",
     "control",
     "data",
     "engine",

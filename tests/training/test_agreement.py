@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_planner import CONTEXT, LLAMA3_8B, PAPER, SHARED, machine
+from test_layout_search import CONTEXT, LLAMA3_8B, PAPER, SHARED, machine
 
 from pod.training.args import TrainRecipe
-from pod.training.predict.planner import plan
+from pod.training.predict.layout_search import plan
 from pod.training.run import agreement
 from pod.training.run.agreement import agree, agree_on_layout, least_machine, note_neighbours
 from pod.training.run.mesh import join_ranks

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pod.training.args import TrainArgs
-from pod.training.predict.memory import Job, World, training_bytes
+from pod.training.predict.memory_estimate import TrainingJob, World, training_bytes
 from pod.training.predict.shapes import Shapes, carried_heads
 from pod.training.run.engine import LossHead, learning_rate, make_optimizer
 from pod.training.run.lora import add_lora, lora_settings
@@ -112,14 +112,14 @@ def test_estimate_scales_as_it_must():
     blocks = tuple((layer - layer % 3,) * 3 for layer in range(30))
 
     def parts(lead, args, ranks=1):
-        return training_bytes(Job(SMOLLM2, lead, args, 2048, World(ranks, ranks)))
+        return training_bytes(TrainingJob(SMOLLM2, lead, args, 2048, World(ranks, ranks)))
 
     one, two = parts(blocks, TrainArgs()), parts(blocks, TrainArgs(sequence_parallel_size=2), 2)
     assert carried_heads(blocks) == 30  # 10 leads x 3 heads
-    assert one["carry"] == 30 * (3 + 1) * 64 * 2048 * 2
-    assert two["carry"] * 3 == pytest.approx(one["carry"] * 2, rel=1e-5)  # the rank with 2 of the 3 KV heads
+    assert one["shared_qk"] == 30 * (3 + 1) * 64 * 2048 * 2
+    assert two["shared_qk"] * 3 == pytest.approx(one["shared_qk"] * 2, rel=1e-5)  # the rank with 2 of the 3 KV heads
     assert two["optimizer"] * 2 == one["optimizer"] == 134_515_008 * 8
-    assert parts(dense, TrainArgs())["carry"] == 0
+    assert parts(dense, TrainArgs())["shared_qk"] == 0
     assert parts(dense, TrainArgs(method="lora"))["optimizer"] < one["optimizer"] / 50
 
 

@@ -27,7 +27,7 @@ def test_offloads_are_really_on(engine_results):
     assert engine_results["host"]["offloads"] == [True, False]
     assert engine_results["host_weights"]["offloads"] == [True, True]
     assert engine_results["zero3"]["offloads"] == [False, False]
-    assert engine_results["host_states"]["memory"] == "RecomputedCarry"
+    assert engine_results["host_states"]["memory"] == "RecomputedSharedQK"
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -18,9 +18,9 @@ import pod
 from pod.files import read_json
 from pod.models import KNOWN_SIZES
 from pod.training.args import TrainArgs
-from pod.training.predict import memory
-from pod.training.predict.memory import (
-    Job,
+from pod.training.predict import memory_estimate
+from pod.training.predict.memory_estimate import (
+    TrainingJob,
     World,
     checkpoint_disk_bytes,
     host_bytes,
@@ -64,8 +64,8 @@ def test_experts_count_as_weights_and_as_what_a_token_sees():
     assert shapes.lora_parameters(TrainArgs(method="lora", lora_rank=2)) == 3 * 2 * 4 * 64
 
 
-def job(args, lead=SHARED, shapes=LLAMA3_8B, context=32_768, ranks=8, local=None) -> Job:
-    return Job(shapes, lead, args, context, World(ranks, local or ranks))
+def job(args, lead=SHARED, shapes=LLAMA3_8B, context=32_768, ranks=8, local=None) -> TrainingJob:
+    return TrainingJob(shapes, lead, args, context, World(ranks, local or ranks))
 
 
 def total(args, **options) -> int:
@@ -138,14 +138,14 @@ def test_sharing_sends_nothing_and_carries_what_the_plan_says():
     assert communication(job(args, DENSE)) == communication(job(args))
     each = 5 * 128 * 8192 * 2  # 4 queries and a key per token and KV head
     parts = training_bytes(job(args))
-    assert parts["carry"] == 8 * 8 * each
-    assert training_bytes(job(args, DENSE))["carry"] == 0
+    assert parts["shared_qk"] == 8 * 8 * each
+    assert training_bytes(job(args, DENSE))["shared_qk"] == 0
 
 
 @pytest.mark.parametrize(
     ("settings", "less", "context"),
     [
-        ({"carry": "offload"}, 0.98, 32_768),
+        ({"shared_qk": "offload"}, 0.98, 32_768),
         ({"offload_checkpoints": True}, 0.98, 32_768),
         ({"offload_optimizer": "cpu"}, 0.85, 32_768),
         ({"offload_parameters": "cpu"}, 0.99, 32_768),
@@ -180,7 +180,7 @@ def test_the_output_projections_gradient_is_copied_in_the_type_it_is_summed_in()
 
     def bytes_per_weight(**settings) -> float:
         one = job(TrainArgs(**settings))
-        at_reduction = list(memory.moments(one))[1]
+        at_reduction = list(memory_estimate.moments(one))[1]
         more = at_reduction["gradients"] - resting_bytes(one)["gradients"]
         return more / LLAMA3_8B.embedding_parameters
 
@@ -191,7 +191,7 @@ def test_the_output_projections_gradient_is_copied_in_the_type_it_is_summed_in()
 
 
 def _persistent() -> int:
-    return LLAMA3_8B.persistent_parameters(memory.PERSISTENT_ELEMENTS) * 2
+    return LLAMA3_8B.persistent_parameters(memory_estimate.PERSISTENT_ELEMENTS) * 2
 
 
 def test_what_is_offloaded_lies_elsewhere():
@@ -221,9 +221,9 @@ def test_frozen_weights_of_lora_are_pinned_one_by_one():
 def test_sizes_of_deepspeed_are_its_defaults():
     """Nothing of ours sets them, so that the estimate has to know them."""
     theirs = DeepSpeedZeroConfig(stage=3)
-    assert theirs.sub_group_size == memory.GROUP_ELEMENTS
-    assert theirs.param_persistence_threshold == memory.PERSISTENT_ELEMENTS
-    assert theirs.max_reuse_distance == memory.REUSE_ELEMENTS
+    assert theirs.sub_group_size == memory_estimate.GROUP_ELEMENTS
+    assert theirs.param_persistence_threshold == memory_estimate.PERSISTENT_ELEMENTS
+    assert theirs.max_reuse_distance == memory_estimate.REUSE_ELEMENTS
 
 
 def test_pinned_tensors_take_powers_of_two():
@@ -244,12 +244,12 @@ def test_an_offloaded_optimizer_takes_twenty_bytes_per_weight_and_its_rounding()
 
 
 def test_the_offloaded_carry_is_pinned_head_by_head():
-    args = TrainArgs(carry="offload")
+    args = TrainArgs(shared_qk="offload")
     lead = ((0,) * 8,) * 32
     found = host_bytes(job(args, lead, context=1500, ranks=1))
     # per KV head four query heads and one key of 128 numbers of 2 bytes: 1.5 and 0.375 MB
-    assert pinned_tensors(job(args, lead, context=1500, ranks=1)) == {"carry": {1_536_000: 8, 384_000: 8}}
-    assert found == {"carry": 8 * (2 * MIB + MIB // 2)}
+    assert pinned_tensors(job(args, lead, context=1500, ranks=1)) == {"shared_qk": {1_536_000: 8, 384_000: 8}}
+    assert found == {"shared_qk": 8 * (2 * MIB + MIB // 2)}
 
 
 def test_rings_and_exchanges_inside_and_between_machines():
@@ -358,7 +358,7 @@ def test_time_follows_figures():
 
 
 def test_projecting_the_carry_again_takes_its_products():
-    kept, again = (rank_flops(job(TrainArgs(carry=carry))) for carry in ("keep", "recompute"))
+    kept, again = (rank_flops(job(TrainArgs(shared_qk=shared_qk))) for shared_qk in ("keep", "recompute"))
     assert again - kept == pytest.approx(
         2 * 32_768 * 4096 * 5 * 128 * 64, rel=1e-9
     )  # 64 leads have followers

@@ -7,11 +7,11 @@ import flex_eager
 import pytest
 import torch
 
-from pod.modeling.shipped.attend import Lead, Tokens, Visibility, attend
+from pod.modeling.model.attend import SharedQK, Tokens, Visibility, attend
 from pod.training.args import TrainArgs, TrainRecipe
-from pod.training.predict.attention import attention_backend
-from pod.training.predict.memory import Job, World, moments, training_bytes
-from pod.training.predict.planner import Machine, plan
+from pod.training.predict.attention_cost import attention_backend
+from pod.training.predict.memory_estimate import TrainingJob, World, moments, training_bytes
+from pod.training.predict.layout_search import Machine, plan
 from pod.training.predict.shapes import Shapes
 from pod.training.predict.step_time import CPU_CORE, DEVICES
 
@@ -24,7 +24,7 @@ TOKENS = 256
 
 def job(attention, **settings):
     args = TrainArgs(max_steps=1, dtype="float32", **settings)
-    return Job(SHAPES, LEAD, args, TOKENS, World(1, 1), attention)
+    return TrainingJob(SHAPES, LEAD, args, TOKENS, World(1, 1), attention)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def kept_bytes(backend, inputs, see):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         q, k, v, *lead = inputs
-        out, _ = attend(q, Tokens(k, v), Lead(*lead), see, backend=backend)
+        out, _ = attend(q, Tokens(k, v), SharedQK(*lead), see, backend=backend)
     return sum(storages.values()), out
 
 

@@ -210,7 +210,7 @@ def test_dry_run_prints_bytes_by_part_and_starts_nothing(ended):
         "2 ranks = 1 data parallel x 2 sequence parallel",
         "sequence_parallel_size 2*",
         "optimizer",
-        "carry",
+        "shared_qk",
         "logits",
         "GiB per checkpoint",
     ):

@@ -14,8 +14,9 @@ import pod
 from pod.data import write_packed_rows
 from pod.recipe import load_recipe
 from pod.training.args import TrainArgs, TrainRecipe
-from pod.training.predict import planner, preflight
-from pod.training.predict.memory import checkpoint_disk_bytes
+from pod.training.predict import preflight
+from pod.training.predict import layout_search
+from pod.training.predict.memory_estimate import checkpoint_disk_bytes
 from pod.training.predict.preflight import check, kept_checkpoints
 
 GIB = 2**30
@@ -40,7 +41,7 @@ def run(folder, world_size=1, settings=None, model=None, manifest=None):
         TrainRecipe(**{"max_steps": 1} | (settings or {})),
         MANIFEST | (manifest or {}),
         folder,
-        planner.this_machine(world_size, world_size),
+        layout_search.this_machine(world_size, world_size),
     )
 
 
@@ -117,7 +118,7 @@ def test_disk_too_small_for_the_checkpoints_that_will_be_kept(tmp_path, monkeypa
 
 
 def test_memory_of_the_machine_is_positive_and_bounded_by_its_pages():
-    assert 2**20 < planner.host_memory_bytes() <= 2**50
+    assert 2**20 < layout_search.host_memory_bytes() <= 2**50
 
 
 def test_gpus_and_bfloat16(tmp_path, monkeypatch):
@@ -138,7 +139,7 @@ def test_gpus_and_bfloat16(tmp_path, monkeypatch):
 
 
 def test_float32_on_a_gpu_is_admitted_where_flex_runs_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(planner.Machine, "has_gpu", True)
+    monkeypatch.setattr(layout_search.Machine, "has_gpu", True)
     single = {"dtype": "float32"}
     assert run(tmp_path, settings=single, model={"head_dim": 16}).job.attention == "flex"
     assert run(tmp_path, settings={"dtype": "bfloat16"}).job.attention == "flash"
@@ -171,7 +172,7 @@ def test_a_dry_run_says_what_training_will_refuse(tmp_path):
         recipe = load_recipe(
             None, [*model, f"data.context_length={length}", "data.shortest_interval=32", *train]
         )
-        return estimate(recipe, planner.this_machine(1, 1))
+        return estimate(recipe, layout_search.this_machine(1, 1))
 
     assert "training will refuse" not in said()
     assert "note: training will refuse this: data.context_length is 128, but the rows in" in said(128)

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from pod.training.args import TrainArgs, TrainRecipe
-from pod.training.predict import planner
-from pod.training.predict.memory import World
-from pod.training.predict.planner import FIT, Fit, check_fits, plan, table, this_machine
+from pod.training.predict import layout_search
+from pod.training.predict.memory_estimate import World
+from pod.training.predict.layout_search import FIT, ParallelLayout, check_fits, plan, table, this_machine
 from pod.training.predict.reserve import COMMUNICATOR, CONTEXT, WORKSPACES, communicators, reserve
 from pod.training.predict.shapes import Shapes
 from pod.training.predict.step_time import CPU_CORE, get_device
@@ -21,7 +21,7 @@ SMALL = Shapes(
 )
 
 
-def small(device: str = "h100", ranks: int = 1, **settings) -> Fit:
+def small(device: str = "h100", ranks: int = 1, **settings) -> ParallelLayout:
     machine = this_machine(ranks, ranks, get_device(device))
     recipe = TrainRecipe(tokens_per_step=8 * 512, **settings)
     return plan(recipe, SMALL, tuple((layer,) * 3 for layer in range(3)), 512, machine)
@@ -78,7 +78,7 @@ def test_the_table_and_the_refusal_tell_it(monkeypatch):
     assert f"memory  {fit.needed_bytes / GIB:.2f} + 4.25 reserved of 74.5 GiB per rank" in said
     parts = "context 1.00, 2 communicators 3.00, workspaces 0.25"
     assert f"reserve {parts} GiB per rank, stated (train.memory_reserve_gib)\n" in said
-    monkeypatch.setattr(planner, "start_bytes", lambda job: 100 * GIB)
+    monkeypatch.setattr(layout_search, "start_bytes", lambda job: 100 * GIB)
     usable = FIT * fit.machine.device.memory_gib - 4.25
     with pytest.raises(ValueError) as caught:
         check_fits(fit)

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import pod
 from pod.export import export_adapter
 from pod.export import folder as export_folder
-from pod.modeling.shipped.sharing import SharingPlan, SinkConstants
+from pod.modeling.model.sharing import SharingPlan, SinkConstants
 from pod.models import ModelArgs
 from pod.training.args import TrainArgs
 from pod.training.checkpoint import files

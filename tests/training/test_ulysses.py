@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from pod.modeling.shipped.sharing import is_followed
+from pod.modeling.model.sharing import is_followed
 from pod.training.run.ulysses import busiest_pairs, head_pairs, place_heads, share_heads, split_evenly
 
 N, WINDOWS = 4096, (16, 240)

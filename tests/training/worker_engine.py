@@ -36,7 +36,7 @@ def step_losses(name, out, settings, data, steps=3) -> None:
     engine, optimizer = trainer.engine, trainer.engine.optimizer
     result = {"losses": losses, "optimizer": type(optimizer).__name__, "hash": optimizer_hash(trainer)}
     result["offloads"] = [bool(engine.zero_cpu_offload()), bool(getattr(optimizer, "offload_param", False))]
-    result["memory"] = type(getattr(trainer.causal_model.model, "carry_memory", None)).__name__
+    result["memory"] = type(getattr(trainer.causal_model.model, "shared_qk_memory", None)).__name__
     if trainer.mesh.rank == 0:
         tiny.write_result(out, name, result)
 
@@ -167,7 +167,7 @@ def main(out: Path) -> None:
     runs = {f"zero{stage}": {"zero_stage": stage} for stage in STAGES}
     runs["host"] = {"offload_optimizer": "cpu"}
     runs["host_weights"] = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
-    runs["host_states"] = {"offload_checkpoints": True, "carry": "recompute"}
+    runs["host_states"] = {"offload_checkpoints": True, "shared_qk": "recompute"}
     runs["fused"] = {"fused_layers": "compile"}
     runs = {name: {"dtype": "float32", **settings} for name, settings in runs.items()}
     halves = {f"half{stage}": {"zero_stage": stage} for stage in STAGES}

@@ -39,10 +39,10 @@ def layouts(rank: int) -> dict[str, str]:
 
     The second one's device has a quarter of the memory.
     """
-    from test_planner import CONTEXT, LLAMA3_8B, PAPER, SHARED, machine
+    from test_layout_search import CONTEXT, LLAMA3_8B, PAPER, SHARED, machine
 
     from pod.training.args import TrainRecipe
-    from pod.training.predict.planner import layout_line, plan
+    from pod.training.predict.layout_search import layout_line, plan
     from pod.training.run.agreement import agree_on_layout
 
     recipe = TrainRecipe(**PAPER)
@@ -57,7 +57,7 @@ def one_step(out: Path, data: Path, name: str, settings: dict) -> None:
     """
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.predict.memory import Job, World, checkpoint_disk_bytes
+    from pod.training.predict.memory_estimate import TrainingJob, World, checkpoint_disk_bytes
     from pod.training.predict.shapes import Shapes
     from pod.training.predict.step_time import all_to_all_bytes, exchanged_bytes
     from pod.training.run.mesh import Mesh, stop_processes
@@ -67,7 +67,7 @@ def one_step(out: Path, data: Path, name: str, settings: dict) -> None:
     mesh = Mesh(args.sequence_parallel_size)
     model = tiny.make_model(tied=False)
     shapes = Shapes.from_config(model.config)
-    job = Job(shapes, model.config.sharing_plan.lead, args, 41, World(mesh.world_size, mesh.world_size))
+    job = TrainingJob(shapes, model.config.sharing_plan.lead, args, 41, World(mesh.world_size, mesh.world_size))
     trainer = Trainer(args, model, PackedDataset(data), mesh, out / name)
     trainer.train()
     if mesh.rank == 0:

@@ -14,7 +14,7 @@ import layout_cases
 import tiny
 import torch
 
-from pod.modeling.shipped.sinks import PARAMETERS, is_constant
+from pod.modeling.model.sinks import PARAMETERS, is_constant
 
 STEPS = 20
 GROUPED = {"g1": (4, 4), "g4": (8, 2), "g8": (8, 1)}

@@ -152,7 +152,7 @@ def nan_policy(out, data) -> None:
 
 def refusals(out, data, other_data, folder) -> None:
     """Every way in which the checkpoint in `folder` does not belong to a run."""
-    from pod.modeling.shipped.sharing import SharingPlan
+    from pod.modeling.model.sharing import SharingPlan
     from pod.training.run.mesh import stop_processes
 
     replanned = tiny.make_model()

@@ -67,7 +67,7 @@ def plain_continuation(model, prompt, new_tokens: int) -> list[int]:
 @torch.no_grad()
 def naive_losses(model, rows) -> list[list[float]]:
     """[position of the predicted token in its document, loss] of every label."""
-    from pod.modeling.shipped.step import document_positions
+    from pod.modeling.model.step import document_positions
 
     logits = model(input_ids=rows["input_ids"], doc_ids=rows["doc_ids"]).logits
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), rows["labels"], reduction="none")

@@ -53,7 +53,7 @@ def write_start_model(folder: Path) -> None:
     """Stock models of random weights, and beside each the plan of tiny.py, but for layers that slide."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from pod.modeling.shipped.sharing import SharingPlan
+    from pod.modeling.model.sharing import SharingPlan
 
     for family, changes in FAMILIES.items():
         torch.manual_seed(0)

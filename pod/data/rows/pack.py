@@ -18,7 +18,7 @@ def best_fit_rows(lengths: np.ndarray, context_length: int, window: int) -> tupl
         lengths: [N] in tokens, each in 1..context_length.
     """
     _check(lengths, context_length)
-    rows = _Rows(context_length)
+    rows = _PackedRows(context_length)
     order, row_of = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
     for start in range(0, len(lengths), window):
         some = np.asarray(lengths[start : start + window], dtype=np.int64)
@@ -39,7 +39,7 @@ def one_per_row(lengths: np.ndarray, context_length: int) -> tuple[np.ndarray, n
     return np.arange(len(lengths)), np.arange(len(lengths) + 1)
 
 
-class _Rows:
+class _PackedRows:
     """The rows while they are filled.
 
     `open` holds the open rows as (room << 32) + row number, ascending. `closed` holds the others in order.

@@ -44,7 +44,7 @@ def pack(drawn: Drawn, args: DataArgs) -> Packed:
 def write_rows(job: Job, packed: Packed) -> list[dict]:
     """Write all shards that are not written yet; returns their manifest entries."""
     job.staging_dir.mkdir(parents=True, exist_ok=True)
-    task = _Task(job, packed)
+    task = _ShardTask(job, packed)
     calls = ((number,) for number in range(-(-packed.num_rows // task.rows_per_shard)))
     with (
         tqdm(total=packed.num_rows, unit=" rows", desc="write", mininterval=1, disable=is_quiet()) as bar,
@@ -53,7 +53,7 @@ def write_rows(job: Job, packed: Packed) -> list[dict]:
         return list(done)
 
 
-class _Task:
+class _ShardTask:
     """Writes one shard; can be pickled."""
 
     def __init__(self, job: Job, packed: Packed):

@@ -110,7 +110,7 @@ class ByteBudgets:
         }
 
 
-class Subject:
+class MethodRunner:
     """A method under test: its model, and its caches of every size.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pod.eval.answer import gates
-from pod.eval.answer.store import key_of
+from pod.eval.answer.answer_cache import key_of
 from pod.tokenizer import pad_id
 
 
@@ -198,7 +198,7 @@ def in_parts(prompts: Sequence[Asked]) -> tuple[list[tuple[int, ...]] | None, li
 def answers(
     model: Any, tokenizer: Any, cache: Any, prompts: Sequence[Asked], new_tokens: int
 ) -> list[dict[str, Any]]:
-    """Greedy answers to a batch of prompts through `cache`, a new one, as records for a shelf.
+    """Greedy answers to a batch of prompts through `cache`, a new one, as records for a answer_cache.
 
     A record says what was said, the bytes held for it at the end, and what was `decided`.
     """

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pod.eval.answer.budget import Span
-from pod.eval.answer.store import in_batches
+from pod.eval.answer.answer_cache import in_batches
 from pod.eval.lm.requests import Encoded, span_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unit:
+class ScoredContext:
     """A context and the continuations that are scored after one prefill of it.
 
     Attributes:
@@ -39,7 +39,7 @@ class Unit:
         return len(self.context) > 1
 
 
-def units_of(encoded: Sequence[Encoded], one_shot: bool = False) -> list[Unit]:
+def units_of(encoded: Sequence[Encoded], one_shot: bool = False) -> list[ScoredContext]:
     """Scoring requests as units. Skipped requests are left out.
 
     Choices of one document with one context share their context. Whole texts are cut into blocks.
@@ -57,15 +57,15 @@ def units_of(encoded: Sequence[Encoded], one_shot: bool = False) -> list[Unit]:
             _, continuations, owners = found.setdefault(name, (context, [], []))
             continuations.append(continuation)
             owners.append(number)
-    return [Unit(context=c, continuations=tuple(t), owners=tuple(o)) for c, t, o in found.values()]
+    return [ScoredContext(context=c, continuations=tuple(t), owners=tuple(o)) for c, t, o in found.values()]
 
 
-def unit_batches(units: Sequence[Unit], batch_size: int) -> list[list[Unit]]:
+def unit_batches(units: Sequence[ScoredContext], batch_size: int) -> list[list[ScoredContext]]:
     """Batches of at most `batch_size` continuations, unless one unit has more. The longest come first.
 
     Every row's cache has its own budget.
     """
-    groups: dict[bool, list[list[Unit]]] = {}
+    groups: dict[bool, list[list[ScoredContext]]] = {}
     for unit in sorted(units, key=lambda unit: unit.span, reverse=True):
         batches = groups.setdefault(unit.holds_out, [[]])
         if batches[-1] and sum(len(u.continuations) for u in [*batches[-1], unit]) > batch_size:
@@ -84,7 +84,7 @@ def generation_batches(items: Sequence[Encoded], batch_size: int) -> list[list[E
     return in_batches(sorted(items, key=lambda item: item.span, reverse=True), batch_size, kind)
 
 
-def forward_batches(units: Sequence[Unit], batch_size: int, in_order: bool) -> list[list[Unit]]:
+def forward_batches(units: Sequence[ScoredContext], batch_size: int, in_order: bool) -> list[list[ScoredContext]]:
     """Units of one continuation that one forward pass scores together.
 
     They are the very batches of lm-eval's HFLM, because bits depend on them. Requests that differ only in the
@@ -93,11 +93,11 @@ def forward_batches(units: Sequence[Unit], batch_size: int, in_order: bool) -> l
     """
     if in_order:
         return in_batches(units, batch_size)
-    rows: dict[tuple[int, ...], list[Unit]] = {}
+    rows: dict[tuple[int, ...], list[ScoredContext]] = {}
     for unit in units:
         rows.setdefault(unit.context + unit.continuations[0][:-1], []).append(unit)
 
-    def order(units: list[Unit]) -> tuple[int, tuple[int, ...]]:
+    def order(units: list[ScoredContext]) -> tuple[int, tuple[int, ...]]:
         longest = max(units, key=lambda unit: len(unit.continuations[0]))
         tokens = longest.context + longest.continuations[0]
         return -len(tokens), tokens

@@ -21,14 +21,14 @@ def main(argv: Sequence[str]) -> None:
     from lm_eval.__main__ import cli_evaluate
 
     from pod.eval.lm import command  # registers the model `pod`
-    from pod.eval.suites import data
+    from pod.eval.suites import task_data
     from pod.eval.suites.configs import known_to_lm_eval
 
     first = rank() == 0
     sys.argv = ["lm-eval", *arguments(argv, first)]
     try:
-        allowed = data.use(None, unsafe_code="--confirm_run_unsafe_code" in argv)
-        with data.local_datasets(), known_to_lm_eval(), allowed:
+        allowed = task_data.use(None, unsafe_code="--confirm_run_unsafe_code" in argv)
+        with task_data.local_datasets(), known_to_lm_eval(), allowed:
             if first:
                 cli_evaluate()
             else:

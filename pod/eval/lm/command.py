@@ -14,12 +14,12 @@ import torch
 from lm_eval.api.registry import register_model
 
 import pod
-from pod.eval.answer.budget import ByteBudgets, Subject, measure_bytes, native_bytes_per_token
+from pod.eval.answer.budget import ByteBudgets, MethodRunner, measure_bytes, native_bytes_per_token
 from pod.eval.answer.methods import Method, find_method, with_requests
 from pod.eval.answer.ranks import Ranks
-from pod.eval.answer.store import Store
+from pod.eval.answer.answer_cache import AnswerFolder
 from pod.eval.lm.model import PodLM
-from pod.eval.lm.requests import Encoder
+from pod.eval.lm.requests import RequestEncoder
 from pod.eval.results import code_identity, with_files
 from pod.identity import content_of, plan_of
 from pod.notation import NO_LIMIT, parse
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 def make_subject(
     model: Any, method: Method, reference: Any = None, options: dict[str, Any] | None = None
-) -> Subject:
+) -> MethodRunner:
     """A method on a loaded model.
 
     Args:
@@ -46,10 +46,10 @@ def make_subject(
     one_shot = method.one_shot and not options and not model.config.sharing_plan.packs
     measure = None if reference is None else functools.partial(measure_bytes, reference, "pod")
     budgets = ByteBudgets(native_bytes_per_token(model), measure)
-    subject = Subject(replace(method, one_shot=one_shot), lambda: model, options, budgets)
+    runner = MethodRunner(replace(method, one_shot=one_shot), lambda: model, options, budgets)
     budget = NO_LIMIT if method.fills_pod_bytes else method.budget and (method.budget.tokens or NO_LIMIT)
     pod.make_cache(model, method.spec, budget=budget, **options)
-    return subject
+    return runner
 
 
 def method_of(model: Any, name: str | None) -> Method:
@@ -133,12 +133,12 @@ class CommandLM(PodLM):
         found = method_of(model, method)
         options = with_requests(found, found.options, tokenizer)
         windows = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
-        subject = make_subject(model, found, _reference(model, plan, found, windows), options)
+        runner = make_subject(model, found, _reference(model, plan, found, windows), options)
         length = int(max_length or model.config.max_position_embeddings)
-        encoder = Encoder(tokenizer, length, too_long, question_aware)
+        encoder = RequestEncoder(tokenizer, length, too_long, question_aware)
         self.identity: dict[str, Any] = {
             "pretrained": content_of(pretrained),
-            "method": subject.method.name,
+            "method": runner.method.name,
             "plan": None if plan is None else plan_of(plan),
             "windows": [model.config.num_sink_tokens, model.config.num_recent_tokens],
             "model": [gguf_file, str(model.dtype), attention_backend],
@@ -147,9 +147,9 @@ class CommandLM(PodLM):
         }
         if variables:
             self.identity["chat_template_args"] = variables
-        kept = Store(None if store is None else Path(store), ranks)
-        shelf = kept.shelf(subject.method.name, {**self.identity, "code": code_identity()})
-        super().__init__(subject, encoder, int(batch_size), shelf)
+        kept = AnswerFolder(None if store is None else Path(store), ranks)
+        answer_cache = kept.answers_of(runner.method.name, {**self.identity, "code": code_identity()})
+        super().__init__(runner, encoder, int(batch_size), answer_cache)
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes into its results. No network is asked."""

@@ -19,7 +19,8 @@ from unittest import mock
 
 from pod.eval.results import one_line
 from pod.eval.speed.args import NAME as SPEED_RUN
-from pod.eval.suites import base, data
+from pod.eval.suites import base
+from pod.eval.suites import task_data
 from pod.eval.suites.configs import find_config, known_to_lm_eval, suite_configs
 
 DROPS = ("middle", "start", "end", "document", "none")
@@ -34,7 +35,7 @@ class Rule:
     Attributes:
         chat_template: whether its prompts go into the tokenizer's chat template.
         truncation: the part that is dropped of a prompt that is too long: its middle, start or end, a part of
-            its document (`doc["document"]`, see `pod.eval.lm.prompts`), or none.
+            its document (`doc["document"]`, see `pod.eval.lm.lm_prompts`), or none.
         keep: the end of a document that stays: start or end.
         max_prompt_tokens: the longest prompt (tokens), whatever the model reads; None = what the model reads.
         metric: the primary one, `name` or `name,filter`.
@@ -123,7 +124,7 @@ class Loaded:
 
 
 def load(name: str, metadata: dict[str, Any]) -> Loaded:
-    """Load a task, group or tag, and read its data (see `pod.eval.suites.data.use`).
+    """Load a task, group or tag, and read its data (see `pod.eval.suites.task_data.use`).
 
     Args:
         metadata: given to functions that make data.
@@ -135,7 +136,7 @@ def load(name: str, metadata: dict[str, Any]) -> Loaded:
     class Careful(TaskFactory):
         def _load_full_config(self, entry: Any, overrides: Any = None) -> dict[str, Any]:
             """Refuse before the task's module is imported: some load a metric that executes code then."""
-            if (entry.cfg or {}).get("unsafe_code") and not data.unsafe_code():
+            if (entry.cfg or {}).get("unsafe_code") and not task_data.unsafe_code():
                 raise ValueError(
                     f"task {entry.name} executes code that the model writes: "
                     "set eval.unsafe_code to true on a machine where such code can do no harm"
@@ -144,7 +145,7 @@ def load(name: str, metadata: dict[str, Any]) -> Loaded:
 
     manager = task_manager(find_config(name) is None)
     manager._factory = Careful(meta=metadata)  # making a new index for other metadata takes ten seconds
-    with quiet(), data.local_datasets(), in_one_line(f"task {name} cannot be loaded"):
+    with quiet(), task_data.local_datasets(), in_one_line(f"task {name} cannot be loaded"):
         loaded = manager.load([name])
     group = loaded.get("groups", {}).get(name)
     leaves = dict(loaded["tasks"])

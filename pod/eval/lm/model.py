@@ -14,14 +14,14 @@ import torch
 from lm_eval.api.model import LM, TemplateLM
 from lm_eval.models.huggingface import HFLM
 
-from pod.eval.answer.budget import Span, Subject
+from pod.eval.answer.budget import Span, MethodRunner
 from pod.eval.answer.ranks import Ranks
-from pod.eval.answer.store import Shelf, Store, key_of
-from pod.eval.lm.batches import Unit, forward_batches, generation_batches, unit_batches, units_of
+from pod.eval.answer.answer_cache import AnswerCache, AnswerFolder, key_of
+from pod.eval.lm.batches import ScoredContext, forward_batches, generation_batches, unit_batches, units_of
 from pod.eval.lm.generate import generate
 from pod.eval.lm.index import Rule, quiet_logger
 from pod.eval.lm.payload import largest
-from pod.eval.lm.requests import Encoded, Encoder
+from pod.eval.lm.requests import Encoded, RequestEncoder
 from pod.eval.lm.scoring import score_by_decode
 from pod.eval.results import fingerprint
 from pod.tokenizer import pad_id, template_variables
@@ -37,11 +37,11 @@ class PodLM(LM):
     shared, so that results are the same on any number of ranks.
 
     Args:
-        subject: the method. One forward without a cache scores it where that equals its decode path
+        runner: the method. One forward without a cache scores it where that equals its decode path
             (`Method.one_shot`).
         encoder: text to token ids; the one that rendered this run's chat templates.
         batch_size: sequences that run together.
-        shelf: what keeps the answers; default: this process's memory.
+        answer_cache: what keeps the answers; default: this process's memory.
 
     Attributes:
         records: by request key: prompt_tokens, prompt_hash, dropped_tokens, skipped, budget_tokens, bytes
@@ -49,23 +49,23 @@ class PodLM(LM):
             None where one forward without a cache scores.
     """
 
-    def __init__(self, subject: Subject, encoder: Encoder, batch_size: int = 1, shelf: Shelf | None = None):
+    def __init__(self, runner: MethodRunner, encoder: RequestEncoder, batch_size: int = 1, answer_cache: AnswerCache | None = None):
         super().__init__()
-        self.subject, self.encoder, self.tokenizer = subject, encoder, encoder.tokenizer
+        self.runner, self.encoder, self.tokenizer = runner, encoder, encoder.tokenizer
         self.batch_size = batch_size
-        self._shelf = shelf or Store(None, Ranks()).shelf(subject.method.name, {})
+        self._answer_cache = answer_cache or AnswerFolder(None, Ranks()).answers_of(runner.method.name, {})
         self._rule: Rule | None = None
         self.records: dict[str, dict[str, Any]] = {}
 
     @property
     def model(self) -> Any:
         """The model itself."""
-        return self.subject.model
+        return self.runner.model
 
     @property
     def one_shot(self) -> bool:
         """Whether one forward without a cache scores."""
-        return self.subject.method.one_shot
+        return self.runner.method.one_shot
 
     @functools.cached_property
     def _stock(self) -> Any:
@@ -97,8 +97,8 @@ class PodLM(LM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         encoded = self._encode(requests)
         items = [item for item in encoded if item.skipped is None]
-        self.subject.budgets.prepare({item.span.length for item in items})
-        found = self._shelf.answers(
+        self.runner.budgets.prepare({item.span.length for item in items})
+        found = self._answer_cache.answers(
             items,
             self._generation_key,
             lambda left: generation_batches(left, self.batch_size),
@@ -158,7 +158,7 @@ class PodLM(LM):
         The sums of a text in blocks add up.
         """
         totals = [(-float("inf"), False) if item.skipped else (0.0, True) for item in encoded]
-        batches: Callable[[list[Unit]], list[list[Unit]]]
+        batches: Callable[[list[ScoredContext]], list[list[ScoredContext]]]
         units = units_of(encoded, self.one_shot)
         if self.one_shot:
             compute = self._forward
@@ -166,8 +166,8 @@ class PodLM(LM):
         else:
             compute = self._decode
             batches = functools.partial(unit_batches, batch_size=self.batch_size)
-            self.subject.budgets.prepare({unit.span.length for unit in units})
-        found = self._shelf.answers(units, self._unit_key, batches, compute)
+            self.runner.budgets.prepare({unit.span.length for unit in units})
+        found = self._answer_cache.answers(units, self._unit_key, batches, compute)
         held: list[list[tuple[Span, dict[str, Any]]]] = [[] for _ in encoded]
         for unit, record in zip(units, found, strict=True):
             for number, (total, greedy) in zip(unit.owners, record["answers"], strict=True):
@@ -180,12 +180,12 @@ class PodLM(LM):
     def _generation_key(self, item: Encoded) -> str:
         sampled = item.key if item.settings.get("do_sample") else None  # repeats of a sampled answer differ
         asked = [item.context, item.num_asked, item.new_tokens, item.settings, sampled]
-        return key_of("generate", *asked, self.subject.room(item.span))
+        return key_of("generate", *asked, self.runner.room(item.span))
 
-    def _unit_key(self, unit: Unit) -> str:
+    def _unit_key(self, unit: ScoredContext) -> str:
         if self.one_shot:
             return key_of("forward", unit.context, unit.continuations)
-        return key_of("decode", unit.context, unit.continuations, self.subject.room(unit.span))
+        return key_of("decode", unit.context, unit.continuations, self.runner.room(unit.span))
 
     def _keep(self, item: Encoded, answers: list[tuple[Span, dict[str, Any]]]) -> None:
         """Keep the record of a request.
@@ -193,7 +193,7 @@ class PodLM(LM):
         A text in blocks has caches of several sizes, one for each part; the largest counts.
         """
         held: list[dict[str, Any]] = [
-            a | {"budget_tokens": self.subject.budget(span)} for span, a in answers if a["bytes"] is not None
+            a | {"budget_tokens": self.runner.budget(span)} for span, a in answers if a["bytes"] is not None
         ]
         self.records[item.key] = {
             "prompt_tokens": item.prompt_tokens,
@@ -204,15 +204,15 @@ class PodLM(LM):
         }
 
     def _generate(self, items: list[Encoded]) -> list[dict[str, Any]]:
-        cache = self.subject.cache(*(item.span for item in items))
+        cache = self.runner.cache(*(item.span for item in items))
         return generate(self.model, self.tokenizer, cache, items)
 
-    def _decode(self, units: list[Unit]) -> list[dict[str, Any]]:
-        cache = self.subject.cache(*(unit.span for unit in units))
+    def _decode(self, units: list[ScoredContext]) -> list[dict[str, Any]]:
+        cache = self.runner.cache(*(unit.span for unit in units))
         pad = pad_id(self.tokenizer)
         return score_by_decode(self.model, cache, units, pad, self.batch_size)
 
-    def _forward(self, units: list[Unit]) -> list[dict[str, Any]]:
+    def _forward(self, units: list[ScoredContext]) -> list[dict[str, Any]]:
         """HFLM's own scoring of one of its batches."""
         requests = [(None, list(unit.context), list(unit.continuations[0])) for unit in units]
         answers = self._stock._loglikelihood_tokens(requests, disable_tqdm=True)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from jinja2.exceptions import TemplateError
 from pod.eval.answer.budget import Span, length_class
 from pod.eval.answer.reading import tokens_from
 from pod.eval.lm.index import Rule, own_rule
-from pod.eval.lm.prompts import Unanswerable, shorten
+from pod.eval.lm.lm_prompts import Unanswerable, shorten
 from pod.eval.suites.base import prompt_hash
 
 TOO_LONG = ("truncate", "skip", "error")
@@ -126,7 +126,7 @@ def request_keys(requests: Iterable[Any]) -> list[str]:
     return keys
 
 
-class Encoder:
+class RequestEncoder:
     """Text to token ids under a length limit.
 
     Args:

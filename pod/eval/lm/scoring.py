@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pod.eval.answer.reading import decided, held, judge_ahead, left_padded
-from pod.eval.lm.batches import Unit
+from pod.eval.lm.batches import ScoredContext
 
 Score = tuple[float, bool]
 """Log-likelihood of one continuation: the sum in nats, and whether greedy decoding would produce it."""
@@ -20,7 +20,7 @@ Score = tuple[float, bool]
 
 @torch.no_grad()
 def score_by_decode(
-    model: Any, cache: Any, units: Sequence[Unit], pad: int, max_rows: int
+    model: Any, cache: Any, units: Sequence[ScoredContext], pad: int, max_rows: int
 ) -> list[dict[str, Any]]:
     """The record of every unit through `cache`, a new one.
 

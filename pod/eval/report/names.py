@@ -5,8 +5,8 @@ Papers average tasks by category, before they average again.
 
 import re
 
-from pod.eval.suites.leval.tasks import GROUPS
-from pod.eval.suites.longbench.tasks import CATEGORIES as _LONGBENCH
+from pod.eval.suites.leval.leval_tasks import GROUPS
+from pod.eval.suites.longbench.longbench_tasks import CATEGORIES as _LONGBENCH
 
 _SUITE = re.compile(r"(pod_(?:longbench_e|longbench|leval|infinitebench(?:_\d+k)?|ruler(?:_\d+k?)?))_(.+)")
 _WHOLE = re.compile(r"e|\d+k|\d+(_\w+)?")

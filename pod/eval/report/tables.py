@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from pod.eval.answer.methods import BASE
-from pod.eval.judge.verdicts import Against, Payload
+from pod.eval.statistics.comparison import Against, Payload
 from pod.eval.report.merge import (
     Comparison,
     Entry,

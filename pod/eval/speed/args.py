@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from pod.eval.answer.layout import SPREADS
+from pod.eval.answer.devices import SPREADS
 from pod.schema import AtLeast2, build, section
 
 if TYPE_CHECKING:

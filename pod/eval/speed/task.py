@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from pod.eval.answer.budget import Span, Subject
+from pod.eval.answer.budget import Span, MethodRunner
 from pod.eval.answer.methods import BASE, find_method
 from pod.eval.results import RunResults, code_identity, fingerprint, one_line
 from pod.eval.speed.args import NAME as SPEED_RUN
@@ -87,7 +87,7 @@ def check(run: "Evaluation") -> None:
     spans += [(prompt + generated - 1, generated - 1) for prompt, generated in run.speed.max_batch]
     for method in map(find_method, run.args.methods):
         for length, fed in spans if method.takes_budget else ():
-            run.subject(method).cache(Span(length, fed))
+            run.runner(method).cache(Span(length, fed))
 
 
 def _speed_headline(lengths: list[dict[str, dict]]) -> str:
@@ -122,7 +122,7 @@ def _race(run: "Evaluation", length: int, errors: dict[str, Exception]) -> dict[
     contestants = _still_in(contestants, errors)
     for one in contestants:
         held = {part: int(size) for part, size in one.cache.nbytes_by_part().items()}
-        stated = run.subject(find_method(one.name)).stated(Span(length, 0), [sum(held.values())])
+        stated = run.runner(find_method(one.name)).stated(Span(length, 0), [sum(held.values())])
         rows[one.name] |= {"bytes_by_part": held, "bytes": stated}
     race.race(contestants, args.efficiency_tokens, args.efficiency_repeats)
     contestants = _still_in(contestants, errors)
@@ -142,7 +142,7 @@ def _race_filled(run: "Evaluation", length: int, errors: dict[str, Exception]) -
             continue
         with one.trying():
             one.model = run.models.get(method.model)
-            one.cache = run.subject(method).cache()
+            one.cache = run.runner(method).cache()
             if is_filled_directly(one.cache):
                 fill(one.model, one.cache, 1, length)
                 one.token = _prompt(run, one.model, 1)
@@ -171,7 +171,7 @@ def _still_in(contestants: list[race.Contestant], errors: dict[str, Exception]) 
 
 def _cache(run: "Evaluation", name: str, length: int) -> Any:
     """A method's new cache for a prompt."""
-    return run.subject(find_method(name)).cache(Span(length, 0))
+    return run.runner(find_method(name)).cache(Span(length, 0))
 
 
 def _prompt(run: "Evaluation", model: Any, length: int) -> Tensor:
@@ -185,11 +185,11 @@ def _largest_batches(
     """The largest batch of every method for a prompt and a number of generated tokens."""
     limit, span = run.speed.memory_limit, Span(prompt + generated - 1, generated - 1)
 
-    def measured(subject: Subject) -> dict[str, Any]:
-        make_cache = partial(subject.cache, span)
-        tries = max_batch.Tries(subject.model, make_cache, prompt, generated, limit, run.recipe.seed)
+    def measured(runner: MethodRunner) -> dict[str, Any]:
+        make_cache = partial(runner.cache, span)
+        tries = max_batch.Tries(runner.model, make_cache, prompt, generated, limit, run.recipe.seed)
         row = {"prompt": prompt, "generated": generated, "limit_bytes": limit}
-        row |= max_batch.search(tries, run.speed.max_batch_rows) | {"budget_tokens": subject.budget(span)}
+        row |= max_batch.search(tries, run.speed.max_batch_rows) | {"budget_tokens": runner.budget(span)}
         if run.speed.throughput and row["batch"]:
             row |= tries.throughput(row["batch"])
         return row
@@ -209,9 +209,9 @@ def _longest_prompts(run: "Evaluation", errors: dict[str, Exception]) -> dict[st
     """
     step, limit, most = run.speed.longest_prompt, run.speed.memory_limit, run.speed.longest_prompt_tokens
 
-    def measured(subject: Subject) -> dict[str, Any]:
-        make = lambda tokens: subject.cache(Span(tokens, 0))  # noqa: E731
-        tries = max_batch.LongTries(subject.model, make, step, 1, limit, run.recipe.seed)
+    def measured(runner: MethodRunner) -> dict[str, Any]:
+        make = lambda tokens: runner.cache(Span(tokens, 0))  # noqa: E731
+        tries = max_batch.LongTries(runner.model, make, step, 1, limit, run.recipe.seed)
         steps = max_batch.largest(tries.fits, 1, max(1, most // step))
         found = {"prompt": steps * step, "generated": 1, "limit_bytes": limit, "batch": int(steps > 0)}
         return found | {"most_reached": steps >= most // step}
@@ -224,13 +224,13 @@ def _longest_prompts(run: "Evaluation", errors: dict[str, Exception]) -> dict[st
 
 
 def _searched(
-    run: "Evaluation", measured: Callable[[Subject], dict[str, Any]], errors: dict[str, Exception]
+    run: "Evaluation", measured: Callable[[MethodRunner], dict[str, Any]], errors: dict[str, Exception]
 ) -> dict[str, dict[str, Any]]:
     """A row per method. Methods that fail are added to `errors`."""
     rows: dict[str, dict[str, Any]] = {}
     for one in map(race.Contestant, run.args.methods):
         with one.trying():
-            row = rows[one.name] = measured(run.subject(find_method(one.name)))
+            row = rows[one.name] = measured(run.runner(find_method(one.name)))
             run.log(f"{one.name}: {row['batch']} rows of {row['prompt']} + {row['generated']} tokens")
         if one.failed is not None:
             errors[one.name] = ValueError(f"what fits: {one_line(one.failed)}")

@@ -29,14 +29,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pod.eval.answer.budget import Span, Subject
+from pod.eval.answer.budget import Span, MethodRunner
 from pod.eval.answer.methods import Method
-from pod.eval.answer.store import Shelf
-from pod.eval.judge.verdicts import estimate_of
+from pod.eval.answer.answer_cache import AnswerCache
+from pod.eval.statistics.comparison import estimate_of
 from pod.schema import build, section
 
 if TYPE_CHECKING:
-    from pod.eval.answer.models import Models
+    from pod.eval.answer.model_set import Models
     from pod.eval.args import EvalArgs
     from pod.recipe import Recipe
 
@@ -86,10 +86,10 @@ class Task(ABC):
         """The sizes of every cache that the task will make."""
 
     @abstractmethod
-    def measure(self, subject: Subject, shelf: Shelf) -> dict[str, Any]:
-        """The payload of one method: a function of the answers on its shelf.
+    def measure(self, runner: MethodRunner, answer_cache: AnswerCache) -> dict[str, Any]:
+        """The payload of one method: a function of the answers on its answer_cache.
 
-        Answers that are not there are asked through `shelf.answers`, and only that may load a model.
+        Answers that are not there are asked through `answer_cache.answers`, and only that may load a model.
         """
 
     def prompt_of(self, method: Method, span: Span) -> int:
@@ -125,7 +125,7 @@ def names() -> list[str]:
 
 def task_class(name: str) -> type[Task]:
     """The class of one of these tasks."""
-    module = importlib.import_module(f"pod.eval.suites.own.{name}")
+    module = importlib.import_module(f"pod.eval.tasks.{name}")
     found = [
         value
         for value in vars(module).values()

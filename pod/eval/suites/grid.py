@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from pod.eval import answer
-from pod.eval.answer.budget import Span, Subject
+from pod.eval.answer.budget import Span, MethodRunner
 from pod.eval.answer.methods import Method
-from pod.eval.answer.store import Shelf, in_batches
+from pod.eval.answer.answer_cache import AnswerCache, in_batches
 from pod.eval.suites.base import Task, prompt_hash, scored_payload
 
 Record = dict[str, Any]
@@ -28,7 +28,7 @@ def check_grid(lengths: list[int], depths: list[float] | None = None) -> None:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class GridPrompt:
     """One prompt: what was asked for (length in tokens, depth in [0, 1], sample number) and what came of it.
 
     Attributes:
@@ -94,7 +94,7 @@ class GridTask(Task):
         """What an item asks of a cache with this budget."""
 
     @abstractmethod
-    def ask(self, subject: Subject, cache: Any, batch: list[Any]) -> list[Record]:
+    def ask(self, runner: MethodRunner, cache: Any, batch: list[Any]) -> list[Record]:
         """The records of items of one length through a new cache."""
 
     @abstractmethod
@@ -116,15 +116,15 @@ class GridTask(Task):
         """Batches of one asked-for length."""
         return in_batches(items, self.args.batch_size, lambda item: item.length)
 
-    def measure(self, subject: Subject, shelf: Shelf) -> Record:
-        records = shelf.answers(
+    def measure(self, runner: MethodRunner, answer_cache: AnswerCache) -> Record:
+        records = answer_cache.answers(
             self.items,
-            key=lambda item: self.key(item, subject.room(self.span[item.length])),
+            key=lambda item: self.key(item, runner.room(self.span[item.length])),
             batches=self.batches,
-            compute=lambda batch: self.ask(subject, subject.cache(self.span[batch[0].length]), batch),
+            compute=lambda batch: self.ask(runner, runner.cache(self.span[batch[0].length]), batch),
         )
         samples: list[Record] = [
-            sample | {"budget_tokens": subject.budget(self.span[item.length])}
+            sample | {"budget_tokens": runner.budget(self.span[item.length])}
             for item, record in zip(self.items, records, strict=True)
             for sample in self.samples(item, record)
         ]
@@ -133,7 +133,7 @@ class GridTask(Task):
             self.kind,
             self.metric,
             samples,
-            bytes_rows=[{"prompt_length": n, **subject.stated(s, held[n])} for n, s in self.span.items()],
+            bytes_rows=[{"prompt_length": n, **runner.stated(s, held[n])} for n, s in self.span.items()],
             settings={
                 **self.settings(),
                 **self.args.template_settings(),
@@ -147,7 +147,7 @@ class GridTask(Task):
 class PromptTask(GridTask):
     """A sample per prompt of a grid of lengths, depths and samples."""
 
-    def plan_prompts(self, prompts: Sequence[Prompt], new_tokens: int) -> None:
+    def plan_prompts(self, prompts: Sequence[GridPrompt], new_tokens: int) -> None:
         """`plan` of the prompts."""
         self.plan(prompts, lambda prompt: len(prompt.token_ids), new_tokens)
 
@@ -160,13 +160,13 @@ class PromptTask(GridTask):
         steps = len(self.batches(self.items)) * self.new_tokens
         return sum(len(prompt.token_ids) for prompt in self.items), steps
 
-    def key(self, item: Prompt, room: int | str | None) -> str:
+    def key(self, item: GridPrompt, room: int | str | None) -> str:
         return answer.reading.key_of_prompt(item, self.new_tokens, room)
 
-    def ask(self, subject: Subject, cache: Any, batch: list[Prompt]) -> list[Record]:
-        return answer.reading.answers(subject.model, self.run.tokenizer, cache, batch, self.new_tokens)
+    def ask(self, runner: MethodRunner, cache: Any, batch: list[GridPrompt]) -> list[Record]:
+        return answer.reading.answers(runner.model, self.run.tokenizer, cache, batch, self.new_tokens)
 
-    def samples(self, item: Prompt, record: Record) -> list[Record]:
+    def samples(self, item: GridPrompt, record: Record) -> list[Record]:
         return [
             {
                 "id": item.id,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from pod.data import held_out_documents, long_sequences, source_documents
-from pod.eval.answer.store import Shelf, in_batches, key_of
+from pod.eval.answer.answer_cache import AnswerCache, in_batches, key_of
 from pod.eval.suites.base import Task, prompt_hash
 
 Record = dict[str, Any]
@@ -46,7 +46,7 @@ class TextTask(Task):
         return self.text[numbers].to(self.run.models.device)
 
     def records(
-        self, shelf: Shelf, asked: list[Any], compute: Callable[[Any], list[Record]], end: int | None = None
+        self, answer_cache: AnswerCache, asked: list[Any], compute: Callable[[Any], list[Record]], end: int | None = None
     ) -> list[Record]:
         """A record per text.
 
@@ -54,7 +54,7 @@ class TextTask(Task):
             asked: what decides the record besides the tokens before `end`.
             compute: returns the records of texts [B, n].
         """
-        return shelf.answers(
+        return answer_cache.answers(
             list(range(len(self.text))),
             key=lambda row: key_of(*asked, self.text[row][:end].tolist()),
             batches=lambda left: in_batches(left, self.args.batch_size),

@@ -27,9 +27,9 @@ from pod.modeling.methods import (
 from pod.modeling.methods.base import Method, build_cache, in_order
 from pod.modeling.methods.budgets import cache_of_budget, one_budget
 from pod.modeling.placement import is_spread, places_of
-from pod.modeling.shipped.cache import PodCache
-from pod.modeling.shipped.llama import PodForCausalLM
-from pod.modeling.shipped.state import PACKAGES
+from pod.modeling.model.cache import PodCache
+from pod.modeling.model.llama import PodForCausalLM
+from pod.modeling.model.state import PACKAGES
 from pod.notation import Spec, parse
 
 PACKAGES.add(__name__)
@@ -39,7 +39,7 @@ _OTHERS = simlayerkv, razor, quest, minicache, think
 _ALONE = (module.METHOD for module in (sliding, *_RANKINGS, *_OTHERS))
 _SELECTIONS = *windowed.METHODS, *_ALONE, *imdc.METHODS
 _METHODS: dict[str, Method] = {
-    method.name: method for method in (*layouts.LAYOUTS, *_SELECTIONS, *layouts.CODECS)
+    method.name: method for method in (*layouts.LAYOUTS, *_SELECTIONS, *layouts.QUANTIZERS)
 }
 
 

@@ -15,24 +15,24 @@ from torch import Tensor
 from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, cache_of, round_sums
 from pod.modeling.methods.ranking import best_slots, ranking_parameters
 from pod.modeling.methods.shared_selection import SharedSelectionLayer
-from pod.modeling.shipped.step import Step
+from pod.modeling.model.step import Step
 
 
 class AdaLayer(SharedSelectionLayer):
     """A layer that sees one row at a time, because what a head gets depends on what it attends to.
 
-    Every head is a bank of its own.
+    Every head is a group of its own.
     """
 
     def alike(self, head: int) -> int:
         return head
 
     def choose(self, step: Step) -> list[Tensor | None]:
-        held = [bank.held for bank in self.banks]
-        total = self.budget * len(self.banks)
+        held = [group.held for group in self.head_groups]
+        total = self.budget * len(self.head_groups)
         if sum(held) <= total:
             return [None] * len(held)
-        scores = [bank.scores(step) for bank in self.banks]
+        scores = [group.scores(step) for group in self.head_groups]
         owners = torch.arange(len(held)).repeat_interleave(torch.tensor(held))
         best = best_slots(torch.cat([x.flatten() for x in scores]), total).cpu()
         found = owners[best].bincount(minlength=len(held)).tolist()

@@ -15,12 +15,12 @@ from itertools import accumulate, pairwise
 from math import floor
 from typing import Any, Literal, NamedTuple
 
-from pod.modeling.shipped.cache import PodCache
-from pod.modeling.shipped.config import LAYOUTS, PodConfig
-from pod.modeling.shipped.generation import planned_codec
-from pod.modeling.shipped.rows import FixedChunks, GroupedCache
-from pod.modeling.shipped.step import CacheLayer
-from pod.modeling.shipped.stores import NATIVE, Codec
+from pod.modeling.model.cache import PodCache
+from pod.modeling.model.config import LAYOUTS, PodConfig
+from pod.modeling.model.generation import planned_codec
+from pod.modeling.model.rows import FixedChunks, GroupedCache
+from pod.modeling.model.step import CacheLayer
+from pod.modeling.model.stores import NATIVE, KVQuantizer
 from pod.notation import Part, Spec, parse, unknown, unknown_parameter
 
 
@@ -85,7 +85,7 @@ class Request:
     spec: str
     params: dict[str, Any]
     budget: int = 0
-    codec: Codec = NATIVE
+    codec: KVQuantizer = NATIVE
     inner: str | None = None
 
     def below_budget(self, name: str) -> int:
@@ -106,7 +106,7 @@ class Method:
         name: as in ``make_cache(model, name)``.
         paper: the source.
         frees: what is no longer held.
-        build: makes a ``PodCache`` from ``(config, request)``; a codec's makes a ``Codec``.
+        build: makes a ``PodCache`` from ``(config, request)``; a codec's makes a ``KVQuantizer``.
         axis: what the method decides.
         parameters: by name, each given as a ``Parameter`` or as a tuple of its fields.
         wraps: for the channels axis: makes a codec around the request's from ``(config, request)``.
@@ -124,7 +124,7 @@ class Method:
     frees: str
     build: Callable[[PodConfig, Request], Any]
     axis: Literal["layout", "selection", "channels", "codec"] = "selection"
-    wraps: Callable[[PodConfig, Request], Codec] | None = None
+    wraps: Callable[[PodConfig, Request], KVQuantizer] | None = None
     behind: tuple[str, ...] = ()
     parameters: Mapping[str, Any] = field(default_factory=dict)
     takes_budget: bool = False

@@ -6,9 +6,9 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
-from pod.modeling.shipped.cache import PodCache
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.rows import GroupedCache
+from pod.modeling.model.cache import PodCache
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.rows import GroupedCache
 from pod.notation import NO_LIMIT, Budget, Spec, parse_budget
 
 Build = Callable[[int | None], PodCache]

@@ -27,10 +27,10 @@ from torch.nn import functional as F
 from pod.kernels.statistics import attention_column_sums
 from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, Parameter, Request, cache_of
 from pod.modeling.methods.h2o import AccumulatingLayer, choose_slots
-from pod.modeling.shipped.attend import compute_dtype
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.step import Step
-from pod.modeling.shipped.stores import take_slots
+from pod.modeling.model.attend import compute_dtype
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.step import Step
+from pod.modeling.model.stores import take_slots
 
 _MATCHES = {  # what is compared, and what is merged accordingly: 0 = keys, 1 = values
     "keys": ((0, (0, 1)),),
@@ -95,10 +95,10 @@ class D2OLayer(AccumulatingLayer):
         if self.weight is None:
             self.accumulate("column_sums", sums)  # last, because it adds to ``sums`` in place
 
-    def settle(self, step: Step) -> None:
+    def flush(self, step: Step) -> None:
         # until the weights are decided, budgets need the sums of every layer: see decide_weights
         if all(layer.weight is not None for layer in step.layers):
-            super().settle(step)
+            super().flush(step)
 
     def evict(self, step: Step) -> None:
         if step.sizes is None:
@@ -198,7 +198,7 @@ def set_weights(layers: Sequence[D2OLayer], step: Step, weights: tuple[Fraction,
     for layer, weight in zip(layers, weights, strict=True):
         layer.weight = weight
     for layer in layers:
-        layer.settle(step)
+        layer.flush(step)
 
 
 def layer_budgets(weights: Sequence[Fraction], seen: int, budget: int, is_printed: bool = False) -> list[int]:

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, Request, cache_of
 from pod.modeling.methods.ranking import Ranking
 from pod.modeling.methods.shared_selection import SharedSelectionLayer, free_own_keys
-from pod.modeling.shipped.attend import compute_dtype
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.rope import rotate
-from pod.modeling.shipped.step import Step
+from pod.modeling.model.attend import compute_dtype
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.rope import rotate
+from pod.modeling.model.step import Step
 
 
 class ExpectedAttention(Ranking):

@@ -19,11 +19,11 @@ from torch.nn import functional as F
 
 from pod.kernels.statistics import attention_column_sums
 from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, Request, cache_of
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.grouped import slot_logits, weigh_slots
-from pod.modeling.shipped.layout import PodCacheLayer
-from pod.modeling.shipped.step import Step
-from pod.modeling.shipped.stores import numbers, places_of
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.grouped import slot_logits, weigh_slots
+from pod.modeling.model.layout import PodCacheLayer
+from pod.modeling.model.step import Step
+from pod.modeling.model.stores import numbers, places_of
 
 
 class AccumulatingLayer(PodCacheLayer):
@@ -75,11 +75,11 @@ class AccumulatingLayer(PodCacheLayer):
         self.weights = logits.softmax(-1)
         return weigh_slots(self.weights, self.all_values.stored, q.dtype)
 
-    def settle(self, step: Step) -> None:
+    def flush(self, step: Step) -> None:
         if step.ends_prompt or step.is_decode:
             self.evict(step)
             for store in (self.lead_keys, self.all_values):
-                store.settle(self.held)
+                store.flush(self.held)
 
     def evict(self, step: Step) -> None:
         """Choose what stays, and call ``keep``: a prompt or chunk has ended, or a token was decoded."""

@@ -32,11 +32,11 @@ from torch import Tensor
 from pod.modeling.methods.base import Method, Parameter, Request, round_half_up
 from pod.modeling.methods.ranking import EndAttention, LastQueries, best_slots, ranking_parameters
 from pod.modeling.methods.sliding import Pair
-from pod.modeling.shipped.attend import Tokens, attend
-from pod.modeling.shipped.cache import PodCache
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.rows import GroupedCache, Schedule
-from pod.modeling.shipped.step import CacheLayer, Step
+from pod.modeling.model.attend import Tokens, attend
+from pod.modeling.model.cache import PodCache
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.rows import GroupedCache, Schedule
+from pod.modeling.model.step import CacheLayer, Step
 
 FUNCTIONS = ("linear", "sqrt", "square", "square-sqrt", "adaptive")
 """How a memory may grow. ``adaptive`` plans like ``linear``, then shares the total among layers (eq. 3)."""
@@ -265,7 +265,7 @@ class MemoryLayer(CacheLayer):
 
     # -- compression -----------------------------------------------------------------------------------------
 
-    def settle(self, step: Step) -> None:
+    def flush(self, step: Step) -> None:
         keys, self.rotated = self.rotated, None
         if step.ends_prompt:
             if step.schedule.memory is not None and self.queries.observed is not None:
@@ -277,7 +277,7 @@ class MemoryLayer(CacheLayer):
                     self.retention = Fraction(self.memory, self.held)
             self.queries, self.memory = self.observer(), self.held
         if step.ends_prompt or step.is_decode:
-            self.tokens.settle(self.held)
+            self.tokens.flush(self.held)
 
     def _next_size(self, schedule: Schedule, step: Step) -> int:
         """Tokens to keep after this chunk: as planned, or this layer's share of all layers' plans (eq. 3)."""

@@ -27,16 +27,16 @@ from pod.kernels.statistics import attention_rows
 from pod.modeling.methods import adakv
 from pod.modeling.methods.base import Method, Request
 from pod.modeling.methods.ranking import LastQueries, best_slots
-from pod.modeling.shipped.attend import Tokens, attend, take_heads
-from pod.modeling.shipped.cache import PodCache
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.rows import GroupedCache
-from pod.modeling.shipped.step import Step
+from pod.modeling.model.attend import Tokens, attend, take_heads
+from pod.modeling.model.cache import PodCache
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.rows import GroupedCache
+from pod.modeling.model.step import Step
 from pod.tokenizer import load_tokenizer
 
 
 class KVzipLayer(adakv.AdaLayer):
-    """A layer that sees one row at a time. Every head is a bank of its own, as with Ada-KV.
+    """A layer that sees one row at a time. Every head is a group of its own, as with Ada-KV.
 
     Attributes:
         is_compressed: whether a text was compressed.
@@ -59,7 +59,7 @@ class KVzipLayer(adakv.AdaLayer):
         if not self.waits:
             return super().attend(q, k, v, step)
         q, k = step.ropes[self.layer_idx].pair(q, k)
-        pairs = [(bank.keys.read(bank.held), bank.values.read(bank.held)) for bank in self.banks]
+        pairs = [(group.keys.read(group.held), group.values.read(group.held)) for group in self.head_groups]
         held = [torch.cat(tensors, dim=1) for tensors in zip(*pairs, strict=True)]
         size = self.params["chunk_size"]
         start = len(self.heard) * size
@@ -72,14 +72,14 @@ class KVzipLayer(adakv.AdaLayer):
         tokens = Tokens(*(torch.cat(pair, dim=2) for pair in zip(held, (k, v), strict=True)))
         return attend(q, tokens, scale=self.scale, backend=step.chunk_backend)[0]
 
-    def settle(self, step: Step) -> None:
-        if step.ends_prompt and not self.is_compressed and self.banks[0].held > self.budget:
+    def flush(self, step: Step) -> None:
+        if step.ends_prompt and not self.is_compressed and self.head_groups[0].held > self.budget:
             self.waits = True
         elif not self.waits:
-            super().settle(step)
+            super().flush(step)
 
     def choose(self, step: Step) -> list[Tensor | None]:
-        return [None] * len(self.banks)
+        return [None] * len(self.head_groups)
 
 
 def compress(layers: list[KVzipLayer]) -> None:
@@ -89,14 +89,14 @@ def compress(layers: list[KVzipLayer]) -> None:
     heads[:, : layers[0].params["num_sink_tokens"]] = torch.inf
     best = best_slots(heads.flatten(), layers[0].budget * len(heads)) // heads.shape[1]
     sizes = best.bincount(minlength=len(heads)).tolist()
-    banks = [bank for layer in layers for bank in layer.banks]
-    devices = [layer.device for layer in layers for _ in layer.banks]
-    for bank, head, size, own in zip(banks, heads, sizes, devices, strict=True):
+    head_groups = [group for layer in layers for group in layer.head_groups]
+    devices = [layer.device for layer in layers for _ in layer.head_groups]
+    for group, head, size, own in zip(head_groups, heads, sizes, devices, strict=True):
         slots = best_slots(head, size)[None, None].to(own)
-        for store in (bank.keys, bank.values):
-            store.keep(slots, bank.held)
-            store.settle(size)
-        bank.held = size
+        for store in (group.keys, group.values):
+            store.keep(slots, group.held)
+            store.flush(size)
+        group.held = size
     for layer in layers:
         layer.waits, layer.is_compressed, layer.heard = False, True, []
 

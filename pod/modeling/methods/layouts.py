@@ -16,12 +16,12 @@ from functools import partial
 
 from pod.engine import attach
 from pod.modeling.methods.base import Method, Request
-from pod.modeling.shipped.cache import PodCache
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.generation import own_cache
-from pod.modeling.shipped.quantized import make_codec
-from pod.modeling.shipped.sharing import GROUP_SIZE, RESIDUAL
-from pod.modeling.shipped.stores import Codec
+from pod.modeling.model.cache import PodCache
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.generation import own_cache
+from pod.modeling.model.quantized import make_codec
+from pod.modeling.model.sharing import GROUP_SIZE, RESIDUAL
+from pod.modeling.model.stores import KVQuantizer
 
 _CAPACITY = {"capacity": (None, "tokens per row to reserve space for; pod.engine then decodes")}
 _OF_POD = {
@@ -85,11 +85,11 @@ LAYOUTS = (
 )
 
 
-def _build_codec(name: str, bits: int, config: PodConfig, request: Request) -> Codec:
+def _build_codec(name: str, bits: int, config: PodConfig, request: Request) -> KVQuantizer:
     return make_codec(name, bits, config, request.params["group_size"], request.params["residual"])
 
 
-CODECS = tuple(
+QUANTIZERS = tuple(
     Method(
         name=name,
         paper="KIVI (Liu et al., 2024)",

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from pod.modeling.methods.base import Method, Request, cache_of
 from pod.modeling.methods.ranking import best_slots
-from pod.modeling.shipped.attend import Tokens, attend, compute_dtype, takes_gradients
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.grouped import attend_slots
-from pod.modeling.shipped.layout import PodCacheLayer
-from pod.modeling.shipped.step import Step
-from pod.modeling.shipped.stores import NATIVE, Codec, TokenStore
+from pod.modeling.model.attend import Tokens, attend, compute_dtype, takes_gradients
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.grouped import attend_slots
+from pod.modeling.model.layout import PodCacheLayer
+from pod.modeling.model.step import Step
+from pod.modeling.model.stores import NATIVE, KVQuantizer, KVBuffer
 
 _PARALLEL = 1e-4  # below this sine, two directions count as parallel or opposite: interpolate on a line
 _PARTS = ("keys", "values")
@@ -40,11 +40,11 @@ class Merged:
         positions: which tokens these are, ``[B, H, C, 1]``.
     """
 
-    def __init__(self, codec: Codec, part: str):
+    def __init__(self, codec: KVQuantizer, part: str):
         self.directions, self.apart = codec.tokens(part), codec.tokens(part)
-        self.norms, self.positions = TokenStore(), TokenStore()
+        self.norms, self.positions = KVBuffer(), KVBuffer()
 
-    def read(self, shared: TokenStore, count: int, num_apart: int) -> Tensor:
+    def read(self, shared: KVBuffer, count: int, num_apart: int) -> Tensor:
         """The ``count`` tokens as this layer sees them, ``[B, H, count, d]``."""
         restored = shared.read(count) * self.norms.read(count)
         if not self.apart.is_empty:
@@ -75,7 +75,7 @@ class PairLayer(PodCacheLayer):
         self.merged_tokens = self.num_apart = 0
         self.merged = {name: Merged(self.packing, name) for name in _PARTS}
 
-    def stores(self) -> dict[str, TokenStore]:
+    def stores(self) -> dict[str, KVBuffer]:
         merged = {f"{part}_{name}": x for part in _PARTS for name, x in vars(self.merged[part]).items()}
         return super().stores() | merged
 
@@ -95,8 +95,8 @@ class PairLayer(PodCacheLayer):
             return attend_slots(q, keys, values, self.scale)[0]
         return attend(q, Tokens(keys, values), backend=step.chunk_backend)[0]
 
-    def settle(self, step: Step) -> None:
-        """Nothing settles here: native tokens stay native until they are merged, see ``merge_pair``."""
+    def flush(self, step: Step) -> None:
+        """Nothing flushes here: native tokens stay native until they are merged, see ``merge_pair``."""
 
     def restored(self, layers: list) -> tuple[Tensor, Tensor]:
         """Merged keys and values as this layer attends to them.
@@ -144,8 +144,8 @@ def merge_pair(shallower: PairLayer, deeper: PairLayer, count: int, num_apart: i
     for layer in (shallower, deeper):
         layer.merged_tokens, layer.num_apart = past + count, past_apart + num_apart
         for merged in layer.merged.values():
-            merged.directions.settle(layer.merged_tokens)
-            merged.apart.settle(layer.num_apart)
+            merged.directions.flush(layer.merged_tokens)
+            merged.apart.flush(layer.num_apart)
 
 
 def num_kept_apart(params: dict[str, Any], count: int, before: int) -> int:

@@ -12,7 +12,7 @@ from fractions import Fraction
 from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, cache_of, round_half_up, round_sums
 from pod.modeling.methods.ranking import ranking_parameters
 from pod.modeling.methods.shared_selection import SharedSelectionLayer, free_own_keys
-from pod.modeling.shipped.sharing import Lead
+from pod.modeling.model.sharing import Lead
 
 
 def layer_budgets(budget: int, num_layers: int, beta: int, smallest: int, seen: int) -> list[int]:

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 
 from pod.modeling.methods.base import Method, Request, cache_of
 from pod.modeling.methods.ranking import best_slots
-from pod.modeling.shipped.attend import compute_dtype, merge_heads, take_heads
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.grouped import chosen, slot_logits, weigh_slots
-from pod.modeling.shipped.layout import PodCacheLayer
-from pod.modeling.shipped.step import Step
-from pod.modeling.shipped.stores import TokenStore, numbers, take_slots
+from pod.modeling.model.attend import compute_dtype, merge_heads, take_heads
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.grouped import chosen, slot_logits, weigh_slots
+from pod.modeling.model.layout import PodCacheLayer
+from pod.modeling.model.step import Step
+from pod.modeling.model.stores import KVBuffer, numbers, take_slots
 
 
 class QuestLayer(PodCacheLayer):
@@ -41,9 +41,9 @@ class QuestLayer(PodCacheLayer):
 
     def clear(self) -> None:
         super().clear()
-        self.pages = TokenStore()
+        self.pages = KVBuffer()
 
-    def stores(self) -> dict[str, TokenStore]:
+    def stores(self) -> dict[str, KVBuffer]:
         return super().stores() | {"pages": self.pages}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:

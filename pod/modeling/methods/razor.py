@@ -15,11 +15,11 @@ from torch import Tensor
 from pod.modeling.methods.base import Method, Request, cache_of
 from pod.modeling.methods.sliding import CompensationToken, SlidingTokens
 from pod.modeling.retrieval_heads import plan_of_heads
-from pod.modeling.shipped.attend import Tokens, merge_heads, take_heads
-from pod.modeling.shipped.cache import PodCache
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.sharing import roles_of
-from pod.modeling.shipped.step import CacheLayer, Step
+from pod.modeling.model.attend import Tokens, merge_heads, take_heads
+from pod.modeling.model.cache import PodCache
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.sharing import roles_of
+from pod.modeling.model.step import CacheLayer, Step
 
 
 class RazorLayer(CacheLayer):
@@ -56,7 +56,7 @@ class RazorLayer(CacheLayer):
                 parts.append((heads, out))
         return merge_heads(parts, self.groups)
 
-    def settle(self, step: Step) -> None:
+    def flush(self, step: Step) -> None:
         """At the end of a prompt, trim to ``L_h`` and move the rest into the mean.
 
         ``L_h`` comes from all tokens seen, so it only grows.
@@ -65,8 +65,8 @@ class RazorLayer(CacheLayer):
             return
         if self.roles.windows and not step.is_decode:
             self.near.trim(max(self.num_recent_tokens, int(step.max_length / self.compression)))
-        self.near.settle()
-        self.everything.settle()
+        self.near.flush()
+        self.everything.flush()
 
 
 def _build(config: PodConfig, request: Request) -> PodCache:

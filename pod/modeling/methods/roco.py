@@ -17,8 +17,8 @@ from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, Request, cache
 from pod.modeling.methods.h2o import METHOD as H2O
 from pod.modeling.methods.h2o import AccumulatingLayer, choose_slots
 from pod.modeling.methods.ranking import best_slots
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.step import Step
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.step import Step
 
 
 class RocoLayer(AccumulatingLayer):

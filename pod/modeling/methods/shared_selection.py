@@ -21,12 +21,12 @@ from torch import Tensor
 
 from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, Request, cache_of
 from pod.modeling.methods.ranking import EndAttention, Ranking, best_slots, ranking_parameters
-from pod.modeling.shipped.attend import Segments, Tokens, attend, take_heads, takes_gradients
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.grouped import slot_logits, weigh_slots
-from pod.modeling.shipped.layout import PodCacheLayer
-from pod.modeling.shipped.step import Selection, Step
-from pod.modeling.shipped.stores import Codec, TokenStore
+from pod.modeling.model.attend import Segments, Tokens, attend, take_heads, takes_gradients
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.grouped import slot_logits, weigh_slots
+from pod.modeling.model.layout import PodCacheLayer
+from pod.modeling.model.step import Selection, Step
+from pod.modeling.model.stores import KVQuantizer, KVBuffer
 
 _AGED = 64
 """Own keys are freed when 1/64 of them belong to distant tokens, not earlier: freeing copies the others."""
@@ -41,8 +41,8 @@ class OwnKeys:
     the batch.
     """
 
-    def __init__(self, codec: Codec, num_sink_tokens: int):
-        self.store: TokenStore = codec.tokens("keys", evicts=True)
+    def __init__(self, codec: KVQuantizer, num_sink_tokens: int):
+        self.store: KVBuffer = codec.tokens("keys", evicts=True)
         self.group_size, self.residual = getattr(codec, "group_size", 1), getattr(codec, "residual", 0)
         self.num_sink_tokens = num_sink_tokens
         self.held = self.sinks = self.recents = 0
@@ -89,7 +89,7 @@ class OwnKeys:
         self.sinks, self.recents = sinks, recents
 
 
-class Bank:
+class HeadGroup:
     """KV heads of a layer that hold equally many tokens at all times, in tensors ``[B, h, held, d]``.
 
     Attributes:
@@ -106,26 +106,26 @@ class Bank:
         self.leads, self.followers, self.shares = leads, followers, layer.shares
         self.followed = [(i, head) for i, head in enumerate(leads) if head in layer.roles.followed]
         self.ranking = layer.make_ranking()
-        self.values: TokenStore = layer.codec.tokens("values", layer.evicts)
-        self.keys: TokenStore = layer.codec.tokens("keys", layer.evicts)
+        self.values: KVBuffer = layer.codec.tokens("values", layer.evicts)
+        self.keys: KVBuffer = layer.codec.tokens("keys", layer.evicts)
         self.own = OwnKeys(layer.codec, layer.num_sink_tokens)
         self.held = self.whole_from = 0
-        self.places = TokenStore()
-        self.places.is_tight = True
+        self.position_buffer = KVBuffer()
+        self.position_buffer.is_tight = True
         self.chosen: list[list[int]] | None = [[] for _ in self.leads]
 
-    def stores(self) -> list[tuple[str, TokenStore, int]]:
+    def stores(self) -> list[tuple[str, KVBuffer, int]]:
         """Name, store and number of tokens of each store."""
-        all_held = {"keys": self.keys, "values": self.values, "positions": self.places}
+        all_held = {"keys": self.keys, "values": self.values, "positions": self.position_buffer}
         own = "window_keys", self.own.store, len(self.own)
         return [own, *((name, store, self.held) for name, store in all_held.items())]
 
     @property
     def positions(self) -> Tensor:
         """Positions of the tokens held, int32 ``[B, leads, held]``; None where nothing is shared."""
-        if self.places.is_empty:
+        if self.position_buffer.is_empty:
             return None  # type: ignore[return-value]
-        return self.places.read(self.held)[..., 0]
+        return self.position_buffer.read(self.held)[..., 0]
 
     def append(self, k: Tensor, own: Tensor, v: Tensor, step: Step) -> None:
         """Store new tokens: keys ``[B, leads, m, d]``, own keys ``[B, followers, m, d]``, values of both."""
@@ -137,7 +137,7 @@ class Bank:
         if self.leads and self.shares:
             seen = step.max_length
             new = torch.arange(seen - step.num_new, seen, dtype=torch.int32, device=k.device)
-            self.places.append(new[:, None].expand(*k.shape[:2], -1, -1), self.held)
+            self.position_buffer.append(new[:, None].expand(*k.shape[:2], -1, -1), self.held)
         self.held += step.num_new
 
     def scores(self, step: Step) -> Tensor:
@@ -183,22 +183,22 @@ class SharedSelectionLayer(PodCacheLayer):
                 leads.append(head)
             else:
                 followers.append(head)
-        self.banks = [Bank(self, *roles) for roles in members.values()]
-        held = [head for bank in self.banks for head in bank.leads + bank.followers]
+        self.head_groups = [HeadGroup(self, *roles) for roles in members.values()]
+        held = [head for group in self.head_groups for head in group.leads + group.followers]
         self.order = (*held, *self.roles.windows)
         counts = [len(x) for x in (self.roles.leads, self.roles.followers, self.roles.windows)]
-        self.is_reordered = len(self.banks) > 1 or max(counts) < len(self.order)
+        self.is_reordered = len(self.head_groups) > 1 or max(counts) < len(self.order)
         windows = self.num_sink_tokens, self.num_recent_tokens
         self.near_keys, self.near_values = (self.codec.window(part, *windows) for part in ("keys", "values"))
 
-    def _held(self, length: int) -> list[tuple[str, TokenStore, int]]:
+    def _held(self, length: int) -> list[tuple[str, KVBuffer, int]]:
         """Name, store and number of tokens of each store that is not empty after ``length`` tokens."""
         near = ("near_keys", self.near_keys, length), ("near_values", self.near_values, length)
-        banks = ((f"{x[0]} of {i}", *x[1:]) for i, bank in enumerate(self.banks) for x in bank.stores())
-        return [entry for entry in (*near, *banks) if not entry[1].is_empty]
+        head_groups = ((f"{x[0]} of {i}", *x[1:]) for i, group in enumerate(self.head_groups) for x in group.stores())
+        return [entry for entry in (*near, *head_groups) if not entry[1].is_empty]
 
     def stores(self) -> dict[str, Any]:
-        rankings = {f"bookkeeping of {i}": bank.ranking for i, bank in enumerate(self.banks)}
+        rankings = {f"bookkeeping of {i}": group.ranking for i, group in enumerate(self.head_groups)}
         return {name: store for name, store, _ in self._held(0)} | rankings
 
     # -- attention -------------------------------------------------------------------------------------------
@@ -207,18 +207,18 @@ class SharedSelectionLayer(PodCacheLayer):
         plain, (q, k) = q, step.ropes[self.layer_idx].pair(q, k)
         is_single = step.num_new == 1 and not takes_gradients(q, k, v)
         outs = []
-        for bank in self.banks if not step.is_decode else ():
-            if bank.leads:
-                own = take_heads(plain if bank.ranking.before_rope else q, bank.leads, self.groups)
-                bank.ranking.observe(own, step)
-                bank.keys.observe(take_heads(q, bank.leads, self.groups), step)
-        for bank, own_q, own_k, own_v in zip(self.banks, *map(self._by_bank, (q, k, v)), strict=True):
-            bank.append(own_k[0], own_k[1], own_v[2], step)
-            self._publish(bank, own_q[0], step, is_single)
+        for group in self.head_groups if not step.is_decode else ():
+            if group.leads:
+                own = take_heads(plain if group.ranking.before_rope else q, group.leads, self.groups)
+                group.ranking.observe(own, step)
+                group.keys.observe(take_heads(q, group.leads, self.groups), step)
+        for group, own_q, own_k, own_v in zip(self.head_groups, *map(self._by_group, (q, k, v)), strict=True):
+            group.append(own_k[0], own_k[1], own_v[2], step)
+            self._publish(group, own_q[0], step, is_single)
             if is_single:
-                outs.append(self._decode_bank(bank, own_q, step))
+                outs.append(self._decode_group(group, own_q, step))
             elif not step.is_fresh:
-                outs.append(self._attend_bank(bank, own_q, step))
+                outs.append(self._attend_group(group, own_q, step))
         if step.is_fresh and not is_single:
             out = self._prefill(q, k, v, step)
             self._append_near(k, v, step)
@@ -230,15 +230,15 @@ class SharedSelectionLayer(PodCacheLayer):
             outs.append(self._decode_near(q, step))
         return self._in_order(outs)
 
-    def _by_bank(self, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """For each bank, the heads of its leads, of its followers, and of both.
+    def _by_group(self, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """For each group, the heads of its leads, of its followers, and of both.
 
         The number of operations does not depend on the number of heads.
         """
         width = x.shape[1] // len(self.order)
         if self.is_reordered:
             x = x.index_select(1, head_index(self.order, width, x.device))
-        sizes = [width * len(heads) for bank in self.banks for heads in (bank.leads, bank.followers)]
+        sizes = [width * len(heads) for group in self.head_groups for heads in (group.leads, group.followers)]
         if self.roles.windows:
             x = x[:, : sum(sizes)]
         roles = x.split(sizes, 1)
@@ -251,103 +251,103 @@ class SharedSelectionLayer(PodCacheLayer):
         pieces = [piece for out in outs for piece in out.split(self.groups, dim=1)]
         return torch.cat([pieces[self.order.index(head)] for head in range(len(pieces))], dim=1)
 
-    def _publish(self, bank: Bank, q: Tensor, step: Step, is_single: bool) -> None:
+    def _publish(self, group: HeadGroup, q: Tensor, step: Step, is_single: bool) -> None:
         """Leave in ``step`` what followers need of their leads, before the leads choose."""
-        for place, head in bank.followed:
-            step.lead.selections[head] = Selection(bank.positions[:, place])
+        for place, head in group.followed:
+            step.lead.selections[head] = Selection(group.positions[:, place])
             if not is_single:
                 step.lead.queries[head] = take_heads(q, [place], self.groups).clone()
-                step.lead.keys[head] = take_heads(bank.keys.view(bank.held), [place])
+                step.lead.keys[head] = take_heads(group.keys.view(group.held), [place])
 
-    def _decode_bank(self, bank: Bank, q: tuple[Tensor, Tensor, Tensor], step: Step) -> Tensor:
+    def _decode_group(self, group: HeadGroup, q: tuple[Tensor, Tensor, Tensor], step: Step) -> Tensor:
         """Attention of one new token per row; leads' logits serve their blocks, but for proximal tokens."""
         parts = []
-        if bank.leads:
-            logits = slot_logits(q[0], bank.keys.stored, bank.held, self.scale)
-            self._publish_logits(bank, logits, step)
+        if group.leads:
+            logits = slot_logits(q[0], group.keys.stored, group.held, self.scale)
+            self._publish_logits(group, logits, step)
             parts.append(logits)
-        if bank.followers:
-            scored = [step.lead.selections[head].scored for head in bank.followers]
+        if group.followers:
+            scored = [step.lead.selections[head].scored for head in group.followers]
             far, near = (torch.stack(x, 1) for x in zip(*(pair for pair in scored if pair), strict=True))
-            keys, count = bank.own.store, len(bank.own)
-            own = bank.own.spread(slot_logits(q[1], keys.stored, count, self.scale))
+            keys, count = group.own.store, len(group.own)
+            own = group.own.spread(slot_logits(q[1], keys.stored, count, self.scale))
             parts.append(torch.where(near[:, :, None], own, far))
         logits = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-        return weigh_slots(logits.softmax(-1), bank.values.stored, q[2].dtype)
+        return weigh_slots(logits.softmax(-1), group.values.stored, q[2].dtype)
 
-    def _publish_logits(self, bank: Bank, logits: Tensor, step: Step) -> None:
-        if bank.followed:
-            is_recent = bank.positions >= step.max_length - self.num_recent_tokens
-            near = is_recent | (bank.positions < self.num_sink_tokens)
-            for place, head in bank.followed:
+    def _publish_logits(self, group: HeadGroup, logits: Tensor, step: Step) -> None:
+        if group.followed:
+            is_recent = group.positions >= step.max_length - self.num_recent_tokens
+            near = is_recent | (group.positions < self.num_sink_tokens)
+            for place, head in group.followed:
                 step.lead.selections[head].scored = logits[:, place], near[:, place]
 
-    def _attend_bank(self, bank: Bank, q: tuple[Tensor, ...], step: Step) -> Tensor:
+    def _attend_group(self, group: HeadGroup, q: tuple[Tensor, ...], step: Step) -> Tensor:
         """Attention of a chunk behind any past.
 
         Slots ascend by position. While nothing was dropped, a slot is a position.
         """
         parts = []
-        values = bank.values.view(bank.held)
-        split = len(bank.leads)
-        segments = Segments.whole(len(step.rows), step.num_new, bank.held)
-        if bank.leads:
-            tokens = Tokens(bank.keys.view(bank.held), take_heads(values, range(split)))
+        values = group.values.view(group.held)
+        split = len(group.leads)
+        segments = Segments.whole(len(step.rows), step.num_new, group.held)
+        if group.leads:
+            tokens = Tokens(group.keys.view(group.held), take_heads(values, range(split)))
             out, _ = attend(q[0], tokens, segments=segments, scale=self.scale, backend=step.chunk_backend)
             parts.append(out)
-        if bank.followers:
-            own = bank.own.store.read(len(bank.own)).transpose(2, 3)
-            keys = bank.own.spread(own, Tensor.new_zeros).transpose(2, 3).contiguous()
-            see, past = self._visibility, bank.held - step.num_new
+        if group.followers:
+            own = group.own.store.read(len(group.own)).transpose(2, 3)
+            keys = group.own.spread(own, Tensor.new_zeros).transpose(2, 3).contiguous()
+            see, past = self._visibility, group.held - step.num_new
             if past < step.rows[0][0]:
-                positions = [step.lead.selections[head].positions for head in bank.followers]
+                positions = [step.lead.selections[head].positions for head in group.followers]
                 see = see._replace(positions=torch.stack(positions, 1), start=step.rows[0][0])
-            tokens = Tokens(keys, take_heads(values, range(split, split + len(bank.followers))))
-            lead = step.lead.take(bank.followers, bank.held)
+            tokens = Tokens(keys, take_heads(values, range(split, split + len(group.followers))))
+            lead = step.lead.take(group.followers, group.held)
             parts.append(attend(q[1], tokens, lead, see, segments, self.scale, step.chunk_backend)[0])
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     # -- selection -------------------------------------------------------------------------------------------
 
-    def settle(self, step: Step) -> None:
+    def flush(self, step: Step) -> None:
         if step.ends_prompt:
-            for bank, slots in zip(self.banks, self.choose(step), strict=True):
-                self._select(bank, slots, step)
-                bank.ranking = self.make_ranking()
+            for group, slots in zip(self.head_groups, self.choose(step), strict=True):
+                self._select(group, slots, step)
+                group.ranking = self.make_ranking()
         if step.ends_prompt or step.is_decode:
             for _, store, count in self._held(step.max_length):
-                store.settle(count)
+                store.flush(count)
 
     def choose(self, step: Step) -> list[Tensor | None]:
-        """For each bank, the slots ``[B, leads, budget]`` that its leads keep, ascending; None = all."""
+        """For each group, the slots ``[B, leads, budget]`` that its leads keep, ascending; None = all."""
         if step.sizes is None:
             step.sizes = self.budgets(step.max_length)
         row = step.sizes[self.layer_idx]
-        sized = [(bank, row[bank.leads[0]] if bank.leads else bank.held) for bank in self.banks]
-        return [best_slots(bank.scores(step), n) if bank.held > n else None for bank, n in sized]
+        sized = [(group, row[group.leads[0]] if group.leads else group.held) for group in self.head_groups]
+        return [best_slots(group.scores(step), n) if group.held > n else None for group, n in sized]
 
-    def _select(self, bank: Bank, slots: Tensor | None, step: Step) -> None:
+    def _select(self, group: HeadGroup, slots: Tensor | None, step: Step) -> None:
         """Keep these slots in the leads, and tell the followers, which keep the same ones."""
         kept = []
-        if bank.leads:
+        if group.leads:
             kept.append(slots)
             if slots is not None:
-                bank.keys.keep(slots, bank.held)
-                if bank.shares:
-                    bank.places.keep(slots, bank.held)
-                    bank.chosen = None
-            for place, head in bank.followed:
-                left = step.lead.selections.setdefault(head, Selection(bank.positions[:, place]))
+                group.keys.keep(slots, group.held)
+                if group.shares:
+                    group.position_buffer.keep(slots, group.held)
+                    group.chosen = None
+            for place, head in group.followed:
+                left = step.lead.selections.setdefault(head, Selection(group.positions[:, place]))
                 left.kept = None if slots is None else slots[:, place]
-        if bank.followers:
-            found = (step.lead.selections[head].kept for head in bank.followers)
+        if group.followers:
+            found = (step.lead.selections[head].kept for head in group.followers)
             chosen = [index for index in found if index is not None]  # all or none
             kept.append(torch.stack(chosen, 1) if chosen else None)
         if kept[0] is not None:
-            bank.values.keep(torch.cat(kept, dim=1), bank.held)
-            bank.held = kept[0].shape[2]
-            if bank.followers:
-                bank.own.keep(kept[-1], self.num_recent_tokens - 1)
+            group.values.keep(torch.cat(kept, dim=1), group.held)
+            group.held = kept[0].shape[2]
+            if group.followers:
+                group.own.keep(kept[-1], self.num_recent_tokens - 1)
 
 
 def free_own_keys(layers: list[SharedSelectionLayer], step: Step, label: None) -> None:
@@ -356,23 +356,23 @@ def free_own_keys(layers: list[SharedSelectionLayer], step: Step, label: None) -
     When leads have chosen, their positions are read from the device once for all layers. From then on the
     host knows which tokens are distant.
     """
-    banks = [(layer, bank) for layer in layers for bank in layer.banks]
-    seen, n_r = step.max_length, next((layer.num_recent_tokens for layer, _ in banks), 1)
-    unread = [bank for _, bank in banks if bank.chosen is None]
+    head_groups = [(layer, group) for layer in layers for group in layer.head_groups]
+    seen, n_r = step.max_length, next((layer.num_recent_tokens for layer, _ in head_groups), 1)
+    unread = [group for _, group in head_groups if group.chosen is None]
     if unread:
-        latest = [bank.positions[:, :, -n_r:].amax(0) for bank in unread]
+        latest = [group.positions[:, :, -n_r:].amax(0) for group in unread]
         device = latest[0].device  # layers may lie on several devices
         numbers = iter(torch.cat([x.flatten().to(device) for x in latest]).tolist())
-        for bank, x in zip(unread, latest, strict=True):
-            bank.whole_from, bank.chosen = seen, [list(islice(numbers, x.shape[1])) for _ in bank.leads]
+        for group, x in zip(unread, latest, strict=True):
+            group.whole_from, group.chosen = seen, [list(islice(numbers, x.shape[1])) for _ in group.leads]
     near = {}
-    for layer, bank in banks:
-        whole = min(seen - bank.whole_from, n_r - 1)
-        for head, chosen in zip(bank.leads, bank.chosen or (), strict=True):
+    for layer, group in head_groups:
+        whole = min(seen - group.whole_from, n_r - 1)
+        for head, chosen in zip(group.leads, group.chosen or (), strict=True):
             near[layer.layer_idx, head] = whole + len(chosen) - bisect_right(chosen, seen - n_r)
-        if bank.followers:
-            most = max(near[layer.lead[layer.layer_idx][head], head] for head in bank.followers)
-            bank.own.free(most)
+        if group.followers:
+            most = max(near[layer.lead[layer.layer_idx][head], head] for head in group.followers)
+            group.own.free(most)
 
 
 def first_and_last(first: int, last: int, count: int, device: torch.device) -> Tensor:

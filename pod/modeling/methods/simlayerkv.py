@@ -19,9 +19,9 @@ from pod.kernels.statistics import attention_rows
 from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, Parameter, Request, cache_of
 from pod.modeling.methods.ranking import LastQueries
 from pod.modeling.methods.sliding import SlidingLayer
-from pod.modeling.shipped.attend import Tokens, take_heads
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.step import Step
+from pod.modeling.model.attend import Tokens, take_heads
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.step import Step
 
 
 class SimLayer(SlidingLayer):
@@ -100,7 +100,7 @@ class SimLayer(SlidingLayer):
             own = take_heads(queries, [head], queries.shape[1] // keys.shape[1])
             yield attention_rows(own, keys[:, head : head + 1], scale=self.scale)
 
-    def settle(self, step: Step) -> None:
+    def flush(self, step: Step) -> None:
         """Judge at the end of a prompt and trim a lazy layer; after a decoded token ``judge_layers`` does."""
         if not (step.ends_prompt or step.is_decode):
             return
@@ -123,7 +123,7 @@ class SimLayer(SlidingLayer):
             self.tokens.trim(self.num_recent_tokens)
         # a layer that is judged next may be trimmed: a token packed now might be packed again in the window
         if self.is_lazy or not self.judges_next:
-            self.tokens.settle()
+            self.tokens.flush()
 
 
 def judge_layers(layers: Sequence[SimLayer], step: Step, label: None) -> None:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, Request, cache_of
 from pod.modeling.methods.windowed import WINDOW_REFUSES_POD
-from pod.modeling.shipped.attend import EVERYTHING, Tokens, attend, compute_dtype, merge, takes_gradients
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.grouped import attend_slots
-from pod.modeling.shipped.step import CacheLayer, Step
-from pod.modeling.shipped.stores import Codec, Recent, TokenStore, take_rows_of
+from pod.modeling.model.attend import EVERYTHING, Tokens, attend, compute_dtype, merge, takes_gradients
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.grouped import attend_slots
+from pod.modeling.model.step import CacheLayer, Step
+from pod.modeling.model.stores import KVQuantizer, Recent, KVBuffer, take_rows_of
 
 Biased = tuple[Tokens[Tensor], float]
 """Tokens, and the number that is added to their logits."""
@@ -26,11 +26,11 @@ Biased = tuple[Tokens[Tensor], float]
 class Pair(NamedTuple):
     """A store of keys and one of values that hold the same tokens."""
 
-    keys: TokenStore
-    values: TokenStore
+    keys: KVBuffer
+    values: KVBuffer
 
     @classmethod
-    def of(cls, codec: Codec, evicts: bool = False) -> "Pair":
+    def of(cls, codec: KVQuantizer, evicts: bool = False) -> "Pair":
         """Stores that hold every token.
 
         Args:
@@ -63,9 +63,9 @@ class Pair(NamedTuple):
         out, _, weights = found
         return out, weights
 
-    def settle(self, length: int) -> None:
+    def flush(self, length: int) -> None:
         for store in self:
-            store.settle(length)
+            store.flush(length)
 
     def keep(self, index: Tensor, length: int) -> None:
         for store in self:
@@ -125,7 +125,7 @@ class SlidingTokens:
         num_beside: tokens beside the window.
     """
 
-    def __init__(self, codec: Codec, num_sink_tokens: int, left: CompensationToken | None = None):
+    def __init__(self, codec: KVQuantizer, num_sink_tokens: int, left: CompensationToken | None = None):
         self.codec, self.num_sink_tokens, self.left = codec, num_sink_tokens, left
         self.window: Pair | None = None
         self.num_recent = self.entered = 0
@@ -180,12 +180,12 @@ class SlidingTokens:
         rows = [(self.entered, self.num_beside)] * new.keys.shape[0]
         return Tokens(*(Recent(store, x, rows) for store, x in zip(self.window, new, strict=True)))
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """A prompt has ended or a token was decoded: let the stores come to rest."""
         if self.window is not None:
-            self.window.settle(self.entered)
+            self.window.flush(self.entered)
         if self.num_beside:
-            self.beside.settle(self.num_beside)
+            self.beside.flush(self.num_beside)
 
     # -- attention -------------------------------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ class SlidingTokens:
 
     # -- bookkeeping -----------------------------------------------------------------------------------------
 
-    def stores(self) -> dict[str, TokenStore]:
+    def stores(self) -> dict[str, KVBuffer]:
         """The stores by name, as in ``CacheLayer.stores``."""
         window = {} if self.window is None else self.window._asdict()
         return {f"window_{name}": store for name, store in window.items()} | self.beside._asdict()
@@ -250,7 +250,7 @@ class SlidingLayer(CacheLayer):
     """A layer that holds ``tokens`` of rows that are alike, for all of its KV heads."""
 
     def __init__(
-        self, config: PodConfig, layer_idx: int, num_sink_tokens: int, num_recent_tokens: int, codec: Codec
+        self, config: PodConfig, layer_idx: int, num_sink_tokens: int, num_recent_tokens: int, codec: KVQuantizer
     ):
         super().__init__()
         self.layer_idx = layer_idx
@@ -268,9 +268,9 @@ class SlidingLayer(CacheLayer):
         q, k = step.ropes[self.layer_idx].pair(q, k)
         return self.tokens.attend(q, Tokens(k, v), step, self.scale)
 
-    def settle(self, step: Step) -> None:
+    def flush(self, step: Step) -> None:
         if step.ends_prompt or step.is_decode:
-            self.tokens.settle()
+            self.tokens.flush()
 
 
 class LocalLayer(SlidingLayer):
@@ -283,10 +283,10 @@ class LocalLayer(SlidingLayer):
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
         super().__init__(config, layer_idx, 0, request.budget, request.codec)
 
-    def settle(self, step: Step) -> None:
+    def flush(self, step: Step) -> None:
         if step.ends_prompt and not step.is_decode:
             self.tokens.trim(self.num_recent_tokens)
-        super().settle(step)
+        super().flush(step)
 
 
 METHOD = Method(

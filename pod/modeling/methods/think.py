@@ -20,14 +20,14 @@ from torch.nn import functional as F
 from pod.modeling.methods.base import Method, Request, cache_of
 from pod.modeling.methods.ranking import LastQueries, best_slots
 from pod.modeling.methods.shared_selection import SharedSelectionLayer
-from pod.modeling.shipped.attend import compute_dtype
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.grouped import write_scores
-from pod.modeling.shipped.step import Step
-from pod.modeling.shipped.stores import Codec, TokenStore
+from pod.modeling.model.attend import compute_dtype
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.grouped import write_scores
+from pod.modeling.model.step import Step
+from pod.modeling.model.stores import KVQuantizer, KVBuffer
 
 
-class ThinCodec(Codec):
+class ThinKeyQuantizer(KVQuantizer):
     """A codec around another one, whose keys lose channels. Packed keys fill whole bytes."""
 
     def __init__(self, config: PodConfig, request: Request):
@@ -38,11 +38,11 @@ class ThinCodec(Codec):
         self.num_queries, self.recent = request.params["queries"], request.params["recent"]
         self.window = self.inner.window
 
-    def tokens(self, part: str, evicts: bool = False) -> TokenStore:
+    def tokens(self, part: str, evicts: bool = False) -> KVBuffer:
         return ThinKeys(self) if part == "keys" else self.inner.tokens(part, evicts)
 
 
-class ThinKeys(TokenStore):
+class ThinKeys(KVBuffer):
     """Keys of rows that are alike, the older ones in fewer channels.
 
     Whole keys, which are in ``data``, stay native under any codec.
@@ -55,7 +55,7 @@ class ThinKeys(TokenStore):
         queries: the last queries of the running prompt.
     """
 
-    def __init__(self, rule: ThinCodec):
+    def __init__(self, rule: ThinKeyQuantizer):
         super().__init__()
         self.rule, self.queries = rule, LastQueries(rule.num_queries)
         self.channels: Any = None
@@ -89,7 +89,7 @@ class ThinKeys(TokenStore):
         super().append(x, past - self.num_thin)
 
     def read(self, length: int) -> Tensor:
-        """See ``TokenStore.read``. Channels that thin keys lack are zeros."""
+        """See ``KVBuffer.read``. Channels that thin keys lack are zeros."""
         keys = super().read(length - self.num_thin)
         if self.num_thin:
             keys = F.pad(keys, (0, 0, self.num_thin, 0))
@@ -97,16 +97,16 @@ class ThinKeys(TokenStore):
         return keys
 
     def keep(self, index: Tensor, length: int) -> None:
-        """See ``TokenStore.keep``.
+        """See ``KVBuffer.keep``.
 
-        Heads keep unequally many thin keys, so these have zeros until ``settle``.
+        Heads keep unequally many thin keys, so these have zeros until ``flush``.
         """
         self.data = self.read(length)
         self.thin, self.num_thin = self.rule.inner.tokens("keys"), 0
         super().keep(index, length)
 
-    def settle(self, length: int) -> None:
-        """See ``TokenStore.settle``. When a prompt has ended, thin all keys but the newest."""
+    def flush(self, length: int) -> None:
+        """See ``KVBuffer.flush``. When a prompt has ended, thin all keys but the newest."""
         queries = self.queries.observed
         keys = super().read(length - self.num_thin)
         count = keys.shape[2] - self.rule.recent
@@ -119,7 +119,7 @@ class ThinKeys(TokenStore):
             self.thin.append(keys[:, :, :count].gather(3, self._index(count)), self.num_thin)
             self.data, self.num_thin = keys[:, :, count:].clone(), self.num_thin + count
         if self.num_thin:
-            self.thin.settle(self.num_thin)
+            self.thin.flush(self.num_thin)
 
 
 class WholeLayer(SharedSelectionLayer):
@@ -139,7 +139,7 @@ METHOD = Method(
     "no token is dropped",
     axis="channels",
     build=cache_of(WholeLayer),
-    wraps=ThinCodec,
+    wraps=ThinKeyQuantizer,
     parameters={
         "ratio": (0.4, "share of key channels dropped; with a codec in whole bytes (share)", 0, 0.99),
         "queries": (32, "last queries of the prompt that choose the channels (tokens)", 1),

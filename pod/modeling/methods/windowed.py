@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pod.modeling.methods.base import Method, Request, cache_of
-from pod.modeling.shipped.attend import (
+from pod.modeling.model.attend import (
     CAUSAL,
     EVERYTHING,
     Segment,
@@ -22,12 +22,12 @@ from pod.modeling.shipped.attend import (
     attend,
     merge,
 )
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.grouped import attend_slots
-from pod.modeling.shipped.layout import PodCacheLayer
-from pod.modeling.shipped.sharing import SharingPlan
-from pod.modeling.shipped.step import Step
-from pod.modeling.shipped.stores import Recent
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.grouped import attend_slots
+from pod.modeling.model.layout import PodCacheLayer
+from pod.modeling.model.sharing import SharingPlan
+from pod.modeling.model.step import Step
+from pod.modeling.model.stores import Recent
 
 WINDOW_REFUSES_POD = "this method keeps no distant tokens whose keys layers could share"
 

@@ -35,10 +35,10 @@ from transformers import GenerationConfig
 
 from pod.files import atomic_write_text, explain_disk_full, read_mapping
 from pod.modeling.loading import with_trained_constants
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.llama import PodForCausalLM
-from pod.modeling.shipped.sharing import SharingPlan
-from pod.modeling.shipped.sinks import is_constant
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.llama import PodForCausalLM
+from pod.modeling.model.sharing import SharingPlan
+from pod.modeling.model.sinks import is_constant
 from pod.schema import one_line
 from pod.training import deepspeed_bridge as bridge
 from pod.training.checkpoint.identity import (
@@ -54,8 +54,8 @@ from pod.training.checkpoint.identity import (
 )
 from pod.training.checkpoint.newest import WEIGHT_FILES, step_folders, step_of
 from pod.training.deepspeed_bridge import MASTER, Piece
-from pod.training.predict.memory import checkpoint_disk_bytes
-from pod.training.run.carry import host_copy
+from pod.training.predict.memory_estimate import checkpoint_disk_bytes
+from pod.training.run.shared_qk import host_copy
 from pod.training.run.lora import add_lora
 
 

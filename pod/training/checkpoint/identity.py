@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pod.files import read_mapping, write_json
-from pod.modeling.shipped.sharing import SharingPlan
+from pod.modeling.model.sharing import SharingPlan
 
 SCHEMA_VERSION = 3
 STATE_NAME = "checkpoint.json"

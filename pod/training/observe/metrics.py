@@ -30,7 +30,7 @@ import torch
 from tqdm import tqdm
 
 from pod.files import atomic_write_text
-from pod.modeling.shipped.sharing import Lead
+from pod.modeling.model.sharing import Lead
 from pod.schema import one_line
 from pod.training.args import TrainArgs
 from pod.training.predict.shapes import Shapes, causal_pairs, proximal_pairs

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pod.data.rows.held_out import map_held_out
 from pod.data.rows.loader import shifted_labels
-from pod.modeling.shipped.step import document_positions
+from pod.modeling.model.step import document_positions
 from pod.training.args import TrainArgs
 from pod.training.observe.metrics import Values
 from pod.training.run.engine import IGNORED_LABEL

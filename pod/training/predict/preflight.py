@@ -14,17 +14,17 @@ import torch
 from pod import toolchain
 from pod.files import check_can_write
 from pod.training.args import TrainArgs, TrainRecipe
-from pod.training.predict import planner
-from pod.training.predict.attention import attention_backend, refusals
-from pod.training.predict.memory import Job, checkpoint_disk_bytes
-from pod.training.predict.planner import GIB, Fit, Machine
+from pod.training.predict import layout_search
+from pod.training.predict.attention_cost import attention_backend, refusals
+from pod.training.predict.memory_estimate import TrainingJob, checkpoint_disk_bytes
+from pod.training.predict.layout_search import GIB, ParallelLayout, Machine
 from pod.training.predict.shapes import Shapes
 from pod.training.run.mesh import local_world_size
 
 
 def check(
     config: Any, recipe: TrainRecipe, manifest: dict[str, Any], folder: Path | str, machine: Machine
-) -> Fit:
+) -> ParallelLayout:
     """Refuse a run that cannot end well, and return how it will be trained. It takes about a second.
 
     Args:
@@ -40,8 +40,8 @@ def check(
     check_gpus(recipe)
     shapes = Shapes.from_config(config)
     check_attention(shapes, recipe, machine)
-    fit = planner.plan(recipe, shapes, config.sharing_plan.lead, context, machine)
-    planner.check_fits(fit)
+    fit = layout_search.plan(recipe, shapes, config.sharing_plan.lead, context, machine)
+    layout_search.check_fits(fit)
     check_epochs(fit.job, int(manifest["num_rows"]))
     check_can_write(folder, "output_dir")
     check_disk(fit.job, Path(folder))
@@ -86,7 +86,7 @@ def check_length(asked: int, length: int, folder: Path) -> None:
         )
 
 
-def check_epochs(job: Job, rows: int) -> None:
+def check_epochs(job: TrainingJob, rows: int) -> None:
     """Raise ValueError when the data has too few rows.
 
     A step must not take more rows than the data has. Without `allow_repeats`, the run must not read rows
@@ -132,7 +132,7 @@ def check_gpus(args: TrainRecipe) -> None:
         )
 
 
-def check_disk(job: Job, folder: Path) -> None:
+def check_disk(job: TrainingJob, folder: Path) -> None:
     """Raise ValueError when there is no room in `folder` for the checkpoints that will lie there at a time.
 
     The bytes of checkpoints that lie there already count as room, because checkpoints rotate.

@@ -10,7 +10,7 @@
 """
 
 from pod.training.args import TrainArgs
-from pod.training.predict.memory import Parts, World
+from pod.training.predict.memory_estimate import Parts, World
 
 GIB = 2**30
 CONTEXT = round(1.0 * GIB)

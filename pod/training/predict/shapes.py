@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from pod.modeling.shipped.sharing import Lead
+from pod.modeling.model.sharing import Lead
 from pod.models import head_dim_of
 from pod.training.args import TrainArgs
 
@@ -217,7 +217,7 @@ def carried_until(lead: Lead, layer: int) -> int:
 def fetched_heads(lead: Lead, layer: int) -> int:
     """Number of the carried heads that are followed both up to `layer` and from it on.
 
-    Where the carry is fetched or recomputed, these are on the device.
+    Where `shared_qk` is fetched or recomputed, these are on the device.
     """
     return sum(first <= layer <= last for first, last in carried_spans(lead).values())
 
@@ -225,6 +225,6 @@ def fetched_heads(lead: Lead, layer: int) -> int:
 def continued_heads(lead: Lead, layer: int) -> int:
     """Number of KV heads whose block goes on above `layer`.
 
-    The gradients of their carry arrive in this layer's backward.
+    The gradients of their shared_qk arrive in this layer's backward.
     """
     return sum(owner <= layer < last for (owner, _), (_, last) in carried_spans(lead).items())

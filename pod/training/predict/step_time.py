@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from pod.modeling.shipped.sharing import Lead
+from pod.modeling.model.sharing import Lead
 from pod.training.args import TrainArgs
-from pod.training.predict.memory import BYTES, Job, World, pinned_tensors
+from pod.training.predict.memory_estimate import BYTES, TrainingJob, World, pinned_tensors
 from pod.training.predict.shapes import Shapes, carried_heads, silent_layers
-from pod.training.run.carry import leads_that_end
+from pod.training.run.shared_qk import leads_that_end
 
 _GB = 1e9 / 2**30
 
@@ -181,7 +181,7 @@ class StepTime:
         return (self.overlapped + self.sequential) / 2
 
 
-def step_time(job: Job, device: Device) -> StepTime:
+def step_time(job: TrainingJob, device: Device) -> StepTime:
     """Seconds of an optimizer step."""
     args = job.args
     flops = rank_flops(job) * args.gradient_accumulation_steps
@@ -213,10 +213,10 @@ def model_flops(shapes: Shapes, lead: Lead, args: TrainArgs, tokens: int, attent
     return 3 * (weights + attention)
 
 
-def rank_flops(job: Job) -> float:
+def rank_flops(job: TrainingJob) -> float:
     """Floating-point operations of one rank for one micro-batch, with all that is computed again.
 
-    Computed again are layers under checkpoints, tiles, logits, the carry, and the logits in attention's
+    Computed again are layers under checkpoints, tiles, logits, `shared_qk`, and the logits in attention's
     backward. Attention counts as that of the rank that each layer waits for.
     """
     shapes, lead, args, tokens = job.shapes, job.lead, job.args, job.tokens
@@ -228,12 +228,12 @@ def rank_flops(job: Job) -> float:
         again += layers + attention
     if job.tiles > 1:
         again += 6.0 * tokens * shapes.layers * shapes.hidden * shapes.intermediate
-    if args.carry == "recompute":
+    if args.shared_qk == "recompute":
         again += 2.0 * tokens * shapes.hidden * shapes.carried_width * carried_heads(lead)
     return again + model_flops(shapes, lead, args, tokens, attention)
 
 
-def attention_flops(job: Job) -> float:
+def attention_flops(job: TrainingJob) -> float:
     """Operations of attention in the forward of all layers: 4·d per visible pair and query head.
 
     In each layer, they are those of the rank of a sequence-parallel group that has most. A follower
@@ -250,7 +250,7 @@ def _seconds(traffic: Traffic, device: Device) -> float:
     return max(inside, between)
 
 
-def _copied_bytes(job: Job) -> int:
+def _copied_bytes(job: TrainingJob) -> int:
     """Bytes that a rank copies to and from the host in a step, without those of the update.
 
     Everything that waits there is copied both ways in every micro-batch. Sums of gradients are copied out
@@ -268,7 +268,7 @@ def _copied_bytes(job: Job) -> int:
     return copies
 
 
-def _update_seconds(job: Job, device: Device) -> float:
+def _update_seconds(job: TrainingJob, device: Device) -> float:
     """Seconds of AdamW's update.
 
     It reads and writes master weight and moments, reads a gradient, and writes a weight.
@@ -282,7 +282,7 @@ def _update_seconds(job: Job, device: Device) -> float:
     return touched / HOST_UPDATE_BYTES_PER_S + moved / (device.host_gbps * 1e9 * LINK_EFFICIENCY)
 
 
-def communication(job: Job) -> list[Traffic]:
+def communication(job: TrainingJob) -> list[Traffic]:
     """Traffic of one optimizer step, by kind. Kinds without traffic are left out."""
     kinds = [
         _ring("all-gather of weights", weight_bytes(job), job.world),
@@ -292,7 +292,7 @@ def communication(job: Job) -> list[Traffic]:
     return [kind for kind in kinds if kind.inside + kind.between]
 
 
-def weight_bytes(job: Job) -> int:
+def weight_bytes(job: TrainingJob) -> int:
     """Bytes of weights that are gathered in a step, with every rank's own share.
 
     Stage 3 gathers all weights in the forward and in the backward of every micro-batch. Recomputing uses
@@ -306,7 +306,7 @@ def weight_bytes(job: Job) -> int:
     return 2 * held * size * args.gradient_accumulation_steps
 
 
-def gradient_bytes(job: Job) -> int:
+def gradient_bytes(job: TrainingJob) -> int:
     """Bytes of gradients that are summed over ranks in a step.
 
     They are those of every micro-batch; in stage 1, only those of the last one.
@@ -316,7 +316,7 @@ def gradient_bytes(job: Job) -> int:
     return times * job.shapes.trained_parameters(args) * BYTES[args.reduce_dtype]
 
 
-def all_to_all_bytes(job: Job) -> int:
+def all_to_all_bytes(job: TrainingJob) -> int:
     """Bytes that a rank hands to the all-to-alls of a step, with its own part.
 
     Forward, backward and what is recomputed are counted.
@@ -328,13 +328,13 @@ def all_to_all_bytes(job: Job) -> int:
     once = exchanged_bytes(job)
     total = passes * (once["to_heads"] + once["to_sequence"])
     total += once["to_heads_backward"] + once["to_sequence_backward"]
-    if args.carry == "recompute":
+    if args.shared_qk == "recompute":
         projected = sum(len(leads_that_end(lead, layer)) for layer in range(len(lead)))
         total += projected * once["to_heads"] // len(lead)
     return total * args.gradient_accumulation_steps
 
 
-def exchanged_bytes(job: Job) -> dict[str, int]:
+def exchanged_bytes(job: TrainingJob) -> dict[str, int]:
     """Bytes that a rank hands to the all-to-alls of a micro-batch's forward and backward, by direction.
 
     `Ulysses.sent_bytes` counts the same on the first rank.
@@ -359,7 +359,7 @@ def _ring(kind: str, total: int, world: World) -> Traffic:
     return Traffic(kind, total * (world.size - 1) // world.size - between, between)
 
 
-def _exchange(job: Job) -> Traffic:
+def _exchange(job: TrainingJob) -> Traffic:
     total, size = all_to_all_bytes(job), job.args.sequence_parallel_size
     near = _ranks_together(size, job.world)
     return Traffic("all-to-all of heads", total * (near - 1) // size, total * (size - near) // size)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from pod.training.args import TrainRecipe
 from pod.training.checkpoint.identity import sha256_of
-from pod.training.predict import planner
-from pod.training.predict.planner import Fit, Machine
+from pod.training.predict import layout_search
+from pod.training.predict.layout_search import ParallelLayout, Machine
 from pod.training.run.mesh import SameOnAllRanks, local_world_size
 
 VERSIONED = ("torch", "deepspeed", "transformers", "peft", "pod-kv")
@@ -41,7 +41,7 @@ def note_neighbours() -> None:
             return
 
 
-def agree_on_layout(fit: Fit, recipe: TrainRecipe) -> Fit:
+def agree_on_layout(fit: ParallelLayout, recipe: TrainRecipe) -> ParallelLayout:
     """The layout that all ranks use.
 
     Where machines differ, it is planned anew, for rank 0's machine with the least memory of all of them.
@@ -56,9 +56,9 @@ def agree_on_layout(fit: Fit, recipe: TrainRecipe) -> Fit:
     if machine == fit.machine:
         return fit
     job = fit.job
-    fit = planner.plan(recipe, job.shapes, job.lead, job.context_length, machine)
+    fit = layout_search.plan(recipe, job.shapes, job.lead, job.context_length, machine)
     try:
-        planner.check_fits(fit)
+        layout_search.check_fits(fit)
     except ValueError as error:
         raise SameOnAllRanks(str(error)) from None
     return fit

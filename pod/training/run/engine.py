@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from pod.modeling.shipped.attend import rms_norm
-from pod.modeling.shipped.attention import RMSNorm
-from pod.modeling.shipped.llama import PodMLP
-from pod.modeling.shipped.rope import rotate_whole
-from pod.modeling.shipped.sinks import is_constant
+from pod.modeling.model.attend import rms_norm
+from pod.modeling.model.attention import RMSNorm
+from pod.modeling.model.llama import PodMLP
+from pod.modeling.model.rope import rotate_whole
+from pod.modeling.model.sinks import is_constant
 from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
-from pod.training.run.carry import set_carry
+from pod.training.run.shared_qk import set_shared_qk_memory
 
 REDUCE_BUCKET_ELEMENTS = 50_000_000
 PREFETCH_ELEMENTS = 50_000_000
@@ -69,7 +69,7 @@ def deepspeed_config(args: TrainArgs) -> dict[str, Any]:
 
 
 def save_activations(model: Any, args: TrainArgs, row_length: int) -> None:
-    """Decide what a PodForCausalLM keeps for its backward: checkpoints, the carry, feed-forward tiles.
+    """Decide what a PodForCausalLM keeps for its backward: checkpoints, `shared_qk`, feed-forward tiles.
 
     Args:
         row_length: tokens of the longest row, over all ranks of a sequence-parallel group.
@@ -78,7 +78,7 @@ def save_activations(model: Any, args: TrainArgs, row_length: int) -> None:
         # The first name is the newer one in transformers. Both checkpoint without re-entering autograd.
         newer = getattr(model, "activation_checkpointing_enable", None)
         (newer or model.gradient_checkpointing_enable)()
-    set_carry(model, args.carry, args.offload_checkpoints)
+    set_shared_qk_memory(model, args.shared_qk, args.offload_checkpoints)
     for layer in model.model.layers:
         layer.mlp.train_tiles = args.mlp_tiles(row_length)
 

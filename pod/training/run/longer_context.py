@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pod.modeling.shipped.config import PodConfig
+from pod.modeling.model.config import PodConfig
 
 _KEYS = {
     "default": set(),

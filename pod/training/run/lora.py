@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from pod.modeling.shipped.sinks import is_constant
+from pod.modeling.model.sinks import is_constant
 from pod.training.args import TrainArgs
 
 SETTINGS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")

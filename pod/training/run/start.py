@@ -12,7 +12,7 @@ from pod.data import PackedDataset
 from pod.data.rows.loader import read_manifest
 from pod.data.run.folders import LOCK_SECONDS, locked
 from pod.data.tokens.tokenizers import tokenizer_sha256
-from pod.modeling.shipped import flash_version
+from pod.modeling.model import flash_version
 from pod.models import resolve_model
 from pod.recipe import Recipe
 from pod.tokenizer import check_ids
@@ -20,8 +20,8 @@ from pod.training.args import TrainRecipe
 from pod.training.checkpoint.identity import sha256_of
 from pod.training.observe.metrics import check_tracker
 from pod.training.predict import preflight
-from pod.training.predict.planner import Machine, details, table, this_machine
-from pod.training.predict.planner import plan as plan_run
+from pod.training.predict.layout_search import Machine, details, table, this_machine
+from pod.training.predict.layout_search import plan as plan_run
 from pod.training.predict.shapes import Shapes
 from pod.training.run import allocator
 from pod.training.run.agreement import agree, agree_on_layout, note_neighbours

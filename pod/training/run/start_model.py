@@ -11,9 +11,9 @@ from transformers import AutoConfig, GenerationConfig
 
 from pod.modeling.checkpoints import has_own_head, is_adapter, weight_files
 from pod.modeling.loading import caching, sink_weights, target_config
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.llama import PodForCausalLM
-from pod.modeling.shipped.sharing import SharingPlan
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.llama import PodForCausalLM
+from pod.modeling.model.sharing import SharingPlan
 from pod.models import KNOWN_SIZES, PACKAGE, ModelArgs, read_config, resolve_model, ways_without_network
 from pod.training.run.longer_context import extend
 from pod.training.run.mesh import from_rank_0

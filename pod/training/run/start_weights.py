@@ -14,9 +14,9 @@ from transformers import PreTrainedConfig
 
 from pod.modeling.checkpoints import Reader, weight_files
 from pod.modeling.loading import Constants, check_fit, empty_model, load_model, made_weight
-from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.llama import PodForCausalLM
-from pod.modeling.shipped.sinks import is_constant
+from pod.modeling.model.config import PodConfig
+from pod.modeling.model.llama import PodForCausalLM
+from pod.modeling.model.sinks import is_constant
 from pod.training.checkpoint.identity import Samples, sample_of
 
 

@@ -17,7 +17,7 @@ import torch
 from pod.data.rows.order import RowCursor
 from pod.data.rows.prefetch import Prefetcher
 from pod.files import write_json
-from pod.modeling.shipped.sharing import SharingPlan
+from pod.modeling.model.sharing import SharingPlan
 from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
 from pod.training.checkpoint.files import Checkpointer, random_states, set_random_states
@@ -167,7 +167,7 @@ class Trainer:
         )
         optimizer = make_optimizer(module, self.args)
         self.engine: Any = bridge.start_engine(module, optimizer, settings, self.mesh.mpu)
-        bridge.drop_carry_hooks(model)
+        bridge.drop_shared_qk_hooks(model)
         self.checkpointer = Checkpointer(self)
         if self.resume_from is not None:
             self.state = self.checkpointer.load(self.resume_from)

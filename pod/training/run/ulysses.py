@@ -7,7 +7,7 @@ already divided by heads, so sharing adds no communication.
 
 Every rank computes as many heads as the others, give or take one. Windows cost less than heads that see
 everything, and each layer waits for the rank that has most to do. `place_heads` therefore deals heads out
-layer by layer, except those whose carry is open. Where ranks still wait, `share_heads` splits the query
+layer by layer, except those whose shared_qk is open. Where ranks still wait, `share_heads` splits the query
 heads of a KV head over several ranks. Each of these ranks gets the keys and values of the KV head.
 """
 
@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pod.modeling.shipped.sharing import Lead, is_followed
-from pod.modeling.shipped.sinks import Sink
+from pod.modeling.model.sharing import Lead, is_followed
+from pod.modeling.model.sinks import Sink
 from pod.training.predict.shapes import visible_pairs
 
 SENT_PAIRS = 1000

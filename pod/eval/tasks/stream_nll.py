@@ -1,0 +1,201 @@
+"""Cumulative NLL of long texts streamed through a cache: does a method stay stable for ever?
+
+D2O Figure 6 (on PG-19 there); IMDC Figures 5 and 8, Table 4.
+
+Any long text will do: files of PG-19's test books in `text`, else what perplexity is measured on.
+`pod.eval.answer.texts` says how it is scored.
+"""
+
+import math
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+from pydantic import PositiveInt
+
+from pod.eval import answer
+from pod.eval.answer.budget import Span, MethodRunner
+from pod.eval.answer.methods import Method, find_method
+from pod.eval.answer.answer_cache import AnswerCache
+from pod.eval.suites.base import curve, scored_payload
+from pod.eval.suites.text import Record, TextTask
+from pod.schema import AtLeast2, section
+
+
+@section
+class StreamNllOptions:
+    """`eval.task_options.stream_nll`."""
+
+    text: list[str] | None = None
+    """Files, folders or other sources. Default: eval.text, or else the held-out part of data.sources."""
+
+    length: int = 4096
+    """Tokens of each text. Only streamingllm, lm_infinite, im, imdc and fm read beyond the model's limit,
+    because their distances do not grow with the text."""
+
+    sequences: PositiveInt = 2
+    """Number of texts. The confidence intervals are over texts."""
+
+    prompt_tokens: AtLeast2 = 256
+    """The first tokens of each text serve as a prompt; this is their number. They are not scored, and methods
+    that compress a prompt do so after them."""
+
+    every: PositiveInt = 256
+    """Tokens between two points of the curve."""
+
+    chunk_size: PositiveInt = 512
+    """Tokens fed at once, to methods for which chunks give the same result as single tokens. Methods that
+    compress while they read use their own chunks. All others read one token at a time."""
+
+    def __post_init__(self) -> None:
+        if self.length <= self.prompt_tokens:
+            raise ValueError(f"length is {self.length}, it must exceed prompt_tokens = {self.prompt_tokens}")
+
+
+class StreamNll(TextTask):
+    """Perplexity over the tokens that every method reads, NLL and bytes by position as curves.
+
+    Texts may be longer than a model's limit. The value then covers the part up to the smallest limit of the
+    compared methods (and of the PoD model that tells the bytes). This part is the same for all. Methods that
+    allow it go on, and their curve and a metric of its own show the rest.
+    """
+
+    name = "stream_nll"
+    title = "streamed text"
+    about = "how well a long text is predicted while it streams through the cache."
+    Options = StreamNllOptions
+
+    def __init__(self, run: Any, options: StreamNllOptions):
+        super().__init__(run, options)
+        bounded = [method.model for name in run.args.methods if not (method := find_method(name)).unbounded]
+        kinds = {*bounded, run.models.reference_kind} - {None}
+        limits = [limit for kind in kinds if (limit := run.models.limit(kind)) is not None]
+        self.limit = min(limits, default=options.length)
+        self.common = min(options.length, self.limit)
+        if self.common <= options.prompt_tokens:
+            raise ValueError(
+                f"eval.task_options.stream_nll.prompt_tokens is {options.prompt_tokens}, but the model reads "
+                f"only {self.limit} tokens: lower it"
+            )
+        ends_of = answer.texts.ends_of
+        self.ends = ends_of(options.prompt_tokens, options.length, options.every, self.common)
+
+    def spans(self) -> list[Span]:
+        return [Span(self.common - 1, self.common - self.options.prompt_tokens)]
+
+    def longest(self) -> int:
+        return self.common
+
+    def token_counts(self, method: Method) -> tuple[int, int]:
+        """(prompt tokens, decode steps of a batch) that a method takes."""
+        options, end = self.options, self._end(method)
+        behind, chunked = end - options.prompt_tokens, self._fed(method)[0] > 1
+        prompt = options.sequences * (end if chunked else options.prompt_tokens)
+        return prompt, 0 if chunked else behind * -(-options.sequences // self.args.batch_size)
+
+    def refuses(self, method: Method) -> str | None:
+        if method.fills_pod_bytes and method.grows:
+            return (
+                f"PoD's bytes give {method.name} no constant budget while a text streams: write a budget, "
+                f"for example {method.name}@1024"
+            )
+        return None
+
+    def _end(self, method: Method) -> int:
+        """Where a method stops (tokens)."""
+        return self.options.length if method.unbounded else self.common
+
+    def _fed(self, method: Method) -> tuple[int, bool]:
+        """Tokens that a method takes at once, and whether the whole text is one prompt to it."""
+        options = self.args.method_options.get(method.name, {})
+        chunk = answer.texts.chunk_of(method, self.options.chunk_size, options)
+        return chunk, answer.texts.reads_on(method, options)
+
+    def prompt_of(self, method: Method, span: Span) -> int:
+        return self._end(method) - 1 if self._fed(method)[1] else super().prompt_of(method, span)
+
+    def measure(self, runner: MethodRunner, answer_cache: AnswerCache) -> Record:
+        (span,), last = self.spans(), self._end(runner.method)
+        ends = tuple(end for end in self.ends if end <= last)
+        asked = ["stream", self.options.prompt_tokens, ends, *self._fed(runner.method), runner.room(span)]
+        records = self.records(answer_cache, asked, lambda rows: self._score(runner, rows, ends), last)
+        return self._payload(runner, ends, records)
+
+    def _score(self, runner: MethodRunner, rows: Any, ends: tuple[int, ...]) -> list[Record]:
+        """A record per text of [B, n]: summed NLL (nats) and bytes of every interval."""
+        where = rows, self.options.prompt_tokens, ends, *self._fed(runner.method)
+        sums, held = answer.texts.stream_nll(runner.model, runner.cache(self.spans()[0]), *where)
+        sums_by_text = zip(*(total.tolist() for total in sums), strict=True)
+        bytes_by_text = zip(*held, strict=True)
+        by_text = zip(sums_by_text, bytes_by_text, strict=True)
+        return [{"sums": list(of_text), "held": list(sizes)} for of_text, sizes in by_text]
+
+    def _payload(self, runner: MethodRunner, ends: tuple[int, ...], records: list[Record]) -> Record:
+        options, shared, (span,) = self.options, ends.index(self.common) + 1, self.spans()
+        tokens = self.common - options.prompt_tokens
+        held = [record["held"][shared - 1] for record in records]
+        shared_by_all = {"tokens": tokens, "budget_tokens": runner.budget(span)}
+        rows = [
+            {"score": sum(record["sums"][:shared]), **shared_by_all, "bytes": size}
+            for record, size in zip(records, held, strict=True)
+        ]
+        chunk, reads_on = self._fed(runner.method)
+        fed = f"{chunk} tokens at once, equal to single ones" if chunk > 1 else "token by token"
+        return scored_payload(
+            "nll",
+            "perplexity",
+            self.samples(rows, self.common),
+            bytes_rows=[runner.stated(span, held)],
+            settings={
+                "texts": len(records),
+                "read": ends[-1],
+                "scored": f"{options.prompt_tokens} to {self.common}",
+                "fed": "one prompt, compressed while it is read" if reads_on else fed,
+                "stopped": self._stopped(runner.method),
+            },
+            metrics=self._beyond(
+                ends[-1] - self.common, [sum(record["sums"][shared:]) for record in records]
+            ),
+            curves=self._curves(ends, records),
+        )
+
+    def _stopped(self, method: Method) -> str | None:
+        """Why a method did not read the whole text."""
+        if self._end(method) == self.options.length:
+            return None
+        return (
+            f"at {self.common} of {self.options.length} tokens: the model reads no more, and positions of "
+            f"{method.name} grow with the text"
+        )
+
+    def _beyond(self, tokens: int, sums: list[float]) -> dict[str, Record]:
+        """Perplexity of what only this method read.
+
+        Args:
+            tokens: tokens of each text that only this method read.
+            sums: their summed NLL (nats), one sum per text.
+        """
+        if not tokens:
+            return {}
+        found = {"value": math.exp(fmean(sums) / tokens), "ci95": None, "percent": False}
+        return {"perplexity beyond the model's limit": found}
+
+    def _curves(self, ends: tuple[int, ...], records: list[Record]) -> list[Record]:
+        """Curves of the means over texts at the end of every interval.
+
+        They show the cumulative NLL, the NLL within the interval, and the bytes per text.
+        """
+        rows, total, first = [], 0.0, self.options.prompt_tokens
+        for index, (start, end) in enumerate(pairwise((first, *ends))):
+            nats, held = (fmean(record[key][index] for record in records) for key in ("sums", "held"))
+            total += nats
+            within = nats / (end - start)
+            rows.append({"read": end, "cumulative": total / (end - first), "within": within, "held": held})
+        return [
+            curve(rows, "read", key, title=title, x_label="tokens read", y_label=label)
+            for key, title, label in (
+                ("cumulative", "Cumulative NLL", "mean NLL so far (nats per token)"),
+                ("within", "NLL by position", "NLL of the last tokens (nats per token)"),
+                ("held", "Bytes by position", "KV cache (bytes)"),
+            )
+        ]

@@ -1,0 +1,300 @@
+"""What a model's own attention holds in one layer.
+
+That follows from a sharing plan (without one: a dense or a windowed layer), or from cross-layer attention.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attend import CAUSAL, Tokens, Visibility, attend, merge_heads, take_heads, takes_gradients
+from .config import PodConfig
+from .decode import make_buffers, pod_decode
+from .grouped import attend_slots
+from .sharing import roles_of
+from .sinks import add_sink
+from .step import CacheLayer, Step
+from .stores import NATIVE, KVQuantizer, Recent, KVBuffer, replaced, take_slots
+
+
+class PodCacheLayer(CacheLayer):
+    """What a plan lets a layer hold (paper §2.2).
+
+    It holds full keys for leads, window keys for followers, and all values of both. For heads that keep their
+    windows it holds sinks and recent tokens. A dense model is the plan in which every head leads.
+
+    A lead leaves its queries and keys for its followers in ``step.lead``. When decoding, it leaves the logits
+    of distant tokens instead, so that no distant key is read twice in a step.
+
+    Attributes:
+        extra_slots: see ``CacheLayer``. They are for the rings of followers and windows.
+        tau: gate above which a follower's query head leaves out its distant tokens when decoding. None =
+            never.
+        capacity: tokens that stores have room for from the start. Tokens come to rest there at once. 0 =
+            stores grow as tokens come.
+        skips: None, or a list to note skips in. By row, it gets a tuple for each token decoded here: tokens
+            seen, and how many query heads and KV heads of followers had gates that reached ``tau``. These
+            numbers mean nothing where no token is distant. Noting reads window keys twice. An engine notes
+            nothing.
+        version: how often one of the stores was replaced.
+    """
+
+    version = 0
+    all_values: KVBuffer = replaced()
+    lead_keys: KVBuffer = replaced()
+    window_keys: KVBuffer = replaced()
+    near_keys: KVBuffer = replaced()
+    near_values: KVBuffer = replaced()
+    is_croppable = True
+    evicts = False
+    capacity = 0
+    skips: list[list[tuple[int, ...]]] | None = None
+
+    def __init__(
+        self,
+        config: PodConfig,
+        layer_idx: int,
+        codec: KVQuantizer = NATIVE,
+        extra_slots: int = 0,
+        tau: float | None = None,
+    ):
+        super().__init__()
+        self.codec, self.extra_slots, self.tau = codec.of_layer(layer_idx), extra_slots, tau
+        self.layer_idx = layer_idx
+        self.lead = config.sharing_plan.lead
+        self.roles = roles_of(self.lead, layer_idx)
+        self.num_sink_tokens, self.num_recent_tokens = config.windows_of(layer_idx)
+        self.scale = config.head_dim**-0.5
+        self.groups = config.num_key_value_groups
+        self.clear()
+
+    def clear(self) -> None:
+        self.all_values = self.codec.tokens("values", self.evicts)
+        self.lead_keys = self.codec.tokens("keys", self.evicts)
+        windows = self.num_sink_tokens, self.num_recent_tokens + self.extra_slots
+        self.window_keys, self.near_keys = (self.codec.window("keys", *windows) for _ in range(2))
+        self.near_values = self.codec.window("values", *windows)
+        self.skips = None if self.skips is None else []
+        self.reserve(self.capacity)
+
+    def reserve(self, capacity: int) -> None:
+        """Hold room for ``capacity`` tokens, so that the tensors stay where they are while it suffices."""
+        self.capacity = capacity
+        if not capacity:
+            return
+        for store in self.stores().values():
+            store.reserve(capacity)
+
+    def stores(self) -> dict[str, KVBuffer]:
+        roles = self.roles
+        found = {
+            "keys": (self.lead_keys, roles.leads),
+            "window_keys": (self.window_keys, roles.followers),
+            "values": (self.all_values, roles.held),
+            "near_keys": (self.near_keys, roles.windows),
+            "near_values": (self.near_values, roles.windows),
+        }
+        return {name: store for name, (store, heads) in found.items() if heads}
+
+    def versioned(self) -> tuple[Any, ...]:
+        """This layer, and what holds tensors in its stores: see ``KVBuffer.versioned``."""
+        return self, *(item for store in self.stores().values() for item in store.versioned())
+
+    # -- attention -------------------------------------------------------------------------------------------
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        q, k = step.ropes[self.layer_idx].pair(q, k)
+        out = self.attend_rotated(q, k, v, step)
+        if self.capacity:
+            self.flush(step)
+        return out
+
+    def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        """Store and attend, for queries and keys that are already rotated."""
+        roles = self.roles
+        if roles.held:
+            append_new(self.all_values, take_heads(v, roles.held), step)
+        if roles.leads:
+            append_new(self.lead_keys, take_heads(k, roles.leads), step)
+        if step.num_new == 1 and step.all_real and not takes_gradients(q, k, v):
+            self._append_windows(k, v, step)
+            return self._decode(q, step)
+        for head in roles.followed:
+            step.lead.queries[head] = take_heads(q, [head], self.groups).clone()
+            step.lead.keys[head] = take_heads(self.lead_keys.view(step.max_length), [roles.leads.index(head)])
+        out = self._prefill(q, k, v, step) if step.is_fresh else self._attend_chunk(q, k, v, step)
+        self._append_windows(k, v, step)
+        for head in roles.last:
+            del step.lead.queries[head], step.lead.keys[head]
+        return out
+
+    def _append_windows(self, k: Tensor, v: Tensor, step: Step) -> None:
+        if self.roles.followers:
+            append_new(self.window_keys, take_heads(k, self.roles.followers), step)
+        self._append_near(k, v, step)
+
+    def _append_near(self, k: Tensor, v: Tensor, step: Step) -> None:
+        if self.roles.windows:
+            for store, x in ((self.near_keys, k), (self.near_values, v)):
+                append_new(store, take_heads(x, self.roles.windows), step)
+
+    @property
+    def _visibility(self) -> Visibility:
+        return Visibility(self.num_sink_tokens, self.num_recent_tokens)
+
+    def _prefill(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        """First pass over an empty cache: attention as without a cache."""
+        followers = self.roles.followers
+        lead = step.lead.take(followers, step.max_length) if followers else None
+        options = {"scale": self.scale, "backend": step.backend, "roles": self.roles, "sink": step.sink}
+        return attend(q, Tokens(k, v), lead, self._visibility, step.segments, **options)[0]
+
+    def _attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        """Attention of any chunk behind any past, ragged or not."""
+        roles = filter(None, (self.roles.leads, self.roles.followers, self.roles.windows))
+        return merge_heads([(heads, self._attend_role(heads, q, k, v, step)) for heads in roles], self.groups)
+
+    def _attend_role(self, heads: Sequence[int], q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        lead = step.lead.take(heads, step.max_length) if heads == self.roles.followers else None
+        see = CAUSAL if heads == self.roles.leads else self._visibility
+        tokens, own, sink = self._tokens(heads, k, v, step), take_heads(q, heads, self.groups), None
+        if step.sink is not None and heads == self.roles.windows:
+            sink = step.sink.of_heads(heads)
+        options = {"scale": self.scale, "backend": step.chunk_backend, "sink": sink}
+        return attend(own, tokens, lead, see, step.segments, **options)[0]
+
+    def _tokens(self, heads: Sequence[int], k: Tensor, v: Tensor, step: Step) -> Tokens:
+        """What the heads of a role hold. For windows: that, and the chunk ``k``, ``v`` behind it."""
+        k, v, roles, rows = take_heads(k, heads), take_heads(v, heads), self.roles, step.rows
+        if heads == roles.windows:
+            return Tokens(Recent(self.near_keys, k, rows), Recent(self.near_values, v, rows))
+        values = take_heads(self.all_values.view(step.max_length), [roles.held.index(h) for h in heads])
+        if heads == roles.leads:
+            return Tokens(self.lead_keys.view(step.max_length), values)
+        return Tokens(Recent(self.window_keys, k, rows), values)
+
+    def _decode(self, q: Tensor, step: Step) -> Tensor:
+        """Attention of one new token per row.
+
+        It reads lead keys, window keys, the leads' logits, values, and windows.
+        """
+        roles = self.roles
+        values = self.all_values.stored if roles.held else None
+        if step.lead.buffers is None:
+            size = q.shape[0], q.shape[1] // self.groups, self.groups, q.shape[3], step.max_length
+            step.lead.buffers = make_buffers(*size, q.dtype, q.device)
+        keys = self.lead_keys.stored if roles.leads else None
+        window_keys = self._window(self.window_keys, step) if roles.followers else None
+        near = None
+        if roles.windows:
+            near = Tokens(*(self._window(store, step) for store in (self.near_keys, self.near_values)))
+        shared = step.lengths, roles, step.lead.buffers, self.num_sink_tokens, self.num_recent_tokens
+        rows = [sum(row) for row in step.rows]
+        options = {"scale": self.scale, "tau": self.tau, "rows": rows, "near": near, "sink": step.sink}
+        out = pod_decode(q[:, :, 0], keys, window_keys, values, *shared, **options).unsqueeze(2)
+        if self.skips is not None and self.tau is not None and window_keys is not None:
+            self.skips = self.skips or [[] for _ in rows]
+            skipped = self._gates(q, window_keys, step) >= self.tau
+            heads, groups = skipped.sum((1, 2)).tolist(), skipped.all(2).sum(1).tolist()
+            for row, *found in zip(self.skips, rows, heads, groups, strict=True):
+                row.append(tuple(found))
+        return out
+
+    def _decode_near(self, q: Tensor, step: Step) -> Tensor:
+        """Attention of one query per row, for the heads that keep their windows, to these windows."""
+        keys, values = (store.read(step.max_length) for store in (self.near_keys, self.near_values))
+        out, lse, _ = attend_slots(take_heads(q, self.roles.windows, self.groups), keys, values, self.scale)
+        if step.sink is None:
+            return out
+        return add_sink(out, lse, *step.sink.of_heads(self.roles.windows).columns())[0]
+
+    def _gates(self, q: Tensor, window_keys: Tensor, step: Step) -> Tensor:
+        """The gates of the followers' query heads, ``[B, followers, G]``."""
+        heads, buffers = self.roles.followers, step.lead.buffers
+        assert buffers is not None, "made in this pass"
+        own = take_heads(q, heads, self.groups)
+        near = attend_slots(own, window_keys, window_keys, self.scale)[1].squeeze(2)
+        return torch.sigmoid(near.unflatten(1, (len(heads), -1)) - buffers.distant_lse[:, heads])
+
+    def select_rows(self, index: Tensor) -> None:
+        super().select_rows(index)
+        if self.skips:
+            self.skips = [list(self.skips[row]) for row in index.tolist()]
+
+    def _window(self, store: KVBuffer, step: Step) -> Tensor:
+        """A window ``[B, h, n_s + n_r, d]`` as decoding reads it. If the ring is larger, it is a copy."""
+        held = store.read(step.max_length)
+        if not self.extra_slots:
+            return held
+        n_s, n_r = self.num_sink_tokens, self.num_recent_tokens
+        slots = torch.arange(min(step.max_length, n_s + n_r), device=held.device)
+        newest = step.lengths[:, None] - 1
+        positions = newest - (newest - slots) % n_r
+        ring = (n_s + (positions - n_s) % (n_r + self.extra_slots)).clamp(max=held.shape[2] - 1)
+        slots = torch.where(slots < n_s, slots, ring)
+        return take_slots(held, slots[:, None].expand(-1, held.shape[1], -1))
+
+
+def append_new(store: KVBuffer, x: Tensor, step: Step) -> None:
+    """Store the new tokens ``[B, h, m, d]`` of a pass."""
+    if step.uniform_past is None:
+        store.append_ragged(x, step.segments)
+    else:
+        store.append(x, step.uniform_past)
+
+
+class ClaCacheLayer(PodCacheLayer):
+    """Cross-layer attention (Brandon et al., 2024): the lead of a block stores, its followers read.
+
+    Followers find their lead in ``step.layers``, so that rows can be regrouped and copied as for any other
+    layer.
+    """
+
+    is_croppable = True
+
+    def __init__(self, config: PodConfig, layer_idx: int, codec: KVQuantizer = NATIVE):
+        super().__init__(config, layer_idx, codec)
+        sources = [row[0] or 0 for row in config.sharing_plan.lead]
+        self.source_layer = sources[layer_idx]
+        self.is_last_of_block = sources[layer_idx + 1 : layer_idx + 2] != [self.source_layer]
+        # once keys and values are in place, every layer attends as a dense one does
+        self.lead = tuple((i,) * config.num_key_value_heads for i in range(len(sources)))
+        self.roles = roles_of(self.lead, layer_idx)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        """See ``CacheLayer.attend``. A follower gets ``k`` and ``v`` of no heads."""
+        if self.source_layer == self.layer_idx:
+            return super().attend(q, k, v, step)
+        source, own = step.layers[self.source_layer], q.device
+        q = step.ropes[self.layer_idx](q)
+        device = source.device if step.copies else own
+        if device == own:
+            return source.attend_again(q, step)
+        # queries and outputs travel, as they are one chunk; keys and values are all that was seen
+        return source.attend_again(q.to(device), step.on(device, ())).to(own)
+
+    def attend_again(self, q: Tensor, step: Step) -> Tensor:
+        """Attention of a follower's queries to what this lead stored in the same pass.
+
+        Args:
+            q: ``[B, Hq, m, d]``, rotated.
+        """
+        if step.num_new == 1 and step.all_real and not takes_gradients(q):
+            return self._decode(q, step)
+        tokens = Tokens(self.lead_keys.view(step.max_length), self.all_values.view(step.max_length))
+        return attend(q, tokens, None, CAUSAL, step.segments, self.scale, step.chunk_backend)[0]
+
+    def flush(self, step: Step) -> None:
+        """A lead's tokens come to rest when the last layer of its block has read them."""
+        if self.is_last_of_block:
+            PodCacheLayer.flush(step.layers[self.source_layer], step)
+
+
+LAYOUT_LAYERS: dict[str, Callable[..., PodCacheLayer]] = {
+    "pod": PodCacheLayer,
+    "cla": ClaCacheLayer,
+    "window": PodCacheLayer,
+}
+"""For each ``PodConfig.layout`` what makes its layer: ``(config, layer_idx, codec) -> CacheLayer``."""

@@ -1,0 +1,549 @@
+"""One decoder for the families of ``pod.families``, dense or with shared distant keys (PoD)."""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import logging
+from transformers.utils.generic import can_return_tuple
+
+from .attend import IMPLEMENTATIONS, Linear, Segments, check_backend, compute_dtype
+from .attention import SharedQKTensors, ForwardContext, PodAttention, RMSNorm, SequenceParallel
+from .cache import PodCache
+from .config import NORMS, PodConfig
+from .decode import DECODERS
+from .experts import PodExperts
+from .flash import FLASH
+from .flash_version import use_asked
+from .generation import PodGenerationMixin, check_cache, own_cache
+from .grouped import ATTEND_GROUPED, DECODE_GROUPED
+from .reference import ATTEND_REFERENCE
+from .rope import Frequencies, Rope, frequencies_of, rotate
+from .step import (
+    check_positions,
+    compaction_of,
+    document_positions,
+    keep_columns,
+    packed_documents,
+    chunk_columns,
+    put_columns,
+    take_columns,
+)
+
+logger = logging.get_logger(__name__)
+_MLP_TILE = 4096  # tokens
+_SAID_TWICE = {"cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "num_items_in_batch"}
+_SAID_TWICE |= {"cache_position", "tokenizer", "assistant_tokenizer"}
+"""Arguments of trainers and of `generate()` that say nothing beyond the arguments of `forward`."""
+_STOCK_BACKENDS = {"eager": "reference", "flash_attention_2": "flash", "sdpa": None}
+"""What an `attn_implementation` of stock models is here. None = as the configuration says."""
+
+IMPLEMENTATIONS |= {"grouped": ATTEND_GROUPED, "flash": FLASH, "reference": ATTEND_REFERENCE}
+DECODERS["grouped"] = DECODE_GROUPED
+
+
+class Tiled(nn.Module):
+    """A layer that computes each token alone, by ``whole``.
+
+    Attributes:
+        train_tiles: the number of parts of the tokens that are computed one after the other, and recomputed
+            in backward when gradients are taken. It is a count and not a size: under ZeRO-3 every part
+            gathers the weights, so ranks with slices of unequal length must have equally many parts. None
+            outside of training: there is one part, and without gradients there are tiles of a fixed size.
+    """
+
+    train_tiles: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, n, hidden]`` to the same.
+
+        Long inputs run in tiles, each of which holds ``[tile, intermediate_size]`` three times.
+        """
+        with_gradients = torch.is_grad_enabled()
+        if self.train_tiles is not None:
+            parts = x.tensor_split(self.train_tiles, dim=1)
+        else:
+            parts = [x] if with_gradients else x.split(_MLP_TILE, dim=1)
+        if len(parts) == 1:
+            return self.whole(x)
+        run = partial(checkpoint, self.whole, use_reentrant=False) if with_gradients else self.whole
+        return torch.cat([run(part) for part in parts], dim=1)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """``[B, n, hidden]`` to the same in one go."""
+        raise NotImplementedError
+
+
+class PodMLP(Tiled):
+    """Gated feed-forward layer."""
+
+    def __init__(self, config: PodConfig):
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def whole(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.gate(self.gate_proj(x), self.up_proj(x)))
+
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.act_fn(gate) * up
+
+
+class PodMoE(Tiled):
+    """A router takes ``num_experts_per_tok`` of the experts for each token."""
+
+    def __init__(self, config: PodConfig):
+        super().__init__()
+        self.count, self.normalizes = config.num_experts_per_tok, config.norm_topk_prob
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = PodExperts(config)
+
+    def whole(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        shares, chosen = self.gate(tokens).to(compute_dtype(x.dtype)).softmax(-1).topk(self.count)
+        if self.normalizes:
+            shares = shares / shares.sum(-1, keepdim=True)
+        return self.experts(tokens, chosen, shares, is_step=x.shape[1] == 1).view(x.shape)
+
+
+class PodEmbedding(nn.Embedding):
+    """Embedding whose rows are multiplied by ``multiplier``, in their dtype."""
+
+    def __init__(self, config: PodConfig):
+        super().__init__(config.vocab_size, config.hidden_size)
+        self.multiplier = config.embedding_multiplier
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        rows = super().forward(input_ids)
+        if self.multiplier == 1.0:
+            return rows
+        # the factor is rounded as in training
+        return rows * torch.tensor(self.multiplier, dtype=rows.dtype).item()
+
+
+class PodDecoderLayer(nn.Module):
+    """Attention and feed-forward with residuals.
+
+    ``shared_qk`` follows ``hidden_states`` as flat positional tensors.
+    """
+
+    def __init__(self, config: PodConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = PodAttention(config, layer_idx)
+        self.mlp = PodMoE(config) if config.has_experts(layer_idx) else PodMLP(config)
+        self.residual_multiplier = config.residual_multiplier
+        self.norms = NORMS[config.norm_placement]
+        for name in filter(None, self.norms):
+            self.register_module(f"{name}_layernorm", RMSNorm.of(config, config.hidden_size))
+
+    def forward(self, hidden_states: Tensor, context: ForwardContext, *shared_qk: Tensor | None) -> tuple:
+        """``[B, n, hidden]`` and ``shared_qk`` to ``(hidden_states, *shared_qk)``."""
+        attention = self.self_attn
+        context = context.on(hidden_states.device, attention.layer_idx, attention.followed_here)
+        attended, shared_qk = self.self_attn(self.attention_input(hidden_states), context, shared_qk)
+        multiplier = self.residual_multiplier
+        hidden_states = torch.add(hidden_states, self._normed(1, attended), alpha=multiplier)
+        fed = self._normed(3, self.mlp(self._normed(2, hidden_states)))
+        return torch.add(hidden_states, fed, alpha=multiplier), *shared_qk
+
+    def attention_input(self, hidden_states: Tensor) -> Tensor:
+        """What attention projects."""
+        return self._normed(0, hidden_states)
+
+    def _normed(self, place: int, x: Tensor) -> Tensor:
+        name = self.norms[place]
+        return x if name is None else getattr(self, f"{name}_layernorm")(x)
+
+
+class PodPreTrainedModel(PreTrainedModel):
+    """What transformers needs to know about the decoder."""
+
+    config_class = PodConfig
+    config: PodConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[list[str]] = ["PodDecoderLayer"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """See transformers.
+
+        The environment variable ``POD_FLASH_ATTENTION`` (fa2, fa3, fa4) names the FlashAttention that runs on
+        GPUs.
+
+        Raises:
+            ValueError: the named FlashAttention cannot run here.
+        """
+        use_asked()
+        return super().from_pretrained(*args, **kwargs)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """See transformers. The folder has this code too, which auto classes load with ``trust_remote_code``.
+
+        It adds its own class. The saved model uses a cache, also where training with activation checkpointing
+        has set ``use_cache`` to False.
+        """
+        self.config.auto_map = {"AutoConfig": "config.PodConfig", "AutoModel": "llama.PodModel"}
+        configs = [one for one in (self.config, getattr(self, "generation_config", None)) if one is not None]
+        before = [one.use_cache for one in configs]
+        for config in configs:
+            config.use_cache = True
+        try:
+            super().save_pretrained(*args, **kwargs)
+        finally:
+            for config, use_cache in zip(configs, before, strict=True):
+                config.use_cache = use_cache
+
+    def _check_and_adjust_attn_implementation(self, asked: str | None, *args: Any, **kwargs: Any) -> str:
+        if asked not in (None, *_STOCK_BACKENDS):
+            raise ValueError(f"attn_implementation = {asked!r} is none of {', '.join(_STOCK_BACKENDS)}")
+        return asked or "sdpa"
+
+
+class PodModel(PodPreTrainedModel):
+    """Embedding, decoder layers and final norm."""
+
+    _auto_class = "AutoModel"
+
+    def __init__(self, config: PodConfig):
+        super().__init__(config)
+        self.embed_tokens = PodEmbedding(config)
+        self.layers = nn.ModuleList(PodDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm.of(config, config.hidden_size)
+        check_backend(config.attention_backend)
+        self.lead = config.sharing_plan.lead
+        self.sequence_parallel: SequenceParallel | None = None
+        self.gradient_checkpointing = False
+        self.rotate = rotate
+        self._frequencies: dict[torch.device, Frequencies] = {}
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: PodCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        doc_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        **others: Any,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states after the final norm, divided by ``logits_scaling``.
+
+        So the head's weight makes them logits, whoever multiplies.
+
+        Args:
+            input_ids: ``[B, n]``, or ``inputs_embeds`` ``[B, n, hidden]``.
+            attention_mask: ``[B, seen + n]`` padding mask, 1 = token, 0 = padding. Padding gets a zero
+                output.
+            past_key_values: a cache from ``make_cache``, which holds the ``seen`` columns.
+            use_cache: True creates a cache when none is given. None = as the configuration says, but no cache
+                for training and documents.
+            doc_ids: ``[B, n]`` documents of packed rows (no cache). With sequence parallelism they are the
+                ids of the whole row, while ``input_ids`` is this rank's share. None = as
+                ``packed_documents`` reads them.
+            position_ids: only checked, as positions follow from the mask, the cache and the documents.
+            cu_seq_lens_q: see ``packed_documents``.
+            output_hidden_states: whether to give also what every layer gets, ``[B, n, hidden]`` each, and the
+                result. They are zero on padding.
+            others: what stock models take too. A warning names what they do not know.
+
+        Raises:
+            ValueError: the mask is not 2-D, the cache does not continue, documents come together with a
+                cache, or attentions or routers' logits are asked for.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if self.config.output_attentions if output_attentions is None else output_attentions:
+            raise ValueError(
+                "output_attentions=True: no attention weights are formed here; "
+                "the dense model of transformers has them"
+            )
+        if others.pop("output_router_logits", getattr(self.config, "output_router_logits", False)):
+            raise ValueError("output_router_logits=True: experts have no balancing loss here: leave it out")
+        if unknown := sorted(others.keys() - _SAID_TWICE):
+            logger.warning_once(f"PodModel ignores arguments that it does not know: {', '.join(unknown)}")
+        hidden_states: Any = inputs_embeds
+        if input_ids is not None:
+            hidden_states = self.embed_tokens(without_padding(input_ids, attention_mask))
+        if hidden_states.dim() != 3:
+            raise ValueError(f"the tokens are {list(hidden_states.shape[:-1])}, expected [rows, tokens]")
+        if doc_ids is None and self.sequence_parallel is None:
+            positions = position_ids if past_key_values is None else None
+            doc_ids = packed_documents(hidden_states.shape[:2], positions, cu_seq_lens_q, attention_mask)
+        if use_cache is None:
+            alone = doc_ids is None and self.sequence_parallel is None
+            use_cache = self.config.use_cache and not self.training and alone
+        if use_cache and past_key_values is None:
+            past_key_values = own_cache(self.config)
+        asked = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        inputs = hidden_states, attention_mask, doc_ids, position_ids, past_key_values, bool(asked)
+        if past_key_values is None:
+            states = self._forward_plain(*inputs)
+        else:
+            states = self._forward_cached(*inputs, input_ids)  # type: ignore[call-arg]
+            for again in past_key_values.rereadings():
+                self.forward(*again)
+        every = states.split(self.config.hidden_size, dim=-1)
+        return BaseModelOutputWithPast(
+            last_hidden_state=every[-1],  # type: ignore[arg-type]
+            past_key_values=past_key_values,
+            hidden_states=every if asked else None,  # type: ignore[arg-type]
+        )
+
+    def _forward_plain(
+        self, hidden_states, attention_mask, doc_ids, position_ids, cache, everything
+    ) -> Tensor:
+        """A pass without a cache: training, scoring, packed documents, sequence parallelism."""
+        _check_inputs(hidden_states, attention_mask, doc_ids, cache, self.sequence_parallel)
+        compaction = compaction_of(attention_mask, hidden_states.shape[1])
+        if compaction is not None:
+            if doc_ids is not None:
+                raise ValueError("give doc_ids or a mask with padding, not both (doc_ids = -1 is padding)")
+            check_positions(position_ids, compaction.padded_positions(0), attention_mask)
+            hidden_states, doc_ids = take_columns(hidden_states, compaction.index), compaction.doc_ids
+        positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
+        if doc_ids is not None:
+            positions = document_positions(doc_ids.to(hidden_states.device, non_blocking=True))
+        if compaction is None and self.sequence_parallel is None:
+            check_positions(position_ids, positions, None)
+        context = self.context(hidden_states, positions, doc_ids)
+        context.everything = everything
+        hidden_states = self.run_layers(hidden_states, context)
+        return hidden_states if compaction is None else compaction.scatter(hidden_states)
+
+    @torch.compiler.disable  # lengths are numbers: compiled, every token would be another program
+    def _forward_cached(
+        self, hidden_states, attention_mask, doc_ids, position_ids, cache, everything, input_ids
+    ) -> Tensor:
+        """A pass with a cache.
+
+        Padding is squeezed out first, so that layers see left-aligned rows of real tokens.
+        """
+        check_cache(cache)
+        if self.training and self.gradient_checkpointing:
+            raise ValueError("no cache is filled under activation checkpointing: call model.eval() first")
+        _check_inputs(hidden_states, attention_mask, doc_ids, cache, self.sequence_parallel)
+        cache.check_fits(self.config)
+        step, compaction = cache.begin_step(hidden_states, attention_mask, input_ids, position_ids)
+        repeats = 1, 1, len(self.layers) + 1 if everything else 1
+        if compaction is not None:
+            if not compaction.counts.any():
+                cache.end_step(step)
+                return torch.zeros_like(hidden_states).repeat(repeats)
+            hidden_states = take_columns(hidden_states, compaction.index)
+        engine = cache.engine if step.is_decode and step.all_real and not everything else None
+        if engine is not None and (out := engine.decode(self, hidden_states, step)) is not None:
+            cache.end_step(step)
+            return out
+        out = None
+        for piece in cache.pieces(step):
+            columns = None if piece.starts is None else chunk_columns(piece.starts, piece.num_new)
+            part = hidden_states if columns is None else take_columns(hidden_states, columns)
+            context = self.context(part, piece.positions)
+            context.step, piece.ropes, piece.backend = piece, context.ropes, context.backend
+            context.everything, step.ropes = everything, context.ropes
+            part = self.run_layers(part, context)
+            cache.end_prefill_chunk(piece)
+            if columns is None:
+                out = part
+            else:
+                out = torch.zeros_like(hidden_states).repeat(repeats) if out is None else out
+                put_columns(out, columns, piece.counts, part)
+        cache.end_step(step)
+        assert out is not None, "a pass without a piece"
+        return out if compaction is None else compaction.scatter(out)
+
+    def context(
+        self, hidden_states: Tensor, position_ids: Tensor, doc_ids: Tensor | None = None
+    ) -> ForwardContext:
+        device = hidden_states.device
+        if device not in self._frequencies:
+            with torch.inference_mode(False):  # a later pass may train
+                self._frequencies[device] = frequencies_of(self.config, device)
+        parallel, (different, kind_of_layer) = self.sequence_parallel, self._frequencies[device]
+        kinds = [Rope(*one, position_ids, hidden_states.dtype, self.rotate) for one in different]
+        return ForwardContext(
+            ropes=[kinds[kind] for kind in kind_of_layer],
+            lead=self.lead if parallel is None else parallel.lead,
+            backend=_STOCK_BACKENDS.get(self.config._attn_implementation or "")
+            or self.config.attention_backend,
+            segments=None if doc_ids is None else Segments.of_documents(doc_ids, hidden_states.shape[0]),
+            sequence_parallel=parallel,
+        )
+
+    def run_layers(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
+        """``[B, n, hidden]`` to the same, behind the final norm.
+
+        With ``context.everything``, what every layer gets stands before it in the last dimension.
+        """
+        shared_qk: SharedQKTensors = (None,) * (2 * len(context.lead[0]))
+        before = []
+        for layer in self.layers:
+            if context.everything:
+                before.append(hidden_states)
+            if self.gradient_checkpointing and self.training:
+                hidden_states, *rest = self._checkpoint(layer, hidden_states, context, shared_qk)
+            else:
+                hidden_states, *rest = layer(hidden_states, context, *shared_qk)
+            shared_qk = tuple(rest)
+        hidden_states = self.norm(hidden_states)
+        if self.config.logits_scaling != 1.0:
+            hidden_states = hidden_states / self.config.logits_scaling
+        before = [one.to(hidden_states.device) for one in before]
+        return torch.cat((*before, hidden_states), dim=-1) if before else hidden_states
+
+    def _checkpoint(
+        self, layer: nn.Module, hidden_states: Tensor, context: ForwardContext, shared_qk: SharedQKTensors
+    ) -> Any:
+        # training sets it: the place where ``shared_qk`` waits for its backward pass
+        memory = getattr(self, "shared_qk_memory", None)
+        saving = nullcontext() if memory is None else memory.saving(layer, hidden_states, context, shared_qk)
+        stock = partial(checkpoint, use_reentrant=False)
+        function = getattr(self, "_gradient_checkpointing_func", None) or stock
+        with saving:
+            return function(layer.__call__, hidden_states, context, *shared_qk)
+
+
+class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):
+    """The decoder with a language-model head. ``generate()`` works with caches from ``make_cache``."""
+
+    _auto_class = "AutoModelForCausalLM"
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: PodConfig):
+        super().__init__(config)
+        self.model = PodModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def prepare_inputs_for_generation(
+        self, input_ids, next_sequence_length=None, inputs_embeds=None, **kwargs
+    ):
+        """As in transformers, except for assisted decoding (``feeds_all``) and padding beyond the vocabulary.
+
+        Assisted decoding of transformers would feed again what the cache holds.
+        """
+        if kwargs.pop("feeds_all", False) and next_sequence_length is None:
+            next_sequence_length = input_ids.shape[1] - kwargs["past_key_values"].get_seq_length()
+        kwargs["inputs_embeds"] = inputs_embeds
+        if kwargs.pop("pads_beyond", False):  # rows that ended are fed padding
+            input_ids = input_ids.clamp(max=self.config.vocab_size - 1)
+        prepare = super().prepare_inputs_for_generation  # type: ignore[misc]
+        return prepare(input_ids, next_sequence_length, **kwargs)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: PodCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        doc_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: int | Tensor | None = None,
+        **others: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits of the columns that ``keep_columns`` keeps, and the mean next-token loss for ``labels``.
+
+        The other arguments are those of ``PodModel.forward``.
+
+        Args:
+            labels: ``[B, n]``. They are shifted here (``labels = input_ids`` is usual). -100 and the last
+                column are ignored. With documents, no label crosses one.
+            num_items_in_batch: with it the loss is the sum over the labels divided by this number, in the
+                place of the mean. Trainers that accumulate gradients want it so.
+        """
+        if labels is not None and doc_ids is None and self.model.sequence_parallel is None:
+            packed = position_ids, others.get("cu_seq_lens_q"), attention_mask
+            doc_ids = packed_documents(labels.shape, *packed)
+        inputs = input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, doc_ids, position_ids
+        outputs = self.model(*inputs, **others, return_dict=True)
+        logits = self.lm_head(keep_columns(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            if logits.shape[:-1] != labels.shape or self.model.sequence_parallel is not None:
+                raise ValueError("labels need all logits: no logits_to_keep, no sequence parallelism")
+            loss = next_token_loss(logits, labels, doc_ids, attention_mask, num_items_in_batch)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+
+def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """``input_ids`` ``[B, n]`` with 0 where the mask ``[B, seen + n]`` has padding.
+
+    The id of padding may be one that the model has no embedding for, and what stands there is never seen.
+    """
+    real = None if attention_mask is None else attention_mask[:, -input_ids.shape[-1] :]
+    if real is None or real.shape != input_ids.shape:  # a mask that does not fit is refused later
+        return input_ids
+    return input_ids.masked_fill(real == 0, 0)
+
+
+def next_token_loss(
+    logits: Tensor,
+    labels: Tensor,
+    doc_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    num_items: int | Tensor | None,
+) -> Tensor:
+    """Mean cross-entropy in nats over the labelled next tokens, in at least fp32.
+
+    With ``num_items`` it is the sum divided by that number. Padding is no label and predicts none, and no
+    label crosses a document. Labels, documents and mask may be in host memory.
+    """
+    device = logits.device
+    targets = labels[:, 1:].to(device)
+    if doc_ids is not None:
+        documents = doc_ids.to(device, non_blocking=True)
+        ends = (documents[:, 1:] != documents[:, :-1]) | (documents[:, 1:] < 0)
+        targets = targets.masked_fill(ends, -100)
+    if attention_mask is not None:
+        real = attention_mask[:, -labels.shape[1] :].to(device).bool()
+        targets = targets.masked_fill(~(real[:, 1:] & real[:, :-1]), -100)
+    wide = logits[:, :-1].to(compute_dtype(logits.dtype))
+    loss = partial(nn.functional.cross_entropy, wide.flatten(0, 1), targets.flatten())
+    return loss() if num_items is None else loss(reduction="sum") / num_items
+
+
+def _check_inputs(hidden_states, attention_mask, doc_ids, cache, parallel) -> None:
+    batch, n, _ = hidden_states.shape
+    seen = 0 if cache is None else cache.get_seq_length()
+    expected = [batch, seen + n]
+    if n == 0:
+        raise ValueError("input_ids has 0 columns: feed at least one token")
+    if attention_mask is not None and list(attention_mask.shape) != expected:
+        raise ValueError(
+            f"attention_mask is {list(attention_mask.shape)}, but {seen} columns are in the cache and {n} "
+            f"are new for {batch} rows: pass a mask of {expected} and only the new tokens "
+            "(a 2-D padding mask: causal and window masks are part of the model); "
+            "for another prompt call reset() of the cache"
+        )
+    if doc_ids is not None and cache is not None:
+        raise ValueError("doc_ids are for packed training rows and cannot be combined with a cache")
+    if parallel is not None and (cache is not None or doc_ids is None):
+        raise ValueError("with sequence parallelism pass the doc_ids of the whole row and no cache")
+    if doc_ids is not None and parallel is None and doc_ids.shape != hidden_states.shape[:2]:
+        raise ValueError(f"doc_ids is {list(doc_ids.shape)}, expected {list(hidden_states.shape[:2])}")

@@ -1,0 +1,586 @@
+"""Stores whose old tokens are packed to 2, 4 or 8 bits. The newest stay as they came (``shipped/packed.py``).
+
+Keys of a store that never evicts are grouped per channel over ``group_size`` consecutive tokens, because keys
+have outlier channels. Values, keys of evicting stores and keys in windows are grouped per token over
+channels, because tokens of a per-channel group can only leave together.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attend import Segments
+from .config import PodConfig
+from .packed import Packed, Packing, tiles
+from .sharing import GROUP_SIZE, check_bits
+from .stores import KVQuantizer, KVBuffer, replaced, take_slots
+
+_SLACK = 128  # tensors grow by 1/128 of their length
+
+
+class Codes:
+    """Packed tokens at slots 0, 1, …, in tensors that grow: codes, zeros, scales.
+
+    Args:
+        limit: the most slots that there may be. None = any number.
+        capacity: slots reserved when the first token comes.
+
+    Attributes:
+        version: how often the tensors were replaced.
+    """
+
+    version = 0
+    tensors: tuple[Tensor, ...] = replaced()
+
+    def __init__(self, packing: Packing, limit: int | None = None, capacity: int = 0):
+        self.packing, self.limit, self.capacity = packing, limit, capacity
+        self.tensors = ()
+
+    @property
+    def slots(self) -> int:
+        """Tokens that there is room for."""
+        return self.tensors[0].shape[2] if self.tensors else 0
+
+    def _at(self, start: int, stop: int) -> list[Tensor]:
+        shared = self.packing.shared
+        entries = slice(start // shared, stop // shared)
+        return [x[:, :, slice(start, stop) if i == 0 else entries] for i, x in enumerate(self.tensors)]
+
+    def reserve(self, like: Tensor, slots: int) -> None:
+        """Make room for ``slots`` tokens of ``[b, h, …, d]``.
+
+        Beyond what was reserved before, it is 1/128 more, in whole groups.
+        """
+        if slots <= self.slots:
+            return
+        group = self.packing.group_size
+        reserved = -(-self.capacity // group) * group
+        wanted = reserved if slots <= reserved else slots + slots // _SLACK // group * group
+        wanted = wanted if self.limit is None else min(wanted, self.limit)
+        old, self.tensors = self._at(0, self.slots), self.packing.allocate(like, wanted)
+        if not old:
+            return
+        for new, held in zip(self._at(0, old[0].shape[2]), old, strict=True):
+            new.copy_(held)
+
+    def write(self, x: Tensor, start: int, mask: Tensor | None = None) -> None:
+        """Pack ``[b, h, m, d]`` into the slots from ``start`` on.
+
+        With a mask ``[b, h, m]``, it does so only where the mask is True.
+        """
+        self.reserve(x, start + x.shape[2])
+        for first, last in tiles(x, 0, x.shape[2], self.packing.group_size):
+            packed = self.packing.pack(x[:, :, first:last])
+            for target, new in zip(self._at(start + first, start + last), packed, strict=True):
+                target.copy_(new if mask is None else torch.where(mask[:, :, first:last, None], new, target))
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Unpack the slots from ``start`` on into ``out`` ``[b, h, m, d]``."""
+        self.packing.unpack(self._at(start, start + out.shape[2]), out)
+
+    def keep(self, index: Tensor) -> None:
+        """Hold only the slots ``index`` ``[b, h, w]``. Per token only.
+
+        Codes are copied, not quantized again.
+        """
+        assert not self.packing.per_channel, "tokens of a group share its scale"
+        held = self.tensors if index.shape[2] else ()
+        self.tensors = tuple(x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[3])) for x in held)
+
+    def overwrite(self, slots: Tensor, x: Tensor, mask: Tensor) -> None:
+        """Pack ``[b, h, c, d]`` into slots ``[b, h, c]`` where ``mask`` is True. Per token only."""
+        assert not self.packing.per_channel, "tokens of a group share its scale"
+        if not self.tensors:
+            return
+        for tensor, new in zip(self.tensors, self.packing.pack(x), strict=True):
+            _put(tensor, slots, new, mask)
+
+
+class Newest:
+    """The native tokens of a store, at positions ``first … stop - 1``: pending, or at rest in a ring.
+
+    Args:
+        room: slots of the ring. Position ``p`` stands at ``p mod room``, always at the same address.
+
+    Attributes:
+        pending: ``[b, h, slots, d]``, the tokens in order from the first slot on. None = at rest. Slots that
+            were read are written no more.
+        version: how often one of the tensors was replaced.
+    """
+
+    version = 0
+    ring: Tensor | None = replaced()
+    pending: Tensor | None = replaced()
+
+    def __init__(self, room: int, start: int = 0):
+        self.room = room
+        self.first = self.stop = start
+        self.ring = None
+        self.pending = None
+
+    def __len__(self) -> int:
+        return self.stop - self.first
+
+    @property
+    def is_empty(self) -> bool:
+        return self.ring is None and self.pending is None
+
+    @property
+    def data(self) -> Tensor:
+        """``[b, h, slots, d]``, in which the tokens stand now."""
+        if self.pending is not None:
+            return self.pending[:, :, : len(self)]
+        assert self.ring is not None, "empty store"
+        return self.ring
+
+    @property
+    def start(self) -> int:
+        """The offset of slots: position ``p`` stands at slot ``(p - start) mod slots``."""
+        return 0 if self.pending is None else self.first
+
+    def view(self, first: int, stop: int) -> Tensor:
+        """Tokens ``[b, h, stop - first, d]`` in order: a view if they are pending, else a copy."""
+        assert self.first <= first <= stop <= self.stop
+        if self.pending is not None:
+            return self.pending[:, :, first - self.first : stop - self.first]
+        return self.data[:, :, torch.arange(first, stop, device=self.data.device) % self.room]
+
+    def append(self, x: Tensor) -> None:
+        stop, held = self.stop + x.shape[2], len(self)
+        if self.pending is None and self.ring is not None and x.shape[2] == 1 and held < self.room:
+            self.ring[:, :, self.stop % self.room] = x[:, :, 0]
+        else:
+            self._make_room(x, stop - self.first)[:, :, held : held + x.shape[2]] = x
+        self.stop = stop
+
+    def _make_room(self, x: Tensor, slots: int) -> Tensor:
+        """``pending`` with at least so many slots. When it grows, it gets 1/128 more."""
+        if self.pending is None or self.pending.shape[2] < slots:
+            slack = slots // _SLACK if self.tensors() else 0
+            grown = x.new_zeros(*x.shape[:2], slots + slack, x.shape[3])
+            if self.tensors():
+                grown[:, :, : len(self)] = self.view(self.first, self.stop)
+            self.pending = grown
+        return self.pending
+
+    def replace(self, x: Tensor, first: int) -> None:
+        """Hold ``x`` at positions ``first …`` instead."""
+        self.pending, self.first, self.stop = x, first, first + x.shape[2]
+
+    def crop(self, stop: int) -> None:
+        """Forget the positions from ``stop`` on."""
+        assert stop >= self.first
+        self.stop = min(self.stop, stop)
+
+    def rest(self, first: int) -> None:
+        """Free what stands before ``first``, and put the others into the ring."""
+        assert self.stop - first <= self.room
+        if self.pending is not None:
+            rest = self.view(first, self.stop)
+            if self.ring is None:
+                self.ring = rest.new_zeros(*rest.shape[:2], self.room, rest.shape[3])
+            self.ring[:, :, torch.arange(first, self.stop, device=rest.device) % self.room] = rest
+            self.pending = None
+        self.first = first
+
+    def write(self, positions: Tensor, x: Tensor, mask: Tensor) -> None:
+        """Overwrite positions ``[b, h, c]`` with ``[b, h, c, d]`` where ``mask`` is True."""
+        _put(self.data, (positions - self.start) % max(1, self.data.shape[2]), x, mask)
+
+    def tensors(self) -> list[Tensor]:
+        return [x for x in (self.ring, self.pending) if x is not None]
+
+
+class _PackedStore(KVBuffer):
+    """What the stores of this file share: codes, and the newest tokens.
+
+    Slots are those of the native store.
+    """
+
+    def __init__(self, codes: Codes, residual: int, num_sink_tokens=None, num_recent_tokens=None):
+        super().__init__(num_sink_tokens, num_recent_tokens)
+        self.codes, self.packing, self.residual = codes, codes.packing, residual
+        self.newest = Newest(residual + self.packing.group_size, start=self.num_sink_tokens)
+
+    @property
+    def length(self) -> int:
+        """Tokens per row that are held; for a window, those that were seen."""
+        return self.newest.stop
+
+    @property
+    def is_empty(self) -> bool:
+        return self.newest.is_empty
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(b, h, used slots, d)``."""
+        batch, heads, _, head_dim = self.newest.data.shape
+        return batch, heads, self.used_slots(self.length), head_dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.newest.data.dtype
+
+    @property
+    def num_croppable(self) -> int:
+        """See ``KVBuffer``. Native tokens can be taken back."""
+        return len(self.newest)
+
+    @property
+    def num_ahead(self) -> int:
+        """See ``KVBuffer``. A group of tokens is packed when the ring would be full."""
+        return self.newest.room - len(self.newest) - 1
+
+    def crop(self, length: int) -> None:
+        self.newest.crop(length)
+
+    def view(self, length: int) -> Tensor | Packed:
+        return self.stored
+
+    def num_packed(self, length: int) -> int:
+        """``P(length)``: how many slots are packed when ``length`` tokens have flushed."""
+        past_sinks = length - self.num_sink_tokens - self.residual
+        return max(0, past_sinks // self.packing.group_size) * self.packing.group_size
+
+    def append_ragged(self, x: Tensor, segments: Segments) -> None:
+        raise ValueError(
+            "packed stores take rows that are alike, here rows of one length: "
+            "leave capacity out, or pad no row"
+        )
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.codes.tensors, *self.newest.tensors()]
+
+    def versioned(self) -> tuple[Any, ...]:
+        return self, self.codes, self.newest
+
+
+class PackedTokens(_PackedStore):
+    """Every token held, at slots 0, 1, …. See ``KVBuffer`` for the methods.
+
+    ``packed_lengths`` ``[b]`` says how many of them are packed. ``keep`` can leave one head with more packed
+    tokens than another. Then it is ``[b, h]``: slots below ``newest.first`` are packed in every head, slots
+    from ``packed_stop`` on are native in every head, and those between are one or the other.
+
+    Args:
+        capacity: tokens whose codes are reserved at once and stay where they are. 0 = codes grow as tokens
+            come.
+    """
+
+    packed_lengths: Tensor | None = replaced()
+
+    def __init__(self, packing: Packing, residual: int, capacity: int = 0):
+        super().__init__(Codes(packing, capacity=capacity), residual)
+        self.packed_lengths = None
+        self.packed_stop = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(b, h, slots, d)``, with the slots in use or, with a capacity, those reserved."""
+        batch, heads, used, head_dim = super().shape
+        return batch, heads, self.codes.slots if self.is_static else used, head_dim
+
+    @property
+    def is_static(self) -> bool:
+        """Whether tokens stay where they are, as kernels want it."""
+        return self.codes.capacity > 0
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no prompt is running. The tokens of a running prompt are pending."""
+        return not self.is_empty and self.newest.pending is None
+
+    @property
+    def stored(self) -> Tensor | Packed:
+        """What attention reads: a native tensor while nothing is packed. Valid until the store changes."""
+        if self.packed_lengths is None:
+            return self.newest.view(0, self.length)
+        codes, zero, scale = self.codes.tensors
+        size, bounds = self.packing.group_size, (self.newest.first, self.packed_stop)
+        rest = size, self.packing.per_channel, bounds, self.newest.start
+        return Packed(codes, zero, scale, self.newest.data, self.packed_lengths, *rest)
+
+    @property
+    def target(self) -> Tensor:
+        """``[b, h, R, d]``, to which a decoded token is written."""
+        assert self.is_at_rest, "a prompt is running"
+        return self.newest.data
+
+    def reserve(self, slots: int) -> None:
+        """Hold codes for ``slots`` tokens, in a store that has a capacity."""
+        self.codes.capacity = max(self.codes.capacity, slots)
+        if self.codes.tensors:
+            self.codes.reserve(self.newest.data, self.codes.capacity)
+
+    def append(self, x: Tensor, past: int) -> None:
+        assert past == self.length, "tokens are appended in order"
+        self.newest.append(x)
+        if self.is_static:
+            self.reserve(self.length)
+            self._start_packing(x)
+
+    def _start_packing(self, x: Tensor) -> None:
+        self.codes.reserve(x, max(1, self.codes.capacity))
+        if self.packed_lengths is None:
+            self.packed_lengths = torch.zeros(x.shape[0], dtype=torch.int32, device=x.device)
+
+    def read(self, length: int) -> Tensor:
+        """``[b, h, length, d]``: a view while nothing is packed, else a copy."""
+        stored = self.stored
+        return stored.span(0, length) if isinstance(stored, Packed) else stored[:, :, :length]
+
+    def _is_native(self, first: int, stop: int) -> Tensor | None:
+        """``[b, h, stop - first]``, whether these slots are native. None where heads do not differ."""
+        if self.packed_lengths is None or self.packed_lengths.ndim == 1:
+            return None
+        return torch.arange(first, stop, device=self.packed_lengths.device) >= self.packed_lengths[..., None]
+
+    def flush(self, length: int) -> None:
+        """Pack what left the residual window of the ``length`` tokens held."""
+        if self.is_empty:
+            return
+        self.newest.stop = length  # an engine writes to the ring itself
+        first, stop = self.newest.first, self.num_packed(length)
+        if stop <= first and self.newest.pending is None:
+            return  # most decoded tokens end here
+        if stop > first:
+            new = self.newest.view(first, stop)
+            self.codes.write(new, first, self._is_native(first, stop))
+            self._start_packing(new)
+            self.packed_stop = max(self.packed_stop, stop)
+            self._set_lengths(stop)
+        if self.packed_lengths is not None:
+            self.newest.rest(max(first, stop))
+
+    def _set_lengths(self, least: int) -> None:
+        """Note that at least ``least`` tokens are packed now."""
+        assert self.packed_lengths is not None
+        self.packed_lengths.clamp_(min=least)
+        if self.packed_stop == least and self.packed_lengths.ndim == 2:
+            self.packed_lengths = self.packed_lengths[:, 0].clone()
+
+    def keep(self, index: Tensor, length: int) -> None:
+        """Hold only the slots ``index`` ``[b, h, w]``, which must ascend.
+
+        Packed ones are copied, not packed again.
+        """
+        assert length == self.length and not self.is_static, "capacity is for caches that drop no token"
+        newest, old_first = self.newest.view(self.newest.first, length), self.newest.first
+        first = 0
+        if self.packed_lengths is not None:
+            lengths = self.packed_lengths.view(index.shape[0], -1, 1)
+            counts = (index < lengths).sum(-1, dtype=torch.int32)
+            first, self.packed_stop = self._bounds_after(counts, length - index.shape[2], index.shape[2])
+            self.packed_lengths = counts if self.packed_stop else None
+            self.codes.keep(index[..., : self.packed_stop].clamp(max=self.codes.slots - 1))
+            self.newest.ring = None
+            if self.packed_lengths is not None:
+                self._set_lengths(first)
+        slots = (index[..., first:] - old_first).clamp(min=0)
+        self.newest.replace(take_slots(newest, slots) if slots.shape[2] else newest[:, :, :0].clone(), first)
+
+    def _bounds_after(self, counts: Tensor, dropped: int, held: int) -> tuple[int, int]:
+        """The least and the most packed tokens of a head, when each head dropped and holds so many.
+
+        A decoded token pushes one out. Then the host waits for no device, and takes the nearest bounds that
+        it knows. Otherwise it reads ``counts`` ``[b, h]``, the numbers of packed tokens.
+        """
+        if dropped == 1:
+            return max(0, self.newest.first - 1), min(self.packed_stop, held)
+        least, most = torch.stack(counts.aminmax()).tolist()
+        return least, most
+
+    def keep_places(self, places: Tensor, length: int) -> None:
+        self.keep(places % length, length)
+
+    def write(self, slots: Tensor, x: Tensor) -> None:
+        """Overwrite slots ``[b, h, c]`` with ``[b, h, c, d]``. Only packed ones are packed anew."""
+        assert not self.is_static, "capacity is for caches that merge no token"
+        lengths = 0 if self.packed_lengths is None else self.packed_lengths.view(slots.shape[0], -1, 1)
+        is_native = slots >= lengths
+        self.codes.overwrite(slots, x, ~is_native)
+        self.newest.write(slots, x, is_native)
+
+    def tensors(self) -> list[Tensor]:
+        return super().tensors() + ([] if self.packed_lengths is None else [self.packed_lengths])
+
+    def check_integrity(self) -> None:
+        first, stop, most, room = self.newest.first, self.newest.stop, self.packed_stop, self.codes.slots
+        assert first <= most <= max(stop, first), f"{first}, {most}, {stop} are packed, tokens"
+        if self.packed_lengths is not None:
+            least, largest = (int(x) for x in self.packed_lengths.aminmax())
+            assert first <= least <= largest <= most, f"{least, largest} tokens are packed, not {first, most}"
+            assert room >= most, f"room for {room} of {most} packed"
+        if self.newest.tensors():
+            slots = self.newest.data.shape[2]
+            assert slots >= stop - first, f"{slots} slots hold {stop - first} native tokens"
+
+
+class QuantizedWindow(_PackedStore):
+    """First tokens, then a ring of recent ones.
+
+    Sinks and the newest tokens are native, the rest of the ring is packed. ``P(n)`` counts from the last
+    sink. Packed tokens have a ring of their own of ``num_recent_tokens - residual`` slots, since the newest
+    ``residual`` are never in it. ``read`` puts everything into the slots of the native store.
+    """
+
+    sinks: Tensor | None = replaced()
+    """The first tokens, ``[b, h, <= num_sink_tokens, d]``."""
+
+    def __init__(self, packing: Packing, residual: int, num_sink_tokens: int, num_recent_tokens: int):
+        self.ring = num_recent_tokens - residual  # slots of the packed ring
+        super().__init__(Codes(packing, limit=self.ring), residual, num_sink_tokens, num_recent_tokens)
+        assert num_recent_tokens > self.newest.room and not packing.per_channel
+        self.sinks = None
+
+    @property
+    def length(self) -> int:
+        sinks = 0 if self.sinks is None else self.sinks.shape[2]
+        return sinks + self.newest.stop - self.num_sink_tokens
+
+    def append(self, x: Tensor, past: int) -> None:
+        assert past == self.length, "tokens are appended in order"
+        sinks = x[:, :, : max(0, self.num_sink_tokens - past)]
+        if self.sinks is None or sinks.shape[2]:
+            self.sinks = sinks.clone() if self.sinks is None else torch.cat((self.sinks, sinks), dim=2)
+        x = x[:, :, sinks.shape[2] :]
+        self.newest.append(x)
+        newest, expired = self.newest, self.newest.stop - self.num_recent_tokens
+        if expired - newest.first > self.num_recent_tokens // _SLACK:
+            newest.replace(newest.view(expired, newest.stop).clone(), expired)
+
+    @property
+    def num_croppable(self) -> int:
+        """See ``KVBuffer``. Native tokens can be taken back; sinks too while nothing is packed."""
+        return self.length if self.newest.first == self.num_sink_tokens else len(self.newest)
+
+    def crop(self, length: int) -> None:
+        self.newest.crop(max(length, self.num_sink_tokens))
+        if self.sinks is not None:
+            self.sinks = self.sinks[:, :, :length]
+
+    def _oldest(self) -> int:
+        """Position of the oldest token in the ring."""
+        return max(self.num_sink_tokens, self.length - self.num_recent_tokens)
+
+    def _runs(self, first: int, stop: int, *sizes: int) -> Iterator[tuple[slice, int]]:
+        """``[first, stop)`` cut where a ring of any of these sizes wraps.
+
+        Gives each run's positions and its place behind the last sink.
+        """
+        while first < stop:
+            behind = first - self.num_sink_tokens
+            end = min([stop, *(first + size - behind % size for size in sizes)])
+            yield slice(first, end), behind
+            first = end
+
+    def read(self, length: int) -> Tensor:
+        """A copy ``[b, h, used slots, d]`` after ``length`` tokens per row, in the native store's slots."""
+        assert length == self.length and self.sinks is not None
+        out = self.sinks.new_empty(self.shape)
+        out[:, :, : self.sinks.shape[2]] = self.sinks
+        oldest, recent = self._oldest(), self.num_recent_tokens
+        for positions, behind in self._runs(oldest, self.newest.first, self.ring, recent):
+            self.codes.read(behind % self.ring, self._slots(out, positions, behind))
+        for positions, behind in self._runs(max(oldest, self.newest.first), self.newest.stop, recent):
+            self._slots(out, positions, behind).copy_(self.newest.view(positions.start, positions.stop))
+        return out
+
+    def _slots(self, out: Tensor, positions: slice, behind: int) -> Tensor:
+        start = self.num_sink_tokens + behind % self.num_recent_tokens
+        return out[:, :, start : start + positions.stop - positions.start]
+
+    def flush(self, length: int) -> None:
+        """Pack what left the residual window."""
+        stop = self.num_sink_tokens + self.num_packed(length)
+        if self.is_empty or stop <= self.newest.first:
+            return
+        for positions, behind in self._runs(max(self._oldest(), self.newest.first), stop, self.ring):
+            self.codes.write(self.newest.view(positions.start, positions.stop), behind % self.ring)
+        self.newest.rest(stop)
+
+    def tensors(self) -> list[Tensor]:
+        return super().tensors() + ([] if self.sinks is None else [self.sinks])
+
+
+def _put(target: Tensor, slots: Tensor, x: Tensor, mask: Tensor) -> None:
+    """Write ``[b, h, c, d]`` into slots ``[b, h, c]`` where ``mask`` is True.
+
+    The host does not wait to learn where that is. In other places, a token of the same head that is written
+    is written once more. In a head without such a token, a slot gets what it has. Tokens of one slot must be
+    equal.
+    """
+    if not target.shape[2]:
+        return
+    if slots.shape[2] > 1:
+        columns = torch.arange(slots.shape[2], device=slots.device)
+        columns = torch.where(mask, columns, mask.byte().argmax(2, keepdim=True))
+        slots, mask = slots.gather(2, columns), mask.gather(2, columns)
+        x = x.gather(2, columns[..., None].expand_as(x))
+    places = slots.clamp(max=target.shape[2] - 1)[..., None].expand(-1, -1, -1, target.shape[3])
+    target.scatter_(2, places, torch.where(mask[..., None], x.to(target.dtype), target.gather(2, places)))
+
+
+@dataclass(frozen=True)
+class GroupQuantizer(KVQuantizer):
+    """Makes stores of ``bits`` bits per number. See the top of this file.
+
+    Attributes:
+        bits: 2, 4 or 8.
+        group_size: numbers that share a scale, and tokens packed at a time. Over channels, numbers that share
+            a scale are as many as the divisor of ``head_dim`` nearest to it.
+        residual: newest tokens that stay native.
+        capacity: tokens whose codes are reserved, for stores that stay where they are (windows are rings
+            already and stay native). 0 = stores grow.
+    """
+
+    bits: int
+    group_size: int
+    residual: int
+    capacity: int = 0
+
+    @property
+    def is_in_place(self) -> bool:
+        return self.capacity > 0
+
+    def in_place(self, capacity: int) -> KVQuantizer:
+        if self.bits != 4:
+            raise ValueError(
+                "no decode engine here: it serves full and pod caches in the model's dtype or in 4 bits; "
+                "leave capacity out"
+            )
+        return replace(self, capacity=capacity)
+
+    def tokens(self, part: str, evicts: bool = False) -> KVBuffer:
+        packing = Packing(self.bits, self.group_size, per_channel=part == "keys" and not evicts)
+        return PackedTokens(packing, self.residual, self.capacity)
+
+    def window(self, part: str, num_sink_tokens: int, num_recent_tokens: int) -> KVBuffer:
+        """A window's store, native when the ring is not larger than what a packed one holds natively."""
+        if self.capacity or num_recent_tokens <= self.residual + self.group_size:
+            return KVBuffer(num_sink_tokens, num_recent_tokens)
+        packing = Packing(self.bits, self.group_size, per_channel=False)
+        return QuantizedWindow(packing, self.residual, num_sink_tokens, num_recent_tokens)
+
+
+def make_codec(name: str, bits: int, config: PodConfig, group_size: int, residual: int) -> KVQuantizer:
+    """The codec of a model.
+
+    The usual ``group_size`` serves every ``head_dim`` (see ``channel_group``). Another one is taken as it is,
+    or refused.
+
+    Raises:
+        ValueError: sizes do not fit each other or the model's ``head_dim``.
+    """
+    head_dim = config.head_dim
+    check_bits(bits, head_dim, name)
+    if group_size != GROUP_SIZE and group_size < head_dim and head_dim % group_size:
+        fitting = [size for size in range(2, head_dim + 1) if head_dim % size == 0]
+        raise ValueError(
+            f"{name}: group_size = {group_size} does not divide head_dim = {head_dim}; leave it out, or "
+            f"choose one of {', '.join(map(str, fitting))}"
+        )
+    return GroupQuantizer(bits, group_size, residual)

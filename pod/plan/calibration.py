@@ -1,0 +1,370 @@
+"""Constants that stand for the first tokens in heads that keep their windows, and what such windows cost.
+
+A constant sink is a logit per query head and a value per KV head. Both join the softmax of a window at every
+position, as in serving engines (``pod.modeling.model.sinks``). The cost of a sink is in the currency of
+``costs.py`` and has three parts:
+
+* the mean over queries that have distant tokens;
+* the mean over early queries, whose window still holds the first tokens, times their share of the sequence;
+* the mean over first tokens.
+
+Every text has a first token, and all later tokens attend to it. What a layer does to it decides whether later
+layers find their sink. On SmolLM2-135M, constants that were too heavy in layers 1, 10 and 11 took 98 % of the
+first token's large activations away, where the first token was one of 5 % of the vocabulary. A first token
+sees nothing but itself, so any token of a text can stand for it, as a sequence of its own.
+
+Calibration starts from what a dense model reads from the first tokens (`measured_sink`, METHODS.md §8). These
+constants are right for distant queries, but would count the first tokens twice for early ones. So calibration
+then takes the constants of least cost (`fitted_sink`).
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pod.modeling.loading import load_model
+from pod.modeling.model.llama import PodForCausalLM
+from pod.modeling.model.sharing import SharingPlan, SinkConstants
+from pod.modeling.model.sinks import Sink, add_sink
+from pod.tokenizer import load_tokenizer
+from pod.plan.costs import (
+    EARLY,
+    MAX_COST,
+    NOT_FINITE,
+    AttentionInputs,
+    OutputScale,
+    logits_of,
+    planned_layers,
+    record_attention_inputs,
+    record_batch,
+    sample_queries,
+)
+
+FIRST_TOKENS = 4
+"""First tokens of a text whose attention the constants replace at the start of the calibration."""
+NUM_QUERIES = 64
+CALIBRATION_SEQUENCES = 8
+"""Sequences of text on which `pod explore` calibrates, at most."""
+NUM_FIRST = 32
+"""Tokens of each sequence that stand for first tokens."""
+STEPS = 60
+"""Steps of L-BFGS per layer."""
+
+
+@dataclass(frozen=True)
+class WindowQueries:
+    """Sampled queries of one layer: what their windows give without a sink, and what all tokens give.
+
+    Attributes:
+        near: ``[H, G, q, d]``, attention to the window.
+        lse: ``[H, G, q]``, log-sum-exp of the logits in the window.
+        out: ``[H, G, q, d]``, attention to all tokens.
+        residual: ``[q]``, by which squared errors behind the output projection are divided.
+        factor: ``[H, r, G·d]``; products with it are as long as products with the output projection.
+        weights: ``[q]``; the weighted sum over queries is the cost.
+        early: ``[q]``, whether a query sees the first tokens in its window.
+    """
+
+    near: Tensor
+    lse: Tensor
+    out: Tensor
+    residual: Tensor
+    factor: Tensor
+    weights: Tensor
+    early: Tensor
+
+    @classmethod
+    def join(cls, parts: Sequence["WindowQueries"]) -> "WindowQueries":
+        """The queries of several sequences of one layer, with the mean of their costs as the cost."""
+        return cls(
+            near=torch.cat([part.near for part in parts], dim=2),
+            lse=torch.cat([part.lse for part in parts], dim=2),
+            out=torch.cat([part.out for part in parts], dim=2),
+            residual=torch.cat([part.residual for part in parts]),
+            factor=parts[0].factor,
+            weights=torch.cat([part.weights for part in parts]) / len(parts),
+            early=torch.cat([part.early for part in parts]),
+        )
+
+    def costs(self, sink: Sink) -> Tensor:
+        """``[H, q]``: what each query adds to the cost of each KV head with this sink; differentiable."""
+        heads, groups = self.lse.shape[:2]
+        logits = sink.logits.to(self.lse).view(heads, groups, 1)
+        values = sink.values.to(self.lse)[:, None, None]
+        out, _ = add_sink(self.near, self.lse, logits, values)
+        errors = (out - self.out).transpose(1, 2).flatten(2)  # [H, q, G·d]
+        return (errors @ self.factor.mT).square().sum(-1) / self.residual * self.weights
+
+
+class _Part(NamedTuple):
+    """Queries of one kind of a layer; fields as in `WindowQueries`."""
+
+    near: Tensor
+    lse: Tensor
+    out: Tensor
+    residual: Tensor
+
+
+@torch.no_grad()
+def window_queries(
+    model: PodForCausalLM, input_ids: Tensor, num_queries: int
+) -> Iterator[tuple[WindowQueries, Sink]]:
+    """Yield the sampled queries of every planned layer on one sequence, and constants to start a calibration.
+
+    Args:
+        model: dense, with the ``num_recent_tokens`` of the windows.
+        input_ids: ``[1, n]``.
+        num_queries: number of queries with distant tokens, at most ``n - num_recent_tokens``. As many early
+            queries, at most ``num_recent_tokens - 1``, and the first tokens are added.
+
+    Raises:
+        ValueError: a model with a plan, or a sequence that is too short for the windows.
+    """
+    config, n = model.config, input_ids.shape[1]
+    window = config.num_recent_tokens
+    distant = sample_queries(n, num_queries, 0, window).positions
+    count = min(num_queries, window - 1)
+    early = 1 + torch.arange(count) * (window - 1) // max(count, 1)
+    positions = torch.cat([early, distant]).to(input_ids.device)
+    tokens = first_tokens(input_ids[0], config.bos_token_id)
+    kinds = [(len(tokens), 1.0), (count, (window - 1) / n), (num_queries, 1.0)]
+    weights = [torch.full((size,), weight / max(size, 1), dtype=torch.float64) for size, weight in kinds]
+    is_early = torch.arange(sum(size for size, _ in kinds)) < len(tokens) + count
+    firsts = record_batch(model, tokens[:, None])
+    inputs = record_attention_inputs(model, input_ids)
+    for layer, own, first in zip(planned_layers(config), inputs, firsts, strict=True):
+        alone = _alone(first)
+        part, sink = _part_of(own, positions, window)
+        joined = _Part(
+            near=torch.cat([alone.near, part.near], dim=2),
+            lse=torch.cat([alone.lse, part.lse], dim=2),
+            out=torch.cat([alone.out, part.out], dim=2),
+            residual=torch.cat([alone.residual, part.residual]),
+        )
+        scale = OutputScale.of(model.model.layers[layer], joined.out, joined.residual)
+        queries = WindowQueries(
+            near=joined.near,
+            lse=joined.lse,
+            out=joined.out,
+            residual=scale.residual,
+            factor=scale.factor,
+            weights=torch.cat(weights).to(joined.lse),
+            early=is_early.to(joined.lse.device),
+        )
+        yield queries, sink
+
+
+def first_tokens(input_ids: Tensor, bos_token_id: Any) -> Tensor:
+    """Tokens ``[B]`` that stand for the tokens with which texts begin.
+
+    This is the first token of the sequence ``[n]`` where all texts begin with it. Else these are evenly
+    spaced tokens of the sequence, the first one among them.
+    """
+    if bos_token_id is not None and int(input_ids[0]) == bos_token_id:
+        return input_ids[:1]
+    n = len(input_ids)
+    count = min(n, NUM_FIRST)
+    return input_ids[torch.arange(count, device=input_ids.device) * n // count]
+
+
+def _alone(inputs: AttentionInputs) -> _Part:
+    """Queries of B sequences of one token each, which see only themselves; inputs: with a batch dimension."""
+    wide = torch.promote_types(inputs.q.dtype, torch.float32)
+    q, k, v = (x[:, :, 0].to(wide).transpose(0, 1) for x in inputs[1:])  # [heads, B, d]
+    q = q.unflatten(0, (len(k), -1))  # [H, G, B, d]
+    lse = (q * k[:, None]).sum(-1) * q.shape[-1] ** -0.5
+    out = v[:, None].expand_as(q)
+    residual = inputs.hidden_states[:, 0].to(wide).square().sum(-1)
+    return _Part(out, lse, out, residual)
+
+
+def _part_of(inputs: AttentionInputs, positions: Tensor, window: int) -> tuple[_Part, Sink]:
+    """Queries at these positions, and what the queries with distant tokens read from the first tokens."""
+    logits = _causal_logits(inputs, positions)  # [H, G, q, n]
+    values = inputs.v.to(logits.dtype)[:, None]
+    out = logits.softmax(-1) @ values
+    residual = inputs.hidden_states[positions].to(logits.dtype).square().sum(-1)
+    outside = positions[:, None] - torch.arange(logits.shape[-1], device=positions.device) >= window
+    near = logits.masked_fill(outside, float("-inf"))
+    part = _Part(near.softmax(-1) @ values, near.logsumexp(-1), out, residual)
+    distant = positions >= window
+    return part, measured_sink(logits[:, :, distant, :FIRST_TOKENS], values[:, :, :FIRST_TOKENS])
+
+
+def _causal_logits(inputs: AttentionInputs, positions: Tensor) -> Tensor:
+    """Logits ``[H, G, q, n]`` of the queries at these positions, at least fp32, -inf for later tokens."""
+    logits = logits_of(inputs, positions)
+    later = torch.arange(logits.shape[-1], device=positions.device) > positions[:, None]
+    return logits.masked_fill_(later, float("-inf"))
+
+
+def measured_sink(logits: Tensor, values: Tensor) -> Sink:
+    """What a dense model reads from the first tokens, averaged over queries.
+
+    Args:
+        logits: ``[H, G, q, FIRST_TOKENS]``, of queries with distant tokens.
+        values: ``[H, 1, FIRST_TOKENS, d]``.
+
+    Returns:
+        Per query head the mean log-sum-exp of its logits, and per KV head the mean of what its query heads
+        read. Both are fp64.
+    """
+    read = logits.softmax(-1) @ values
+    return Sink(logits.logsumexp(-1).double().mean(-1).flatten(), read.double().mean((1, 2)))
+
+
+def fitted_sink(queries: WindowQueries, start: Sink) -> Sink:
+    """Find the constants of least cost on these queries by L-BFGS; `start` where nothing better is found."""
+    logits, values = (x.detach().to(queries.lse).clone().requires_grad_() for x in start)
+    sink = Sink(logits, values)
+    with torch.no_grad():
+        before = queries.costs(sink).sum()
+    if not before > 0:
+        return start
+    optimizer = torch.optim.LBFGS([logits, values], max_iter=STEPS, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = queries.costs(sink).sum() / before  # 1 at the start: the tolerances of L-BFGS are absolute
+        loss.backward()
+        return loss
+
+    with torch.enable_grad():
+        optimizer.step(closure)  # type: ignore[arg-type]
+    found = Sink(logits.detach().double(), values.detach().double())
+    with torch.no_grad():
+        better = queries.costs(found).sum() < before
+    return found if better and all(bool(x.isfinite().all()) for x in found) else start
+
+
+def find_sinks(model: PodForCausalLM, sequences: Sequence[Tensor], num_queries: int) -> list[Sink]:
+    """The constants of every planned layer, as if all of its heads kept their windows; fp64 on the CPU.
+
+    Args:
+        model: dense, with the ``num_recent_tokens`` of the windows.
+        sequences: ``[n]`` tokens each; all of their sampled queries are held at the same time.
+        num_queries: per sequence, see `window_queries`.
+
+    Raises:
+        ValueError: for the reasons of `window_queries`, and for values that are not finite.
+    """
+    layers: list[list[WindowQueries]] = [[] for _ in planned_layers(model.config)]
+    starts: list[list[Sink]] = [[] for _ in layers]
+    for ids in sequences:
+        found = window_queries(model, ids.reshape(1, -1).to(model.device), num_queries)
+        for queries, sinks, (one, sink) in zip(layers, starts, found, strict=True):
+            # the factor is the layer's, and is held once
+            queries.append(replace(one, factor=queries[0].factor) if queries else one)
+            sinks.append(sink)
+    calibrated = []
+    for queries, sinks in zip(layers, starts, strict=True):
+        start = Sink(*(torch.stack(part).mean(0) for part in zip(*sinks, strict=True)))
+        if not all(bool(x.isfinite().all()) for x in start):
+            raise ValueError(NOT_FINITE)
+        calibrated.append(Sink(*(x.cpu() for x in fitted_sink(WindowQueries.join(queries), start))))
+    return calibrated
+
+
+@torch.no_grad()
+def measure_window_costs(
+    model: PodForCausalLM, input_ids: Tensor, num_queries: int, sinks: Sequence[Sink]
+) -> dict[str, Tensor]:
+    """What windows with these constants cost on one sequence ``[1, n]``.
+
+    Returns:
+        ``window``, the cost at queries with distant tokens, and ``early``, the cost at the others: ``[L, H]``
+        each, fp64 on the CPU. Their sum is the cost of the role.
+
+    Raises:
+        ValueError: costs that are not finite.
+    """
+    window, early = [], []
+    for (queries, _), sink in zip(window_queries(model, input_ids, num_queries), sinks, strict=True):
+        costs = queries.costs(Sink(*(x.to(queries.lse) for x in sink))).double()
+        early.append(costs[:, queries.early].sum(-1).cpu())
+        window.append(costs[:, ~queries.early].sum(-1).cpu())
+    found = {"window": torch.stack(window), EARLY: torch.stack(early)}
+    if not all(bool(value.isfinite().all()) for value in found.values()):
+        raise ValueError(NOT_FINITE)
+    return {name: value.clamp_(max=MAX_COST) for name, value in found.items()}
+
+
+def with_constants(plan: SharingPlan, sinks: Sequence[Sink | None]) -> SharingPlan:
+    """The plan with these constants in the layers that have heads with windows.
+
+    Args:
+        plan: of as many layers as ``sinks``.
+        sinks: one per layer, with heads in their original order; here they move to the plan's order. None for
+            a layer that was trained with a window of its own.
+    """
+    logits: list[Any] = []
+    values: list[Any] = []
+    for layer, (row, sink) in enumerate(zip(plan.lead, sinks, strict=True)):
+        if None not in row or sink is None:
+            logits.append(None)
+            values.append(None)
+            continue
+        groups = len(sink.logits) // len(sink.values)
+        order = list(range(len(sink.logits)) if plan.head_order is None else plan.head_order[layer])
+        logits.append(sink.logits[order].tolist())
+        values.append(sink.values[[head // groups for head in order[::groups]]].tolist())
+    constants = SinkConstants(tuple(logits), tuple(values))
+    return replace(plan, sinks="constant", num_sink_tokens=0, sink_constants=constants)
+
+
+def calibrate_sinks(
+    model: PreTrainedModel | str | os.PathLike[str],
+    plan: SharingPlan | str | os.PathLike[str],
+    texts: Sequence[str | Tensor | Sequence[int]],
+    num_queries: int = NUM_QUERIES,
+) -> SharingPlan:
+    """A plan with constant sinks: a logit and a value stand for the first tokens in heads that keep windows.
+
+    The model is read as a dense one. About 8 texts, each as long as a few windows, are enough. Each must be
+    longer than the window by ``num_queries`` tokens, and should begin as the model's inputs do.
+
+    Args:
+        model: what ``load_model`` takes.
+        plan: a plan of this model, or the file of one; it says how long windows are.
+        texts: strings, or token ids ``[n]``.
+        num_queries: queries of each text whose attention is measured.
+
+    Returns:
+        The plan with ``sinks`` constant, no first tokens, and the constants. ``load_model(model, plan=…)``
+        takes it.
+
+    Raises:
+        ValueError: no texts, a text that is too short, a plan that does not say its windows, or a plan of
+            another size.
+    """
+    plan = plan if isinstance(plan, SharingPlan) else SharingPlan.load(plan)
+    if plan.num_recent_tokens is None:
+        raise ValueError(
+            "this plan does not say how long its windows are: set num_recent_tokens, by dataclasses.replace"
+        )
+    if isinstance(texts, str) or not len(texts):
+        raise ValueError("texts must be a list of strings or token ids with at least one text")
+    dense = load_model(model, layout="dense", num_sink_tokens=0, num_recent_tokens=plan.num_recent_tokens)
+    plan.check_fits(dense.config.num_hidden_layers, dense.config.num_key_value_heads)
+    sequences = [_tokens(dense, text) for text in texts]
+    shortest = plan.num_recent_tokens + num_queries
+    for index, ids in enumerate(sequences):
+        if len(ids) < shortest:
+            raise ValueError(
+                f"texts[{index}] has {len(ids)} tokens, but windows of {plan.num_recent_tokens} and "
+                f"{num_queries} queries behind them need {shortest}: give longer texts or lower num_queries"
+            )
+    sinks = dict(zip(planned_layers(dense.config), find_sinks(dense, sequences, num_queries), strict=True))
+    return with_constants(plan, [sinks.get(layer) for layer in range(plan.num_layers)])
+
+
+def _tokens(model: PodForCausalLM, text: str | Tensor | Sequence[int]) -> Tensor:
+    """``[n]`` ids of a text, cut at the model's context."""
+    if isinstance(text, str):
+        text = load_tokenizer(model.config.name_or_path)(text)["input_ids"]
+    return torch.as_tensor(text).flatten()[: model.config.max_position_embeddings]

@@ -1,0 +1,329 @@
+"""From measurements to a plan: align heads, choose roles and bits at the target saving, measure the loss.
+
+Costs of roles only add up (``costs.py``), while errors of one layer change what the next layers see. So the
+loss of the plan itself is measured too.
+"""
+
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pod.modeling.loading import load_model
+from pod.modeling.methods import make_cache
+from pod.modeling.model.llama import PodForCausalLM
+from pod.modeling.model.sharing import GROUP_SIZE, SharingPlan, SinkConstants
+from pod.modeling.model.sinks import Sink
+from pod.training.args import ExploreArgs
+from pod.training.checkpoint.identity import sha256_of
+from pod.training.observe.validation import token_scores
+from pod.plan.align import align
+from pod.plan.calibration import with_constants
+from pod.plan.costs import total_costs
+from pod.plan.exploration import (
+    Exploration,
+    allowed,
+    at_granularity,
+    for_target,
+    packed_costs,
+)
+from pod.plan.measured_costs import (
+    MeasuredCosts,
+    find_costs,
+    find_similarity,
+    measure_mean,
+    repeated_sequences,
+)
+from pod.plan.similarity import dissimilarity, greedy_plan
+from pod.plan.solve import Floats, Frontier, PackedFrontier, solve, solve_packed
+
+Order = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan, and what else there was to choose from.
+
+    Attributes:
+        plan: of the measured layers; `in_all_layers` makes it one of the model.
+        frontier: with all allowed roles and bits, in the plan's order of heads; None for a greedy plan.
+        units: that the plan saves.
+        without: by ``follow``, ``window`` or ``4_bits``: the frontier when that is forbidden, with heads
+            aligned for this frontier alone.
+        similarity: ``[L, L, Hq]``, measured for cost=similarity, else None.
+    """
+
+    plan: SharingPlan
+    frontier: Frontier | PackedFrontier | None = None
+    units: int = 0
+    without: dict[str, Frontier | PackedFrontier] = field(default_factory=dict)
+    similarity: Tensor | None = None
+
+    def plan_at(self, units: int) -> SharingPlan:
+        """The plan of the curve that saves this many units; ValueError where no plan does."""
+        assert self.frontier is not None, "a greedy plan has no curve"
+        return of_all_heads(self.frontier.plan(units), self.plan.num_key_value_heads)
+
+
+def find_plan(exploration: Exploration) -> Choice:
+    """Find the plan of the settings, the same on every rank. What was measured before is used again.
+
+    Raises:
+        ValueError: texts, models, windows or files that do not fit.
+    """
+    explore = exploration.explore
+    if explore.cost == "similarity":
+        return choose_by_similarity(find_similarity(exploration), explore, exploration.windows)
+    return choose(find_costs(exploration), explore, exploration.windows)
+
+
+def with_losses(exploration: Exploration, choice: Choice) -> Choice:
+    """Add the measured losses of the dense model and of the plan to the choice.
+
+    Where the settings want no losses, the choice stays as it is. All ranks call this together. What was
+    measured before an interruption is kept.
+    """
+    if exploration.explore.cost == "similarity" or not exploration.explore.loss_sequences:
+        return choice
+    losses = _losses(exploration, choice.plan)
+    plan = replace(choice.plan, provenance=choice.plan.provenance | {"losses": losses})
+    return replace(choice, plan=plan)
+
+
+def choose_by_similarity(measured: MeasuredCosts, explore: ExploreArgs, windows: dict[str, int]) -> Choice:
+    """Choose the paper's plan: greedy, or the followers of least ``Σ (1 - similarity with the lead)``."""
+    similarity, provenance = measured.tensors["similarity"], measured.provenance
+    heads = provenance["num_key_value_heads"]
+    if explore.algorithm == "greedy":
+        plan = greedy_plan(similarity, heads, explore.threshold, provenance)
+        return Choice(_made_for(plan, windows), similarity=similarity)
+    costs = at_granularity(explore, {"in_place": dissimilarity(similarity, heads)})
+    frontier = solve(costs["in_place"], None)
+    units = frontier.units_for(explore.least_saving, explore.budget_tokens, **windows)
+    plan = frontier.plan(units, provenance | _settings(explore, frontier, units))
+    plan = _made_for(of_all_heads(plan, heads), windows)
+    return Choice(plan, frontier, units, similarity=similarity)
+
+
+def of_all_heads(plan: SharingPlan, num_key_value_heads: int) -> SharingPlan:
+    """Turn a plan of whole layers, whose rows have one role, into a plan of a model with H KV heads.
+
+    Other plans stay as they are. Example: the rows (0,), (None,) become (0, 0), (None, None) for H = 2.
+    """
+    if plan.num_key_value_heads == num_key_value_heads:
+        return plan
+    return replace(plan, lead=tuple(row * num_key_value_heads for row in plan.lead))
+
+
+def _made_for(plan: SharingPlan, windows: dict[str, int]) -> SharingPlan:
+    """The plan with the windows and the head_dim that it was made for."""
+    return replace(plan, **windows, head_dim=plan.provenance.get("head_dim"))
+
+
+def choose(costs: MeasuredCosts, explore: ExploreArgs, windows: dict[str, int]) -> Choice:
+    """Choose the plan of least cost at the target saving, with heads aligned for it.
+
+    The choice also holds what it costs to forbid each role, or packing.
+    """
+    total, head_dim = total_costs(costs.tensors, explore.retrieval_weight), costs.provenance.get("head_dim")
+    frontier, units, kv_order = _solve(total, explore, windows, head_dim)
+    provenance = costs.provenance | windows | {"retrieval_weight": explore.retrieval_weight}
+    provenance |= _settings(explore, frontier, units)
+    if isinstance(frontier, PackedFrontier):
+        provenance |= {"bits": list(explore.bits), "plan_cost_bound": float(frontier.bound[units:].min())}
+    without = {}
+    for name, rest in _forbidding(explore).items():
+        without[name], *_ = _solve(total, rest, windows, head_dim, units / frontier.pair_units)
+        provenance[f"plan_cost_without_{name}"] = without[name].cost_of(units, frontier.pair_units)
+    heads = total["window"].shape[-1]
+    plan = _made_for(of_all_heads(frontier.plan(units, provenance), heads), windows)
+    if kv_order is not None:
+        plan = replace(plan, head_order=head_order(plan, kv_order, costs.tensors["order"]))
+    if "sink_logits" in costs.tensors:
+        pairs = zip(costs.tensors["sink_logits"], costs.tensors["sink_values"], strict=True)
+        plan = with_constants(plan, [Sink(logits, values) for logits, values in pairs])
+    return Choice(plan, frontier, units, without)
+
+
+def _forbidding(explore: ExploreArgs) -> dict[str, ExploreArgs]:
+    """Settings that forbid one thing each, by its name: each role where there are several, and 4 bits."""
+    changes: dict[str, dict[str, Any]] = {}
+    roles = explore.roles or []
+    if len(roles) > 1:
+        changes = {role: {"roles": [other for other in roles if other != role]} for role in roles}
+    if 4 in explore.bits:
+        changes["4_bits"] = {"bits": [16]}
+    return {name: replace(explore, target_saving=0.0, **change) for name, change in changes.items()}
+
+
+def _solve(
+    total: dict[str, Floats],
+    explore: ExploreArgs,
+    windows: dict[str, int],
+    head_dim: int | None,
+    pairs: float | None = None,
+) -> tuple[Frontier | PackedFrontier, int, Order | None]:
+    """Solve for the least cost of every saving, and align heads at the target saving.
+
+    Args:
+        total: costs by name.
+        explore: the settings.
+        windows: that the plan is for, by name.
+        head_dim: of the model.
+        pairs: save the bytes of this many pairs, or as many as can be saved, instead of the target saving.
+
+    Returns:
+        The frontier; the units of the target saving or of the pairs; and ``[L][H]``, the KV head at each
+        place. The last one is None where heads stay where they were. They do where layers may be packed,
+        since hardly any head follows then.
+    """
+
+    def units_of(frontier: Frontier | PackedFrontier) -> int:
+        if pairs is None:
+            return frontier.units_for(explore.least_saving, explore.budget_tokens, **windows)
+        units = math.ceil(pairs * frontier.pair_units - 1e-9)
+        return frontier.cheapest(min(units, len(frontier.costs) - 1))
+
+    total = at_granularity(explore, total)
+    roles = explore.roles or []
+    aligns = explore.align_heads and "follow" in roles and "follow" in total
+    kv_order = None
+    if 4 in explore.bits:
+        packed = solve_packed(packed_costs(explore, total, windows, head_dim))
+        units = units_of(packed)
+        frontier = packed.improved(units)
+    else:
+        frontier = for_target(solve(*allowed(explore, total)), explore)
+        units = units_of(frontier)
+        if aligns and units:
+            follow, window = allowed(explore, total, "follow")
+            assert follow is not None, "heads are aligned for followers"
+            found = align(follow, window, units)
+            frontier, kv_order = solve(found.follow, found.window), found.kv_order
+    return frontier, frontier.cheapest(units), kv_order
+
+
+def head_order(plan: SharingPlan, kv_order: Order, order: Tensor) -> Order:
+    """Which query head of the original weights stands at each place, ``[L][Hq]``, for ``kv_order[L][H]``.
+
+    The group of a follower stands in the order of its lead's group.
+
+    Args:
+        order: of query heads inside the groups of pairs, see `match_query_heads`.
+    """
+    groups, rows = order.shape[-1], []
+    for layer, heads in enumerate(kv_order):
+        row: list[int] = []
+        for place, head in enumerate(heads):
+            lead, inside = plan.lead[layer][place], list(range(groups))
+            if lead not in (None, layer):
+                inside = order[lead, layer, kv_order[lead][place], head].tolist()
+            row += [head * groups + query for query in inside]
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+def in_all_layers(plan: SharingPlan) -> SharingPlan:
+    """Turn a plan of the measured layers into a plan of the whole model.
+
+    The other layers of the model keep the windows that they were trained with.
+    """
+    layers = plan.provenance.get("layers")
+    if layers is None:
+        return plan
+
+    def spread(rows: Sequence[Any], other: Any) -> tuple[Any, ...]:
+        """A row for every layer of the model; `other` for layers that were not measured."""
+        own = dict(zip(layers, rows, strict=True))
+        return tuple(own.get(layer, other) for layer in range(plan.provenance["num_layers"]))
+
+    lead = [[None if one is None else layers[one] for one in row] for row in plan.lead]
+    bits = spread(plan.bits, 16) if plan.bits else plan.bits
+    order = plan.head_order
+    if order:
+        order = spread(order, range(len(order[0])))
+    constants = plan.sink_constants
+    if constants is not None:
+        constants = SinkConstants(spread(constants.logits, None), spread(constants.values, None))
+    lead = spread(lead, [None] * plan.num_key_value_heads)
+    return replace(plan, lead=lead, bits=bits, head_order=order, sink_constants=constants)
+
+
+def _settings(explore: ExploreArgs, frontier: Frontier | PackedFrontier, units: int) -> dict[str, Any]:
+    names = "cost", "roles", "granularity", "target", "target_saving", "budget_length"
+    return {name: getattr(explore, name) for name in names} | {"plan_cost": float(frontier.costs[units])}
+
+
+def _losses(exploration: Exploration, plan: SharingPlan) -> dict[str, Any]:
+    """Losses of the dense model and the plan, on text and repeated tokens, and the numbers of sequences."""
+    dense = SharingPlan.dense(plan.num_layers, plan.num_key_value_heads)
+    dense = in_all_layers(replace(dense, head_order=plan.head_order, provenance=plan.provenance))
+    made = sha256_of([plan.lead, plan.head_order, plan.bits, plan.provenance])
+    partial = exploration.folder / f"losses.partial-{made[:8]}"
+    model, plan = exploration.load_model(dense), in_all_layers(plan)
+    text = exploration.read()[: exploration.explore.loss_sequences]
+    texts = {"text": text, "repeated": repeated_sequences(exploration, model.config)}
+    losses: dict[str, Any] = {"dense": {}, "plan": {}}
+    for name, one in (("dense", dense), ("plan", plan)):
+        under = _under(model, one)
+        for kind, sequences in texts.items():
+            if sequences:
+                folder = partial / f"loss, {name}, {kind}"
+                found = measure_mean(mean_loss(under), (), sequences, folder)
+                losses[name][kind] = found.item()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    return losses | {"sequences": len(text), "repeated_sequences": len(texts["repeated"])}
+
+
+@torch.no_grad()
+def plan_loss(model: PodForCausalLM, plan: SharingPlan, sequences: Sequence[Tensor]) -> float:
+    """Mean next-token loss on N sequences ``[n]`` under a plan, in nats per token.
+
+    Packed layers are read as the cache holds them, as in decoding.
+
+    Args:
+        model: dense weights, with the windows that the plan is for.
+    """
+    shared = _under(model, plan)
+    total = sum(_summed_loss(shared, row.reshape(1, -1).to(model.device)) for row in sequences)
+    return total / sum(len(row) - 1 for row in sequences)
+
+
+def _under(model: PodForCausalLM, plan: SharingPlan) -> PodForCausalLM:
+    """The same weights under a plan."""
+    return load_model(model, plan=plan, attention_backend=model.config.attention_backend)
+
+
+def mean_loss(model: PodForCausalLM) -> Callable[[Tensor], Tensor]:
+    """A function for `measure_mean`: tokens ``[1, n]`` to their mean next-token loss, in nats per token."""
+
+    @torch.no_grad()
+    def measure(input_ids: Tensor) -> Tensor:
+        tokens = input_ids.to(model.device)
+        return torch.tensor(_summed_loss(model, tokens) / (tokens.shape[1] - 1), dtype=torch.float64)
+
+    return measure
+
+
+def _summed_loss(model: PodForCausalLM, tokens: Tensor) -> float:
+    """Sum of the next-token losses of tokens ``[1, n]``, in nats.
+
+    Where layers are packed, every token reads what the model's own cache holds when that token comes. The
+    tokens are read a group at a time, since nothing is packed between two multiples of the group size.
+    """
+    packs = model.config.sharing_plan.packs
+    cache: Any = make_cache(model) if packs else None
+    parts = [
+        model.model(input_ids=part, past_key_values=cache, use_cache=packs).last_hidden_state
+        for part in tokens.split(GROUP_SIZE if packs else tokens.shape[1], dim=1)
+    ]
+    hidden = torch.cat(parts, dim=1)[:, :-1]
+    weight = model.lm_head.weight  # whose device need not be that of the tokens
+    losses, _ = token_scores(hidden.to(weight.device), weight, tokens[:, 1:].to(weight.device), 1 << 28)
+    return losses.double().sum().item()

@@ -1,0 +1,305 @@
+"""From a recipe's settings to what is measured: on which text, with which model, for which saving."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pod.data import held_out_documents, long_sequences, source_documents
+from pod.data.rows.manifest import MANIFEST_NAME, read_manifest
+from pod.modeling.loading import load_model
+from pod.modeling.placement import ROOM, free_bytes, share_of_rank
+from pod.modeling.model.llama import PodForCausalLM
+from pod.modeling.model.sharing import SharingPlan, check_bits
+from pod.models import resolve_model
+from pod.tokenizer import load_tokenizer
+from pod.training.args import ExploreArgs
+from pod.plan.costs import cost_shapes, planned_layers, sample_queries
+from pod.plan.engines import window_counts
+from pod.plan.solve import Curve, Floats, PackedCosts, solve
+from pod.training.run.longer_context import extend
+from pod.training.run.mesh import planned_world_size
+
+MATCHING_SEQUENCES = 2  # of text, beside all repeated ones, on which query heads are matched
+C = TypeVar("C", bound=Curve)
+POSITIONS = ("rope", "max_position_embeddings")
+
+
+def windows_of(recipe: Any) -> dict[str, int]:
+    """The windows that the plan is made for.
+
+    These are the windows of the recipe. Where it names none, they are 16 and 4080 tokens, or 0 and 4096 for
+    vLLM.
+    """
+    if recipe.explore.target == "pod":
+        return recipe.model.windows()
+    return {"num_sink_tokens": 0, "num_recent_tokens": recipe.model.num_recent_tokens or 4096}
+
+
+def sinks_of(recipe: Any) -> str:
+    """What stands for the first tokens in windows: ``tokens``, ``constant`` or ``none``.
+
+    For vLLM it is constant unless the recipe says none.
+
+    Raises:
+        ValueError: stored first tokens with target=vllm.
+    """
+    model = recipe.model
+    if recipe.explore.target == "pod":
+        stored = model.windows()["num_sink_tokens"]
+        return model.sinks or ("tokens" if stored else "none")
+    for name, value in (("num_sink_tokens", model.num_sink_tokens), ("sinks", model.sinks)):
+        if value and value not in ("constant", "none"):
+            raise ValueError(
+                f"model.{name} is {value} with explore.target=vllm, but vLLM's windows store no first "
+                "tokens: leave it out, or set explore.target=pod"
+            )
+    return model.sinks or "constant"
+
+
+@dataclass(frozen=True)
+class Exploration:
+    """What a plan is made from.
+
+    Attributes:
+        folder: receives the measurements; shared by all ranks.
+        settings: everything that a similarity depends on, as JSON.
+        model_folder: folder or hub id of the dense model.
+        windows: that the plan is for, by name.
+        explore: settings of the recipe.
+        prepared: folder of prepared data; its held-out text is measured where explore.sources names no other
+            text.
+        sinks: what stands for the first tokens in windows, see `sinks_of`.
+    """
+
+    folder: Path
+    settings: dict[str, Any]
+    model_folder: str
+    windows: dict[str, int]
+    explore: ExploreArgs
+    prepared: Path
+    sinks: str = "tokens"
+
+    @classmethod
+    def of(cls, recipe: Any) -> "Exploration":
+        """The exploration that a `Recipe` describes."""
+        model, explore = recipe.model, recipe.explore
+        is_prepared = (recipe.data_dir / MANIFEST_NAME).is_file()
+        data = read_manifest(recipe.data_dir)["id"] if is_prepared else None
+        positions = {name: getattr(model, name) for name in POSITIONS}
+        settings = {name: value for name, value in positions.items() if value}
+        settings |= {
+            "num_sequences": explore.num_sequences,
+            "sequence_length": explore.sequence_length,
+            "num_queries": explore.num_queries,
+            "model": model.path,
+            "gguf_file": model.gguf_file,
+            "dtype": model.dtype,
+            "text": list(explore.sources) or data,
+            "seed": recipe.seed,
+        }
+        folder = resolve_model(model.path)
+        sinks = sinks_of(recipe)
+        return cls(recipe.plan_dir, settings, folder, windows_of(recipe), explore, recipe.data_dir, sinks)
+
+    def load_model(self, plan: SharingPlan | None = None) -> PodForCausalLM:
+        """Load the model on this rank's device, with the windows, and dense unless there is a plan.
+
+        Raises:
+            ValueError: for what `check_model` refuses.
+        """
+        model = self.load(plan=plan, **self.windows)
+        extend(model.config, *(self.settings.get(name) for name in POSITIONS))
+        check_model(model.config, self.explore, self.windows)
+        return model
+
+    def load(self, **changes: Any) -> PodForCausalLM:
+        """Load the model as it is, but for `changes`.
+
+        It is placed on this rank's device, or on as many of the rank's devices as it needs.
+        """
+        dtype, gguf_file = getattr(torch, self.settings["dtype"]), self.settings["gguf_file"]
+        return load_model(self.model_folder, gguf_file=gguf_file, dtype=dtype, **_where(), **changes)
+
+    def load_tokenizer(self) -> Any:
+        """Load the model's tokenizer: the model reads its own tokens, whatever data.tokenizer says."""
+        return load_tokenizer(self.model_folder, gguf_file=self.settings["gguf_file"])
+
+    def read(self) -> list[Tensor]:
+        """Read N token sequences ``[n]`` of explore.sources, or else of the prepared data's held-out text.
+
+        Raises:
+            ValueError: there is neither.
+        """
+        explore, tokenizer = self.explore, self.load_tokenizer()
+        if explore.sources:
+            documents = source_documents(explore.sources, tokenizer)
+        else:
+            documents = held_out_documents(self.prepared, tokenizer)
+        sizes = explore.num_sequences, explore.sequence_length
+        try:
+            found = long_sequences(documents, *sizes, self.settings["seed"])
+        except ValueError as error:
+            where = "explore.sources" if explore.sources else f"the held-out text in {self.prepared}"
+            raise ValueError(f"{where}: {error}") from None
+        return list(torch.from_numpy(found))
+
+
+def _where() -> dict[str, Any]:
+    """Arguments of `load_model`: this rank's device, or its devices where there are more GPUs than ranks."""
+    if not torch.cuda.is_available():
+        return {"device": "cpu"}
+    count = torch.cuda.device_count()
+    own = [torch.device("cuda", number) for number in share_of_rank(count)]
+    if len(own) == 1:
+        return {"device": str(own[0])}
+    if len(own) == count:
+        return {"device_map": "auto"}
+    return {"device_map": "auto", "max_memory": {device: free_bytes(device) * (1 - ROOM) for device in own}}
+
+
+def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> None:
+    """Refuse what cannot give a plan, before hours of measuring.
+
+    Raises:
+        ValueError: a length that the model cannot read, sequences that the windows cover whole, a saving that
+            the model's layers cannot reach, a model that has no layer to plan, bits that do not fit its
+            head_dim, or target=vllm for a model with layers that were trained with windows.
+    """
+    shapes = cost_shapes(len(planned_layers(config)), config.num_key_value_heads)
+    if 4 in explore.bits:
+        check_bits(4, config.head_dim, f"explore.bits is {explore.bits}")
+    if explore.sequence_length > config.max_position_embeddings:
+        raise ValueError(
+            f"explore.sequence_length is {explore.sequence_length}, but the model reads "
+            f"{config.max_position_embeddings} tokens: lower it, or extend the model first"
+        )
+    if explore.cost == "projected":
+        sample_queries(explore.sequence_length, explore.num_queries, **windows)
+    if explore.target == "vllm" and config.layer_windows is not None:
+        raise ValueError(
+            "explore.target is vllm, but some layers of this model were trained with windows, which vLLM "
+            "frees without a plan: set explore.target=pod"
+        )
+    if explore.algorithm == "dp":
+        free = at_granularity(explore, {name: np.zeros(shape) for name, shape in shapes.items()})
+        if 4 in explore.bits:
+            frontier = packed_costs(explore, free, windows, config.head_dim).solve(None)
+        else:
+            frontier = solve(*allowed(explore, free))
+        for_target(frontier, explore).units_for(explore.least_saving, explore.budget_tokens, **windows)
+
+
+def at_granularity(explore: ExploreArgs, total: dict[str, Floats]) -> dict[str, Floats]:
+    """The costs of whatever gets a role of its own: every KV head, or every layer.
+
+    Args:
+        explore: says which, in `granularity`.
+        total: costs by name, in the shapes of `cost_shapes`.
+
+    Returns:
+        For `head` the costs as they are. For `layer` the sums over the KV heads, with H = 1, since the costs
+        of a layer's heads add up. `follow` is left out there: whole layers follow whole layers, head by head
+        in the order of the model.
+    """
+    if explore.granularity == "head":
+        return total
+    return {name: cost.sum(axis=-1, keepdims=True) for name, cost in total.items() if name != "follow"}
+
+
+def allowed(
+    explore: ExploreArgs, total: dict[str, Floats], follow: str = "in_place"
+) -> tuple[Floats | None, Floats | None]:
+    """The costs of followers and windows, as `solve` takes them; None for a role that is not allowed.
+
+    Args:
+        follow: which costs of followers, ``in_place`` or ``follow``.
+    """
+    roles = explore.roles or []
+    followers = total[follow] if "follow" in roles else None
+    windows = total["window"] if "window" in roles else None
+    return followers, windows
+
+
+def for_target(frontier: C, explore: ExploreArgs) -> C:
+    """Keep the plans of a curve that waste no memory where they will run.
+
+    For target=pod no plan wastes memory, and the result is `frontier` itself. With 30 layers vLLM wastes
+    nothing for 10, 15 or 20 windows (see `window_counts`), and something for 12.
+    """
+    if explore.target == "pod":
+        return frontier
+    costs = np.full_like(frontier.costs, np.inf)
+    units = [count * frontier.pair_units for count in window_counts(frontier.sizes[0])]
+    costs[units] = frontier.costs[units]
+    return replace(frontier, costs=costs)
+
+
+def packed_costs(
+    explore: ExploreArgs, total: dict[str, Floats], windows: dict[str, int], head_dim: int | None
+) -> PackedCosts:
+    """The costs of the roles that the settings allow, where layers may be packed; head_dim: of the model."""
+    follow, window = allowed(explore, total)
+    return PackedCosts(
+        follow=follow,
+        window=window,
+        lead4=total["lead4"],
+        follow4=total.get("follow4"),
+        n=explore.budget_tokens,
+        near=sum(windows.values()),
+        head_dim=head_dim,
+    )
+
+
+@contextmanager
+def process_group() -> Iterator[int]:
+    """Join the ranks of a launcher (torchrun, deepspeed) when WORLD_SIZE > 1, and yield this process's rank.
+
+    Only sums of a few megabytes travel, so gloo is enough on every machine. The timeout is long because ranks
+    wait for the slowest one.
+    """
+    if planned_world_size() == 1:
+        yield 0
+        return
+    dist.init_process_group("gloo", timeout=timedelta(hours=6))
+    try:
+        yield dist.get_rank()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens") -> str:
+    """What measuring needs, from the model's sizes: tokens to read, and memory beside the weights.
+
+    Args:
+        sinks: see `sinks_of`.
+    """
+    if explore.heads:
+        num_tokens = min(explore.head_tokens, config.max_position_embeddings // explore.head_repeats)
+        n = explore.head_repeats * num_tokens
+        return f"retrieval heads: one forward pass over {explore.head_repeats} x {num_tokens} = {n} tokens"
+    layers, heads = len(planned_layers(config)), config.num_attention_heads
+    n, q, count = explore.sequence_length, explore.num_queries, explore.num_sequences
+    what = f"{explore.cost}: one forward pass over {count} x {n} = {count * n} tokens"
+    if explore.cost == "projected":
+        repeated = explore.retrieval_sequences
+        matching, losses = repeated + min(count, MATCHING_SEQUENCES), min(count, explore.loss_sequences)
+        what += f" and {repeated} x {n} repeated tokens"
+        if "follow" in (explore.roles or []):
+            what += f", one pass over {matching} sequences to match heads"
+        what += f", two over {losses} for the loss"
+        if sinks == "constant":
+            what += f", one more over {count} and {repeated} sequences for windows with constant sinks"
+    if explore.roles == ["window"]:
+        layers = 1  # rows are kept for layers above that may follow
+    size = 4e-6 * layers * heads * q * n
+    rows = f"{size:.0f} MB of attention rows ({layers} layers x {heads} heads x {q} x {n} fp32)"
+    return f"{what}, divided among the ranks\nmemory per rank: the model, {rows}"

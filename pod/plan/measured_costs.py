@@ -1,0 +1,448 @@
+"""What plans are made from: similarity, costs of roles, retrieval heads.
+
+All ranks measure it together, or it is read from the folder where it lies.
+
+Every sequence contributes integers: what was measured, in units of 2^-40. So the sum does not depend on the
+order. One process, several ranks, and a run that was interrupted and continued with another number of ranks
+all give the same bits.
+
+Heads that look far back are found without text (RazorAttention §3.3). A head that has learnt to retrieve
+finds the earlier copies of the current token (*echo*), or what followed them (*induction*), even among
+repeated random tokens. No matrix of n x n is ever held.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+from tqdm import tqdm
+
+from pod.files import atomic_write_bytes, keep_old
+from pod.identity import content_of
+from pod.modeling.retrieval_heads import RetrievalHeads
+from pod.modeling.model.llama import PodForCausalLM
+from pod.training.checkpoint.identity import sha256_of
+from pod.plan.calibration import CALIBRATION_SEQUENCES, find_sinks, measure_window_costs
+from pod.plan.checks import check_array, check_groups
+from pod.plan.costs import (
+    EARLY,
+    FOLLOWER_COSTS,
+    RETRIEVAL,
+    cost_shapes,
+    match_query_heads,
+    measure_costs,
+    measure_query_head_errors,
+    planned_layers,
+    record_attention_inputs,
+    record_attention_rows,
+)
+from pod.plan.exploration import MATCHING_SEQUENCES, Exploration
+from pod.plan.similarity import jensen_shannon_similarity
+from pod.training.run.mesh import from_rank_0
+from pod.verbosity import is_quiet
+
+COSTS_NAME, HEADS_NAME = "plan_costs.safetensors", "retrieval_heads.json"
+SCHEMA_VERSION = "2"
+REPEATS = 4  # copies of the random tokens of a retrieval sequence
+UNIT = 2.0**-40  # of the integer sums; int64 holds sums below 2^23
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """Tensors with what they were measured on.
+
+    Attributes:
+        tensors: means over sequences, fp64. For a similarity: ``similarity`` ``[L, L, Hq]``. For costs: those
+            of `cost_shapes`; the same names with RETRIEVAL, where that was measured; and ``order``
+            ``[L, L, H, H, G]``, see `match_query_heads`. With constant sinks also EARLY, ``sink_logits``
+            ``[L, Hq]`` and ``sink_values`` ``[L, H, d]``.
+        provenance: model, number of its KV heads, sources, windows, n, q, N, seed and fingerprints. Where
+            layers were trained with windows, also ``layers``, the L layers that are measured, and
+            ``num_layers``, the number of all layers of the model.
+    """
+
+    tensors: dict[str, Tensor]
+    provenance: dict[str, Any]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write safetensors with metadata, atomically."""
+        metadata = {"schema": SCHEMA_VERSION, "provenance": json.dumps(self.provenance, sort_keys=True)}
+        tensors = {name: value.contiguous() for name, value in self.tensors.items()}
+        atomic_write_bytes(path, save(tensors, metadata=metadata))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "MeasuredCosts":
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: the file is something else. The message is one line that names the file.
+        """
+        try:
+            with safe_open(os.fspath(path), framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("schema") != SCHEMA_VERSION:
+                    raise KeyError(f"schema is {metadata.get('schema')}")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return cls(tensors, json.loads(metadata["provenance"]))
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise ValueError(
+                f"{path} is no measurement of schema {SCHEMA_VERSION} ({error}): delete it and measure again"
+            ) from None
+
+
+def find_similarity(exploration: Exploration, say: Say = print) -> MeasuredCosts:
+    """The similarity of these settings, see `_find`."""
+    return _find(exploration, "similarity.safetensors", _measure_similarity, {}, say)
+
+
+def find_costs(exploration: Exploration, say: Say = print) -> MeasuredCosts:
+    """The costs of these settings, see `_find`."""
+    wanted: dict[str, Any] = {"retrieval_sequences": exploration.explore.retrieval_sequences}
+    wanted |= exploration.windows
+    if not exploration.windows["num_sink_tokens"]:  # else sinks are tokens, as in files that do not name them
+        wanted["sinks"] = exploration.sinks
+    needed = FOLLOWER_COSTS if _may_follow(exploration) else ()
+    return _find(exploration, COSTS_NAME, _measure_costs, wanted, say, needed)
+
+
+def _may_follow(exploration: Exploration) -> bool:
+    """Whether the settings allow heads to follow, so that costs of followers are needed."""
+    return "follow" in (exploration.explore.roles or [])
+
+
+def find_heads(exploration: Exploration) -> RetrievalHeads:
+    """Find the retrieval heads of these settings.
+
+    Their scores are read from the folder when they are there. Else rank 0 measures them, without text. Then
+    they are written. Other shares choose other heads from the same scores.
+    """
+    explore, path = exploration.explore, exploration.folder / HEADS_NAME
+    wanted = {name: exploration.settings[name] for name in ("model", "gguf_file", "dtype", "seed")}
+    wanted |= {name: getattr(explore, name) for name in ("head_tokens", "head_repeats")}
+    wanted["weights"] = content_of(exploration.model_folder)
+
+    def find() -> RetrievalHeads:
+        found = reusable(path, RetrievalHeads.load, wanted, print)
+        if found is None:
+            found = _search(exploration, wanted)
+            keep_old(path)
+        found = replace(found, induction_share=explore.induction_share, echo_share=explore.echo_share)
+        found.save(path)
+        return found
+
+    return from_rank_0(find)
+
+
+def _search(exploration: Exploration, wanted: dict[str, Any]) -> RetrievalHeads:
+    model, asked, repeats = exploration.load(), wanted["head_tokens"], wanted["head_repeats"]
+    if model.config.layer_windows is not None:
+        raise ValueError(
+            "some layers of this model were trained with windows: razor cannot run it and needs "
+            "no retrieval heads"
+        )
+    ids = ordinary_tokens(exploration.load_tokenizer(), model.config, asked, repeats, wanted["seed"])
+    num_tokens = len(ids) // repeats
+    if num_tokens < asked:
+        print(
+            f"retrieval heads: {num_tokens} distinct tokens instead of {asked}, because the model's context "
+            "is too short"
+        )
+    echo, induction = search_heads(model, ids, num_tokens)
+    return RetrievalHeads(
+        echo=echo,
+        induction=induction,
+        num_key_value_heads=model.config.num_key_value_heads,
+        provenance=wanted | {"num_tokens": num_tokens, "head_order": model.config.head_order},
+    )
+
+
+def _find(
+    exploration: Exploration,
+    name: str,
+    measure: Any,
+    wanted: dict[str, Any],
+    say: Say,
+    needed: Sequence[str] = (),
+) -> MeasuredCosts:
+    """Read a measurement from the folder when it is there. Else measure it, by all ranks, and write it.
+
+    An interrupted measurement is continued. A file of other settings is kept under another name.
+
+    Args:
+        name: of the file.
+        measure: (exploration, model, sequences, mean) → tensors, with
+            mean: (name, measure of one sequence, shape, sequences) → tensor.
+        wanted: what the measurement depends on beside the settings.
+        say: receives lines about what is used again.
+        needed: tensors that a file must have to be used again.
+
+    Raises:
+        ValueError: texts, models or files that do not fit.
+    """
+    path = exploration.folder / name
+    wanted = exploration.settings | wanted | {"weights": content_of(exploration.model_folder)}
+    found = from_rank_0(lambda: reusable(path, MeasuredCosts.load, wanted, say, needed))
+    if found is not None:
+        return found
+    model = exploration.load_model()
+    sequences = exploration.read()
+    provenance = wanted | {
+        "num_key_value_heads": model.config.num_key_value_heads,
+        "head_dim": model.config.head_dim,
+        "tokens_sha256": hashlib.sha256(torch.stack(sequences).numpy().tobytes()).hexdigest(),
+    }
+    if model.config.layer_windows is not None:
+        provenance |= {"layers": planned_layers(model.config), "num_layers": model.config.num_hidden_layers}
+    partial = path.with_suffix(f".partial-{sha256_of([provenance, *needed])[:8]}")
+
+    def mean(part: str, measure_one: Any, shape: Sequence[int], texts: Sequence[Tensor]) -> Tensor:
+        return measure_mean(lambda ids: measure_one(ids.to(model.device)), shape, texts, partial / part)
+
+    found = MeasuredCosts(measure(exploration, model, sequences, mean), provenance)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        keep_old(path)
+        found.save(path)
+        shutil.rmtree(partial, ignore_errors=True)
+    return found
+
+
+def measure_mean(
+    measure: Callable[[Tensor], Tensor], shape: Sequence[int], sequences: Sequence[Tensor], folder: Path
+) -> Tensor:
+    """The mean of what `measure` gives for each sequence, in fp64.
+
+    The ranks divide the sequences. The bits are the same for any number of ranks and of interruptions.
+
+    Args:
+        measure: input_ids ``[1, n]`` → ``[*shape]``, whose sums stay below 2^23.
+        shape: of what `measure` gives.
+        sequences: N tensors ``[n]`` of token ids, the same list on every rank.
+        folder: for these sequences alone, named after what is measured, and shared by all ranks; the caller
+            deletes it.
+
+    Raises:
+        ValueError: no sequences, or damaged files.
+    """
+    if not sequences:
+        raise ValueError("no sequence to measure: give longer or more texts in explore.sources")
+    files = [folder / f"{index:06d}.safetensors" for index in range(len(sequences))]
+    done = from_rank_0(lambda: [index for index, file in enumerate(files) if file.exists()])
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    total = torch.zeros(tuple(shape), dtype=torch.int64)
+    if rank == 0:
+        for index in done:
+            total += MeasuredCosts.load(files[index]).tensors["units"]
+    remaining = sorted({*range(len(sequences))} - {*done})
+    with tqdm(
+        total=len(files), desc=f"explore, {folder.name}", unit="seq", disable=rank > 0 or is_quiet()
+    ) as bar:
+        for count, index in enumerate(remaining[rank::world], start=1):
+            units = (measure(sequences[index].reshape(1, -1)) / UNIT).round().to(torch.int64)
+            MeasuredCosts({"units": units}, {}).save(files[index])
+            total += units
+            bar.update(min(len(done) + count * world, len(files)) - bar.n)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total.double() * UNIT / len(sequences)
+
+
+def _measure_similarity(
+    exploration: Exploration, model: PodForCausalLM, sequences: Sequence[Tensor], mean: Any
+) -> dict[str, Tensor]:
+    def measure(input_ids: Tensor) -> Tensor:
+        rows = record_attention_rows(model, input_ids, exploration.explore.num_queries)
+        return jensen_shannon_similarity(torch.stack(list(rows)))
+
+    layers, heads = len(planned_layers(model.config)), model.config.num_attention_heads
+    return {"similarity": mean("similarity", measure, (layers, layers, heads), sequences)}
+
+
+def _measure_costs(
+    exploration: Exploration, model: PodForCausalLM, sequences: Sequence[Tensor], mean: Any
+) -> dict[str, Tensor]:
+    """Measure the cost of every role on all sequences.
+
+    Where heads may follow, query heads are first matched on a few sequences.
+    """
+    queries, config = exploration.explore.num_queries, model.config
+    layers, heads = len(planned_layers(config)), config.num_attention_heads
+    repeated = repeated_sequences(exploration, config)
+    followers = _may_follow(exploration)
+    shapes = cost_shapes(layers, config.num_key_value_heads, followers)
+    tensors: dict[str, Tensor] = {}
+    order, sinks = None, None
+    if followers:
+        few = [*sequences[:MATCHING_SEQUENCES], *repeated]
+        shape = layers, layers, heads, heads
+        errors = mean("query heads", lambda ids: measure_query_head_errors(model, ids, queries), shape, few)
+        order = tensors["order"] = match_query_heads(errors, config.num_key_value_heads)
+    if exploration.sinks == "constant":
+        some = sequences[:CALIBRATION_SEQUENCES]
+        sinks = from_rank_0(lambda: find_sinks(model, some, queries))
+        tensors["sink_logits"] = torch.stack([sink.logits for sink in sinks])
+        tensors["sink_values"] = torch.stack([sink.values for sink in sinks])
+        shapes[EARLY] = shapes["window"]
+    sizes = [math.prod(shape) for shape in shapes.values()]
+
+    def flat(input_ids: Tensor) -> Tensor:
+        found = measure_costs(model, input_ids, queries, order)
+        if sinks is not None:
+            found |= measure_window_costs(model, input_ids, queries, sinks)
+        return torch.cat([found[name].flatten() for name in shapes])
+
+    for name, ending, texts in (("text", "", sequences), ("repeated", RETRIEVAL, repeated)):
+        if not texts:
+            continue
+        parts = mean(name, flat, (sum(sizes),), texts).split(sizes)
+        for (role, shape), part in zip(shapes.items(), parts, strict=True):
+            tensors[role + ending] = part.view(shape)
+    return tensors
+
+
+def repeated_sequences(exploration: Exploration, config: Any) -> list[Tensor]:
+    """Sequences of random ordinary tokens, each repeated REPEATS times; none where the settings want none."""
+    explore, first = exploration.explore, exploration.settings["seed"]
+    if not explore.retrieval_sequences:
+        return []  # without loading the tokenizer
+    tokenizer, num_tokens = exploration.load_tokenizer(), explore.sequence_length // REPEATS
+    seeds = range(first, first + explore.retrieval_sequences)
+    return [ordinary_tokens(tokenizer, config, num_tokens, REPEATS, seed) for seed in seeds]
+
+
+def reusable(
+    path: Path,
+    load: Callable[[Path], Any],
+    wanted: dict[str, Any],
+    say: Say,
+    needed: Sequence[str] = (),
+) -> Any:
+    """What `load` reads at `path`, or None when it cannot be used again.
+
+    It can when its provenance has the settings `wanted` and it has the tensors `needed`.
+    """
+    if not path.exists():
+        return None
+    found = load(path)
+    changed = sorted(key for key, value in wanted.items() if found.provenance.get(key) != value)
+    if any(name not in found.tensors for name in needed):
+        changed.append("roles (it has no costs of followers)")
+    if not changed:
+        say(f"explore: {path} fits the settings and is used again")
+        return found
+    again = "it is measured again, and the old file is kept"
+    say(f"explore: {path} differs in {', '.join(changed)} from the recipe: {again}")
+    return None
+
+
+def repeated_tokens(
+    num_tokens: int, repeats: int, vocab_size: int, excluded: Iterable[int] = (), seed: int = 0
+) -> Tensor:
+    """Token ids ``[repeats · K]``: K distinct random tokens outside ``excluded``, always in the same order.
+
+    Args:
+        num_tokens: K.
+        repeats: how often the K tokens come.
+        vocab_size: ids are below it.
+        excluded: ids that are not used.
+        seed: of the choice and order.
+
+    Raises:
+        ValueError: K is below 2, or the vocabulary has fewer than K tokens left.
+    """
+    candidates = torch.tensor(sorted({*range(vocab_size)} - {*excluded}))
+    if num_tokens < 2 or num_tokens > len(candidates):
+        raise ValueError(f"num_tokens is {num_tokens}, it must be from 2 to {len(candidates)}")
+    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
+    return candidates[order[:num_tokens]].repeat(repeats)
+
+
+def head_scores(
+    q: Tensor, k: Tensor, num_tokens: int, block_elements: int = 1 << 24
+) -> tuple[Tensor, Tensor]:
+    """Echo and induction scores ``[Hq]`` of one layer on ``repeated_tokens``, fp64 on the CPU.
+
+    A is the causal attention, and K = num_tokens the number of distinct tokens. The scores are the means over
+    the queries i >= K of ``Σ_r A[i, i - rK]`` (echo) and ``Σ_r A[i, i - rK + 1]`` (induction), over all
+    earlier copies ``r >= 1``, ``rK <= i``.
+
+    Args:
+        q: ``[Hq, n, d]``, rotated queries.
+        k: ``[H, n, d]``, rotated keys.
+        num_tokens: K.
+        block_elements: logits held at a time; memory is O(n) beside it.
+
+    Raises:
+        ValueError: other shapes, or num_tokens that are not repeated.
+    """
+    sizes = check_array("q", q, "Hq n d")
+    check_groups("q", sizes["Hq"], check_array("k", k, "H n d", sizes)["H"])
+    heads, n, _ = q.shape
+    if not 1 <= num_tokens < n:
+        raise ValueError(
+            f"num_tokens is {num_tokens}, it must be from 1 to {n - 1}: below the {n} tokens of q"
+        )
+    compute = torch.promote_types(q.dtype, torch.float32)
+    scaled = q.to(compute).unflatten(0, (k.shape[0], -1)) * q.shape[-1] ** -0.5
+    keys = k.to(compute).transpose(1, 2)
+    totals = torch.zeros(2, heads, dtype=torch.float64)
+    size = max(1, block_elements // (heads * n))
+    for start in range(num_tokens, n, size):
+        stop = min(start + size, n)
+        logits = (scaled[:, :, start:stop].flatten(1, 2) @ keys[:, :, :stop]).view(heads, stop - start, stop)
+        query = torch.arange(start, stop, device=q.device)
+        future = torch.arange(stop, device=q.device) > query[:, None]
+        lse = logits.masked_fill_(future, float("-inf")).logsumexp(-1)
+        for back in range(num_tokens, stop, num_tokens):
+            first = max(back - start, 0)  # the first query of the block that has a copy this far back
+            for ahead, total in enumerate(totals):  # 0 = echo, 1 = induction
+                found = logits[:, first:].diagonal(start + first - back + ahead, 1, 2)
+                total += (found - lse[:, first:]).exp().double().sum(1).cpu()
+    return totals[0] / (n - num_tokens), totals[1] / (n - num_tokens)
+
+
+def search_heads(model: Any, input_ids: Tensor, num_tokens: int) -> tuple[Any, Any]:
+    """Echo and induction scores ``[L][Hq]`` of a dense model on ``[n]`` repeated tokens."""
+    layers = tqdm(
+        record_attention_inputs(model, input_ids[None].to(model.device)),
+        total=model.config.num_hidden_layers,
+        desc=f"heads, {len(input_ids)} tokens",
+        unit="layer",
+        disable=is_quiet(),
+    )
+    scores = [head_scores(inputs.q, inputs.k, num_tokens) for inputs in layers]
+    echo = tuple(tuple(one.tolist()) for one, _ in scores)
+    induction = tuple(tuple(one.tolist()) for _, one in scores)
+    return echo, induction
+
+
+def ordinary_tokens(tokenizer: Any, config: Any, wanted: int, repeats: int, seed: int) -> Tensor:
+    """`repeated_tokens` that are not special.
+
+    There are ``wanted`` distinct ones, or as many as the context and the vocabulary allow.
+
+    Raises:
+        ValueError: these allow fewer than 2.
+    """
+    added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    vocab = min(len(tokenizer), config.vocab_size)
+    special = {id for id in added | set(tokenizer.all_special_ids) if id < vocab}
+    context = config.max_position_embeddings
+    num_tokens = min(wanted, context // repeats, vocab - len(special))
+    if num_tokens < 2:
+        raise ValueError(
+            f"explore.head_repeats is {repeats}: a context of {context} tokens and {vocab - len(special)} "
+            "ordinary tokens leave fewer than 2 distinct ones: lower it"
+        )
+    return repeated_tokens(num_tokens, repeats, vocab, special, seed)

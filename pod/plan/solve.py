@@ -1,0 +1,436 @@
+"""Plans of least cost at every number of saved units.
+
+Each (layer, KV head) pair leads, follows or keeps its window. Each layer holds what its heads keep in 16 or
+in 4 bits. Given the bits of every layer, the plans of least cost are exact (``solve_table``).
+
+Which layers are packed is found by local search. Layers are turned while that makes the best plan cheaper: at
+prices per saved unit all along the curve, and at the saving that is asked for. The curve is the least of what
+is found. With few layers all choices are solved. A plan in which every *pair* had bits of its own bounds what
+any plan can cost.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import product
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from pod.modeling.model.sharing import NATIVE_TOKENS, SharingPlan, bits_per_number
+from pod.plan.checks import check_costs
+from pod.plan.plan_progress import counter, steps
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.intp]
+
+PAIR_UNITS = 2  # of a (layer, KV head) pair that holds no distant token: a unit is its keys or its values
+
+
+@dataclass(frozen=True)
+class Role:
+    """Something that a (layer, KV head) may do about distant tokens.
+
+    Attributes:
+        does: ``lead`` opens a block, ``follow`` joins the block that is open, ``window`` leaves it open.
+        units: what it saves of a pair's distant bytes, an integer >= 0.
+        costs: ``[L, H]``. For ``follow`` ``[L, L, H]`` = [lead, layer, KV head], read where lead < layer.
+            inf = not allowed.
+    """
+
+    does: Literal["lead", "follow", "window"]
+    units: int
+    costs: Floats
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The least cost of every saving.
+
+    Attributes:
+        sizes: numbers of layers and of KV heads.
+        pair_units: units that a pair saves when it holds no distant token.
+        costs: least cost by number of saved units; inf where no plan saves exactly this many. The last one is
+            finite.
+    """
+
+    sizes: tuple[int, int]
+    pair_units: int
+    costs: Floats
+
+    @property
+    def targets(self) -> Ints:
+        """The numbers of units that may be asked for."""
+        return np.flatnonzero(np.isfinite(self.costs))
+
+    def cheapest(self, units: int) -> int:
+        """The number of units that costs least, among ``units`` and more."""
+        return units + int(self.costs[units:].argmin())
+
+    def cost_of(self, units: int, pair_units: int) -> float | None:
+        """The least cost of saving ``units`` or more, or None where no plan does.
+
+        Args:
+            units: in which a whole pair counts ``pair_units``.
+        """
+        first = -(-units * self.pair_units // pair_units)  # in this curve's units, rounded up
+        least = self.costs[first:].min(initial=np.inf)
+        return float(least) if np.isfinite(least) else None
+
+    def units_for(self, target_saving: float, n: int, num_sink_tokens: int, num_recent_tokens: int) -> int:
+        """The least number of units that saves this share of the KV bytes at ``n`` tokens (to 1e-6), or more.
+
+        Raises:
+            ValueError: a saving that these roles do not reach at that length.
+        """
+        layers, heads = self.sizes
+        unit = max(0, n - num_sink_tokens - num_recent_tokens) / n / (self.pair_units * layers * heads)
+        reachable = self.targets
+        least, most = reachable[0] * unit, reachable[-1] * unit
+        enough = reachable[reachable * unit >= target_saving - 1e-6]
+        if target_saving < 0 or not len(enough):
+            raise ValueError(
+                f"explore.target_saving is {target_saving}, but the allowed roles save {least:.3f} to "
+                f"{most:.3f} of the bytes at {n} tokens (the windows hold {num_sink_tokens} + "
+                f"{num_recent_tokens} of them): choose a saving in this range, a larger "
+                "explore.budget_length, or more explore.roles; a follower saves half of its bytes at most"
+            )
+        return int(enough[0])
+
+
+@dataclass(frozen=True)
+class Frontier(Curve):
+    """The least cost of every saving, and the plans that have it.
+
+    Attributes:
+        table: the roles.
+    """
+
+    table: tuple[Role, ...]
+    _heads: "_Heads"
+    _shares: list[Ints]  # per head: units that it saves when it and the heads before it save u
+
+    def plan(self, units: int, provenance: dict[str, Any] | None = None) -> SharingPlan:
+        """A plan that saves ``units`` at least cost.
+
+        Among plans of equal cost, the choice goes from the last layer down. It takes the lowest open lead,
+        and then the role that stands first in the table. Later heads save less.
+
+        Raises:
+            ValueError: units that no plan saves.
+        """
+        if not 0 <= units < len(self.costs) or not np.isfinite(self.costs[units]):
+            most = len(self.costs) - 1
+            raise ValueError(f"no plan of the allowed roles saves {units} units; up to {most} can be saved")
+        found = {"algorithm": "dp", "units": units, "cost": float(self.costs[units]), **(provenance or {})}
+        columns: list[list[int | None]] = []
+        for head in reversed(range(len(self._shares))):
+            share = int(self._shares[head][units])
+            columns.append(self._heads.lead_of(head, share, self.table))
+            units -= share
+        return SharingPlan(lead=tuple(zip(*reversed(columns), strict=True)), provenance=found)
+
+
+def solve(follow: ArrayLike | None, window: ArrayLike | None) -> Frontier:
+    """Solve for the frontier of leads, followers and windows. A lead costs and saves nothing.
+
+    Args:
+        follow: cost of a follower, ``[L, L, H]`` = [lead, layer, KV head], read where lead < layer. A
+            follower saves 1 unit (keys). A head follows the lead that it had last; windows may stand between.
+            None = nobody follows. inf = not allowed there.
+        window: cost of a window, ``[L, H]``. A window saves 2 units (keys and values). None = no windows.
+            inf = not allowed there.
+
+    Raises:
+        ValueError: no costs at all, other shapes, or NaN.
+    """
+    _check_roles(follow, window)
+    table = [] if follow is None else [Role("follow", 1, np.asarray(follow, dtype=np.float64))]
+    table += [] if window is None else [Role("window", PAIR_UNITS, np.asarray(window, dtype=np.float64))]
+    if not table:
+        raise ValueError("the costs of followers and of windows are both None: give at least one of them")
+    return solve_table([Role("lead", 0, np.zeros(table[0].costs.shape[-2:])), *table], PAIR_UNITS)
+
+
+def _check_roles(follow: ArrayLike | None, window: ArrayLike | None) -> dict[str, int]:
+    """Sizes of the costs of followers and windows.
+
+    Raises:
+        ValueError: costs that do not fit each other, or NaN.
+    """
+    sizes = {} if follow is None else check_costs("follow", follow, "L L H")
+    return sizes if window is None else check_costs("window", window, "L H", sizes)
+
+
+def solve_table(table: Sequence[Role], pair_units: int) -> Frontier:
+    """Solve for the frontier of any roles.
+
+    There is an exact dynamic program per KV head. Their tables are then added, head by head.
+
+    Raises:
+        ValueError: roles that allow no plan.
+    """
+    heads = _solve_heads(table)
+    shares, reached = _divide(heads.least)
+    finite = np.flatnonzero(np.isfinite(reached))
+    if not len(finite):
+        raise ValueError("the costs allow no plan: every role of some (layer, KV head) pair costs inf")
+    layers, width = table[0].costs.shape[-2:]
+    return Frontier((layers, width), pair_units, reached[: finite[-1] + 1], tuple(table), heads, shares)
+
+
+class _Heads(NamedTuple):
+    """The dynamic program of each KV head over (layer, open lead, saved units).
+
+    Lead 0 is none, ``1 + l`` is layer l.
+
+    Attributes:
+        least: ``[H, units]``, least cost of all layers.
+        ended: ``[H, units]``, the lead that is open after the last layer.
+        taken: per layer ``[H, L + 1, units]``, the role, by the lead that is open and the units that are
+            saved after this layer.
+        opened: per layer ``[H, units]``, the lead that was open before a new one, by the units that were
+            saved before.
+    """
+
+    least: Floats
+    ended: Ints
+    taken: list[NDArray[np.int8]]
+    opened: list[Ints]
+
+    def lead_of(self, head: int, units: int, table: Sequence[Role]) -> list[int | None]:
+        """What the layers of one head follow when the head saves ``units``."""
+        lead: list[int | None] = []
+        now = int(self.ended[head, units])
+        for layer in reversed(range(len(self.taken))):
+            role = table[self.taken[layer][head, now, units]]
+            lead.append(None if role.does == "window" else now - 1)
+            units -= role.units
+            if role.does == "lead":
+                now = int(self.opened[layer][head, units])
+        return lead[::-1]
+
+
+def _solve_heads(table: Sequence[Role]) -> _Heads:
+    layers, heads = table[0].costs.shape[-2:]
+    width = layers * max(role.units for role in table) + 1
+    best = np.full((heads, layers + 1, width), np.inf)
+    best[:, 0, 0] = 0.0
+    taken, opened = [], []
+    for layer in range(layers):
+        opened.append(best.argmin(axis=1))
+        options = np.full((len(table), *best.shape), np.inf)
+        lower = slice(1, 1 + layer)  # the leads that may be open
+        for option, role in zip(options, table, strict=True):
+            before, after = best[..., : width - role.units], option[..., role.units :]
+            if role.does == "lead":
+                after[:, 1 + layer] = before.min(axis=1) + role.costs[layer][:, None]
+            elif role.does == "follow":
+                after[:, lower] = before[:, lower] + role.costs[:layer, layer].T[:, :, None]
+            else:
+                after[:] = before + role.costs[layer][:, None, None]
+        taken.append(options.argmin(axis=0).astype(np.int8))
+        best = options.min(axis=0)
+    return _Heads(best.min(axis=1), best.argmin(axis=1), taken, opened)
+
+
+def _divide(least: Floats) -> tuple[list[Ints], Floats]:
+    """The least cost of all heads together by their units, and each head's share of the units.
+
+    This is a min-plus convolution.
+    """
+    reached, shares = np.zeros(1), []
+    for own in least:
+        options = np.full((len(own), len(reached) + len(own) - 1), np.inf)
+        for units, cost in enumerate(own):
+            options[units, units : units + len(reached)] = reached + cost
+        shares.append(options.argmin(axis=0))
+        reached = options.min(axis=0)
+    return shares, reached
+
+
+PACKED = 4
+_PRICES = 24
+_FEW = 256  # choices of which all are solved exactly
+_HELD = 8  # choices whose plans are held at a time
+Choice = tuple[bool, ...]
+"""Per layer, whether it is packed."""
+
+
+@dataclass(frozen=True)
+class PackedCosts:
+    """What roles cost, what packing adds, and at which length it saves.
+
+    Attributes:
+        follow: ``[L, L, H]``, cost of a follower; None = nobody follows.
+        window: ``[L, H]``, cost of a window; None = no windows.
+        lead4: ``[L, H]``, cost of 4 bits for a lead's keys and values.
+        follow4: ``[L, H]``, cost of 4 bits for a follower's values; None where nobody follows.
+        n: tokens at which savings count.
+        near: how many of them lie in a window.
+        head_dim: of the model; the size of packed values depends on it. None = one that the usual groups
+            divide.
+    """
+
+    follow: Floats | None
+    window: Floats | None
+    lead4: Floats
+    follow4: Floats | None
+    n: int
+    near: int
+    head_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = _check_roles(self.follow, self.window)
+        for name in ("lead4", "follow4"):
+            cost = getattr(self, name)
+            if cost is not None or self.follow is not None:
+                sizes = check_costs(name, cost, "L H", sizes)
+
+    @cached_property
+    def units(self) -> tuple[int, int, int]:
+        """Units of a pair's distant bytes, and the units that a packed lead and a packed follower save.
+
+        The number of units of a pair is the one with which rounding down loses least.
+        """
+        far = max(0, self.n - self.near) / self.n
+        old = 1 - min(1.0, NATIVE_TOKENS / self.n)  # the share of tokens that are packed
+        keys, values = (
+            old * (1 - bits / 16) / far / 2 + 5e-7 if far else 0.0
+            for bits in bits_per_number(PACKED, self.head_dim)
+        )
+        lead, follower = keys + values, values
+        pair = min(range(40, 15, -2), key=lambda units: (units * lead % 1 + units * follower % 1) / units)
+        return pair, int(pair * lead), pair // 2 + int(pair * follower)
+
+    def solve(self, packed: Sequence[bool] | None, price: float | None = None) -> Frontier:
+        """Solve for the frontier when these layers are packed.
+
+        Args:
+            packed: per layer, whether it is packed. None = each pair has the bits that are best for it.
+            price: of a unit. With a price, the cost of a plan is what it costs, less what it saves at this
+                price. The frontier then has one point: the plan of most worth.
+        """
+        pair, lead4, follow4 = self.units
+        native, four = np.zeros_like(self.lead4), np.zeros_like(self.lead4)
+        if packed is not None:
+            native[np.asarray(packed)] = four[~np.asarray(packed)] = np.inf
+        roles = [Role("lead", 0, native), Role("lead", lead4, self.lead4 + four)]
+        if self.follow is not None and self.follow4 is not None:
+            roles.append(Role("follow", pair // 2, self.follow + native))
+            roles.append(Role("follow", follow4, self.follow + self.follow4 + four))
+        if self.window is not None:
+            roles.append(Role("window", pair, self.window))
+        if price is not None:
+            roles = [Role(role.does, 0, role.costs - price * role.units) for role in roles]
+        return solve_table(roles, pair)
+
+
+@dataclass(frozen=True)
+class PackedFrontier(Curve):
+    """The least cost of every saving among the choices of bits that were solved, and the plans that have it.
+
+    Attributes:
+        bound: costs that no choice of bits beats.
+        solved: the costs of each choice.
+    """
+
+    bound: Floats
+    solved: dict[Choice, Floats]
+    _solve: Callable[[Choice], Frontier]
+
+    @property
+    def targets(self) -> Ints:
+        """All numbers: where no plan saves exactly this many units, one that saves a little more is near."""
+        return np.arange(len(self.costs))
+
+    def plan(self, units: int, provenance: dict[str, Any] | None = None) -> SharingPlan:
+        """A plan that saves ``units`` at least cost; ValueError for units that no plan saves."""
+        packed = min(self.solved, key=lambda choice: self._cost_of(choice, slice(units, units + 1)))
+        plan = self._solve(packed).plan(units, provenance)
+        return replace(plan, bits=tuple(PACKED if one else 16 for one in packed) if any(packed) else None)
+
+    def improved(self, units: int) -> "PackedFrontier":
+        """Search on from the best choice for ``units`` or more, and add the choices that are met.
+
+        Layers of the best choice are turned while that lowers the cost.
+        """
+        wanted, solved = slice(units, None), dict(self.solved)
+        if len(solved) == 2 ** self.sizes[0]:
+            return self
+
+        with counter("bits at this saving") as bar:
+
+            def cost_of(choice: Choice) -> float:
+                solved[choice] = self._solve(choice).costs
+                bar.update()
+                return float(solved[choice][wanted].min(initial=np.inf))
+
+            _descend(min(solved, key=lambda choice: self._cost_of(choice, wanted)), cost_of)
+        return _least_of(self, solved)
+
+    def _cost_of(self, choice: Choice, units: slice) -> float:
+        return float(self.solved[choice][units].min(initial=np.inf))
+
+
+def solve_packed(costs: PackedCosts) -> PackedFrontier:
+    """Solve for the frontier of all choices of bits where they are few, else of those that a search finds."""
+    layers, free = len(costs.lead4), costs.solve(None)
+    solve = lru_cache(maxsize=_HELD)(costs.solve)
+    choices: Iterable[Choice]
+    if 2**layers <= _FEW:
+        choices = product((False, True), repeat=layers)
+    else:
+        choices = _found(costs, free.costs)
+    empty = PackedFrontier(free.sizes, free.pair_units, free.costs, free.costs, {}, solve)
+    shown = steps(list(choices), "choices of bits")
+    return _least_of(empty, {choice: solve(choice).costs for choice in shown})
+
+
+def _least_of(frontier: PackedFrontier, solved: dict[Choice, Floats]) -> PackedFrontier:
+    costs = np.full(max(map(len, solved.values())), np.inf)
+    for own in solved.values():
+        costs[: len(own)] = np.minimum(costs[: len(own)], own)
+    return replace(frontier, costs=costs, solved=solved)
+
+
+def _found(costs: PackedCosts, bound: Floats) -> list[Choice]:
+    """Choices of bits: no layer packed, then what local search finds on the way, then all layers packed.
+
+    Local search runs at the prices of evenly spaced savings. From one choice that it finds to the next,
+    layers are turned one at a time, and the layers whose packing costs least come first. All choices on this
+    way belong to the result.
+    """
+    layers = len(costs.lead4)
+    marks = np.linspace(0, len(bound) - 1, _PRICES + 1).astype(int)
+    least = np.minimum.accumulate(bound[::-1])[::-1][marks]
+    found = [(False,) * layers]
+    cheapest = costs.lead4.sum(axis=1).argsort()
+    for price in steps([*np.diff(least) / np.diff(marks), None], "bits at every saving"):
+        packed = (True,) * layers
+        if price is not None:
+            packed = _descend(found[-1], lambda choice, at=price: float(costs.solve(choice, at).costs[0]))
+        for layer in cheapest:
+            if found[-1][layer] != packed[layer]:
+                found.append(_turned(found[-1], int(layer)))
+    return found
+
+
+def _descend(packed: Choice, cost_of: Callable[[Choice], float]) -> Choice:
+    """Turn layers, one by one, while that lowers the cost."""
+    least = cost_of(packed)
+    step = 0
+    last = 0  # the step after the last gain
+    while step - last <= len(packed):
+        other = _turned(packed, step % len(packed))
+        cost = cost_of(other)
+        step += 1
+        if cost < least - 1e-15:
+            packed, least, last = other, cost, step
+    return packed
+
+
+def _turned(packed: Choice, layer: int) -> Choice:
+    """The choice with one layer turned."""
+    return (*packed[:layer], not packed[layer], *packed[layer + 1 :])

@@ -1,0 +1,482 @@
+"""How a recipe is trained on the ranks at hand: the fastest layout that fits, and that layout as text.
+
+The choice is made by the estimates of memory, traffic and time. The text is one table at the start of a run,
+and the parts behind it for `--dry-run`.
+
+A recipe fixes the tokens per step, so that every layout reads the same rows in the same order under the same
+schedule. Fields that the recipe leaves null are derived here; fields that it pins are kept. Of the layouts
+that take at most `NEAR` times as long as the fastest one, the simplest is taken. Nothing depends on chance,
+so all ranks come to the same layout.
+"""
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pod.modeling.model import flash_version
+from pod.modeling.model.sharing import Lead, roles_of
+from pod.training.args import TrainArgs, TrainRecipe
+from pod.training.predict.attention_cost import attention_backend
+from pod.training.predict.memory_estimate import (
+    TrainingJob,
+    Parts,
+    World,
+    checkpoint_disk_bytes,
+    host_bytes,
+    start_bytes,
+    training_bytes,
+)
+from pod.training.predict.reserve import reserve
+from pod.training.predict.shapes import Shapes, carried_heads
+from pod.training.predict.step_time import (
+    CPU_CORE,
+    DEVICES,
+    LINK_EFFICIENCY,
+    Device,
+    StepTime,
+    attention_flops,
+    bfloat16_speed,
+    known_device,
+    step_time,
+)
+from pod.training.run.mesh import check_world_size, local_world_size, planned_world_size
+from pod.training.run.run_control import MOST_LOST, work_at_risk
+from pod.training.run.ulysses import kv_head_repeats
+
+GIB = 2**30
+FIT = 0.95  # share of a GPU's memory, with the reserve; the rest is for gaps in the allocator's segments
+FIT_CPU = 0.92  # share of a CPU's memory, where other processes live too
+# Share of the machine's memory that offloading may take. The rest is for processes, pinning and the page
+# cache.
+HOST_SHARE = 0.9
+NEAR = 1.02
+MOST_MICRO_BATCH = 8
+TILES = (0, 16_384, 4096)
+DERIVED = tuple(name for name in TrainArgs.__annotations__ if name != "max_steps")
+"""Fields of section `train` that are derived where a recipe leaves them null."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a run takes place.
+
+    Attributes:
+        device: the device of one rank, with its `memory_gib`.
+        host_gib: memory of one machine.
+    """
+
+    world: World
+    device: Device
+    host_gib: float
+
+    @property
+    def has_gpu(self) -> bool:
+        return self.device.name != CPU_CORE.name
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """A layout and what it needs.
+
+    Attributes:
+        job: the job, with nothing left to derive.
+        pinned: names of the fields that the recipe fixed.
+    """
+
+    job: TrainingJob
+    machine: Machine
+    time: StepTime
+    pinned: frozenset[str]
+
+    @cached_property
+    def memory(self) -> Parts:
+        """Bytes of one rank on its device at the peak of a step, by part."""
+        return training_bytes(self.job)
+
+    @cached_property
+    def host(self) -> Parts:
+        """Bytes of one rank in host memory, by part."""
+        return host_bytes(self.job)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Most bytes of one rank on its device, at the start or at the peak of a step."""
+        return max(start_bytes(self.job), sum(self.memory.values()))
+
+    @cached_property
+    def reserve(self) -> Parts:
+        """Bytes of one rank on its device beside all tensors, by part; stated, not measured."""
+        return reserve(self.job.args, self.job.world, self.machine.has_gpu)
+
+    @property
+    def share(self) -> float:
+        """Share of the device's memory that is needed, with the reserve."""
+        return (self.needed_bytes + sum(self.reserve.values())) / GIB / self.machine.device.memory_gib
+
+    @property
+    def limit(self) -> float:
+        """The largest `share` that still fits."""
+        return FIT if self.machine.has_gpu else FIT_CPU
+
+    @property
+    def host_bytes_per_machine(self) -> int:
+        return sum(self.host.values()) * self.machine.world.per_machine
+
+    @property
+    def fits(self) -> bool:
+        host = self.host_bytes_per_machine <= HOST_SHARE * self.machine.host_gib * GIB
+        return self.share <= self.limit and host
+
+
+def this_machine(
+    ranks: int | None = None, per_machine: int | None = None, device: Device | None = None
+) -> Machine:
+    """The ranks of the launcher on the devices of this machine.
+
+    Args:
+        ranks, per_machine, device: describe other machines; None = this one.
+
+    Raises:
+        ValueError: so many ranks do not fill such machines.
+    """
+    size = ranks or planned_world_size()
+    if not per_machine:
+        per_machine = local_world_size() if ranks is None else min(size, 8)
+    world = World(size, per_machine)
+    host = host_memory_bytes() / GIB
+    if device is not None:
+        return Machine(world, device, device.host_gib * world.per_machine)
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        known = known_device(properties.name) or DEVICES["a100"]
+        found = dataclasses.replace(known, name=properties.name, memory_gib=properties.total_memory / GIB)
+        return Machine(world, found, host)
+    cores = (os.cpu_count() or 1) / world.per_machine
+    slow = CPU_CORE.fp32_tflops * bfloat16_speed()
+    bf16 = CPU_CORE.bf16_tflops if slow > CPU_CORE.fp32_tflops else slow
+    speed = {"bf16_tflops": bf16 * cores, "fp32_tflops": CPU_CORE.fp32_tflops * cores}
+    return Machine(world, dataclasses.replace(CPU_CORE, memory_gib=host / world.per_machine, **speed), host)
+
+
+def host_memory_bytes() -> int:
+    """Bytes of memory of this machine, or of this process's control group when that has less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        file = Path("/sys/fs/cgroup") / name
+        if file.is_file() and (text := file.read_text(encoding="utf-8").strip()).isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def plan(recipe: TrainRecipe, shapes: Shapes, lead: Lead, context_length: int, machine: Machine) -> ParallelLayout:
+    """The fastest layout that fits, or a simpler one that is nearly as fast.
+
+    Where no layout fits, it is the one that comes nearest. `ParallelLayout.fits` says which of both it is.
+
+    Raises:
+        ValueError: no layout agrees with tokens per step, ranks, heads and pinned fields; the message names
+            what is allowed.
+    """
+    splits = row_splits(recipe, shapes, context_length, machine.world.size)
+    pinned = frozenset(name for name in DERIVED if getattr(recipe, name) is not None)
+    given: dict[str, Any] = _given(recipe) | {"max_steps": recipe.steps(context_length)}
+    attention = attention_backend(shapes, recipe.dtype, machine.has_gpu)
+    fits = []
+    for split, memory in itertools.product(splits, memory_settings(recipe, lead, machine)):
+        layout: dict[str, Any] = {**given, **split, **memory}
+        args = TrainArgs(**layout)
+        job = TrainingJob(shapes, lead, args, context_length, machine.world, attention)
+        fits.append(ParallelLayout(job, machine, step_time(job, machine.device), pinned))
+    fits.sort(key=lambda fit: (fit.time.expected, simplicity(fit.job.args)))
+    fastest = next((fit for fit in fits if fit.fits), None)
+    if fastest is None:
+        return min(fits, key=lambda fit: max(fit.share, fit.host_bytes_per_machine / GIB / machine.host_gib))
+    least = fastest.time.expected
+    near = [fit for fit in fits if least <= fit.time.expected <= NEAR * least and fit.fits]
+    return min(near, key=lambda fit: simplicity(fit.job.args))
+
+
+def check_fits(fit: ParallelLayout) -> None:
+    """Raise ValueError when a layout needs more than there is; the message says what would help."""
+    if fit.fits:
+        return
+    needed, device = fit.needed_bytes / GIB, fit.machine.device
+    kept = sum(fit.reserve.values()) / GIB
+    usable = fit.limit * device.memory_gib - kept
+    rule = f"{fit.limit:.0%} of {device.name}" + (f", less a reserve of {kept:.1f}" if kept else "")
+    host, host_usable = fit.host_bytes_per_machine / GIB, HOST_SHARE * fit.machine.host_gib
+    pins = ", ".join(f"{name}={getattr(fit.job.args, name)}" for name in sorted(fit.pinned))
+    at_host = f", and {host:.1f} of {host_usable:.1f} usable GiB of host memory" if host > host_usable else ""
+    raise ValueError(
+        f"no layout fits: the closest one needs {needed:.1f} of {usable:.1f} usable GiB per rank ({rule})"
+        f"{at_host}: use more ranks, shorter rows or train.method=lora"
+        + (f", or remove these settings from the recipe: {pins}" if pins else "")
+    )
+
+
+def row_splits(recipe: TrainRecipe, shapes: Shapes, context_length: int, ranks: int) -> list[dict[str, int]]:
+    """All ways to deal the rows of a step to the ranks.
+
+    Returns:
+        For each way `sequence_parallel_size`, `micro_batch_size` and `gradient_accumulation_steps`.
+
+    Raises:
+        ValueError: ranks, rows or heads do not allow a pinned field.
+    """
+    rows = recipe.rows_per_step(context_length)
+    if recipe.sequence_parallel_size is not None:
+        check_world_size(ranks, recipe.sequence_parallel_size)
+        kv_head_repeats(shapes.query_heads, shapes.kv_heads, recipe.sequence_parallel_size)
+    splits = [
+        {
+            "sequence_parallel_size": size,
+            "micro_batch_size": micro,
+            "gradient_accumulation_steps": rows // groups // micro,
+        }
+        for size in _divisors(ranks)
+        if size <= min(shapes.query_heads, context_length) and rows % (groups := ranks // size) == 0
+        for micro in _divisors(rows // groups)
+    ]
+    if not splits:
+        raise ValueError(
+            f"{rows} rows of {context_length} tokens per step cannot be split over {ranks} ranks: rows "
+            f"times sequence_parallel_size (at most {shapes.query_heads}, the query heads) must be a "
+            f"multiple of {ranks}; change train.tokens_per_step or the number of ranks"
+        )
+    for name in ("sequence_parallel_size", "micro_batch_size", "gradient_accumulation_steps"):
+        value, allowed = getattr(recipe, name), sorted({split[name] for split in splits})
+        if value is not None and value not in allowed:
+            raise ValueError(
+                f"train.{name} is {value}, but {rows} rows of {context_length} tokens per step on {ranks} "
+                f"ranks allow only {', '.join(map(str, allowed))}: use one of these, or null"
+            )
+        splits = [split for split in splits if value in (None, split[name])]
+    if recipe.micro_batch_size:
+        return splits
+    small = [split for split in splits if split["micro_batch_size"] <= MOST_MICRO_BATCH]
+    return small or splits
+
+
+def memory_settings(recipe: TrainRecipe, lead: Lead, machine: Machine) -> Iterator[dict[str, Any]]:
+    """All settings of what is kept, recomputed, divided and offloaded.
+
+    Each of them is allowed by `TrainArgs` and agrees with what is pinned. Without a GPU nothing is
+    offloaded: it would stay in the same memory.
+    """
+    carries = ["keep", "recompute", "offload"] if carried_heads(lead) else ["keep"]
+    derived: dict[str, Any] = {
+        "gradient_checkpointing": ("none", "full"),
+        "shared_qk": [shared_qk for shared_qk in carries if machine.has_gpu or shared_qk != "offload"],
+        "mlp_tile_tokens": TILES,
+        "offload_checkpoints": (False, True) if machine.has_gpu else (False,),
+        "zero_stage": (1, 2, 3),
+        "offload_optimizer": ("none", "cpu") if machine.has_gpu else ("none",),
+        "offload_parameters": ("none", "cpu") if machine.has_gpu else ("none",),
+    }
+    choices = [
+        options if getattr(recipe, name) is None else (getattr(recipe, name),)
+        for name, options in derived.items()
+    ]
+    for values in itertools.product(*choices):
+        settings = dict(zip(derived, values, strict=True))
+        if _go_together(recipe, settings):
+            yield settings
+
+
+def _go_together(recipe: TrainRecipe, settings: dict[str, Any]) -> bool:
+    """Whether `TrainArgs` accepts these settings."""
+    try:
+        TrainArgs(**_given(recipe) | settings)
+    except ValueError:
+        return False
+    return True
+
+
+def _given(recipe: TrainRecipe) -> dict[str, Any]:
+    """The fields that a recipe does not leave null."""
+    values = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(TrainRecipe)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def simplicity(args: TrainArgs) -> tuple[Any, ...]:
+    """A key for sorting layouts: a lower one is simpler.
+
+    What is moved or recomputed comes first, then how finely things are divided.
+    """
+    moved = [args.offload_parameters, args.offload_optimizer]
+    return (
+        sum(place != "none" for place in moved) + args.offload_checkpoints,
+        ("keep", "recompute", "offload").index(args.shared_qk),
+        args.gradient_checkpointing == "full",
+        args.mlp_tile_tokens > 0,
+        args.sequence_parallel_size,
+        args.zero_stage,
+        args.micro_batch_size,
+        -args.mlp_tile_tokens,
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def table(fit: ParallelLayout, data_tokens: int | None, target_tokens: int | None = None) -> str:
+    """One line per subject; `*` marks what the recipe pinned.
+
+    Args:
+        data_tokens: tokens of the prepared rows, padding included; None = there are no rows yet.
+        target_tokens: tokens that will be prepared in that case; None = not known.
+    """
+    job, device, time = fit.job, fit.machine.device, fit.time
+    duration = range_of_time(time.overlapped * job.args.max_steps, time.sequential * job.args.max_steps)
+    verdict = "fits" if fit.fits else "DOES NOT FIT"
+    usable = f"{HOST_SHARE * fit.machine.host_gib:.1f} usable GiB"
+    is_slow = device.tflops(job.args.dtype) < device.fp32_tflops
+    hint = "; this CPU multiplies faster in float32: set train.dtype=float32" if is_slow else ""
+    lines = {
+        "what": _what(fit),
+        "data": _data(fit, data_tokens, target_tokens),
+        "ranks": _ranks(fit),
+        "layout": layout_line(fit),
+        "kernels": _kernels(fit),
+        "memory": f"{_memory(fit)} of {device.memory_gib:.1f} GiB per rank ({fit.share:.0%}): {verdict}",
+        "reserve": f"{_parts(fit.reserve)} GiB per rank, stated (train.memory_reserve_gib)",
+        "start": f"{_gib(start_bytes(job))} GiB per rank while weights load and the optimizer is made",
+        "host": f"{_gib(fit.host_bytes_per_machine)} of {usable} per machine for offloaded tensors",
+        "time": f"{duration} on {device.name}, {time.expected:,.2f} s a step{hint}",
+        "saves": _saves(job.args, work_at_risk(job.args, time.expected)),
+    }
+    if not fit.reserve:
+        del lines["reserve"]
+    return _lines(lines)
+
+
+def _memory(fit: ParallelLayout) -> str:
+    """GiB of a rank's tensors, and of the reserve beside them, as text."""
+    kept = sum(fit.reserve.values())
+    return _gib(fit.needed_bytes) + (f" + {_gib(kept)} reserved" if kept else "")
+
+
+def range_of_time(least: float, most: float) -> str:
+    """Two times as text, in the largest unit of which the longer time has at least two.
+
+    Args:
+        least, most: seconds.
+    """
+    unit, size = _unit_of_time(most)
+    return f"{least / size:,.1f} to {most / size:,.1f} {unit}"
+
+
+def _unit_of_time(seconds: float) -> tuple[str, int]:
+    """The largest unit of which a time has at least two, and the seconds of this unit."""
+    if seconds >= 7200:
+        return "hours", 3600
+    if seconds >= 120:
+        return "minutes", 60
+    return "seconds", 1
+
+
+def _what(fit: ParallelLayout) -> str:
+    """Steps, tokens and parameters of the run."""
+    args, rows, length = fit.job.args, fit.job.rows_per_step, fit.job.context_length
+    asked = "max_steps" + ("; total_tokens is not used" if args.total_tokens else "")
+    if args.total_tokens and args.max_steps == args.total_tokens // (rows * length):
+        asked = f"total_tokens {args.total_tokens:,}"
+    trained = f"{fit.job.shapes.parameters:,} parameters, {fit.job.shapes.trained_parameters(args):,} trained"
+    return f"{args.max_steps:,} steps ({asked}) of {rows} x {length:,} = {rows * length:,} tokens; {trained}"
+
+
+def _data(fit: ParallelLayout, data_tokens: int | None, target_tokens: int | None) -> str:
+    """How often the run reads its data."""
+    tokens = fit.job.args.max_steps * fit.job.rows_per_step * fit.job.context_length
+    known = data_tokens or target_tokens
+    if not known:
+        return f"{tokens:,} tokens of data that is not prepared yet"
+    state = "" if data_tokens else " (data not prepared yet)"
+    return f"{tokens:,} tokens of {known:,} = {tokens / known:.2f} epochs{state}"
+
+
+def _kernels(fit: ParallelLayout) -> str:
+    """What runs attention: its backend, and on GPUs the FlashAttention behind `flash`."""
+    attention = fit.job.attention
+    if attention != "flash" or not fit.machine.has_gpu:
+        return f"attention {attention}"
+    return f"attention flash, {flash_version.describe(flash_version.asked() or flash_version.SHIPPED)}"
+
+
+def _saves(args: TrainArgs, seconds: float) -> str:
+    """How much work can be lost between two checkpoints, and a hint when it is much."""
+    unit, size = _unit_of_time(seconds)
+    digits = 1 if unit == "hours" else 0
+    at_risk = f"{seconds / size:,.{digits}f} {unit}"
+    is_long = args.save_every_steps is not None and seconds > 2 * MOST_LOST
+    hint = f"; save_every_steps=null saves every {MOST_LOST / 60:.0f} minutes" if is_long else ""
+    return f"at most {at_risk} of work between two checkpoints{hint}"
+
+
+def _ranks(fit: ParallelLayout) -> str:
+    world, size = fit.job.world, fit.job.args.sequence_parallel_size
+    ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
+    machines = f" on {world.nodes} machines" if world.nodes > 1 else ""
+    return f"{ranks}{machines} = {world.size // size} data parallel x {size} sequence parallel"
+
+
+def layout_line(fit: ParallelLayout) -> str:
+    """Every derived field that is not off, as a recipe would pin it; `*` follows what the recipe pinned."""
+    values = {name: getattr(fit.job.args, name) for name in DERIVED}
+    return ", ".join(
+        f"{name} {value}{'*' if name in fit.pinned else ''}"
+        for name, value in values.items()
+        if value not in ("none", False, 0) or name in fit.pinned or name == "gradient_checkpointing"
+    )
+
+
+def details(fit: ParallelLayout) -> str:
+    """The parts of the table's sums: plan, memory, host memory, disk, time."""
+    job, args, device, time = fit.job, fit.job.args, fit.machine.device, fit.time
+    disk = _gib(checkpoint_disk_bytes(job.shapes.trained_parameters(args)))
+    figures = f"{device.tflops(args.dtype):g} TFLOP/s x {device.efficiency:g}, links x {LINK_EFFICIENCY:g}"
+    parts = ", ".join(f"{name} {seconds:,.3f}" for name, seconds in time.parts.items())
+    lines = {
+        "plan": _plan(fit),
+        "peak": _parts(fit.memory) + " GiB per rank",
+        "offload": _parts(fit.host) + " GiB of host memory per rank",
+        "disk": f"{disk} GiB per checkpoint, {args.keep_last} kept, one more while writing",
+        "step": f"{parts} s at {figures}: {time.overlapped:,.3f} if traffic overlaps compute, "
+        f"{time.sequential:,.3f} if not",
+    }
+    return _lines({name: text for name, text in lines.items() if not text.startswith(" ")})
+
+
+def _plan(fit: ParallelLayout) -> str:
+    """The roles of the plan's heads, and how evenly the ranks share attention."""
+    job, size = fit.job, fit.job.args.sequence_parallel_size
+    roles = [roles_of(job.lead, layer) for layer in range(job.shapes.layers)]
+    leads, follow, windows = (
+        sum(len(getattr(one, kind)) for one in roles) for kind in ("leads", "followers", "windows")
+    )
+    alone = attention_flops(replace(job, args=replace(job.args, sequence_parallel_size=1)))
+    share = attention_flops(job) * size / alone
+    return (
+        f"{leads} (layer, KV head) pairs lead, {follow} follow, {windows} keep their window; the busiest "
+        f"rank computes {share:.2f} x an even share of attention"
+    )
+
+
+def _parts(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {_gib(value)}" for name, value in parts.items() if value)
+
+
+def _gib(value: int) -> str:
+    return f"{value / GIB:,.2f}"
+
+
+def _lines(texts: Mapping[str, str]) -> str:
+    return "\n".join(f"{name:<8}{text}" for name, text in texts.items())

@@ -1,0 +1,27 @@
+"""Costs at random, as `pod explore` measures them, and settings to choose plans from them."""
+
+import torch
+
+from pod.recipe import load_recipe
+from pod.plan.costs import cost_shapes
+from pod.plan.measured_costs import MeasuredCosts
+
+WINDOWS = {"num_sink_tokens": 2, "num_recent_tokens": 5}
+
+
+def random_costs(layers=5, heads=3, groups=2, seed=0):
+    """Costs on text and on repeated tokens, and an order of query heads."""
+    generator = torch.Generator().manual_seed(seed)
+    values = {
+        name + end: torch.rand(shape, generator=generator, dtype=torch.float64)
+        * (2.5 if name == "window" else 1)
+        for name, shape in cost_shapes(layers, heads).items()
+        for end in ("", "_retrieval")
+    }
+    order = torch.rand(layers, layers, heads, heads, groups, generator=generator).argsort(-1)
+    return MeasuredCosts(values | {"order": order}, {"model": "m"})
+
+
+def explore_args(**changes):
+    recipe = load_recipe(None, [f"explore.{name}={value}" for name, value in changes.items()])
+    return recipe.explore

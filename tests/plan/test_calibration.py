@@ -1,0 +1,331 @@
+"""Constant sinks of plans.
+
+What they are measured to be, what windows with them cost, and plans that have them.
+"""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from plan_costs_at_random import explore_args
+from plan_models import make_model
+
+import pod
+from pod.commands import explore
+from pod.modeling.model.sharing import SharingPlan
+from pod.modeling.model.sinks import Sink
+from pod.models import resolve_model
+from pod.recipe import load_recipe
+from pod.plan.calibration import (
+    find_sinks,
+    first_tokens,
+    fitted_sink,
+    measure_window_costs,
+    window_queries,
+    with_constants,
+)
+from pod.plan.choose import choose, in_all_layers
+from pod.plan.costs import (
+    cost_shapes,
+    measure_costs,
+    record_attention_inputs,
+    sample_queries,
+    total_costs,
+)
+from pod.plan.exploration import Exploration
+from pod.plan.measured_costs import MeasuredCosts
+
+TOKENS, RECENT = 41, 7
+HEADS = [(6, 2), (3, 3), (4, 1), (9, 3)]  # query heads, KV heads
+
+
+def ids_of(n=TOKENS, seed=5):
+    return torch.randint(0, 61, (1, n), generator=torch.Generator().manual_seed(seed))
+
+
+def random_sinks(model, seed=0):
+    """Constants about as heavy as a window."""
+    config, generator = model.config, torch.Generator().manual_seed(seed)
+    shapes = (config.num_attention_heads,), (config.num_key_value_heads, config.head_dim)
+    rows = [[torch.randn(shape, generator=generator).double() for shape in shapes] for _ in range(4)]
+    return [Sink(1 + logits, values) for logits, values in rows]
+
+
+class Naive:
+    """The definitions on n x n matrices, one query head after the other."""
+
+    def __init__(self, model, input_ids):
+        self.model, self.n = model, input_ids.shape[1]
+        self.inputs = list(record_attention_inputs(model, input_ids))
+        self.groups = model.config.num_key_value_groups
+
+    def logits(self, layer, query_head):
+        inputs = self.inputs[layer]
+        keys = inputs.k[query_head // self.groups]
+        raw = inputs.q[query_head] @ keys.T / keys.shape[-1] ** 0.5
+        return raw.masked_fill(torch.ones(self.n, self.n).triu(1).bool(), float("-inf"))
+
+    def window(self, layer, query_head, sink):
+        """Output ``[n, d]`` of the window and one more column, at every position."""
+        position = torch.arange(self.n)
+        outside = position[:, None] - position >= self.model.config.num_recent_tokens
+        seen = self.logits(layer, query_head).masked_fill(outside, float("-inf"))
+        table = torch.cat([seen, sink.logits[query_head].expand(self.n, 1)], dim=1)
+        head = query_head // self.groups
+        return table.softmax(-1) @ torch.cat([self.inputs[layer].v[head], sink.values[head][None]])
+
+    def costs(self, layer, head, sink):
+        """Of every query ``[n]``: the change of what the residual stream gets, relative to it."""
+        decoder, own = self.model.model.layers[layer], self.inputs[layer]
+        d = own.v.shape[-1]
+        change = torch.zeros(self.n, decoder.self_attn.o_proj.weight.shape[0]).double()
+        for query_head in range(head * self.groups, (head + 1) * self.groups):
+            full = self.logits(layer, query_head).softmax(-1) @ own.v[head]
+            columns = decoder.self_attn.o_proj.weight[:, query_head * d : (query_head + 1) * d]
+            change += (self.window(layer, query_head, sink) - full) @ columns.T
+        if decoder.norms[1] is not None:
+            outs = [
+                self.logits(layer, one).softmax(-1) @ own.v[one // self.groups]
+                for one in range(self.groups * len(own.v))
+            ]
+            added = decoder.self_attn.o_proj(torch.cat(outs, -1))
+            norm = decoder.post_attention_layernorm
+            change *= (norm.weight + norm.offset) / (added.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+        return (change * decoder.residual_multiplier).square().sum(-1) / own.hidden_states.square().sum(-1)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@torch.no_grad()
+def test_the_start_is_what_distant_queries_read_from_the_first_four_tokens(heads):
+    model, ids = make_model(*heads, sinks=0, recent=RECENT), ids_of()
+    naive = Naive(model, ids)
+    positions = sample_queries(TOKENS, 9, 0, RECENT).positions
+    assert positions.min() >= RECENT
+    groups = heads[0] // heads[1]
+    for layer, (_, sink) in enumerate(window_queries(model, ids, 9)):
+        first = [naive.logits(layer, head)[positions, :4] for head in range(heads[0])]
+        for head, logits in enumerate(first):
+            assert sink.logits[head].item() == pytest.approx(logits.logsumexp(-1).mean().item(), rel=1e-9)
+        for head in range(heads[1]):
+            values = naive.inputs[layer].v[head, :4]
+            read = [logits.softmax(-1) @ values for logits in first[head * groups : (head + 1) * groups]]
+            torch.testing.assert_close(sink.values[head], torch.stack(read).mean((0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("heads", "recent", "queries", "changes"),
+    [
+        *((heads, RECENT, 9, {}) for heads in HEADS),
+        ((6, 2), 1, 5, {}),
+        ((6, 2), 30, 11, {}),
+        ((6, 2), RECENT, TOKENS - RECENT, {}),
+        ((6, 2), RECENT, 9, {"norm_placement": "behind", "qk_norm": True}),
+        ((6, 2), RECENT, 9, {"residual_multiplier": 0.3, "attention_multiplier": 0.2}),
+    ],
+)
+@torch.no_grad()
+def test_costs_equal_their_definition_at_distant_and_at_early_queries(heads, recent, queries, changes):
+    """The sink counts at every position: first tokens whole, other early ones by their share of the text."""
+    model, ids = make_model(*heads, sinks=0, recent=recent, **changes), ids_of()
+    sinks = random_sinks(model)
+    found = measure_window_costs(model, ids, queries, sinks)
+    naive = Naive(model, ids)
+    alone = [Naive(model, ids[:, index * TOKENS // 32][None]) for index in range(32)]
+    distant = sample_queries(TOKENS, queries, 0, recent).positions
+    early = [1 + index * (recent - 1) // queries for index in range(queries)]
+    if queries >= recent - 1:
+        early = list(range(1, recent))
+    for layer, head in itertools.product(range(4), range(heads[1])):
+        costs = naive.costs(layer, head, sinks[layer])
+        assert found["window"][layer, head].item() == pytest.approx(costs[distant].mean().item(), rel=1e-9)
+        first = [one.costs(layer, head, sinks[layer]) for one in alone]
+        expected = torch.cat(first).mean()
+        if early:
+            expected = expected + (recent - 1) / TOKENS * costs[early].mean()
+        assert expected > 1e-6
+        assert found["early"][layer, head].item() == pytest.approx(expected.item(), rel=1e-9)
+
+
+@torch.no_grad()
+def test_a_sink_of_no_weight_costs_nothing_early_and_what_a_window_costs_behind():
+    model, ids = make_model(6, 2, sinks=0, recent=RECENT), ids_of()
+    nothing = [Sink(torch.full((6,), -1e4).double(), sink.values) for sink in random_sinks(model)]
+    found = measure_window_costs(model, ids, 9, nothing)
+    assert found["early"].abs().max() < 1e-20
+    order = torch.arange(3).expand(4, 4, 2, 2, 3)
+    torch.testing.assert_close(found["window"], measure_costs(model, ids, 9, order)["window"])
+
+
+def test_fitting_finds_constants_that_explain_everything():
+    """Outputs made by a sink are explained by it, from a start that is far off."""
+    model, ids = make_model(6, 2, sinks=0, recent=RECENT), ids_of(80)
+    true = random_sinks(model, seed=3)[1]
+    queries, start = list(window_queries(model, ids, 30))[1]
+    share = torch.sigmoid(true.logits.view(2, 3, 1) - queries.lse)[..., None]
+    made = replace(queries, out=(1 - share) * queries.near + share * true.values[:, None, None])
+    found = fitted_sink(made, start)
+    assert made.costs(found).sum() < 1e-4 * made.costs(start).sum()
+    torch.testing.assert_close(found.logits, true.logits, rtol=0, atol=0.1)
+
+
+def test_fitted_constants_cost_less_than_measured_ones_early_and_in_all():
+    model = make_model(6, 2, sinks=0, recent=RECENT)
+    texts = [ids_of(80, seed)[0] for seed in range(3)]
+    fitted = find_sinks(model, texts, 20)
+    measured = []
+    for layer in zip(*(window_queries(model, ids[None], 20) for ids in texts), strict=True):
+        parts = zip(*(sink for _, sink in layer), strict=True)
+        measured.append(Sink(*(torch.stack(part).mean(0) for part in parts)))
+    sums = []
+    for sinks in (fitted, measured):
+        costs = [measure_window_costs(model, ids[None], 20, sinks) for ids in texts]
+        sums.append(sum(cost["window"].sum(1) + cost["early"].sum(1) for cost in costs))
+    assert (sums[0] < 0.9 * sums[1]).all()
+
+
+def test_first_tokens_are_those_of_texts():
+    ids = torch.arange(100, 200)
+    assert first_tokens(ids, None).tolist() == [100 + index * 100 // 32 for index in range(32)]
+    assert first_tokens(ids, 7).tolist()[0] == 100
+    assert first_tokens(ids[:5], 7).tolist() == [100, 101, 102, 103, 104]
+    assert first_tokens(ids, 100).tolist() == [100]  # all texts begin with it
+
+
+def test_a_layer_whose_first_token_is_hurt_costs_more_and_is_left_alone():
+    """Fp32. A sink that is light beside 48 tokens is heavy beside one. Distant queries hardly see it."""
+    torch.manual_seed(1)
+    model, ids = make_model(6, 2, sinks=0, recent=48).float(), ids_of(160)
+    for number, layer in enumerate(model.model.layers):
+        layer.self_attn.o_proj.weight.data *= 0.3 if number == 1 else 1.0
+    values = torch.full((2, 8), 4.0)
+    light = Sink(torch.full((6,), -30.0), values)
+    sinks = [Sink(torch.full((6,), 1.0), values) if layer == 1 else light for layer in range(4)]
+    order = torch.arange(3).expand(4, 4, 2, 2, 3)
+    found = measure_window_costs(model, ids, 32, sinks)
+    assert found["window"].sum(1).argmin() == 1
+    assert found["early"].sum(1).argmax() == 1
+
+    zeros = {name: torch.zeros(shape).double() for name, shape in cost_shapes(4, 2).items()}
+    settings = explore_args(target="vllm", target_saving=0.25)
+    windows = {"num_sink_tokens": 0, "num_recent_tokens": 48}
+    provenance = {"model": "m", "head_dim": 8}
+    chosen = []
+    for costs in (zeros | {"window": found["window"]}, zeros | found):
+        plan = choose(MeasuredCosts(costs | {"order": order}, provenance), settings, windows).plan
+        chosen.append([layer for layer, row in enumerate(plan.lead) if row[0] is None])
+    assert chosen[0] == [1]
+    assert len(chosen[1]) == 1 and chosen[1] != [1]
+    total = total_costs(zeros | found, 1.0)["window"]
+    torch.testing.assert_close(torch.from_numpy(total), found["window"] + found["early"])
+
+
+@torch.no_grad()
+def test_constants_stand_in_the_plans_order_of_heads():
+    """The same model with its heads in another order computes the same."""
+    model, ids = make_model(6, 2, sinks=0, recent=RECENT), ids_of()
+    sinks = random_sinks(model)
+    lead = ((0, None), (None, None), (2, 2), (None, 3))
+    plain = SharingPlan(lead, num_sink_tokens=0, num_recent_tokens=RECENT)
+    swap, turned = (3, 5, 4, 2, 0, 1), (0, 2, 1, 4, 3, 5)
+    order = (swap, turned, (0, 1, 2, 3, 4, 5), swap)
+    moved = replace(plain, lead=((None, 0), (None, None), (2, 2), (3, None)), head_order=order)
+    logits = [pod.load_model(model, plan=with_constants(plan, sinks))(ids).logits for plan in (plain, moved)]
+    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-10)
+    without = pod.load_model(model, plan=plain)(ids).logits
+    assert (without - logits[0]).abs().max() > 1e-3
+    constants = with_constants(moved, sinks).sink_constants
+    assert constants.logits[2] is None and constants.values[2] is None
+    assert constants.logits[0] == tuple(sinks[0].logits[list(swap)].tolist())
+    assert constants.values[0] == tuple(map(tuple, sinks[0].values[[1, 0]].tolist()))
+
+
+def test_calibrate_sinks_gives_a_plan_that_loads():
+    stock, ids = make_model(6, 2, sinks=0, recent=RECENT), ids_of(64)[0]
+    plan = SharingPlan(((0, None), (None, None), (2, 2), (3, 3)), num_sink_tokens=4, num_recent_tokens=RECENT)
+    made = pod.calibrate_sinks(stock, plan, [ids, ids.flip(0).tolist()], num_queries=9)
+    assert (made.sinks, made.num_sink_tokens, made.lead) == ("constant", 0, plan.lead)
+    expected = find_sinks(stock, [ids, ids.flip(0)], 9)
+    assert made.sink_constants.logits[1] == pytest.approx(expected[1].logits.tolist(), abs=1e-4)
+    assert made.sink_constants.logits[2:] == (None, None)
+    assert pod.load_model(stock, plan=made).config.sinks == "constant"
+    # a model that runs a plan already is read as a dense one
+    again = pod.calibrate_sinks(pod.load_model(stock, plan=made), plan, [ids, ids.flip(0)], num_queries=9)
+    assert again.sink_constants == made.sink_constants
+
+
+def test_calibrate_sinks_leaves_layers_alone_that_were_trained_with_windows():
+    stock = make_model(6, 2, sinks=0, recent=RECENT, layer_windows=[None, 6, None, None])
+    plan = SharingPlan(
+        ((None, 0), (None, None), (2, 2), (3, None)), num_recent_tokens=RECENT, num_sink_tokens=0
+    )
+    made = pod.calibrate_sinks(stock, plan, [ids_of(64)[0]], num_queries=9)
+    assert [row is None for row in made.sink_constants.logits] == [False, True, True, False]
+    assert pod.load_model(stock, plan=made)(ids_of()).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("texts", "plan", "words"),
+    [
+        ([[1, 2, 3]], {}, r"texts\[0\] has 3 tokens, but windows of 7 and 64 queries behind them need 71"),
+        ("one text", {}, "texts must be a list of strings or token ids"),
+        ([], {}, "texts must be a list"),
+        (
+            [[1] * 90],
+            {"num_recent_tokens": None, "num_sink_tokens": None},
+            "does not say how long its windows",
+        ),
+        (
+            [[1] * 90],
+            {"lead": ((None,),) * 4},
+            "sharing plan is for 4 layers x 1 KV heads, the model has 4 x 2",
+        ),
+    ],
+)
+def test_calibrate_sinks_says_what_is_missing(texts, plan, words):
+    fields = {"lead": ((None, None),) * 4, "num_sink_tokens": 0, "num_recent_tokens": RECENT} | plan
+    with pytest.raises(ValueError, match=words) as found:
+        pod.calibrate_sinks(make_model(6, 2), SharingPlan(**fields), texts)
+    assert "\n" not in str(found.value)
+
+
+def test_constants_of_measured_layers_become_those_of_the_whole_model():
+    sinks = [Sink(torch.ones(4), torch.ones(2, 8))] * 2
+    plan = SharingPlan(
+        ((None, 0), (1, 1)), {"layers": [1, 3], "num_layers": 4}, num_sink_tokens=0, num_recent_tokens=RECENT
+    )
+    whole = in_all_layers(with_constants(plan, sinks))
+    assert [row is None for row in whole.sink_constants.logits] == [True, False, True, True]
+    assert whole.sinks == "constant"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("granularity", ["head", "layer"])
+def test_explore_writes_constants_into_the_plan(explore_overrides, tmp_path, capsys, granularity):
+    settings = [
+        *explore_overrides,
+        "model.num_recent_tokens=7",
+        f"explore.granularity={granularity}",
+        "explore.target_saving=0.4",
+    ]
+    explore.main(load_recipe(None, [*settings, "model.sinks=constant"]))
+    plan = SharingPlan.load(tmp_path / "run" / "plan" / "plan.json")
+    assert (plan.sinks, plan.num_sink_tokens) == ("constant", 0)
+    assert [row is None for row in plan.sink_constants.logits] == [None not in row for row in plan.lead]
+    assert plan.num_windows and plan.sink_constants.logits != (None,) * 4
+    # the loss that is reported is that of the model that runs the plan
+    model = pod.load_model(resolve_model("package:tiny"), plan=plan, dtype=torch.float32)
+    assert model.config.sinks == "constant"
+    written = plan.provenance["losses"]["plan"]["text"]
+    recipe = load_recipe(None, [*settings, "model.sinks=constant"])
+    losses = [model(ids[None], labels=ids[None]).loss.item() for ids in Exploration.of(recipe).read()]
+    assert written == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    printed = capsys.readouterr().out
+    assert "constant sinks, target 40.0%" in printed
+    assert "with a constant sink (a logit and a value for the first tokens) and 7 recent tokens" in printed
+    # other sinks are measured anew
+    explore.main(load_recipe(None, [*settings, "model.sinks=none"]))
+    printed = capsys.readouterr().out
+    assert "differs in sinks from the recipe" in printed and "with no sink and 7 recent tokens" in printed
+    plain = SharingPlan.load(tmp_path / "run" / "plan" / "plan.json")
+    assert plain.sinks == "none" and plain.sink_constants is None
