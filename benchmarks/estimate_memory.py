@@ -1,4 +1,4 @@
-"""The memory estimate of pod.training.predict.memory_estimate against what training steps really hold, on CPU.
+"""The memory estimate of pod.training.predict against what training steps really hold, on CPU.
 
     # all configurations; writes benchmarks/results/estimate_memory.json
     python benchmarks/estimate_memory.py
@@ -44,8 +44,7 @@ from pod.measure.machine import environment
 from pod.training.args import TrainArgs
 from pod.training.predict.memory_estimate import TrainingJob, World, host_bytes, training_bytes
 from pod.training.predict.shapes import Shapes
-from pod.training.run import engine
-from pod.training.run import shared_qk
+from pod.training.run import engine, shared_qk
 
 BUCKET_ELEMENTS = 200_000
 SIZE = {

@@ -17,7 +17,7 @@ import torch
 import pod  # noqa: F401  (registers the implementations)
 from pod.files import write_json
 from pod.measure.machine import environment
-from pod.modeling.model.attend import SharedQK, Segments, Tokens, Visibility, attend
+from pod.modeling.model.attend import Segments, SharedQK, Tokens, Visibility, attend
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "exactness.json"

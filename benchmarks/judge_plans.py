@@ -21,8 +21,8 @@ import pod
 from pod.data import held_out_documents, long_sequences
 from pod.eval.answer.reading import answer_behind, branch, in_parts, judge_ahead, left_padded, pad_id
 from pod.eval.answer.texts import nll_behind
-from pod.eval.statistics.confidence import wilson
 from pod.eval.statistics.comparison import perplexity_change
+from pod.eval.statistics.confidence import wilson
 from pod.eval.suites.buckets import Bucket
 from pod.eval.tasks import passkey
 from pod.files import write_json

@@ -9,10 +9,10 @@ Both use ZeRO-3, the optimizer in host memory, a tiled feed-forward part and a c
     python benchmarks/longest_sequence.py --predict
 
 Shapes of a model of 1.2 billion weights, random, bf16, activation checkpointing; 70 % of the (layer, KV head)
-pairs follow, windows 16+4080. Contestants: dense, and PoD with train.shared_qk = keep, offload and recompute. A
-try is a training step of one row, after a short one which allocates what does not grow. It fails when memory
-runs out; its process then ends and the next try starts a fresh one. Two tries that fit predict the longest
-row, a bisection finds it to within 3 % unless --budget ends it.
+pairs follow, windows 16+4080. Contestants: dense, and PoD with train.shared_qk = keep, offload and
+recompute. A try is a training step of one row, after a short one which allocates what does not grow. It fails
+when memory runs out; its process then ends and the next try starts a fresh one. Two tries that fit predict
+the longest row, a bisection finds it to within 3 % unless --budget ends it.
 
 Memory is limited to --memory-gib, so that the search ends in minutes: the time of a row grows with its
 square, the ratio of lengths hardly depends on the limit once activations are most of it. On a CPU, and in a
@@ -424,7 +424,9 @@ def rows_of(found: dict[str, Any], tiny: bool) -> list[dict[str, Any]]:
         reason = "toy shapes" if tiny else (None if ratio else "a try failed, see its error")
         goal = f">= {GOAL}x" if name != "keep" else "none: `shared_qk` kept"
         met = None if name == "keep" else met
-        rows.append(goal_row(f"longest training sequence, shared_qk {name}", goal, ratio, "x dense", met, reason))
+        rows.append(
+            goal_row(f"longest training sequence, shared_qk {name}", goal, ratio, "x dense", met, reason)
+        )
     return rows
 
 

@@ -66,18 +66,26 @@ MUTANTS = {
     "judge": [
         Mutant("pod/eval/statistics/confidence.py", "_TAIL = (1 + LEVEL) / 2", "_TAIL = LEVEL"),
         Mutant(
-            "pod/eval/statistics/confidence.py", "return min(1.0, 2 * float(tail))", "return min(1.0, float(tail))"
+            "pod/eval/statistics/confidence.py",
+            "return min(1.0, 2 * float(tail))",
+            "return min(1.0, float(tail))",
         ),
         Mutant(
-            "pod/eval/statistics/confidence.py", "half = critical(number - 1) * error", "half = critical() * error"
+            "pod/eval/statistics/confidence.py",
+            "half = critical(number - 1) * error",
+            "half = critical() * error",
         ),
         Mutant("pod/eval/statistics/confidence.py", "number / (number - 1) * squares", "squares"),
-        Mutant("pod/eval/statistics/confidence.py", "np.square(sums - value * sizes)", "np.square(sums - value)"),
+        Mutant(
+            "pod/eval/statistics/confidence.py", "np.square(sums - value * sizes)", "np.square(sums - value)"
+        ),
         Mutant("pod/eval/statistics/confidence.py", "z2 / (4 * trials**2)", "z2 / (4 * trials)"),
         Mutant("pod/eval/statistics/confidence.py", "rate + z2 / (2 * trials)", "rate"),
         Mutant("pod/eval/statistics/confidence.py", "effect = number * squares", "effect = squares"),
         Mutant(
-            "pod/eval/statistics/confidence.py", "number * (number + 1) / (number * effect + 1)", "number / effect"
+            "pod/eval/statistics/confidence.py",
+            "number * (number + 1) / (number * effect + 1)",
+            "number / effect",
         ),
         Mutant("pod/eval/statistics/confidence.py", "number == 1 or variance", "variance"),
         Mutant(
@@ -108,12 +116,16 @@ MUTANTS = {
         Mutant("pod/eval/statistics/confidence.py", "np.arange(len(order), 0, -1)", "len(order)"),
         Mutant("pod/eval/statistics/confidence.py", "np.maximum.accumulate(steps)", "steps"),
         Mutant("pod/eval/statistics/comparison.py", "self.adjusted >= CHANCE", "self.adjusted < CHANCE"),
-        Mutant("pod/eval/statistics/comparison.py", "(self.delta > 0) == self.higher_is_better", "self.delta > 0"),
+        Mutant(
+            "pod/eval/statistics/comparison.py", "(self.delta > 0) == self.higher_is_better", "self.delta > 0"
+        ),
         Mutant("pod/eval/statistics/comparison.py", "gaps = [own - base", "gaps = [base - own"),
         Mutant("pod/eval/statistics/comparison.py", ".mapped(math.expm1)", ".mapped(math.exp)"),
         Mutant("pod/eval/statistics/comparison.py", "gained=sum(gap > 0", "gained=sum(gap < 0"),
         Mutant("pod/eval/statistics/comparison.py", "- {None}) > 1", "- {None}) > 2"),
-        Mutant("pod/eval/statistics/comparison.py", "weights[name] / total, of(rows)", "1 / len(tasks), of(rows)"),
+        Mutant(
+            "pod/eval/statistics/comparison.py", "weights[name] / total, of(rows)", "1 / len(tasks), of(rows)"
+        ),
     ],
     "decoder": [
         # what tells rows of one batch apart

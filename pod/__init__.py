@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pod.modeling.model.config import PodConfig
     from pod.modeling.model.llama import PodForCausalLM, PodModel
     from pod.modeling.model.sharing import SharingPlan
-    from pod.tokenizer import load_tokenizer
     from pod.plan.calibration import calibrate_sinks
+    from pod.tokenizer import load_tokenizer
 
 __version__ = "0.1.0"
 

@@ -24,6 +24,7 @@ from pod.data.args import DataArgs
 from pod.eval.args import EvalArgs
 from pod.files import check_can_write
 from pod.models import ModelArgs
+from pod.plan.args import ExploreArgs
 from pod.schema import (
     Loader,
     build,
@@ -36,7 +37,7 @@ from pod.schema import (
     section,
     to_yaml,
 )
-from pod.training.args import ExploreArgs, ExportArgs, TrainRecipe
+from pod.training.args import ExportArgs, TrainRecipe
 from pod.verbosity import printing
 
 

@@ -13,8 +13,8 @@ from pod.kernels import gpu_support
 from pod.recipe import load_recipe
 from pod.training.args import TrainRecipe
 from pod.training.predict import preflight
-from pod.training.predict.memory_estimate import World
 from pod.training.predict.layout_search import Machine
+from pod.training.predict.memory_estimate import World
 from pod.training.predict.shapes import Shapes
 from pod.training.predict.step_time import DEVICES
 

@@ -22,9 +22,9 @@ SOURCES = sorted(
 )
 
 # Which parts of pod a part may import. `files` and `schema` may be imported by all; the files at the top of
-# pod are parts of their own, and so is `shipped`, which exported checkpoints carry.
+# pod are parts of their own, and so is `model`, which exported checkpoints carry.
 ARROWS = {
-    "__init__": {"shipped", "kernels", "modeling", "engine", "tokenizer"},
+    "__init__": {"model", "plan", "kernels", "modeling", "engine", "tokenizer"},
     "files": set(),
     "verbosity": set(),
     "command_line": {"verbosity"},
@@ -35,18 +35,19 @@ ARROWS = {
     "schema": {"notation"},
     "models": set(),
     "tokenizer": {"models"},
-    "identity": {"models", "shipped"},
-    "shipped": set(),
-    "kernels": {"shipped", "toolchain"},
-    "engine": {"shipped", "kernels"},
-    "modeling": {"shipped", "kernels", "engine", "families", "models", "notation", "tokenizer"},
+    "identity": {"models", "model"},
+    "model": set(),
+    "kernels": {"model", "toolchain"},
+    "engine": {"model", "kernels"},
+    "modeling": {"model", "kernels", "engine", "families", "models", "notation", "tokenizer"},
     "data": {"remote", "tokenizer", "verbosity"},
-    "training": {"shipped", "modeling", "kernels", "data", "toolchain", "verbosity"},
-    "export": {"shipped", "modeling", "training", "models", "__init__"},
-    "measure": {"shipped"},
-    "eval": {"shipped", "modeling", "kernels", "data", "measure", "notation", "verbosity"},
-    "bench": {"eval", "measure", "shipped", "modeling", "__init__", "models", "recipe", "notation"},
-    "recipe": {"schema", "models", "data", "training", "eval", "bench", "command_line", "verbosity"},
+    "plan": {"model", "modeling", "kernels", "data", "training", "verbosity"},
+    "training": {"model", "modeling", "kernels", "data", "toolchain", "verbosity"},
+    "export": {"model", "modeling", "training", "models", "__init__"},
+    "measure": {"model"},
+    "eval": {"model", "modeling", "kernels", "data", "measure", "notation", "verbosity"},
+    "bench": {"eval", "measure", "model", "modeling", "__init__", "models", "recipe", "notation"},
+    "recipe": {"schema", "models", "data", "plan", "training", "eval", "bench", "command_line", "verbosity"},
     "commands": {
         "command_line",
         "toolchain",
@@ -55,20 +56,22 @@ ARROWS = {
         "models",
         "export",
         "data",
+        "plan",
         "training",
         "eval",
         "bench",
         "kernels",
         "modeling",
-        "shipped",
+        "model",
         "tokenizer",
         "__init__",
     },
     "__main__": {"commands"},
 }
-# Reading a recipe's model names and the package's public interface is allowed to the two that work on whole
+# Reading a recipe's model names and the package's public interface is allowed to those that work on whole
 # models.
 ARROWS["training"] |= {"__init__", "models", "identity", "recipe", "tokenizer"}
+ARROWS["plan"] |= {"__init__", "models", "identity", "recipe", "tokenizer"}
 ARROWS["eval"] |= {"__init__", "models", "identity", "recipe", "schema", "tokenizer"}
 
 
@@ -101,11 +104,11 @@ def run_time_nodes(tree: ast.AST):
 def part_of(name: list[str]) -> str:
     """The part that a module name belongs to.
 
-    `pod.data.rows.pack` → data, `pod.modeling.model.cache` → shipped; `pod` or `pod.SharingPlan`, which
+    `pod.data.rows.pack` → data, `pod.modeling.model.cache` → model; `pod` or `pod.SharingPlan`, which
     stands in pod/__init__.py → __init__.
     """
-    if name[1:3] == ["modeling", "shipped"]:
-        return "shipped"
+    if name[1:3] == ["modeling", "model"]:
+        return "model"
     if len(name) > 1 and ((ROOT / "pod" / name[1]).is_dir() or (ROOT / "pod" / f"{name[1]}.py").is_file()):
         return name[1]
     return "__init__"
@@ -155,8 +158,8 @@ def test_arrow_check_sees_every_kind_of_import(tmp_path, monkeypatch):
         "if TYPE_CHECKING:\n    from pod.training import loss\ndef f():\n    from ..modeling import loading\n"
     )
     assert imported_parts(file) == {"data", "eval", "modeling"}
-    file.write_text("from pod.modeling.model.attend import Call\nfrom ..modeling import shipped\n")
-    assert imported_parts(file) == {"shipped"}
+    file.write_text("from pod.modeling.model.attend import Call\nfrom ..modeling import model\n")
+    assert imported_parts(file) == {"model"}
 
 
 def test_files_and_functions_are_of_readable_size():

@@ -154,8 +154,7 @@ def test_no_recipe_is_refused_before_its_data_is_there(name, tmp_path, monkeypat
     Preflight asks of model, plan, layout and rows, on 1, 8 and 32 GPUs; rows per step are the same on all of
     them.
     """
-    from pod.training.predict import preflight
-    from pod.training.predict import layout_search
+    from pod.training.predict import layout_search, preflight
     from pod.training.predict.shapes import Shapes
     from pod.training.predict.step_time import get_device
     from pod.training.run.start_model import model_config

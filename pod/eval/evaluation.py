@@ -9,17 +9,16 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from pod.eval.answer.answer_cache import AnswerCache, AnswerFolder, key_of
 from pod.eval.answer.budget import ByteBudgets, MethodRunner, measure_bytes
 from pod.eval.answer.devices import Load
 from pod.eval.answer.methods import Method, find_method, parts_of, with_requests
 from pod.eval.answer.model_set import Models
 from pod.eval.answer.ranks import Ranks
-from pod.eval.answer.answer_cache import AnswerCache, AnswerFolder, key_of
 from pod.eval.results import code_identity, one_line, with_files
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.speed.args import speed_options
-from pod.eval.suites import base
-from pod.eval.suites import task_data
+from pod.eval.suites import base, task_data
 from pod.tokenizer import with_template_variables
 
 if TYPE_CHECKING:
@@ -50,7 +49,9 @@ class Evaluation:
             lambda line: self.log(f"warning: {line}"),
         )
         self.store = AnswerFolder(recipe.eval_dir / "answers", self.ranks, self.args.reuse)
-        self._bytes = AnswerFolder(recipe.eval_dir / "answers", self.ranks).answers_of("bytes", {"code": code_identity()})
+        self._bytes = AnswerFolder(recipe.eval_dir / "answers", self.ranks).answers_of(
+            "bytes", {"code": code_identity()}
+        )
         measure = None if self.models.reference_kind is None else self._pod_bytes
         self.budgets = ByteBudgets(self.models.bytes_per_token(), measure)
         self._may_answer = True
@@ -223,7 +224,7 @@ class Evaluation:
 def make_tasks(run: base.Run) -> dict[str, base.Task]:
     """The tasks of a recipe by name, in its order.
 
-    Tasks of this package come from `suites/own` and are made first; the rest come from lm-eval.
+    Tasks of this package come from `pod/eval/tasks` and are made first; the rest come from lm-eval.
 
     Raises:
         ValueError: for an unknown task, naming the nearest, and for whatever a task lacks (data, a chat

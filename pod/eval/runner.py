@@ -7,9 +7,9 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from pod.eval.answer.answer_cache import AnswerError, Unanswered
 from pod.eval.answer.methods import Method
 from pod.eval.answer.ranks import Ranks
-from pod.eval.answer.answer_cache import AnswerError, Unanswered
 from pod.eval.evaluation import Evaluation, Log, print_now
 from pod.eval.results import RunResults, fingerprint, one_line, with_files
 from pod.eval.speed.args import NAME as SPEED_RUN
@@ -105,7 +105,9 @@ def _score_known(run: Evaluation, method: Method, results: RunResults) -> list[s
         if reason is not None:
             refused[name] = reason
             run.log(f"{method.name}: {name} skipped: {reason}")
-        elif not run.args.reuse or run.answers_of(method).is_empty or not _is_known(run, method, results, name):
+        elif (
+            not run.args.reuse or run.answers_of(method).is_empty or not _is_known(run, method, results, name)
+        ):
             pending.append(name)
     results.content["refused"] = refused
     if run.tasks and not pending and "score" in run.args.steps:

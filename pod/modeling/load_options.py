@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pod.modeling.placement import STYLES, place
 from pod.modeling.model.config import PodConfig
+from pod.modeling.placement import STYLES, place
 
 PLACES = frozenset({"cache_dir", "gguf_file", "local_files_only", "revision", "token"})
 """Arguments that say where a checkpoint is, as ``from_pretrained`` of transformers takes them."""

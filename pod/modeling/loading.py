@@ -27,12 +27,12 @@ from pod.files import read_json
 from pod.modeling.adapters import CONFIG_NAME, adapter_weights, base_of, is_of_a_plan, merged, put_on
 from pod.modeling.checkpoints import ADAPTER_CONFIG, EMBEDDING, HEAD, has_own_head, is_adapter, weight_files
 from pod.modeling.load_options import LoadOptions, load_options
-from pod.modeling.placement import dispatch, layout_of, stock_map
 from pod.modeling.model.attend import compute_dtype
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.flash_version import use_asked
 from pod.modeling.model.llama import PodForCausalLM, PodModel
 from pod.modeling.model.sharing import SharingPlan, SinkConstants
+from pod.modeling.placement import dispatch, layout_of, stock_map
 from pod.models import read_config, resolve_model, ways_without_network
 
 AutoConfig.register(PodConfig.model_type, PodConfig)

@@ -31,7 +31,6 @@ from pod.modeling.loading import load_model
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.sharing import SharingPlan, SinkConstants
 from pod.modeling.model.sinks import Sink, add_sink
-from pod.tokenizer import load_tokenizer
 from pod.plan.costs import (
     EARLY,
     MAX_COST,
@@ -44,6 +43,7 @@ from pod.plan.costs import (
     record_batch,
     sample_queries,
 )
+from pod.tokenizer import load_tokenizer
 
 FIRST_TOKENS = 4
 """First tokens of a text whose attention the constants replace at the start of the calibration."""

@@ -19,10 +19,8 @@ from pod.modeling.methods import make_cache
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.sharing import GROUP_SIZE, SharingPlan, SinkConstants
 from pod.modeling.model.sinks import Sink
-from pod.training.args import ExploreArgs
-from pod.training.checkpoint.identity import sha256_of
-from pod.training.observe.validation import token_scores
 from pod.plan.align import align
+from pod.plan.args import ExploreArgs
 from pod.plan.calibration import with_constants
 from pod.plan.costs import total_costs
 from pod.plan.exploration import (
@@ -41,6 +39,8 @@ from pod.plan.measured_costs import (
 )
 from pod.plan.similarity import dissimilarity, greedy_plan
 from pod.plan.solve import Floats, Frontier, PackedFrontier, solve, solve_packed
+from pod.training.checkpoint.identity import sha256_of
+from pod.training.observe.validation import token_scores
 
 Order = tuple[tuple[int, ...], ...]
 

@@ -15,15 +15,15 @@ from torch import Tensor
 from pod.data import held_out_documents, long_sequences, source_documents
 from pod.data.rows.manifest import MANIFEST_NAME, read_manifest
 from pod.modeling.loading import load_model
-from pod.modeling.placement import ROOM, free_bytes, share_of_rank
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.sharing import SharingPlan, check_bits
+from pod.modeling.placement import ROOM, free_bytes, share_of_rank
 from pod.models import resolve_model
-from pod.tokenizer import load_tokenizer
-from pod.training.args import ExploreArgs
+from pod.plan.args import ExploreArgs
 from pod.plan.costs import cost_shapes, planned_layers, sample_queries
 from pod.plan.engines import window_counts
 from pod.plan.solve import Curve, Floats, PackedCosts, solve
+from pod.tokenizer import load_tokenizer
 from pod.training.run.longer_context import extend
 from pod.training.run.mesh import planned_world_size
 

@@ -30,9 +30,8 @@ from tqdm import tqdm
 
 from pod.files import atomic_write_bytes, keep_old
 from pod.identity import content_of
-from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.modeling.model.llama import PodForCausalLM
-from pod.training.checkpoint.identity import sha256_of
+from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.plan.calibration import CALIBRATION_SEQUENCES, find_sinks, measure_window_costs
 from pod.plan.checks import check_array, check_groups
 from pod.plan.costs import (
@@ -49,6 +48,7 @@ from pod.plan.costs import (
 )
 from pod.plan.exploration import MATCHING_SEQUENCES, Exploration
 from pod.plan.similarity import jensen_shannon_similarity
+from pod.training.checkpoint.identity import sha256_of
 from pod.training.run.mesh import from_rank_0
 from pod.verbosity import is_quiet
 

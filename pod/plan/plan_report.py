@@ -22,9 +22,9 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 
 from pod.files import atomic_write_bytes
-from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.modeling.model.sharing import SharingPlan
-from pod.training.args import ExploreArgs
+from pod.modeling.retrieval_heads import RetrievalHeads
+from pod.plan.args import ExploreArgs
 from pod.plan.checks import check_array, check_groups
 from pod.plan.choose import Choice
 from pod.plan.engines import EngineCache, describe_engine, window_counts

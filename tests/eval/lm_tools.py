@@ -79,7 +79,9 @@ def around(spec: str = "full", kind: str | None = None, dtype: str = "float64", 
     kind = kind or (spec if spec in ("pod", "cla", "window") else "full")
     own = {name: options.pop(name) for name in ("batch_size", "answer_cache") if name in options}
     loaded = model(kind, dtype)
-    encoder = options.pop("encoder", None) or RequestEncoder(tokenizer(), loaded.config.max_position_embeddings)
+    encoder = options.pop("encoder", None) or RequestEncoder(
+        tokenizer(), loaded.config.max_position_embeddings
+    )
     one_shot = options.pop("one_shot", False)
     params = SMALL.get(spec, {}) | options
     budget = parse_budget(params.pop("budget")) if "budget" in params else None

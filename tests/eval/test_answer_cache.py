@@ -3,11 +3,11 @@
 Nothing is answered twice, whoever asks. Torn lines are answered again. Every rank gets the same. It only
 grows.
 
-Changes of one token in pod/eval/answer/answer_cache.py, each of which a test here sees (26 of 26, each was tried):
+Changes of one token in answer_cache.py, each of which a test here sees (26 of 26, each was tried):
 
 - key_of, in_batches: `sort_keys=False`; `group[start : size]`
-- AnswerFolder.answer_cache, AnswerCache: `self._answer_cache.name == name`; `store.reuse or`; `bool(self._load())` in is_empty; is_open
-  stays `False` after a task
+- AnswerFolder.answer_cache, AnswerCache: `self._answer_cache.name == name`; `store.reuse or`;
+  `bool(self._load())` in is_empty; is_open stays `False` after a task
 - answers: `missing and self.is_open`; `_asked =` for `|=`; `unique & known`
 - _answer: `world_size != 1` before raise; `_known = {}` after a failure; all batches on every rank
 - _compute: lines are kept as they were written; `world_size != 1` before _take
@@ -23,8 +23,8 @@ import threading
 
 import pytest
 
-from pod.eval.answer.ranks import Ranks
 from pod.eval.answer.answer_cache import AnswerError, AnswerFolder, Unanswered, in_batches, key_of
+from pod.eval.answer.ranks import Ranks
 
 
 class Threads(Ranks):

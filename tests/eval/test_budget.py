@@ -5,8 +5,8 @@ import torch
 
 from pod.eval.answer.budget import (
     ByteBudgets,
-    Span,
     MethodRunner,
+    Span,
     length_class,
     measure_bytes,
     native_bytes_per_token,

@@ -46,7 +46,9 @@ def test_lm_eval_counts_equal_references_once_which_halves_the_usual_answer():
     """The reason for two rules: of yes, yes, yes, no the answer yes is fully right officially."""
     assert coqa_tasks.over_references(coqa_tasks.exact, ["yes", "yes", "yes", "no"], "yes") == 1.0
     assert (
-        coqa_tasks.over_references(coqa_tasks.exact, coqa_tasks.target({"references": ["yes", "Yes", "yes", "no"]}), "yes")
+        coqa_tasks.over_references(
+            coqa_tasks.exact, coqa_tasks.target({"references": ["yes", "Yes", "yes", "no"]}), "yes"
+        )
         == 0.5
     )
 
@@ -112,7 +114,10 @@ def test_a_story_without_answers_is_one_line(tmp_path):
     file = tmp_path / "coqa" / coqa_tasks.FILE
     turn = {"input_text": "?", "turn_id": 1}
     file.write_text(json.dumps({"data": [{"story": "x", "questions": [turn, turn], "answers": [turn]}]}))
-    with task_data.use(tmp_path), pytest.raises(ValueError, match="story 1: not every question has one answer"):
+    with (
+        task_data.use(tmp_path),
+        pytest.raises(ValueError, match="story 1: not every question has one answer"),
+    ):
         coqa_tasks.last_turns()
     file.write_text(json.dumps({"data": [{"story": "x", "questions": [turn]}]}))
     with (

@@ -12,8 +12,7 @@ from lm_eval.api.model import LM
 
 from pod.eval.lm.index import load, task_manager
 from pod.eval.suites import task_data
-from pod.eval.suites.humaneval import execution, sandbox
-from pod.eval.suites.humaneval import humaneval_tasks
+from pod.eval.suites.humaneval import execution, humaneval_tasks, sandbox
 from pod.eval.suites.humaneval.execution import run_solution
 
 DATA = Path(__file__).parent / "data"

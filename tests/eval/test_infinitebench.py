@@ -18,9 +18,7 @@ from transformers import AutoTokenizer
 
 from pod.eval.lm import index as lm_index
 from pod.eval.suites import task_data
-from pod.eval.suites.infinitebench import synthetic
-from pod.eval.suites.infinitebench import infinitebench_tasks
-from pod.eval.suites.infinitebench import infinitebench_metrics
+from pod.eval.suites.infinitebench import infinitebench_metrics, infinitebench_tasks, synthetic
 from pod.eval.suites.infinitebench.infinitebench_prompts import PAPER_TASKS, TASKS, answer, prompt
 from pod.models import resolve_model
 
@@ -151,7 +149,10 @@ def test_built_prompts_can_lose_their_middle_as_in_the_paper(tokenizer, task):
 
 @pytest.mark.parametrize("task", BUILT)
 def test_rows_do_not_depend_on_what_was_read_before(tokenizer, task):
-    rows, again = infinitebench_tasks.build_rows(task, 1024, tokenizer), infinitebench_tasks.build_rows(task, 1024, tokenizer)
+    rows, again = (
+        infinitebench_tasks.build_rows(task, 1024, tokenizer),
+        infinitebench_tasks.build_rows(task, 1024, tokenizer),
+    )
     assert rows[5] == [again[index] for index in range(6)][5]
     assert rows[5] != rows[6]
     assert rows[5] != infinitebench_tasks.build_rows(task, 1024, tokenizer, seed=43)[5]

@@ -20,9 +20,7 @@ from pod.eval.lm.index import Rule, task_manager
 from pod.eval.lm.lm_prompts import WORD_STEP, cut_document
 from pod.eval.lm.requests import RequestEncoder
 from pod.eval.suites import task_data
-from pod.eval.suites.leval import leval_tasks
-from pod.eval.suites.leval import leval_metrics
-from pod.eval.suites.leval import leval_prompts
+from pod.eval.suites.leval import leval_metrics, leval_prompts, leval_tasks
 from pod.models import resolve_model
 
 DATA = Path(__file__).parent / "data"

@@ -175,7 +175,10 @@ def test_an_open_answer_is_continued():
             lambda: RequestEncoder(lm_tools.tokenizer(), 9).request(asks("a", 9), Rule()),
             "generates 9 tokens and the model reads 9",
         ),
-        (lambda: RequestEncoder(lm_tools.tokenizer(), 99).request(asks("a", num_beams=2), Rule()), "num_beams = 2"),
+        (
+            lambda: RequestEncoder(lm_tools.tokenizer(), 99).request(asks("a", num_beams=2), Rule()),
+            "num_beams = 2",
+        ),
     ],
 )
 def test_errors_are_one_line(build, message):

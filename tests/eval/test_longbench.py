@@ -20,8 +20,7 @@ import pod
 from pod.eval.lm.index import Rule, task_manager
 from pod.eval.lm.requests import RequestEncoder
 from pod.eval.suites import task_data
-from pod.eval.suites.longbench import longbench_tasks
-from pod.eval.suites.longbench import longbench_metrics
+from pod.eval.suites.longbench import longbench_metrics, longbench_tasks
 from pod.eval.suites.longbench.longbench_tasks import PROMPTS
 from pod.models import resolve_model
 
@@ -188,7 +187,9 @@ def test_rouge_l_equals_the_package():
 
 
 @pytest.mark.parametrize(
-    ("metric", "last"), [(longbench_metrics.rouge_l, 990), (longbench_metrics.rouge_l_zh, 989)], ids=["en", "zh"]
+    ("metric", "last"),
+    [(longbench_metrics.rouge_l, 990), (longbench_metrics.rouge_l_zh, 989)],
+    ids=["en", "zh"],
 )
 def test_long_alignments_score_zero_where_the_official_recursion_ends(metric, last):
     """eval.py printed 0.2 for `z` among 990 words and 0.0 among 991; 989 and 990 for Chinese."""

@@ -4,8 +4,8 @@ import pytest
 from own_runs import make_run, measure, write_place
 
 from pod.eval.answer import reading
-from pod.eval.answer.methods import find_method
 from pod.eval.answer.answer_cache import AnswerFolder
+from pod.eval.answer.methods import find_method
 from pod.eval.suites import haystack
 from pod.eval.tasks import niah
 from pod.models import byte_tokenizer

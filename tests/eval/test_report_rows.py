@@ -20,11 +20,11 @@ from synthetic import (
     write_runs,
 )
 
-from pod.eval.statistics.comparison import compare, paired_samples
 from pod.eval.report import notes as report_notes
 from pod.eval.report import speed as report_speed
 from pod.eval.report import tables as report_tables
 from pod.eval.report.merge import byte_share, held_rows, merge
+from pod.eval.statistics.comparison import compare, paired_samples
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def test_what_answers_is_part_of_an_answer(tmp_path, monkeypatch):
     others = (
         "eval/report/page.py",
         "eval/answer/budget.py",
-        "eval/suites/own/passkey.py",
+        "eval/tasks/passkey.py",
         "eval/lm/payload.py",
     )
     for name in (*answering, *others):

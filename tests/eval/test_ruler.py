@@ -17,8 +17,7 @@ from pod.eval.lm import index as lm_index
 from pod.eval.suites import task_data
 from pod.eval.suites.configs import find_config, suite_configs
 from pod.eval.suites.lengths import NAMES, Rows, chat_tokens, largest_fit
-from pod.eval.suites.ruler import corpora
-from pod.eval.suites.ruler import ruler_tasks
+from pod.eval.suites.ruler import corpora, ruler_tasks
 from pod.eval.suites.ruler.ruler_prompts import NOISE, PROMPTS, TASKS
 from pod.models import resolve_model
 

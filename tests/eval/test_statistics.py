@@ -9,8 +9,7 @@ import pytest
 from scipy import optimize
 from scipy.stats import beta
 
-from pod.eval.statistics import comparison
-from pod.eval.statistics import confidence
+from pod.eval.statistics import comparison, confidence
 from pod.eval.suites.base import make_options
 from pod.eval.tasks.niah import Niah
 from pod.recipe import load_recipe
@@ -74,7 +73,9 @@ def test_what_clusters_are_worth_by_hand():
         [text % 2 for text in texts], texts
     )  # all right or all wrong: a text is one trial
     assert alike.interval == pytest.approx(list(confidence.wilson(5, 10)), abs=1e-6)
-    mixed = confidence.share([0, 1] * 20, texts)  # every text half right: no text says more than its questions
+    mixed = confidence.share(
+        [0, 1] * 20, texts
+    )  # every text half right: no text says more than its questions
     worth = 10 * 11 / (10 / 4 + 1)
     assert mixed.interval == pytest.approx(list(confidence.wilson(worth / 2, worth)), abs=1e-6)
     samples = [{"id": str(i), "score": text % 2, "cluster": f"t{text}"} for i, text in enumerate(texts)]

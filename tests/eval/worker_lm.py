@@ -9,14 +9,16 @@ from pathlib import Path
 
 import lm_tools
 
-from pod.eval.answer.ranks import Ranks
 from pod.eval.answer.answer_cache import AnswerFolder
+from pod.eval.answer.ranks import Ranks
 from pod.eval.lm.index import Rule
 
 
 def answer(spec: str, folder: Path | None = None, ranks: Ranks | None = None) -> dict:
     answer_cache = AnswerFolder(folder, ranks or Ranks()).answers_of(spec, {})
-    lm = lm_tools.around(spec, dtype="float32", batch_size=3, answer_cache=answer_cache, one_shot=spec == "full")
+    lm = lm_tools.around(
+        spec, dtype="float32", batch_size=3, answer_cache=answer_cache, one_shot=spec == "full"
+    )
     with lm.rules(Rule()):
         found = {
             "loglikelihood": lm.loglikelihood(lm_tools.choices()),

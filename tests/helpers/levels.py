@@ -35,7 +35,17 @@ CASES_PER_FUNCTION = 2
 
 NIGHTLY_FIXTURES = tuple(
     f"{worker}_results"
-    for worker in ("shared_qk", "engine", "estimate", "kills", "recipe", "restart", "seeing", "start", "variants")
+    for worker in (
+        "shared_qk",
+        "engine",
+        "estimate",
+        "kills",
+        "recipe",
+        "restart",
+        "seeing",
+        "start",
+        "variants",
+    )
 )
 """Runs of several processes that CI does without: half of the rest's time.
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from pod.modeling.model.attend import SharedQK, Segments, Tokens, Visibility, attend
+from pod.modeling.model.attend import Segments, SharedQK, Tokens, Visibility, attend
 from pod.modeling.model.sharing import Roles
 
 NAMES = ("out", "q", "k", "v", "q_lead", "k_lead")

@@ -14,8 +14,8 @@ import pod  # noqa: F401  (registers the implementations)
 from pod.modeling.model import flash
 from pod.modeling.model.attend import (
     EVERYTHING,
-    SharedQK,
     Segments,
+    SharedQK,
     Tokens,
     Visibility,
     attend,
@@ -23,7 +23,7 @@ from pod.modeling.model.attend import (
     take_heads,
 )
 from pod.modeling.model.sharing import Roles
-from pod.modeling.model.stores import Recent, KVBuffer
+from pod.modeling.model.stores import KVBuffer, Recent
 
 NAN = float("nan")
 BACKENDS = ["reference", "flash", "emulated"]

@@ -16,8 +16,8 @@ from pod.modeling.model.attend import (
     CAUSAL,
     IMPLEMENTATIONS,
     Call,
-    SharedQK,
     Segments,
+    SharedQK,
     Tokens,
     Visibility,
 )

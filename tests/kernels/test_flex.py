@@ -7,7 +7,7 @@ from attention_inputs import NAMES
 from test_chunks import made
 
 import pod  # noqa: F401  (registers the implementations)
-from pod.modeling.model.attend import SharedQK, Segments, Tokens, Visibility, attend
+from pod.modeling.model.attend import Segments, SharedQK, Tokens, Visibility, attend
 
 LIMIT = 1e-12
 FRESH = [0, 0]

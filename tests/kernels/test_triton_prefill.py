@@ -15,7 +15,7 @@ import torch
 from interpreter import needs_triton
 
 import pod  # noqa: F401  (registers the implementations)
-from pod.modeling.model.attend import Call, SharedQK, Segments, Sink, Tokens, Visibility, attend
+from pod.modeling.model.attend import Call, Segments, SharedQK, Sink, Tokens, Visibility, attend
 
 NAMES = ("out", "lse", "q", "k", "v", "q_lead", "k_lead")
 SINK_NAMES = (*NAMES[:5], "sink logits", "sink values")
@@ -363,7 +363,9 @@ def test_on_a_gpu(dtype, d):
             segments = None if documents is None else Segments.of_documents(documents, 2)
             leaves = [x.to(dtype).requires_grad_() for x in used]
             q, k, v, *lead = leaves
-            out, _ = attend(q, Tokens(k, v), SharedQK(*lead) if lead else None, see, segments, backend=backend)
+            out, _ = attend(
+                q, Tokens(k, v), SharedQK(*lead) if lead else None, see, segments, backend=backend
+            )
             return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 
         truth = run("reference", torch.float64)

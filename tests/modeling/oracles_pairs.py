@@ -39,18 +39,18 @@ Settled here, minicache (METHODS.md §6; MiniCache, Liu et al. 2024):
 * A later prompt attends to the restored old tokens, to native leftovers, and to its own native tokens.
 * Nothing is evicted and there is no budget; share = 1 is full attention, exactly. ``retained`` = R in place
   of share: the groups keep apart R tokens in all, as many of each as are left of R.
-* With a codec (oracles_quantizers.py): layers without a pair as dense ones. A pair's directions are one store,
-  the deeper layer's vectors kept apart another (in order of position within each group), both of which flush
-  after each merge; keys per channel. The shallower layer's vectors kept apart are their own direction in the
-  first store, times their norm. Norms and unmerged tokens are native.
+* With a codec (oracles_quantizers.py): layers without a pair as dense ones. A pair's directions are one
+  store, the deeper layer's vectors kept apart another (in order of position within each group), both of which
+  flush after each merge; keys per channel. The shallower layer's vectors kept apart are their own direction
+  in the first store, times their norm. Norms and unmerged tokens are native.
 """
 
 import math
 
 import torch
 from oracle_tools import NaiveDecoder
-from oracles_quantizers import NaiveStore, Packed
 from oracles_pod_selected import PodSelected
+from oracles_quantizers import NaiveStore, Packed
 
 
 class Quest(NaiveDecoder):

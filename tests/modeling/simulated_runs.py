@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 import pod
 from pod.eval import runner
-from pod.recipe import load_recipe
-from pod.training.args import TrainArgs
 from pod.plan import choose, costs
 from pod.plan.similarity import jensen_shannon_similarity
+from pod.recipe import load_recipe
+from pod.training.args import TrainArgs
 from pod.training.run.engine import save_activations
 
 DEVICE = "sim:0"

@@ -32,8 +32,8 @@ from torch import nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import pod
-from pod.modeling.placement import dispatch, is_spread, module_names, named, places_of
 from pod.modeling.model.sharing import SinkConstants
+from pod.modeling.placement import dispatch, is_spread, module_names, named, places_of
 
 HALVES = "00111"
 """The device of each layer: the border cuts the block of head 0 and that of head 1."""

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, L
 
 import pod
 
-SHIPPED = sorted((Path(pod.__file__).parent / "modeling" / "shipped").glob("*.py"))
+MODEL_FILES = sorted((Path(pod.__file__).parent / "modeling" / "model").glob("*.py"))
 STOCK_USER = """
 import json, sys, torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
@@ -130,7 +130,7 @@ def messages(file):
             yield node.value
 
 
-@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", MODEL_FILES, ids=lambda file: file.stem)
 def test_messages_of_an_export_name_nothing_that_its_user_lacks(file):
     wrong = [
         text for text in messages(file) if re.search(r"\bpod\.[a-z]|launch/|load_model\((?!.*pod-kv)", text)

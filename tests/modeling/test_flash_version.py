@@ -390,4 +390,6 @@ def test_an_estimate_on_a_machine_that_will_refuse_says_so(machine):
         "PyTorch finds no NVIDIA GPU"
     )
     assert refusal in start.estimate(recipe, layout_search.this_machine(1, 1))
-    assert refusal not in start.estimate(recipe, layout_search.this_machine(1, 1, layout_search.DEVICES["h100"]))
+    assert refusal not in start.estimate(
+        recipe, layout_search.this_machine(1, 1, layout_search.DEVICES["h100"])
+    )

@@ -12,8 +12,8 @@ import pytest
 import torch
 from oracle_checks import MODELS, assert_agrees
 from oracle_tools import TURNS, NaiveDecoder, run_cache
-from oracles_quantizers import NaiveStore, naive_channels, naive_token
 from oracles_pod_selected import PodSelected
+from oracles_quantizers import NaiveStore, naive_channels, naive_token
 from rule_bytes import rule_nbytes, store_nbytes
 
 import pod
@@ -354,7 +354,11 @@ def test_full(tools, name, bits):
     oracle = oracles.PackedFull(model)
     oracle.bits = bits
     assert_agrees(
-        model, oracle, lambda: pod.make_cache(model, QUANTIZERS[bits], **SIZES), tools.random_ids(1, 50)[0], TURNS
+        model,
+        oracle,
+        lambda: pod.make_cache(model, QUANTIZERS[bits], **SIZES),
+        tools.random_ids(1, 50)[0],
+        TURNS,
     )
 
 

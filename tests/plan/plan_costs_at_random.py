@@ -2,9 +2,9 @@
 
 import torch
 
-from pod.recipe import load_recipe
 from pod.plan.costs import cost_shapes
 from pod.plan.measured_costs import MeasuredCosts
+from pod.recipe import load_recipe
 
 WINDOWS = {"num_sink_tokens": 2, "num_recent_tokens": 5}
 

@@ -16,7 +16,6 @@ from pod.commands import explore
 from pod.modeling.model.sharing import SharingPlan
 from pod.modeling.model.sinks import Sink
 from pod.models import resolve_model
-from pod.recipe import load_recipe
 from pod.plan.calibration import (
     find_sinks,
     first_tokens,
@@ -35,6 +34,7 @@ from pod.plan.costs import (
 )
 from pod.plan.exploration import Exploration
 from pod.plan.measured_costs import MeasuredCosts
+from pod.recipe import load_recipe
 
 TOKENS, RECENT = 41, 7
 HEADS = [(6, 2), (3, 3), (4, 1), (9, 3)]  # query heads, KV heads

@@ -18,7 +18,6 @@ from pod.commands import explore
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.sharing import SharingPlan
 from pod.models import resolve_model
-from pod.recipe import load_recipe, run
 from pod.plan import measured_costs as measure_module
 from pod.plan.choose import choose, head_order, plan_loss
 from pod.plan.costs import cost_shapes, total_costs
@@ -26,6 +25,7 @@ from pod.plan.exploration import Exploration
 from pod.plan.measured_costs import MeasuredCosts
 from pod.plan.plan_report import pareto
 from pod.plan.solve import solve
+from pod.recipe import load_recipe, run
 
 WRITTEN = {
     "plan.json", "plan_costs.safetensors", "pareto.json", "summary.txt",

@@ -7,11 +7,11 @@ from plan_costs_at_random import explore_args, random_costs
 
 from pod.commands import explore
 from pod.modeling.model.sharing import SharingPlan
-from pod.recipe import load_recipe
 from pod.plan.choose import choose
 from pod.plan.costs import total_costs
 from pod.plan.engines import GIB, EngineCache, LayerGroups, layer_groups, window_counts
 from pod.plan.plan_report import summary
+from pod.recipe import load_recipe
 
 WINDOWS = {"num_sink_tokens": 0, "num_recent_tokens": 5}
 SMOLLM2 = EngineCache(

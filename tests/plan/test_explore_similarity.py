@@ -11,12 +11,12 @@ import torch
 from pod.commands import explore
 from pod.data import DataArgs
 from pod.modeling.model.sharing import SharingPlan
-from pod.recipe import load_recipe, run
 from pod.plan import exploration as explore_module
 from pod.plan import measured_costs as measure_module
 from pod.plan.measured_costs import MeasuredCosts
 from pod.plan.similarity import dissimilarity, greedy_plan
 from pod.plan.solve import solve
+from pod.recipe import load_recipe, run
 
 WRITTEN = {
     "plan.json",

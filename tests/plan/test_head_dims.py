@@ -15,8 +15,8 @@ from pod.commands import explore
 from pod.modeling.model.quantized import make_codec
 from pod.modeling.model.sharing import SharingPlan, bits_per_number, channel_group
 from pod.models import resolve_model
-from pod.recipe import load_recipe, run
 from pod.plan.exploration import check_model
+from pod.recipe import load_recipe, run
 from pod.training.run.start_model import model_config
 
 

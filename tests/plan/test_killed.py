@@ -9,9 +9,9 @@ import pytest
 
 from pod.commands import explore
 from pod.modeling.model.sharing import SharingPlan
-from pod.recipe import load_recipe
 from pod.plan import choose
 from pod.plan import measured_costs as measure_module
+from pod.recipe import load_recipe
 
 KILLED = """
 import os, signal, sys

@@ -7,10 +7,10 @@ from plan_costs_at_random import WINDOWS, explore_args, random_costs
 
 from pod.commands import explore
 from pod.modeling.model.sharing import SharingPlan
-from pod.recipe import load_recipe
 from pod.plan.choose import choose, of_all_heads
 from pod.plan.costs import total_costs
 from pod.plan.plan_report import pareto
+from pod.recipe import load_recipe
 
 LAYERS, HEADS = 5, 3
 

@@ -17,10 +17,10 @@ import pod
 from pod.commands import explore
 from pod.modeling.model.sharing import SharingPlan
 from pod.models import resolve_model
-from pod.recipe import load_recipe
 from pod.plan.choose import in_all_layers
 from pod.plan.costs import cost_shapes, measure_costs, planned_layers, record_attention_inputs
 from pod.plan.exploration import Exploration
+from pod.recipe import load_recipe
 
 WINDOWS = {"num_sink_tokens": 2, "num_recent_tokens": 5}
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.modeling.model.sharing import SharingPlan
+from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.plan.plan_report import (
     SINGLE_COLOUR,
     block_picture,

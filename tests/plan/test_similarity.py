@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pod.training.args import ExploreArgs
+from pod.plan.args import ExploreArgs
 from pod.plan.measured_costs import MeasuredCosts, measure_mean
 from pod.plan.similarity import jensen_shannon_similarity
 

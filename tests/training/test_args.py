@@ -117,7 +117,9 @@ def test_estimate_scales_as_it_must():
     one, two = parts(blocks, TrainArgs()), parts(blocks, TrainArgs(sequence_parallel_size=2), 2)
     assert carried_heads(blocks) == 30  # 10 leads x 3 heads
     assert one["shared_qk"] == 30 * (3 + 1) * 64 * 2048 * 2
-    assert two["shared_qk"] * 3 == pytest.approx(one["shared_qk"] * 2, rel=1e-5)  # the rank with 2 of the 3 KV heads
+    assert two["shared_qk"] * 3 == pytest.approx(
+        one["shared_qk"] * 2, rel=1e-5
+    )  # the rank with 2 of the 3 KV heads
     assert two["optimizer"] * 2 == one["optimizer"] == 134_515_008 * 8
     assert parts(dense, TrainArgs())["shared_qk"] == 0
     assert parts(dense, TrainArgs(method="lora"))["optimizer"] < one["optimizer"] / 50

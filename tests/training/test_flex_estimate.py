@@ -10,8 +10,8 @@ import torch
 from pod.modeling.model.attend import SharedQK, Tokens, Visibility, attend
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.predict.attention_cost import attention_backend
-from pod.training.predict.memory_estimate import TrainingJob, World, moments, training_bytes
 from pod.training.predict.layout_search import Machine, plan
+from pod.training.predict.memory_estimate import TrainingJob, World, moments, training_bytes
 from pod.training.predict.shapes import Shapes
 from pod.training.predict.step_time import CPU_CORE, DEVICES
 

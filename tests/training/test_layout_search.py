@@ -11,13 +11,12 @@ from pod.commands.train import add_arguments
 from pod.models import KNOWN_SIZES
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.predict import layout_search
-from pod.training.predict.memory_estimate import TrainingJob, World, start_bytes, training_bytes
 from pod.training.predict.layout_search import (
     DERIVED,
     FIT,
     NEAR,
-    ParallelLayout,
     Machine,
+    ParallelLayout,
     check_fits,
     details,
     layout_line,
@@ -25,6 +24,7 @@ from pod.training.predict.layout_search import (
     table,
     this_machine,
 )
+from pod.training.predict.memory_estimate import TrainingJob, World, start_bytes, training_bytes
 from pod.training.predict.reserve import reserve
 from pod.training.predict.shapes import Shapes
 from pod.training.predict.step_time import get_device, step_time
@@ -339,7 +339,9 @@ def test_on_a_cpu_ranks_share_the_machine_and_nothing_is_offloaded(monkeypatch):
     fit = plan(recipe, SMALL, ((0,) * 3,) * 3, 2048, cpu)
     assert fit.job.args.sequence_parallel_size == 2 and fit.host == {}
     tried = list(layout_search.memory_settings(recipe, ((0,) * 3,) * 3, cpu))
-    assert {one["offload_optimizer"] for one in tried} == {"none"} and {one["shared_qk"] for one in tried} == {
+    assert {one["offload_optimizer"] for one in tried} == {"none"} and {
+        one["shared_qk"] for one in tried
+    } == {
         "keep",
         "recompute",
     }

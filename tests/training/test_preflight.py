@@ -14,8 +14,7 @@ import pod
 from pod.data import write_packed_rows
 from pod.recipe import load_recipe
 from pod.training.args import TrainArgs, TrainRecipe
-from pod.training.predict import preflight
-from pod.training.predict import layout_search
+from pod.training.predict import layout_search, preflight
 from pod.training.predict.memory_estimate import checkpoint_disk_bytes
 from pod.training.predict.preflight import check, kept_checkpoints
 

@@ -9,8 +9,8 @@ import pytest
 
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.predict import layout_search
-from pod.training.predict.memory_estimate import World
 from pod.training.predict.layout_search import FIT, ParallelLayout, check_fits, plan, table, this_machine
+from pod.training.predict.memory_estimate import World
 from pod.training.predict.reserve import COMMUNICATOR, CONTEXT, WORKSPACES, communicators, reserve
 from pod.training.predict.shapes import Shapes
 from pod.training.predict.step_time import CPU_CORE, get_device

@@ -20,7 +20,12 @@ from pod.training.predict.shapes import (
     fetched_heads,
 )
 from pod.training.run import shared_qk as shared_qk_memory
-from pod.training.run.shared_qk import OffloadedSharedQK, RecomputedSharedQK, leads_that_end, set_shared_qk_memory
+from pod.training.run.shared_qk import (
+    OffloadedSharedQK,
+    RecomputedSharedQK,
+    leads_that_end,
+    set_shared_qk_memory,
+)
 
 LEAD = ((0, 0, 0), (0, 0, 1), (0, 2, 1), (3, 2, 1), (3, 4, 4))
 ROLES = ((0, 0, None), (None, 0, 1), (0, None, None), (None, None, None), (0, 4, 1))
@@ -33,7 +38,7 @@ STORES = [("offload", False), ("recompute", False), ("keep", True), ("offload", 
 
 
 def open_heads(lead):
-    """Most leads that are on the device at a time in a backward that fetches or computes the shared queries and keys."""
+    """Most leads that are on the device at a time in a backward that fetches or recomputes."""
     return max(fetched_heads(lead, layer) for layer in range(len(lead)))
 
 
@@ -378,7 +383,9 @@ def test_estimate_knows_where_the_carry_is_and_how_large_a_tile():
         return TrainingJob(shapes, LEAD, args, 1000, World(ranks, ranks))
 
     each = (GROUPS + 1) * HEAD_DIM * 1000 * 2
-    parts = {mode: training_bytes(job(TrainArgs(shared_qk=mode))) for mode in ("keep", "offload", "recompute")}
+    parts = {
+        mode: training_bytes(job(TrainArgs(shared_qk=mode))) for mode in ("keep", "offload", "recompute")
+    }
     assert (carried_heads(LEAD), open_heads(LEAD)) == (5, 2)
     assert parts["keep"]["shared_qk"] == carried_heads(LEAD) * each
     assert parts["offload"]["shared_qk"] == parts["recompute"]["shared_qk"] <= open_heads(LEAD) * each

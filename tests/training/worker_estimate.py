@@ -67,7 +67,9 @@ def one_step(out: Path, data: Path, name: str, settings: dict) -> None:
     mesh = Mesh(args.sequence_parallel_size)
     model = tiny.make_model(tied=False)
     shapes = Shapes.from_config(model.config)
-    job = TrainingJob(shapes, model.config.sharing_plan.lead, args, 41, World(mesh.world_size, mesh.world_size))
+    job = TrainingJob(
+        shapes, model.config.sharing_plan.lead, args, 41, World(mesh.world_size, mesh.world_size)
+    )
     trainer = Trainer(args, model, PackedDataset(data), mesh, out / name)
     trainer.train()
     if mesh.rank == 0:

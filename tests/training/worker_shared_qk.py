@@ -1,7 +1,7 @@
 """Modes of `train.shared_qk` and feed-forward tiles under ZeRO-3 and Ulysses against one plain process.
 
-`worker_shared_qk.py OUT`. Weights of tiny models are below the size from which ZeRO-3 takes a weight away after
-its use; here it takes all away, so that a recomputation outside the usual order must gather them.
+`worker_shared_qk.py OUT`. Weights of tiny models are below the size from which ZeRO-3 takes a weight away
+after its use; here it takes all away, so that a recomputation outside the usual order must gather them.
 """
 
 import sys

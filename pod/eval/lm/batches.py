@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pod.eval.answer.budget import Span
 from pod.eval.answer.answer_cache import in_batches
+from pod.eval.answer.budget import Span
 from pod.eval.lm.requests import Encoded, span_of
 
 
@@ -84,7 +84,9 @@ def generation_batches(items: Sequence[Encoded], batch_size: int) -> list[list[E
     return in_batches(sorted(items, key=lambda item: item.span, reverse=True), batch_size, kind)
 
 
-def forward_batches(units: Sequence[ScoredContext], batch_size: int, in_order: bool) -> list[list[ScoredContext]]:
+def forward_batches(
+    units: Sequence[ScoredContext], batch_size: int, in_order: bool
+) -> list[list[ScoredContext]]:
     """Units of one continuation that one forward pass scores together.
 
     They are the very batches of lm-eval's HFLM, because bits depend on them. Requests that differ only in the

@@ -14,10 +14,10 @@ import torch
 from lm_eval.api.registry import register_model
 
 import pod
+from pod.eval.answer.answer_cache import AnswerFolder
 from pod.eval.answer.budget import ByteBudgets, MethodRunner, measure_bytes, native_bytes_per_token
 from pod.eval.answer.methods import Method, find_method, with_requests
 from pod.eval.answer.ranks import Ranks
-from pod.eval.answer.answer_cache import AnswerFolder
 from pod.eval.lm.model import PodLM
 from pod.eval.lm.requests import RequestEncoder
 from pod.eval.results import code_identity, with_files

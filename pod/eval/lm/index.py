@@ -19,8 +19,7 @@ from unittest import mock
 
 from pod.eval.results import one_line
 from pod.eval.speed.args import NAME as SPEED_RUN
-from pod.eval.suites import base
-from pod.eval.suites import task_data
+from pod.eval.suites import base, task_data
 from pod.eval.suites.configs import find_config, known_to_lm_eval, suite_configs
 
 DROPS = ("middle", "start", "end", "document", "none")

@@ -5,13 +5,12 @@ from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from pod.eval.answer.budget import Span, MethodRunner
-from pod.eval.answer.methods import Method
 from pod.eval.answer.answer_cache import AnswerCache
+from pod.eval.answer.budget import MethodRunner, Span
+from pod.eval.answer.methods import Method
 from pod.eval.lm import index as lm_index
 from pod.eval.lm.payload import Leaf, group_payload, leaf_payload, primary_metric, token_counts
-from pod.eval.suites import base
-from pod.eval.suites import task_data
+from pod.eval.suites import base, task_data
 from pod.eval.suites.base import Task
 from pod.schema import section
 

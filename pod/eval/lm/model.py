@@ -14,9 +14,9 @@ import torch
 from lm_eval.api.model import LM, TemplateLM
 from lm_eval.models.huggingface import HFLM
 
-from pod.eval.answer.budget import Span, MethodRunner
-from pod.eval.answer.ranks import Ranks
 from pod.eval.answer.answer_cache import AnswerCache, AnswerFolder, key_of
+from pod.eval.answer.budget import MethodRunner, Span
+from pod.eval.answer.ranks import Ranks
 from pod.eval.lm.batches import ScoredContext, forward_batches, generation_batches, unit_batches, units_of
 from pod.eval.lm.generate import generate
 from pod.eval.lm.index import Rule, quiet_logger
@@ -49,7 +49,13 @@ class PodLM(LM):
             None where one forward without a cache scores.
     """
 
-    def __init__(self, runner: MethodRunner, encoder: RequestEncoder, batch_size: int = 1, answer_cache: AnswerCache | None = None):
+    def __init__(
+        self,
+        runner: MethodRunner,
+        encoder: RequestEncoder,
+        batch_size: int = 1,
+        answer_cache: AnswerCache | None = None,
+    ):
         super().__init__()
         self.runner, self.encoder, self.tokenizer = runner, encoder, encoder.tokenizer
         self.batch_size = batch_size

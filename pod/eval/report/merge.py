@@ -12,11 +12,11 @@ from statistics import fmean
 from typing import Any
 
 from pod.eval.answer.methods import BASE, METHODS, TRAINED
-from pod.eval.statistics.comparison import Against, Payload, compare, judged
 from pod.eval.report.names import categories_of, plain, suite_of
 from pod.eval.report.samples import Samples
 from pod.eval.results import SCHEMA_VERSION, result_files
 from pod.eval.speed.args import NAME as SPEED_RUN
+from pod.eval.statistics.comparison import Against, Payload, compare, judged
 from pod.eval.suites.base import scored_payload
 from pod.notation import cut_budget
 

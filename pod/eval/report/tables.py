@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from pod.eval.answer.methods import BASE
-from pod.eval.statistics.comparison import Against, Payload
 from pod.eval.report.merge import (
     Comparison,
     Entry,
@@ -22,6 +21,7 @@ from pod.eval.report.merge import (
 )
 from pod.eval.report.names import categories_of, short_name
 from pod.eval.report.page import NONE, Cell, Table, cell, is_share, shade
+from pod.eval.statistics.comparison import Against, Payload
 
 MOST_COLUMNS = 12
 _Row = tuple[str, str, Tasks, Part]  # its name, small text, and the tasks and part that it asks for

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from pod.eval.answer.budget import Span, MethodRunner
+from pod.eval.answer.budget import MethodRunner, Span
 from pod.eval.answer.methods import BASE, find_method
 from pod.eval.results import RunResults, code_identity, fingerprint, one_line
 from pod.eval.speed.args import NAME as SPEED_RUN

@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pod.eval.answer.budget import Span, MethodRunner
-from pod.eval.answer.methods import Method
 from pod.eval.answer.answer_cache import AnswerCache
+from pod.eval.answer.budget import MethodRunner, Span
+from pod.eval.answer.methods import Method
 from pod.eval.statistics.comparison import estimate_of
 from pod.schema import build, section
 
@@ -119,8 +119,9 @@ class Task(ABC):
 
 
 def names() -> list[str]:
-    """Every task of the folder `own`. Imports none of them."""
-    return sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent / "own")]))
+    """Every task of the folder `pod/eval/tasks`. Imports none of them."""
+    folder = Path(__file__).parents[1] / "tasks"
+    return sorted(module.name for module in pkgutil.iter_modules([str(folder)]))
 
 
 def task_class(name: str) -> type[Task]:

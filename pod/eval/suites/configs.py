@@ -98,10 +98,10 @@ def group_config(prefix: str, end: str, members: Iterable[str], average: str | N
 def suite_configs() -> dict[str, dict[str, Config]]:
     """Every configuration by suite and by name of the task or group.
 
-    A suite is a folder here whose `tasks.py` has `configs()`.
+    A suite is a folder here, and its `<suite>_tasks.py` has `configs()`.
     """
-    suites = sorted(file.parent.name for file in FOLDER.glob("*/tasks.py"))
-    modules = {suite: importlib.import_module(f"{__package__}.{suite}.tasks") for suite in suites}
+    suites = sorted(file.parent.name for file in FOLDER.glob("*/*_tasks.py"))
+    modules = {suite: importlib.import_module(f"{__package__}.{suite}.{suite}_tasks") for suite in suites}
     return {
         suite: {config.get("group") or config["task"]: config for config in module.configs()}
         for suite, module in modules.items()

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from pod.eval import answer
-from pod.eval.answer.budget import Span, MethodRunner
-from pod.eval.answer.methods import Method
 from pod.eval.answer.answer_cache import AnswerCache, in_batches
+from pod.eval.answer.budget import MethodRunner, Span
+from pod.eval.answer.methods import Method
 from pod.eval.suites.base import Task, prompt_hash, scored_payload
 
 Record = dict[str, Any]

@@ -46,7 +46,11 @@ class TextTask(Task):
         return self.text[numbers].to(self.run.models.device)
 
     def records(
-        self, answer_cache: AnswerCache, asked: list[Any], compute: Callable[[Any], list[Record]], end: int | None = None
+        self,
+        answer_cache: AnswerCache,
+        asked: list[Any],
+        compute: Callable[[Any], list[Record]],
+        end: int | None = None,
     ) -> list[Record]:
         """A record per text.
 

@@ -13,9 +13,9 @@ from typing import Any
 from pydantic import PositiveInt
 
 from pod.eval import answer
+from pod.eval.answer.answer_cache import key_of
 from pod.eval.answer.budget import MethodRunner
 from pod.eval.answer.methods import Method
-from pod.eval.answer.answer_cache import key_of
 from pod.eval.statistics.confidence import clusters_of, share
 from pod.eval.suites.base import prompt_hash
 from pod.eval.suites.grid import GridTask, Record, check_grid

@@ -4,8 +4,8 @@ from dataclasses import asdict
 from typing import Any
 
 from pod.eval import answer
-from pod.eval.answer.budget import Span, MethodRunner
 from pod.eval.answer.answer_cache import AnswerCache, key_of, means
+from pod.eval.answer.budget import MethodRunner, Span
 from pod.eval.statistics.comparison import perplexity_of
 from pod.eval.suites.base import scored_payload
 from pod.eval.suites.buckets import position_buckets

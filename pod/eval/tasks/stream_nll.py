@@ -14,9 +14,9 @@ from typing import Any
 from pydantic import PositiveInt
 
 from pod.eval import answer
-from pod.eval.answer.budget import Span, MethodRunner
-from pod.eval.answer.methods import Method, find_method
 from pod.eval.answer.answer_cache import AnswerCache
+from pod.eval.answer.budget import MethodRunner, Span
+from pod.eval.answer.methods import Method, find_method
 from pod.eval.suites.base import curve, scored_payload
 from pod.eval.suites.text import Record, TextTask
 from pod.schema import AtLeast2, section

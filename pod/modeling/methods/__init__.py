@@ -26,10 +26,10 @@ from pod.modeling.methods import (
 )
 from pod.modeling.methods.base import Method, build_cache, in_order
 from pod.modeling.methods.budgets import cache_of_budget, one_budget
-from pod.modeling.placement import is_spread, places_of
 from pod.modeling.model.cache import PodCache
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.state import PACKAGES
+from pod.modeling.placement import is_spread, places_of
 from pod.notation import Spec, parse
 
 PACKAGES.add(__name__)

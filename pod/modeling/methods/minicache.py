@@ -24,7 +24,7 @@ from pod.modeling.model.config import PodConfig
 from pod.modeling.model.grouped import attend_slots
 from pod.modeling.model.layout import PodCacheLayer
 from pod.modeling.model.step import Step
-from pod.modeling.model.stores import NATIVE, KVQuantizer, KVBuffer
+from pod.modeling.model.stores import NATIVE, KVBuffer, KVQuantizer
 
 _PARALLEL = 1e-4  # below this sine, two directions count as parallel or opposite: interpolate on a line
 _PARTS = ("keys", "values")

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from pod.modeling.methods.base import Method, Request, cache_of
 from pod.modeling.methods.sliding import CompensationToken, SlidingTokens
-from pod.modeling.retrieval_heads import plan_of_heads
 from pod.modeling.model.attend import Tokens, merge_heads, take_heads
 from pod.modeling.model.cache import PodCache
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.sharing import roles_of
 from pod.modeling.model.step import CacheLayer, Step
+from pod.modeling.retrieval_heads import plan_of_heads
 
 
 class RazorLayer(CacheLayer):

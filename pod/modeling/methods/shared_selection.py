@@ -26,7 +26,7 @@ from pod.modeling.model.config import PodConfig
 from pod.modeling.model.grouped import slot_logits, weigh_slots
 from pod.modeling.model.layout import PodCacheLayer
 from pod.modeling.model.step import Selection, Step
-from pod.modeling.model.stores import KVQuantizer, KVBuffer
+from pod.modeling.model.stores import KVBuffer, KVQuantizer
 
 _AGED = 64
 """Own keys are freed when 1/64 of them belong to distant tokens, not earlier: freeing copies the others."""
@@ -194,7 +194,9 @@ class SharedSelectionLayer(PodCacheLayer):
     def _held(self, length: int) -> list[tuple[str, KVBuffer, int]]:
         """Name, store and number of tokens of each store that is not empty after ``length`` tokens."""
         near = ("near_keys", self.near_keys, length), ("near_values", self.near_values, length)
-        head_groups = ((f"{x[0]} of {i}", *x[1:]) for i, group in enumerate(self.head_groups) for x in group.stores())
+        head_groups = (
+            (f"{x[0]} of {i}", *x[1:]) for i, group in enumerate(self.head_groups) for x in group.stores()
+        )
         return [entry for entry in (*near, *head_groups) if not entry[1].is_empty]
 
     def stores(self) -> dict[str, Any]:

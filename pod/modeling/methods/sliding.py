@@ -17,7 +17,7 @@ from pod.modeling.model.attend import EVERYTHING, Tokens, attend, compute_dtype,
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.grouped import attend_slots
 from pod.modeling.model.step import CacheLayer, Step
-from pod.modeling.model.stores import KVQuantizer, Recent, KVBuffer, take_rows_of
+from pod.modeling.model.stores import KVBuffer, KVQuantizer, Recent, take_rows_of
 
 Biased = tuple[Tokens[Tensor], float]
 """Tokens, and the number that is added to their logits."""
@@ -250,7 +250,12 @@ class SlidingLayer(CacheLayer):
     """A layer that holds ``tokens`` of rows that are alike, for all of its KV heads."""
 
     def __init__(
-        self, config: PodConfig, layer_idx: int, num_sink_tokens: int, num_recent_tokens: int, codec: KVQuantizer
+        self,
+        config: PodConfig,
+        layer_idx: int,
+        num_sink_tokens: int,
+        num_recent_tokens: int,
+        codec: KVQuantizer,
     ):
         super().__init__()
         self.layer_idx = layer_idx

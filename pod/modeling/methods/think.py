@@ -24,7 +24,7 @@ from pod.modeling.model.attend import compute_dtype
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.grouped import write_scores
 from pod.modeling.model.step import Step
-from pod.modeling.model.stores import KVQuantizer, KVBuffer
+from pod.modeling.model.stores import KVBuffer, KVQuantizer
 
 
 class ThinKeyQuantizer(KVQuantizer):

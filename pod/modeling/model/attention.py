@@ -13,11 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .attend import CAUSAL, SharedQK, Linear, Segments, Tokens, Visibility, attend, compute_dtype, rms_norm
+from .attend import CAUSAL, Linear, Segments, SharedQK, Tokens, Visibility, attend, compute_dtype, rms_norm
 from .config import PodConfig
 from .rope import Rope, ropes_on
-from .sharing import Lead
-from .sharing import is_followed, roles_of
+from .sharing import Lead, is_followed, roles_of
 from .sinks import Sink, SinkReader
 
 SharedQKTensors = tuple[Tensor | None, ...]
@@ -161,8 +160,10 @@ class PodAttention(nn.Module):
             return None
         return Sink(*self.read_sinks(self.sinks, self.sink_values))
 
-    def forward(self, hidden_states: Tensor, context: ForwardContext, shared_qk: SharedQKTensors) -> tuple[Tensor, SharedQKTensors]:
-        """Map hidden states ``[B, n, hidden]`` and ``shared_qk`` to an output and ``shared_qk`` of the same form."""
+    def forward(
+        self, hidden_states: Tensor, context: ForwardContext, shared_qk: SharedQKTensors
+    ) -> tuple[Tensor, SharedQKTensors]:
+        """Map hidden states ``[B, n, hidden]`` and ``shared_qk`` to an output and the next ``shared_qk``."""
         q, k, v = self._project(hidden_states)
         parallel = context.sequence_parallel
         if context.step is not None:
@@ -220,7 +221,9 @@ class PodAttention(nn.Module):
         out, _ = attend(q, Tokens(k, v), lead, see, context.segments, **options)
         return out, next_shared_qk(q, k, context.lead, self.layer_idx, shared_qk)
 
-    def _attend_across(self, q, k, v, context: ForwardContext, shared_qk: SharedQKTensors) -> tuple[Tensor, SharedQKTensors]:
+    def _attend_across(
+        self, q, k, v, context: ForwardContext, shared_qk: SharedQKTensors
+    ) -> tuple[Tensor, SharedQKTensors]:
         """Followers take the keys and values of their lead (Brandon et al., 2024, §2)."""
         if roles_of(context.lead, self.layer_idx).followers:
             k, v = shared_qk[:2]
@@ -231,12 +234,14 @@ class PodAttention(nn.Module):
         return out, (k, v, *nothing[2:]) if followed else nothing
 
 
-def next_shared_qk(q: Tensor, k: Tensor, lead: Lead, layer_idx: int, shared_qk: SharedQKTensors) -> SharedQKTensors:
+def next_shared_qk(
+    q: Tensor, k: Tensor, lead: Lead, layer_idx: int, shared_qk: SharedQKTensors
+) -> SharedQKTensors:
     """``shared_qk`` for the next layer.
 
-    Where a lead with followers starts, its queries and keys are cloned into ``shared_qk``. They are kept while
-    followers are to come, and dropped after. They are clones, because a view of one head would keep the whole
-    layer's queries and keys alive.
+    Where a lead with followers starts, its queries and keys are cloned into ``shared_qk``. They are kept
+    while followers are to come, and dropped after. They are clones, because a view of one head would keep the
+    whole layer's queries and keys alive.
     """
     groups = q.shape[1] // k.shape[1]
     following: list[Tensor | None] = []

@@ -19,8 +19,8 @@ from torch import Tensor
 from .attend import (
     Call,
     Implementation,
-    SharedQK,
     Segment,
+    SharedQK,
     Slice,
     Span,
     Tokens,

@@ -16,7 +16,7 @@ from .grouped import attend_slots
 from .sharing import roles_of
 from .sinks import add_sink
 from .step import CacheLayer, Step
-from .stores import NATIVE, KVQuantizer, Recent, KVBuffer, replaced, take_slots
+from .stores import NATIVE, KVBuffer, KVQuantizer, Recent, replaced, take_slots
 
 
 class PodCacheLayer(CacheLayer):

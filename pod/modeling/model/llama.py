@@ -14,7 +14,7 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from .attend import IMPLEMENTATIONS, Linear, Segments, check_backend, compute_dtype
-from .attention import SharedQKTensors, ForwardContext, PodAttention, RMSNorm, SequenceParallel
+from .attention import ForwardContext, PodAttention, RMSNorm, SequenceParallel, SharedQKTensors
 from .cache import PodCache
 from .config import NORMS, PodConfig
 from .decode import DECODERS
@@ -27,11 +27,11 @@ from .reference import ATTEND_REFERENCE
 from .rope import Frequencies, Rope, frequencies_of, rotate
 from .step import (
     check_positions,
+    chunk_columns,
     compaction_of,
     document_positions,
     keep_columns,
     packed_documents,
-    chunk_columns,
     put_columns,
     take_columns,
 )

@@ -1,4 +1,4 @@
-"""Stores whose old tokens are packed to 2, 4 or 8 bits. The newest stay as they came (``shipped/packed.py``).
+"""Stores whose old tokens are packed to 2, 4 or 8 bits. The newest stay as they came (``packed.py``).
 
 Keys of a store that never evicts are grouped per channel over ``group_size`` consecutive tokens, because keys
 have outlier channels. Values, keys of evicting stores and keys in windows are grouped per token over
@@ -16,7 +16,7 @@ from .attend import Segments
 from .config import PodConfig
 from .packed import Packed, Packing, tiles
 from .sharing import GROUP_SIZE, check_bits
-from .stores import KVQuantizer, KVBuffer, replaced, take_slots
+from .stores import KVBuffer, KVQuantizer, replaced, take_slots
 
 _SLACK = 128  # tensors grow by 1/128 of their length
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from .attend import SharedQK, Segments, Source, span, takes_gradients
+from .attend import Segments, SharedQK, Source, span, takes_gradients
 from .decode import DecodeBuffers
 from .rope import ropes_on
 from .sinks import Sink

@@ -55,8 +55,8 @@ from pod.training.checkpoint.identity import (
 from pod.training.checkpoint.newest import WEIGHT_FILES, step_folders, step_of
 from pod.training.deepspeed_bridge import MASTER, Piece
 from pod.training.predict.memory_estimate import checkpoint_disk_bytes
-from pod.training.run.shared_qk import host_copy
 from pod.training.run.lora import add_lora
+from pod.training.run.shared_qk import host_copy
 
 
 class Checkpointer:

@@ -25,8 +25,8 @@ from pod.modeling.model.sharing import Lead, roles_of
 from pod.training.args import TrainArgs, TrainRecipe
 from pod.training.predict.attention_cost import attention_backend
 from pod.training.predict.memory_estimate import (
-    TrainingJob,
     Parts,
+    TrainingJob,
     World,
     checkpoint_disk_bytes,
     host_bytes,
@@ -175,7 +175,9 @@ def host_memory_bytes() -> int:
     return total
 
 
-def plan(recipe: TrainRecipe, shapes: Shapes, lead: Lead, context_length: int, machine: Machine) -> ParallelLayout:
+def plan(
+    recipe: TrainRecipe, shapes: Shapes, lead: Lead, context_length: int, machine: Machine
+) -> ParallelLayout:
     """The fastest layout that fits, or a simpler one that is nearly as fast.
 
     Where no layout fits, it is the one that comes nearest. `ParallelLayout.fits` says which of both it is.

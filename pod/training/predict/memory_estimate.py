@@ -12,8 +12,8 @@ The peak is the largest of several moments. Each moment is the sum of what lives
 `benchmarks/estimate_memory.py` compares the sums with live bytes of real steps. Libraries, the allocator's
 slack and workspaces inside a kernel are left out.
 
-All estimates are made for a `TrainingJob`: a model under a plan, settings with nothing left open, rows, and the
-places of the ranks.
+All estimates are made for a `TrainingJob`: a model under a plan, settings with nothing left open, rows, and
+the places of the ranks.
 """
 
 import functools
@@ -330,10 +330,14 @@ class _Step:
         return self.in_backward(index, parts + self.query - done)
 
     def in_backward(self, index: int, active: int) -> Parts:
-        """The parts in a layer's backward: `active` bytes, kept activations, `shared_qk` and its gradients."""
+        """Bytes in a layer's backward: `active`, kept activations, `shared_qk` and its gradients."""
         arriving = continued_heads(self.job.lead, index) * self.carried
         activations = self.kept(index) + active
-        return {"shared_qk": self.shared_qk(index), "shared_qk gradients": arriving, "activations": activations}
+        return {
+            "shared_qk": self.shared_qk(index),
+            "shared_qk gradients": arriving,
+            "activations": activations,
+        }
 
     def weights_of_layer(self, index: int) -> Parts:
         """The parts of weights in a layer's backward: gathered weights, and the largest weight's gradient."""

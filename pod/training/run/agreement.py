@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pod.training.args import TrainRecipe
 from pod.training.checkpoint.identity import sha256_of
 from pod.training.predict import layout_search
-from pod.training.predict.layout_search import ParallelLayout, Machine
+from pod.training.predict.layout_search import Machine, ParallelLayout
 from pod.training.run.mesh import SameOnAllRanks, local_world_size
 
 VERSIONED = ("torch", "deepspeed", "transformers", "peft", "pod-kv")

@@ -6,8 +6,8 @@ At a saving of 35 %, `shared_qk` takes as much memory as about 0.4 hidden states
 - `keep` leaves `shared_qk` on the device.
 - `offload` copies each tensor to host memory once, whatever the number of layers that read it. It fetches the
   tensor back for the backward of its block.
-- `recompute` projects `shared_qk` again, from the hidden state of the lead's layer. That layer's own checkpoint
-  holds this state anyway.
+- `recompute` projects `shared_qk` again, from the hidden state of the lead's layer. That layer's own
+  checkpoint holds this state anyway.
 
 A window inside a block hands `shared_qk` on without reading it: its checkpoint holds a stand-in.
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pod.modeling.model.attention import SharedQKTensors, ForwardContext, next_shared_qk
+from pod.modeling.model.attention import ForwardContext, SharedQKTensors, next_shared_qk
 from pod.modeling.model.sharing import Lead, is_followed, roles_of
 
 Getter = Callable[[], Tensor]
@@ -128,7 +128,9 @@ class KeptSharedQK:
             yield
             return
         row = context.lead[layer.self_attn.layer_idx]  # type: ignore[union-attr, index]
-        is_read = {_identity(x): row[slot // 2] is not None for slot, x in enumerate(shared_qk) if x is not None}
+        is_read = {
+            _identity(x): row[slot // 2] is not None for slot, x in enumerate(shared_qk) if x is not None
+        }
         input_identity = _identity(hidden_states)
         layer_input = self._layer_input(layer, hidden_states.detach(), context, shared_qk)
 
@@ -179,8 +181,8 @@ class OffloadedSharedQK(KeptSharedQK):
 class RecomputedSharedQK(KeptSharedQK):
     """`train.shared_qk=recompute`.
 
-    A lead's shared_qk is projected again right before the backward of a layer in which one of its blocks ends,
-    for the heads whose block ends there.
+    A lead's shared_qk is projected again right before the backward of a layer in which one of its blocks
+    ends, for the heads whose block ends there.
 
     Args:
         lead: the plan of the whole model, not that of this rank's heads. The projections gather weights
@@ -216,7 +218,7 @@ class RecomputedSharedQK(KeptSharedQK):
     def _again(
         self, owner: int, index: int, context: ForwardContext, shared_qk: SharedQKTensors, device: str
     ) -> Callable[[], None]:
-        """A function that computes layer `owner`'s shared_qk again, for the heads whose block ends at `index`."""
+        """A function that computes layer `owner`'s part again, for heads whose block ends at `index`."""
         entries = {
             slot: self._entry(x)
             for slot, x in enumerate(shared_qk)

@@ -9,9 +9,15 @@ from typing import Any
 from pod.eval.lm.lm_prompts import shorten
 from pod.eval.suites import task_data
 from pod.eval.suites.configs import Config, group_config, scorer, task_config
-from pod.eval.suites.infinitebench import synthetic
-from pod.eval.suites.infinitebench import infinitebench_metrics
-from pod.eval.suites.infinitebench.infinitebench_prompts import HUB_ID, PAPER_TASKS, TASKS, answer, asked, prompt
+from pod.eval.suites.infinitebench import infinitebench_metrics, synthetic
+from pod.eval.suites.infinitebench.infinitebench_prompts import (
+    HUB_ID,
+    PAPER_TASKS,
+    TASKS,
+    answer,
+    asked,
+    prompt,
+)
 from pod.eval.suites.lengths import BUILT, NAMES, Rows, count_tokens, largest_fit
 
 FIELDS = ("id", "prompt", "asked", "answer")

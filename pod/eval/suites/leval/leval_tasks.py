@@ -12,8 +12,7 @@ from typing import Any
 
 from pod.eval.suites import task_data
 from pod.eval.suites.configs import Config, Row, Scorer, group_config, scorer, task_config
-from pod.eval.suites.leval import leval_metrics
-from pod.eval.suites.leval import leval_prompts
+from pod.eval.suites.leval import leval_metrics, leval_prompts
 from pod.eval.suites.words import qa_f1
 
 HUB = "L4NLP/LEval"
@@ -96,7 +95,9 @@ def _closed(answer_of: Callable[[str, str], str], target_of: Callable[[str], str
 
 
 one_letter = _closed(lambda answer, _: leval_metrics.one_letter(answer), leval_metrics.target_letters)
-several_letters = _closed(lambda answer, _: leval_metrics.several_letters(answer), leval_metrics.target_letters)
+several_letters = _closed(
+    lambda answer, _: leval_metrics.several_letters(answer), leval_metrics.target_letters
+)
 number = _closed(lambda answer, _: leval_metrics.number(answer), leval_metrics.number)
 code = _closed(leval_metrics.code_output, leval_metrics.code_text)
 text = _closed(lambda answer, _: answer, str)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pod.eval.suites import words
-from pod.eval.suites import task_data
+from pod.eval.suites import task_data, words
 from pod.eval.suites.configs import Config, Row, Scorer, group_config, scorer, task_config
 from pod.eval.suites.longbench import longbench_metrics
 from pod.files import read_json
@@ -42,7 +41,10 @@ def rows(file: str, **metadata: Any) -> dict[str, Any]:
             raise ValueError(f"longbench/{file}, row {number}: no answer to score against")
     task = file.removesuffix(".jsonl").removesuffix("_e")
     return task_data.dataset(
-        [row | {"cluster": task_data.text_id(row["context"]), "asked": asked(task, row["input"])} for row in found]
+        [
+            row | {"cluster": task_data.text_id(row["context"]), "asked": asked(task, row["input"])}
+            for row in found
+        ]
     )
 
 

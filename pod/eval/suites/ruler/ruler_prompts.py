@@ -47,7 +47,9 @@ class RulerTask:
     binary: bool = False
 
 
-PROMPTS = {name: RulerPrompt(**row) for name, row in read_json(Path(__file__).with_name("prompts.json")).items()}
+PROMPTS = {
+    name: RulerPrompt(**row) for name, row in read_json(Path(__file__).with_name("prompts.json")).items()
+}
 
 
 def _niah(haystack: str, keys: str = "words", values: str = "numbers", **counts: int) -> RulerTask:
