@@ -28,7 +28,7 @@ from gpu_tools import DeviceLost, choose_device, finish, goal_row, header, is_lo
 
 from pod.bench.args import FULL, contestant
 from pod.bench.decode_speed import Bench, free, make_cache
-from pod.bench.run import load, runner
+from pod.bench.run import load, what_to_measure
 from pod.eval.answer.methods import Method
 from pod.eval.results import one_line
 from pod.measure.max_batch import Tries, search
@@ -118,7 +118,7 @@ def main(arguments: argparse.Namespace) -> int:
     recipe = load_recipe("bench_llama3_8b", ["bench.stock=false", *(TINY if arguments.tiny else ())])
     prompts, generated = ([32, 128], 128) if arguments.tiny else ([2048, 4096, 8192, 16384], 8192)
     limit = _TINY_LIMIT if arguments.tiny else None
-    measured = runner(recipe)
+    measured = what_to_measure(recipe)
     bench = load(recipe, measured, device)
     result = header("max_batch", device, arguments.tiny)
     result |= {

@@ -38,7 +38,7 @@ def estimate(recipe: "Recipe") -> str:
 
     They tell the size of the cache, the bytes read per step, and the ceiling of the speed over dense.
     """
-    args, measured = recipe.bench, runner(recipe)
+    args, measured = recipe.bench, what_to_measure(recipe)
     sizes, plan = measured.sizes, measured.sizes.plan
     lines = [
         f"Plan: {measured.describe()}",
@@ -84,7 +84,7 @@ class Measured(NamedTuple):
         return f"{self.plan_source}; windows of {sinks} sink and {recent} recent tokens."
 
 
-def runner(recipe: "Recipe") -> Measured:
+def what_to_measure(recipe: "Recipe") -> Measured:
     """What the recipe asks to measure.
 
     The plan is that of model.plan, else an export's own, else the one in <output_dir>/plan, else a generated
@@ -204,7 +204,7 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
     from pod.bench.dense_decode import dense_peers
     from pod.measure.machine import environment
 
-    args, measured = recipe.bench, runner(recipe)
+    args, measured = recipe.bench, what_to_measure(recipe)
     sizes = measured.sizes
     fastest = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(fastest if args.device == "auto" else args.device)

@@ -25,7 +25,7 @@ their former `unsafe_code: true`: the suite refuses by itself where it has no sa
 
 def function_name(suite, function):
     """By which name a suite's module knows a function; that of a made one by what it was made of."""
-    module = importlib.import_module(f"pod.eval.suites.{suite}.tasks")
+    module = importlib.import_module(f"pod.eval.suites.{suite}.{suite}_tasks")
     named = [name for name, value in vars(module).items() if value is function]
     if named:
         return named[0]
