@@ -2,8 +2,8 @@
 
 The quick level answers within minutes whether a change broke something. The rest has all cases of every
 parametrised test, the simulations, the interpreter and most tests of several processes. Its sample is what CI
-runs beside the quick level to answer within half an hour: no test that is `nightly`, and at most two cases
-of a parametrised test.
+runs beside the quick level to answer within half an hour: no test that is `nightly`, and one more case of
+a parametrised test.
 """
 
 import zlib
@@ -53,7 +53,7 @@ The sample keeps those of `test_parallel.py` (every layout), `test_runs.py` (res
 `test_launch.py` (launcher, signals) and of the shorter files.
 """
 
-SAMPLE_CASES = 2
+SAMPLE_CASES = 1
 """How many cases of a parametrised test belong to the sample of the rest."""
 
 LEVELS = ("quick", "sample", "rest", "all")
