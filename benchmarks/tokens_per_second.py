@@ -21,7 +21,7 @@ from pod.bench.args import STOCK, Method
 from pod.bench.decode_bytes import needed
 from pod.bench.decode_speed import Bench, compare
 from pod.bench.dense_decode import dense_peers
-from pod.bench.run import load, what_to_measure, table
+from pod.bench.run import load, table, what_to_measure
 from pod.eval.results import one_line
 from pod.measure.memory import free_memory
 from pod.recipe import Recipe, load_recipe

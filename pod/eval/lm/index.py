@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from unittest import mock
 
 from pod.eval.results import one_line
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.suites import base, task_data
 from pod.eval.suites.configs import find_config, known_to_lm_eval, suite_configs
+from pod.eval.suites.replaced import replaced
 
 DROPS = ("middle", "start", "end", "document", "none")
 
@@ -226,12 +226,16 @@ def quiet_logger(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """lm-eval without its notes on every task, and without a progress bar for every list of prompts."""
+    import lm_eval.api.task
     from datasets.utils import logging as bars
+
+    def without_a_bar(items: Any, **options: Any) -> Any:
+        return items
 
     shown = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:
-        with quiet_logger("lm_eval"), mock.patch("lm_eval.api.task.tqdm", lambda items, **_: items):
+        with quiet_logger("lm_eval"), replaced(lm_eval.api.task, "tqdm", without_a_bar):
             yield
     finally:
         if shown:

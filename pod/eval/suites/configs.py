@@ -9,7 +9,8 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
+
+from pod.eval.suites.replaced import replaced
 
 Config = dict[str, Any]
 Row = dict[str, Any]
@@ -132,5 +133,5 @@ def known_to_lm_eval() -> Iterator[None]:
                 index.setdefault(name, entry)
         return index
 
-    with mock.patch.object(TaskIndex, "build", staticmethod(build_with_ours)):
+    with replaced(TaskIndex, "build", staticmethod(build_with_ours)):
         yield

@@ -25,10 +25,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pod
 from pod.eval.suites.base import prompt_hash
+from pod.eval.suites.replaced import replaced
 from pod.tokenizer import template_arguments, with_template_variables
 
 ENVIRONMENT = "POD_EVAL_DATA"
@@ -298,7 +298,7 @@ def local_datasets() -> Iterator[None]:
                     f"eval.data_dir (or {ENVIRONMENT}) to a folder with a copy in {path}"
                 ) from error
 
-    with mock.patch.object(ConfigurableTask, "download", download):
+    with replaced(ConfigurableTask, "download", download):
         yield
 
 
