@@ -343,5 +343,5 @@ def test_rows_that_are_not_official_are_refused(tmp_path):
             longbench_tasks.rows("qasper.jsonl")
         with pytest.raises(ValueError, match=r"longbench/trec.jsonl, row 1: no answer to score against"):
             longbench_tasks.rows("trec.jsonl")
-        with pytest.raises(ValueError, match=r"longbench/lcc_e.jsonl.*data/lcc_e.jsonl in task_data.zip"):
+        with pytest.raises(ValueError, match=r"longbench/lcc_e.jsonl.*data/lcc_e.jsonl in data.zip"):
             longbench_tasks.rows("lcc_e.jsonl")

@@ -85,7 +85,7 @@ def test_a_missing_file_is_one_line_with_both_ways(folder):
         "put it there under a folder set "
         "by eval.data_dir (or POD_EVAL_DATA) as longbench/qasper.jsonl, or leave both unset and connect to "
         "the hub, where it is "
-        "data/qasper.jsonl in task_data.zip of the data set THUDM/LongBench"
+        "data/qasper.jsonl in data.zip of the data set THUDM/LongBench"
     )
 
 

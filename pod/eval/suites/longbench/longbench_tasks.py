@@ -30,7 +30,7 @@ def rows(file: str, **metadata: Any) -> dict[str, Any]:
     """The samples of one task for lm-eval's `custom_dataset`.
 
     Args:
-        file: `qasper.jsonl`, `qasper_e.jsonl` … of the official task_data.zip.
+        file: `qasper.jsonl`, `qasper_e.jsonl` … of the official data.zip.
 
     Raises:
         ValueError: in one line, when the file is missing or is not in the official format.
