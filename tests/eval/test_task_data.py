@@ -159,7 +159,7 @@ def test_local_copies_of_hub_data_sets_keep_subsets_apart():
     with task_data.use(fixtures):
         anatomy = read_dataset("mmlu_anatomy", "cais/mmlu", "anatomy")
         assert {name: len(rows) for name, rows in anatomy.items()} == {"test": 2, "dev": 1}
-        assert {row["runner"] for rows in anatomy.values() for row in rows} == {"anatomy"}
+        assert {row["subject"] for rows in anatomy.values() for row in rows} == {"anatomy"}
         easy, hard = (read_dataset("arc", "allenai/ai2_arc", f"ARC-{name}") for name in ("Easy", "Challenge"))
         assert easy["test"][0]["question"] != hard["test"][0]["question"]
         with pytest.raises(ValueError, match=r"no file of the split 'train' in .*all \(found: dev, test\)"):

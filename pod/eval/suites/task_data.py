@@ -327,12 +327,12 @@ def read_dataset(task: str, path: str, subset: str | None) -> Splits:
     assert folder is not None
     root = folder / path
     places = [(root / "data", None), (root, None)]
-    if subset:  # MMLU's: all subjects in one folder, with the runner in every row
+    if subset:  # MMLU's: all subjects in one folder, with the subject in every row
         places = [(root / subset, None), (root / "all", subset)]
-    for place, runner in places:
-        if found := _data_sets(place, runner):
+    for place, subject in places:
+        if found := _data_sets(place, subject):
             return Splits(task, place, found)
-    looked = " or ".join(str(place) for place, runner in places if runner is None)
+    looked = " or ".join(str(place) for place, subject in places if subject is None)
     raise ValueError(
         f"data of {task}: no file in {looked}: put a copy of the hub's data set {path} there "
         f"([subset/]<split>*.parquet, or .jsonl), or "
@@ -340,16 +340,16 @@ def read_dataset(task: str, path: str, subset: str | None) -> Splits:
     )
 
 
-def _data_sets(place: Path, runner: str | None) -> dict[str, Any]:
+def _data_sets(place: Path, subject: str | None) -> dict[str, Any]:
     """Data sets by split, the first part of a file's name. Empty where there is no such folder.
 
     Args:
-        runner: take only the rows of this runner.
+        subject: take only the rows of this subject.
     """
     rows: dict[str, list[dict[str, Any]]] = {}
     for file in sorted(place.glob("*")):
         if file.name.endswith(FORMATS):
             found = _parse(str(file), file.read_bytes())
-            found = [row for row in found if runner is None or row.get("runner") == runner]
+            found = [row for row in found if subject is None or row.get("subject") == subject]
             rows.setdefault(re.split(r"[-.]", file.name)[0], []).extend(found)
     return {split: dataset(found, split)[split] for split, found in rows.items() if found}
