@@ -128,15 +128,15 @@ def write_plan(exploration: Any, choice: Any) -> None:
 
     write_summary(exploration, choice)
     folder, plan, explore = exploration.folder, choice.plan, exploration.explore
-    runner = plan_report.about_plan(plan, explore)
-    figures = {"blocks.png": plan_report.block_picture(plan, runner)}
+    subject = plan_report.about_plan(plan, explore)
+    figures = {"blocks.png": plan_report.block_picture(plan, subject)}
     if choice.frontier is not None:
         curve = plan_report.pareto(choice, explore, exploration.windows)
         write_json(folder / "pareto.json", curve)
-        figures["pareto.png"] = plan_report.pareto_picture(curve, runner)
+        figures["pareto.png"] = plan_report.pareto_picture(curve, subject)
     if choice.similarity is not None:
         heads = plan.num_key_value_heads
-        figures["similarity.png"] = plan_report.similarity_picture(choice.similarity, heads, runner)
+        figures["similarity.png"] = plan_report.similarity_picture(choice.similarity, heads, subject)
     for name, figure in figures.items():
         plan_report.save_picture(figure, folder / name)
     print(f"written: {folder / 'plan.json'}, {', '.join(figures)}", flush=True)

@@ -16,7 +16,7 @@ from lm_eval.api.model import CachingLM
 from pod.eval.answer.budget import Span, measure_bytes
 from pod.eval.answer.methods import find_method
 from pod.eval.lm.cli import arguments, main
-from pod.eval.lm.command import CommandLM, make_subject
+from pod.eval.lm.command import CommandLM, make_runner
 from pod.eval.lm.index import own_rule
 from pod.eval.lm.model import PodLM
 from pod.eval.lm.requests import RequestEncoder
@@ -269,7 +269,7 @@ def test_pod_bytes_are_measured_for_all_lengths_at_once(monkeypatch):
         return measure_bytes(model, spec, lengths)
 
     monkeypatch.setattr("pod.eval.lm.command.measure_bytes", measure)
-    runner = make_subject(
+    runner = make_runner(
         lm_tools.model(), find_method("h2o[num_recent_tokens=6]@pod"), lm_tools.model("pod")
     )
     lm = PodLM(runner, RequestEncoder(lm_tools.tokenizer(), 8192), batch_size=3)

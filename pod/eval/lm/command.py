@@ -29,7 +29,7 @@ _RANKS: list[Ranks] = []
 _log = logging.getLogger(__name__)
 
 
-def make_subject(
+def make_runner(
     model: Any, method: Method, reference: Any = None, options: dict[str, Any] | None = None
 ) -> MethodRunner:
     """A method on a loaded model.
@@ -133,7 +133,7 @@ class CommandLM(PodLM):
         found = method_of(model, method)
         options = with_requests(found, found.options, tokenizer)
         windows = {"num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
-        runner = make_subject(model, found, _reference(model, plan, found, windows), options)
+        runner = make_runner(model, found, _reference(model, plan, found, windows), options)
         length = int(max_length or model.config.max_position_embeddings)
         encoder = RequestEncoder(tokenizer, length, too_long, question_aware)
         self.identity: dict[str, Any] = {
