@@ -190,7 +190,7 @@ def _largest_batches(
         tries = max_batch.Tries(subject.model, make_cache, prompt, generated, limit, run.recipe.seed)
         row = {"prompt": prompt, "generated": generated, "limit_bytes": limit}
         row |= max_batch.search(tries, run.speed.max_batch_rows) | {"budget_tokens": subject.budget(span)}
-        if run.speed.throughput and row["batch"]:
+        if row["batch"]:
             row |= tries.throughput(row["batch"])
         return row
 
