@@ -93,7 +93,9 @@ def card(
     base = _shown(origin.base) if origin.base else None
     is_hub_id = base is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", base)
     fields = ModelCardData(
-        **licence.fields,
+        license=licence.fields["license"],
+        license_name=licence.fields.get("license_name"),
+        license_link=licence.fields.get("license_link"),
         base_model=base if is_hub_id else None,
         library_name="transformers" if format == "hf" or target_of(config).is_stock else "vllm",
         pipeline_tag="text-generation",
