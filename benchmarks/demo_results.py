@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from pod.eval.report.merge import merge
-from pod.eval.report.tables import overview
+from pod.eval.report.report_tables import overview
 from pod.files import read_json, write_json
 from pod.modeling.model.sharing import SharingPlan
 

@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import pod
 from pod.eval.results import one_line
 from pod.files import write_json
-from pod.measure import memory
+from pod.measure import measured_memory
 from pod.modeling.model.attend import IMPLEMENTATIONS, Call, Implementation
 from pod.training.args import TrainArgs
 from pod.training.predict.shapes import carried_heads
@@ -108,7 +108,7 @@ def train_args(contestant: str, tiny: bool) -> TrainArgs:
     )
 
 
-class LiveBytes(memory.LiveBytes):
+class LiveBytes(measured_memory.LiveBytes):
     """Bytes of all tensors that live, those left out that stand for host memory."""
 
     def host(self, function: Callable) -> Callable:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from gpu_tools import DeviceLost, choose_device, finish, goal_row, header, is_lost, parser, start
 
-from pod.bench.args import FULL, contestant
+from pod.bench.args import FULL, bench_method
 from pod.bench.decode_speed import Bench, free, make_cache
 from pod.bench.run import load, what_to_measure
 from pod.eval.answer.methods import Method
@@ -35,7 +35,7 @@ from pod.measure.max_batch import Tries, search
 from pod.recipe import load_recipe
 
 GOAL = 0.97
-POD = contestant("pod")
+POD = bench_method("pod")
 MOST_ROWS = 4096
 TINY = (
     *("bench.shapes=tiny", "model.dtype=float32", "model.num_sink_tokens=4", "model.num_recent_tokens=60"),

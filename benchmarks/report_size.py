@@ -6,15 +6,13 @@ python benchmarks/report_size.py [--methods 30] [--samples 10000]
 """
 
 import argparse
-import contextlib
 import copy
 import resource
-import runpy
-import sys
 import tempfile
 import time
 from pathlib import Path
 
+from pod.eval.report.write import write_merged
 from pod.files import read_json, write_json
 
 SOURCE = Path(__file__).parent / "results" / "eval_smollm2"
@@ -35,9 +33,7 @@ def main(methods: int, samples: int) -> None:
             content["parts"] = {"niah": task}
             write_json(run / f"{content['method'].replace('@', '_')}.json", content)
         before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-        sys.argv = ["report", str(run), "--out", str(Path(folder, "report"))]
-        with contextlib.suppress(SystemExit):  # as a command ends
-            runpy.run_module("pod.eval.report", run_name="__main__")
+        write_merged([run], Path(folder, "report"))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(
             f"{methods} methods x {samples} samples: {time.perf_counter() - began:.1f} s, "

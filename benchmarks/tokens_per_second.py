@@ -23,7 +23,7 @@ from pod.bench.decode_speed import Bench, compare
 from pod.bench.dense_decode import dense_peers
 from pod.bench.run import load, table, what_to_measure
 from pod.eval.results import one_line
-from pod.measure.memory import free_memory
+from pod.measure.measured_memory import free_memory
 from pod.recipe import Recipe, load_recipe
 
 LENGTH, GOAL = 131_072, 0.95
@@ -41,7 +41,7 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
 
 
 def measure(bench: Bench, method: Method, batch: int, length: int, backend: str | None) -> dict[str, Any]:
-    """One method's duel, with the dense cache's backend; or the error. Raises: DeviceLost."""
+    """Speeds of one method and of the dense cache with its backend, or the error. Raises: DeviceLost."""
     size = needed(bench.sizes, method, batch, bench.args.room(length), bench.device.type == "cpu")
     free = free_memory(bench.device) + bench.sizes.weights
     if size > free:
@@ -94,7 +94,7 @@ def main(arguments: argparse.Namespace) -> int:
     what = f"tokens/s, {recipe.bench.shapes}, {length:,} tokens, batch {batch}"
     backend = None
     with dense_peers():
-        for method in [*recipe.bench.contestants, STOCK]:
+        for method in [*recipe.bench.raced_methods, STOCK]:
             if method.name in arguments.failed:
                 found = {"error": arguments.failed[method.name]}
             elif time.monotonic() - began > arguments.budget:

@@ -35,7 +35,7 @@ def chain(tmp_path, monkeypatch):
 
     def start(fails: str | None = None, *settings: str) -> list[str]:
         ran = []
-        steps = [demo.Step(name, name, [name]) for name in "abc"]
+        steps = [demo.DemoStep(name, name, [name]) for name in "abc"]
         monkeypatch.setattr(demo, "steps_of", lambda *_: steps)
         monkeypatch.setattr(
             demo, "run_command", lambda command, _: ran.append(command[0]) or int(command[0] == fails)
@@ -171,7 +171,7 @@ def test_a_stopped_demo_stops_its_step(tmp_path):
     code = f"""
 import sys
 from pod.commands import demo
-demo.steps_of = lambda *_: [demo.Step("a", "a", [sys.executable, "-c", {step!r}])]
+demo.steps_of = lambda *_: [demo.DemoStep("a", "a", [sys.executable, "-c", {step!r}])]
 sys.argv = ["pod demo", "--config", "demo_tiny", "--set", "output_dir={tmp_path}"]
 demo.start()
 """

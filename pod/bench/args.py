@@ -30,7 +30,7 @@ POD = find_method("pod")
 STOCK = Method(name="transformers", spec=None, model="stock")
 
 
-def contestant(name: str) -> Method:
+def bench_method(name: str) -> Method:
     """The method of a name as in `eval.methods`. Its options may include `skip_share`.
 
     Raises:
@@ -102,22 +102,22 @@ class BenchArgs:
                 f"share_followers {self.share_followers} and share_windows {self.share_windows} add up to "
                 "more than 1: lower one of them"
             )
-        self.methods = [contestant(name).name for name in self.methods]
-        if not self.contestants or len(set(self.methods)) < len(self.methods):
+        self.methods = [bench_method(name).name for name in self.methods]
+        if not self.raced_methods or len(set(self.methods)) < len(self.methods):
             raise ValueError(
                 f"methods is {self.methods}: name at least one method besides full, and none twice"
             )
 
     @property
-    def contestants(self) -> list[Method]:
+    def raced_methods(self) -> list[Method]:
         """The methods that race the dense cache. The stock model is left out."""
-        return [method for method in map(contestant, self.methods) if method != FULL]
+        return [method for method in map(bench_method, self.methods) if method != FULL]
 
     def room(self, length: int, races: int = 1) -> int:
-        """Tokens that a cache of `length` tokens has at the end of its duels.
+        """Tokens that a cache of `length` tokens has at the end of all its races.
 
         Args:
-            races: the number of races in each duel.
+            races: how often each method races it.
         """
-        duels = len(self.contestants) + self.stock
-        return length + duels * races * (self.repeats + 1) * self.steps
+        opponents = len(self.raced_methods) + self.stock
+        return length + opponents * races * (self.repeats + 1) * self.steps

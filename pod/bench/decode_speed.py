@@ -1,9 +1,9 @@
 """Decode speed of cache methods beside the dense cache: both in one process, in turns, by the decode engine.
 
 Dense and PoD run the same program: preallocated stores and one static step from embedding to argmax, which is
-recorded as a graph on CUDA. Every method meets the dense cache in a *duel*. In each round of a duel both
-decode ``steps`` tokens per row at the same length, in alternating order. The ratio is taken round by round.
-It is compared with the byte ceiling of ``pod.bench.decode_bytes``.
+recorded as a graph on CUDA. Every method races the dense cache. In each round of a race both decode
+``steps`` tokens per row at the same length, in alternating order. The ratio is taken round by round. It is
+compared with the byte ceiling of ``pod.bench.decode_bytes``.
 
 CUDA graphs and fused kernels save what launches cost, whatever the cache. Every row says whether it had them.
 Methods that the engine does not serve decode through the ordinary cache, which waits for the host. Stock
@@ -32,7 +32,7 @@ from pod.bench.dense_decode import candidates
 from pod.eval.answer.methods import Method
 from pod.eval.results import one_line
 from pod.measure.fill import fill
-from pod.measure.race import Contestant, race, spread
+from pod.measure.race import Runner, race, spread
 
 _WARM_UP = 2  # tokens; during the first one, the engine compiles and captures
 _TRIAL_STEPS = 8  # tokens by which backends for the dense cache are compared
@@ -95,14 +95,14 @@ def make_cache(
     return cache, None
 
 
-# -- contestants ---------------------------------------------------------------------------------------------
+# -- runners -------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def entrant(
+def make_runner(
     bench: Bench, method: Method, batch: int, length: int, capacity: int, backend: str = "auto"
-) -> tuple[Contestant, str | None]:
-    """A contestant that holds ``length`` tokens, and a note on it.
+) -> tuple[Runner, str | None]:
+    """A runner that holds ``length`` tokens, and a note on it.
 
     It is warmed up: kernels are compiled and graphs are captured.
     """
@@ -117,7 +117,7 @@ def entrant(
         model = bench.model_of(method)
         cache, note = make_cache(bench, method, length, capacity, backend)
         fill(model, cache, batch, length - _WARM_UP, method.options.get("skip_share", 0.0))
-    one = Contestant(method.name, model, cache, torch.zeros(batch, 1, dtype=torch.long, device=model.device))
+    one = Runner(method.name, model, cache, torch.zeros(batch, 1, dtype=torch.long, device=model.device))
     one.decode(_WARM_UP)
     return one, note
 
@@ -140,7 +140,7 @@ def fastest_backend(bench: Bench, batch: int, length: int) -> tuple[str, dict[st
     tried: dict[str, Any] = {}
     for name in candidates(bench.device):
         try:
-            one, _ = entrant(bench, FULL, batch, length, length + 2 * _TRIAL_STEPS, name)
+            one, _ = make_runner(bench, FULL, batch, length, length + 2 * _TRIAL_STEPS, name)
             tried[name] = min(one.decode(_TRIAL_STEPS) for _ in range(2)) / _TRIAL_STEPS
         except Exception as error:  # noqa: BLE001 - compilers and drivers raise anything; the others go on
             tried[name] = one_line(error)[:400]
@@ -158,7 +158,7 @@ def fastest_backend(bench: Bench, batch: int, length: int) -> tuple[str, dict[st
 def compare(
     bench: Bench, methods: list[Method], batch: int, length: int, backend: str | None = None
 ) -> dict[str, Any]:
-    """Duels of methods with the dense cache at one batch size and length.
+    """Races of methods with the dense cache at one batch size and length.
 
     Args:
         backend: decode backend of the dense cache; None = the fastest that runs.
@@ -171,13 +171,13 @@ def compare(
     tried: dict[str, Any] = {}
     if backend is None:
         backend, tried = fastest_backend(bench, batch, length)
-    full, _ = entrant(bench, FULL, batch, length, capacity, backend)
+    full, _ = make_runner(bench, FULL, batch, length, capacity, backend)
     about: dict[str, Any] = {"backend": backend, "tried": tried, **means(full)}
     held = full.cache.nbytes_by_part()
     found = {}
     for method in methods:
         try:
-            found[method.name] = duel(bench, full, method, batch, capacity)
+            found[method.name] = compare_speed(bench, full, method, batch, capacity)
         except Exception as error:  # noqa: BLE001 - as above
             found[method.name] = {"error": one_line(error)[:400]}
         free(bench.device)
@@ -195,8 +195,8 @@ def races_on(device: torch.device) -> int:
     return 1 if device.type == "cpu" else 2
 
 
-def means(one: Contestant) -> dict[str, str | None]:
-    """Why a contestant has no CUDA graph (``no_graph``) and no fused kernels (``no_fused``).
+def means(one: Runner) -> dict[str, str | None]:
+    """Why a runner has no CUDA graph (``no_graph``) and no fused kernels (``no_fused``).
 
     A reason is None where it has them.
     """
@@ -208,9 +208,9 @@ def means(one: Contestant) -> dict[str, str | None]:
 
 
 @contextmanager
-def plainly(contestants: Sequence[Contestant]) -> Iterator[None]:
+def plainly(runners: Sequence[Runner]) -> Iterator[None]:
     """Let the engines work without graphs and fused kernels while the block runs."""
-    engines = [engine for one in contestants if (engine := getattr(one.cache, "engine", None)) is not None]
+    engines = [engine for one in runners if (engine := getattr(one.cache, "engine", None)) is not None]
     for engine in engines:
         engine.plain = True
     try:
@@ -220,10 +220,10 @@ def plainly(contestants: Sequence[Contestant]) -> Iterator[None]:
             engine.plain = False
 
 
-def duel(bench: Bench, full: Contestant, method: Method, batch: int, capacity: int) -> dict[str, Any]:
+def compare_speed(bench: Bench, full: Runner, method: Method, batch: int, capacity: int) -> dict[str, Any]:
     """The figures of a method that races the dense cache, both at the length that the latter has now."""
     length, args = full.cache.get_seq_length(), bench.args
-    one, note = entrant(bench, method, batch, length, capacity)
+    one, note = make_runner(bench, method, batch, length, capacity)
     race([full, one], args.steps, args.repeats)
     if one.failed is not None:
         raise one.failed
@@ -247,7 +247,7 @@ def duel(bench: Bench, full: Contestant, method: Method, batch: int, capacity: i
     return result
 
 
-def _speeds(full: Contestant, one: Contestant, tokens: int) -> dict[str, Any]:
+def _speeds(full: Runner, one: Runner, tokens: int) -> dict[str, Any]:
     """The speeds in the race that both have just run.
 
     Args:
@@ -261,7 +261,7 @@ def _speeds(full: Contestant, one: Contestant, tokens: int) -> dict[str, Any]:
     }
 
 
-def _raced_plainly(full: Contestant, one: Contestant, args: BenchArgs, tokens: int) -> dict[str, Any]:
+def _raced_plainly(full: Runner, one: Runner, args: BenchArgs, tokens: int) -> dict[str, Any]:
     """The speeds when both race again, without graphs and fused kernels."""
     with plainly([full, one]):
         race([full, one], args.steps, args.repeats)
@@ -273,7 +273,7 @@ def _raced_plainly(full: Contestant, one: Contestant, args: BenchArgs, tokens: i
 def _against_bytes(
     sizes: Sizes, method: Method, batch: int, length: int, found: dict[str, Any]
 ) -> dict[str, Any]:
-    """The byte ceiling at the mean length of the duel, and the share of it that was reached."""
+    """The byte ceiling at the mean length of the race, and the share of it that was reached."""
     own, full = (read_per_step(sizes, one, length, batch) for one in (method, FULL))
     return {
         "byte_ceiling": full / own,

@@ -51,7 +51,7 @@ def estimate(recipe: "Recipe") -> str:
     for batch, length in settings(args):
         lines.append(f"  batch {batch}, {length:,} tokens:")
         full = read_per_step(sizes, FULL, length, batch)
-        for method in [FULL, *args.contestants]:
+        for method in [FULL, *args.raced_methods]:
             held = batch * held_per_row(sizes, method, args.room(length)) / 1e9
             read = read_per_step(sizes, method, length, batch)
             known = f"{held:8.3f} size  {read / 1e9:8.3f} read  {full / read:.3f}x"
@@ -60,7 +60,7 @@ def estimate(recipe: "Recipe") -> str:
     return "\n".join(lines)
 
 
-class Measured(NamedTuple):
+class MeasuredSpeed(NamedTuple):
     """What is measured.
 
     Attributes:
@@ -84,7 +84,7 @@ class Measured(NamedTuple):
         return f"{self.plan_source}; windows of {sinks} sink and {recent} recent tokens."
 
 
-def what_to_measure(recipe: "Recipe") -> Measured:
+def what_to_measure(recipe: "Recipe") -> MeasuredSpeed:
     """What the recipe asks to measure.
 
     The plan is that of model.plan, else an export's own, else the one in <output_dir>/plan, else a generated
@@ -127,7 +127,7 @@ def what_to_measure(recipe: "Recipe") -> Measured:
     near = windows["num_sink_tokens"], windows["num_recent_tokens"]
     sizes = Sizes.of(config, plan, near, _ELEMENT[model.dtype])
     is_export = args.shapes is None and stored.model_type == "pod"
-    return Measured(sizes, source, config.max_position_embeddings, near, is_export)
+    return MeasuredSpeed(sizes, source, config.max_position_embeddings, near, is_export)
 
 
 def _with_sinks(plan: SharingPlan, windows: dict[str, Any], sinks: str | None, config: Any) -> SharingPlan:
@@ -151,7 +151,7 @@ def _places(recipe: "Recipe") -> dict[str, str]:
     return {} if recipe.model.gguf_file is None else {"gguf_file": recipe.model.gguf_file}
 
 
-def load(recipe: "Recipe", measured: Measured, device: "torch.device") -> "Bench":
+def load(recipe: "Recipe", measured: MeasuredSpeed, device: "torch.device") -> "Bench":
     """The models on a device, all with the same weights: random ones, or those of model.path.
 
     For an export there is no stock model.
@@ -211,7 +211,7 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
     _check_lengths(args, measured.positions, races_on(device))
     no_room = _check_memory(args, sizes, device)
     bench = load(recipe, measured, device)
-    for method in args.contestants:  # a cache that cannot be made is refused before anything is measured
+    for method in args.raced_methods:  # a cache that cannot be made is refused before anything is measured
         for length in args.lengths:
             make_cache(bench, method, length, length)
     earlier = keep_old(recipe.bench_dir / "bench.json")
@@ -234,7 +234,7 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
         for setting in settings(args):
             reason = _OF_EXPORTS if measured.is_export else no_room.get(setting)
             with_stock = args.stock and reason is None
-            methods = [*args.contestants, STOCK] if with_stock else args.contestants
+            methods = [*args.raced_methods, STOCK] if with_stock else args.raced_methods
             found = compare(bench, methods, *setting)
             if args.stock and not with_stock:
                 found["methods"][STOCK.name] = {"not_measured": reason}
@@ -335,11 +335,11 @@ def _check_memory(args: BenchArgs, sizes: Sizes, device: "torch.device") -> dict
         ValueError: another method does not fit at some setting.
     """
     from pod.bench.decode_speed import races_on
-    from pod.measure import memory
+    from pod.measure import measured_memory
 
-    there, reasons = memory.free_memory(device), {}
+    there, reasons = measured_memory.free_memory(device), {}
     for batch, length in settings(args):
-        for method in [*args.contestants, STOCK]:
+        for method in [*args.raced_methods, STOCK]:
             room = args.room(length, races_on(device))
             size = needed(sizes, method, batch, room, device.type == "cpu")
             said = (

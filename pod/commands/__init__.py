@@ -16,6 +16,7 @@ COMMANDS = {
     "train": ("train", "fine-tune a model under the plan, on one or many GPUs"),
     "export": ("export", "write a checkpoint as a Hugging Face model folder"),
     "eval": ("evaluate", "compare cache methods: quality, memory and speed"),
+    "report": ("report", "show several evaluations on one page"),
     "bench": ("bench", "measure decode speed against the dense cache"),
     "demo": ("demo", "run all of these steps on one small model"),
     "doctor": ("doctor", "check the installation and show what is missing"),

@@ -39,7 +39,7 @@ _CTRL_C_SECONDS = 30
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore::FutureWarning"}
 
 
-class Step(NamedTuple):
+class DemoStep(NamedTuple):
     """One command of the chain."""
 
     name: str
@@ -47,7 +47,7 @@ class Step(NamedTuple):
     command: list[str]
 
 
-def steps_of(recipe: Recipe, config: Path, ranks: int = RANKS) -> list[Step]:
+def steps_of(recipe: Recipe, config: Path, ranks: int = RANKS) -> list[DemoStep]:
     """The steps of the chain, in order.
 
     Args:
@@ -66,12 +66,12 @@ def steps_of(recipe: Recipe, config: Path, ranks: int = RANKS) -> list[Step]:
     train = [*deepspeed, "--module", "pod.commands.train", "--config", str(config)]
     reload = [sys.executable, "-m", "pod.commands.check_export", str(export), tokens, str(check)]
     return [
-        Step("prepare", "turn text into packed training rows", pod("data")),
-        Step("explore", "measure the heads and write a plan", pod("explore")),
-        Step("train", f"fine-tune the model under the plan, {ranks} processes", train),
-        Step("export", "write a Hugging Face model folder", pod("export")),
-        Step("reload", "load it with plain transformers and compare the logits", reload),
-        Step(
+        DemoStep("prepare", "turn text into packed training rows", pod("data")),
+        DemoStep("explore", "measure the heads and write a plan", pod("explore")),
+        DemoStep("train", f"fine-tune the model under the plan, {ranks} processes", train),
+        DemoStep("export", "write a Hugging Face model folder", pod("export")),
+        DemoStep("reload", "load it with plain transformers and compare the logits", reload),
+        DemoStep(
             "evaluate",
             "measure perplexity, passkey retrieval, bytes and speed; write the report",
             pod("eval"),

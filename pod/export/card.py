@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from huggingface_hub import ModelCard, ModelCardData
 
 from pod.export.served import check_servable, target_of
 from pod.export.served_card import serving, serving_limits
@@ -29,6 +29,10 @@ _IDEAS = {
     "cla": "Groups of neighbouring layers share one set of keys and values.",
     "window": "Every layer sees and keeps only the most recent tokens.",
 }
+_TEMPLATE = """---
+{{ card_data }}
+---
+{{ sections|join("\n\n") }}"""
 _LOADING = """## How to load it
 
 You need transformers only. The modeling code is in this folder.
@@ -87,16 +91,18 @@ def card(
         format: the format of the export, hf or vllm.
     """
     base = _shown(origin.base) if origin.base else None
-    fields: dict[str, Any] = {
-        **licence.fields,
-        "library_name": "transformers" if format == "hf" or target_of(config).is_stock else "vllm",
-        "pipeline_tag": "text-generation",
-        "tags": ["pod-kv", "kv-cache", config.own_method],
-    }
-    if base is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", base):
-        fields["base_model"] = base
+    is_hub_id = base is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", base)
+    fields = ModelCardData(
+        license=licence.fields["license"],
+        license_name=licence.fields.get("license_name"),
+        license_link=licence.fields.get("license_link"),
+        base_model=base if is_hub_id else None,
+        library_name="transformers" if format == "hf" or target_of(config).is_stock else "vllm",
+        pipeline_tag="text-generation",
+        tags=["pod-kv", "kv-cache", config.own_method],
+    )
     sections = [
-        f"---\n{yaml.safe_dump(fields, sort_keys=True)}---\n# {name}",
+        f"# {name}",
         *_savings(config, base),
         _LOADING if format == "hf" else serving(config),
         *_heads(config),
@@ -105,7 +111,7 @@ def card(
         _limits(config, format),
         _licence(licence, base),
     ]
-    return "\n\n".join(sections) + "\n"
+    return str(ModelCard.from_template(fields, template_str=_TEMPLATE, sections=sections)) + "\n"
 
 
 def saved_share(config: PodConfig, n: int) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pod.measure.memory import Meter, free_memory, next_token, now, weight_bytes
+from pod.measure.measured_memory import Meter, free_memory, next_token, now, weight_bytes
 
 _KEPT = 200  # characters of an error
 

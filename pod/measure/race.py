@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pod.measure.memory import next_token, now
+from pod.measure.measured_memory import next_token, now
 from pod.modeling.model.attend import IMPLEMENTATIONS, Call, Implementation
 
 _WARM_UP_TOKENS = 16
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Contestant:
+class Runner:
     """A model with a filled cache, and the next token to feed.
 
     Attributes:
@@ -90,25 +90,25 @@ def warm_up(model: Any, prompt: Tensor) -> None:
 
 
 @torch.no_grad()
-def fill(contestant: Contestant, prompt: Tensor) -> None:
+def fill(runner: Runner, prompt: Tensor) -> None:
     """Read the prompt [B, n] into the cache, a new one, and time it up to the first token.
 
     The time includes the method's compression.
     """
     began = now(prompt.device)
-    contestant.token = next_token(contestant.model, contestant.cache, prompt)
-    contestant.prompt_seconds.append(now(prompt.device) - began)
+    runner.token = next_token(runner.model, runner.cache, prompt)
+    runner.prompt_seconds.append(now(prompt.device) - began)
 
 
-def race(contestants: Sequence[Contestant], steps: int, repeats: int) -> None:
+def race(runners: Sequence[Runner], steps: int, repeats: int) -> None:
     """Run one warm-up round, then `repeats` timed rounds.
 
-    In every round each contestant decodes `steps` tokens, in turns. The order moves by one from round to
+    In every round each runner decodes `steps` tokens, in turns. The order moves by one from round to
     round, so that no one always runs on another's warm or cold caches. Whoever fails is out, and the others
     go on.
     """
     for turn in range(repeats + 1):
-        for one in in_turns(contestants, turn):
+        for one in in_turns(runners, turn):
             with one.trying():
                 if one.failed is None:
                     took = one.decode(steps)

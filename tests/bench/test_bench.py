@@ -1,6 +1,6 @@
 """Decode speed, from the byte model to the largest batch.
 
-Covers the byte model against counting, caches that are filled without a prompt, duels, and largest batches.
+Covers the byte model against counting, caches that are filled without a prompt, races, and largest batches.
 """
 
 import json
@@ -13,7 +13,7 @@ import transformers
 
 import pod
 from pod.bench import decode_speed, run
-from pod.bench.args import FULL, SHAPES, STOCK, BenchArgs, contestant
+from pod.bench.args import FULL, SHAPES, STOCK, BenchArgs, bench_method
 from pod.bench.decode_bytes import (
     Sizes,
     budget_at,
@@ -25,11 +25,11 @@ from pod.bench.decode_bytes import (
     spread_plan,
     uses_plan,
 )
-from pod.bench.decode_speed import entrant, make_cache
+from pod.bench.decode_speed import make_cache, make_runner
 from pod.bench.dense_decode import PEERS, dense_peers
 from pod.measure import fill as fill_module
 from pod.measure.fill import fill
-from pod.measure.race import Contestant
+from pod.measure.race import Runner
 from pod.modeling.model.decode import DECODERS
 from pod.modeling.model.stores import KVBuffer
 from pod.recipe import Recipe, field_docs, fields_of, load_recipe
@@ -37,7 +37,7 @@ from pod.recipe import Recipe, field_docs, fields_of, load_recipe
 WINDOWS = (2, 6)
 LEAD = [[0, 0], [0, 1], [0, 1], [3, 1]]
 ROLES = [[0, None], [None, 1], [0, None], [3, 1]]
-POD = contestant("pod")
+POD = bench_method("pod")
 CPU = torch.device("cpu")
 
 
@@ -77,10 +77,12 @@ def stores_of(cache):
 
 
 def test_methods_are_those_of_evaluations():
-    method = contestant("pod+int4[tau=0.7,group_size=16,skip_share=0.25]")
+    method = bench_method("pod+int4[tau=0.7,group_size=16,skip_share=0.25]")
     assert (method.spec, method.options) == ("pod+int4", {"tau": 0.7, "group_size": 16, "skip_share": 0.25})
-    assert uses_plan(method) and not uses_plan(contestant("int4")) and not uses_plan(contestant("snapkv@9"))
-    found = BenchArgs(methods=["full", "pod", "pod[tau=0.7]"]).contestants
+    assert (
+        uses_plan(method) and not uses_plan(bench_method("int4")) and not uses_plan(bench_method("snapkv@9"))
+    )
+    found = BenchArgs(methods=["full", "pod", "pod[tau=0.7]"]).raced_methods
     assert [method.name for method in found] == ["pod", "pod[tau=0.7]"]
 
 
@@ -190,7 +192,7 @@ def ceiling(sizes, method, length, batch):
 @pytest.mark.parametrize("text", ["full", "pod", "pod[tau=0.7,skip_share=0.5]", "pod[tau=0.7,skip_share=1]"])
 @pytest.mark.parametrize("lead", [LEAD, ROLES])
 def test_bytes_of_a_step_are_those_counted(length, text, lead):
-    sizes, method = sizes_of(lead), contestant(text)
+    sizes, method = sizes_of(lead), bench_method(text)
     expected = counted(lead, length, 3, 16, 2, WINDOWS, method)
     assert read_per_row(sizes, method, length) == pytest.approx(expected, rel=1e-12)
     full = counted(lead, length, 3, 16, 2, WINDOWS, FULL)
@@ -204,12 +206,12 @@ def test_packed_tokens_cost_their_codes_and_their_groups():
         ("int8[group_size=64]", 8, 10**9, 128 * 8.5 / 8),
         ("int4", 4, 100, 256),  # the newest tokens are native
     ):
-        assert sizes.token_bytes(contestant(text), bits, tokens) == pytest.approx((size, size), rel=1e-5)
-    key, value = sizes_of(LEAD, 2, 80).token_bytes(contestant("int4"), 4, 10**9)
+        assert sizes.token_bytes(bench_method(text), bits, tokens) == pytest.approx((size, size), rel=1e-5)
+    key, value = sizes_of(LEAD, 2, 80).token_bytes(bench_method("int4"), 4, 10**9)
     assert (key, value) == pytest.approx((40 + 4 * 80 / 32, 40 + 4 * 2), rel=1e-5), (
         "two groups of 40 channels"
     )
-    assert not is_modelled(contestant("snapkv@9")) and not is_modelled(STOCK)
+    assert not is_modelled(bench_method("snapkv@9")) and not is_modelled(STOCK)
     whole, packed = (
         read_per_row(sizes, POD, 10**6),
         read_per_row(sizes_of(LEAD, 2, 128, bits=(16, 4, 4, 16)), POD, 10**6),
@@ -294,13 +296,13 @@ def test_filled_caches_have_random_numbers_in_every_used_slot(lead, method, monk
 @pytest.mark.parametrize("text", ["full", "pod", "pod[tau=0.7,skip_share=0.5]"])
 @pytest.mark.parametrize("lead", [LEAD, ROLES])
 def test_the_engine_on_a_filled_cache_decodes_as_the_ordinary_pass(text, lead):
-    method, bench = contestant(text), make_bench(lead)
+    method, bench = bench_method(text), make_bench(lead)
     model, found = bench.model_of(method), []
     for capacity in (64, None):
         tau = {"tau": 0.7} if "tau" in text else {}
         cache = pod.make_cache(model, method.spec, **tau, **({"capacity": capacity} if capacity else {}))
         fill(model, cache, 2, 40, method.options.get("skip_share", 0))
-        one = Contestant(text, model, cache, torch.zeros(2, 1, dtype=torch.long))
+        one = Runner(text, model, cache, torch.zeros(2, 1, dtype=torch.long))
         one.decode(7)
         assert cache.get_seq_length() == 47
         with torch.no_grad():
@@ -327,13 +329,13 @@ def test_the_share_asked_for_passes_the_gate(share):
     "text", ["pod+int4[group_size=16]", "int8[group_size=16]", "snapkv@40", "snapkv@20%"]
 )
 def test_what_the_engine_does_not_serve_runs_through_the_ordinary_cache_and_says_so(bench, text):
-    one, note = entrant(bench, contestant(text), 2, 200, 250, "auto")
+    one, note = make_runner(bench, bench_method(text), 2, 200, 250, "auto")
     has_engine = one.cache.engine is not None
     assert has_engine == (note is None) and one.cache.get_seq_length() == 200
     assert has_engine or note == "without the decode engine: it does not support this method"
     assert one.decode(3) > 0 and one.cache.get_seq_length() == 203
     assert bench.dense.config.attention_backend == bench.planned.config.attention_backend == "auto"
-    full, _ = entrant(bench, FULL, 2, 200, 250, "auto")
+    full, _ = make_runner(bench, FULL, 2, 200, 250, "auto")
     assert one.cache.nbytes < 0.8 * full.cache.nbytes
 
 
@@ -349,12 +351,14 @@ def test_all_models_share_their_weights(bench):
 def test_budgets_are_taken_at_the_length(bench):
     """In tokens, as a share, or as many as fill what the plan holds."""
     sizes = bench.sizes
-    found = [budget_at(sizes, contestant(f"snapkv{budget}"), 200) for budget in ("@40", "@12.5%", "@pod", "")]
+    found = [
+        budget_at(sizes, bench_method(f"snapkv{budget}"), 200) for budget in ("@40", "@12.5%", "@pod", "")
+    ]
     share = 1 - sizes.plan.saving(200, *sizes.windows[0])
     assert found == [40, 25, int(200 * share), int(200 * share)] and 0.4 < share < 0.95
 
 
-# -- duels ---------------------------------------------------------------------------------
+# -- races ---------------------------------------------------------------------------------
 
 
 class Clock:
@@ -362,7 +366,7 @@ class Clock:
 
     def __init__(self, monkeypatch, seconds):
         self.turns, self.lengths, self.seconds = [], {}, seconds
-        real = Contestant.decode
+        real = Runner.decode
 
         def decode(one, steps):
             real(one, steps)
@@ -371,16 +375,16 @@ class Clock:
             self.lengths.setdefault(one.name, []).append(one.cache.get_seq_length())
             return self.seconds[one.name, backend]
 
-        monkeypatch.setattr(Contestant, "decode", decode)
+        monkeypatch.setattr(Runner, "decode", decode)
 
 
-def test_a_duel_is_fair_and_its_figures_follow_from_its_seconds(monkeypatch):
+def test_a_race_is_fair_and_its_figures_follow_from_its_seconds(monkeypatch):
     clock = Clock(
         monkeypatch, {("full", "grouped"): 2.0, ("pod", "auto"): 0.5, ("pod[tau=0.7]", "auto"): 4.0}
     )
     settings = "bench.steps=3", "bench.repeats=2", "bench.stock=false"
     bench = make_bench(LEAD, *settings, "bench.methods=pod,pod[tau=0.7]")
-    found = decode_speed.compare(bench, bench.args.contestants, 2, 50, "grouped")
+    found = decode_speed.compare(bench, bench.args.raced_methods, 2, 50, "grouped")
     row = found["methods"]["pod"]
     assert row["tokens_per_second"]["median"] == 3 * 2 / 0.5 and row["full_tokens_per_second"]["median"] == 3
     assert row["speed_over_full"] == {"median": 4.0, "min": 4.0, "max": 4.0, "repeats": 2}
@@ -430,19 +434,19 @@ def test_dense_peers_compute_dense_attention_and_nothing_else(bench):
         for lead in (LEAD, ROLES):
             other = make_bench(lead)
             with pytest.raises(ValueError, match="it serves dense caches only"):
-                entrant(other, POD, 2, 30, 64, "sdpa")
+                make_runner(other, POD, 2, 30, 64, "sdpa")
 
 
 def test_one_that_fails_does_not_stop_the_others(bench, monkeypatch):
-    bad, late = contestant("pod[tau=7]"), contestant("pod[tau=0.9]")
-    real = Contestant.decode
+    bad, late = bench_method("pod[tau=7]"), bench_method("pod[tau=0.9]")
+    real = Runner.decode
 
     def decode(one, steps):
         if one.name == late.name and one.cache.get_seq_length() > 45:
             raise torch.OutOfMemoryError("no room\nleft")
         return real(one, steps)
 
-    monkeypatch.setattr(Contestant, "decode", decode)
+    monkeypatch.setattr(Runner, "decode", decode)
     result = decode_speed.compare(bench, [bad, late, POD], 1, 40, "grouped")
     found = result["methods"]
     assert "tau = 7" in found["pod[tau=7]"]["error"]
@@ -452,16 +456,16 @@ def test_one_that_fails_does_not_stop_the_others(bench, monkeypatch):
 
 
 def test_nothing_goes_on_without_the_dense_cache(bench, monkeypatch):
-    real = Contestant.decode
+    real = Runner.decode
 
     def decode(one, steps):
         if one.cache.get_seq_length() > 45:
             raise RuntimeError("an illegal memory access")
         return real(one, steps)
 
-    monkeypatch.setattr(Contestant, "decode", decode)
+    monkeypatch.setattr(Runner, "decode", decode)
     with pytest.raises(RuntimeError, match="illegal memory"):
-        decode_speed.compare(bench, [POD, contestant("pod[tau=0.9]")], 1, 40, "grouped")
+        decode_speed.compare(bench, [POD, bench_method("pod[tau=0.9]")], 1, 40, "grouped")
 
 
 # -- launcher ------------------------------------------------------------------------------
@@ -580,7 +584,7 @@ def test_the_stock_model_is_left_out_where_it_does_not_fit(tmp_path, monkeypatch
     sizes = run.runner(recipe).sizes
     full, own, other = (held_per_row(sizes, one, 408, True) for one in (FULL, POD, STOCK))
     assert needed(sizes, POD, 1, 408, True) == sizes.weights + full + own and own < other
-    monkeypatch.setattr("pod.measure.memory.free_memory", lambda _: sizes.weights + full + own + 1)
+    monkeypatch.setattr("pod.measure.measured_memory.free_memory", lambda _: sizes.weights + full + own + 1)
     reasons = run._check_memory(recipe.bench, sizes, CPU)
     assert list(reasons) == [(1, 400)] and "are free" in reasons[1, 400]
 

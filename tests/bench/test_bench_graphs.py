@@ -1,6 +1,6 @@
 """CUDA graphs and fused kernels in `pod bench`.
 
-Every contestant that can have them has them. Every row says which it had, and a ratio without both stands
+Every runner that can have them has them. Every row says which it had, and a ratio without both stands
 beside it. Graphs and kernels are counted stand-ins on the CPU.
 """
 
@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from pod.bench import decode_speed, run
-from pod.bench.args import STOCK, contestant
+from pod.bench.args import STOCK, bench_method
 from pod.bench.dense_decode import dense_peers
 from pod.engine import decode_engine as engine_module
 from pod.kernels import fused
-from pod.measure.race import Contestant
+from pod.measure.race import Runner
 from pod.modeling.model.decode import RECORDABLE
 from pod.recipe import load_recipe
 
@@ -28,7 +28,7 @@ SETTINGS = [
     "bench.repeats=2",
     "bench.methods=pod,snapkv@40",
 ]
-POD, SNAPKV = contestant("pod"), contestant("snapkv@40")
+POD, SNAPKV = bench_method("pod"), bench_method("snapkv@40")
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def bench():
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
 def test_the_dense_cache_has_graph_and_fused_kernels_with_every_backend(gpu, bench, backend):
-    one, _ = decode_speed.entrant(bench, decode_speed.FULL, 1, 60, 100, backend)
+    one, _ = decode_speed.make_runner(bench, decode_speed.FULL, 1, 60, 100, backend)
     assert decode_speed.means(one) == {"no_graph": None, "no_fused": None}
     assert one.cache.engine.graphs == 1 == gpu.recorded
     gpu.replayed = gpu.fused = 0
@@ -96,7 +96,7 @@ def test_a_plain_engine_finds_the_same_tokens_without_both(gpu, bench):
     found = []
     for plain in (False, True):
         torch.manual_seed(0)
-        one, _ = decode_speed.entrant(bench, POD, 2, 60, 100)
+        one, _ = decode_speed.make_runner(bench, POD, 2, 60, 100)
         one.cache.engine.plain = plain
         gpu.replayed = gpu.fused = 0
         found.append(one.cache.engine.greedy(one.model, torch.zeros(2, 1, dtype=torch.long), 5))
@@ -114,7 +114,7 @@ def timed(monkeypatch, seconds):
 
     Also keeps the lengths at every timed end.
     """
-    lengths, real = {}, Contestant.decode
+    lengths, real = {}, Runner.decode
 
     def decode(one, steps):
         real(one, steps)
@@ -122,7 +122,7 @@ def timed(monkeypatch, seconds):
         lengths.setdefault(one.name, []).append(one.cache.get_seq_length())
         return seconds[one.name, engine is not None and engine.plain]
 
-    monkeypatch.setattr(Contestant, "decode", decode)
+    monkeypatch.setattr(Runner, "decode", decode)
     return lengths
 
 
@@ -176,14 +176,14 @@ def test_where_there_are_none_one_race_is_enough(bench, monkeypatch):
 
 
 def test_one_that_fails_without_them_keeps_its_figures(gpu, bench, monkeypatch):
-    real = Contestant.decode
+    real = Runner.decode
 
     def decode(one, steps):
         if one.name == "pod" and one.cache.engine.plain:
             raise RuntimeError("no room\nleft")
         return real(one, steps)
 
-    monkeypatch.setattr(Contestant, "decode", decode)
+    monkeypatch.setattr(Runner, "decode", decode)
     row = decode_speed.compare(bench, [POD], 1, 60, "sdpa")["methods"]["pod"]
     assert row["like_for_like"] == {"error": "RuntimeError: no room left"}
     assert row["speed_over_full"]["repeats"] == 2 and row["bytes"] > 0

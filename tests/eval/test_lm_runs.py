@@ -269,9 +269,7 @@ def test_pod_bytes_are_measured_for_all_lengths_at_once(monkeypatch):
         return measure_bytes(model, spec, lengths)
 
     monkeypatch.setattr("pod.eval.lm.command.measure_bytes", measure)
-    runner = make_runner(
-        lm_tools.model(), find_method("h2o[num_recent_tokens=6]@pod"), lm_tools.model("pod")
-    )
+    runner = make_runner(lm_tools.model(), find_method("h2o[num_recent_tokens=6]@pod"), lm_tools.model("pod"))
     lm = PodLM(runner, RequestEncoder(lm_tools.tokenizer(), 8192), batch_size=3)
     lm.loglikelihood(lm_tools.choices())
     assert prepared == [[64, 128]]

@@ -10,7 +10,7 @@ import torch
 
 import pod
 from pod.measure.max_batch import Tries, fractional, is_out_of_memory, largest, search
-from pod.measure.memory import weight_bytes
+from pod.measure.measured_memory import weight_bytes
 
 
 @pytest.mark.parametrize("guess", [1, 2, 3, 9, 10, 40])

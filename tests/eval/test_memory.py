@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import pod
-from pod.measure import memory
-from pod.measure.memory import LiveBytes, Meter, measure, weight_bytes
+from pod.measure import measured_memory
+from pod.measure.measured_memory import LiveBytes, Meter, measure, weight_bytes
 
 TOKENS = torch.randint(96, (1, 256), generator=torch.Generator().manual_seed(1))
 KV_TOKEN = 2 * 4 * 2 * 8 * 8  # K and V, layers, KV heads, head_dim, bytes of float64
@@ -60,7 +60,7 @@ def test_tied_weights_count_once(dense_model):
 
 def test_split_of_the_dense_cache(dense_model):
     found = measure(dense_model, lambda: pod.make_cache(dense_model, "full"), TOKENS, 3)
-    assert found["counted_by"] == memory.STORAGES and found["weights"] == weight_bytes(dense_model)
+    assert found["counted_by"] == measured_memory.STORAGES and found["weights"] == weight_bytes(dense_model)
     for phase in ("prefill", "decode"):
         row = found[phase]
         assert row["peak"] == found["weights"] + row["kv"] + row["activations"]

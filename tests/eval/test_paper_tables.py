@@ -17,7 +17,7 @@ from pod.eval.report.merge import merge
 from pod.eval.report.names import CATEGORIES
 from pod.eval.report.page import Section
 from pod.eval.report.paper_tables import Published, load, paper_name, relative_drop, same_model
-from pod.eval.report.tables import suite_table
+from pod.eval.report.report_tables import suite_table
 from pod.eval.suites.configs import suite_configs
 from pod.files import read_json, write_json
 

@@ -14,9 +14,9 @@ import pytest
 
 from pod.eval.report.merge import merge
 from pod.eval.report.notes import overview_notes
-from pod.eval.report.pictures import training_curve
+from pod.eval.report.report_pictures import training_curve
+from pod.eval.report.report_tables import overview, part_table
 from pod.eval.report.speed import speed_table
-from pod.eval.report.tables import overview, part_table
 from pod.eval.report.write import write_report
 from pod.measure.machine import environment
 from pod.recipe import Recipe

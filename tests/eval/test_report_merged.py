@@ -5,6 +5,7 @@ Result files are made up (tests/eval/synthetic.py).
 
 import csv
 import io
+import sys
 
 import pytest
 from synthetic import (
@@ -21,14 +22,14 @@ from synthetic import (
 )
 from test_report import Page
 
+from pod.commands import main as pod_command
 from pod.eval.report import notes as report_notes
-from pod.eval.report import pictures
-from pod.eval.report import tables as report_tables
+from pod.eval.report import report_pictures, report_tables
 from pod.eval.report.merge import combined, merge
 from pod.eval.report.names import suite_of
 from pod.eval.report.page import Cell, Notes, Picture, Section, Table, render
 from pod.eval.report.speed import speed_table
-from pod.eval.report.write import csv_text, main, task_blocks, write_merged
+from pod.eval.report.write import csv_text, task_blocks, write_merged
 
 
 @pytest.fixture(scope="module")
@@ -324,8 +325,8 @@ def test_the_best_measured_values_by_growing_bytes():
             ("e", 0.5, 40),
         ]
     ]
-    assert [point["label"] for point in pictures.best_so_far(points, True)] == ["d", "b", "a"]
-    assert [point["label"] for point in pictures.best_so_far(points, False)] == ["d"]
+    assert [point["label"] for point in report_pictures.best_so_far(points, True)] == ["d", "b", "a"]
+    assert [point["label"] for point in report_pictures.best_so_far(points, False)] == ["d"]
 
 
 def test_payloads_may_bring_curves(comparison):
@@ -364,11 +365,18 @@ def test_csv_has_what_the_page_says(comparison):
 
 
 def test_command_line(two_runs, tmp_path, capsys, monkeypatch):
+    out = str(tmp_path / "r")
     monkeypatch.setattr("pod.eval.report.write.write_merged", lambda *arguments: arguments)
-    assert main([str(two_runs[0]), "--out", str(tmp_path / "r"), "--model", "LLaMA3-8B-32K"]) == 0
-    assert "LLaMA3-8B-32K" in capsys.readouterr().out
+    monkeypatch.setattr(
+        sys, "argv", ["pod", "report", str(two_runs[0]), "--out", out, "--model", "LLaMA3-8B"]
+    )
+    pod_command()
+    assert "LLaMA3-8B" in capsys.readouterr().out
     monkeypatch.undo()
-    assert main([str(tmp_path), "--out", str(tmp_path / "r")]) == 2
+    monkeypatch.setattr(sys, "argv", ["pod", "report", str(tmp_path), "--out", out])
+    with pytest.raises(SystemExit) as end:
+        pod_command()
+    assert end.value.code == 2
     error = capsys.readouterr().err
     assert error == f"error: {tmp_path} has no evaluation results: run `pod eval` first\n"
 

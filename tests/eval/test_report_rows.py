@@ -21,8 +21,8 @@ from synthetic import (
 )
 
 from pod.eval.report import notes as report_notes
+from pod.eval.report import report_tables
 from pod.eval.report import speed as report_speed
-from pod.eval.report import tables as report_tables
 from pod.eval.report.merge import byte_share, held_rows, merge
 from pod.eval.statistics.comparison import compare, paired_samples
 

@@ -17,7 +17,7 @@ from pod.eval.answer.methods import find_method
 from pod.eval.estimate import estimate
 from pod.eval.lists import list_tasks
 from pod.eval.report.merge import merge
-from pod.eval.report.tables import common_length, overview, percent
+from pod.eval.report.report_tables import common_length, overview, percent
 from pod.eval.speed import task as speed_task
 from pod.eval.speed.task import row_of
 from pod.eval.suites import base

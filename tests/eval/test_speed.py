@@ -16,8 +16,8 @@ from pod.eval.speed.args import SpeedOptions, speed_options
 from pod.measure import race
 from pod.measure.fill import fill
 from pod.measure.max_batch import LongTries
-from pod.measure.memory import weight_bytes
-from pod.measure.race import Contestant
+from pod.measure.measured_memory import weight_bytes
+from pod.measure.race import Runner
 from pod.modeling.methods.windowed import StreamingLayer
 
 METHODS = ["full", "pod-unadapted", "snapkv", "streamingllm"]
@@ -173,9 +173,9 @@ class Clock:
 def test_rates_and_ratios_by_hand(monkeypatch):
     # prompts 8 and 4 s; a warm-up round of one step each; then rounds in order b, a and a, b
     clock = Clock([8, 4, 1, 1, 2, 4, 5, 1], monkeypatch)
-    pair = [Contestant(name=name, model=clock, cache=None) for name in "ab"]
-    for contestant in pair:
-        race.fill(contestant, torch.zeros(1, 40, dtype=torch.long))
+    pair = [Runner(name=name, model=clock, cache=None) for name in "ab"]
+    for one in pair:
+        race.fill(one, torch.zeros(1, 40, dtype=torch.long))
     race.race(pair, steps=1, repeats=2)
     assert (pair[0].seconds, pair[1].seconds) == ([4, 5], [2, 1])
     found = speed.speeds(pair[1], pair[0], steps=1)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import pod
-from pod.measure.memory import Meter
+from pod.measure.measured_memory import Meter
 
 TILE = 2**22  # elements
 CODEC = {"group_size": 8, "residual": 64}

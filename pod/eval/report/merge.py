@@ -33,7 +33,7 @@ Question = tuple[int, Tasks, Part]
 
 
 @dataclass
-class Run:
+class ReportedRun:
     """One evaluation's folder.
 
     Attributes:
@@ -77,15 +77,15 @@ class Entry:
     label: str
     method: str
     content: dict[str, Any]
-    run: Run
+    run: ReportedRun
     parts: dict[str, Payload] = field(default_factory=dict)
-    sources: dict[str, Run] = field(default_factory=dict)
+    sources: dict[str, ReportedRun] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     speed: list[dict[str, Any]] = field(default_factory=list)
     decoding: list[dict[str, Any]] = field(default_factory=list)
 
-    def take(self, run: Run, content: dict[str, Any]) -> None:
+    def take(self, run: ReportedRun, content: dict[str, Any]) -> None:
         """Add what a run measured for this method."""
         parts = tasks_of(content)
         self.parts |= parts
@@ -105,7 +105,7 @@ class Comparison:
         tasks: in the order of the recipes.
     """
 
-    runs: list[Run]
+    runs: list[ReportedRun]
     entries: list[Entry]
     tasks: list[str]
     _judged: dict[Question, Against | None] = field(default_factory=dict)
@@ -244,7 +244,7 @@ def merge(folders: Iterable[str | os.PathLike]) -> Comparison:
     return Comparison(runs, entries, _task_order(entries))
 
 
-def read_run(folder: str | os.PathLike, shared: dict[Any, Any] | None = None) -> Run:
+def read_run(folder: str | os.PathLike, shared: dict[Any, Any] | None = None) -> ReportedRun:
     """A run's results from its output folder or its `eval` folder.
 
     What is of another dense model than the newest file is left out.
@@ -278,7 +278,7 @@ def read_run(folder: str | os.PathLike, shared: dict[Any, Any] | None = None) ->
     ordered = {name: results[name] for name in sorted(results, key=_rank) if name not in strange}
     path = place.resolve()
     label = path.parent.name if path.name == "eval" else path.name
-    return Run(label, path, ordered, left_out)
+    return ReportedRun(label, path, ordered, left_out)
 
 
 def tasks_of(content: dict[str, Any]) -> dict[str, Payload]:

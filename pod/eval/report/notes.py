@@ -8,7 +8,7 @@ from typing import Any
 from pod.eval.answer.methods import BASE, TRAINED
 from pod.eval.report.merge import Comparison, Entry, combined, prompt_conflicts
 from pod.eval.report.page import TEMPLATES
-from pod.eval.report.tables import (
+from pod.eval.report.report_tables import (
     MOST_COLUMNS,
     bytes_at,
     common_length,

@@ -15,7 +15,7 @@ from pod.eval.report.merge import Comparison, Entry, base_name
 from pod.eval.report.names import CATEGORIES, parts_of, suite_of
 from pod.eval.report.notes import sentences
 from pod.eval.report.page import Block, Cell, Notes, Section, Table, cell
-from pod.eval.report.tables import bytes_at, median, saving_of, speed_of
+from pod.eval.report.report_tables import bytes_at, median, saving_of, speed_of
 
 TITLES = {name.lower(): name for name in ("PoD", "SimLayerKV", "D2O", "RazorAttention", "IMDC")}
 _CHINESE = {"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"}

@@ -5,10 +5,10 @@ Speeds of one run were measured in one process, in turns. They are compared with
 
 from typing import Any
 
-from pod.eval.report.merge import Run
+from pod.eval.report.merge import ReportedRun
 from pod.eval.report.notes import sentences
 from pod.eval.report.page import Block, Cell, Table, bar, cell, listed
-from pod.eval.report.tables import median, plain_table
+from pod.eval.report.report_tables import median, plain_table
 
 Parts = dict[str, dict[str, Any]]
 """The part `efficiency` of every method of a race."""
@@ -22,7 +22,7 @@ _PART_NAMES = {
 """Names for stores whose own names say less to a reader."""
 
 
-def speed_blocks(runs: list[Run]) -> list[Block]:
+def speed_blocks(runs: list[ReportedRun]) -> list[Block]:
     """Tables of speed and memory, and largest batches, per run."""
     blocks: list[Block] = []
     for run in runs:

@@ -1,20 +1,16 @@
 """Write report.html, report.md and report.csv from the results of one or several runs.
 
-    python -m pod.eval.report RUN_FOLDER… --out FOLDER
-
 One self-contained page: readable on a phone and on paper, sortable by a few lines of script, without network.
 """
 
-import argparse
 import csv
 import io
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from pod.eval.report import notes, paper_tables, pictures, tables
+from pod.eval.report import notes, paper_tables, report_pictures, report_tables
 from pod.eval.report.merge import (
     Comparison,
     Entry,
@@ -80,7 +76,7 @@ def write_merged(
 
 def sections(comparison: Comparison) -> list[Section]:
     """What was measured: overview, bytes, every task, speed."""
-    summary: list[Block] = [tables.overview(comparison), Notes(notes.overview_notes(comparison))]
+    summary: list[Block] = [report_tables.overview(comparison), Notes(notes.overview_notes(comparison))]
     found = [
         Section("Methods side by side", summary),
         Section("Failed", listed(notes.sentences("failed", entries=comparison.entries), True)),
@@ -98,11 +94,14 @@ def sections(comparison: Comparison) -> list[Section]:
 def task_blocks(comparison: Comparison, task: str) -> list[Block]:
     """Everything about one task."""
     entries = comparison.measured(task)
-    blocks: list[Block] = [tables.task_table(comparison, task), *tables.part_table(comparison, task)]
+    blocks: list[Block] = [
+        report_tables.task_table(comparison, task),
+        *report_tables.part_table(comparison, task),
+    ]
     by_position = {row.label: row.parts[task]["buckets"] for row in entries if row.parts[task].get("buckets")}
     if by_position:
-        blocks.append(Picture(pictures.perplexity_by_position(by_position), "perplexity by position"))
-    blocks += tables.heat_maps(comparison, task)
+        blocks.append(Picture(report_pictures.perplexity_by_position(by_position), "perplexity by position"))
+    blocks += report_tables.heat_maps(comparison, task)
     blocks += _curves(comparison, task)
     metric = entries[0].parts[task]["metric"].replace("_", " ")
     blocks += _over_bytes(_points(comparison, (task,)), metric)
@@ -113,7 +112,7 @@ def task_blocks(comparison: Comparison, task: str) -> list[Block]:
 
 def suite_blocks(comparison: Comparison, tasks: tuple[str, ...]) -> list[Block]:
     """A suite: its table, its picture over bytes, and its tasks, each behind a line that opens it."""
-    blocks: list[Block] = [tables.suite_table(comparison, tasks)]
+    blocks: list[Block] = [report_tables.suite_table(comparison, tasks)]
     blocks += _over_bytes(_points(comparison, tasks), "mean score of the tasks")
     return blocks + [Section(short_name(task), task_blocks(comparison, task)) for task in tasks]
 
@@ -155,7 +154,7 @@ def _over_bytes(points: list[dict[str, Any]], label: str) -> list[Block]:
     """The picture of points, if they differ in bytes."""
     if len(points) < 3 or len({round(point["share"], 3) for point in points}) < 2:
         return []
-    svg = pictures.score_over_bytes(points, label, points[0]["higher_is_better"])
+    svg = report_pictures.score_over_bytes(points, label, points[0]["higher_is_better"])
     return [Picture(svg, f"{label} over KV cache memory")]
 
 
@@ -165,7 +164,7 @@ def _curves(comparison: Comparison, task: str) -> list[Block]:
     for entry in comparison.measured(task):
         for line in entry.parts[task].get("curves") or []:
             found.setdefault(line["title"], {})[entry.label] = line
-    return [Picture(pictures.curve(lines), title) for title, lines in found.items()]
+    return [Picture(report_pictures.curve(lines), title) for title, lines in found.items()]
 
 
 def _run_pictures(recipe: "Recipe") -> list[Section]:
@@ -173,7 +172,7 @@ def _run_pictures(recipe: "Recipe") -> list[Section]:
     files = sorted(recipe.plan_dir.glob("*.png"))  # these pictures say themselves what they show
     plans: list[Block] = [Picture(file.read_bytes(), file.stem.replace("_", " ")) for file in files]
     metrics = recipe.train_dir / "metrics.jsonl"
-    curve = pictures.training_curve(metrics) if metrics.is_file() else None
+    curve = report_pictures.training_curve(metrics) if metrics.is_file() else None
     training: list[Block] = [Picture(curve, "training loss")] if curve else []
     return [Section("Similarity and sharing plan", plans), Section("Adaptation", training)]
 
@@ -216,26 +215,3 @@ def _csv_row(comparison: Comparison, entry: Entry, task: str) -> dict[str, Any]:
 def _ends(name: str, interval: list[float] | None) -> dict[str, float | None]:
     low, high = interval or (None, None)
     return {f"{name}_low": low, f"{name}_high": high}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        "python -m pod.eval.report", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("runs", nargs="+", help="output folders of runs, or the eval folders inside them")
-    parser.add_argument("--out", required=True, help="folder for report.html, report.md and report.csv")
-    parser.add_argument(
-        "--papers", help="folder with CSV files of published results (default: the tables that pod ships)"
-    )
-    parser.add_argument(
-        "--model",
-        help="name of the model in the papers, for example LLaMA3-8B-32K (default: taken from its path)",
-    )
-    asked = parser.parse_args(arguments)
-    try:
-        print(write_merged(asked.runs, asked.out, asked.papers, asked.model))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0

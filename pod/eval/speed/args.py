@@ -36,7 +36,7 @@ class SpeedOptions:
 
     max_batch: list[tuple[PositiveInt, PositiveInt]] = field(default_factory=list)
     """Pairs [prompt tokens, generated tokens] for which the largest batch that fits is searched, for
-    example [[2048, 8192]] (PoD Table 3, D2O Table 3)."""
+    example [[2048, 8192]] (PoD Table 3, D2O Table 3). One more run at this batch gives tokens per second."""
 
     memory_limit_gib: PositiveFloat | None = None
     """GiB that weights, cache and activations may take in the search for the largest batch or prompt. null
@@ -50,9 +50,6 @@ class SpeedOptions:
 
     longest_prompt_tokens: PositiveInt = 4_194_304
     """The search for the longest prompt stops at this many tokens."""
-
-    throughput: bool = True
-    """Also measure generated tokens per second at the largest batch, in one more run."""
 
     @property
     def memory_limit(self) -> int | None:

@@ -15,7 +15,7 @@ from pod.eval.answer.budget import MethodRunner, Span
 from pod.eval.answer.methods import BASE, find_method
 from pod.eval.results import RunResults, code_identity, fingerprint, one_line
 from pod.eval.speed.args import NAME as SPEED_RUN
-from pod.measure import max_batch, memory, race
+from pod.measure import max_batch, measured_memory, race
 from pod.measure.fill import fill, is_filled_directly
 from pod.measure.machine import environment
 from pod.measure.race import spread
@@ -102,32 +102,32 @@ def _race(run: "Evaluation", length: int, errors: dict[str, Exception]) -> dict[
     """A row per method at one prompt length. Methods that cannot run are added to `errors`."""
     args = run.args
     rows: dict[str, dict[str, Any]] = {name: {"length": length} for name in args.methods}
-    contestants = [race.Contestant(name) for name in args.methods]
-    for one in contestants:
+    runners = [race.Runner(name) for name in args.methods]
+    for one in runners:
         with one.trying():
             method = find_method(one.name)
             one.model = run.models.get(method.model)
             if run.speed.memory:  # measuring reads the whole prompt: the model is warm afterwards
                 make, prompt = partial(_cache, run, one.name, length), _prompt(run, one.model, length)
-                rows[one.name]["memory"] = memory.measure(one.model, make, prompt, _MEMORY_STEPS)
+                rows[one.name]["memory"] = measured_memory.measure(one.model, make, prompt, _MEMORY_STEPS)
             race.warm_up(one.model, _prompt(run, one.model, length))
-    contestants = _still_in(contestants, errors)
+    runners = _still_in(runners, errors)
     for turn in range(run.speed.prefill_repeats):
-        for one in race.in_turns(contestants, turn):
+        for one in race.in_turns(runners, turn):
             with one.trying():
                 if one.failed is None:
                     one.cache = None  # frees the cache of the turn before
                     one.cache = _cache(run, one.name, length)
                     race.fill(one, _prompt(run, one.model, length))
-    contestants = _still_in(contestants, errors)
-    for one in contestants:
+    runners = _still_in(runners, errors)
+    for one in runners:
         held = {part: int(size) for part, size in one.cache.nbytes_by_part().items()}
         stated = run.runner(find_method(one.name)).stated(Span(length, 0), [sum(held.values())])
         rows[one.name] |= {"bytes_by_part": held, "bytes": stated}
-    race.race(contestants, args.efficiency_tokens, args.efficiency_repeats)
-    contestants = _still_in(contestants, errors)
-    base = next((one for one in contestants if one.name == BASE), None)
-    return {one.name: rows[one.name] | speeds(one, base, args.efficiency_tokens) for one in contestants}
+    race.race(runners, args.efficiency_tokens, args.efficiency_repeats)
+    runners = _still_in(runners, errors)
+    base = next((one for one in runners if one.name == BASE), None)
+    return {one.name: rows[one.name] | speeds(one, base, args.efficiency_tokens) for one in runners}
 
 
 def _race_filled(run: "Evaluation", length: int, errors: dict[str, Exception]) -> dict[str, dict[str, Any]]:
@@ -135,8 +135,8 @@ def _race_filled(run: "Evaluation", length: int, errors: dict[str, Exception]) -
 
     Methods that fail are added to `errors`.
     """
-    contestants = []
-    for one in map(race.Contestant, run.args.methods):
+    runners = []
+    for one in map(race.Runner, run.args.methods):
         method = find_method(one.name)
         if method.takes_budget:
             continue
@@ -146,16 +146,16 @@ def _race_filled(run: "Evaluation", length: int, errors: dict[str, Exception]) -
             if is_filled_directly(one.cache):
                 fill(one.model, one.cache, 1, length)
                 one.token = _prompt(run, one.model, 1)
-                contestants.append(one)
+                runners.append(one)
         if one.failed is not None:
-            contestants.append(one)
-    contestants = _still_in(contestants, errors)
-    held = {one.name: one.cache.nbytes for one in contestants}
-    race.race(contestants, run.args.efficiency_tokens, run.args.efficiency_repeats)
-    contestants = _still_in(contestants, errors)
-    base = next((one for one in contestants if one.name == BASE), None)
+            runners.append(one)
+    runners = _still_in(runners, errors)
+    held = {one.name: one.cache.nbytes for one in runners}
+    race.race(runners, run.args.efficiency_tokens, run.args.efficiency_repeats)
+    runners = _still_in(runners, errors)
+    base = next((one for one in runners if one.name == BASE), None)
     rows: dict[str, dict[str, Any]] = {}
-    for one in contestants:
+    for one in runners:
         rows[one.name] = {"length": length, "bytes": held[one.name]}
         rows[one.name] |= decode_speeds(one, base, run.args.efficiency_tokens)
         if base is not None:
@@ -163,10 +163,10 @@ def _race_filled(run: "Evaluation", length: int, errors: dict[str, Exception]) -
     return rows
 
 
-def _still_in(contestants: list[race.Contestant], errors: dict[str, Exception]) -> list[race.Contestant]:
-    """The contestants that did not fail. The errors of the others go to `errors`."""
-    errors |= {one.name: one.failed for one in contestants if one.failed is not None}
-    return [one for one in contestants if one.failed is None]
+def _still_in(runners: list[race.Runner], errors: dict[str, Exception]) -> list[race.Runner]:
+    """The runners that did not fail. The errors of the others go to `errors`."""
+    errors |= {one.name: one.failed for one in runners if one.failed is not None}
+    return [one for one in runners if one.failed is None]
 
 
 def _cache(run: "Evaluation", name: str, length: int) -> Any:
@@ -190,7 +190,7 @@ def _largest_batches(
         tries = max_batch.Tries(runner.model, make_cache, prompt, generated, limit, run.recipe.seed)
         row = {"prompt": prompt, "generated": generated, "limit_bytes": limit}
         row |= max_batch.search(tries, run.speed.max_batch_rows) | {"budget_tokens": runner.budget(span)}
-        if run.speed.throughput and row["batch"]:
+        if row["batch"]:
             row |= tries.throughput(row["batch"])
         return row
 
@@ -228,7 +228,7 @@ def _searched(
 ) -> dict[str, dict[str, Any]]:
     """A row per method. Methods that fail are added to `errors`."""
     rows: dict[str, dict[str, Any]] = {}
-    for one in map(race.Contestant, run.args.methods):
+    for one in map(race.Runner, run.args.methods):
         with one.trying():
             row = rows[one.name] = measured(run.runner(find_method(one.name)))
             run.log(f"{one.name}: {row['batch']} rows of {row['prompt']} + {row['generated']} tokens")
@@ -237,28 +237,28 @@ def _searched(
     return rows
 
 
-def speeds(contestant: race.Contestant, base: race.Contestant | None, steps: int) -> dict[str, Any]:
+def speeds(runner: race.Runner, base: race.Runner | None, steps: int) -> dict[str, Any]:
     """Seconds to the first token and tokens per second, and the ratios to `base`.
 
     Numbers are the median, min and max over the repeats. Ratios are taken round by round.
     """
-    first = spread(contestant.prompt_seconds)
+    first = spread(runner.prompt_seconds)
     found: dict[str, Any] = {"time_to_first_token_seconds": first["median"], "time_to_first_token": first}
-    found |= decode_speeds(contestant, base, steps)
+    found |= decode_speeds(runner, base, steps)
     if base is not None:
-        found["prefill_speed_over_full"] = _ratios(base.prompt_seconds, contestant.prompt_seconds)
+        found["prefill_speed_over_full"] = _ratios(base.prompt_seconds, runner.prompt_seconds)
     return found
 
 
-def decode_speeds(contestant: race.Contestant, base: race.Contestant | None, steps: int) -> dict[str, Any]:
+def decode_speeds(runner: race.Runner, base: race.Runner | None, steps: int) -> dict[str, Any]:
     """Tokens per second of decoding, and the ratio to `base`.
 
     Numbers are the median, min and max over the repeats. The ratio is taken round by round.
     """
-    rates = spread([steps / seconds for seconds in contestant.seconds])
+    rates = spread([steps / seconds for seconds in runner.seconds])
     found: dict[str, Any] = {"decode_tokens_per_second": rates}
     if base is not None:
-        found["speed_over_full"] = _ratios(base.seconds, contestant.seconds)
+        found["speed_over_full"] = _ratios(base.seconds, runner.seconds)
     return found
 
 
