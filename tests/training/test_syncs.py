@@ -7,7 +7,7 @@ import torch
 
 from pod.data.rows.order import RowCursor
 from pod.training.args import TrainArgs
-from pod.training.run.trainer import StepBatches
+from pod.training.run.step_batches import StepBatches
 
 ON_THE_HOST = {"pod:sum", "pod:largest", "pod:<genexpr>", "pod:of_documents"}
 """Reads of tensors that were never on a device: what ranks agree on, labels and documents of the rows."""

@@ -45,13 +45,13 @@ def add_held_out(folder: Path, seed: int = 5) -> Path:
 
 def make_passkeys(model):
     """Passkeys of which the untrained model says the first and the third, not the second."""
-    from pod.training.observe.validation import Passkey
+    from pod.training.observe.validation import PasskeyProbe
 
     said = [plain_continuation(model, prompt, 3) for prompt in PROMPTS]
     wrong = (said[1][0], (said[1][1] + 1) % tiny.VOCAB, said[1][2])
     answers = (said[0], wrong, said[2])
     return [
-        Passkey(prompt=prompt, answer=tuple(answer), depth=depth)
+        PasskeyProbe(prompt=prompt, answer=tuple(answer), depth=depth)
         for prompt, answer, depth in zip(PROMPTS, answers, (0.0, 0.5, 1.0), strict=True)
     ]
 
@@ -97,13 +97,13 @@ def make_trainer(folder, settings, data, mesh=None):
     """A trainer of the tiny model that evaluates."""
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.observe.validation import Evaluation
+    from pod.training.observe.validation import HeldOutEvaluation
     from pod.training.run.mesh import Mesh
     from pod.training.run.trainer import Trainer
 
     args, dataset = TrainArgs(**SETTINGS | settings), PackedDataset(data)
     mesh, model = mesh or Mesh(args.sequence_parallel_size), tiny.make_model()
-    evaluation = Evaluation.of(args, dataset, make_passkeys(model))
+    evaluation = HeldOutEvaluation.of(args, dataset, make_passkeys(model))
     return Trainer(args, model, dataset, mesh, folder, evaluation=evaluation)
 
 

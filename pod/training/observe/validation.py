@@ -20,7 +20,7 @@ from pod.data.rows.loader import shifted_labels
 from pod.modeling.shipped.step import document_positions
 from pod.training.args import TrainArgs
 from pod.training.observe.metrics import Values
-from pod.training.run.engine import IGNORED_LABEL
+from pod.training.run.loss import IGNORED_LABEL
 from pod.training.run.run_control import Interrupted
 
 Rows = dict[str, Tensor]
@@ -98,7 +98,7 @@ _LEAST_BUCKET = 64  # tokens
 
 
 @dataclass(frozen=True)
-class Passkey:
+class PasskeyProbe:
     """A prompt that hides a number, and the number, which the model must say next.
 
     Attributes:
@@ -112,7 +112,7 @@ class Passkey:
     depth: float
 
     @classmethod
-    def of(cls, tokenizer: Any, prompt: str, number: str, depth: float) -> "Passkey":
+    def of(cls, tokenizer: Any, prompt: str, number: str, depth: float) -> "PasskeyProbe":
         """The passkey of a prompt and a number.
 
         Both are tokenised together, with a space between them, because their border may lie inside a token.
@@ -138,7 +138,7 @@ def position_buckets(length: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
-class Evaluation:
+class HeldOutEvaluation:
     """Held-out rows and passkeys, measured by all ranks.
 
     Measuring leaves no trace: no weight, random state or position in the data changes. The metrics are:
@@ -152,7 +152,7 @@ class Evaluation:
     - `eval_passkeys`: both for every passkey, with its depth.
     """
 
-    def __init__(self, rows: Rows, passkeys: Sequence[Passkey] = ()):
+    def __init__(self, rows: Rows, passkeys: Sequence[PasskeyProbe] = ()):
         self.passkeys = passkeys
         self.num_texts, length = rows["input_ids"].shape
         longest = max((len(key.prompt) + len(key.answer) for key in passkeys), default=0)
@@ -166,7 +166,9 @@ class Evaluation:
         self.buckets = position_buckets(length)
 
     @classmethod
-    def of(cls, args: TrainArgs, dataset: Any, passkeys: Sequence[Passkey] = ()) -> "Evaluation | None":
+    def of(
+        cls, args: TrainArgs, dataset: Any, passkeys: Sequence[PasskeyProbe] = ()
+    ) -> "HeldOutEvaluation | None":
         """The evaluation that a recipe asks for; None when it asks for none.
 
         Raises:

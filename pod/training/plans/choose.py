@@ -20,7 +20,7 @@ from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.sharing import GROUP_SIZE, SharingPlan, SinkConstants
 from pod.modeling.shipped.sinks import Sink
 from pod.training.args import ExploreArgs
-from pod.training.checkpoint.identity import sha256_of
+from pod.training.checkpoint.run_identity import sha256_of
 from pod.training.observe.validation import token_scores
 from pod.training.plans.align import align
 from pod.training.plans.calibration import with_constants

@@ -32,7 +32,7 @@ from pod.files import atomic_write_bytes, keep_old
 from pod.identity import content_of
 from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.modeling.shipped.llama import PodForCausalLM
-from pod.training.checkpoint.identity import sha256_of
+from pod.training.checkpoint.run_identity import sha256_of
 from pod.training.plans.calibration import CALIBRATION_SEQUENCES, find_sinks, measure_window_costs
 from pod.training.plans.checks import check_array, check_groups
 from pod.training.plans.costs import (

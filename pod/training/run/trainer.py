@@ -3,7 +3,7 @@
 The loss of an optimizer step is the sum over all its labels (all ranks, all micro-batches), divided by their
 number. It therefore equals the loss of one process, however the rows are split. To this end, a rank's sum is
 divided by the global number of labels, and multiplied by the number of ranks over which ZeRO averages
-gradients (`engine.gradient_scale`).
+gradients (`optimization.gradient_scale`).
 """
 
 import contextlib
@@ -14,93 +14,26 @@ from typing import Any
 
 import torch
 
-from pod.data.rows.order import RowCursor
-from pod.data.rows.prefetch import Prefetcher
 from pod.files import write_json
 from pod.modeling.shipped.sharing import SharingPlan
 from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
-from pod.training.checkpoint.files import Checkpointer, random_states, set_random_states
-from pod.training.checkpoint.identity import TrainState, changed_settings, identity_of
+from pod.training.checkpoint.checkpoint_files import Checkpointer, random_states, set_random_states
 from pod.training.checkpoint.newest import checkpoint_to_resume
+from pod.training.checkpoint.run_identity import TrainState, changed_settings, identity_of
 from pod.training.observe.metrics import Monitor, Values, peak_bytes
-from pod.training.observe.validation import Evaluation
-from pod.training.run.engine import (
-    IGNORED_LABEL,
-    LanguageModelLoss,
-    deepspeed_config,
-    fuse_layers,
-    gradient_scale,
-    learning_rate,
-    make_optimizer,
-    save_activations,
-)
-from pod.training.run.guard import Guard
+from pod.training.observe.validation import HeldOutEvaluation
+from pod.training.run.activations import save_activations
+from pod.training.run.fused_layers import fuse_layers
 from pod.training.run.lora import add_lora, lora_settings
+from pod.training.run.loss import LanguageModelLoss
+from pod.training.run.loss_spikes import LossSpikeDetector
 from pod.training.run.mesh import Mesh, from_rank_0
+from pod.training.run.optimization import deepspeed_config, gradient_scale, learning_rate, make_optimizer
 from pod.training.run.run_control import Interrupted, RunControl
 from pod.training.run.start_weights import StartWeights
+from pod.training.run.step_batches import StepBatches, rows_per_step
 from pod.training.run.ulysses import Ulysses
-
-Batch = dict[str, torch.Tensor]
-
-
-def rows_per_step(args: TrainArgs, mesh: Any) -> int:
-    """Rows that all ranks read for an optimizer step."""
-    return args.micro_batch_size * args.gradient_accumulation_steps * mesh.dp_size
-
-
-class StepBatches:
-    """The micro-batches of every step on this rank: its rows, and its slice of the tokens of each row.
-
-    Ranks of one sequence-parallel group read the same rows. Data-parallel groups read different rows.
-
-    Args:
-        cursor: where reading stands. `next` moves it by the rows of all ranks.
-        tokens: slice of a row's positions that this rank holds.
-    """
-
-    def __init__(self, args: TrainArgs, dataset: Any, cursor: RowCursor, mesh: Any, tokens: slice):
-        self.dataset, self.mesh, self.tokens = dataset, mesh, tokens
-        self.micro_batch_size = args.micro_batch_size
-        self.rows_per_step = rows_per_step(args, mesh)
-        self.prefetcher = Prefetcher(self._load, cursor, self.rows_per_step, args.prefetch_steps)
-        self.num_labels = 0
-        """Labels of this rank in the step that the last `next` gave, counted before it went to the device."""
-
-    def next(self) -> list[Batch]:
-        """The micro-batches of the next step.
-
-        Returns:
-            For each micro-batch `input_ids` and `labels`, int64 [B, slice], on this rank's device; and
-            `doc_ids`, int64 [B, context], on the host, where segments are made from them.
-        """
-        batches = self.prefetcher.next()
-        self.num_labels = sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches)
-        for batch in batches:
-            for name in ("input_ids", "labels"):
-                batch[name] = batch[name].to(self.mesh.device, non_blocking=True)
-        return batches
-
-    def close(self) -> None:
-        """End the thread that reads ahead; `next` would start it again."""
-        self.prefetcher.close()
-
-    def _load(self, cursor: RowCursor) -> list[Batch]:
-        indices = cursor.peek(self.rows_per_step, self.mesh.dp_rank, self.mesh.dp_size)
-        batches = []
-        for start in range(0, len(indices), self.micro_batch_size):
-            rows = self.dataset.rows(indices[start : start + self.micro_batch_size])
-            batch = {name: rows[name][:, self.tokens].contiguous() for name in ("input_ids", "labels")}
-            batches.append(self._pinned({**batch, "doc_ids": rows["doc_ids"]}))
-        return batches
-
-    def _pinned(self, batch: Batch) -> Batch:
-        """The batch in page-locked memory, so that a copy to the GPU runs beside the GPU's work."""
-        if self.mesh.device.type != "cuda":
-            return batch
-        with torch.cuda.device(self.mesh.device):  # every thread has a current device of its own
-            return {name: value.pin_memory() for name, value in batch.items()}
 
 
 class Trainer:
@@ -129,12 +62,12 @@ class Trainer:
         folder: Path,
         seed: int = 0,
         config: dict[str, Any] | None = None,
-        evaluation: Evaluation | None = None,
+        evaluation: HeldOutEvaluation | None = None,
         weights: StartWeights | None = None,
     ):
         self.args, self.mesh, self.folder, self.dataset = args, mesh, Path(folder), dataset
         self.plan: SharingPlan = model.config.sharing_plan
-        self.evaluation, self.guard = evaluation, Guard(args)
+        self.evaluation, self.guard = evaluation, LossSpikeDetector(args)
         self.control = RunControl(args, mesh, self.folder)
         self.lora = lora_settings(args) if args.method == "lora" else None
         self.cursor = dataset.cursor(seed)
@@ -194,7 +127,7 @@ class Trainer:
         """Run until `max_steps`, `max_hours` or a signal, and save at the end in each case.
 
         Raises:
-            RuntimeError: too many bad steps (`Guard.judge`).
+            RuntimeError: too many bad steps (`LossSpikeDetector.judge`).
             OSError: a checkpoint cannot be written.
         """
         self.monitor = Monitor.of(self)

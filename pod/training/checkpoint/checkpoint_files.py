@@ -41,7 +41,8 @@ from pod.modeling.shipped.sharing import SharingPlan
 from pod.modeling.shipped.sinks import is_constant
 from pod.schema import one_line
 from pod.training import deepspeed_bridge as bridge
-from pod.training.checkpoint.identity import (
+from pod.training.checkpoint.newest import WEIGHT_FILES, step_folders, step_of
+from pod.training.checkpoint.run_identity import (
     LATEST_NAME,
     STATE_NAME,
     TrainState,
@@ -52,7 +53,6 @@ from pod.training.checkpoint.identity import (
     start_identity_of,
     way_back,
 )
-from pod.training.checkpoint.newest import WEIGHT_FILES, step_folders, step_of
 from pod.training.deepspeed_bridge import MASTER, Piece
 from pod.training.predict.memory import checkpoint_disk_bytes
 from pod.training.run.carry import host_copy

@@ -10,7 +10,7 @@ from pod.training.args import TrainArgs
 Verdict = Literal["good", "skip", "rewind"]
 
 
-class Guard:
+class LossSpikeDetector:
     """Judges every step by numbers that are the same on all ranks. Its state goes into checkpoints.
 
     A spike is a loss above `spike_factor` x the median of the last `spike_window` good steps. It is the
@@ -72,7 +72,7 @@ class Guard:
         return "skip"
 
     def rewound(self, saved: dict[str, Any]) -> None:
-        """Continue after the run has returned to a checkpoint, whose state of the guard is `saved`.
+        """Continue after the run has returned to a checkpoint, whose state of this detector is `saved`.
 
         The losses are those of the checkpoint again. The rewinds so far still count.
         """
