@@ -213,19 +213,6 @@ class Monitor:
         if enabled and args.tracker == "tensorboard":
             self.trackers.append(TensorBoard(folder, first_step))
 
-    @classmethod
-    def of(cls, trainer: Any) -> "Monitor":
-        """The monitor of a `Trainer` that is about to train.
-
-        On rank 0, it reads the documents of some rows, for `mfu`.
-        """
-        args, mesh, dataset = trainer.args, trainer.mesh, trainer.dataset
-        is_rank_0 = mesh.rank == 0
-        config = trainer.causal_model.config
-        peak = peak_tokens_per_second(config, args, dataset, mesh) if is_rank_0 else None
-        tokens = trainer.batches.rows_per_step * dataset.context_length
-        return cls(trainer.folder, args, trainer.state.step, tokens, trainer.state.config, is_rank_0, peak)
-
     def logs(self, step: int) -> bool:
         """Whether step `step` (counted from 1) gets a record; the same on all ranks."""
         return step % self.args.log_every_steps == 0 or step == self.args.max_steps

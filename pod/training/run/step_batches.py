@@ -49,6 +49,16 @@ class StepBatches:
                 batch[name] = batch[name].to(self.mesh.device, non_blocking=True)
         return batches
 
+    def agree_on_labels(self) -> tuple[float, float]:
+        """Labels of the step over all ranks, and the seconds that the slowest of them waited for its rows.
+
+        All ranks call it after `next`.
+        """
+        waits = [0.0] * self.mesh.world_size
+        waits[self.mesh.rank] = self.prefetcher.waited_s  # the other ranks leave this place at 0
+        num_labels, *waits = self.mesh.sum([self.num_labels, *waits])
+        return num_labels, max(waits)
+
     def close(self) -> None:
         """End the thread that reads ahead; `next` would start it again."""
         self.prefetcher.close()
