@@ -200,7 +200,8 @@ class Monitor:
         peak: float | None = None,
     ):
         self.args, self.tokens_per_step, self.enabled, self.peak = args, tokens_per_step, enabled, peak
-        self._start_record(first_step)
+        self.last_step, self.last_time, self.waited_s = first_step, time.perf_counter(), 0.0
+        self.parts: dict[str, float] = {}  # seconds
         redraw = 1.0 if sys.stderr.isatty() else 30.0  # seconds; in a log file, each drawing is one more line
         steps: dict[str, Any] = {"total": args.max_steps, "initial": first_step}
         is_silent = not enabled or is_quiet()
@@ -256,7 +257,7 @@ class Monitor:
 
     def _start_record(self, step: int) -> None:
         self.last_step, self.last_time, self.waited_s = step, time.perf_counter(), 0.0
-        self.parts: dict[str, float] = {}
+        self.parts = {}
 
     def values(self, step: int, values: Values) -> None:
         """Log a record as it is, such as the evaluation before the first step; an empty one is not logged."""
