@@ -26,7 +26,7 @@ from pod.files import write_json
 from pod.measure.machine import environment
 from pod.measure.race import spread
 from pod.training.args import TrainArgs
-from pod.training.run.trainer import StepBatches
+from pod.training.run.step_batches import StepBatches
 
 RESULTS = Path(__file__).parent / "results" / "data_wait.json"
 CONTEXT, VOCAB, SHARE = 131_072, 49_152, 0.6

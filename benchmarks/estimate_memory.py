@@ -44,7 +44,7 @@ from pod.measure.machine import environment
 from pod.training.args import TrainArgs
 from pod.training.predict.memory_estimate import TrainingJob, World, host_bytes, training_bytes
 from pod.training.predict.shapes import Shapes
-from pod.training.run import engine, shared_qk
+from pod.training.run import optimization, shared_qk
 
 BUCKET_ELEMENTS = 200_000
 SIZE = {
@@ -210,7 +210,8 @@ class Counted(LiveBytes):
 
 def small_buckets() -> None:
     """DeepSpeed's buckets as small as the model; the estimate reads the engine's."""
-    engine.REDUCE_BUCKET_ELEMENTS = engine.PREFETCH_ELEMENTS = BUCKET_ELEMENTS
+    optimization.REDUCE_BUCKET_ELEMENTS = BUCKET_ELEMENTS
+    optimization.PREFETCH_ELEMENTS = BUCKET_ELEMENTS
 
 
 def measure_rank(case: Case, rank: int, port: int, folder: Path, largest: int, pipe: Any) -> None:

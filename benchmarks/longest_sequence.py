@@ -140,8 +140,10 @@ def make_step(
     import deepspeed
 
     from pod.training.deepspeed_bridge import drop_shared_qk_hooks
-    from pod.training.run.engine import LanguageModelLoss, deepspeed_config, make_optimizer, save_activations
+    from pod.training.run.activations import save_activations
+    from pod.training.run.loss import LanguageModelLoss
     from pod.training.run.mesh import Mesh
+    from pod.training.run.optimization import deepspeed_config, make_optimizer
 
     mesh, args = Mesh(1), train_args(contestant, tiny)
     torch.manual_seed(0)
@@ -335,7 +337,7 @@ def predicted_peak(contestant: str, tokens: int) -> int:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from pod.training.run.engine import save_activations
+    from pod.training.run.activations import save_activations
 
     IMPLEMENTATIONS["counted"] = Implementation(counted_attention, lambda call: None)
     torch.set_default_dtype(torch.bfloat16)

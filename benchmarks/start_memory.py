@@ -37,8 +37,9 @@ from pod.measure.machine import environment
 from pod.models import ModelArgs
 from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
-from pod.training.run.engine import LanguageModelLoss, deepspeed_config
+from pod.training.run.loss import LanguageModelLoss
 from pod.training.run.mesh import Mesh, from_rank_0, stop_processes
+from pod.training.run.optimization import deepspeed_config
 from pod.training.run.start_model import hollow_start_model
 
 WAYS = ("streamed", "whole")

@@ -27,7 +27,7 @@ from pod.files import write_json
 from pod.measure.machine import environment
 from pod.measure.race import spread
 from pod.training.args import TrainArgs
-from pod.training.run.engine import make_optimizer
+from pod.training.run.optimization import make_optimizer
 
 RESULTS = Path(__file__).parent / "results" / "train_step_cpu.json"
 LAYERS, KV_HEADS, SHARE_NON_LEAD = 10, 3, 0.7

@@ -83,8 +83,8 @@ def note_on_leads(plan: Any, explore: Any) -> None:
 def note_on_training(recipe: Recipe) -> None:
     """Warn when the newest checkpoint was trained with another plan. That training and its export keep it."""
     from pod.modeling.model.sharing import SharingPlan
-    from pod.training.checkpoint.identity import plan_sha256
     from pod.training.checkpoint.newest import latest_checkpoint
+    from pod.training.checkpoint.run_identity import plan_sha256
 
     try:
         checkpoint = latest_checkpoint(recipe.train_dir)

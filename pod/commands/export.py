@@ -21,7 +21,7 @@ def main(recipe: Recipe) -> None:
     import pod
     from pod.export import export, export_adapter, serve_command
     from pod.models import resolve_model
-    from pod.training.checkpoint.files import check_plan
+    from pod.training.checkpoint.checkpoint_files import check_plan
     from pod.training.checkpoint.newest import checkpoint_to_export
     from pod.training.run.start_model import load_start_model
 

@@ -64,13 +64,13 @@ def make_passkeys(recipe: Recipe) -> list[Any]:
     import pod
     from pod.eval.tasks.passkey import make_prompts
     from pod.models import resolve_model
-    from pod.training.observe.validation import Passkey
+    from pod.training.observe.validation import PasskeyProbe
 
     tokenizer = pod.load_tokenizer(resolve_model(recipe.model.path), gguf_file=recipe.model.gguf_file)
     depths = [0.5] if count == 1 else [index / (count - 1) for index in range(count)]
     length = recipe.data.context_length - 16  # room for the answer
     prompts = make_prompts(tokenizer, [length], depths, 1, recipe.seed)
-    return [Passkey.of(tokenizer, one.text, one.key, one.depth) for one in prompts]
+    return [PasskeyProbe.of(tokenizer, one.text, one.key, one.depth) for one in prompts]
 
 
 def estimate(recipe: Recipe) -> str:

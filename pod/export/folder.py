@@ -25,8 +25,8 @@ from pod.modeling.adapters import BASE, CONFIG_NAME
 from pod.modeling.loading import load_model
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.sharing import SharingPlan
-from pod.training.checkpoint.files import restore_model, trained_weights
-from pod.training.checkpoint.identity import STATE_NAME, TrainState, read_state
+from pod.training.checkpoint.checkpoint_files import restore_model, trained_weights
+from pod.training.checkpoint.run_identity import STATE_NAME, TrainState, read_state
 from pod.training.run.lora import lora_config
 from pod.training.run.mesh import name_accelerator
 

@@ -39,7 +39,7 @@ from pod.plan.measured_costs import (
 )
 from pod.plan.similarity import dissimilarity, greedy_plan
 from pod.plan.solve import Floats, Frontier, PackedFrontier, solve, solve_packed
-from pod.training.checkpoint.identity import sha256_of
+from pod.training.checkpoint.run_identity import sha256_of
 from pod.training.observe.validation import token_scores
 
 Order = tuple[tuple[int, ...], ...]

@@ -48,7 +48,7 @@ from pod.plan.costs import (
 )
 from pod.plan.exploration import MATCHING_SEQUENCES, Exploration
 from pod.plan.similarity import jensen_shannon_similarity
-from pod.training.checkpoint.identity import sha256_of
+from pod.training.checkpoint.run_identity import sha256_of
 from pod.training.run.mesh import from_rank_0
 from pod.verbosity import is_quiet
 

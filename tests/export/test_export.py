@@ -26,8 +26,8 @@ from pod.export.licences import add_licences, own_licence
 from pod.files import write_json
 from pod.identity import content_of
 from pod.models import resolve_model
-from pod.training.checkpoint.files import check_plan
-from pod.training.checkpoint.identity import TrainState
+from pod.training.checkpoint.checkpoint_files import check_plan
+from pod.training.checkpoint.run_identity import TrainState
 
 LEAD = [[0, 0], [0, 1], [None, 1], [3, None]]
 SIZES = {

@@ -27,7 +27,7 @@ from pod.plan import choose, costs
 from pod.plan.similarity import jensen_shannon_similarity
 from pod.recipe import load_recipe
 from pod.training.args import TrainArgs
-from pod.training.run.engine import save_activations
+from pod.training.run.activations import save_activations
 
 DEVICE = "sim:0"
 PROMPT, CHUNK, DECODED = 30, 8, 2

@@ -8,9 +8,10 @@ import torch
 from pod.training.args import TrainArgs
 from pod.training.predict.memory_estimate import TrainingJob, World, training_bytes
 from pod.training.predict.shapes import Shapes, carried_heads
-from pod.training.run.engine import LossHead, learning_rate, make_optimizer
 from pod.training.run.lora import add_lora, lora_settings
+from pod.training.run.loss import LossHead
 from pod.training.run.mesh import check_world_size
+from pod.training.run.optimization import learning_rate, make_optimizer
 from pod.training.run.ulysses import kv_head_repeats, split_evenly
 
 SMOLLM2 = Shapes(

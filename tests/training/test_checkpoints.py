@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 
-from pod.training.checkpoint import files
-from pod.training.checkpoint.files import host_pieces, read_pieces, whole_weights, write_pieces
+from pod.training.checkpoint import checkpoint_files
+from pod.training.checkpoint.checkpoint_files import host_pieces, read_pieces, whole_weights, write_pieces
 from pod.training.deepspeed_bridge import MASTER, MOMENTS, Piece
 
 pytestmark = pytest.mark.multiprocess
@@ -143,7 +143,7 @@ def test_host_pieces_own_their_memory():
 
 def test_pieces_are_cut_anew(tmp_path, monkeypatch):
     """Three ranks hold a weight of 7 as 3, 3, 1, another of 2 lies on the last; files end after a piece."""
-    monkeypatch.setattr(files, "FILE_BYTES", 1)
+    monkeypatch.setattr(checkpoint_files, "FILE_BYTES", 1)
     whole = {kind: torch.arange(7.0) + 10 * number for number, kind in enumerate((MASTER, *MOMENTS))}
     for rank, (start, stop) in enumerate([(0, 3), (3, 6), (6, 7)]):
         own = [Piece("a/b", (7,), start, {kind: held[start:stop] for kind, held in whole.items()})]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pod.training.args import TrainArgs
-from pod.training.run.engine import deepspeed_config
+from pod.training.run.optimization import deepspeed_config
 
 pytestmark = pytest.mark.multiprocess
 STAGES = (1, 2, 3)

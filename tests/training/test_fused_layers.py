@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import VOCAB, make_model
 
-from pod.training.run.engine import fuse_layers
+from pod.training.run.fused_layers import fuse_layers
 
 
 def loss_and_gradients(model, input_ids, doc_ids):

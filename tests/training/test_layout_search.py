@@ -28,7 +28,7 @@ from pod.training.predict.memory_estimate import TrainingJob, World, start_bytes
 from pod.training.predict.reserve import reserve
 from pod.training.predict.shapes import Shapes
 from pod.training.predict.step_time import get_device, step_time
-from pod.training.run.engine import learning_rate
+from pod.training.run.optimization import learning_rate
 
 LLAMA3_8B = Shapes.from_config(SimpleNamespace(**KNOWN_SIZES["meta-llama/Meta-Llama-3-8B"]))
 SMALL = Shapes(

@@ -11,9 +11,9 @@ from pod.export import export_adapter
 from pod.export import folder as export_folder
 from pod.models import ModelArgs
 from pod.training.args import TrainArgs
-from pod.training.checkpoint import files
-from pod.training.checkpoint.files import restore_model
-from pod.training.checkpoint.identity import TrainState, sample_of, start_identity_of
+from pod.training.checkpoint import checkpoint_files
+from pod.training.checkpoint.checkpoint_files import restore_model
+from pod.training.checkpoint.run_identity import TrainState, sample_of, start_identity_of
 from pod.training.run.lora import add_lora, lora_settings
 from pod.training.run.start_model import source_config
 
@@ -76,7 +76,7 @@ def checkpoint(tmp_path, monkeypatch, request):
     weights = {name: p.detach() for name, p in adapted.named_parameters() if p.requires_grad}
     state = TrainState(identity={"dtype": "float32"}, lora=settings(lora_dropout=0.3))
     monkeypatch.setattr(export_folder, "read_state", lambda folder: state)
-    for module in (export_folder, files):
+    for module in (export_folder, checkpoint_files):
         monkeypatch.setattr(module, "trained_weights", lambda folder: weights)
     return folder, adapted, state
 

@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 
 from pod import SharingPlan
 from pod.files import write_json
-from pod.training.checkpoint.files import put_aside, write_pieces
-from pod.training.checkpoint.identity import TrainState
+from pod.training.checkpoint.checkpoint_files import put_aside, write_pieces
 from pod.training.checkpoint.newest import (
     WEIGHT_FILES,
     checkpoint_to_export,
@@ -21,6 +20,7 @@ from pod.training.checkpoint.newest import (
     step_folders,
     why_incomplete,
 )
+from pod.training.checkpoint.run_identity import TrainState
 from pod.training.deepspeed_bridge import MASTER, MOMENTS, Piece
 
 
@@ -49,7 +49,7 @@ def make_checkpoint(folder, step, ranks=2, monkeypatch=None):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Checkpoints of steps 8, 9 and 10; a file of weights ends after a piece."""
-    monkeypatch.setattr("pod.training.checkpoint.files.FILE_BYTES", 1)
+    monkeypatch.setattr("pod.training.checkpoint.checkpoint_files.FILE_BYTES", 1)
     for step in (8, 9, 10):
         make_checkpoint(tmp_path / "train", step)
     (tmp_path / "train" / ".step-00000011.tmp").mkdir()

@@ -13,12 +13,12 @@ from pod.export import folder as export_folder
 from pod.modeling.model.sharing import SharingPlan, SinkConstants
 from pod.models import ModelArgs
 from pod.training.args import TrainArgs
-from pod.training.checkpoint import files
-from pod.training.checkpoint.files import restore_model
-from pod.training.checkpoint.identity import TrainState, start_identity_of
+from pod.training.checkpoint import checkpoint_files
+from pod.training.checkpoint.checkpoint_files import restore_model
+from pod.training.checkpoint.run_identity import TrainState, start_identity_of
 from pod.training.predict.shapes import Shapes
-from pod.training.run.engine import make_optimizer
 from pod.training.run.lora import add_lora, lora_settings
+from pod.training.run.optimization import make_optimizer
 from pod.training.run.start_model import hollow_start_model, load_start_model, model_config
 
 LEAD = [[0, None], [0, 1], [None, None]]
@@ -162,7 +162,7 @@ def checkpoint(start, tmp_path, monkeypatch):
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
     weights = {name: p.detach() for name, p in adapted.named_parameters() if p.requires_grad}
     monkeypatch.setattr(export_folder, "read_state", lambda folder: state)
-    for module in (export_folder, files):
+    for module in (export_folder, checkpoint_files):
         monkeypatch.setattr(module, "trained_weights", lambda folder: weights)
     return folder, adapted, state
 

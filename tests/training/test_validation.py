@@ -6,8 +6,8 @@ import torch
 
 from pod.training.args import TrainArgs
 from pod.training.observe.validation import (
-    Evaluation,
-    Passkey,
+    HeldOutEvaluation,
+    PasskeyProbe,
     held_out_rows,
     lengthened,
     padded_row,
@@ -54,11 +54,11 @@ def test_little_held_out_text_makes_one_row_with_padding(tmp_path):
 def test_data_without_held_out_text_is_refused(tmp_path, lengths):
     args = TrainArgs(eval_every_steps=5)
     with pytest.raises(ValueError, match="data.held_out_tokens empty or above 0"):
-        Evaluation.of(args, Prepared(tmp_path, lengths))
+        HeldOutEvaluation.of(args, Prepared(tmp_path, lengths))
 
 
 def test_without_settings_nothing_is_evaluated(tmp_path):
-    assert Evaluation.of(TrainArgs(), Prepared(tmp_path, None)) is None
+    assert HeldOutEvaluation.of(TrainArgs(), Prepared(tmp_path, None)) is None
 
 
 @pytest.mark.parametrize(
@@ -111,16 +111,16 @@ class Spelling:
 
 
 def test_passkeys_are_split_where_prompt_and_number_part():
-    expected = Passkey(prompt=(0, *map(ord, "key is")), answer=(1004, ord("2")), depth=0.25)
-    assert Passkey.of(Spelling(), "key is", "42", 0.25) == expected
-    assert Passkey.of(Spelling(), "key is ", "42", 0.5).prompt == (0, *map(ord, "key is "))
+    expected = PasskeyProbe(prompt=(0, *map(ord, "key is")), answer=(1004, ord("2")), depth=0.25)
+    assert PasskeyProbe.of(Spelling(), "key is", "42", 0.25) == expected
+    assert PasskeyProbe.of(Spelling(), "key is ", "42", 0.5).prompt == (0, *map(ord, "key is "))
 
 
 def test_prompts_that_do_not_fit_are_refused(tmp_path):
     rows = held_out_rows(Prepared(tmp_path, [12]), 1)
-    long = Passkey(prompt=tuple(range(8)), answer=(1, 2, 3), depth=0.0)
+    long = PasskeyProbe(prompt=tuple(range(8)), answer=(1, 2, 3), depth=0.0)
     with pytest.raises(ValueError, match="a passkey prompt has 11 tokens, but rows have 10"):
-        Evaluation(rows, [long])
+        HeldOutEvaluation(rows, [long])
 
 
 def mean(values):
@@ -152,7 +152,7 @@ def test_evaluation_leaves_the_model_as_it_was(seeing_results, name):
     seen = seeing_results[name]
     assert (seen["modes"], seen["row_length"], seen["traces"]) == ([True], 141, [False, False])
     assert 0.1 < seen["memory"]["peak_memory_gib"] < 8
-    assert not seen["owes"], "no evaluation belongs to step 1"
+    assert "eval_loss" not in seen["memory"] and not seen["owes"], "no evaluation belongs to step 1"
 
 
 @pytest.mark.multiprocess

@@ -28,7 +28,7 @@ def read(out: Path, data: Path, phase: int) -> None:
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
     from pod.training.run.mesh import Mesh, stop_processes
-    from pod.training.run.trainer import StepBatches
+    from pod.training.run.step_batches import StepBatches
     from pod.training.run.ulysses import Ulysses
 
     ranks, sp_size, steps, ahead = PHASES[phase]

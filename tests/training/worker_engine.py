@@ -36,7 +36,7 @@ def step_losses(name, out, settings, data, steps=3) -> None:
     engine, optimizer = trainer.engine, trainer.engine.optimizer
     result = {"losses": losses, "optimizer": type(optimizer).__name__, "hash": optimizer_hash(trainer)}
     result["offloads"] = [bool(engine.zero_cpu_offload()), bool(getattr(optimizer, "offload_param", False))]
-    result["memory"] = type(getattr(trainer.causal_model.model, "shared_qk_memory", None)).__name__
+    result["memory"] = type(getattr(trainer.model.model, "shared_qk_memory", None)).__name__
     if trainer.mesh.rank == 0:
         tiny.write_result(out, name, result)
 
@@ -113,7 +113,7 @@ def skipped_spike(name, out, data) -> None:
         trainer = make_trainer(out / f"run_{name}{stage}", data, settings)
         spiking(trainer, 3)
         hashes, values = [], []
-        trainer.guard.judge(0, 5.0, False)
+        trainer.loss_spikes.judge(0, 5.0, False)
         for _ in range(4):
             values.append(trainer.step())
             hashes.append(optimizer_hash(trainer))
@@ -134,7 +134,7 @@ def rewound(name, out, data, stop_at=None, settings=None) -> None:
     spiking(trainer, SPIKE_AT)
     if stop_at is not None:
         trainer.engine.module.loss_head.register_forward_hook(
-            lambda *a: leave() if trainer.guard.rewinds and trainer.state.step == stop_at else None
+            lambda *a: leave() if trainer.loss_spikes.rewinds and trainer.state.step == stop_at else None
         )
     with contextlib.suppress(KeyboardInterrupt):
         trainer.train()

@@ -18,7 +18,7 @@ SETTINGS = {"dtype": "float32", "loss_chunk_mib": 1, "max_steps": 1, "save_every
 
 def disagree(out: Path) -> None:
     """Two ranks whose recipes differ in one section."""
-    from pod.training.run.agreement import agree
+    from pod.training.run.config_sync import agree
     from pod.training.run.mesh import Mesh, stop_processes
 
     mesh = Mesh(1)
@@ -43,7 +43,7 @@ def layouts(rank: int) -> dict[str, str]:
 
     from pod.training.args import TrainRecipe
     from pod.training.predict.layout_search import layout_line, plan
-    from pod.training.run.agreement import agree_on_layout
+    from pod.training.run.config_sync import agree_on_layout
 
     recipe = TrainRecipe(**PAPER)
     fit = plan(recipe, LLAMA3_8B, SHARED, CONTEXT, machine(8, f"h100,memory_gib={20 if rank else 80}"))

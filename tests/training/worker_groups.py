@@ -30,8 +30,7 @@ def one_step(out: Path) -> None:
         mesh = Mesh(size, LIMIT_S)
         args = TrainArgs(sequence_parallel_size=size, **SETTINGS)
         trainer = Trainer(args, tiny.make_model(), PackedDataset(out / "data"), mesh, out / f"run{size}")
-        trainer.step()
-        trainer.batches.close()
+        trainer.train()
     cpu, groups = torch.device("cpu"), dist.distributed_c10d._world.pg_map
     result = {
         "asked": [limit and limit.total_seconds() for limit in asked],

@@ -52,7 +52,7 @@ def around(function, phase: str, rank: int, after: str):
 
 
 def train(out, folder, data, mode) -> None:
-    from pod.training.checkpoint import files as module
+    from pod.training.checkpoint import checkpoint_files as module
     from pod.training.run.mesh import stop_processes
 
     rank = int(os.environ["RANK"])

@@ -148,7 +148,7 @@ def many_steps(name, out, settings, data) -> None:
 
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.run.engine import learning_rate, make_optimizer
+    from pod.training.run.optimization import learning_rate, make_optimizer
     from pod.training.run.trainer import Trainer
 
     schedule = {"max_steps": STEPS, "learning_rate": 1e-3, "warmup_ratio": 3 / STEPS, "weight_decay": 0.1}

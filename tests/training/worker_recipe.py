@@ -1,5 +1,6 @@
 """One recipe on 1, 2 and 4 ranks, as the planner lays it out. `worker_recipe.py OUT`."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -34,21 +35,20 @@ def train(out: Path, data: Path, size: int) -> None:
         recipe, Shapes.from_config(model.config), model.model.lead, dataset.context_length, this_machine()
     )
     mesh = Mesh(size)
-    rows, read = dataset.rows, list[list[int]]()
+    rows, read = dataset.rows, list[int]()
 
     def recorded(numbers):
-        read[-1].extend(map(int, numbers))
+        read.extend(map(int, numbers))
         return rows(numbers)
 
     dataset.rows = recorded
     name = f"ranks{mesh.world_size}_sp{size}"
-    trainer = Trainer(fit.job.args, model, dataset, mesh, out / name)
-    losses = []
-    for _ in range(STEPS):
-        read.append([])
-        losses.append(trainer.step()["loss"])
-    trainer.batches.close()
-    result = {"losses": losses, "read": read, "dp_rank": mesh.dp_rank, "steps": fit.job.args.max_steps}
+    Trainer(fit.job.args, model, dataset, mesh, out / name).train()
+    lines = (out / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    rows_of_a_step = len(read) // STEPS
+    by_step = [read[start : start + rows_of_a_step] for start in range(0, len(read), rows_of_a_step)]
+    result = {"losses": losses, "read": by_step, "dp_rank": mesh.dp_rank, "steps": fit.job.args.max_steps}
     tiny.write_result(out, f"{name}_rank{mesh.rank}", result)
     stop_processes()
 

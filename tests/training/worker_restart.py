@@ -145,21 +145,21 @@ def _save_with_other_decay(trainer) -> None:
 
 def asynchronous(out, data) -> None:
     """Training goes on while a checkpoint is written; nothing is published before all of it is there."""
-    from pod.training.checkpoint import files
+    from pod.training.checkpoint import checkpoint_files
     from pod.training.run.mesh import stop_processes
 
     folder = out / "async"
     settings = {**BASE, "save_mode": "async", "sequence_parallel_size": 2, "max_steps": 12}
     trainer = make_trainer(folder, data, settings)
     may_write = threading.Event()
-    write_pieces = files.write_pieces
+    write_pieces = checkpoint_files.write_pieces
 
     def held(*arguments):
         assert may_write.wait(60)
         return write_pieces(*arguments)
 
     if trainer.mesh.rank == 1:  # the other rank's files are there at once
-        files.write_pieces = held
+        checkpoint_files.write_pieces = held
     trainer.step()
     saved = optimizer_hash(trainer)
     trainer.checkpointer.save(trainer.state)
@@ -190,16 +190,16 @@ def _failing_write(trainer, folder) -> dict:
 
     Every rank hears of it at a step boundary, and saving works again afterwards.
     """
-    from pod.training.checkpoint import files
+    from pod.training.checkpoint import checkpoint_files
 
-    working = files.write_pieces
+    working = checkpoint_files.write_pieces
 
     def broken(*arguments):
         raise OSError(5, "Input/output error")
 
     trainer.step()
     if trainer.mesh.rank == 1:
-        files.write_pieces = broken
+        checkpoint_files.write_pieces = broken
     trainer.checkpointer.save(trainer.state)
     error = "none"
     try:
@@ -209,7 +209,7 @@ def _failing_write(trainer, folder) -> dict:
     except OSError as raised:
         error = str(raised)
     left = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    files.write_pieces = working
+    checkpoint_files.write_pieces = working
     trainer.checkpointer.save(trainer.state)
     trainer.checkpointer.wait()
     return {"error": error, "left": left, "after": (folder / "latest").read_text().strip()}

@@ -45,13 +45,13 @@ def add_held_out(folder: Path, seed: int = 5) -> Path:
 
 def make_passkeys(model):
     """Passkeys of which the untrained model says the first and the third, not the second."""
-    from pod.training.observe.validation import Passkey
+    from pod.training.observe.validation import PasskeyProbe
 
     said = [plain_continuation(model, prompt, 3) for prompt in PROMPTS]
     wrong = (said[1][0], (said[1][1] + 1) % tiny.VOCAB, said[1][2])
     answers = (said[0], wrong, said[2])
     return [
-        Passkey(prompt=prompt, answer=tuple(answer), depth=depth)
+        PasskeyProbe(prompt=prompt, answer=tuple(answer), depth=depth)
         for prompt, answer, depth in zip(PROMPTS, answers, (0.0, 0.5, 1.0), strict=True)
     ]
 
@@ -97,13 +97,13 @@ def make_trainer(folder, settings, data, mesh=None):
     """A trainer of the tiny model that evaluates."""
     from pod.data import PackedDataset
     from pod.training.args import TrainArgs
-    from pod.training.observe.validation import Evaluation
+    from pod.training.observe.validation import HeldOutEvaluation
     from pod.training.run.mesh import Mesh
     from pod.training.run.trainer import Trainer
 
     args, dataset = TrainArgs(**SETTINGS | settings), PackedDataset(data)
     mesh, model = mesh or Mesh(args.sequence_parallel_size), tiny.make_model()
-    evaluation = Evaluation.of(args, dataset, make_passkeys(model))
+    evaluation = HeldOutEvaluation.of(args, dataset, make_passkeys(model))
     return Trainer(args, model, dataset, mesh, folder, evaluation=evaluation)
 
 
@@ -112,24 +112,29 @@ def metrics(folder) -> list[dict]:
 
 
 def observed(name, out, settings, data, heads=(6, 3)) -> None:
-    """Evaluation and memory of an untrained model."""
-    from pod.training.observe.metrics import Monitor
+    """Two steps: the evaluation before them, the memory of the first, and what evaluations leave behind."""
     from pod.training.run.mesh import stop_processes
 
-    trainer = make_trainer(out / name, settings, data)
-    trainer.monitor = Monitor.of(trainer)
-    result: dict = {"before": trainer.observe()}
-    result["modes"] = sorted({module.training for module in trainer.engine.module.modules()})
-    result["row_length"] = trainer.ulysses.row_length if trainer.ulysses else CONTEXT
-    result["traces"] = [
-        "context" in trainer.causal_model.model.__dict__,
-        "forward" in trainer.engine.module.loss_head.__dict__,
-    ]
-    trainer.state.step, trainer.state.owes_evaluation = 1, True  # as a rewind finds it in an older checkpoint
-    result["memory"] = trainer.observe()
-    result["owes"] = trainer.state.owes_evaluation
-    trainer.monitor.close()
+    trainer = make_trainer(out / name, {**settings, "max_steps": 2}, data)
+    owed: list[bool] = []
+
+    def owe_evaluation(module, inputs):
+        """Before a step, owe an evaluation, as a rewind to an older checkpoint would."""
+        if module.training:
+            owed.append(trainer.state.owes_evaluation)
+            trainer.state.owes_evaluation = True
+
+    trainer.engine.module.loss_head.register_forward_pre_hook(owe_evaluation)
+    trainer.train()
     if trainer.mesh.rank == 0:
+        before, first, _ = metrics(out / name)
+        result: dict = {"before": before, "memory": first, "owes": owed[1]}
+        result["modes"] = sorted({module.training for module in trainer.engine.module.modules()})
+        result["row_length"] = trainer.ulysses.row_length if trainer.ulysses else CONTEXT
+        result["traces"] = [
+            "context" in trainer.model.model.__dict__,
+            "forward" in trainer.engine.module.loss_head.__dict__,
+        ]
         tiny.write_result(out, name, result)
     stop_processes()
 

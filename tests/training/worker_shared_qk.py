@@ -56,7 +56,7 @@ def losses(out, runs, data) -> None:
         trainer = Trainer(args, tiny.make_model(), PackedDataset(data), mesh, out / f"run_{name}")
         values = [trainer.step()["loss"] for _ in range(STEPS)]
         held = [parameter.ds_status.name for parameter in trainer.engine.module.parameters()]
-        decoder = trainer.causal_model.model
+        decoder = trainer.model.model
         if mesh.rank == 0:
             offloads = bool(trainer.engine.zero_cpu_offload())
             result = {"losses": values, "held": held.count("AVAILABLE"), "offloads": offloads}

@@ -34,7 +34,6 @@ class Reads:
 
 def step(out: Path, stage: int) -> None:
     """The third step, as the loop makes it."""
-    from pod.training.observe.metrics import Monitor
     from pod.training.run.mesh import stop_processes
 
     settings = {
@@ -44,7 +43,6 @@ def step(out: Path, stage: int) -> None:
         "max_steps": 9,
     }
     trainer = make_trainer(out / f"stage{stage}", out / "data", settings)
-    trainer.monitor = Monitor.of(trainer)
     for _ in range(2):
         trainer.step()
     reads = Reads()

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from pod.files import atomic_write_text, read_mapping
 from pod.schema import one_line
-from pod.training.checkpoint.identity import (
+from pod.training.checkpoint.run_identity import (
     LATEST_NAME,
     STATE_NAME,
     check_identity,

@@ -200,7 +200,8 @@ class Monitor:
         peak: float | None = None,
     ):
         self.args, self.tokens_per_step, self.enabled, self.peak = args, tokens_per_step, enabled, peak
-        self._start_record(first_step)
+        self.last_step, self.last_time, self.waited_s = first_step, time.perf_counter(), 0.0
+        self.parts: dict[str, float] = {}  # seconds
         redraw = 1.0 if sys.stderr.isatty() else 30.0  # seconds; in a log file, each drawing is one more line
         steps: dict[str, Any] = {"total": args.max_steps, "initial": first_step}
         is_silent = not enabled or is_quiet()
@@ -212,19 +213,6 @@ class Monitor:
             self.trackers.append(Wandb(folder, args, config, first_step))
         if enabled and args.tracker == "tensorboard":
             self.trackers.append(TensorBoard(folder, first_step))
-
-    @classmethod
-    def of(cls, trainer: Any) -> "Monitor":
-        """The monitor of a `Trainer` that is about to train.
-
-        On rank 0, it reads the documents of some rows, for `mfu`.
-        """
-        args, mesh, dataset = trainer.args, trainer.mesh, trainer.dataset
-        is_rank_0 = mesh.rank == 0
-        config = trainer.causal_model.config
-        peak = peak_tokens_per_second(config, args, dataset, mesh) if is_rank_0 else None
-        tokens = trainer.batches.rows_per_step * dataset.context_length
-        return cls(trainer.folder, args, trainer.state.step, tokens, trainer.state.config, is_rank_0, peak)
 
     def logs(self, step: int) -> bool:
         """Whether step `step` (counted from 1) gets a record; the same on all ranks."""
@@ -269,7 +257,7 @@ class Monitor:
 
     def _start_record(self, step: int) -> None:
         self.last_step, self.last_time, self.waited_s = step, time.perf_counter(), 0.0
-        self.parts: dict[str, float] = {}
+        self.parts = {}
 
     def values(self, step: int, values: Values) -> None:
         """Log a record as it is, such as the evaluation before the first step; an empty one is not logged."""

@@ -20,11 +20,17 @@ from pod.data.rows.loader import shifted_labels
 from pod.modeling.model.step import document_positions
 from pod.training.args import TrainArgs
 from pod.training.observe.metrics import Values
-from pod.training.run.engine import IGNORED_LABEL
-from pod.training.run.run_control import Interrupted
+from pod.training.run.loss import IGNORED_LABEL
+from pod.training.run.mesh import Mesh
+from pod.training.run.run_control import Interrupted, RunControl
+from pod.training.run.ulysses import Ulysses
 
 Rows = dict[str, Tensor]
 """`input_ids`, `labels` (shifted), `doc_ids` (-1 = padding), each int64 [rows, length]."""
+ScoredRow = tuple[int, Tensor, Tensor, slice]
+"""The index of a row; cross entropy and most likely next token, `[1, n_local]`, of this rank's slice of the
+row; and the slice. The two tensors are on the host, without padding beyond the row.
+"""
 FILLS = {"input_ids": 0, "labels": IGNORED_LABEL, "doc_ids": -1}
 
 
@@ -98,7 +104,7 @@ _LEAST_BUCKET = 64  # tokens
 
 
 @dataclass(frozen=True)
-class Passkey:
+class PasskeyProbe:
     """A prompt that hides a number, and the number, which the model must say next.
 
     Attributes:
@@ -112,7 +118,7 @@ class Passkey:
     depth: float
 
     @classmethod
-    def of(cls, tokenizer: Any, prompt: str, number: str, depth: float) -> "Passkey":
+    def of(cls, tokenizer: Any, prompt: str, number: str, depth: float) -> "PasskeyProbe":
         """The passkey of a prompt and a number.
 
         Both are tokenised together, with a space between them, because their border may lie inside a token.
@@ -138,7 +144,7 @@ def position_buckets(length: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
-class Evaluation:
+class HeldOutEvaluation:
     """Held-out rows and passkeys, measured by all ranks.
 
     Measuring leaves no trace: no weight, random state or position in the data changes. The metrics are:
@@ -152,7 +158,7 @@ class Evaluation:
     - `eval_passkeys`: both for every passkey, with its depth.
     """
 
-    def __init__(self, rows: Rows, passkeys: Sequence[Passkey] = ()):
+    def __init__(self, rows: Rows, passkeys: Sequence[PasskeyProbe] = ()):
         self.passkeys = passkeys
         self.num_texts, length = rows["input_ids"].shape
         longest = max((len(key.prompt) + len(key.answer) for key in passkeys), default=0)
@@ -166,7 +172,9 @@ class Evaluation:
         self.buckets = position_buckets(length)
 
     @classmethod
-    def of(cls, args: TrainArgs, dataset: Any, passkeys: Sequence[Passkey] = ()) -> "Evaluation | None":
+    def of(
+        cls, args: TrainArgs, dataset: Any, passkeys: Sequence[PasskeyProbe] = ()
+    ) -> "HeldOutEvaluation | None":
         """The evaluation that a recipe asks for; None when it asks for none.
 
         Raises:
@@ -176,13 +184,19 @@ class Evaluation:
             return None
         return cls(held_out_rows(dataset, args.eval_rows), passkeys)
 
-    def measure(self, trainer: Any) -> Values:
-        """The metrics.
+    def measure(self, module: Any, mesh: Mesh, ulysses: Ulysses | None, control: RunControl) -> Values:
+        """The metrics. All ranks call it together.
+
+        Args:
+            module: the `LanguageModelLoss` that the engine trains.
+            ulysses: of the model; None = every rank holds whole rows.
+            control: says when a signal came, and hears of progress.
 
         Raises:
             Interrupted: a signal came between two rows.
         """
-        texts, keys = self._sums(trainer)
+        rows = scored_rows(module, mesh, ulysses, control, self.rows)
+        texts, keys = self._sums(rows, mesh)
         total, tokens = texts.sum(1).tolist()
         loss = total / max(tokens, 1.0)
         perplexity = math.exp(min(loss, 100.0))  # the limit keeps it a number that fits into JSON
@@ -194,8 +208,11 @@ class Evaluation:
             values |= self._by_depth(keys)
         return values
 
-    def _sums(self, trainer: Any) -> tuple[Tensor, Tensor]:
+    def _sums(self, scored: Iterator[ScoredRow], mesh: Mesh) -> tuple[Tensor, Tensor]:
         """Sums over all ranks.
+
+        Args:
+            scored: the rows that this rank scores.
 
         Returns:
             Losses and numbers of tokens by bucket, `[2, buckets]`; losses and numbers of right tokens by
@@ -204,7 +221,7 @@ class Evaluation:
         ends = torch.tensor([end for _, end in self.buckets])
         texts = torch.zeros(2, len(self.buckets), dtype=torch.float64)
         keys = torch.zeros(2, len(self.passkeys), dtype=torch.float64)
-        for index, losses, best, mine in scored_rows(trainer, self.rows):
+        for index, losses, best, mine in scored:
             row = {name: value[:, mine] for name, value in self.rows[index].items()}
             labelled = row["labels"] != IGNORED_LABEL
             right = (best == row["labels"])[labelled].double()
@@ -214,7 +231,7 @@ class Evaluation:
             else:
                 positions = document_positions(self.rows[index]["doc_ids"])[:, mine] + 1
                 texts.index_add_(1, torch.bucketize(positions[labelled], ends, right=True), found)
-        sums = torch.tensor(trainer.mesh.sum([*texts.flatten().tolist(), *keys.flatten().tolist()]))
+        sums = torch.tensor(mesh.sum([*texts.flatten().tolist(), *keys.flatten().tolist()]))
         return sums[: texts.numel()].view(texts.shape), sums[texts.numel() :].view(keys.shape)
 
     def _by_depth(self, sums: Tensor) -> Values:
@@ -234,21 +251,20 @@ class Evaluation:
         }
 
 
-def scored_rows(trainer: Any, rows: Sequence[Rows]) -> Iterator[tuple[int, Tensor, Tensor, slice]]:
+def scored_rows(
+    module: Any, mesh: Mesh, ulysses: Ulysses | None, control: RunControl, rows: Sequence[Rows]
+) -> Iterator[ScoredRow]:
     """Score rows of equal length, each on one sequence-parallel group.
 
-    Yields:
-        On every rank of that group: the index of a row; cross entropy and most likely next token, `[1,
-        n_local]`, of this rank's slice of the row; and the slice. The two tensors are on the host, without
-        padding beyond the row.
+    Arguments and errors are those of `HeldOutEvaluation.measure`.
     """
-    mesh, tokens = trainer.mesh, rows[0]["input_ids"].shape[1]
+    tokens = rows[0]["input_ids"].shape[1]
     length = -(-tokens // mesh.sp_size) * mesh.sp_size  # the shortest length that falls into equal slices
-    chunk = trainer.engine.module.loss_head.chunk_bytes
-    with _reading(trainer, length) as whole:
+    chunk = module.loss_head.chunk_bytes
+    with _reading(module, ulysses, length) as whole:
         mine = slice(whole.start, max(whole.start, min(whole.stop, tokens)))
         for start in range(0, len(rows), mesh.dp_size):
-            if trainer.control.interrupted():
+            if control.interrupted():
                 raise Interrupted
             index = start + mesh.dp_rank
             # ZeRO needs equally many passes of all groups. A group that has no row left repeats the first
@@ -260,23 +276,24 @@ def scored_rows(trainer: Any, rows: Sequence[Rows]) -> Iterator[tuple[int, Tenso
                 scores.extend(token_scores(hidden, weight, labels, chunk))
                 return scores[0]
 
-            _read(trainer, row, whole, score)
+            control.alive("evaluate")
+            _read(module, mesh.device, row, whole, score)
             if index < len(rows):
                 losses, best = (x[:, : mine.stop - mine.start].cpu() for x in scores)
                 yield index, losses, best, mine
 
 
 @contextlib.contextmanager
-def _reading(trainer: Any, row_length: int) -> Iterator[slice]:
-    """Make a trainer's model ready for rows of `row_length` tokens.
+def _reading(module: Any, ulysses: Ulysses | None, row_length: int) -> Iterator[slice]:
+    """Make a model in training ready to read rows of `row_length` tokens.
 
     The sequence-parallel size must divide `row_length`. Afterwards modes and row length are what they were.
 
     Yields:
         This rank's slice of a row.
     """
-    module, ulysses = trainer.engine.module, trainer.ulysses
     modes = [(part, part.training) for part in module.modules()]
+    trained_length = 0 if ulysses is None else ulysses.row_length
     module.eval()
     try:
         if ulysses is not None:
@@ -285,12 +302,18 @@ def _reading(trainer: Any, row_length: int) -> Iterator[slice]:
             yield slice(0, row_length) if ulysses is None else ulysses.slice
     finally:
         if ulysses is not None:
-            ulysses.set_row_length(trainer.dataset.context_length)
+            ulysses.set_row_length(trained_length)
         for part, mode in modes:
             part.training = mode
 
 
-def _read(trainer: Any, row: Rows, mine: slice, reader: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+def _read(
+    module: Any,
+    device: torch.device,
+    row: Rows,
+    mine: slice,
+    reader: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> None:
     """Make one forward pass over a row that every rank of a group holds whole.
 
     Args:
@@ -298,8 +321,6 @@ def _read(trainer: Any, row: Rows, mine: slice, reader: Callable[[Tensor, Tensor
         reader: takes hidden states [B, n_local, hidden], output projection [V, hidden] and labels [B,
             n_local]. It is called in the place of the loss, where ZeRO-3 has gathered the output projection.
     """
-    trainer.control.alive("evaluate")
-    module, device = trainer.engine.module, trainer.mesh.device
     head = module.loss_head
     head.forward = lambda hidden, labels: reader(hidden, head.weight, labels)
     parts = {name: row[name][:, mine] for name in ("input_ids", "labels")} | {"doc_ids": row["doc_ids"]}

@@ -25,8 +25,8 @@ from functools import cached_property
 from pod.modeling.model.sharing import Lead, Roles, roles_of
 from pod.training.args import TrainArgs
 from pod.training.predict.shapes import Shapes, carried_heads, carried_until, continued_heads, fetched_heads
-from pod.training.run import engine
-from pod.training.run.engine import MEBIBYTE
+from pod.training.run import optimization
+from pod.training.run.loss import MEBIBYTE
 from pod.training.run.ulysses import Shares, share_heads
 
 
@@ -165,7 +165,7 @@ def resting_bytes(job: TrainingJob) -> Parts:
         "optimizer": share * 8,
         # Below stage 3, every rank holds the summed gradients of all trained weights.
         "gradients": (share if args.zero_stage == 3 else trained) * reduce,
-        "buffers": engine.REDUCE_BUCKET_ELEMENTS * reduce,
+        "buffers": optimization.REDUCE_BUCKET_ELEMENTS * reduce,
     }
 
 
@@ -299,7 +299,7 @@ class _Step:
         last = 0 if shapes.tied else shapes.layers - 1
         # In a small model, the embedding stays gathered.
         both = 2 * shapes.parameters <= REUSE_ELEMENTS and not shapes.tied
-        whole = self.full and weight > engine.REDUCE_BUCKET_ELEMENTS
+        whole = self.full and weight > optimization.REDUCE_BUCKET_ELEMENTS
         return {
             "activations": self.kept(last) + self.hidden * (1 + self.wide),
             "shared_qk": self.resting_shared_qk(last),
@@ -343,7 +343,7 @@ class _Step:
         """The parts of weights in a layer's backward: gathered weights, and the largest weight's gradient."""
         shapes, args = self.job.shapes, self.job.args
         waiting = max(rows * columns for rows, columns in shapes.linear_sizes.values())
-        copied = _copied_bytes(args) * max(waiting, engine.REDUCE_BUCKET_ELEMENTS)
+        copied = _copied_bytes(args) * max(waiting, optimization.REDUCE_BUCKET_ELEMENTS)
         # Below stage 3, gradients of the layers above wait for the end of the backward.
         if args.zero_stage < 3:
             waiting += shapes.embedding_parameters + (shapes.layers - 1 - index) * shapes.layer_parameters
@@ -370,7 +370,7 @@ class _Step:
         kept = 0 if room <= 0 else min(shapes.layers, 1 + room // ((3 if self.recomputes else 2) * each))
         waiting = max(0, kept - (shapes.layers - 1 - layer))
         elements = now + (max(0, waiting - 1) if in_layer else waiting) * each
-        elements += min(engine.PREFETCH_ELEMENTS, max(0, layer - waiting) * each)
+        elements += min(optimization.PREFETCH_ELEMENTS, max(0, layer - waiting) * each)
         return min(elements, shapes.parameters) * self.size
 
 

@@ -17,14 +17,14 @@ from pod.models import resolve_model
 from pod.recipe import Recipe
 from pod.tokenizer import check_ids
 from pod.training.args import TrainRecipe
-from pod.training.checkpoint.identity import sha256_of
+from pod.training.checkpoint.run_identity import sha256_of
 from pod.training.observe.metrics import check_tracker
 from pod.training.predict import preflight
 from pod.training.predict.layout_search import Machine, details, table, this_machine
 from pod.training.predict.layout_search import plan as plan_run
 from pod.training.predict.shapes import Shapes
 from pod.training.run import allocator
-from pod.training.run.agreement import agree, agree_on_layout, note_neighbours
+from pod.training.run.config_sync import agree, agree_on_layout, note_neighbours
 from pod.training.run.mesh import (
     Mesh,
     from_rank_0,
@@ -65,7 +65,7 @@ def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> bool:
 
     Args:
         recipe: must be the same on all ranks; it is stored in checkpoints.
-        passkeys: prompts of the evaluation (`Passkey`).
+        passkeys: prompts of the evaluation (`PasskeyProbe`).
 
     Returns:
         Whether all steps are done. A signal or `max_hours` ends a run earlier.
@@ -74,7 +74,7 @@ def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> bool:
         ValueError, OSError, RuntimeError: in one line that says what to do. After a ValueError nothing has
             been trained.
     """
-    from pod.training.observe.validation import Evaluation
+    from pod.training.observe.validation import HeldOutEvaluation
     from pod.training.run.trainer import Trainer
 
     how, folder, config = recipe.train, recipe.train_dir, asdict(recipe)
@@ -85,7 +85,7 @@ def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> bool:
     planned, plan = model_config(recipe.model, recipe.output_dir)
     dataset = open_data(recipe, planned)
     fit = preflight.check(planned, how, dataset.manifest, folder, this_machine())
-    evaluation = Evaluation.of(fit.job.args, dataset, passkeys)
+    evaluation = HeldOutEvaluation.of(fit.job.args, dataset, passkeys)
     folder.mkdir(parents=True, exist_ok=True)
     if how.hang_timeout_s:
         record_collectives(folder)

@@ -17,7 +17,7 @@ from pod.modeling.loading import Constants, check_fit, empty_model, load_model, 
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.sinks import is_constant
-from pod.training.checkpoint.identity import Samples, sample_of
+from pod.training.checkpoint.run_identity import Samples, sample_of
 
 
 def hollow_model(config: PodConfig, dtype: torch.dtype) -> PodForCausalLM:

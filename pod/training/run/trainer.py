@@ -1,106 +1,38 @@
-"""The training loop: what a rank reads, ZeRO, sequence parallelism, token-weighted loss, exact resume.
+"""The training loop: `Trainer.train` makes all steps of a run, `Trainer.step` makes one.
 
 The loss of an optimizer step is the sum over all its labels (all ranks, all micro-batches), divided by their
 number. It therefore equals the loss of one process, however the rows are split. To this end, a rank's sum is
 divided by the global number of labels, and multiplied by the number of ranks over which ZeRO averages
-gradients (`engine.gradient_scale`).
+gradients (`optimization.gradient_scale`).
 """
 
-import contextlib
 import math
 import uuid
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pod.data.rows.order import RowCursor
-from pod.data.rows.prefetch import Prefetcher
-from pod.files import write_json
-from pod.modeling.model.sharing import SharingPlan
 from pod.training import deepspeed_bridge as bridge
 from pod.training.args import TrainArgs
-from pod.training.checkpoint.files import Checkpointer, random_states, set_random_states
-from pod.training.checkpoint.identity import TrainState, changed_settings, identity_of
+from pod.training.checkpoint.checkpoint_files import Checkpointer, random_states, set_random_states
 from pod.training.checkpoint.newest import checkpoint_to_resume
-from pod.training.observe.metrics import Monitor, Values, peak_bytes
-from pod.training.observe.validation import Evaluation
-from pod.training.run.engine import (
-    IGNORED_LABEL,
-    LanguageModelLoss,
-    deepspeed_config,
-    fuse_layers,
-    gradient_scale,
-    learning_rate,
-    make_optimizer,
-    save_activations,
-)
-from pod.training.run.guard import Guard
+from pod.training.checkpoint.run_identity import Samples, TrainState, changed_settings, identity_of
+from pod.training.observe.metrics import Monitor, Values, peak_bytes, peak_tokens_per_second
+from pod.training.observe.validation import HeldOutEvaluation
+from pod.training.run.activations import save_activations
+from pod.training.run.fused_layers import fuse_layers
 from pod.training.run.lora import add_lora, lora_settings
+from pod.training.run.loss import LanguageModelLoss
+from pod.training.run.loss_spikes import LossSpikeDetector
 from pod.training.run.mesh import Mesh, from_rank_0
+from pod.training.run.optimization import deepspeed_config, gradient_scale, learning_rate, make_optimizer
 from pod.training.run.run_control import Interrupted, RunControl
 from pod.training.run.start_weights import StartWeights
+from pod.training.run.step_batches import StepBatches, rows_per_step
 from pod.training.run.ulysses import Ulysses
-
-Batch = dict[str, torch.Tensor]
-
-
-def rows_per_step(args: TrainArgs, mesh: Any) -> int:
-    """Rows that all ranks read for an optimizer step."""
-    return args.micro_batch_size * args.gradient_accumulation_steps * mesh.dp_size
-
-
-class StepBatches:
-    """The micro-batches of every step on this rank: its rows, and its slice of the tokens of each row.
-
-    Ranks of one sequence-parallel group read the same rows. Data-parallel groups read different rows.
-
-    Args:
-        cursor: where reading stands. `next` moves it by the rows of all ranks.
-        tokens: slice of a row's positions that this rank holds.
-    """
-
-    def __init__(self, args: TrainArgs, dataset: Any, cursor: RowCursor, mesh: Any, tokens: slice):
-        self.dataset, self.mesh, self.tokens = dataset, mesh, tokens
-        self.micro_batch_size = args.micro_batch_size
-        self.rows_per_step = rows_per_step(args, mesh)
-        self.prefetcher = Prefetcher(self._load, cursor, self.rows_per_step, args.prefetch_steps)
-        self.num_labels = 0
-        """Labels of this rank in the step that the last `next` gave, counted before it went to the device."""
-
-    def next(self) -> list[Batch]:
-        """The micro-batches of the next step.
-
-        Returns:
-            For each micro-batch `input_ids` and `labels`, int64 [B, slice], on this rank's device; and
-            `doc_ids`, int64 [B, context], on the host, where segments are made from them.
-        """
-        batches = self.prefetcher.next()
-        self.num_labels = sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches)
-        for batch in batches:
-            for name in ("input_ids", "labels"):
-                batch[name] = batch[name].to(self.mesh.device, non_blocking=True)
-        return batches
-
-    def close(self) -> None:
-        """End the thread that reads ahead; `next` would start it again."""
-        self.prefetcher.close()
-
-    def _load(self, cursor: RowCursor) -> list[Batch]:
-        indices = cursor.peek(self.rows_per_step, self.mesh.dp_rank, self.mesh.dp_size)
-        batches = []
-        for start in range(0, len(indices), self.micro_batch_size):
-            rows = self.dataset.rows(indices[start : start + self.micro_batch_size])
-            batch = {name: rows[name][:, self.tokens].contiguous() for name in ("input_ids", "labels")}
-            batches.append(self._pinned({**batch, "doc_ids": rows["doc_ids"]}))
-        return batches
-
-    def _pinned(self, batch: Batch) -> Batch:
-        """The batch in page-locked memory, so that a copy to the GPU runs beside the GPU's work."""
-        if self.mesh.device.type != "cuda":
-            return batch
-        with torch.cuda.device(self.mesh.device):  # every thread has a current device of its own
-            return {name: value.pin_memory() for name, value in batch.items()}
 
 
 class Trainer:
@@ -116,6 +48,10 @@ class Trainer:
         evaluation: is made every `eval_every_steps`, before the first step and at the last one.
         weights: values of a hollow model, opened; None = the model has its own.
 
+    Attributes:
+        state: what checkpoints store besides weights, moments and random states.
+        changed_settings: settings that differ from those of the checkpoint that the run continues from.
+
     Raises:
         ValueError: anything that cannot work, before the first step.
     """
@@ -129,222 +65,237 @@ class Trainer:
         folder: Path,
         seed: int = 0,
         config: dict[str, Any] | None = None,
-        evaluation: Evaluation | None = None,
+        evaluation: HeldOutEvaluation | None = None,
         weights: StartWeights | None = None,
     ):
         self.args, self.mesh, self.folder, self.dataset = args, mesh, Path(folder), dataset
-        self.plan: SharingPlan = model.config.sharing_plan
-        self.evaluation, self.guard = evaluation, Guard(args)
+        self.model, self.evaluation = model, evaluation
         self.control = RunControl(args, mesh, self.folder)
-        self.lora = lora_settings(args) if args.method == "lora" else None
-        self.cursor = dataset.cursor(seed)
+        self.loss_spikes = LossSpikeDetector(args)
+        self.cursor: RowCursor = dataset.cursor(seed)
         torch.manual_seed(seed + mesh.rank)
-        self.causal_model: Any = model
         self.ulysses: Ulysses | None = None
         if mesh.sp_group is not None:
             self.ulysses = Ulysses(model.config, mesh.sp_group, dataset.context_length)
             model.model.sequence_parallel = self.ulysses
-        self.changed: list[str] = []
-        self._start_engine(model, weights or StartWeights(model), config or {})
-        mine = self.ulysses.slice if self.ulysses else slice(None)
-        self.batches = StepBatches(args, dataset, self.cursor, mesh, mine)
-
-    def _start_engine(self, model: Any, weights: StartWeights, config: dict[str, Any]) -> None:
-        save_activations(model, self.args, self.dataset.context_length)
-        fuses = {"auto": torch.cuda.is_available(), "compile": True, "none": False}
-        if fuses[self.args.fused_layers]:
-            fuse_layers(model)
-        trained = add_lora(model, self.lora) if self.lora else model.requires_grad_(True)
-        module = LanguageModelLoss(trained, self.args.loss_chunk_mib).train()
-        settings = deepspeed_config(self.args)
-        bridge.place_weights(module, weights, settings, getattr(torch, self.args.dtype), self.mesh.device)
-        identity, self.resume_from = from_rank_0(lambda: self._look(weights))
-        weights.close()
-        tied = bool(model.config.tie_word_embeddings)
-        run = uuid.uuid4().hex[:8]  # that of rank 0 is written
-        self.state = TrainState(
-            run=run, identity=identity, config=config, lora=self.lora, tied_embeddings=tied
-        )
-        optimizer = make_optimizer(module, self.args)
-        self.engine: Any = bridge.start_engine(module, optimizer, settings, self.mesh.mpu)
+        lora = lora_settings(args) if args.method == "lora" else None
+        start_weights = weights or StartWeights(model)
+        settings = deepspeed_config(args)
+        module = trained_module(model, args, lora, dataset.context_length)
+        bridge.place_weights(module, start_weights, settings, getattr(torch, args.dtype), mesh.device)
+        identity, checkpoint = from_rank_0(lambda: self._choose_checkpoint(start_weights.samples, lora))
+        start_weights.close()
+        self.engine: Any = bridge.start_engine(module, make_optimizer(module, args), settings, mesh.mpu)
         bridge.drop_shared_qk_hooks(model)
-        self.checkpointer = Checkpointer(self)
-        if self.resume_from is not None:
-            self.state = self.checkpointer.load(self.resume_from)
-            self.changed, self.state.config = changed_settings(self.state.config, config), config
-            self.cursor.load_state_dict(self.state.cursor)
-            self.guard.load_state_dict(self.state.guard)
+        self.checkpointer = Checkpointer(self.folder, args, mesh, self.engine, model, self.control)
+        self.state = TrainState(
+            run=uuid.uuid4().hex[:8],  # that of rank 0 is written
+            identity=identity,
+            config=config or {},
+            lora=lora,
+            tied_embeddings=bool(model.config.tie_word_embeddings),
+        )
+        self.changed_settings: list[str] = []
+        if checkpoint is not None:
+            self._continue_from(checkpoint)
+        own_tokens = self.ulysses.slice if self.ulysses else slice(None)
+        self.batches = StepBatches(args, dataset, self.cursor, mesh, own_tokens)
 
-    def _look(self, weights: StartWeights) -> tuple[dict[str, Any], Path | None]:
+    def _choose_checkpoint(
+        self, samples: Samples, lora: dict[str, Any] | None
+    ) -> tuple[dict[str, Any], Path | None]:
         """The identity of the run's checkpoints, and the checkpoint that the run continues from."""
-        args = self.args
-        method = {"method": args.method, **(self.lora or {})}
+        args, config = self.args, self.model.config
+        method = {"method": args.method, **(lora or {})}
         rows = (self.cursor.seed, rows_per_step(args, self.mesh))
-        config, manifest = self.causal_model.config, self.dataset.manifest
-        identity = identity_of(config, weights.samples, self.plan, manifest, method, args.dtype, rows)
+        manifest = self.dataset.manifest
+        identity = identity_of(config, samples, config.sharing_plan, manifest, method, args.dtype, rows)
         return identity, checkpoint_to_resume(self.folder, args.resume, identity)
 
-    def describe(self, folder: Path) -> None:
-        """Write what export needs besides weights: configurations and plan."""
-        self.causal_model.config.save_pretrained(folder)
-        write_json(folder / "generation_config.json", self.causal_model.generation_config.to_dict())
-        self.plan.save(folder / "plan.json")
+    def _continue_from(self, checkpoint: Path) -> None:
+        """Take everything from a checkpoint, but the recipe."""
+        config = self.state.config
+        self.state = self.checkpointer.load(checkpoint)
+        self.changed_settings = changed_settings(self.state.config, config)
+        self.state.config = config
+        self.cursor.load_state_dict(self.state.cursor)
+        self.loss_spikes.load_state_dict(self.state.guard)
 
     def train(self) -> TrainState:
         """Run until `max_steps`, `max_hours` or a signal, and save at the end in each case.
 
         Raises:
-            RuntimeError: too many bad steps (`Guard.judge`).
+            RuntimeError: too many bad steps (`LossSpikeDetector.judge`).
             OSError: a checkpoint cannot be written.
         """
-        self.monitor = Monitor.of(self)
-        self.saved_at = self.started_at = self.state.step if self.resume_from else -1
-        closing = [contextlib.closing(thing) for thing in (self.monitor, self.batches, self.checkpointer)]
-        with self.control.watching(), closing[0], closing[1], closing[2]:
+        args, control, checkpointer = self.args, self.control, self.checkpointer
+        monitor = self._start_monitor()
+        with control.watching(), closing(monitor), closing(self.batches), closing(checkpointer):
             if self.state.step == 0 or self.state.owes_evaluation:
-                self.monitor.values(self.state.step, self.observe())
-            if self.changed:
-                self.monitor.note(f"continues at step {self.state.step} with {', '.join(self.changed)}")
-            reason = "stopped by a signal" if self.control.interrupted() else None
-            while reason is None and self.state.step < self.args.max_steps:
-                reason = self._train_step()
-            self._save()
-            self.checkpointer.wait()
-            if reason is not None:
-                self.monitor.note(reason)
+                monitor.values(self.state.step, self._observe(monitor))
+            if self.changed_settings:
+                monitor.note(f"continues at step {self.state.step} with {', '.join(self.changed_settings)}")
+            stop = "stopped by a signal" if control.interrupted() else None
+            while stop is None and self.state.step < args.max_steps:
+                before = random_states()
+                try:
+                    values = self.step()  # reads the rows; forward, backward and update
+                except Interrupted:
+                    # The step before is kept. This one begins again when the run is resumed.
+                    set_random_states(before)
+                    stop = f"stopped by a signal in step {self.state.step + 1}, which is undone"
+                    break
+
+                loss, skipped = values.get("loss", math.nan), bool(values["skipped"])
+                if skipped:
+                    monitor.note(f"step {self.state.step} skipped: {self.loss_spikes.why_bad(loss)}")
+                if skipped and args.bad_step == "rewind":
+                    checkpointer.wait()
+                can_rewind = checkpointer.latest is not None
+                verdict = self.loss_spikes.judge(self.state.step, loss, skipped, can_rewind)
+                self.state.guard = self.loss_spikes.state_dict()
+
+                monitor.step(self.state.step, values | self._observe(monitor))
+                if verdict == "rewind":
+                    self._rewind(monitor)
+                checkpointer.poll()
+                reason = control.should_stop(self.state.step)
+                if reason is not None:
+                    stop = f"{reason} after step {self.state.step}; the checkpoint is complete"
+                every = args.save_every_steps
+                if control.save_due or (every and self.state.step % every == 0):
+                    self._save(monitor)
+            self._save(monitor)
+            checkpointer.wait()
+            if stop is not None:
+                monitor.note(stop)
         return self.state
 
-    def _train_step(self) -> str | None:
-        """Make a step and what follows it. Returns why the run ends before `max_steps`; None = it goes on."""
-        try:
-            values = self.step()
-        except Interrupted:
-            # The step before is kept. This one begins again when the run is resumed.
-            set_random_states(self.random_states)
-            return f"stopped by a signal in step {self.state.step + 1}, which is undone"
-        verdict = self._judge(values)
-        self.monitor.step(self.state.step, values | self.observe())
-        if verdict == "rewind":
-            self._rewind()
-        self.checkpointer.poll()
-        reason = self.control.should_stop(self.state.step)
-        every = self.args.save_every_steps
-        if self.control.save_due or (every and self.state.step % every == 0):
-            self._save()
-        return reason and f"{reason} after step {self.state.step}; the checkpoint is complete"
+    def step(self) -> Values:
+        """One optimizer step over the next rows: forward and backward of its micro-batches, and the update.
 
-    def observe(self) -> Values:
-        """More metrics of this step: memory of the fullest rank, and the evaluation."""
-        values, step = {}, self.state.step
+        All ranks know the loss of the step before the last backward. The update of a bad step is left out.
+
+        Returns:
+            `loss` (mean cross entropy), `learning_rate`, `grad_norm`, `labels`, `data_wait_s`, and `skipped`
+            and `spike` (0 or 1). A loss that is not finite is left out, and so is the norm of a skipped step.
+
+        Raises:
+            Interrupted: a signal came between two micro-batches.
+        """
+        self.control.alive("data")
+        batches = self.batches.next()
+        num_labels, data_wait = self.batches.agree_on_labels()
+        rate = learning_rate(self.state.step, self.args)
+        self.engine.optimizer.set_lr(rate)
+
+        self.engine.train()
+        divisor = max(num_labels, 1.0)
+        factor = gradient_scale(self.args, self.mesh) / divisor
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        loss = math.nan
+        for index, batch in enumerate(batches):
+            if index and self.control.interrupted():
+                raise Interrupted
+            self.control.alive("forward")
+            loss_sum = self.engine(**batch)
+            total += loss_sum.detach()
+            if index == len(batches) - 1:
+                loss = self.mesh.sum([float(total)])[0] / divisor
+                # An infinite loss can have finite gradients, and a spike has them. NaN makes the engine skip
+                # this step.
+                if self.loss_spikes.is_spike(loss) or not math.isfinite(loss):
+                    factor = math.nan
+            self.control.alive("backward")
+            self.engine.backward(loss_sum * factor, scale_wrt_gas=False)
+            self.control.alive("update")
+            self.engine.step()
+
+        skipped = not self.engine.was_step_applied()
+        self.state.step += 1
+        if not skipped:
+            self.state.updates += 1
+        self.state.cursor = self.cursor.state_dict()
+        values: Values = {"loss": loss} if math.isfinite(loss) else {}
+        values |= {"learning_rate": rate, "labels": num_labels, "data_wait_s": data_wait}
+        values |= {"skipped": float(skipped), "spike": float(self.loss_spikes.is_spike(loss))}
+        norm = self.engine.get_global_grad_norm()
+        if not skipped and norm is not None:
+            values["grad_norm"] = float(norm)
+        return values
+
+    def _start_monitor(self) -> Monitor:
+        """Begin the bar and the record of a run. Rank 0 reads the documents of some rows, for `mfu`."""
+        peak = None
+        if self.mesh.rank == 0:
+            peak = peak_tokens_per_second(self.model.config, self.args, self.dataset, self.mesh)
+        tokens_per_step = self.batches.rows_per_step * self.dataset.context_length
+        return Monitor(
+            self.folder,
+            self.args,
+            first_step=self.state.step,
+            tokens_per_step=tokens_per_step,
+            config=self.state.config,
+            enabled=self.mesh.rank == 0,
+            peak=peak,
+        )
+
+    def _observe(self, monitor: Monitor) -> Values:
+        """More metrics of this step: memory of the fullest rank, and the evaluation where it is due."""
+        step = self.state.step
+        values: Values = {}
         self.state.owes_evaluation = False
-        if step and self.monitor.logs(step):
+        if step and monitor.logs(step):
             values["peak_memory_gib"] = self.mesh.largest(peak_bytes(self.mesh.device)) / 2**30
-        if self.evaluation and (step % self.args.eval_every_steps == 0 or step == self.args.max_steps):
-            with self.monitor.part("evaluate"), self.control.evaluating():
+        if self.evaluation is None:
+            return values
+        if step % self.args.eval_every_steps == 0 or step == self.args.max_steps:
+            with monitor.part("evaluate"), self.control.evaluating():
                 try:
-                    values |= self.evaluation.measure(self)
+                    module = self.engine.module
+                    values |= self.evaluation.measure(module, self.mesh, self.ulysses, self.control)
                 except Interrupted:
                     self.state.owes_evaluation = True
         return values
 
-    def _save(self) -> None:
+    def _save(self, monitor: Monitor) -> None:
         """Write a checkpoint of this step, unless there is one."""
-        if self.state.step in (0, self.saved_at):
+        if self.state.step in (0, self.checkpointer.saved_step):
             return
-        with self.control.saving(), self.monitor.part("save"):
+        with self.control.saving(), monitor.part("save"):
             self.checkpointer.save(self.state)
-        if self.saved_at == self.started_at:
-            self.monitor.note(self.control.time_at_risk())
-        self.saved_at = self.state.step
+        if self.checkpointer.num_begun == 1:
+            monitor.note(self.control.time_at_risk())
 
-    def _rewind(self) -> None:
+    def _rewind(self, monitor: Monitor) -> None:
         """Return to weights, optimizer and step of the last checkpoint; data goes on after the bad step.
 
         If the run is killed before the next checkpoint, it comes to the same bad step again, and does the
         same from there on.
         """
         checkpoint = self.checkpointer.latest
-        assert checkpoint is not None, "the guard judged without a checkpoint"
+        assert checkpoint is not None, "a step was judged without a checkpoint"
         bad_step, cursor = self.state.step, self.state.cursor
-        # Only weights, optimizer and step return: data and guard stay where they are.
+        # Only weights, optimizer and step return: the rows go on, and rewinds are counted.
         self.state = self.checkpointer.load(checkpoint)
-        self.guard.rewound(self.state.guard)
-        self.state.cursor, self.state.guard = cursor, self.guard.state_dict()
-        self.saved_at = self.state.step
-        self.monitor.rewind(self.state.step)
-        self.monitor.note(f"back to step {self.state.step}; data continues after the rows of step {bad_step}")
+        self.loss_spikes.rewound(self.state.guard)
+        self.state.cursor, self.state.guard = cursor, self.loss_spikes.state_dict()
+        monitor.rewind(self.state.step)
+        monitor.note(f"back to step {self.state.step}; data continues after the rows of step {bad_step}")
 
-    def step(self) -> dict[str, float]:
-        """One optimizer step over the next rows.
 
-        Returns:
-            `loss` (mean cross entropy), `learning_rate`, `grad_norm`, `labels`, `data_wait_s`, and `skipped`
-            and `spike` (0 or 1). A loss that is not finite is left out, and so is the norm of a skipped step.
-        """
-        self.random_states = random_states()
-        self.control.alive("data")
-        batches = self.batches.next()
-        num_labels, data_wait = self._agree_on_data()
-        rate = learning_rate(self.state.step, self.args)
-        self.engine.optimizer.set_lr(rate)
-        loss = self._accumulate(batches, max(num_labels, 1.0))
-        skipped = not self.engine.was_step_applied()
-        self.state.step += 1
-        self.state.updates += not skipped
-        self.state.cursor = self.cursor.state_dict()
-        values = {"loss": loss} if math.isfinite(loss) else {}
-        values |= {"learning_rate": rate, "labels": num_labels, "data_wait_s": data_wait}
-        values |= {"skipped": float(skipped), "spike": float(self.guard.is_spike(loss))}
-        norm = self.engine.get_global_grad_norm()
-        if not skipped and norm is not None:
-            values["grad_norm"] = float(norm)
-        return values
+def trained_module(
+    model: Any, args: TrainArgs, lora: dict[str, Any] | None, row_length: int
+) -> LanguageModelLoss:
+    """A model with its loss, ready to be trained: with adapters, checkpointed and fused as the recipe says.
 
-    def _accumulate(self, batches: list[dict[str, torch.Tensor]], num_labels: float) -> float:
-        """Forward and backward of every micro-batch, and the update.
-
-        Returns:
-            The mean loss over the step's labels. All ranks know it before the last backward, so that the
-            update of a bad step can be left out.
-        """
-        factor = gradient_scale(self.args, self.mesh) / num_labels
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        mean = math.nan
-        self.engine.train()
-        for index, batch in enumerate(batches):
-            last = index == len(batches) - 1
-            if index and self.control.interrupted():
-                raise Interrupted
-            self.control.alive("forward")
-            loss = self.engine(**batch)
-            total += loss.detach()
-            if last:
-                mean = self.mesh.sum([float(total)])[0] / num_labels
-                # An infinite loss can have finite gradients, and a spike has them. NaN makes the engine skip
-                # this step.
-                if self.guard.is_spike(mean) or not math.isfinite(mean):
-                    factor = math.nan
-            self.control.alive("backward")
-            self.engine.backward(loss * factor, scale_wrt_gas=False)
-            self.control.alive("update")
-            self.engine.step()
-        return mean
-
-    def _agree_on_data(self) -> tuple[float, float]:
-        """Labels of the step over all ranks, and the seconds that the slowest of them waited for its rows."""
-        waits = [0.0] * self.mesh.world_size
-        waits[self.mesh.rank] = self.batches.prefetcher.waited_s  # the other ranks leave this place at 0
-        total, *waits = self.mesh.sum([self.batches.num_labels, *waits])
-        return total, max(waits)
-
-    def _judge(self, values: dict[str, float]) -> str:
-        """The guard's verdict on the step that was just made. A bad step is noted on the screen."""
-        loss, skipped = values.get("loss", math.nan), bool(values["skipped"])
-        if skipped:
-            self.monitor.note(f"step {self.state.step} skipped: {self.guard.why_bad(loss)}")
-        if skipped and self.args.bad_step == "rewind":
-            self.checkpointer.wait()
-        can_rewind = self.checkpointer.latest is not None
-        verdict = self.guard.judge(self.state.step, loss, skipped, can_rewind)
-        self.state.guard = self.guard.state_dict()
-        return verdict
+    Args:
+        lora: settings of the adapters; None = all weights are trained.
+        row_length: tokens of the longest row, over all ranks of a sequence-parallel group.
+    """
+    save_activations(model, args, row_length)
+    fuses = {"auto": torch.cuda.is_available(), "compile": True, "none": False}
+    if fuses[args.fused_layers]:
+        fuse_layers(model)
+    trained = add_lora(model, lora) if lora else model.requires_grad_(True)
+    return LanguageModelLoss(trained, args.loss_chunk_mib).train()

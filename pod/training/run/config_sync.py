@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pod.training.args import TrainRecipe
-from pod.training.checkpoint.identity import sha256_of
+from pod.training.checkpoint.run_identity import sha256_of
 from pod.training.predict import layout_search
 from pod.training.predict.layout_search import Machine, ParallelLayout
 from pod.training.run.mesh import SameOnAllRanks, local_world_size

@@ -10,8 +10,10 @@ from pod.training.args import TrainArgs
 Verdict = Literal["good", "skip", "rewind"]
 
 
-class Guard:
+class LossSpikeDetector:
     """Judges every step by numbers that are the same on all ranks. Its state goes into checkpoints.
+
+    `is_spike` is asked before a step's update, `judge` after it.
 
     A spike is a loss above `spike_factor` x the median of the last `spike_window` good steps. It is the
     median and not the mean, so that rising losses do not move the bar along with them.
@@ -19,7 +21,9 @@ class Guard:
 
     def __init__(self, args: TrainArgs):
         self.args = args
-        self.load_state_dict({})
+        self.losses: deque[float] = deque(maxlen=args.spike_window)
+        self.consecutive_skips = 0
+        self.rewinds = 0
 
     def spike_bar(self) -> float:
         """The loss above which the coming step is a spike; infinity while no step counts as one.
@@ -72,7 +76,7 @@ class Guard:
         return "skip"
 
     def rewound(self, saved: dict[str, Any]) -> None:
-        """Continue after the run has returned to a checkpoint, whose state of the guard is `saved`.
+        """Continue after the run has returned to a checkpoint, whose state of this detector is `saved`.
 
         The losses are those of the checkpoint again. The rewinds so far still count.
         """
@@ -85,6 +89,6 @@ class Guard:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken; {} is the start of a run."""
-        self.consecutive_skips: int = state.get("consecutive_skips", 0)
-        self.rewinds: int = state.get("rewinds", 0)
-        self.losses: deque[float] = deque(state.get("losses", ()), maxlen=self.args.spike_window)
+        self.losses = deque(state.get("losses", ()), maxlen=self.args.spike_window)
+        self.consecutive_skips = state.get("consecutive_skips", 0)
+        self.rewinds = state.get("rewinds", 0)

@@ -9,8 +9,8 @@ from test_layout_search import CONTEXT, LLAMA3_8B, PAPER, SHARED, machine
 
 from pod.training.args import TrainRecipe
 from pod.training.predict.layout_search import plan
-from pod.training.run import agreement
-from pod.training.run.agreement import agree, agree_on_layout, least_machine, note_neighbours
+from pod.training.run import config_sync
+from pod.training.run.config_sync import agree, agree_on_layout, least_machine, note_neighbours
 from pod.training.run.mesh import join_ranks
 
 
@@ -41,13 +41,13 @@ def test_one_rank_agrees_with_itself_and_leaves_no_file(alone, tmp_path):
     ],
 )
 def test_ranks_that_disagree_are_named(alone, tmp_path, monkeypatch, change, says):
-    original = agreement._gather
+    original = config_sync._gather
 
     def three(value):
         (mine,) = original(value)
         return [mine, mine, mine | change if isinstance(mine, dict) else mine]
 
-    monkeypatch.setattr(agreement, "_gather", three)
+    monkeypatch.setattr(config_sync, "_gather", three)
     with pytest.raises(ValueError, match="use the same|file system") as caught:
         agree(RECIPE, tmp_path, {"the data": "x"})
     assert says in str(caught.value)
@@ -55,8 +55,8 @@ def test_ranks_that_disagree_are_named(alone, tmp_path, monkeypatch, change, say
 
 
 def test_ranks_that_share_a_machine_unknowingly_are_told(alone, monkeypatch, capsys):
-    original = agreement._gather
-    monkeypatch.setattr(agreement, "_gather", lambda mine: original(mine) * 2)
+    original = config_sync._gather
+    monkeypatch.setattr(config_sync, "_gather", lambda mine: original(mine) * 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     note_neighbours()
     assert capsys.readouterr().out == ""
@@ -106,18 +106,18 @@ def test_unequal_machines_come_to_one_layout(monkeypatch):
     least = least_machine([large, small])
     assert (least.device.name, least.host_gib) == ("h100", 1000)
     assert least.device.memory_gib == small.device.memory_gib
-    monkeypatch.setattr(agreement, "_gather", lambda value: [large, small])
+    monkeypatch.setattr(config_sync, "_gather", lambda value: [large, small])
     agreed = [agree_on_layout(planned(one), TrainRecipe(**PAPER)) for one in (large, small)]
     assert agreed[0] == agreed[1] and agreed[0].fits and agreed[0].machine == least
     poor = replace(large, device=replace(large.device, memory_gib=1))
-    monkeypatch.setattr(agreement, "_gather", lambda value: [large, poor])
-    with pytest.raises(agreement.SameOnAllRanks, match="no layout fits"):
+    monkeypatch.setattr(config_sync, "_gather", lambda value: [large, poor])
+    with pytest.raises(config_sync.SameOnAllRanks, match="no layout fits"):
         agree_on_layout(planned(large), TrainRecipe(**PAPER))
 
 
 def test_equal_machines_keep_what_was_planned(monkeypatch):
     fit = planned(machine(8))
-    monkeypatch.setattr(agreement, "_gather", lambda value: [value, value])
+    monkeypatch.setattr(config_sync, "_gather", lambda value: [value, value])
     assert agree_on_layout(fit, TrainRecipe(**PAPER)) is fit
 
 

@@ -12,7 +12,7 @@ import torch
 from pod.data import PackedDataset, write_packed_rows
 from pod.data.rows.order import epoch_order
 from pod.training.args import TrainArgs
-from pod.training.run.trainer import StepBatches
+from pod.training.run.step_batches import StepBatches
 
 ROWS, CONTEXT = 11, 12
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig
 
-from pod.files import atomic_write_text, explain_disk_full, read_mapping
+from pod.files import atomic_write_text, explain_disk_full, read_mapping, write_json
 from pod.modeling.loading import with_trained_constants
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.llama import PodForCausalLM
@@ -41,7 +41,9 @@ from pod.modeling.model.sharing import SharingPlan
 from pod.modeling.model.sinks import is_constant
 from pod.schema import one_line
 from pod.training import deepspeed_bridge as bridge
-from pod.training.checkpoint.identity import (
+from pod.training.args import TrainArgs
+from pod.training.checkpoint.newest import WEIGHT_FILES, step_folders, step_of
+from pod.training.checkpoint.run_identity import (
     LATEST_NAME,
     STATE_NAME,
     TrainState,
@@ -52,10 +54,11 @@ from pod.training.checkpoint.identity import (
     start_identity_of,
     way_back,
 )
-from pod.training.checkpoint.newest import WEIGHT_FILES, step_folders, step_of
 from pod.training.deepspeed_bridge import MASTER, Piece
 from pod.training.predict.memory_estimate import checkpoint_disk_bytes
 from pod.training.run.lora import add_lora
+from pod.training.run.mesh import Mesh
+from pod.training.run.run_control import RunControl
 from pod.training.run.shared_qk import host_copy
 
 
@@ -64,16 +67,28 @@ class Checkpointer:
 
     All ranks call every method, and all of them see the run's folder.
 
+    Args:
+        folder: <output_dir>/train.
+        engine: DeepSpeed's, whose weights and moments are saved.
+        model: the model without adapters. Its configurations and plan go into every checkpoint.
+        control: hears of progress while files are written, and how long a checkpoint took.
+
     Attributes:
         latest: the newest complete checkpoint that this run wrote or loaded, the same on all ranks.
+        saved_step: step of the newest checkpoint that was begun or loaded; None = there is none.
+        num_begun: checkpoints that this process has begun to write.
     """
 
-    def __init__(self, trainer: Any):
-        self.folder, self.args, self.mesh = trainer.folder, trainer.args, trainer.mesh
-        self.engine, self.control, self.describe = trainer.engine, trainer.control, trainer.describe
-        trained = [one for one in self.engine.module.parameters() if one.requires_grad]
+    def __init__(
+        self, folder: Path, args: TrainArgs, mesh: Mesh, engine: Any, model: Any, control: RunControl
+    ):
+        self.folder, self.args, self.mesh = folder, args, mesh
+        self.engine, self.model, self.control = engine, model, control
+        trained = [one for one in engine.module.parameters() if one.requires_grad]
         self.needed_bytes = checkpoint_disk_bytes(sum(bridge.shape_of(one).numel() for one in trained))
         self.latest: Path | None = None
+        self.saved_step: int | None = None
+        self.num_begun = 0
         self._pending: Path | None = None
         self._run = ""
         self._began = 0.0
@@ -99,6 +114,8 @@ class Checkpointer:
         final = self.folder / f"step-{state.step:08d}"
         self._agree(self._space_error(final), final)
         self._pending = final
+        self.saved_step = state.step
+        self.num_begun += 1
         state, pieces = replace(state, world_size=self.mesh.world_size), bridge.pieces(self.engine)
         if self.args.save_mode == "sync":
             self._write(final, state, pieces, random_states(), lambda: self.control.alive("save"))
@@ -174,6 +191,7 @@ class Checkpointer:
             mixed = sha256_of([state.cursor.get("seed", 0), state.step, self.mesh.rank])
             torch.manual_seed(int(mixed[:15], 16))
         self.latest = checkpoint
+        self.saved_step = state.step
         return state
 
     def _write(self, final: Path, state: TrainState, pieces: list[Piece], states: Any, written: Any) -> None:
@@ -187,7 +205,7 @@ class Checkpointer:
                 save_file(states, own, metadata={WEIGHT_FILES: str(count)})
                 sync_to_disk(own)
                 if self.mesh.rank == 0:
-                    self.describe(temporary)
+                    describe_model(self.model, temporary)
                     for file in temporary.glob("*.json"):
                         sync_to_disk(file)
                     state.save(temporary)
@@ -255,6 +273,13 @@ class Checkpointer:
             kept_for_good = every and step_of(old) % every == 0
             if not kept_for_good:
                 _remove(old)
+
+
+def describe_model(model: PodForCausalLM, folder: Path) -> None:
+    """Write what export needs besides weights: configurations and plan."""
+    model.config.save_pretrained(folder)
+    write_json(folder / "generation_config.json", model.generation_config.to_dict())
+    model.config.sharing_plan.save(folder / "plan.json")
 
 
 def random_states() -> dict[str, Tensor]:

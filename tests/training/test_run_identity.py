@@ -8,14 +8,14 @@ from pod import SharingPlan
 from pod.commands.explore import keep_other_plan, note_on_training
 from pod.modeling.model.sharing import SinkConstants
 from pod.recipe import load_recipe
-from pod.training.checkpoint.identity import (
+from pod.training.checkpoint.newest import latest_checkpoint
+from pod.training.checkpoint.run_identity import (
     TrainState,
     changed_settings,
     check_identity,
     identity_of,
     read_state,
 )
-from pod.training.checkpoint.newest import latest_checkpoint
 
 MANIFEST = {"context_length": 8, "tokenizer_sha256": "t", "shards": ["s"]}
 

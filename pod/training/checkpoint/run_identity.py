@@ -52,7 +52,7 @@ class TrainState:
     Any number of ranks can therefore continue there.
     """
     guard: dict[str, Any] = field(default_factory=dict)
-    """What the guard remembers of earlier steps (Guard.state_dict)."""
+    """What `LossSpikeDetector` remembers of earlier steps (its `state_dict`)."""
     world_size: int = 1
     """Number of ranks that wrote the checkpoint."""
     identity: dict[str, Any] = field(default_factory=dict)

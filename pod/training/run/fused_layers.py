@@ -1,0 +1,34 @@
+"""Layers of a model in training whose operations are one kernel each."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from pod.modeling.model.attend import rms_norm
+from pod.modeling.model.attention import RMSNorm
+from pod.modeling.model.llama import PodMLP
+from pod.modeling.model.rope import rotate_whole
+
+
+def fuse_layers(model: Any) -> None:
+    """Let a PodForCausalLM compute norms, rotary embedding and gated activations in one kernel each.
+
+    This holds for forward and backward. `torch.compile` compiles these functions when they are first used.
+    Run one by one, their operations would read and write activations many times and keep float32 copies for
+    backward. Values differ by rounding only.
+    """
+    activation = ACT2FN[model.config.hidden_act]
+
+    def gated(gate: Tensor, up: Tensor) -> Tensor:
+        return activation(gate) * up
+
+    functions: list[Any] = [rms_norm, rotate_whole, gated]
+    norm, rotation, gate = (torch.compile(one, dynamic=True) for one in functions)
+    model.model.rotate = lambda x, tables: rotation(x, *tables)
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.norm = norm
+        elif isinstance(module, PodMLP):
+            module.gate = gate
