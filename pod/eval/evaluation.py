@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pod.eval.answer.budget import ByteBudgets, Subject, measure_bytes
 from pod.eval.answer.layout import Load
-from pod.eval.answer.methods import Method, find_method, parts_of, with_requests
+from pod.eval.answer.methods import EvaluatedMethod, find_method, parts_of, with_requests
 from pod.eval.answer.models import Models
 from pod.eval.answer.ranks import Ranks
 from pod.eval.answer.store import Shelf, Store, key_of
@@ -100,7 +100,7 @@ class Evaluation:
                 parts = [pod.methods()[part] for part in parts_of(method)]
                 all_parameters(str(method.spec), parts, self.args.method_options[method.name])
 
-    def refuses(self, method: Method, task: base.Task) -> str | None:
+    def refuses(self, method: EvaluatedMethod, task: base.Task) -> str | None:
         """Why a task does not measure a method, in one line; None when it does."""
         too_long = self.models.too_long(method, task.longest())
         return task.refuses(method) or (too_long and f"it would {too_long}")
@@ -126,7 +126,7 @@ class Evaluation:
             lengths |= {*self.args.efficiency_lengths, *self.speed.lengths()}
         return lengths
 
-    def method(self, name: str) -> Method:
+    def method(self, name: str) -> EvaluatedMethod:
         """A method of the recipe.
 
         One forward pass may differ from the method's decode path: with options of its own (the gate skip of
@@ -138,11 +138,11 @@ class Evaluation:
         differs = self.args.method_options.get(name) or (exact and self.models.packs(found.model))
         return replace(found, one_shot=exact and not differs)
 
-    def subject(self, method: Method) -> Subject:
+    def subject(self, method: EvaluatedMethod) -> Subject:
         """A method with its model and its caches."""
         return Subject(method, lambda: self.models.get(method.model), self.options(method), self.budgets)
 
-    def options(self, method: Method) -> dict[str, Any]:
+    def options(self, method: EvaluatedMethod) -> dict[str, Any]:
         """Parameters of a method's caches.
 
         razor finds the heads that were searched for this recipe, kvzip its requests.
@@ -153,7 +153,7 @@ class Evaluation:
             return options | {"heads": str(heads)}
         return options
 
-    def check_caches(self, method: Method, task: base.Task) -> None:
+    def check_caches(self, method: EvaluatedMethod, task: base.Task) -> None:
         """Make every cache that a task will use, before any measuring.
 
         Errors come at once: a method that cannot run the model, a wrong option, or a budget below the
@@ -178,7 +178,7 @@ class Evaluation:
                 at = where if method.takes_budget else ""
                 raise ValueError(f"{method.name} cannot do {task.name}{at}: {one_line(error)}") from error
 
-    def shelf(self, method: Method) -> Shelf:
+    def shelf(self, method: EvaluatedMethod) -> Shelf:
         """The answers of a method: of this model, these options and this code."""
         identity = {
             "spec": method.spec,
@@ -189,7 +189,7 @@ class Evaluation:
         }
         return self.store.shelf(method.name, identity | self.args.template_settings())
 
-    def measure(self, method: Method, task: base.Task, is_open: bool) -> dict[str, Any]:
+    def measure(self, method: EvaluatedMethod, task: base.Task, is_open: bool) -> dict[str, Any]:
         """The part of a result file that a method's answers to a task come to.
 
         Args:
@@ -207,7 +207,7 @@ class Evaluation:
         finally:
             self._may_answer = True
 
-    def description(self, method: Method, is_open: bool) -> dict[str, Any]:
+    def description(self, method: EvaluatedMethod, is_open: bool) -> dict[str, Any]:
         """The method's model, for its result file."""
         with self.shelf(method).asked_by("model", is_open) as shelf:
             found = shelf.answers(

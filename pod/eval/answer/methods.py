@@ -13,7 +13,7 @@ from pod.notation import Budget, parse, unknown
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class EvaluatedMethod:
     """One way to hold the KV cache, under evaluation.
 
     Attributes:
@@ -60,10 +60,10 @@ class Method:
         return f"{safe_name(self.name)}.json"
 
 
-def _dense(name: str, title: str, takes_budget: bool = True, **more: Any) -> Method:
+def _dense(name: str, title: str, takes_budget: bool = True, **more: Any) -> EvaluatedMethod:
     """A method on the dense model, unless told otherwise."""
     known = {"name": name, "spec": name, "model": "dense", "takes_budget": takes_budget, "title": title}
-    return Method(**known | more)
+    return EvaluatedMethod(**known | more)
 
 
 BASE = "full"
@@ -130,7 +130,7 @@ AXES = "layout", "selection", "channels", "codec"
 """Parts of a name stand in this order."""
 
 
-def find_method(name: str) -> Method:
+def find_method(name: str) -> EvaluatedMethod:
     """The method that a text writes (`pod.notation`).
 
     Its `name` is in canonical spelling: `pod+snapkv[window=16]+int4@25%`.
@@ -163,17 +163,17 @@ def find_method(name: str) -> Method:
     return replace(found, name=said, budget=budget, options=written.params, one_shot=False, title=title)
 
 
-def _own_model(name: str) -> Method:
+def _own_model(name: str) -> EvaluatedMethod:
     kind = name.removeprefix("model:")
     if not kind.isidentifier() or kind in ("dense", "unadapted", "adapted"):
         raise ValueError(
             f"method {name!r}: write a name of eval.models after `model:`, "
             "other than dense, unadapted and adapted"
         )
-    return Method(name=name, spec=None, model=kind, title=f"the model {kind} with its own layout")
+    return EvaluatedMethod(name=name, spec=None, model=kind, title=f"the model {kind} with its own layout")
 
 
-def _joined(parts: list[Method], plain: str) -> Method:
+def _joined(parts: list[EvaluatedMethod], plain: str) -> EvaluatedMethod:
     """One method of several parts.
 
     Args:
@@ -182,7 +182,7 @@ def _joined(parts: list[Method], plain: str) -> Method:
     first = parts[0]
     if plain == first.name:
         return first
-    return Method(
+    return EvaluatedMethod(
         name=plain,
         spec=plain.replace("pod-unadapted", "pod"),
         model=next((part.model for part in parts if part.model != "dense"), "dense"),
@@ -222,7 +222,7 @@ def check_names(kind: str, names: object, find: Callable[[str], object]) -> None
         raise ValueError(f"eval.{kind}s names one {kind} twice: {', '.join(names)}")
 
 
-def with_requests(method: Method, options: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+def with_requests(method: EvaluatedMethod, options: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """The options of a method. KVzip gets its requests in the words of this tokenizer unless it has them."""
     if "kvzip" not in parts_of(method) or "repeat_ids" in options:
         return options
@@ -231,6 +231,6 @@ def with_requests(method: Method, options: dict[str, Any], tokenizer: Any) -> di
     return options | {"repeat_ids": repeat_ids(tokenizer)}
 
 
-def parts_of(method: Method) -> tuple[str, ...]:
+def parts_of(method: EvaluatedMethod) -> tuple[str, ...]:
     """The names of its parts as `pod.make_cache` takes them. Empty for a model with its own layout."""
     return () if method.spec is None else parse(method.spec).names
