@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pod.modeling.cache_files import load_cache, save_cache
     from pod.modeling.loading import load_adapter, load_model
-    from pod.modeling.methods import make_cache, methods
+    from pod.modeling.methods import make_cache
     from pod.modeling.shipped.cache import PodCache
     from pod.modeling.shipped.config import PodConfig
     from pod.modeling.shipped.llama import PodForCausalLM, PodModel
     from pod.modeling.shipped.sharing import SharingPlan
+    from pod.registry import methods
     from pod.tokenizer import load_tokenizer
     from pod.training.plans.calibration import calibrate_sinks
 
@@ -42,11 +43,12 @@ __all__ = [
 _HOMES = {
     "modeling.cache_files": ("load_cache", "save_cache"),
     "modeling.loading": ("load_adapter", "load_model"),
-    "modeling.methods": ("make_cache", "methods"),
+    "modeling.methods": ("make_cache",),
     "modeling.shipped.cache": ("PodCache",),
     "modeling.shipped.config": ("PodConfig",),
     "modeling.shipped.llama": ("PodForCausalLM", "PodModel"),
     "modeling.shipped.sharing": ("SharingPlan",),
+    "registry": ("methods",),
     "tokenizer": ("load_tokenizer",),
     "training.plans.calibration": ("calibrate_sinks",),
 }

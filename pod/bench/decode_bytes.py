@@ -28,9 +28,10 @@ from typing import Any
 from pod.bench.args import FULL, POD, STOCK
 from pod.eval.answer.methods import EvaluatedMethod
 from pod.modeling.shipped.sharing import GROUP_SIZE, RESIDUAL, Roles, SharingPlan, channel_group, roles_of
+from pod.registry import METHODS
 
 _LOGIT = 4
-_CODEC_BITS = {"kivi": 2, "int4": 4, "int8": 8}
+_CODEC_BITS = {name: method.bits for name, method in METHODS.items() if method.bits is not None}
 
 
 @dataclass(frozen=True)

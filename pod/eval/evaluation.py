@@ -19,6 +19,9 @@ from pod.eval.results import code_identity, one_line, with_files
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.speed.args import speed_options
 from pod.eval.suites import base, data
+from pod.notation import parse
+from pod.registry import METHODS
+from pod.registry.combine import all_parameters, chosen_methods
 from pod.tokenizer import with_template_variables
 
 if TYPE_CHECKING:
@@ -90,15 +93,10 @@ class Evaluation:
     def _check_options(self) -> None:
         """Raise ValueError for an option that a method does not have or take."""
         named = [method for name in self.args.method_options if (method := find_method(name)).spec]
-        if named:
-            import pod  # this loads torch
-            from pod.modeling.methods.base import all_parameters, chosen_methods
-            from pod.notation import parse
-
-            for method in named:
-                chosen_methods(pod.methods(), parse(method.name.replace("pod-unadapted", "pod")))
-                parts = [pod.methods()[part] for part in parts_of(method)]
-                all_parameters(str(method.spec), parts, self.args.method_options[method.name])
+        for method in named:
+            chosen_methods(parse(method.name.replace("pod-unadapted", "pod")))
+            parts = [METHODS[part] for part in parts_of(method)]
+            all_parameters(str(method.spec), parts, self.args.method_options[method.name])
 
     def refuses(self, method: EvaluatedMethod, task: base.Task) -> str | None:
         """Why a task does not measure a method, in one line; None when it does."""

@@ -27,7 +27,7 @@ ANSWERING = ("gates", "reading", "store", "texts")
 What the others decide (method, model, budget) stands in an answer's key or shelf.
 """
 _CODE = (
-    *("models.py", "modeling/**/*.py", "kernels/**/*.py", "engine/**/*.py"),
+    *("models.py", "registry/**/*.py", "modeling/**/*.py", "kernels/**/*.py", "engine/**/*.py"),
     *(f"eval/answer/{name}.py" for name in ANSWERING),
     *(f"eval/lm/{name}.py" for name in ("batches", "generate", "model", "scoring")),
 )
