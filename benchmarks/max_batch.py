@@ -29,7 +29,7 @@ from gpu_tools import DeviceLost, choose_device, finish, goal_row, header, is_lo
 from pod.bench.args import FULL, bench_method
 from pod.bench.decode_speed import Bench, free, make_cache
 from pod.bench.run import load, what_to_measure
-from pod.eval.answer.methods import Method
+from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.results import one_line
 from pod.measure.max_batch import Tries, search
 from pod.recipe import load_recipe
@@ -47,7 +47,7 @@ _TINY_LIMIT = 10_000_000
 class RoomTries(Tries):
     """Does a batch of a method fit at `tokens` per row: its room is allocated, then one token decoded."""
 
-    def __init__(self, bench: Bench, method: Method, tokens: int, limit: int | None):
+    def __init__(self, bench: Bench, method: EvaluatedMethod, tokens: int, limit: int | None):
         new = lambda: make_cache(bench, method, tokens, tokens)[0]  # noqa: E731
         super().__init__(bench.model_of(method), new, tokens, 1, limit)
 

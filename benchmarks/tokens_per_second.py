@@ -17,7 +17,7 @@ from typing import Any
 
 from gpu_tools import DeviceLost, choose_device, finish, goal_row, header, is_lost, parser, start
 
-from pod.bench.args import STOCK, Method
+from pod.bench.args import STOCK, EvaluatedMethod
 from pod.bench.decode_bytes import needed
 from pod.bench.decode_speed import Bench, compare
 from pod.bench.dense_decode import dense_peers
@@ -40,7 +40,9 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
     return load_recipe("bench_llama3_8b", [*changes, *(TINY if arguments.tiny else ())])
 
 
-def measure(bench: Bench, method: Method, batch: int, length: int, backend: str | None) -> dict[str, Any]:
+def measure(
+    bench: Bench, method: EvaluatedMethod, batch: int, length: int, backend: str | None
+) -> dict[str, Any]:
     """Speeds of one method and of the dense cache with its backend, or the error. Raises: DeviceLost."""
     size = needed(bench.sizes, method, batch, bench.args.room(length), bench.device.type == "cpu")
     free = free_memory(bench.device) + bench.sizes.weights

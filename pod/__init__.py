@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pod.modeling.cache_files import load_cache, save_cache
     from pod.modeling.loading import load_adapter, load_model
-    from pod.modeling.methods import make_cache, methods
+    from pod.modeling.methods import make_cache
     from pod.modeling.model.cache import PodCache
     from pod.modeling.model.config import PodConfig
     from pod.modeling.model.llama import PodForCausalLM, PodModel
     from pod.modeling.model.sharing import SharingPlan
     from pod.plan.calibration import calibrate_sinks
+    from pod.registry import methods
     from pod.tokenizer import load_tokenizer
 
 __version__ = "0.1.0"
@@ -42,11 +43,12 @@ __all__ = [
 _HOMES = {
     "modeling.cache_files": ("load_cache", "save_cache"),
     "modeling.loading": ("load_adapter", "load_model"),
-    "modeling.methods": ("make_cache", "methods"),
+    "modeling.methods": ("make_cache",),
     "modeling.model.cache": ("PodCache",),
     "modeling.model.config": ("PodConfig",),
     "modeling.model.llama": ("PodForCausalLM", "PodModel"),
     "modeling.model.sharing": ("SharingPlan",),
+    "registry": ("methods",),
     "tokenizer": ("load_tokenizer",),
     "plan.calibration": ("calibrate_sinks",),
 }

@@ -24,11 +24,12 @@ SOURCES = sorted(
 # Which parts of pod a part may import. `files` and `schema` may be imported by all; the files at the top of
 # pod are parts of their own, and so is `model`, which exported checkpoints carry.
 ARROWS = {
-    "__init__": {"model", "plan", "kernels", "modeling", "engine", "tokenizer"},
+    "__init__": {"model", "plan", "kernels", "modeling", "engine", "registry", "tokenizer"},
     "files": set(),
     "verbosity": set(),
     "command_line": {"verbosity"},
     "notation": set(),
+    "registry": {"notation"},
     "remote": set(),
     "families": set(),
     "toolchain": set(),
@@ -39,14 +40,14 @@ ARROWS = {
     "model": set(),
     "kernels": {"model", "toolchain"},
     "engine": {"model", "kernels"},
-    "modeling": {"model", "kernels", "engine", "families", "models", "notation", "tokenizer"},
+    "modeling": {"model", "kernels", "engine", "families", "models", "notation", "registry", "tokenizer"},
     "data": {"remote", "tokenizer", "verbosity"},
     "plan": {"model", "modeling", "kernels", "data", "training", "verbosity"},
     "training": {"model", "modeling", "kernels", "data", "toolchain", "verbosity"},
     "export": {"model", "modeling", "training", "models", "__init__"},
     "measure": {"model"},
-    "eval": {"model", "modeling", "kernels", "data", "measure", "notation", "verbosity"},
-    "bench": {"eval", "measure", "model", "modeling", "__init__", "models", "recipe", "notation"},
+    "eval": {"model", "modeling", "kernels", "data", "measure", "notation", "registry", "verbosity"},
+    "bench": {"eval", "measure", "model", "modeling", "__init__", "models", "recipe", "notation", "registry"},
     "recipe": {"schema", "models", "data", "plan", "training", "eval", "bench", "command_line", "verbosity"},
     "commands": {
         "command_line",

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("modeling", "kernels", "engine", "data", "eval", "bench", "measure", "training")
+PARTS = ("registry", "modeling", "kernels", "engine", "data", "eval", "bench", "measure", "training")
 
 
 def module_name(file: Path, root: Path) -> str:

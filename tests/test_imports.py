@@ -32,6 +32,17 @@ def test_help_needs_no_torch(launcher):
     assert "--config" in run(code, f"launch/{launcher}.py")
 
 
+def test_methods_and_their_rules_need_no_torch():
+    code = (
+        "import sys, pod\nfrom pod.eval.answer.methods import find_method\n"
+        "from pod.registry.combine import chosen_methods\nfrom pod.notation import parse\n"
+        "assert find_method('pod+snapkv@25%').takes_budget and 'snapkv' in pod.methods()\n"
+        "assert chosen_methods(parse('imdc(snapkv)'))[1] == 'snapkv'\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    run(code)
+
+
 @pytest.mark.parametrize(
     "first", ["modeling.model.attend", "modeling.methods", "kernels.statistics", "engine.decode_engine"]
 )
@@ -64,14 +75,9 @@ def test_public_names():
     ids=["tasks", "methods", "no export", "no model"],
 )
 def test_lists_and_a_dry_run_without_a_model_need_no_torch(arguments, tmp_path, monkeypatch):
-    """The list of methods is made with torch once, and kept while the code stays as it is."""
     monkeypatch.setenv("POD_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    if arguments == ["--list-methods"]:
-        from pod.eval.lists import list_methods
-
-        assert "snapkv" in list_methods()
     code = (
         "import runpy, sys\nsys.argv[0] = 'launch/run_eval.py'\n"
         "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit as end:\n"

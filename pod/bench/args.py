@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import PositiveInt
 
-from pod.eval.answer.methods import Method, find_method
+from pod.eval.answer.methods import EvaluatedMethod, find_method
 from pod.notation import unknown
 from pod.schema import BelowOne, Share, section
 
@@ -27,10 +27,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Fields of `LlamaConfig` by the name of a shape. The `llama` ones are LLaMA-3-8B and LLaMA-3.2-1B."""
 FULL = find_method("full")
 POD = find_method("pod")
-STOCK = Method(name="transformers", spec=None, model="stock")
+STOCK = EvaluatedMethod(name="transformers", spec=None, model="stock")
 
 
-def bench_method(name: str) -> Method:
+def bench_method(name: str) -> EvaluatedMethod:
     """The method of a name as in `eval.methods`. Its options may include `skip_share`.
 
     Raises:
@@ -109,7 +109,7 @@ class BenchArgs:
             )
 
     @property
-    def raced_methods(self) -> list[Method]:
+    def raced_methods(self) -> list[EvaluatedMethod]:
         """The methods that race the dense cache. The stock model is left out."""
         return [method for method in map(bench_method, self.methods) if method != FULL]
 

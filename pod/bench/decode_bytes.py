@@ -26,11 +26,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pod.bench.args import FULL, POD, STOCK
-from pod.eval.answer.methods import Method
+from pod.eval.answer.methods import EvaluatedMethod
 from pod.modeling.model.sharing import GROUP_SIZE, RESIDUAL, Roles, SharingPlan, channel_group, roles_of
+from pod.registry import METHODS
 
 _LOGIT = 4
-_CODEC_BITS = {"kivi": 2, "int4": 4, "int8": 8}
+_CODEC_BITS = {name: method.bits for name, method in METHODS.items() if method.bits is not None}
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Sizes:
         """Bytes of a key or value as the model computes it."""
         return self.head_dim * self.element
 
-    def layers(self, method: Method, tokens: int) -> Iterator[tuple[Roles, int, float, float]]:
+    def layers(self, method: EvaluatedMethod, tokens: int) -> Iterator[tuple[Roles, int, float, float]]:
         """For every layer under a method: its roles, the tokens of a window, and its `token_bytes`.
 
         Args:
@@ -101,7 +102,7 @@ class Sizes:
             bits = codec_bits(method) or (plan.bits[layer] if plan.bits else 16)
             yield roles_of(plan.lead, layer), sum(window), *self.token_bytes(method, bits, tokens)
 
-    def token_bytes(self, method: Method, bits: int, tokens: int) -> tuple[float, float]:
+    def token_bytes(self, method: EvaluatedMethod, bits: int, tokens: int) -> tuple[float, float]:
         """Mean bytes of one key and of one value among `tokens` stored tokens of one head.
 
         The mean is over packed tokens and the native residual. A group of keys is `group_size` tokens of a
@@ -150,17 +151,17 @@ def spread_plan(
     return SharingPlan(lead=tuple(map(tuple, plan)))
 
 
-def uses_plan(method: Method) -> bool:
+def uses_plan(method: EvaluatedMethod) -> bool:
     """Whether the method runs on the model with the sharing plan."""
     return method.model != "dense"
 
 
-def codec_bits(method: Method) -> int | None:
+def codec_bits(method: EvaluatedMethod) -> int | None:
     """Bits per number of the codec in the method's spec; None without a codec."""
     return next((_CODEC_BITS[part] for part in str(method.spec).split("+") if part in _CODEC_BITS), None)
 
 
-def is_modelled(method: Method) -> bool:
+def is_modelled(method: EvaluatedMethod) -> bool:
     """Whether the bytes that a step reads are known here.
 
     They are known for full and pod, with or without a codec.
@@ -168,7 +169,7 @@ def is_modelled(method: Method) -> bool:
     return all(part in ("full", "pod", *_CODEC_BITS) for part in str(method.spec).split("+"))
 
 
-def read_per_row(sizes: Sizes, method: Method, length: int) -> float:
+def read_per_row(sizes: Sizes, method: EvaluatedMethod, length: int) -> float:
     """Bytes of keys, values and logits that a step moves for one row of `length` tokens."""
     total, native = 0.0, sizes.native
     for roles, window, key, value in sizes.layers(method, length):
@@ -181,12 +182,12 @@ def read_per_row(sizes: Sizes, method: Method, length: int) -> float:
     return total
 
 
-def read_per_step(sizes: Sizes, method: Method, length: int, batch: int) -> float:
+def read_per_step(sizes: Sizes, method: EvaluatedMethod, length: int, batch: int) -> float:
     """Bytes that a step moves: the weights, and the cache of every row."""
     return sizes.read + batch * read_per_row(sizes, method, length)
 
 
-def budget_at(sizes: Sizes, method: Method, length: int) -> int:
+def budget_at(sizes: Sizes, method: EvaluatedMethod, length: int) -> int:
     """Tokens per KV head and layer that a method keeps of `length`.
 
     It is the method's budget, or as many tokens as fill the bytes that the plan holds.
@@ -197,7 +198,7 @@ def budget_at(sizes: Sizes, method: Method, length: int) -> int:
     return max(1, min(length, int(held / (2 * sizes.plan.num_pairs * sizes.native))))
 
 
-def stored_per_row(sizes: Sizes, method: Method, capacity: int) -> float:
+def stored_per_row(sizes: Sizes, method: EvaluatedMethod, capacity: int) -> float:
     """Bytes of keys and values of a modelled method, for one row with room for `capacity` tokens."""
     total = 0.0
     for roles, window, key, value in sizes.layers(method, capacity):
@@ -206,7 +207,7 @@ def stored_per_row(sizes: Sizes, method: Method, capacity: int) -> float:
     return total
 
 
-def held_per_row(sizes: Sizes, method: Method, capacity: int, on_cpu: bool = False) -> float:
+def held_per_row(sizes: Sizes, method: EvaluatedMethod, capacity: int, on_cpu: bool = False) -> float:
     """Bytes of cache and decode buffers for one row with room for `capacity` tokens.
 
     A method that is not modelled counts with the bytes of the dense cache, which it holds while it reads a
@@ -223,7 +224,7 @@ def held_per_row(sizes: Sizes, method: Method, capacity: int, on_cpu: bool = Fal
     return stored + logits
 
 
-def needed(sizes: Sizes, method: Method, batch: int, capacity: int, on_cpu: bool) -> float:
+def needed(sizes: Sizes, method: EvaluatedMethod, batch: int, capacity: int, on_cpu: bool) -> float:
     """Bytes of the weights, and of a method's cache beside the dense one."""
     caches = (held_per_row(sizes, one, capacity, on_cpu) for one in (FULL, method))
     return sizes.weights + batch * sum(caches)

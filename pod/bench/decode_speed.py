@@ -29,7 +29,7 @@ import pod
 from pod.bench.args import FULL, STOCK, BenchArgs
 from pod.bench.decode_bytes import Sizes, budget_at, is_modelled, read_per_step, uses_plan
 from pod.bench.dense_decode import candidates
-from pod.eval.answer.methods import Method
+from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.results import one_line
 from pod.measure.fill import fill
 from pod.measure.race import Runner, race, spread
@@ -62,7 +62,7 @@ class Bench:
     def device(self) -> torch.device:
         return self.dense.lm_head.weight.device
 
-    def model_of(self, method: Method) -> Any:
+    def model_of(self, method: EvaluatedMethod) -> Any:
         """The model that a method's cache belongs to."""
         return self.planned if uses_plan(method) else self.dense
 
@@ -71,7 +71,7 @@ class Bench:
 
 
 def make_cache(
-    bench: Bench, method: Method, length: int, capacity: int, backend: str = "auto"
+    bench: Bench, method: EvaluatedMethod, length: int, capacity: int, backend: str = "auto"
 ) -> tuple[Any, str | None]:
     """An empty cache for ``length`` tokens with the decode engine, and None.
 
@@ -100,7 +100,7 @@ def make_cache(
 
 @torch.no_grad()
 def make_runner(
-    bench: Bench, method: Method, batch: int, length: int, capacity: int, backend: str = "auto"
+    bench: Bench, method: EvaluatedMethod, batch: int, length: int, capacity: int, backend: str = "auto"
 ) -> tuple[Runner, str | None]:
     """A runner that holds ``length`` tokens, and a note on it.
 
@@ -156,7 +156,7 @@ def fastest_backend(bench: Bench, batch: int, length: int) -> tuple[str, dict[st
 
 
 def compare(
-    bench: Bench, methods: list[Method], batch: int, length: int, backend: str | None = None
+    bench: Bench, methods: list[EvaluatedMethod], batch: int, length: int, backend: str | None = None
 ) -> dict[str, Any]:
     """Races of methods with the dense cache at one batch size and length.
 
@@ -220,7 +220,9 @@ def plainly(runners: Sequence[Runner]) -> Iterator[None]:
             engine.plain = False
 
 
-def compare_speed(bench: Bench, full: Runner, method: Method, batch: int, capacity: int) -> dict[str, Any]:
+def compare_speed(
+    bench: Bench, full: Runner, method: EvaluatedMethod, batch: int, capacity: int
+) -> dict[str, Any]:
     """The figures of a method that races the dense cache, both at the length that the latter has now."""
     length, args = full.cache.get_seq_length(), bench.args
     one, note = make_runner(bench, method, batch, length, capacity)
@@ -271,7 +273,7 @@ def _raced_plainly(full: Runner, one: Runner, args: BenchArgs, tokens: int) -> d
 
 
 def _against_bytes(
-    sizes: Sizes, method: Method, batch: int, length: int, found: dict[str, Any]
+    sizes: Sizes, method: EvaluatedMethod, batch: int, length: int, found: dict[str, Any]
 ) -> dict[str, Any]:
     """The byte ceiling at the mean length of the race, and the share of it that was reached."""
     own, full = (read_per_step(sizes, one, length, batch) for one in (method, FULL))

@@ -4,9 +4,10 @@ For each method it says what it keeps, its parameters, what it combines with, wh
 """
 
 import textwrap
-from collections.abc import Mapping
 
-from pod.modeling.methods.base import AXES, Method, refusal
+from pod.registry import METHODS
+from pod.registry.combine import refusal
+from pod.registry.method import AXES, Method
 
 _WRITTEN = (
     "How to write a method, for example pod+snapkv[window=16,kernel=7]+int4@25%:",
@@ -18,36 +19,37 @@ _WRITTEN = (
 )
 
 
-def combinations(registry: Mapping[str, Method], name: str) -> dict[str, str | None]:
+def combinations(name: str) -> dict[str, str | None]:
     """Every spec that joins a method with one method of another axis.
 
     Returns: the reason why a spec is refused, by spec; None for a spec that is allowed.
     """
-    method, found = registry[name], {}
-    for other in registry.values():
+    method = METHODS[name]
+    found = {}
+    for other in METHODS.values():
         if other.axis == method.axis or "full" in (method.name, other.name):
             continue
         chosen = {method.axis: method, other.axis: other}
-        layout = chosen.get("layout") or registry["full"]
+        layout = chosen.get("layout") or METHODS["full"]
         spec = "+".join(chosen[axis].name for axis in AXES if axis in chosen)
         found[spec] = refusal(layout, *chosen.values())
     return found
 
 
-def describe(registry: Mapping[str, Method], width: int = 110) -> str:
+def describe(width: int = 110) -> str:
     """Every method: source, what it frees, parameters with defaults and units, combinations and refusals."""
     lines = []
     for axis, what in AXES.items():
         lines += [f"{axis.capitalize()}: {what}", ""]
-        for method in registry.values():
+        for method in METHODS.values():
             if method.axis == axis:
-                lines += [*_describe(registry, method, width), ""]
+                lines += [*_describe(method, width), ""]
     return "\n".join([*lines, *_WRITTEN])
 
 
-def _describe(registry: Mapping[str, Method], method: Method, width: int) -> list[str]:
+def _describe(method: Method, width: int) -> list[str]:
     name = f"{method.name}({'|'.join(method.inner)})" if method.inner else method.name
-    together = combinations(registry, method.name)
+    together = combinations(method.name)
     allowed = [spec for spec, reason in together.items() if reason is None]
     lines = [f"source: {method.paper}", f"frees: {method.frees}"]
     lines += [f"{key} [{default}] {meaning}" for key, (default, meaning, *_) in method.parameters.items()]
@@ -55,7 +57,7 @@ def _describe(registry: Mapping[str, Method], method: Method, width: int) -> lis
     reasons: dict[str, list[str]] = {}
     for spec, reason in together.items():
         # a refusal by a trained layout is said once, in the text of that layout
-        of_layout = registry[spec.split("+")[0]].trained and method.axis != "layout"
+        of_layout = METHODS[spec.split("+")[0]].trained and method.axis != "layout"
         if reason is not None and not of_layout:
             reasons.setdefault(reason, []).append(spec)
     lines += [f"cannot combine: {', '.join(specs)}: {reason}" for reason, specs in reasons.items()]

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 from pod.eval.answer.answer_cache import AnswerCache, AnswerFolder, key_of
 from pod.eval.answer.budget import ByteBudgets, MethodRunner, measure_bytes
 from pod.eval.answer.devices import Load
-from pod.eval.answer.methods import Method, find_method, parts_of, with_requests
+from pod.eval.answer.methods import EvaluatedMethod, find_method, parts_of, with_requests
 from pod.eval.answer.model_set import Models
 from pod.eval.answer.ranks import Ranks
 from pod.eval.results import code_identity, one_line, with_files
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.speed.args import speed_options
 from pod.eval.suites import base, task_data
+from pod.notation import parse
+from pod.registry import METHODS
+from pod.registry.combine import all_parameters, chosen_methods
 from pod.tokenizer import with_template_variables
 
 if TYPE_CHECKING:
@@ -92,17 +95,12 @@ class Evaluation:
     def _check_options(self) -> None:
         """Raise ValueError for an option that a method does not have or take."""
         named = [method for name in self.args.method_options if (method := find_method(name)).spec]
-        if named:
-            import pod  # this loads torch
-            from pod.modeling.methods.base import all_parameters, chosen_methods
-            from pod.notation import parse
+        for method in named:
+            chosen_methods(parse(method.name.replace("pod-unadapted", "pod")))
+            parts = [METHODS[part] for part in parts_of(method)]
+            all_parameters(str(method.spec), parts, self.args.method_options[method.name])
 
-            for method in named:
-                chosen_methods(pod.methods(), parse(method.name.replace("pod-unadapted", "pod")))
-                parts = [pod.methods()[part] for part in parts_of(method)]
-                all_parameters(str(method.spec), parts, self.args.method_options[method.name])
-
-    def refuses(self, method: Method, task: base.Task) -> str | None:
+    def refuses(self, method: EvaluatedMethod, task: base.Task) -> str | None:
         """Why a task does not measure a method, in one line; None when it does."""
         too_long = self.models.too_long(method, task.longest())
         return task.refuses(method) or (too_long and f"it would {too_long}")
@@ -128,7 +126,7 @@ class Evaluation:
             lengths |= {*self.args.efficiency_lengths, *self.speed.lengths()}
         return lengths
 
-    def method(self, name: str) -> Method:
+    def method(self, name: str) -> EvaluatedMethod:
         """A method of the recipe.
 
         One forward pass may differ from the method's decode path: with options of its own (the gate skip of
@@ -140,11 +138,11 @@ class Evaluation:
         differs = self.args.method_options.get(name) or (exact and self.models.packs(found.model))
         return replace(found, one_shot=exact and not differs)
 
-    def runner(self, method: Method) -> MethodRunner:
+    def runner(self, method: EvaluatedMethod) -> MethodRunner:
         """A method with its model and its caches."""
         return MethodRunner(method, lambda: self.models.get(method.model), self.options(method), self.budgets)
 
-    def options(self, method: Method) -> dict[str, Any]:
+    def options(self, method: EvaluatedMethod) -> dict[str, Any]:
         """Parameters of a method's caches.
 
         razor finds the heads that were searched for this recipe, kvzip its requests.
@@ -155,7 +153,7 @@ class Evaluation:
             return options | {"heads": str(heads)}
         return options
 
-    def check_caches(self, method: Method, task: base.Task) -> None:
+    def check_caches(self, method: EvaluatedMethod, task: base.Task) -> None:
         """Make every cache that a task will use, before any measuring.
 
         Errors come at once: a method that cannot run the model, a wrong option, or a budget below the
@@ -180,7 +178,7 @@ class Evaluation:
                 at = where if method.takes_budget else ""
                 raise ValueError(f"{method.name} cannot do {task.name}{at}: {one_line(error)}") from error
 
-    def answers_of(self, method: Method) -> AnswerCache:
+    def answers_of(self, method: EvaluatedMethod) -> AnswerCache:
         """The answers of a method: of this model, these options and this code."""
         identity = {
             "spec": method.spec,
@@ -191,7 +189,7 @@ class Evaluation:
         }
         return self.store.answers_of(method.name, identity | self.args.template_settings())
 
-    def measure(self, method: Method, task: base.Task, is_open: bool) -> dict[str, Any]:
+    def measure(self, method: EvaluatedMethod, task: base.Task, is_open: bool) -> dict[str, Any]:
         """The part of a result file that a method's answers to a task come to.
 
         Args:
@@ -209,7 +207,7 @@ class Evaluation:
         finally:
             self._may_answer = True
 
-    def description(self, method: Method, is_open: bool) -> dict[str, Any]:
+    def description(self, method: EvaluatedMethod, is_open: bool) -> dict[str, Any]:
         """The method's model, for its result file."""
         with self.answers_of(method).asked_by("model", is_open) as answer_cache:
             found = answer_cache.answers(

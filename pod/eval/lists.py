@@ -1,18 +1,14 @@
-"""What `pod eval --list-methods` and `--list-tasks` print. Neither needs torch to be loaded twice."""
+"""What `pod eval --list-methods` and `--list-tasks` print. Neither needs torch."""
 
-import contextlib
-import hashlib
 import re
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 
+from pod.eval.catalogue import describe
 from pod.eval.lm.lm_tasks import LmTask
 from pod.eval.speed.args import SpeedOptions
 from pod.eval.suites import base
 from pod.eval.suites.configs import suite_configs
-from pod.files import atomic_write_text
-from pod.models import cache_dir
 from pod.schema import explain, nearest
 
 _WIDTH = 100
@@ -23,7 +19,7 @@ def list_methods(names: Sequence[str] = ()) -> str:
 
     Raises: ValueError for a name that is no method, with the nearest one.
     """
-    text = _all_methods()
+    text = describe()
     if not names:
         return text
     blocks = {}
@@ -41,26 +37,6 @@ def _chosen(kind: str, names: Sequence[str], blocks: dict[str, str]) -> list[str
                 f"unknown {kind} {name!r}{nearest(name, list(blocks))}; `pod eval --list-{kind}s` lists all"
             )
     return [blocks[name] for name in names]
-
-
-def _all_methods() -> str:
-    """The catalogue. It is kept under a digest of the code, because making it loads torch."""
-    sources = [
-        Path(__file__).with_name("catalogue.py"),
-        *sorted((Path(__file__).parents[1] / "modeling").rglob("*.py")),
-    ]
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()[:16]
-    kept = cache_dir() / f"methods.{digest}.txt"
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return kept.read_text(encoding="utf-8")
-    import pod
-    from pod.eval.catalogue import describe
-
-    text = describe(pod.methods())
-    with contextlib.suppress(OSError):  # a cache that cannot be written is not one
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write_text(kept, text)
-    return text
 
 
 def list_tasks(names: Sequence[str] = ()) -> str:

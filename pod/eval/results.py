@@ -17,6 +17,8 @@ from typing import Any
 from pod.files import read_mapping, write_json
 from pod.identity import content_of
 from pod.measure.machine import environment, version
+from pod.registry import METHODS
+from pod.registry.method import Method
 
 SCHEMA_VERSION = 2
 _DECISIVE = ("torch", "transformers", "lm-eval", "flash-attn")
@@ -31,6 +33,8 @@ _CODE = (
     *(f"eval/answer/{name}.py" for name in ANSWERING),
     *(f"eval/lm/{name}.py" for name in ("batches", "generate", "model", "scoring")),
 )
+_WORDS = ("title", "frees", "paper", "url", "refuses_pod")
+"""What a method's entry in the registry says for readers alone."""
 
 
 class RunResults:
@@ -116,7 +120,8 @@ def with_files(options: dict[str, Any]) -> dict[str, Any]:
 def code_identity(*more: str) -> str:
     """A digest of what decides answers besides the question.
 
-    That is: the versions of the libraries under it, and the code of the model, kernels, caches and of asking.
+    That is: the versions of the libraries under it, the facts of the methods (not their titles), and the code
+    of the model, kernels, caches and of asking.
     Comments, docstrings and layout do not count. What makes prompts does not count either (prompts are in an
     answer's key), nor does what scores or draws.
 
@@ -125,7 +130,16 @@ def code_identity(*more: str) -> str:
     """
     files = sorted({file for pattern in (*_CODE, *more) for file in _PACKAGE.glob(pattern)})
     sources = [[file.relative_to(_PACKAGE).as_posix(), _meaning(file)] for file in files]
-    return fingerprint({"versions": {name: version(name) for name in _DECISIVE}, "sources": sources})[:16]
+    versions = {name: version(name) for name in _DECISIVE}
+    methods = {name: _decisive_facts(method) for name, method in METHODS.items()}
+    return fingerprint({"versions": versions, "methods": methods, "sources": sources})[:16]
+
+
+def _decisive_facts(method: Method) -> dict[str, Any]:
+    """What decides answers in a method's entry of the registry: all but words for readers."""
+    facts = {key: value for key, value in vars(method).items() if key not in _WORDS}
+    facts["parameters"] = {name: parameter.default for name, parameter in method.parameters.items()}
+    return facts
 
 
 def _meaning(file: Path) -> str:

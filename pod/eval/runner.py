@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from pod.eval.answer.answer_cache import AnswerError, Unanswered
-from pod.eval.answer.methods import Method
+from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.answer.ranks import Ranks
 from pod.eval.evaluation import Evaluation, Log, print_now
 from pod.eval.results import RunResults, fingerprint, one_line, with_files
@@ -79,7 +79,7 @@ def _evaluate(run: Evaluation) -> dict[str, dict]:
     return {name: result.content for name, result in results.items()}
 
 
-def _method_results(run: Evaluation, method: Method) -> RunResults:
+def _method_results(run: Evaluation, method: EvaluatedMethod) -> RunResults:
     header = {"title": method.title, "spec": method.spec, "seed": run.recipe.seed, "config": asdict(run.args)}
     follows = method.fills_pod_bytes or method.spec == "pod"
     # the plan and windows behind the budget: results under another plan are another row
@@ -97,7 +97,7 @@ def _method_results(run: Evaluation, method: Method) -> RunResults:
     return results
 
 
-def _score_known(run: Evaluation, method: Method, results: RunResults) -> list[str]:
+def _score_known(run: Evaluation, method: EvaluatedMethod, results: RunResults) -> list[str]:
     """Score the tasks whose answers are all there, and return the others. What a task refuses is noted."""
     pending, refused = [], {}
     for name, task in run.tasks.items():
@@ -115,7 +115,7 @@ def _score_known(run: Evaluation, method: Method, results: RunResults) -> list[s
     return pending
 
 
-def _is_known(run: Evaluation, method: Method, results: RunResults, task: str) -> bool:
+def _is_known(run: Evaluation, method: EvaluatedMethod, results: RunResults, task: str) -> bool:
     """Whether the answers to a task are all there; if so they are scored."""
     try:
         _score(run, method, results, task, is_open=False)
@@ -128,7 +128,7 @@ def _is_known(run: Evaluation, method: Method, results: RunResults, task: str) -
     return True
 
 
-def _score(run: Evaluation, method: Method, results: RunResults, task: str, is_open: bool) -> None:
+def _score(run: Evaluation, method: EvaluatedMethod, results: RunResults, task: str, is_open: bool) -> None:
     """Score a task. With is_open, what is missing is answered first."""
     began = time.perf_counter()
     part = run.measure(method, run.tasks[task], is_open)
@@ -140,7 +140,7 @@ def _score(run: Evaluation, method: Method, results: RunResults, task: str, is_o
     run.log(f"{method.name}: {task} {run.tasks[task].headline(part)}{how}")
 
 
-def _answer(run: Evaluation, method: Method, results: RunResults, pending: list[str]) -> None:
+def _answer(run: Evaluation, method: EvaluatedMethod, results: RunResults, pending: list[str]) -> None:
     """Answer and score what is missing. One task's failure does not lose the others."""
     for name in pending:
         run.log(f"{method.name}: {name} …")

@@ -10,7 +10,7 @@ from lm_eval.api.instance import Instance
 
 import pod
 from pod.eval.answer.budget import ByteBudgets, MethodRunner
-from pod.eval.answer.methods import Method
+from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.lm.model import PodLM
 from pod.eval.lm.requests import RequestEncoder
 from pod.models import resolve_model
@@ -85,7 +85,7 @@ def around(spec: str = "full", kind: str | None = None, dtype: str = "float64", 
     one_shot = options.pop("one_shot", False)
     params = SMALL.get(spec, {}) | options
     budget = parse_budget(params.pop("budget")) if "budget" in params else None
-    method = Method(
+    method = EvaluatedMethod(
         name=spec, spec=spec, model="dense", takes_budget=budget is not None, budget=budget, one_shot=one_shot
     )
     return PodLM(MethodRunner(method, lambda: loaded, params, ByteBudgets(0)), encoder, **own)

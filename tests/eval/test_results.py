@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from pod.eval.results import (
 )
 from pod.files import read_mapping
 from pod.measure.machine import environment
+from pod.registry import METHODS
 
 
 def test_parts_of_the_same_row_stay_whatever_a_later_run_names(tmp_path):
@@ -57,7 +59,7 @@ def test_ranks_that_only_help_write_nothing(tmp_path):
 
 
 def test_what_answers_is_part_of_an_answer(tmp_path, monkeypatch):
-    """Another method, another way to ask, another torch; not a comment, a prompt, a scorer or the report."""
+    """Another method, default, way to ask or torch; not a comment, a title, a prompt or a scorer."""
     package = tmp_path / "pod"
     answering = (
         "modeling/methods/a.py",
@@ -93,9 +95,16 @@ def test_what_answers_is_part_of_an_answer(tmp_path, monkeypatch):
         (package / name).write_text("x = 2\n")
         assert now() == seen[-1]
     assert results_module.code_identity("eval/report/*.py") != now()
+    snapkv = METHODS["snapkv"]
+    monkeypatch.setitem(METHODS, "snapkv", replace(snapkv, title="keeps what it wants", paper="none"))
+    assert now() == seen[-1]
+    wider = {**snapkv.parameters, "window": snapkv.parameters["window"]._replace(default=64)}
+    for changed in (replace(snapkv, parameters=wider), replace(snapkv, takes_chunks=True)):
+        monkeypatch.setitem(METHODS, "snapkv", changed)
+        seen.append(now())
     monkeypatch.setattr(results_module, "version", lambda name: "9" if name == "torch" else None)
     seen.append(now())
-    assert len(set(seen)) == 7
+    assert len(set(seen)) == 9
     results_module.code_identity.cache_clear()
 
 

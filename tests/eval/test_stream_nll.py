@@ -17,6 +17,7 @@ from pod.eval.answer.texts import ends_of, stream_nll, token_nll
 from pod.models import resolve_model
 
 OPTIONS = {"length": 300, "sequences": 3, "prompt_tokens": 40, "every": 64, "chunk_size": 50}
+CHUNKED = sorted(name for name, method in pod.methods().items() if method.takes_chunks)
 STREAM = 12, ends_of(12, 64, 20, 64)
 
 
@@ -47,7 +48,7 @@ def test_full_equals_one_forward(dense_model, text):
     assert held == sorted(held) and len(set(held)) == 3
 
 
-@pytest.mark.parametrize("spec", [*sorted(name for name in texts.CHUNKED if name), "own pod", "own window"])
+@pytest.mark.parametrize("spec", [*CHUNKED, "own pod", "own window"])
 def test_chunks_equal_single_tokens(spec, dense_model, pod_model, text):
     model = pod_model if "pod" in spec else dense_model
     if spec == "own window":
@@ -66,7 +67,7 @@ def test_chunks_equal_single_tokens(spec, dense_model, pod_model, text):
 
 @pytest.mark.parametrize("spec", ["local_window", "h2o"])
 def test_methods_that_compress_by_prompt_take_single_tokens(spec, dense_model, text):
-    """In chunks they would see more: the reason why they are not in CHUNKED."""
+    """In chunks they would see more: the reason why they do not say `takes_chunks`."""
     chunked, _ = scored(dense_model, text, 16, spec, budget=20)
     single, _ = scored(dense_model, text, 1, spec, budget=20)
     assert (chunked - single).abs().max() > 1e-3

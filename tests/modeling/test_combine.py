@@ -9,8 +9,8 @@ import pytest
 
 import pod
 from pod.eval.catalogue import combinations, describe
-from pod.modeling.methods.base import chosen_methods, in_order
 from pod.notation import parse
+from pod.registry.combine import chosen_methods, in_order
 
 PROMISED = [
     "pod+snapkv",
@@ -53,17 +53,16 @@ def test_promised_combinations_can_be_made(tools, spec):
 
 
 def test_order_and_spaces_do_not_matter():
-    registry = pod.methods()
-    chosen, inner = chosen_methods(registry, parse(" int4 +snapkv + pod"))
+    chosen, inner = chosen_methods(parse(" int4 +snapkv + pod"))
     assert {axis: method.name for axis, method in chosen.items()} == {
         "layout": "pod",
         "selection": "snapkv",
         "codec": "int4",
     }
     assert inner is None
-    assert str(in_order(registry, parse(" int4 +snapkv + pod"))) == "pod+snapkv+int4"
-    assert chosen_methods(registry, parse("imdc"))[1] == "snapkv"
-    assert chosen_methods(registry, parse("imdc( streamingllm )"))[1] == "streamingllm"
+    assert str(in_order(parse(" int4 +snapkv + pod"))) == "pod+snapkv+int4"
+    assert chosen_methods(parse("imdc"))[1] == "snapkv"
+    assert chosen_methods(parse("imdc( streamingllm )"))[1] == "streamingllm"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +155,7 @@ def test_every_pair_is_either_possible_or_refused_with_a_reason(tools):
     stock, registry = tools.make_stock("llama"), pod.methods()
     models = {name: pod.load_model(stock, layout=name, num_recent_tokens=9) for name in ("cla", "window")}
     models |= {"full": tools.make_pod("llama", plan=False), "pod": tools.make_pod("llama")}
-    pairs = {spec: reason for name in registry for spec, reason in combinations(registry, name).items()}
+    pairs = {spec: reason for name in registry for spec, reason in combinations(name).items()}
     assert len(pairs) > 50
     for spec, reason in pairs.items():
         model = models.get(spec.split("+")[0], models["full"])
@@ -168,7 +167,7 @@ def test_every_pair_is_either_possible_or_refused_with_a_reason(tools):
 
 
 def test_catalogue_names_everything():
-    text = describe(pod.methods())
+    text = describe()
     for name, method in pod.methods().items():
         assert name in text
         assert all(parameter in text for parameter in method.parameters)
@@ -181,4 +180,4 @@ def test_run_eval_lists_methods():
     done = subprocess.run(
         [sys.executable, script, "--list-methods"], capture_output=True, text=True, timeout=3600, check=True
     )
-    assert done.stdout.strip() == describe(pod.methods()).strip()
+    assert done.stdout.strip() == describe().strip()

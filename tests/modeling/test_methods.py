@@ -7,6 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import pod
+from pod.modeling.model.sharing import GROUP_SIZE, RESIDUAL
 
 
 def softmax_over(q, k, v, columns):
@@ -174,6 +175,36 @@ def test_methods_describe_themselves():
     for name, method in pod.methods().items():
         assert method.name == name and method.paper and method.frees
         assert all(parameter.meaning for parameter in method.parameters.values())
+
+
+def test_codecs_pack_as_plans_with_bits_do():
+    for name in ("kivi", "int4", "int8"):
+        defaults = {key: parameter.default for key, parameter in pod.methods()[name].parameters.items()}
+        assert defaults == {"group_size": GROUP_SIZE, "residual": RESIDUAL}
+
+
+CHOICES = [
+    (name, key, choice)
+    for name, method in pod.methods().items()
+    for key, parameter in method.parameters.items()
+    for choice in parameter.choices
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "key", "choice"), CHOICES)
+def test_every_choice_of_a_parameter_can_be_made(tools, name, key, choice):
+    """The registry names the choices, and the method's file says what each of them does."""
+    model = tools.make_pod("llama", plan=False)
+    options = {"budget": 40} if pod.methods()[name].takes_budget else {}
+    small = {"window": 4, "chunk_size": 16, "num_recent_tokens": 10}
+    options |= {key: value for key, value in small.items() if key in pod.methods()[name].parameters}
+    if (name, choice) == ("simlayerkv", "streaming"):
+        options["detector"] = "prefill"  # the other one waits for a generated token
+    cache = pod.make_cache(model, name, **options | {key: choice})
+    ids = tools.random_ids(1, 60)
+    for start, stop in ((0, 55), (55, 56), (56, 57)):
+        assert model(ids[:, start:stop], past_key_values=cache).logits.isfinite().all()
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pod
-from pod.eval.answer.methods import Method
+from pod.eval.answer.methods import EvaluatedMethod
 from pod.models import head_dim_of
 from pod.notation import NO_LIMIT
 
@@ -67,7 +67,7 @@ class ByteBudgets:
         self.prepare([length])
         return None if self._measure is None else sum(self._known[length].values())
 
-    def tokens(self, method: Method, span: Span) -> int:
+    def tokens(self, method: EvaluatedMethod, span: Span) -> int:
         """Budget of a method (tokens per KV head and layer) that fills PoD's bytes.
 
         The bytes are compared when the sequence has reached the span's length. A method that keeps every
@@ -120,7 +120,7 @@ class MethodRunner:
     """
 
     def __init__(
-        self, method: Method, load: Callable[[], Any], options: dict[str, Any], budgets: ByteBudgets
+        self, method: EvaluatedMethod, load: Callable[[], Any], options: dict[str, Any], budgets: ByteBudgets
     ):
         self.method, self.options, self.budgets, self._load = method, options, budgets, load
 

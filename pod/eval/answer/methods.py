@@ -1,6 +1,7 @@
-"""The methods that an evaluation can compare, and what it must know about each.
+"""The methods of a recipe: what is written in `eval.methods`, and what an evaluation must know about each.
 
-This file needs the standard library only.
+`pod.registry` has the facts. This file adds what only an evaluation has: the weights that a method runs on, a
+budget that follows PoD's bytes, names of result files. It needs no torch.
 """
 
 import hashlib
@@ -9,27 +10,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pod import registry
 from pod.notation import Budget, parse, unknown
+from pod.registry.method import AXES, Method
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
-    """One way to hold the KV cache, under evaluation.
+class EvaluatedMethod:
+    """One row of a report: a method, or several joined, with its weights, budget and options.
+
+    `grows`, `unbounded` and `one_shot` are as in `pod.registry.method`.
 
     Attributes:
+        name: as in the recipe, in canonical spelling: `pod+snapkv[window=16]+int4@25%`.
         spec: its parts as `pod.make_cache` takes them, without parameters and budget; None: the layout of the
             model itself.
-        axis: what it decides, as in `pod.methods()`. Parts of a name stand in the order of AXES.
         model: `dense` (recipe.model.path), `unadapted` (the same weights under the plan, no training),
             `adapted` (the PoD export) or a name in eval.models.
         takes_budget: it drops or skips tokens, so it is given the budget that fills the bytes that `pod`
             holds.
-        grows: whether a token fed after the prompt adds a slot; False: as many leave as come.
-        one_shot: one forward pass without a cache equals its decode path (tests/eval/test_perplexity.py
-            proves it), so that perplexity may be scored by that pass. A method that compresses must never say
-            so.
-        unbounded: no distance grows with the prompt, so that it may be longer than what the model was trained
-            on.
+        title: what it does, in a few words.
+        budget: tokens, or a share of each prompt. None for a method that takes a budget: as many as fill
+            PoD's bytes.
+        options: parameters that stand in its name, as `simlayerkv[threshold=0.8]`.
     """
 
     name: str
@@ -40,14 +43,8 @@ class Method:
     one_shot: bool = False
     unbounded: bool = False
     title: str = ""
-    axis: str = "selection"
     budget: Budget | None = None
-    """Tokens, or a share of each prompt.
-
-    None for a method that takes a budget: as many as fill PoD's bytes.
-    """
     options: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Parameters that stand in its name, as `simlayerkv[threshold=0.8]`."""
 
     @property
     def fills_pod_bytes(self) -> bool:
@@ -60,12 +57,8 @@ class Method:
         return f"{safe_name(self.name)}.json"
 
 
-def _dense(name: str, title: str, takes_budget: bool = True, **more: Any) -> Method:
-    """A method on the dense model, unless told otherwise."""
-    known = {"name": name, "spec": name, "model": "dense", "takes_budget": takes_budget, "title": title}
-    return Method(**known | more)
-
-
+UNADAPTED = "pod-unadapted"
+"""The name of PoD on the dense weights."""
 BASE = "full"
 """What every method is held against."""
 TRAINED = "model:dense_trained"
@@ -73,64 +66,43 @@ TRAINED = "model:dense_trained"
 
 Where it is a row, PoD's adapted weights are held against it.
 """
-METHODS = {
-    method.name: method
-    for method in (
-        _dense("full", "the dense model with its whole cache", False, one_shot=True, axis="layout"),
-        _dense("pod", "PoD, trained with the plan", False, one_shot=True, model="adapted", axis="layout"),
-        _dense(
-            "pod-unadapted",
-            "PoD without training: the dense weights with a plan",
-            False,
-            one_shot=True,
-            model="unadapted",
-            spec="pod",
-            axis="layout",
-        ),
-        _dense("streamingllm", "keeps the first and the recent tokens", grows=False, unbounded=True),
-        _dense(
-            "lm_infinite",
-            "keeps the first and the recent tokens, with capped distances",
-            grows=False,
-            unbounded=True,
-        ),
-        _dense("wa", "keeps the recent tokens only, while it reads the prompt too", grows=False),
-        _dense("local_window", "reads the whole prompt, then keeps the recent tokens only", grows=False),
-        _dense("snapkv", "keeps tokens to which the end of the prompt attends"),
-        _dense("pyramidkv", "like snapkv, with fewer tokens in higher layers"),
-        _dense("adakv", "like snapkv, with more tokens in heads that need them"),
-        _dense("expected_attention", "keeps tokens to which future queries are expected to attend"),
-        _dense("kvzip", "keeps tokens that the model reads when it repeats the text"),
-        _dense("h2o", "keeps the recent tokens and those with the most attention so far", grows=False),
-        _dense("roco", "keeps tokens with high mean attention, or attention that varies a lot", grows=False),
-        _dense("d2o", "merges dropped tokens into similar ones that it keeps", grows=False),
-        _dense("imdc", "reads the prompt in shrinking chunks into a growing memory", unbounded=True),
-        _dense("im", "reads the prompt in chunks into a growing memory", unbounded=True),
-        _dense("fm", "reads the prompt in chunks into a fixed memory", unbounded=True),
-        _dense("quest", "keeps all tokens and reads only the best pages"),
-        _dense("simlayerkv", "lazy layers keep only a window", takes_budget=False),
-        _dense("razor", "retrieval heads keep all tokens, the others a window", takes_budget=False),
-        _dense(
-            "minicache", "pairs of layers share the directions of their keys and values", takes_budget=False
-        ),
-        _dense(
-            "think",
-            "drops the least important channels of the prompt's keys",
-            takes_budget=False,
-            axis="channels",
-        ),
-        _dense("kivi", "stores keys and values in 2 bits", takes_budget=False, axis="codec"),
-        _dense("int4", "stores keys and values in 4 bits", takes_budget=False, axis="codec"),
-        _dense("int8", "stores keys and values in 8 bits", takes_budget=False, axis="codec"),
+
+
+def _alone(method: Method, model: str = "dense") -> EvaluatedMethod:
+    """A method of the registry by itself."""
+    return EvaluatedMethod(
+        name=method.name,
+        spec=method.name,
+        model=model,
+        takes_budget=method.takes_budget,
+        grows=method.grows,
+        one_shot=method.one_shot,
+        unbounded=method.unbounded,
+        title=method.title,
     )
-}
 
 
-AXES = "layout", "selection", "channels", "codec"
-"""Parts of a name stand in this order."""
+def _all_alone() -> dict[str, EvaluatedMethod]:
+    """Every method by itself, by name. `pod` is there twice: with weights that were adapted, and without.
+
+    Layouts that a model was trained with are not there: such a model is one of `eval.models`.
+    """
+    found = {}
+    for name, method in registry.METHODS.items():
+        if name == "pod":
+            found["pod"] = replace(_alone(method, "adapted"), title="PoD, trained with the plan")
+            title = "PoD without training: the dense weights with a plan"
+            found[UNADAPTED] = replace(_alone(method, "unadapted"), name=UNADAPTED, title=title)
+        elif not method.trained:
+            found[name] = _alone(method)
+    return found
 
 
-def find_method(name: str) -> Method:
+METHODS = _all_alone()
+"""The methods that a part of a name may be, in the order of a report's rows."""
+
+
+def find_method(name: str) -> EvaluatedMethod:
     """The method that a text writes (`pod.notation`).
 
     Its `name` is in canonical spelling: `pod+snapkv[window=16]+int4@25%`.
@@ -150,7 +122,7 @@ def find_method(name: str) -> Method:
         for part in written.names:
             if part not in METHODS:
                 raise unknown("method", part, METHODS)
-        written = written.in_order(lambda part: AXES.index(METHODS[part].axis))
+        written = written.in_order(_axis)
         found = _joined([METHODS[part] for part in written.names], written.plain)
     if written.budget is not None and not found.takes_budget:
         raise ValueError(f"method {name!r}: {written.plain} takes no budget: leave out @{written.budget}")
@@ -163,17 +135,23 @@ def find_method(name: str) -> Method:
     return replace(found, name=said, budget=budget, options=written.params, one_shot=False, title=title)
 
 
-def _own_model(name: str) -> Method:
+def _axis(part: str) -> int:
+    """The place of a part's axis in a name."""
+    name = "pod" if part == UNADAPTED else part
+    return list(AXES).index(registry.METHODS[name].axis)
+
+
+def _own_model(name: str) -> EvaluatedMethod:
     kind = name.removeprefix("model:")
     if not kind.isidentifier() or kind in ("dense", "unadapted", "adapted"):
         raise ValueError(
             f"method {name!r}: write a name of eval.models after `model:`, "
             "other than dense, unadapted and adapted"
         )
-    return Method(name=name, spec=None, model=kind, title=f"the model {kind} with its own layout")
+    return EvaluatedMethod(name=name, spec=None, model=kind, title=f"the model {kind} with its own layout")
 
 
-def _joined(parts: list[Method], plain: str) -> Method:
+def _joined(parts: list[EvaluatedMethod], plain: str) -> EvaluatedMethod:
     """One method of several parts.
 
     Args:
@@ -182,11 +160,10 @@ def _joined(parts: list[Method], plain: str) -> Method:
     first = parts[0]
     if plain == first.name:
         return first
-    return Method(
+    return EvaluatedMethod(
         name=plain,
-        spec=plain.replace("pod-unadapted", "pod"),
+        spec=plain.replace(UNADAPTED, "pod"),
         model=next((part.model for part in parts if part.model != "dense"), "dense"),
-        axis=first.axis,
         takes_budget=any(part.takes_budget for part in parts),
         grows=all(part.grows for part in parts),
         unbounded=first.unbounded,
@@ -222,7 +199,7 @@ def check_names(kind: str, names: object, find: Callable[[str], object]) -> None
         raise ValueError(f"eval.{kind}s names one {kind} twice: {', '.join(names)}")
 
 
-def with_requests(method: Method, options: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+def with_requests(method: EvaluatedMethod, options: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """The options of a method. KVzip gets its requests in the words of this tokenizer unless it has them."""
     if "kvzip" not in parts_of(method) or "repeat_ids" in options:
         return options
@@ -231,6 +208,6 @@ def with_requests(method: Method, options: dict[str, Any], tokenizer: Any) -> di
     return options | {"repeat_ids": repeat_ids(tokenizer)}
 
 
-def parts_of(method: Method) -> tuple[str, ...]:
+def parts_of(method: EvaluatedMethod) -> tuple[str, ...]:
     """The names of its parts as `pod.make_cache` takes them. Empty for a model with its own layout."""
     return () if method.spec is None else parse(method.spec).names

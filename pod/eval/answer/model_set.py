@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pod
 from pod.eval.answer.budget import bytes_per_token
 from pod.eval.answer.devices import SPREADS, Load, places_for, rank_devices, room_on
-from pod.eval.answer.methods import Method, find_method
+from pod.eval.answer.methods import EvaluatedMethod, find_method
 from pod.eval.results import one_line
 from pod.identity import content_of, plan_of
 from pod.models import read_config, resolve_model, ways_without_network
@@ -68,7 +68,7 @@ class Source:
 class Models:
     """Loads models by kind.
 
-    Kinds are `dense`, `unadapted`, `adapted` (see `pod.eval.answer.methods.Method`), or a name in
+    Kinds are `dense`, `unadapted`, `adapted` (see `pod.eval.answer.methods.EvaluatedMethod`), or a name in
     `eval.models`.
 
     Attributes:
@@ -222,7 +222,7 @@ class Models:
             return pod.SharingPlan.load(plan).packs
         return bool(set(self._config(kind).get("kv_bits") or ()) - {16})
 
-    def too_long(self, method: Method, longest: int) -> str | None:
+    def too_long(self, method: EvaluatedMethod, longest: int) -> str | None:
         """Why a method cannot be fed so many tokens, in one line; None when it can."""
         limit = None if method.unbounded else self.limit(method.model)
         if limit is None or longest <= limit:

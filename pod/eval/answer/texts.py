@@ -22,12 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pod.eval.answer.methods import Method, parts_of
+from pod.eval.answer.methods import EvaluatedMethod, parts_of
 from pod.eval.answer.reading import judge_ahead
 from pod.eval.suites.buckets import Bucket
+from pod.registry import METHODS
 
-CHUNKED = frozenset({"full", "pod", "streamingllm", "lm_infinite", "wa", None})
-"""Specs (None: the layout of the model itself) whose chunks equal single tokens."""
 _LOGIT_ROWS = 512  # rows of logits in memory at once: 512 x 49152 x 4 B = 100 MB
 
 
@@ -49,7 +48,7 @@ def token_nll(lm_head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tens
 def score_by_forward(model: Any, tokens: Tensor, buckets: list[Bucket]) -> list[Tensor]:
     """NLL of each bucket's scored tokens [B, scored] from one pass over `tokens` [B, n] without a cache.
 
-    Only for methods whose decode path equals that pass (`Method.one_shot`).
+    Only for methods whose decode path equals that pass (`EvaluatedMethod.one_shot`).
     """
     hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
     return [
@@ -157,18 +156,20 @@ def predict_by_window(model: Any, tokens: Tensor, last: int, window: int, rows_a
 # -- streams ------------------------------------------------------------
 
 
-def reads_on(method: Method, options: dict[str, Any]) -> bool:
+def reads_on(method: EvaluatedMethod, options: dict[str, Any]) -> bool:
     """Whether a method with these options (`eval.method_options`) compresses while it reads a prompt."""
-    return bool({"im", "imdc", "fm"} & {*parts_of(method)}) or options.get("prefill") == "streaming"
+    in_chunks = any(METHODS[part].reads_in_chunks for part in parts_of(method))
+    return in_chunks or options.get("prefill") == "streaming"
 
 
-def chunk_of(method: Method, chunk_size: int, options: dict[str, Any]) -> int:
+def chunk_of(method: EvaluatedMethod, chunk_size: int, options: dict[str, Any]) -> int:
     """Tokens that a method with these options may take at once behind the prompt.
 
     PoD's gate skip (`tau`) is decided when a single token is decoded, so a layout with options takes single
     tokens.
     """
-    exact = method.spec in CHUNKED and not (options and method.spec in ("pod", None))
+    takes_chunks = method.spec is None or (method.spec in METHODS and METHODS[method.spec].takes_chunks)
+    exact = takes_chunks and not (options and method.spec in ("pod", None))
     return chunk_size if exact or reads_on(method, options) else 1
 
 

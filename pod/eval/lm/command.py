@@ -16,7 +16,7 @@ from lm_eval.api.registry import register_model
 import pod
 from pod.eval.answer.answer_cache import AnswerFolder
 from pod.eval.answer.budget import ByteBudgets, MethodRunner, measure_bytes, native_bytes_per_token
-from pod.eval.answer.methods import Method, find_method, with_requests
+from pod.eval.answer.methods import EvaluatedMethod, find_method, with_requests
 from pod.eval.answer.ranks import Ranks
 from pod.eval.lm.model import PodLM
 from pod.eval.lm.requests import RequestEncoder
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def make_runner(
-    model: Any, method: Method, reference: Any = None, options: dict[str, Any] | None = None
+    model: Any, method: EvaluatedMethod, reference: Any = None, options: dict[str, Any] | None = None
 ) -> MethodRunner:
     """A method on a loaded model.
 
@@ -52,11 +52,11 @@ def make_runner(
     return runner
 
 
-def method_of(model: Any, name: str | None) -> Method:
+def method_of(model: Any, name: str | None) -> EvaluatedMethod:
     """The method that `name` writes; without a name, the layout of the model itself."""
     own = model.config.own_method
     if name is None or name == own:
-        return Method(name=own, spec=None, model="dense", one_shot=True)
+        return EvaluatedMethod(name=own, spec=None, model="dense", one_shot=True)
     return find_method(name)
 
 
@@ -190,7 +190,7 @@ def _device(asked: str | None, ranks: Ranks) -> str:
     return f"cuda:{ranks.local_rank}" if ranks.world_size > 1 else asked or "cuda"
 
 
-def _reference(model: Any, plan: str | None, method: Method, windows: dict[str, Any]) -> Any:
+def _reference(model: Any, plan: str | None, method: EvaluatedMethod, windows: dict[str, Any]) -> Any:
     """A model that tells PoD's bytes.
 
     It is the model itself when it has a plan. Else it has the same weights under `plan`, with the plan's

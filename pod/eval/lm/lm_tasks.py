@@ -7,7 +7,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from pod.eval.answer.answer_cache import AnswerCache
 from pod.eval.answer.budget import MethodRunner, Span
-from pod.eval.answer.methods import Method
+from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.lm import index as lm_index
 from pod.eval.lm.payload import Leaf, group_payload, leaf_payload, primary_metric, token_counts
 from pod.eval.suites import base, task_data
@@ -154,7 +154,7 @@ class LmTask(Task):
     def longest(self) -> int:
         return max((leaf.longest for leaf in self.leaves.values()), default=0)
 
-    def token_counts(self, method: Method) -> tuple[int, int]:
+    def token_counts(self, method: EvaluatedMethod) -> tuple[int, int]:
         """(prompt tokens, decode steps of a batch) that a method takes at most."""
         counts = [leaf.tokens[method.one_shot] for leaf in self.leaves.values()]
         return sum(prompt for prompt, _ in counts), sum(steps for _, steps in counts)

@@ -38,7 +38,7 @@ class PodLM(LM):
 
     Args:
         runner: the method. One forward without a cache scores it where that equals its decode path
-            (`Method.one_shot`).
+            (`EvaluatedMethod.one_shot`).
         encoder: text to token ids; the one that rendered this run's chat templates.
         batch_size: sequences that run together.
         answer_cache: what keeps the answers; default: this process's memory.

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pod.eval.answer.answer_cache import AnswerCache
 from pod.eval.answer.budget import MethodRunner, Span
-from pod.eval.answer.methods import Method
+from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.statistics.comparison import estimate_of
 from pod.schema import build, section
 
@@ -92,7 +92,7 @@ class Task(ABC):
         Answers that are not there are asked through `answer_cache.answers`, and only that may load a model.
         """
 
-    def prompt_of(self, method: Method, span: Span) -> int:
+    def prompt_of(self, method: EvaluatedMethod, span: Span) -> int:
         """Tokens of the prompt of one of these caches."""
         return span.length - span.fed
 
@@ -100,7 +100,7 @@ class Task(ABC):
         """The longest sequence that is fed to a model (tokens), new tokens included."""
         return max((span.length for span in self.spans()), default=0)
 
-    def refuses(self, method: Method) -> str | None:
+    def refuses(self, method: EvaluatedMethod) -> str | None:
         """Why this task cannot measure this method, in one line; None when it can.
 
         Such a pair is skipped and named in the report.

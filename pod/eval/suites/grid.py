@@ -8,7 +8,7 @@ from typing import Any, Self
 from pod.eval import answer
 from pod.eval.answer.answer_cache import AnswerCache, in_batches
 from pod.eval.answer.budget import MethodRunner, Span
-from pod.eval.answer.methods import Method
+from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.suites.base import Task, prompt_hash, scored_payload
 
 Record = dict[str, Any]
@@ -155,7 +155,7 @@ class PromptTask(GridTask):
     def judge(self, prompt: Any, said: str) -> Record:
         """`score`, `target` and what else a sample says of an answer."""
 
-    def token_counts(self, method: Method) -> tuple[int, int]:
+    def token_counts(self, method: EvaluatedMethod) -> tuple[int, int]:
         """(prompt tokens, decode steps of a batch) that a method takes."""
         steps = len(self.batches(self.items)) * self.new_tokens
         return sum(len(prompt.token_ids) for prompt in self.items), steps

@@ -16,7 +16,7 @@ from pydantic import PositiveInt
 from pod.eval import answer
 from pod.eval.answer.answer_cache import AnswerCache
 from pod.eval.answer.budget import MethodRunner, Span
-from pod.eval.answer.methods import Method
+from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.statistics.confidence import share
 from pod.eval.suites.base import curve, scored_payload
 from pod.eval.suites.text import Record, TextTask
@@ -83,7 +83,7 @@ class Consistency(TextTask):
     def longest(self) -> int:
         return self.options.length
 
-    def token_counts(self, method: Method) -> tuple[int, int]:
+    def token_counts(self, method: EvaluatedMethod) -> tuple[int, int]:
         """(prompt tokens, decode steps of a batch) that a method takes, the dense reference included."""
         options = self.options
         prompt = 2 * options.length

@@ -15,7 +15,7 @@ from pydantic import PositiveInt
 from pod.eval import answer
 from pod.eval.answer.answer_cache import key_of
 from pod.eval.answer.budget import MethodRunner
-from pod.eval.answer.methods import Method
+from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.statistics.confidence import clusters_of, share
 from pod.eval.suites.base import prompt_hash
 from pod.eval.suites.grid import GridTask, Record, check_grid
@@ -110,7 +110,7 @@ class MultiQuery(GridTask):
         # a question is a prompt: methods compress again behind it, so that only new tokens come on top
         self.plan(documents, lambda d: len(d.prompt) + d.asked, options.new_tokens)
 
-    def token_counts(self, method: Method) -> tuple[int, int]:
+    def token_counts(self, method: EvaluatedMethod) -> tuple[int, int]:
         """(prompt tokens, decode steps of a batch) that a method takes."""
         prompt = sum(len(d.prompt) + sum(map(len, d.questions)) for d in self.items)
         return prompt, len(self.batches(self.items)) * self.options.questions * self.new_tokens

@@ -16,7 +16,7 @@ from pydantic import PositiveInt
 from pod.eval import answer
 from pod.eval.answer.answer_cache import AnswerCache
 from pod.eval.answer.budget import MethodRunner, Span
-from pod.eval.answer.methods import Method, find_method
+from pod.eval.answer.methods import EvaluatedMethod, find_method
 from pod.eval.suites.base import curve, scored_payload
 from pod.eval.suites.text import Record, TextTask
 from pod.schema import AtLeast2, section
@@ -86,14 +86,14 @@ class StreamNll(TextTask):
     def longest(self) -> int:
         return self.common
 
-    def token_counts(self, method: Method) -> tuple[int, int]:
+    def token_counts(self, method: EvaluatedMethod) -> tuple[int, int]:
         """(prompt tokens, decode steps of a batch) that a method takes."""
         options, end = self.options, self._end(method)
         behind, chunked = end - options.prompt_tokens, self._fed(method)[0] > 1
         prompt = options.sequences * (end if chunked else options.prompt_tokens)
         return prompt, 0 if chunked else behind * -(-options.sequences // self.args.batch_size)
 
-    def refuses(self, method: Method) -> str | None:
+    def refuses(self, method: EvaluatedMethod) -> str | None:
         if method.fills_pod_bytes and method.grows:
             return (
                 f"PoD's bytes give {method.name} no constant budget while a text streams: write a budget, "
@@ -101,17 +101,17 @@ class StreamNll(TextTask):
             )
         return None
 
-    def _end(self, method: Method) -> int:
+    def _end(self, method: EvaluatedMethod) -> int:
         """Where a method stops (tokens)."""
         return self.options.length if method.unbounded else self.common
 
-    def _fed(self, method: Method) -> tuple[int, bool]:
+    def _fed(self, method: EvaluatedMethod) -> tuple[int, bool]:
         """Tokens that a method takes at once, and whether the whole text is one prompt to it."""
         options = self.args.method_options.get(method.name, {})
         chunk = answer.texts.chunk_of(method, self.options.chunk_size, options)
         return chunk, answer.texts.reads_on(method, options)
 
-    def prompt_of(self, method: Method, span: Span) -> int:
+    def prompt_of(self, method: EvaluatedMethod, span: Span) -> int:
         return self._end(method) - 1 if self._fed(method)[1] else super().prompt_of(method, span)
 
     def measure(self, runner: MethodRunner, answer_cache: AnswerCache) -> Record:
@@ -159,7 +159,7 @@ class StreamNll(TextTask):
             curves=self._curves(ends, records),
         )
 
-    def _stopped(self, method: Method) -> str | None:
+    def _stopped(self, method: EvaluatedMethod) -> str | None:
         """Why a method did not read the whole text."""
         if self._end(method) == self.options.length:
             return None

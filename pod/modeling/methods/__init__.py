@@ -1,51 +1,22 @@
-"""Methods by name: a method is a cache that you hand to ``generate()``.
+"""What computes each method: a method is a cache that you hand to ``generate()``.
 
-Each method has one file and is registered here once.
+``pod/registry`` says what is known about each method. One file here builds it, by the name in ``BUILDERS``.
 """
 
 from typing import Any
 
-from pod.modeling.methods import (
-    adakv,
-    d2o,
-    expected_attention,
-    h2o,
-    imdc,
-    kvzip,
-    layouts,
-    minicache,
-    pyramidkv,
-    quest,
-    razor,
-    roco,
-    shared_selection,
-    simlayerkv,
-    sliding,
-    think,
-    windowed,
-)
-from pod.modeling.methods.base import Method, build_cache, in_order
+from pod.modeling.methods import kvzip
+from pod.modeling.methods.base import build_cache, builder_of
 from pod.modeling.methods.budgets import cache_of_budget, one_budget
 from pod.modeling.model.cache import PodCache
 from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.state import PACKAGES
 from pod.modeling.placement import is_spread, places_of
 from pod.notation import Spec, parse
+from pod.registry import METHODS
+from pod.registry.combine import in_order
 
 PACKAGES.add(__name__)
-
-_RANKINGS = shared_selection, pyramidkv, adakv, expected_attention, kvzip, h2o, roco, d2o
-_OTHERS = simlayerkv, razor, quest, minicache, think
-_ALONE = (module.METHOD for module in (sliding, *_RANKINGS, *_OTHERS))
-_SELECTIONS = *windowed.METHODS, *_ALONE, *imdc.METHODS
-_METHODS: dict[str, Method] = {
-    method.name: method for method in (*layouts.LAYOUTS, *_SELECTIONS, *layouts.QUANTIZERS)
-}
-
-
-def methods() -> dict[str, Method]:
-    """All methods by name, with axis, paper, parameters (defaults and units), what they free and refuse."""
-    return dict(_METHODS)
 
 
 def make_cache(
@@ -70,7 +41,7 @@ def make_cache(
             tokens gives each row of the batch its own budget.
         compression_ratio: the share that goes, as kvpress names it: with 0.75 a quarter stays, as with
             ``@25%``.
-        params: parameters of the methods in the spec, see ``methods()``.
+        params: parameters of the methods in the spec, see ``pod.methods()``.
 
     A share is taken of each row's own tokens when its first prompt begins, and rounded down: 25 % of 1,002
     tokens are 250, and of a row with 403 tokens beside it 100. Later prompts and decoded tokens do not change
@@ -90,7 +61,7 @@ def make_cache(
     if not hasattr(config, "own_method"):
         kind = type(model).__name__
         raise ValueError(f"a {kind} has no PoD cache: give the model that pod.load_model(…) makes of it")
-    written = in_order(_METHODS, parse(config.own_method if spec is None else spec))
+    written = in_order(parse(config.own_method if spec is None else spec))
     _check_devices(written, model)
     for name in params.keys() & written.params.keys():
         raise ValueError(f"{name} stands in {str(written)!r} and beside it: leave it out of one of them")
@@ -98,7 +69,7 @@ def make_cache(
     params = kvzip.with_requests(model, written.names, written.params | params)
 
     def build(tokens: int | None) -> PodCache:
-        return build_cache(_METHODS, config, written, tokens, params)
+        return build_cache(config, written, tokens, params)
 
     cache = cache_of_budget(build, kept, written, config)
     said = kept if isinstance(kept, list) or kept is None else kept.tokens or str(kept)
@@ -108,14 +79,15 @@ def make_cache(
 
 def _check_devices(written: Spec, model: PodForCausalLM) -> None:
     """Raise ``ValueError`` where layers whose tokens a method holds in common lie on different devices."""
-    rules = [_METHODS[name] for name in written.names if _METHODS[name].together is not None]
-    for method in rules if is_spread(model) else ():
-        devices = places_of(model)
-        assert method.together is not None
-        for layers in method.together(len(devices)):
+    if not is_spread(model):
+        return
+    devices = places_of(model)
+    for name in written.names:
+        together = builder_of(METHODS[name]).together
+        for layers in together(len(devices)) if together is not None else ():
             found = sorted({str(devices[layer]) for layer in layers})
             if len(found) > 1:
                 raise ValueError(
-                    f"{method.name} keeps tokens of layers {' and '.join(map(str, layers))} in common, which "
+                    f"{name} keeps tokens of layers {' and '.join(map(str, layers))} in common, which "
                     f"lie on {' and '.join(found)}: load the model with a device_map that keeps them together"
                 )

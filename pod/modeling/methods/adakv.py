@@ -12,8 +12,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, cache_of, round_sums
-from pod.modeling.methods.ranking import best_slots, ranking_parameters
+from pod.modeling.methods.base import Builder, cache_of, round_sums
+from pod.modeling.methods.ranking import best_slots
 from pod.modeling.methods.shared_selection import SharedSelectionLayer
 from pod.modeling.model.step import Step
 
@@ -41,16 +41,4 @@ class AdaLayer(SharedSelectionLayer):
         return [best_slots(x, size) for x, size in zip(scores, sizes, strict=True)]
 
 
-METHOD = Method(
-    name="adakv",
-    paper="Ada-KV (Feng et al., 2024), Algorithms 1 and 2, with SnapKV's scores",
-    frees="prompt tokens that the end of the prompt does not attend to, "
-    "fewer of them in heads that attend to many",
-    build=cache_of(AdaLayer, rowwise=True),
-    parameters=ranking_parameters(window=32, kernel=7, pool="max")
-    | {"safeguard": (0.2, "share of the budget that every head has, whatever the others need", 0, 1)}
-    | PREFILL_PARAMETERS,
-    takes_budget=True,
-    refuses_pod="this method moves budget between the heads of a layer; followers copy the choice of their "
-    "lead, so their layers could exceed the budget",
-)
+BUILDERS = {"adakv": Builder(build=cache_of(AdaLayer, rowwise=True))}

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pod.kernels.statistics import attention_column_sums
-from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, Parameter, Request, cache_of
+from pod.modeling.methods.base import Builder, Request, cache_of
 from pod.modeling.methods.h2o import AccumulatingLayer, choose_slots
 from pod.modeling.model.attend import compute_dtype
 from pod.modeling.model.config import PodConfig
@@ -358,34 +358,4 @@ def _blocks(count: int, elements_each: int) -> Iterator[slice]:
         yield slice(start, min(start + rows, count))
 
 
-METHOD = Method(
-    name="d2o",
-    paper="D2O (Wan et al., 2024)",
-    frees="tokens with the least accumulated attention, after merging them into similar ones; "
-    "dense layers keep more",
-    build=cache_of(D2OLayer, decide=decide_weights, after_layers=set_weights),
-    parameters={
-        "num_sink_tokens": (4, "first tokens, always kept (tokens)", 0),
-        "alpha": (3.0, "budget of a layer with dense attention over that of the others", 1, 1000),
-        "gate": (100.0, "variance of attention sums above which a layer is not dense; grows with the prompt"),
-        "normalize_gate": (False, "compare the gate with variance / tokens, from 0 to 1 at any length"),
-        "beta": (0.5, "weight of the newest similarity in the merging threshold", 0, 1),
-        "recent_share": (0.25, "recent tokens among all but the sinks: M / (N + M), so 3:1 is 0.25", 0, 1),
-        "budget_rule": Parameter(
-            "total",
-            "total: all layers together fill the budget; printed: S = budget, and alpha S for dense layers",
-            choices=("total", "printed"),
-        ),
-        "similarity": Parameter(
-            "keys",
-            "what to compare before a merge; both: keys with keys, values with values",
-            choices=tuple(_MATCHES),
-        ),
-        "merge": Parameter(
-            "weighted", "weights in a merge: by similarity, or all equal", choices=("weighted", "average")
-        ),
-    }
-    | PREFILL_PARAMETERS,
-    takes_budget=True,
-    refuses_pod="d2o merges keys in each layer separately, while followers read the keys of their lead",
-)
+BUILDERS = {"d2o": Builder(build=cache_of(D2OLayer, decide=decide_weights, after_layers=set_weights))}

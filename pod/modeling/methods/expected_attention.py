@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, Request, cache_of
+from pod.modeling.methods.base import Builder, Request, cache_of
 from pod.modeling.methods.ranking import Ranking
 from pod.modeling.methods.shared_selection import SharedSelectionLayer, free_own_keys
 from pod.modeling.model.attend import compute_dtype
@@ -79,16 +79,4 @@ class ExpectedLayer(SharedSelectionLayer):
     ranks = ExpectedAttention
 
 
-METHOD = Method(
-    name="expected_attention",
-    paper="Expected Attention (Devoto et al., 2025)",
-    frees="prompt tokens to which future queries are not expected to attend; decoded tokens stay",
-    build=cache_of(ExpectedLayer, after_layers=free_own_keys),
-    parameters={
-        "num_sink_tokens": (4, "first tokens, always kept and not observed (tokens)", 0),
-        "num_future_positions": (512, "positions behind the prompt over which RoPE is averaged (tokens)", 1),
-        "epsilon": (0.01, "added to the expected weight before it is multiplied by the value's norm", 0),
-    }
-    | PREFILL_PARAMETERS,
-    takes_budget=True,
-)
+BUILDERS = {"expected_attention": Builder(build=cache_of(ExpectedLayer, after_layers=free_own_keys))}

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pod.kernels.statistics import attention_column_sums
-from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, Request, cache_of
+from pod.modeling.methods.base import Builder, Request, cache_of
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.grouped import slot_logits, weigh_slots
 from pod.modeling.model.layout import PodCacheLayer
@@ -177,14 +177,4 @@ class H2OLayer(AccumulatingLayer):
             self.keep(*choose_slots(self.statistics["attention"], self.budget, 0, self.recents))
 
 
-METHOD = Method(
-    name="h2o",
-    paper="H2O (Zhang et al., 2023)",
-    frees="keys and values of all tokens but the recent ones and those with the most accumulated attention",
-    build=cache_of(H2OLayer),
-    parameters={"num_recent_tokens": (None, "last tokens, always kept; None = half the budget (tokens)", 1)}
-    | PREFILL_PARAMETERS,
-    takes_budget=True,
-    refuses_pod="each layer drops tokens by its own statistics, while followers read the keys and logits "
-    "of their lead slot by slot",
-)
+BUILDERS = {"h2o": Builder(build=cache_of(H2OLayer))}

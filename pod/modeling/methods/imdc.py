@@ -29,17 +29,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pod.modeling.methods.base import Method, Parameter, Request, round_half_up
-from pod.modeling.methods.ranking import EndAttention, LastQueries, best_slots, ranking_parameters
+from pod.modeling.methods.base import Builder, Request, round_half_up
+from pod.modeling.methods.ranking import EndAttention, LastQueries, best_slots
 from pod.modeling.methods.sliding import Pair
 from pod.modeling.model.attend import Tokens, attend
 from pod.modeling.model.cache import PodCache
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.rows import GroupedCache, Schedule
 from pod.modeling.model.step import CacheLayer, Step
-
-FUNCTIONS = ("linear", "sqrt", "square", "square-sqrt", "adaptive")
-"""How a memory may grow. ``adaptive`` plans like ``linear``, then shares the total among layers (eq. 3)."""
 
 LARGEST_RATIO = {"linear": 2.0, "sqrt": 3.0, "square": 1.5, "square-sqrt": 2.0, "adaptive": 2.0}
 """``m_max / c`` above which the last decremental chunks would be empty, in a prompt of very many chunks."""
@@ -51,7 +48,8 @@ class Settings:
 
     Attributes:
         variant: ``fm``, ``im`` or ``imdc``.
-        function: one of ``FUNCTIONS``; it has no effect for ``fm``.
+        function: how the memory grows, a choice of the parameter of that name; it has no effect for ``fm``.
+            ``adaptive`` plans like ``linear``, then shares the total among layers (eq. 3).
         m_max: largest memory (tokens).
         chunk_size: largest mean chunk ``c`` (tokens).
         num_layers: number of decoder layers.
@@ -323,37 +321,10 @@ class MemoryLayer(CacheLayer):
 def _build(variant: str, config: PodConfig, request: Request) -> PodCache:
     params = request.params
     MemoryLayer(config, 0, request)  # made only because this checks the request
-    function = params.get("function", FUNCTIONS[0])
+    function = params.get("function", "linear")  # fm has no such parameter
     settings = Settings(variant, function, request.budget, params["chunk_size"], config.num_hidden_layers)
     make_layer, rowwise = partial(MemoryLayer, request=request), function == "adaptive"
     return GroupedCache(config, make_layer, request.spec, rowwise, chunks=settings)
 
 
-_PARAMETERS = {
-    "chunk_size": (1024, "largest mean chunk (tokens)", 1),
-    **ranking_parameters(window=32, kernel=5, pool="avg"),
-    "num_sink_tokens": (4, "first slots that the streamingllm pruner keeps (tokens)", 0),
-}
-_FUNCTION = {
-    "function": Parameter(FUNCTIONS[0], f"growth of the memory: {', '.join(FUNCTIONS)}", choices=FUNCTIONS),
-    "update": (True, "compress memory and chunk together; False: compress the chunk and append it (B.4)"),
-}
-
-
-METHODS = tuple(
-    Method(
-        name=name,
-        paper='IMDC, "Memorize Step by Step" (Zeng et al., 2024)',
-        frees=f"tokens that a pruner drops after each chunk of a prompt; memories {growth}",
-        build=partial(_build, name),
-        parameters=_PARAMETERS | function,
-        takes_budget=True,
-        inner=("snapkv", "streamingllm"),
-        refuses_pod="each layer counts positions in its own memory, so layers have no common distant keys",
-    )
-    for name, growth, function in (
-        ("imdc", "grow to the budget as chunks shrink", _FUNCTION),
-        ("im", "grow to the budget", _FUNCTION),
-        ("fm", "are of one size", {}),
-    )
-)
+BUILDERS = {variant: Builder(build=partial(_build, variant)) for variant in ("imdc", "im", "fm")}

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from pod.kernels.statistics import attention_rows
-from pod.modeling.methods import adakv
-from pod.modeling.methods.base import Method, Request
+from pod.modeling.methods.adakv import AdaLayer
+from pod.modeling.methods.base import Builder, Request
 from pod.modeling.methods.ranking import LastQueries, best_slots
 from pod.modeling.model.attend import Tokens, attend, take_heads
 from pod.modeling.model.cache import PodCache
@@ -35,7 +35,7 @@ from pod.modeling.model.step import Step
 from pod.tokenizer import load_tokenizer
 
 
-class KVzipLayer(adakv.AdaLayer):
+class KVzipLayer(AdaLayer):
     """A layer that sees one row at a time. Every head is a group of its own, as with Ada-KV.
 
     Attributes:
@@ -189,21 +189,4 @@ def _build(config: PodConfig, request: Request) -> PodCache:
     return RepeatingCache(config, partial(KVzipLayer, request=request), request.spec, rowwise=True)
 
 
-METHOD = Method(
-    name="kvzip",
-    paper="KVzip (Kim et al., 2025)",
-    frees="tokens to which the model does not attend when it repeats the text; "
-    "later prompts and decoded tokens stay",
-    build=_build,
-    parameters={
-        "repeat_ids": (
-            None,
-            "the request to repeat the text, as three lists of token ids; "
-            "None: made by the tokenizer in the model's folder",
-        ),
-        "chunk_size": (2048, "the model repeats this many tokens at a time (tokens)", 1),
-        "num_sink_tokens": (4, "first tokens, always kept (tokens)", 1),
-    },
-    takes_budget=True,
-    refuses_pod=adakv.METHOD.refuses_pod,
-)
+BUILDERS = {"kvzip": Builder(build=_build)}

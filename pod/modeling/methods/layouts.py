@@ -15,27 +15,13 @@ one by one.
 from functools import partial
 
 from pod.engine import attach
-from pod.modeling.methods.base import Method, Request
+from pod.modeling.methods.base import Builder, Request
 from pod.modeling.model.cache import PodCache
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.generation import own_cache
 from pod.modeling.model.quantized import make_codec
-from pod.modeling.model.sharing import GROUP_SIZE, RESIDUAL
 from pod.modeling.model.stores import KVQuantizer
-
-_CAPACITY = {"capacity": (None, "tokens per row to reserve space for; pod.engine then decodes")}
-_OF_POD = {
-    "tau": (None, "gate from which a follower's query head skips distant tokens; None = never", 0.0, 1.0),
-    "extra_slots": (
-        0,
-        "extra tokens kept after windows, so that crop and assisted decoding can remove tokens",
-        0,
-    ),
-}
-_OF_CODECS = {
-    "group_size": (GROUP_SIZE, "numbers that share a scale: tokens (keys) or channels (values)", 2),
-    "residual": (RESIDUAL, "newest tokens that stay unpacked, and at most group_size - 1 more (tokens)", 0),
-}
+from pod.registry import METHODS
 
 
 def _build(config: PodConfig, request: Request) -> PodCache:
@@ -48,56 +34,20 @@ def _build(config: PodConfig, request: Request) -> PodCache:
             "windows without them"
         )
     codec = request.codec if capacity is None else request.codec.in_place(capacity)
-    options = {name: request.params[name] for name in _OF_POD if name in request.params}
+    # parameters of the layout pod
+    options = {name: request.params[name] for name in ("tau", "extra_slots") if name in request.params}
     cache = own_cache(config, codec, request.spec, **options)
     if capacity is not None:
         attach(cache, capacity)
     return cache
 
 
-LAYOUTS = (
-    Method(name="full", paper="—", frees="nothing", axis="layout", build=_build, parameters=_CAPACITY),
-    Method(
-        name="pod",
-        paper="PoD (Compressing KV Cache with Inter-Layer Attention Similarity), §2.2",
-        frees="distant keys of heads that follow a lead; no token is dropped",
-        axis="layout",
-        build=_build,
-        parameters=_CAPACITY | _OF_POD,
-    ),
-    Method(
-        name="cla",
-        paper="Cross-layer attention (Brandon et al., 2024); for models trained with layout='cla'",
-        frees="keys and values of all layers in a block except the first; no token is dropped",
-        axis="layout",
-        build=_build,
-        trained=True,
-    ),
-    Method(
-        name="window",
-        paper="Window attention (Beltagy et al., 2020); for models trained with layout='window'",
-        frees="keys and values of tokens that have left the window",
-        axis="layout",
-        build=_build,
-        trained=True,
-        parameters=_CAPACITY,
-    ),
-)
-
-
-def _build_codec(name: str, bits: int, config: PodConfig, request: Request) -> KVQuantizer:
+def _build_codec(name: str, config: PodConfig, request: Request) -> KVQuantizer:
+    bits = METHODS[name].bits
+    assert bits is not None
     return make_codec(name, bits, config, request.params["group_size"], request.params["residual"])
 
 
-QUANTIZERS = tuple(
-    Method(
-        name=name,
-        paper="KIVI (Liu et al., 2024)",
-        frees=f"{16 - bits} of 16 bits per number, minus 1 bit for scale and zero in fp16; "
-        "the newest tokens stay in 16 bits",
-        axis="codec",
-        build=partial(_build_codec, name, bits),
-        parameters=_OF_CODECS,
-    )
-    for name, bits in (("kivi", 2), ("int4", 4), ("int8", 8))
-)
+BUILDERS = {name: Builder(build=_build) for name in ("full", "pod", "cla", "window")} | {
+    name: Builder(build=partial(_build_codec, name)) for name in ("kivi", "int4", "int8")
+}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pod.modeling.methods.base import Method, Request, cache_of
+from pod.modeling.methods.base import Builder, Request, cache_of
 from pod.modeling.methods.ranking import best_slots
 from pod.modeling.model.attend import Tokens, attend, compute_dtype, takes_gradients
 from pod.modeling.model.config import PodConfig
@@ -205,18 +205,4 @@ def merge_pairs(layers: list, step: Step, label: None) -> None:
             merge_pair(shallower, deeper, native, num_apart, rule["t"])
 
 
-METHOD = Method(
-    name="minicache",
-    paper="MiniCache (Liu et al., 2024)",
-    frees="one of two directions per token in the pairs of the deeper half of the layers "
-    "(1.3 times fewer bytes at d = 128); no token is dropped",
-    build=cache_of(_layer, after_layers=merge_pairs),
-    parameters={
-        "block": (128, "decoded tokens that are merged at once (tokens)", 1),
-        "share": (0.05, "tokens of each merge that stay native, those with the largest angle (share)", 0, 1),
-        "retained": (None, "total number of tokens that stay native; overrides share (tokens)", 0),
-        "t": (0.6, "where the shared direction lies, from the shallower (0) to the deeper layer's (1)", 0, 1),
-    },
-    refuses_pod="both methods share between layers, so no two layers have keys of their own to merge",
-    together=pairs_of,
-)
+BUILDERS = {"minicache": Builder(build=cache_of(_layer, after_layers=merge_pairs), together=pairs_of)}

@@ -9,8 +9,7 @@ the budget.)
 from collections.abc import Sequence
 from fractions import Fraction
 
-from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, cache_of, round_half_up, round_sums
-from pod.modeling.methods.ranking import ranking_parameters
+from pod.modeling.methods.base import Builder, cache_of, round_half_up, round_sums
 from pod.modeling.methods.shared_selection import SharedSelectionLayer, free_own_keys
 from pod.modeling.model.sharing import Lead
 
@@ -61,13 +60,4 @@ class PyramidLayer(SharedSelectionLayer):
         return block_budgets(sizes, self.budget, window, self.lead)
 
 
-METHOD = Method(
-    name="pyramidkv",
-    paper="PyramidKV (Cai et al., 2024)",
-    frees="prompt tokens that the end of the prompt does not attend to, more of them in higher layers",
-    build=cache_of(PyramidLayer, after_layers=free_own_keys),
-    parameters=ranking_parameters(window=8, kernel=7, pool="max")
-    | {"beta": (20, "mean budget over the last layer's", 1)}
-    | PREFILL_PARAMETERS,
-    takes_budget=True,
-)
+BUILDERS = {"pyramidkv": Builder(build=cache_of(PyramidLayer, after_layers=free_own_keys))}

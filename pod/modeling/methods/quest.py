@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pod.modeling.methods.base import Method, Request, cache_of
+from pod.modeling.methods.base import Builder, Request, cache_of
 from pod.modeling.methods.ranking import best_slots
 from pod.modeling.model.attend import compute_dtype, merge_heads, take_heads
 from pod.modeling.model.config import PodConfig
@@ -150,15 +150,4 @@ def _taken(x: Tensor, slots: Tensor) -> Tensor:
     return take_slots(x, slots.flatten(2)).unflatten(2, slots.shape[2:]).flatten(1, 2)
 
 
-METHOD = Method(
-    name="quest",
-    paper="Quest (Tang et al., 2024)",
-    frees="nothing: all tokens stay, and page bounds add 1 / page_size to the bytes. Decoding reads only "
-    "budget tokens per query head. A codec unpacks all tokens first, so it saves bytes but no time",
-    build=cache_of(QuestLayer),
-    parameters={
-        "page_size": (16, "consecutive tokens that are read or skipped together (tokens)", 1),
-        "num_dense_layers": (2, "first layers, which read every token (layers)", 0),
-    },
-    takes_budget=True,
-)
+BUILDERS = {"quest": Builder(build=cache_of(QuestLayer))}

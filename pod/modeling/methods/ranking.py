@@ -1,4 +1,4 @@
-"""How leads rank the tokens that they hold when a prompt ends; SnapKV's ranking and its parameters."""
+"""How leads rank the tokens that they hold when a prompt ends; SnapKV's ranking."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pod.kernels.statistics import attention_column_sums
-from pod.modeling.methods.base import Parameter, Request
+from pod.modeling.methods.base import Request
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.step import Step
 from pod.modeling.model.stores import take_rows_of
@@ -18,15 +18,6 @@ _POOLS = {"avg": F.avg_pool1d, "max": F.max_pool1d}
 def best_slots(scores: Tensor, count: int) -> Tensor:
     """The ``count`` best slots of ``[…, n]`` in ascending order; of equal scores the lower slot wins."""
     return scores.argsort(dim=-1, descending=True, stable=True)[..., :count].sort(dim=-1).values
-
-
-def ranking_parameters(window: int, kernel: int, pool: str) -> dict:
-    """Declarations of SnapKV's parameters with these defaults."""
-    return {
-        "window": (window, "observation window at the end of the prompt, always kept (tokens)", 1),
-        "kernel": (kernel, "width of the pooling over neighbouring tokens (tokens)", 1),
-        "pool": Parameter(pool, "avg or max", choices=tuple(_POOLS)),
-    }
 
 
 class Ranking:

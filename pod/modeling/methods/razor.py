@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pod.modeling.methods.base import Method, Request, cache_of
+from pod.modeling.methods.base import Builder, Request, cache_of
 from pod.modeling.methods.sliding import CompensationToken, SlidingTokens
 from pod.modeling.model.attend import Tokens, merge_heads, take_heads
 from pod.modeling.model.cache import PodCache
@@ -80,20 +80,4 @@ def _build(config: PodConfig, request: Request) -> PodCache:
     return cache_of(RazorLayer)(config, replace(request, params=request.params | {"heads": plan}))
 
 
-METHOD = Method(
-    name="razor",
-    paper="RazorAttention (2024), §3.2, Algorithm 1, eqs. 4 and 5",
-    frees="tokens between the first and the last ones in KV heads without a retrieval head; "
-    "grows with the prompt by 1/compression",
-    build=_build,
-    parameters={
-        "heads": (None, "file of `pod explore --heads`, gates (.tsv), a plan, lists of KV heads, or random"),
-        "share": (None, "share of KV heads that hold all, best first; None = the file's choice", 0.0, 1.0),
-        "seed": (0, "seed of random heads; without share these are 15 % of all", 0),
-        "num_sink_tokens": (4, "first tokens that the other heads hold (tokens)", 0),
-        "num_recent_tokens": (4000, "recent tokens that the other heads hold at least (tokens)", 1),
-        "compression": (5.0, "the others hold at least 1/compression of what a prompt's end has seen", 1),
-        "compensation": (True, "keep the mean of all dropped tokens as one token"),
-    },
-    refuses_pod="followers have no distant keys of their own, so there is nothing to keep or to average",
-)
+BUILDERS = {"razor": Builder(build=_build)}

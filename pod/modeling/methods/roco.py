@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from pod.kernels.statistics import attention_column_sums
-from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, Request, cache_of, round_half_up
-from pod.modeling.methods.h2o import METHOD as H2O
+from pod.modeling.methods.base import Builder, Request, cache_of, round_half_up
 from pod.modeling.methods.h2o import AccumulatingLayer, choose_slots
 from pod.modeling.methods.ranking import best_slots
 from pod.modeling.model.config import PodConfig
@@ -94,18 +93,4 @@ def protect_largest(scores: Tensor, variance: Tensor, count: int) -> None:
         scores.scatter_(2, best_slots(variance, count), float("inf"))
 
 
-METHOD = Method(
-    name="roco",
-    paper="RoCo (Ren and Zhu, 2024)",
-    frees="keys and values of the tokens with the lowest mean attention, unless it varies a lot",
-    build=cache_of(RocoLayer),
-    parameters={
-        "num_sink_tokens": (4, "first tokens, always kept (tokens)", 0),
-        "num_recent_tokens": (10, "last tokens, always kept (tokens)", 1),
-        "protect_prefill": (0.1, "share of the budget protected by deviation when a prompt ends", 0, 1),
-        "protect_decode": (0.3, "share of the budget protected by deviation after a decoded token", 0, 1),
-    }
-    | PREFILL_PARAMETERS,
-    takes_budget=True,
-    refuses_pod=H2O.refuses_pod,
-)
+BUILDERS = {"roco": Builder(build=cache_of(RocoLayer))}

@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, Request, cache_of
-from pod.modeling.methods.ranking import EndAttention, Ranking, best_slots, ranking_parameters
+from pod.modeling.methods.base import Builder, Request, cache_of
+from pod.modeling.methods.ranking import EndAttention, Ranking, best_slots
 from pod.modeling.model.attend import Segments, Tokens, attend, take_heads, takes_gradients
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.grouped import slot_logits, weigh_slots
@@ -390,11 +390,4 @@ def head_index(heads: tuple[int, ...], width: int, device: torch.device) -> Tens
     return torch.tensor([head * width + i for head in heads for i in range(width)], device=device)
 
 
-METHOD = Method(
-    name="snapkv",
-    paper="SnapKV (Li et al., 2024)",
-    frees="prompt tokens that the end of the prompt does not attend to; decoded tokens stay",
-    build=cache_of(SharedSelectionLayer, after_layers=free_own_keys),
-    parameters=ranking_parameters(window=32, kernel=5, pool="avg") | PREFILL_PARAMETERS,
-    takes_budget=True,
-)
+BUILDERS = {"snapkv": Builder(build=cache_of(SharedSelectionLayer, after_layers=free_own_keys))}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pod.kernels.statistics import attention_rows
-from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, Parameter, Request, cache_of
+from pod.modeling.methods.base import Builder, Request, cache_of
 from pod.modeling.methods.ranking import LastQueries
 from pod.modeling.methods.sliding import SlidingLayer
 from pod.modeling.model.attend import Tokens, take_heads
@@ -182,31 +182,4 @@ def lazy_mass(rows: Tensor, num_sink_tokens: int, num_recent_tokens: int) -> Ten
     return (rows * near).sum(-1).mean()
 
 
-METHOD = Method(
-    name="simlayerkv",
-    paper="SimLayerKV (Zhang et al., 2024), §5, eqs. 1 to 3",
-    frees="tokens between the first and the last ones, in layers that attend to little else; "
-    "the other layers keep all",
-    build=cache_of(SimLayer, rowwise=True, after_layers=judge_layers),
-    parameters={
-        "threshold": (
-            0.9,
-            "attention share of lazy layers (Llama-2 0.65, Llama-3 0.9, Mistral 0.8, Qwen 0.85)",
-        ),
-        "num_sink_tokens": (4, "first tokens that a lazy layer holds (tokens)", 0),
-        "num_recent_tokens": (1024, "last tokens that a lazy layer holds (tokens)", 1),
-        "detector": Parameter(
-            "decode",
-            "decode: judge by the first generated token; prefill: by the prompt's end",
-            choices=("decode", "prefill"),
-        ),
-        "num_last_queries": (32, "prefill detector: queries at the prompt's end to average over (tokens)", 1),
-        "exempt_last_layer": (False, "whether the last layer holds everything (the authors' Qwen setting)"),
-        "lazy_layers": (None, "lazy layers in place of those that a detector finds, as [0, 3] (a list)"),
-        "num_lazy_layers": (None, "draw this number of lazy_layers, or of all layers, at random (layers)", 0),
-        "seed": (0, "seed of that draw"),
-    }
-    | PREFILL_PARAMETERS,
-    refuses_pod="the method decides while it runs which layers keep their tokens, so no layer can rely on "
-    "the keys of another",
-)
+BUILDERS = {"simlayerkv": Builder(build=cache_of(SimLayer, rowwise=True, after_layers=judge_layers))}

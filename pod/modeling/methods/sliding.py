@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pod.modeling.methods.base import PREFILL_PARAMETERS, Method, Request, cache_of
-from pod.modeling.methods.windowed import WINDOW_REFUSES_POD
+from pod.modeling.methods.base import Builder, Request, cache_of
 from pod.modeling.model.attend import EVERYTHING, Tokens, attend, compute_dtype, merge, takes_gradients
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.grouped import attend_slots
@@ -294,12 +293,4 @@ class LocalLayer(SlidingLayer):
         super().flush(step)
 
 
-METHOD = Method(
-    name="local_window",
-    paper="Local window, a baseline of the D2O paper (Wan et al., 2024)",
-    frees="keys and values of all tokens but the recent ones, once the prompt has ended",
-    build=cache_of(LocalLayer),
-    parameters=PREFILL_PARAMETERS,
-    takes_budget=True,
-    refuses_pod=WINDOW_REFUSES_POD,
-)
+BUILDERS = {"local_window": Builder(build=cache_of(LocalLayer))}

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from pod.modeling.methods.base import Method, Request, cache_of
+from pod.modeling.methods.base import Builder, Request, cache_of
 from pod.modeling.methods.ranking import LastQueries, best_slots
 from pod.modeling.methods.shared_selection import SharedSelectionLayer
 from pod.modeling.model.attend import compute_dtype
@@ -132,19 +132,4 @@ class WholeLayer(SharedSelectionLayer):
         return LastQueries(0)
 
 
-METHOD = Method(
-    name="think",
-    paper="ThinK (Xu et al., 2024)",
-    frees="a share (ratio) of the channels in the prompt's keys, a fifth of the bytes at 0.4; "
-    "no token is dropped",
-    axis="channels",
-    build=cache_of(WholeLayer),
-    wraps=ThinKeyQuantizer,
-    parameters={
-        "ratio": (0.4, "share of key channels dropped; with a codec in whole bytes (share)", 0, 0.99),
-        "queries": (32, "last queries of the prompt that choose the channels (tokens)", 1),
-        "recent": (32, "tokens at the end of a prompt whose keys stay whole (tokens)", 0),
-    },
-    behind=("snapkv", "pyramidkv", "adakv", "expected_attention"),
-    refuses_pod="some heads of this layout keep no distant keys, and ThinK drops channels of keys",
-)
+BUILDERS = {"think": Builder(build=cache_of(WholeLayer), wraps=ThinKeyQuantizer)}

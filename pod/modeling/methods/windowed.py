@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pod.modeling.methods.base import Method, Request, cache_of
+from pod.modeling.methods.base import Builder, Request, cache_of
 from pod.modeling.model.attend import (
     CAUSAL,
     EVERYTHING,
@@ -28,8 +28,6 @@ from pod.modeling.model.layout import PodCacheLayer
 from pod.modeling.model.sharing import SharingPlan
 from pod.modeling.model.step import Step
 from pod.modeling.model.stores import Recent
-
-WINDOW_REFUSES_POD = "this method keeps no distant tokens whose keys layers could share"
 
 
 def with_windows(config: PodConfig, num_sink_tokens: int, num_recent_tokens: int) -> PodConfig:
@@ -192,20 +190,8 @@ def _window_layer(config: PodConfig, layer_idx: int, request: Request) -> PodCac
     return PodCacheLayer(with_windows(config, 0, request.budget), layer_idx, request.codec)
 
 
-_SINKS = {"num_sink_tokens": (4, "first tokens that are always kept (tokens)", 0)}
-METHODS = tuple(
-    Method(
-        name=name,
-        paper=paper,
-        frees=f"keys and values of all tokens but the {'first and the ' if parameters else ''}recent ones",
-        build=cache_of(make_layer, takes_any_rows=True),
-        parameters=parameters,
-        takes_budget=True,
-        refuses_pod=WINDOW_REFUSES_POD,
-    )
-    for name, paper, make_layer, parameters in (
-        ("streamingllm", "StreamingLLM (Xiao et al., 2024)", StreamingLayer, _SINKS),
-        ("lm_infinite", "LM-Infinite (Han et al., 2024)", LambdaLayer, _SINKS),
-        ("wa", "Window attention (Beltagy et al., 2020), PoD's baseline WA", _window_layer, {}),
-    )
-)
+BUILDERS = {
+    "streamingllm": Builder(build=cache_of(StreamingLayer, takes_any_rows=True)),
+    "lm_infinite": Builder(build=cache_of(LambdaLayer, takes_any_rows=True)),
+    "wa": Builder(build=cache_of(_window_layer, takes_any_rows=True)),
+}
