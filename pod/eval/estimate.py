@@ -31,16 +31,16 @@ def estimate(recipe: "Recipe", gpus: Gpus | None = None) -> str:
     """
     lines = ["Tokens per method (prompt tokens in parallel, decode steps one token per row at a time):"]
     others = [name for name in recipe.eval.tasks if name not in _BY_SETTINGS]
-    run, counted, missing = _built(recipe, others)
+    inputs, counted, missing = _built(recipe, others)
     width = max(14, *map(len, recipe.eval.methods))
     for name in recipe.eval.methods:
         prompt, steps = token_counts(recipe.eval, name)
         for task in counted:
-            more = run.tasks[task].token_counts(run.method(name))
+            more = inputs.tasks[task].token_counts(inputs.subjects[name].method)
             prompt, steps = prompt + more[0], steps + more[1]
         lines.append(f"  {name:<{width}} {prompt:>12,} prompt tokens {steps:>8,} decode steps")
     gpus = gpus or _gpus_here()
-    layout = [] if gpus is None else _layout(recipe, gpus, None if run is None else run.models.load)
+    layout = [] if gpus is None else _layout(recipe, gpus, None if inputs is None else inputs.models.load)
     return "\n".join(lines + missing + layout)
 
 
@@ -85,16 +85,16 @@ def _layout(recipe: "Recipe", gpus: Gpus, load: Load | None) -> list[str]:
 
 
 def _built(recipe: "Recipe", names: list[str]) -> tuple[Any, list[str], list[str]]:
-    """The evaluation with these tasks, the tasks that can be counted, and a line for what is not counted."""
+    """The inputs of an evaluation, the tasks that can be counted, and a line for those that cannot."""
     if not names:
         return None, [], []
     from pod.eval.lm.index import check_known
 
     check_known(names)
-    from pod.eval.evaluation import Evaluation
+    from pod.eval.runner import prepare
 
     try:
-        run = Evaluation(recipe, log=lambda line: None)
+        inputs = prepare(recipe, log=lambda line: None)
     except (ValueError, OSError) as error:
         text = " ".join(str(error).split())
         return (
@@ -102,9 +102,9 @@ def _built(recipe: "Recipe", names: list[str]) -> tuple[Any, list[str], list[str
             [],
             [f"Not counted: {', '.join(names)}. As things are, the evaluation would end with: {text}"],
         )
-    counted = [name for name in names if hasattr(run.tasks[name], "token_counts")]
+    counted = [name for name in names if hasattr(inputs.tasks[name], "token_counts")]
     others = ", ".join(name for name in names if name not in counted)
-    return run, counted, [f"Not counted: {others}"] if others else []
+    return inputs, counted, [f"Not counted: {others}"] if others else []
 
 
 def token_counts(args: EvalArgs, name: str) -> tuple[int, int]:

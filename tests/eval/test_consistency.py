@@ -7,6 +7,7 @@ from own_runs import make_run, measure, write_place
 import pod
 from pod.eval.answer import texts
 from pod.eval.answer.methods import find_method
+from pod.eval.runner import answers_of
 
 OPTIONS = {"length": 200, "sequences": 3, "predictions": 20, "windows": [16, 64, 180]}
 METHODS = ["full", "pod-unadapted", "snapkv", "snapkv@40", "snapkv@400"]
@@ -110,7 +111,7 @@ def test_gate_skip_is_predicted_token_by_token(place):
         place, "consistency", ["pod-unadapted"], OPTIONS, eval__method_options=options["method_options"]
     )
     plain = make_run(place, "consistency", ["pod-unadapted"], OPTIONS)
-    assert run.tasks["consistency"].token_counts(run.method("pod-unadapted"))[1] == 20
+    assert run.tasks["consistency"].token_counts(run.subjects["pod-unadapted"].method)[1] == 20
     skipped, exact = measure(run, "pod-unadapted"), measure(plain, "pod-unadapted")
     assert skipped["samples"][0]["bytes"] and exact["samples"][0]["bytes"] is None
     assert [s["score"] for s in skipped["samples"]] != [s["score"] for s in exact["samples"]]
@@ -120,8 +121,8 @@ def test_what_a_result_depends_on(place):
     asked = []
     for changes in ({}, {"windows": [16]}, {"predictions": 19}):
         run = make_run(place, "consistency", ["full"], OPTIONS | changes, output_dir=str(place / "depends"))
-        with run.shelf(find_method("full")).asked_by("x", True) as shelf:
-            run.tasks["consistency"].measure(run.subject(find_method("full")), shelf)
+        with answers_of(run, run.subjects["full"]).asked_by("x") as shelf:
+            run.tasks["consistency"].measure(run.subjects["full"], shelf)
             asked.append(frozenset(shelf._asked))
     assert len(set().union(*asked)) == sum(map(len, asked)), "no answer serves two settings"
     assert run.tasks["consistency"].token_counts(find_method("full")) == (3 * (200 + 19 * 260), 0)

@@ -11,7 +11,7 @@ from own_runs import PLAN, make_run, measure, write_place
 
 import pod
 from pod.eval.answer import texts
-from pod.eval.answer.methods import find_method
+from pod.eval.runner import answers_of
 
 OTHER = pod.SharingPlan(lead=[[0, 0], [1, 0], [1, 2], [3, 2]])
 KINDS = {"own": (PLAN, 4, 60), "narrow": (PLAN, 4, 16), "wide": (PLAN, 4, 2000), "other": (OTHER, 2, 60)}
@@ -52,7 +52,7 @@ def run(place):
 
 @pytest.fixture(scope="module")
 def payloads(run):
-    return {name: measure(run, name) for name in run.args.methods}
+    return {name: measure(run, name) for name in run.subjects}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,7 +76,7 @@ def test_settings_differ_and_a_window_of_everything_shares_nothing(payloads):
 
 
 def test_answers_of_unlike_models_stand_on_shelves_of_their_own(run):
-    shelves = {run.shelf(find_method(f"model:{kind}")).name.rpartition(".")[2] for kind in KINDS}
+    shelves = {answers_of(run, run.subjects[f"model:{kind}"]).name.rpartition(".")[2] for kind in KINDS}
     assert len(shelves) == len(KINDS)
 
 
@@ -87,13 +87,14 @@ def test_an_export_may_get_other_windows(place, run):
     config = found.models.get("short").config
     assert (config.num_sink_tokens, config.num_recent_tokens) == (1, 7)
     assert config.sharing_plan.lead == OTHER.lead
-    assert not found.method("model:short").one_shot, "an export may have any layout"
+    assert not found.subjects["model:short"].method.one_shot, "an export may have any layout"
 
 
 def test_a_plan_that_packs_is_scored_token_by_token(place):
     pod.SharingPlan(lead=PLAN.lead, bits=(16, 16, 4, 4)).save(place / "packed.json")
     found = run_of(place, {"packed": "PLACE/packed.json"})
-    assert not found.method("model:packed").one_shot and found.method("pod-unadapted").one_shot
+    one_shot = {name: subject.method.one_shot for name, subject in found.subjects.items()}
+    assert not one_shot["model:packed"] and one_shot["pod-unadapted"]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 """Needles in a haystack: prompts, scoring, and the grid through a method's cache."""
 
+import dataclasses
+
 import pytest
 from own_runs import make_run, measure, write_place
 
+from pod.eval import runner
 from pod.eval.answer import reading
 from pod.eval.answer.methods import find_method
 from pod.eval.answer.store import Store
@@ -175,7 +178,7 @@ def test_answers_come_from_the_compressed_cache_whatever_the_batch(place):
 
 def test_a_killed_grid_goes_on_where_it_stopped(place, monkeypatch):
     run = make_run(place, "niah", ["full"], options_of(place))
-    task, method = run.tasks["niah"], find_method("full")
+    task, subject = run.tasks["niah"], run.subjects["full"]
     whole, seen = measure(run, "full"), []
     real = reading.answers
 
@@ -186,12 +189,15 @@ def test_a_killed_grid_goes_on_where_it_stopped(place, monkeypatch):
         return real(model, tokenizer, cache, prompts, new)
 
     monkeypatch.setattr(reading, "answers", answer)
-    run.store = Store(run.recipe.eval_dir / "again", run.ranks)
+
+    def again():
+        store = Store(run.recipe.eval_dir / "again", run.store.ranks)
+        return runner.measure(dataclasses.replace(run, store=store), subject, task)["samples"]
+
     with pytest.raises(KeyboardInterrupt):
-        run.measure(method, task, is_open=True)
+        again()
     seen.clear()
-    run.store = Store(run.recipe.eval_dir / "again", run.ranks)
-    assert run.measure(method, task, is_open=True)["samples"] == whole["samples"]
+    assert again() == whole["samples"]
     assert len(seen) == 6, "the first six answers were kept"
 
 
@@ -205,7 +211,7 @@ def test_other_questions_are_answered_and_equal_ones_are_not(place, monkeypatch)
         asked.clear()
         run = make_run(place, "niah", ["full"], options_of(place, **changes), output_dir=str(place / "grid"))
         assert run.tasks["niah"].token_counts(find_method("full"))[1] >= 6
-        run.measure(find_method("full"), run.tasks["niah"], is_open=True)
+        runner.measure(run, run.subjects["full"], run.tasks["niah"])
         return sum(asked)
 
     whole = answered()

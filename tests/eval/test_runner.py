@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import pod
-from pod.eval import evaluation, runner
+from pod.eval import runner
 from pod.eval.answer import reading
-from pod.eval.answer.methods import find_method
 from pod.eval.estimate import estimate
 from pod.eval.lists import list_tasks
 from pod.eval.report.merge import merge
@@ -21,6 +20,7 @@ from pod.eval.report.tables import common_length, overview, percent
 from pod.eval.speed import task as speed_task
 from pod.eval.speed.task import row_of
 from pod.eval.suites import base
+from pod.eval.suites.own.passkey import Passkey
 from pod.modeling.methods.windowed import StreamingLayer
 from pod.models import resolve_model
 from pod.recipe import load_recipe
@@ -218,14 +218,14 @@ def test_steps_can_run_one_by_one(place, tmp_path, monkeypatch):
 def test_an_error_in_scoring_loses_no_other_method(place, tmp_path, monkeypatch):
     changes = {"eval.methods": ["full", "snapkv@60"], "eval.tasks": ["passkey"], "output_dir": str(tmp_path)}
     runner.evaluate(recipe_of(place, **changes), log=lambda line: None)
-    original = evaluation.Evaluation.measure
+    original = Passkey.measure
 
-    def broken(self, method, task, is_open):
-        if method.name == "full":
+    def broken(self, subject, shelf):
+        if subject.method.name == "full":
             raise KeyError("no such score")
-        return original(self, method, task, is_open)
+        return original(self, subject, shelf)
 
-    monkeypatch.setattr(evaluation.Evaluation, "measure", broken)
+    monkeypatch.setattr(Passkey, "measure", broken)
     with pytest.raises(
         RuntimeError, match=r"1 of 2 methods failed .full: passkey: KeyError: 'no such score'"
     ):
@@ -236,12 +236,17 @@ def test_an_error_in_scoring_loses_no_other_method(place, tmp_path, monkeypatch)
 
 def test_other_code_measures_again(finished, monkeypatch):
     recipe, _ = finished
-    run = evaluation.Evaluation(recipe)
-    before = run.shelf(find_method("snapkv")).folder, row_of(run)
-    assert before == (run.shelf(find_method("snapkv")).folder, row_of(run))
-    for place in (evaluation, speed_task):
+    run = runner.prepare(recipe)
+
+    def identities():
+        return runner.answers_of(run, run.subjects["snapkv"]).folder, row_of(runner.speed_run(run))
+
+    before = identities()
+    assert before == identities()
+    for place in (runner, speed_task):
         monkeypatch.setattr(place, "code_identity", lambda *more: f"edited {more}")
-    assert run.shelf(find_method("snapkv")).folder != before[0] and row_of(run) != before[1]
+    after = identities()
+    assert after[0] != before[0] and after[1] != before[1]
 
 
 def test_changed_model_is_measured_again(place, tmp_path):

@@ -14,6 +14,7 @@ import pod
 from pod.eval.answer import texts
 from pod.eval.answer.methods import find_method
 from pod.eval.answer.texts import ends_of, stream_nll, token_nll
+from pod.eval.runner import check_caches
 from pod.models import resolve_model
 
 OPTIONS = {"length": 300, "sequences": 3, "prompt_tokens": 40, "every": 64, "chunk_size": 50}
@@ -213,8 +214,8 @@ def test_methods_without_a_limit_are_compared_over_the_whole_text(place, tmp_pat
         assert payload["settings"]["fed"].startswith(
             "50 tokens" if name == methods[3] else "one prompt, compre"
         )
-        assert task.token_counts(run.method(name)) == (900, 0)
-        run.check_caches(run.method(name), task)
+        assert task.token_counts(run.subjects[name].method) == (900, 0)
+        check_caches(run.subjects[name], task)
     limited = make_run(place, "stream_nll", [*methods, "full"], OPTIONS, **changes)
     payload = measure(limited, methods[2])
     assert {sample["tokens"] for sample in payload["samples"]} == {160}
@@ -223,13 +224,13 @@ def test_methods_without_a_limit_are_compared_over_the_whole_text(place, tmp_pat
     assert (total + beyond) / 780 == pytest.approx(math.log(found[2]["value"]))
     greedy = make_run(place, "stream_nll", ["imdc(streamingllm)[chunk_size=20]@60"], OPTIONS, **changes)
     with pytest.raises(ValueError, match="cannot do stream_nll.*chunk"):
-        greedy.check_caches(greedy.method(greedy.args.methods[0]), greedy.tasks["stream_nll"])
+        check_caches(*greedy.subjects.values(), greedy.tasks["stream_nll"])
 
 
 def test_growing_methods_need_a_budget_of_their_own(place):
     run = make_run(place, "stream_nll", ["snapkv", "snapkv@64", "full", "h2o"], OPTIONS)
     task = run.tasks["stream_nll"]
-    reasons = {name: task.refuses(find_method(name)) for name in run.args.methods}
+    reasons = {name: task.refuses(find_method(name)) for name in run.subjects}
     assert (
         reasons["snapkv"].endswith("write a budget, for example snapkv@1024")
         and "\n" not in reasons["snapkv"]

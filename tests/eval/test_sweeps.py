@@ -6,7 +6,7 @@ import own_runs
 import pytest
 
 import pod
-from pod.eval import evaluation, runner
+from pod.eval import runner
 from pod.eval.answer import reading
 from pod.eval.answer.methods import find_method, safe_name
 from pod.eval.args import EvalArgs
@@ -99,7 +99,7 @@ def place(tmp_path_factory):
     ],
 )
 def test_wrong_options_are_one_line_before_a_model_is_loaded(place, method, message, monkeypatch):
-    monkeypatch.setattr(evaluation.Models, "get", None)
+    monkeypatch.setattr(runner.Models, "get", None)
     with pytest.raises(ValueError, match=message) as caught:
         own_runs.make_run(place, "passkey", [method], {})
     assert "\n" not in str(caught.value)
@@ -123,7 +123,7 @@ def test_what_methods_decided_is_in_results_and_report(place, tmp_path):
     parts = {name: results[name]["parts"]["passkey"] for name in methods}
     assert "decisions" not in parts[methods[3]]
     assert parts[fixed]["decisions"] == {"lazy": [0, 1, 0, 1], "mass": [None] * 4}
-    run = evaluation.Evaluation(recipe, log=lambda line: None)
+    run = runner.prepare(recipe, log=lambda line: None)
     model, task = run.models.get("dense"), run.tasks["passkey"]
     for name in methods[1:3]:
         alone = []
