@@ -21,7 +21,7 @@ from pod.measure.machine import environment, version
 SCHEMA_VERSION = 2
 _DECISIVE = ("torch", "transformers", "lm-eval", "flash-attn")
 _PACKAGE = Path(__file__).resolve().parents[1]
-ANSWERING = ("gates", "reading", "store", "texts")
+ANSWERING = ("gates", "generate", "reading", "score", "store")
 """Files of `pod.eval.answer` that decide what is said.
 
 What the others decide (method, model, budget) stands in an answer's key or shelf.
@@ -29,7 +29,7 @@ What the others decide (method, model, budget) stands in an answer's key or shel
 _CODE = (
     *("models.py", "modeling/**/*.py", "kernels/**/*.py", "engine/**/*.py"),
     *(f"eval/answer/{name}.py" for name in ANSWERING),
-    *(f"eval/lm/{name}.py" for name in ("batches", "generate", "model", "scoring")),
+    *(f"eval/lm/{name}.py" for name in ("batches", "model")),
 )
 
 

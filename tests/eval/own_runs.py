@@ -5,8 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import pod
 from pod.eval import runner
+from pod.eval.answer.score import score_bucket, score_by_forward
 from pod.eval.answer.store import Store
 from pod.recipe import load_recipe
 
@@ -47,6 +50,16 @@ def make_run(
     settings |= {key.replace("__", "."): value for key, value in changes.items()}
     recipe = load_recipe(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
     return runner.prepare(recipe, log=lambda line: None)
+
+
+def nll_by_decode(model: Any, cache: Any, tokens: Any, bucket: Any) -> Any:
+    """NLL (nats) [B, scored] of a bucket's scored tokens of `tokens` [B, n], through a new cache."""
+    return torch.stack([-one.continuations[0].logprobs for one in score_bucket(model, cache, tokens, bucket)])
+
+
+def nll_by_forward(model: Any, tokens: Any, buckets: list[Any]) -> list[Any]:
+    """The same of every bucket, from one forward pass without a cache."""
+    return [-found.logprobs for found in score_by_forward(model, tokens, buckets)]
 
 
 def measure(run: runner.Inputs, name: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import torch
 from own_runs import make_run, measure, write_place
 
 import pod
-from pod.eval.answer import texts
+from pod.eval.answer import score
 from pod.eval.answer.methods import find_method
 from pod.eval.runner import answers_of
 
@@ -22,7 +22,7 @@ def place(tmp_path_factory):
 
 def test_forward_predicts_the_last_tokens(dense_model, text):
     logits = dense_model(input_ids=text).logits
-    found = texts.predict_by_forward(dense_model, text, 5)
+    found = score.predict_by_forward(dense_model, text, 5)
     assert torch.equal(found, logits[:, 58:63].argmax(dim=-1))
 
 
@@ -30,15 +30,15 @@ def test_forward_predicts_the_last_tokens(dense_model, text):
 def test_decode_path_predicts_as_one_forward(spec, plan, dense_model, pod_model, text):
     model = pod_model if plan else dense_model
     cache = pod.make_cache(model, spec)
-    found = texts.predict_by_decode(model, cache, text, 9)
-    assert torch.equal(found, texts.predict_by_forward(model, text, 9))
+    found = score.predict_by_decode(model, cache, text, 9)
+    assert torch.equal(found, score.predict_by_forward(model, text, 9))
     assert cache.get_seq_length() == 63, "the last token is not fed"
 
 
 @pytest.mark.parametrize("window", [1, 7, 30])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_cut_sees_the_window_and_nothing_else(dense_model, text, window, rows):
-    found = texts.predict_by_window(dense_model, text, 6, window, rows)
+    found = score.predict_by_window(dense_model, text, 6, window, rows)
     for row in range(3):
         for column, position in enumerate(range(58, 64)):
             logits = dense_model(input_ids=text[row : row + 1, position - window : position]).logits
@@ -46,8 +46,8 @@ def test_cut_sees_the_window_and_nothing_else(dense_model, text, window, rows):
 
 
 def test_window_of_everything_changes_nothing(dense_model, text):
-    full = texts.predict_by_forward(dense_model, text, 1)
-    assert torch.equal(texts.predict_by_window(dense_model, text, 1, 63, 2), full)
+    full = score.predict_by_forward(dense_model, text, 1)
+    assert torch.equal(score.predict_by_window(dense_model, text, 1, 63, 2), full)
 
 
 @pytest.mark.parametrize("spec", ["wa", "streamingllm"])
@@ -55,9 +55,9 @@ def test_window_of_attention_is_a_method(dense_model, text, spec):
     hidden = dense_model.model(
         input_ids=text[:, :-1], past_key_values=pod.make_cache(dense_model, spec, budget=12), use_cache=True
     ).last_hidden_state
-    found = texts.predict_by_decode(dense_model, pod.make_cache(dense_model, spec, budget=12), text, 20)
+    found = score.predict_by_decode(dense_model, pod.make_cache(dense_model, spec, budget=12), text, 20)
     assert torch.equal(found, dense_model.lm_head(hidden[:, -20:]).argmax(-1))
-    assert not torch.equal(found, texts.predict_by_forward(dense_model, text, 20))
+    assert not torch.equal(found, score.predict_by_forward(dense_model, text, 20))
 
 
 def test_payload_by_method_and_window(place):
@@ -79,11 +79,11 @@ def test_windows_are_averaged_over_texts(place):
     run = make_run(place, "consistency", ["full"], OPTIONS)
     payload = measure(run, "full")
     model, text = run.models.get("dense"), run.tasks["consistency"].text
-    reference = texts.predict_by_forward(model, text, 20)
+    reference = score.predict_by_forward(model, text, 20)
     (curve,) = payload["curves"]
     ends = zip(curve["low"], curve["high"], strict=True)
     for window, value, interval in zip(curve["x"], curve["y"], ends, strict=True):
-        found = texts.predict_by_window(model, text, 20, window, 7)
+        found = score.predict_by_window(model, text, 20, window, 7)
         assert value == pytest.approx((found == reference).double().mean().item())
         assert payload["metrics"][f"window {window}"] == {"value": value, "ci95": list(interval)}
     assert curve["y"][0] < curve["y"][2] < 1

@@ -7,10 +7,9 @@ import json
 
 import pytest
 import torch
-from own_runs import PLAN, make_run, measure, write_place
+from own_runs import PLAN, make_run, measure, nll_by_forward, write_place
 
 import pod
-from pod.eval.answer import texts
 from pod.eval.runner import answers_of
 
 OTHER = pod.SharingPlan(lead=[[0, 0], [1, 0], [1, 2], [3, 2]])
@@ -61,7 +60,7 @@ def test_every_entry_is_a_model_loaded_so(run, payloads, kind):
     windows = {"num_sink_tokens": sinks, "num_recent_tokens": recent}
     model = pod.load_model(run.models.dense_path, plan=plan, dtype=torch.float64, **windows).eval()
     task, payload = run.tasks["perplexity"], payloads[f"model:{kind}"]
-    scored = texts.score_by_forward(model, task.text, task.buckets)
+    scored = nll_by_forward(model, task.text, task.buckets)
     wanted = sum(nll.sum(1) for nll in scored).tolist()
     assert [sample["score"] for sample in payload["samples"]] == pytest.approx(wanted, abs=1e-9)
     assert payload["scored_by"] == "one forward pass", "PoD, whatever the recipe calls it"

@@ -6,7 +6,7 @@ import pytest
 from own_runs import make_run, measure, write_place
 
 from pod.eval import runner
-from pod.eval.answer import reading
+from pod.eval.answer import generate
 from pod.eval.answer.methods import find_method
 from pod.eval.answer.store import Store
 from pod.eval.suites import haystack
@@ -142,7 +142,7 @@ def test_payload_counts_right_answers_per_cell(place, monkeypatch):
         ]
         return [{"answer": " and ".join(values), "bytes": 1} for values in named]
 
-    monkeypatch.setattr(reading, "answers", answer)
+    monkeypatch.setattr(generate, "generate", answer)
     payload = measure(run, "full")
     assert (payload["kind"], payload["metric"]) == ("score", "needle recall")
     assert payload["value"] == pytest.approx((1 + 0.25 + 0) / 3)
@@ -180,7 +180,7 @@ def test_a_killed_grid_goes_on_where_it_stopped(place, monkeypatch):
     run = make_run(place, "niah", ["full"], options_of(place))
     task, subject = run.tasks["niah"], run.subjects["full"]
     whole, seen = measure(run, "full"), []
-    real = reading.answers
+    real = generate.generate
 
     def answer(model, tokenizer, cache, prompts, new):
         if len(seen) == 6:
@@ -188,7 +188,7 @@ def test_a_killed_grid_goes_on_where_it_stopped(place, monkeypatch):
         seen.extend(prompts)
         return real(model, tokenizer, cache, prompts, new)
 
-    monkeypatch.setattr(reading, "answers", answer)
+    monkeypatch.setattr(generate, "generate", answer)
 
     def again():
         store = Store(run.recipe.eval_dir / "again", run.store.ranks)
@@ -204,8 +204,8 @@ def test_a_killed_grid_goes_on_where_it_stopped(place, monkeypatch):
 @pytest.mark.slow
 def test_other_questions_are_answered_and_equal_ones_are_not(place, monkeypatch):
     """A part of the grid, other needles, another form of the question, more new tokens."""
-    asked, real = [], reading.answers
-    monkeypatch.setattr(reading, "answers", lambda *a: asked.append(len(a[3])) or real(*a))
+    asked, real = [], generate.generate
+    monkeypatch.setattr(generate, "generate", lambda *a: asked.append(len(a[3])) or real(*a))
 
     def answered(**changes):
         asked.clear()

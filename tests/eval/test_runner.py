@@ -12,7 +12,7 @@ import torch
 
 import pod
 from pod.eval import runner
-from pod.eval.answer import reading
+from pod.eval.answer import generate
 from pod.eval.estimate import estimate
 from pod.eval.lists import list_tasks
 from pod.eval.report.merge import merge
@@ -179,13 +179,13 @@ def test_a_narrower_run_loses_nothing(place, finished, tmp_path, monkeypatch):
 def test_more_samples_are_answered_and_the_old_ones_are_not(place, finished, tmp_path, monkeypatch):
     shutil.copytree(place / "out", tmp_path / "out")
     fed: list[int] = []
-    original = reading.answers
+    original = generate.generate
 
     def counted(model, tokenizer, cache, prompts, new_tokens):
         fed.append(len(prompts))
         return original(model, tokenizer, cache, prompts, new_tokens)
 
-    monkeypatch.setattr(reading, "answers", counted)
+    monkeypatch.setattr(generate, "generate", counted)
     changes = {"eval.tasks": ["passkey"], "eval.passkey_depths": [0.0, 0.5, 1.0]}
     recipe = recipe_of(place, output_dir=str(tmp_path / "out"), **changes)
     results = runner.evaluate(recipe, log=lambda line: None)
@@ -404,9 +404,7 @@ def test_methods_with_budget_need_a_plan(place, tmp_path):
 
 
 def test_budget_below_a_methods_minimum_is_refused_before_any_computation(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "pod.eval.answer.texts.score_by_decode", lambda *a, **k: pytest.fail("computation began")
-    )
+    monkeypatch.setattr("pod.eval.answer.score.score", lambda *a, **k: pytest.fail("computation began"))
     changes = {"eval.tasks": ["perplexity"], "eval.methods": ["full", "snapkv@20"]}
     recipe = recipe_of(place, output_dir=str(tmp_path), **changes)
     with pytest.raises(
@@ -438,7 +436,7 @@ def test_nothing_is_dropped_where_pod_drops_nothing(place, tmp_path):
 
 def test_a_method_that_cannot_run_the_model_is_refused_before_any_computation(place, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "pod.eval.answer.texts.score_by_forward", lambda *a, **k: pytest.fail("computation began")
+        "pod.eval.answer.score.score_by_forward", lambda *a, **k: pytest.fail("computation began")
     )
     changes = {"eval.tasks": ["perplexity"], "eval.methods": ["full", "razor"]}
     recipe = recipe_of(place, output_dir=str(tmp_path), **changes)
@@ -450,7 +448,7 @@ def test_a_method_that_cannot_run_the_model_is_refused_before_any_computation(pl
 def test_chunks_that_do_not_fit_a_prompt_are_refused_before_any_computation(place, tmp_path, monkeypatch):
     """IMDC knows only with the prompt's length whether its chunks shrink to nothing."""
     monkeypatch.setattr(
-        "pod.eval.answer.texts.score_by_forward", lambda *a, **k: pytest.fail("computation began")
+        "pod.eval.answer.score.score_by_forward", lambda *a, **k: pytest.fail("computation began")
     )
     changes = {"eval.tasks": ["perplexity"], "eval.methods": ["full", "imdc"]}
     changes["eval.method_options"] = {"imdc": {"chunk_size": 20, "window": 4}}

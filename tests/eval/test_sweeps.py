@@ -7,7 +7,7 @@ import pytest
 
 import pod
 from pod.eval import runner
-from pod.eval.answer import reading
+from pod.eval.answer.generate import generate
 from pod.eval.answer.methods import find_method, safe_name
 from pod.eval.args import EvalArgs
 from pod.eval.report.merge import merge
@@ -130,7 +130,7 @@ def test_what_methods_decided_is_in_results_and_report(place, tmp_path):
         for prompt in task.items:
             found = find_method(name)
             cache = pod.make_cache(model, found.spec, budget=found.budget, **found.options)
-            alone += [one["decisions"] for one in reading.answers(model, run.tokenizer, cache, [prompt], 12)]
+            alone += [one["decisions"] for one in generate(model, run.tokenizer, cache, [prompt], 12)]
         key = "mass" if name == judged else "variance"
         means = [sum(one[key][layer] for one in alone) / 3 for layer in range(4)]
         assert parts[name]["decisions"][key] == pytest.approx(means, abs=1e-9) and len(set(means)) == 4

@@ -164,9 +164,10 @@ class PromptTask(GridTask):
         return answer.reading.key_of_prompt(item, self.new_tokens, room)
 
     def ask(self, subject: Subject, cache: Any, batch: list[Prompt]) -> list[Record]:
-        return answer.reading.answers(subject.model, self.run.tokenizer, cache, batch, self.new_tokens)
+        return answer.generate.generate(subject.model, self.run.tokenizer, cache, batch, self.new_tokens)
 
     def samples(self, item: Prompt, record: Record) -> list[Record]:
+        said = {name: record[name] for name in ("answer", "bytes", "decisions") if name in record}
         return [
             {
                 "id": item.id,
@@ -176,7 +177,7 @@ class PromptTask(GridTask):
                 "prompt_tokens": len(item.token_ids),
                 "prompt_hash": prompt_hash(item.text),
                 **self.judge(item, record["answer"]),
-                **record,
+                **said,
             }
         ]
 

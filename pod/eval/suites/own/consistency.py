@@ -126,21 +126,19 @@ class Consistency(TextTask):
 
         It holds the share of identical predictions, of the method and by window, and the bytes.
         """
-        dense, last, texts = self.run.models.get("dense"), self.options.predictions, answer.texts
-        reference, held = texts.predict_by_forward(dense, rows, last), [None] * len(rows)
+        dense, last, scores = self.run.models.get("dense"), self.options.predictions, answer.score
+        reference, held = scores.predict_by_forward(dense, rows, last), [None] * len(rows)
         if subject.method.name == "full":
             own = reference
         elif subject.method.one_shot:
-            own = texts.predict_by_forward(subject.model, rows, last)
+            own = scores.predict_by_forward(subject.model, rows, last)
         else:
             cache = subject.cache(span)
-            own = texts.predict_by_decode(subject.model, cache, rows, last)
+            own = scores.predict_by_decode(subject.model, cache, rows, last)
             held = cache.nbytes_by_row()
-        at_once = self.args.batch_size
-        found = [
-            own,
-            *(texts.predict_by_window(dense, rows, last, window, at_once) for window in windows),
-        ]
+        found, at_once = [own], self.args.batch_size
+        for window in windows:
+            found.append(scores.predict_by_window(dense, rows, last, window, at_once))
         shares = zip(*((one == reference).double().mean(dim=1).tolist() for one in found), strict=True)
         records = []
         for size, (score, *of_windows) in zip(held, shares, strict=True):

@@ -1,4 +1,4 @@
-"""Perplexity by position, of text that training never saw (`pod.eval.answer.texts` says how it is scored)."""
+"""Perplexity by position, of text that training never saw (`pod.eval.answer.score` says how it is scored)."""
 
 from dataclasses import asdict
 from typing import Any
@@ -49,22 +49,27 @@ class Perplexity(TextTask):
         It holds the summed NLL (nats) and the bytes of each bucket, and the mean over buckets of what was
         decided.
         """
-        model, held, decided = subject.model, [[None] * len(rows)] * len(self.buckets), [[] for _ in rows]
         if subject.method.one_shot:
-            scored = answer.texts.score_by_forward(model, rows, self.buckets)
-        else:
-            scored, held = [], []
-            for bucket, span in zip(self.buckets, self.spans(), strict=True):
-                cache = answer.gates.watch(subject.cache(span))
-                scored.append(answer.texts.score_by_decode(model, cache, rows, bucket))
-                held.append(cache.nbytes_by_row())
-                for row, one in zip(decided, answer.reading.decided(cache), strict=True):
-                    row += one.values()
-        sums = zip(*(nll.double().sum(dim=1).tolist() for nll in scored), strict=True)
-        return [
-            {"sums": list(of_row), "held": list(sizes), **({"decisions": means(said)} if said else {})}
-            for of_row, sizes, said in zip(sums, zip(*held, strict=True), decided, strict=True)
-        ]
+            found = answer.score.score_by_forward(subject.model, rows, self.buckets)
+            nothing = [None] * len(found)
+            by_bucket = [(-scored.logprobs).double().sum(dim=1).tolist() for scored in found]
+            return [{"sums": list(sums), "held": nothing} for sums in zip(*by_bucket, strict=True)]
+        records: list[Record] = [{"sums": [], "held": []} for _ in rows]
+        decided: list[list[Any]] = [[] for _ in rows]
+        for bucket, span in zip(self.buckets, self.spans(), strict=True):
+            cache = answer.gates.watch(subject.cache(span))
+            found = answer.score.score_bucket(subject.model, cache, rows, bucket)
+            # told at the end: what a gate skips is counted while tokens are decoded
+            said = answer.reading.decided(cache)
+            for row, one in enumerate(found):
+                nll = -one.continuations[0].logprobs
+                records[row]["sums"].append(float(nll.double().sum()))
+                records[row]["held"].append(one.held["bytes"])
+                decided[row] += said[row].values()
+        for record, of_row in zip(records, decided, strict=True):
+            if of_row:
+                record["decisions"] = means(of_row)
+        return records
 
     def _payload(self, subject: Subject, records: list[Record]) -> Record:
         rows = []
@@ -103,6 +108,6 @@ class Perplexity(TextTask):
         window = model.config.num_sink_tokens + model.config.num_recent_tokens
         bucket = next((bucket for bucket in self.buckets if bucket.end > 1.5 * window), self.buckets[-1])
         cache = subject.cache(Span(bucket.held_length, bucket.scored))
-        error = answer.texts.forward_error(model, cache, row, bucket, _CHECKED_TOKENS)
+        error = answer.score.forward_error(model, cache, row, bucket, _CHECKED_TOKENS)
         tokens = min(_CHECKED_TOKENS, bucket.scored)
         return {"tokens": tokens, "length": bucket.end, "max_abs_difference_nats": error}

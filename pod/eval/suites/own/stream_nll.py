@@ -3,7 +3,7 @@
 D2O Figure 6 (on PG-19 there); IMDC Figures 5 and 8, Table 4.
 
 Any long text will do: files of PG-19's test books in `text`, else what perplexity is measured on.
-`pod.eval.answer.texts` says how it is scored.
+`pod.eval.answer.score` says how it is scored.
 """
 
 import math
@@ -77,7 +77,7 @@ class StreamNll(TextTask):
                 f"eval.task_options.stream_nll.prompt_tokens is {options.prompt_tokens}, but the model reads "
                 f"only {self.limit} tokens: lower it"
             )
-        ends_of = answer.texts.ends_of
+        ends_of = answer.score.ends_of
         self.ends = ends_of(options.prompt_tokens, options.length, options.every, self.common)
 
     def spans(self) -> list[Span]:
@@ -108,8 +108,8 @@ class StreamNll(TextTask):
     def _fed(self, method: Method) -> tuple[int, bool]:
         """Tokens that a method takes at once, and whether the whole text is one prompt to it."""
         options = self.args.method_options.get(method.name, {})
-        chunk = answer.texts.chunk_of(method, self.options.chunk_size, options)
-        return chunk, answer.texts.reads_on(method, options)
+        chunk = answer.score.chunk_of(method, self.options.chunk_size, options)
+        return chunk, answer.score.reads_on(method, options)
 
     def prompt_of(self, method: Method, span: Span) -> int:
         return self._end(method) - 1 if self._fed(method)[1] else super().prompt_of(method, span)
@@ -124,7 +124,7 @@ class StreamNll(TextTask):
     def _score(self, subject: Subject, rows: Any, ends: tuple[int, ...]) -> list[Record]:
         """A record per text of [B, n]: summed NLL (nats) and bytes of every interval."""
         where = rows, self.options.prompt_tokens, ends, *self._fed(subject.method)
-        sums, held = answer.texts.stream_nll(subject.model, subject.cache(self.spans()[0]), *where)
+        sums, held = answer.score.score_stream(subject.model, subject.cache(self.spans()[0]), *where)
         sums_by_text = zip(*(total.tolist() for total in sums), strict=True)
         bytes_by_text = zip(*held, strict=True)
         by_text = zip(sums_by_text, bytes_by_text, strict=True)
