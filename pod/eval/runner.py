@@ -319,7 +319,9 @@ def measure(inputs: Inputs, subject: Subject, task: Task) -> dict[str, Any]:
             it is.
     """
     with answers_of(inputs, subject).asked_by(task.name) as shelf:
-        payload = task.measure(subject, shelf) | shelf.account()
+        answers = task.answer(subject, shelf)
+        account = shelf.account()
+    payload = task.score(subject, answers) | account
     skips = base.gate_metrics(payload.get("decisions", {}))
     if skips:
         payload["metrics"] = (payload.get("metrics") or {}) | skips

@@ -122,7 +122,7 @@ def test_what_a_result_depends_on(place):
     for changes in ({}, {"windows": [16]}, {"predictions": 19}):
         run = make_run(place, "consistency", ["full"], OPTIONS | changes, output_dir=str(place / "depends"))
         with answers_of(run, run.subjects["full"]).asked_by("x") as shelf:
-            run.tasks["consistency"].measure(run.subjects["full"], shelf)
+            run.tasks["consistency"].answer(run.subjects["full"], shelf)
             asked.append(frozenset(shelf._asked))
     assert len(set().union(*asked)) == sum(map(len, asked)), "no answer serves two settings"
     assert run.tasks["consistency"].token_counts(find_method("full")) == (3 * (200 + 19 * 260), 0)

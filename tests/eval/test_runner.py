@@ -218,14 +218,14 @@ def test_steps_can_run_one_by_one(place, tmp_path, monkeypatch):
 def test_an_error_in_scoring_loses_no_other_method(place, tmp_path, monkeypatch):
     changes = {"eval.methods": ["full", "snapkv@60"], "eval.tasks": ["passkey"], "output_dir": str(tmp_path)}
     runner.evaluate(recipe_of(place, **changes), log=lambda line: None)
-    original = Passkey.measure
+    original = Passkey.score
 
-    def broken(self, subject, shelf):
+    def broken(self, subject, answers):
         if subject.method.name == "full":
             raise KeyError("no such score")
-        return original(self, subject, shelf)
+        return original(self, subject, answers)
 
-    monkeypatch.setattr(Passkey, "measure", broken)
+    monkeypatch.setattr(Passkey, "score", broken)
     with pytest.raises(
         RuntimeError, match=r"1 of 2 methods failed .full: passkey: KeyError: 'no such score'"
     ):

@@ -116,16 +116,18 @@ class GridTask(Task):
         """Batches of one asked-for length."""
         return in_batches(items, self.args.batch_size, lambda item: item.length)
 
-    def measure(self, subject: Subject, shelf: Shelf) -> Record:
-        records = shelf.answers(
+    def answer(self, subject: Subject, shelf: Shelf) -> list[Record]:
+        return shelf.answers(
             self.items,
             key=lambda item: self.key(item, subject.room(self.span[item.length])),
             batches=self.batches,
             compute=lambda batch: self.ask(subject, subject.cache(self.span[batch[0].length]), batch),
         )
+
+    def score(self, subject: Subject, answers: list[Record]) -> Record:
         samples: list[Record] = [
             sample | {"budget_tokens": subject.budget(self.span[item.length])}
-            for item, record in zip(self.items, records, strict=True)
+            for item, record in zip(self.items, answers, strict=True)
             for sample in self.samples(item, record)
         ]
         held = {n: [one["bytes"] for one in samples if one["length"] == n] for n in self.span}
@@ -156,7 +158,6 @@ class PromptTask(GridTask):
         """`score`, `target` and what else a sample says of an answer."""
 
     def token_counts(self, method: Method) -> tuple[int, int]:
-        """(prompt tokens, decode steps of a batch) that a method takes."""
         steps = len(self.batches(self.items)) * self.new_tokens
         return sum(len(prompt.token_ids) for prompt in self.items), steps
 

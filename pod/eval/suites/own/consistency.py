@@ -84,7 +84,7 @@ class Consistency(TextTask):
         return self.options.length
 
     def token_counts(self, method: Method) -> tuple[int, int]:
-        """(prompt tokens, decode steps of a batch) that a method takes, the dense reference included."""
+        """Also those of the dense reference."""
         options = self.options
         prompt = 2 * options.length
         if method.name == "full":
@@ -92,9 +92,13 @@ class Consistency(TextTask):
         batches = -(-options.sequences // self.args.batch_size)
         return options.sequences * prompt, 0 if method.one_shot else batches * options.predictions
 
-    def measure(self, subject: Subject, shelf: Shelf) -> Record:
+    def _windows_of(self, method: Method) -> list[int]:
+        """Window sizes that are measured with a method: with `full` alone."""
+        return self.options.windows if method.name == "full" else []
+
+    def answer(self, subject: Subject, shelf: Shelf) -> list[Record]:
         options, method, (span,) = self.options, subject.method, self.spans()
-        windows = options.windows if method.name == "full" else []
+        windows = self._windows_of(method)
         asked = [
             options.predictions,
             method.one_shot,
@@ -106,7 +110,10 @@ class Consistency(TextTask):
         def compute(rows: Any) -> list[Record]:
             return self._compare(subject, rows, span, windows)
 
-        records = self.records(shelf, ["same predictions", *asked], compute)
+        return self.records(shelf, ["same predictions", *asked], compute)
+
+    def score(self, subject: Subject, answers: list[Record]) -> Record:
+        options, records, (span,) = self.options, answers, self.spans()
         said = {
             "prompt_tokens": options.length - options.predictions,
             "budget_tokens": subject.budget(span),
@@ -118,7 +125,7 @@ class Consistency(TextTask):
             self.samples({**said, **record} for record in records),
             bytes_rows=[subject.stated(span, held)],
             settings={"length": options.length, "predictions": options.predictions},
-            **(self._windows(records) if windows else {}),
+            **(self._windows(records) if self._windows_of(subject.method) else {}),
         )
 
     def _compare(self, subject: Subject, rows: Any, span: Span, windows: list[int]) -> list[Record]:

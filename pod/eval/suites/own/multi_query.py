@@ -111,7 +111,6 @@ class MultiQuery(GridTask):
         self.plan(documents, lambda d: len(d.prompt) + d.asked, options.new_tokens)
 
     def token_counts(self, method: Method) -> tuple[int, int]:
-        """(prompt tokens, decode steps of a batch) that a method takes."""
         prompt = sum(len(d.prompt) + sum(map(len, d.questions)) for d in self.items)
         return prompt, len(self.batches(self.items)) * self.options.questions * self.new_tokens
 

@@ -5,10 +5,11 @@ from typing import Any
 
 from pod.eval import answer
 from pod.eval.answer.budget import Span, Subject
+from pod.eval.answer.methods import Method
 from pod.eval.answer.store import Shelf, key_of, means
 from pod.eval.judge.verdicts import perplexity_of
 from pod.eval.suites.base import scored_payload
-from pod.eval.suites.buckets import position_buckets
+from pod.eval.suites.buckets import position_buckets, token_counts
 from pod.eval.suites.text import Record, TextTask
 
 _CHECKED_TOKENS = 8
@@ -33,17 +34,27 @@ class Perplexity(TextTask):
     def longest(self) -> int:
         return self.args.text_length
 
-    def measure(self, subject: Subject, shelf: Shelf) -> Record:
+    def token_counts(self, method: Method) -> tuple[int, int]:
+        args = self.args
+        sizes = len(self.text), args.text_length, args.batch_size
+        return token_counts(self.buckets, *sizes, method.one_shot)
+
+    def answer(self, subject: Subject, shelf: Shelf) -> Record:
+        """The records of all texts, and what `forward_error` found where one pass scores."""
         spans, one_shot = zip(self.buckets, self.spans(), strict=True), subject.method.one_shot
         asked = [[bucket.first, bucket.end, subject.room(span)] for bucket, span in spans]
-        records = self.records(shelf, ["perplexity", asked], lambda rows: self._score(subject, rows))
+        records = self.records(shelf, ["perplexity", asked], lambda rows: self._read(subject, rows))
+        return {"records": records, "check": self._check_decode_path(subject, shelf) if one_shot else None}
+
+    def score(self, subject: Subject, answers: Record) -> Record:
+        one_shot = subject.method.one_shot
         return {
             "scored_by": "one forward pass" if one_shot else "decode path, token by token",
-            "decode_path_check": self._check_decode_path(subject, shelf) if one_shot else None,
-            **self._payload(subject, records),
+            "decode_path_check": answers["check"],
+            **self._payload(subject, answers["records"]),
         }
 
-    def _score(self, subject: Subject, rows: Any) -> list[Record]:
+    def _read(self, subject: Subject, rows: Any) -> list[Record]:
         """A record per sequence of [B, n].
 
         It holds the summed NLL (nats) and the bytes of each bucket, and the mean over buckets of what was

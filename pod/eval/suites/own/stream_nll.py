@@ -87,7 +87,6 @@ class StreamNll(TextTask):
         return self.common
 
     def token_counts(self, method: Method) -> tuple[int, int]:
-        """(prompt tokens, decode steps of a batch) that a method takes."""
         options, end = self.options, self._end(method)
         behind, chunked = end - options.prompt_tokens, self._fed(method)[0] > 1
         prompt = options.sequences * (end if chunked else options.prompt_tokens)
@@ -114,14 +113,17 @@ class StreamNll(TextTask):
     def prompt_of(self, method: Method, span: Span) -> int:
         return self._end(method) - 1 if self._fed(method)[1] else super().prompt_of(method, span)
 
-    def measure(self, subject: Subject, shelf: Shelf) -> Record:
-        (span,), last = self.spans(), self._end(subject.method)
-        ends = tuple(end for end in self.ends if end <= last)
-        asked = ["stream", self.options.prompt_tokens, ends, *self._fed(subject.method), subject.room(span)]
-        records = self.records(shelf, asked, lambda rows: self._score(subject, rows, ends), last)
-        return self._payload(subject, ends, records)
+    def _ends(self, method: Method) -> tuple[int, ...]:
+        """Where the sums of a method are kept (tokens)."""
+        last = self._end(method)
+        return tuple(end for end in self.ends if end <= last)
 
-    def _score(self, subject: Subject, rows: Any, ends: tuple[int, ...]) -> list[Record]:
+    def answer(self, subject: Subject, shelf: Shelf) -> list[Record]:
+        (span,), ends = self.spans(), self._ends(subject.method)
+        asked = ["stream", self.options.prompt_tokens, ends, *self._fed(subject.method), subject.room(span)]
+        return self.records(shelf, asked, lambda rows: self._stream(subject, rows, ends), ends[-1])
+
+    def _stream(self, subject: Subject, rows: Any, ends: tuple[int, ...]) -> list[Record]:
         """A record per text of [B, n]: summed NLL (nats) and bytes of every interval."""
         where = rows, self.options.prompt_tokens, ends, *self._fed(subject.method)
         sums, held = answer.score.score_stream(subject.model, subject.cache(self.spans()[0]), *where)
@@ -130,8 +132,9 @@ class StreamNll(TextTask):
         by_text = zip(sums_by_text, bytes_by_text, strict=True)
         return [{"sums": list(of_text), "held": list(sizes)} for of_text, sizes in by_text]
 
-    def _payload(self, subject: Subject, ends: tuple[int, ...], records: list[Record]) -> Record:
-        options, shared, (span,) = self.options, ends.index(self.common) + 1, self.spans()
+    def score(self, subject: Subject, answers: list[Record]) -> Record:
+        options, records, ends, (span,) = self.options, answers, self._ends(subject.method), self.spans()
+        shared = ends.index(self.common) + 1
         tokens = self.common - options.prompt_tokens
         held = [record["held"][shared - 1] for record in records]
         shared_by_all = {"tokens": tokens, "budget_tokens": subject.budget(span)}
