@@ -18,7 +18,7 @@ from pod.eval.answer.layout import Load
 from pod.eval.answer.methods import Method, find_method, parts_of, with_requests
 from pod.eval.answer.models import Models
 from pod.eval.answer.ranks import Ranks
-from pod.eval.answer.store import AnswerError, Shelf, Store, Unanswered, key_of
+from pod.eval.answer.store import AnswerError, Shelf, Store, Unanswered
 from pod.eval.results import RunResults, code_identity, fingerprint, one_line, with_files
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.speed.args import speed_options
@@ -215,7 +215,8 @@ def _budgets(args: "EvalArgs", models: Models, tasks: Mapping[str, Task], store:
         lengths |= {*args.efficiency_lengths, *speed_options(args).lengths()}
     # what a cache holds does not depend on what is answered: it is not measured again where answers are
     shelf = store.shelf("bytes", {"code": code_identity()}, reuse=True)
-    measure = measure_once(shelf, models.reference_layout(), lambda: models.get(kind), lengths)
+    load = functools.partial(models.get, kind)
+    measure = measure_once(shelf, models.reference_layout(), load, lengths)
     return ByteBudgets(models.bytes_per_token(), measure)
 
 
@@ -236,7 +237,7 @@ def _subject(name: str, recipe: "Recipe", models: Models, tokenizer: Any, budget
     heads = recipe.plan_dir / "retrieval_heads.json"
     if "razor" in parts_of(method) and "heads" not in options and heads.is_file():
         options = options | {"heads": str(heads)}
-    return Subject(method, lambda: models.get(method.model), options, budgets)
+    return Subject(method, functools.partial(models.get, method.model), options, budgets)
 
 
 def refusal(models: Models, method: Method, task: Task) -> str | None:
@@ -330,15 +331,8 @@ def measure(inputs: Inputs, subject: Subject, task: Task) -> dict[str, Any]:
 
 def describe_model(inputs: Inputs, subject: Subject) -> dict[str, Any]:
     """The method's model, for its result file."""
-    kind = subject.method.model
     with answers_of(inputs, subject).asked_by("model") as shelf:
-        found = shelf.answers(
-            [kind],
-            key=lambda _: key_of("model"),
-            batches=lambda left: [left],
-            compute=lambda left: [inputs.models.description(one) for one in left],
-        )
-    return inputs.models.place(kind) | found[0]
+        return inputs.models.described(subject.method.model, shelf)
 
 
 def _score_saved(inputs: Inputs, name: str, results: RunResults, log: Log) -> list[str]:

@@ -13,6 +13,7 @@ import pod
 from pod.eval.answer.budget import bytes_per_token
 from pod.eval.answer.layout import SPREADS, Load, places_for, rank_devices, room_on
 from pod.eval.answer.methods import Method, find_method
+from pod.eval.answer.store import Shelf, key_of
 from pod.eval.results import one_line
 from pod.identity import content_of, plan_of
 from pod.models import read_config, resolve_model, ways_without_network
@@ -330,8 +331,21 @@ class Models:
         path = self.sources[kind].path or self.recipe.model.path
         return {"kind": kind, "path": path, "dtype": self.recipe.model.dtype}
 
+    def described(self, kind: str, shelf: Shelf) -> dict[str, Any]:
+        """What the result file says about a model of a kind.
+
+        The model is loaded only where its shelf does not say it already.
+        """
+        found = shelf.answers(
+            [kind],
+            key=lambda _: key_of("model"),
+            batches=lambda left: [left],
+            compute=lambda left: [self.description(one) for one in left],
+        )
+        return self.place(kind) | found[0]
+
     def description(self, kind: str) -> dict[str, Any]:
-        """What the result file says about the model itself."""
+        """What the result file says about the model itself, once it is loaded."""
         model = self.get(kind)
         plan, weights = model.config.sharing_plan, list(model.parameters())
         return {
