@@ -19,8 +19,9 @@ from torch import Tensor
 
 import pod
 from pod.data import held_out_documents, long_sequences
-from pod.eval.answer.reading import answer_behind, branch, in_parts, judge_ahead, left_padded, pad_id
-from pod.eval.answer.texts import nll_behind
+from pod.eval.answer.generate import generate_behind
+from pod.eval.answer.reading import Seen, branch, in_parts, judge_ahead, left_padded
+from pod.eval.answer.score import score_behind
 from pod.eval.statistics.comparison import perplexity_change
 from pod.eval.statistics.confidence import wilson
 from pod.eval.suites.buckets import Bucket
@@ -29,6 +30,7 @@ from pod.files import write_json
 from pod.measure.machine import environment
 from pod.modeling.model.rows import GroupedCache
 from pod.models import resolve_model
+from pod.tokenizer import pad_id
 
 GROWING = {"snapkv", "pyramidkv"}
 """Methods that keep every decoded token: their prompt gets so many slots less."""
@@ -139,9 +141,10 @@ class Bench:
             read = self.read(found, text[:, : self.bucket.first - 1], None, sizes.length, sizes.scored)
             for x, cache, _ in read:
                 last = text[:, self.bucket.first - 1 :][:, :1]
-                judge_ahead(self.model(x.row), cache, None, last=last)
-                nll = nll_behind(self.model(x.row), cache, text, self.bucket.first, self.bucket.end)
-                x.nll += nll.mean(1).tolist()
+                seen = Seen(torch.ones_like(text[:, : self.bucket.first - 1]), last, None)
+                judge_ahead(self.model(x.row), cache, seen.mask, last=last)
+                targets = text[:, self.bucket.first : self.bucket.end]
+                x.nll += (-score_behind(self.model(x.row), cache, seen, targets).logprobs).mean(1).tolist()
                 x.held += cache.nbytes
         for length, prompts in self.prompts.items():
             for start in range(0, len(prompts), sizes.batch):
@@ -159,8 +162,8 @@ class Bench:
         ids, mask = left_padded(before, pad)
         for x, cache, hidden in self.read(found, ids, mask, prompts[0].length, fed):
             judge_ahead(model, cache, mask, hidden=hidden)
-            said = answer_behind(model, self.tokenizer, cache, mask, asked, self.sizes.new_tokens)
-            right = [passkey.is_correct(text, p.key) for text, p in zip(said, prompts, strict=True)]
+            said = generate_behind(model, self.tokenizer, cache, mask, asked, self.sizes.new_tokens)
+            right = [passkey.is_correct(one["answer"], p.key) for one, p in zip(said, prompts, strict=True)]
             x.passkeys.setdefault(length, []).extend(right)
 
     def _num_fed(self, prompts: list[passkey.PasskeyPrompt]) -> int:

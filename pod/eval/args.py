@@ -148,7 +148,7 @@ class EvalArgs:
         check_names("method", self.methods, find_method)
         self.methods = [find_method(name).name for name in self.methods]
         check_names("method", self.methods, find_method)  # two spellings of one method are now equal names
-        # `pod.eval.evaluation.make_tasks` knows which tasks exist; it runs before any computation
+        # `pod.eval.runner.make_tasks` knows which tasks exist; it runs before any computation
         check_names("task", self.tasks, str)
         if not self.steps or set(self.steps) - set(STEPS):
             given = ", ".join(self.steps) or "none"

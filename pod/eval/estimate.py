@@ -1,15 +1,17 @@
 """How much an evaluation will feed to the models, and how they will lie on GPUs, before any is loaded."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pod.eval.answer.devices import SPREADS, Gpus, Load, layout_lines, longest_of
 from pod.eval.answer.methods import find_method
 from pod.eval.args import EvalArgs
 from pod.eval.speed.args import speed_options
 from pod.eval.suites.buckets import position_buckets
+from pod.eval.suites.buckets import token_counts as counts_of_texts
 
 if TYPE_CHECKING:
+    from pod.eval.runner import Inputs
     from pod.recipe import Recipe
 
 _BY_SETTINGS = ("perplexity", "passkey", "efficiency")  # counted from the recipe alone
@@ -31,16 +33,17 @@ def estimate(recipe: "Recipe", gpus: Gpus | None = None) -> str:
     """
     lines = ["Tokens per method (prompt tokens in parallel, decode steps one token per row at a time):"]
     others = [name for name in recipe.eval.tasks if name not in _BY_SETTINGS]
-    run, counted, missing = _built(recipe, others)
+    inputs, missing = _built(recipe, others)
     width = max(14, *map(len, recipe.eval.methods))
     for name in recipe.eval.methods:
         prompt, steps = token_counts(recipe.eval, name)
-        for task in counted:
-            more = run.tasks[task].token_counts(run.method(name))
-            prompt, steps = prompt + more[0], steps + more[1]
+        if inputs is not None:
+            for task in others:
+                more = inputs.tasks[task].token_counts(inputs.method_runners[name].method)
+                prompt, steps = prompt + more[0], steps + more[1]
         lines.append(f"  {name:<{width}} {prompt:>12,} prompt tokens {steps:>8,} decode steps")
     gpus = gpus or _gpus_here()
-    layout = [] if gpus is None else _layout(recipe, gpus, None if run is None else run.models.load)
+    layout = [] if gpus is None else _layout(recipe, gpus, None if inputs is None else inputs.models.load)
     return "\n".join(lines + missing + layout)
 
 
@@ -84,27 +87,21 @@ def _layout(recipe: "Recipe", gpus: Gpus, load: Load | None) -> list[str]:
     return lines
 
 
-def _built(recipe: "Recipe", names: list[str]) -> tuple[Any, list[str], list[str]]:
-    """The evaluation with these tasks, the tasks that can be counted, and a line for what is not counted."""
+def _built(recipe: "Recipe", names: list[str]) -> tuple["Inputs | None", list[str]]:
+    """The inputs of an evaluation of these tasks; or a line that says why they cannot be counted."""
     if not names:
-        return None, [], []
+        return None, []
     from pod.eval.lm.index import check_known
 
     check_known(names)
-    from pod.eval.evaluation import Evaluation
+    from pod.eval.runner import prepare
 
     try:
-        run = Evaluation(recipe, log=lambda line: None)
+        return prepare(recipe, log=lambda line: None), []
     except (ValueError, OSError) as error:
         text = " ".join(str(error).split())
-        return (
-            None,
-            [],
-            [f"Not counted: {', '.join(names)}. As things are, the evaluation would end with: {text}"],
-        )
-    counted = [name for name in names if hasattr(run.tasks[name], "token_counts")]
-    others = ", ".join(name for name in names if name not in counted)
-    return run, counted, [f"Not counted: {others}"] if others else []
+        end = f"As things are, the evaluation would end with: {text}"
+        return None, [f"Not counted: {', '.join(names)}. {end}"]
 
 
 def token_counts(args: EvalArgs, name: str) -> tuple[int, int]:
@@ -113,12 +110,8 @@ def token_counts(args: EvalArgs, name: str) -> tuple[int, int]:
     prompt = steps = 0
     if "perplexity" in args.tasks:
         buckets = position_buckets(args.text_length, args.min_context, args.scored_tokens)
-        prompts, scored = sum(b.first - 1 for b in buckets), sum(b.scored for b in buckets)
-        if method.one_shot:
-            prompt += args.text_sequences * args.text_length
-        else:
-            prompt += args.text_sequences * prompts
-            steps += -(-args.text_sequences // args.batch_size) * scored
+        sizes = args.text_sequences, args.text_length, args.batch_size
+        prompt, steps = counts_of_texts(buckets, *sizes, method.one_shot)
     if "passkey" in args.tasks:
         cells = len(args.passkey_depths) * args.passkey_samples
         prompt += cells * sum(args.passkey_lengths)

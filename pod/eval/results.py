@@ -23,7 +23,7 @@ from pod.registry.method import Method
 SCHEMA_VERSION = 2
 _DECISIVE = ("torch", "transformers", "lm-eval", "flash-attn")
 _PACKAGE = Path(__file__).resolve().parents[1]
-ANSWERING = ("gates", "reading", "store", "texts")
+ANSWERING = ("gates", "generate", "reading", "score", "store")
 """Files of `pod.eval.answer` that decide what is said.
 
 What the others decide (method, model, budget) stands in an answer's key or answer_cache.
@@ -31,7 +31,7 @@ What the others decide (method, model, budget) stands in an answer's key or answ
 _CODE = (
     *("models.py", "modeling/**/*.py", "kernels/**/*.py", "engine/**/*.py"),
     *(f"eval/answer/{name}.py" for name in ANSWERING),
-    *(f"eval/lm/{name}.py" for name in ("batches", "generate", "model", "scoring")),
+    *(f"eval/lm/{name}.py" for name in ("batches", "model")),
 )
 _WORDS = ("title", "frees", "paper", "url", "refuses_pod")
 """What a method's entry in the registry says for readers alone."""

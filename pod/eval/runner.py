@@ -1,21 +1,41 @@
-"""One evaluation: every method is measured on every task at equal bytes.
+"""One evaluation, from the recipe to the report. This file reads from top to bottom, as it runs.
 
-It checks the inputs first, keeps each result, and writes the report.
+recipe → models, tasks, methods at equal bytes
+       → for each method and task: answers → score → result file
+       → speeds of all methods side by side
+       → report page
 """
 
+import functools
 import time
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from pod.eval.answer.answer_cache import AnswerError, Unanswered
-from pod.eval.answer.methods import EvaluatedMethod
+from pod.eval.answer.answer_cache import AnswerCache, AnswerError, AnswerFolder, Unanswered
+from pod.eval.answer.budget import ByteBudgets, MethodRunner, measure_once
+from pod.eval.answer.devices import Load
+from pod.eval.answer.methods import EvaluatedMethod, find_method, parts_of, with_requests
+from pod.eval.answer.model_set import Models
 from pod.eval.answer.ranks import Ranks
-from pod.eval.evaluation import Evaluation, Log, print_now
-from pod.eval.results import RunResults, fingerprint, one_line, with_files
+from pod.eval.results import RunResults, code_identity, fingerprint, one_line, with_files
 from pod.eval.speed.args import NAME as SPEED_RUN
+from pod.eval.speed.args import speed_options
+from pod.eval.suites import base, task_data
+from pod.eval.suites.base import Task
+from pod.notation import parse
+from pod.registry import METHODS
+from pod.registry.combine import all_parameters, chosen_methods
+from pod.tokenizer import with_template_variables
 
 if TYPE_CHECKING:
+    from pod.eval.args import EvalArgs
+    from pod.eval.speed.task import SpeedRun
     from pod.recipe import Recipe
+
+Log = Callable[[str], None]
+print_now: Log = functools.partial(print, flush=True)
 
 
 def evaluate(recipe: "Recipe", log: Log = print_now) -> dict[str, dict]:
@@ -37,120 +57,417 @@ def evaluate(recipe: "Recipe", log: Log = print_now) -> dict[str, dict]:
     """
     ranks = Ranks()
     try:
-        return _evaluate(Evaluation(recipe, log, ranks))
+        return _evaluate(recipe, ranks, log if ranks.is_first else lambda line: None)
     finally:
         ranks.close()
 
 
-def _evaluate(run: Evaluation) -> dict[str, dict]:
-    # these load torch and matplotlib, which the counts for --dry-run do not need
-    from pod.eval.report.write import write_report
-    from pod.eval.speed.task import check, is_known, measure_speed
-
-    recipe, answers = run.recipe, "answer" in run.args.steps
-    timed = SPEED_RUN in run.args.tasks and answers
-    methods = {name: run.method(name) for name in recipe.eval.methods}
-    results = {name: _method_results(run, method) for name, method in methods.items()}
-    pending = {name: _score_known(run, methods[name], result) for name, result in results.items()}
+def _evaluate(recipe: "Recipe", ranks: Ranks, log: Log) -> dict[str, dict]:
+    answers = "answer" in recipe.eval.steps
+    timed = answers and SPEED_RUN in recipe.eval.tasks
+    inputs = prepare(recipe, log, ranks)
+    results = {name: open_results(inputs, runner, log) for name, runner in inputs.method_runners.items()}
+    pending = {name: _score_saved(inputs, name, results[name], log) for name in inputs.method_runners}
     if answers:
         for name, tasks in pending.items():
             for task in tasks:
-                run.check_caches(methods[name], run.tasks[task])
-        if timed and not is_known(run, results):
-            check(run)
+                check_caches(inputs.method_runners[name], inputs.tasks[task])
+        if timed and not _is_raced(inputs, results):
+            check_speeds(inputs)
         for name, tasks in pending.items():
-            _answer(run, methods[name], results[name], tasks)
+            _answer_and_score(inputs, name, tasks, results[name], log)
     elif any(pending.values()):
         missing = "; ".join(f"{name}: {', '.join(tasks)}" for name, tasks in pending.items() if tasks)
-        run.log(f"no saved answers yet; the step `answer` computes them: {missing}")
-    if run.ranks.is_first:
-        with run.ranks.first_alone():
+        log(f"no saved answers yet; the step `answer` computes them: {missing}")
+    if ranks.is_first:
+        with ranks.first_alone():
             if timed:
-                measure_speed(run, results)
-            if "report" in run.args.steps:
-                run.log(f"report: {write_report(recipe)}")
-    failed = {name: result.content["failed"] for name, result in results.items() if result.content["failed"]}
-    if failed:
-        errors = "; ".join(
-            f"{name}: {task}: {text}" for name, of in failed.items() for task, text in of.items()
-        )
-        said = f"{len(failed)} of {len(results)} methods failed ({errors})"
-        raise RuntimeError(f"{said}; the others are in {recipe.eval_dir}")
+                measure_speeds(inputs, results, log)
+            if "report" in recipe.eval.steps:
+                from pod.eval.report.write import write_report  # this loads matplotlib
+
+                log(f"report: {write_report(recipe)}")
+    _raise_failures(recipe, results)
     return {name: result.content for name, result in results.items()}
 
 
-def _method_results(run: Evaluation, method: EvaluatedMethod) -> RunResults:
-    header = {"title": method.title, "spec": method.spec, "seed": run.recipe.seed, "config": asdict(run.args)}
+# -- models, tasks, methods at equal bytes -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What an evaluation works with. All of it is checked, and nothing is computed yet.
+
+    Attributes:
+        models: loaded when they are first needed.
+        tasks: by name, in the recipe's order, with their samples.
+        method_runners: the methods by name, each with its model, its options and its caches.
+        store: the answers of all methods.
+    """
+
+    recipe: "Recipe"
+    models: Models
+    tokenizer: Any
+    tasks: dict[str, Task]
+    method_runners: dict[str, MethodRunner]
+    store: AnswerFolder
+
+
+def prepare(recipe: "Recipe", log: Log = print_now, ranks: Ranks | None = None) -> Inputs:
+    """The inputs of an evaluation. No model is loaded.
+
+    Raises:
+        ValueError: for whatever is missing or wrong.
+    """
+    args, models = recipe.eval, Models(recipe)
+    tokenizer = with_template_variables(
+        models.tokenizer(),
+        args.chat_template_kwargs,
+        "eval.chat_template_kwargs",
+        lambda line: log(f"warning: {line}"),
+    )
+    speed_options(args)  # refuses what is wrong in them
+    with task_data.use(args.data_dir, tokenizer, args.unsafe_code):
+        tasks = make_tasks(base.Run(recipe, models, tokenizer))
+    _check_lengths(args, models, tasks)
+    _check_options(args)
+    longest = [task.longest() for task in tasks.values()]
+    if SPEED_RUN in args.tasks:
+        longest.append(args.longest_speed_run())
+    models.load = Load(args.batch_size, max(longest)) if longest else None
+    store = AnswerFolder(recipe.eval_dir / "answers", ranks or Ranks(), args.reuse)
+    budgets = _budgets(args, models, tasks, store)
+    method_runners = {name: _method_runner(name, recipe, models, tokenizer, budgets) for name in args.methods}
+    return Inputs(
+        recipe=recipe,
+        models=models,
+        tokenizer=tokenizer,
+        tasks=tasks,
+        method_runners=method_runners,
+        store=store,
+    )
+
+
+def make_tasks(run: base.Run) -> dict[str, Task]:
+    """The tasks of a recipe by name, in its order.
+
+    Tasks of this package come from `pod/eval/tasks` and are made first; the rest come from lm-eval.
+
+    Raises:
+        ValueError: for an unknown task, naming the nearest, and for whatever a task lacks (data, a chat
+            template …).
+    """
+    ours, tasks = base.names(), {}
+    if unasked := sorted(set(run.args.task_options) - set(run.args.tasks)):
+        from pod.eval.lm.index import check_known
+
+        check_known(unasked)
+    for name in run.args.tasks:
+        if name in ours:
+            found = base.task_class(name)
+            options = base.make_options(found, run.args.task_options.get(name, {}))
+            tasks[name] = found(run, options)
+    theirs = [name for name in run.args.tasks if name not in tasks and name != SPEED_RUN]
+    if theirs:
+        from pod.eval.lm.lm_tasks import make_lm_tasks
+
+        tasks |= make_lm_tasks(run, theirs)
+    return {name: tasks[name] for name in run.args.tasks if name in tasks}
+
+
+def _check_lengths(args: "EvalArgs", models: Models, tasks: Mapping[str, Task]) -> None:
+    """Refuse lengths that models cannot read.
+
+    Raises:
+        ValueError: for a task that no method can be fed, and for speeds that some method cannot be measured
+            at.
+    """
+    methods = [find_method(name) for name in args.methods]
+    for name, task in tasks.items():
+        reasons = [models.too_long(method, task.longest()) for method in methods]
+        if all(reasons):
+            lengths = "its lengths (eval.text_length, eval.passkey_lengths …)"
+            raise ValueError(f"{name} would {reasons[0]}: lower {lengths}")
+    if SPEED_RUN in args.tasks:
+        speed = speed_options(args)
+        decoded = args.longest_speed_run() - max(args.efficiency_lengths)
+        filled = [length + decoded for length in speed.decode_lengths]
+        longest = max(args.longest_speed_run(), *speed.lengths(), *filled, 0)
+        for method in methods:
+            reason = models.too_long(method, longest)
+            if reason is not None:
+                raise ValueError(f"{SPEED_RUN} would {reason}: lower eval.efficiency_lengths")
+
+
+def _check_options(args: "EvalArgs") -> None:
+    """Raise ValueError for an option that a method does not have or take."""
+    for name in args.method_options:
+        method = find_method(name)
+        if method.spec is None:
+            continue
+        chosen_methods(parse(method.name.replace("pod-unadapted", "pod")))
+        parts = [METHODS[part] for part in parts_of(method)]
+        all_parameters(str(method.spec), parts, args.method_options[name])
+
+
+def _budgets(args: "EvalArgs", models: Models, tasks: Mapping[str, Task], store: AnswerFolder) -> ByteBudgets:
+    """PoD's bytes at every length at which bytes are compared. They are measured when they are needed."""
+    kind = models.reference_kind
+    if kind is None:
+        return ByteBudgets(models.bytes_per_token())
+    lengths = {span.length for task in tasks.values() for span in task.spans()}
+    if SPEED_RUN in args.tasks:
+        lengths |= {*args.efficiency_lengths, *speed_options(args).lengths()}
+    # what a cache holds does not depend on what is answered: it is not measured again where answers are
+    answer_cache = store.answers_of("bytes", {"code": code_identity()}, reuse=True)
+    load = functools.partial(models.get, kind)
+    measure = measure_once(answer_cache, models.reference_layout(), load, lengths)
+    return ByteBudgets(models.bytes_per_token(), measure)
+
+
+def _method_runner(
+    name: str, recipe: "Recipe", models: Models, tokenizer: Any, budgets: ByteBudgets
+) -> MethodRunner:
+    """A method of the recipe, with its model, its options and its caches.
+
+    One forward pass may differ from the method's decode path: with options of its own (the gate skip of
+    PoD, say), or with a plan that packs. `one_shot` is then False. The dense weights under a plan are PoD,
+    whatever the recipe calls them.
+
+    razor finds the heads that were searched for this recipe, kvzip its requests.
+    """
+    found, given = find_method(name), recipe.eval.method_options.get(name, {})
+    exact = found.one_shot or (found.spec is None and models.sources[found.model].plan is not None)
+    differs = given or (exact and models.packs(found.model))
+    method = replace(found, one_shot=exact and not differs)
+    options = with_requests(method, given, tokenizer)
+    heads = recipe.plan_dir / "retrieval_heads.json"
+    if "razor" in parts_of(method) and "heads" not in options and heads.is_file():
+        options = options | {"heads": str(heads)}
+    return MethodRunner(method, functools.partial(models.get, method.model), options, budgets)
+
+
+def refusal(models: Models, method: EvaluatedMethod, task: Task) -> str | None:
+    """Why a task does not measure a method, in one line; None when it does."""
+    reason = task.refuses(method)
+    if reason is not None:
+        return reason
+    too_long = models.too_long(method, task.longest())
+    return None if too_long is None else f"it would {too_long}"
+
+
+def check_caches(runner: MethodRunner, task: Task) -> None:
+    """Make every cache that a task will use, before any measuring.
+
+    Errors come at once: a method that cannot run the model, a wrong option, or a budget below the method's
+    minimum.
+
+    Raises:
+        ValueError: it names the method and the task.
+    """
+    method, chunks = runner.method, dict[int | None, Any]()
+    for span in task.spans():
+        try:
+            budget, prompt = runner.budget(span), task.prompt_of(method, span)
+            if budget not in chunks:
+                chunks[budget] = getattr(runner.trial(span), "chunks", None)
+            # A method may compress chunk by chunk. This checks that everywhere in such a prompt it has a
+            # chunk left to read.
+            if chunks[budget] is not None and prompt > 0:
+                chunks[budget].start_prompt(prompt, 0, [SimpleNamespace(held=0)])
+        except ValueError as error:
+            where = f" at {span.length} tokens, {span.fed} of them after the prompt"
+            at = where if method.takes_budget else ""
+            raise ValueError(f"{method.name} cannot do {task.name}{at}: {one_line(error)}") from error
+
+
+# -- answers → score → result file ---------------------------------------------------------------------------
+
+
+def open_results(inputs: Inputs, runner: MethodRunner, log: Log = print_now) -> RunResults:
+    """The result file of a method, with what earlier runs scored for this very row."""
+    method, models, args = runner.method, inputs.models, inputs.recipe.eval
+    header = {"title": method.title, "spec": method.spec, "seed": inputs.recipe.seed, "config": asdict(args)}
     follows = method.fills_pod_bytes or method.spec == "pod"
     # the plan and windows behind the budget: results under another plan are another row
-    bytes_of = fingerprint(run.models.reference_layout())[:16] if follows else None
-    model, options = run.models.identity(method.model), with_files(run.options(method))
-    asked = [run.args.template_settings()] if run.args.chat_template_kwargs else []
+    bytes_of = fingerprint(models.reference_layout())[:16] if follows else None
+    model, options = models.identity(method.model), with_files(runner.options)
+    asked = [args.template_settings()] if args.chat_template_kwargs else []
     header["row"] = fingerprint([method.spec, options, model, bytes_of, *asked])[:16]
-    header["dense"] = fingerprint(run.models.identity("dense"))[:16]
-    results = RunResults(run.recipe.eval_dir / method.file_name, method.name, header, run.ranks.is_first)
+    header["dense"] = fingerprint(models.identity("dense"))[:16]
+    path = inputs.recipe.eval_dir / method.file_name
+    results = RunResults(path, method.name, header, inputs.store.ranks.is_first)
     if results.left_out:
         gone = ", ".join(results.left_out)
-        run.log(
+        log(
             f"{method.name}: {gone} left out: they are of another model, plan or options (their answers stay)"
         )
     return results
 
 
-def _score_known(run: Evaluation, method: EvaluatedMethod, results: RunResults) -> list[str]:
-    """Score the tasks whose answers are all there, and return the others. What a task refuses is noted."""
+def answers_of(inputs: Inputs, runner: MethodRunner) -> AnswerCache:
+    """The answers of a method: of this model, these options and this code."""
+    method = runner.method
+    identity = {
+        "spec": method.spec,
+        "one_shot": method.one_shot,
+        "options": with_files(runner.options),
+        "model": inputs.models.identity(method.model),
+        "code": code_identity(),
+    }
+    return inputs.store.answers_of(method.name, identity | inputs.recipe.eval.template_settings())
+
+
+def measure(inputs: Inputs, runner: MethodRunner, task: Task) -> dict[str, Any]:
+    """What a method's answers to a task come to. What is missing is answered first, where the store is open.
+
+    Returns: the task's part of a result file.
+    Raises:
+        Unanswered: when something is missing in a closed store. Whatever goes wrong in answering is raised as
+            it is.
+    """
+    with answers_of(inputs, runner).asked_by(task.name) as answer_cache:
+        answers = task.answer(runner, answer_cache)
+        account = answer_cache.account()
+    payload = task.score(runner, answers) | account
+    skips = base.gate_metrics(payload.get("decisions", {}))
+    if skips:
+        payload["metrics"] = (payload.get("metrics") or {}) | skips
+    return payload
+
+
+def describe_model(inputs: Inputs, runner: MethodRunner) -> dict[str, Any]:
+    """The method's model, for its result file."""
+    with answers_of(inputs, runner).asked_by("model") as answer_cache:
+        return inputs.models.described(runner.method.model, answer_cache)
+
+
+def _score_saved(inputs: Inputs, name: str, results: RunResults, log: Log) -> list[str]:
+    """Score the tasks whose answers are all there. What a task refuses is noted.
+
+    Returns: the names of the other tasks.
+    """
+    args, runner = inputs.recipe.eval, inputs.method_runners[name]
     pending, refused = [], {}
-    for name, task in run.tasks.items():
-        reason = run.refuses(method, task)
+    for title, task in inputs.tasks.items():
+        reason = refusal(inputs.models, runner.method, task)
         if reason is not None:
-            refused[name] = reason
-            run.log(f"{method.name}: {name} skipped: {reason}")
-        elif (
-            not run.args.reuse or run.answers_of(method).is_empty or not _is_known(run, method, results, name)
-        ):
-            pending.append(name)
+            refused[title] = reason
+            log(f"{name}: {title} skipped: {reason}")
+        elif not _is_saved(inputs, runner, task, results, log):
+            pending.append(title)
     results.content["refused"] = refused
-    if run.tasks and not pending and "score" in run.args.steps:
+    if inputs.tasks and not pending and "score" in args.steps:
         results.finish()
     return pending
 
 
-def _is_known(run: Evaluation, method: EvaluatedMethod, results: RunResults, task: str) -> bool:
+def _is_saved(inputs: Inputs, runner: MethodRunner, task: Task, results: RunResults, log: Log) -> bool:
     """Whether the answers to a task are all there; if so they are scored."""
+    if not inputs.recipe.eval.reuse or answers_of(inputs, runner).is_empty:
+        return False
     try:
-        _score(run, method, results, task, is_open=False)
+        with inputs.store.closed():
+            part = _score(inputs, runner, task, results)
     except Unanswered:
         return False
     except Exception:
-        if "answer" not in run.args.steps:
+        if "answer" not in inputs.recipe.eval.steps:
             raise
         return False  # the error comes again in answering: there it is recorded and the others go on
+    log(f"{runner.method.name}: {task.name} {task.headline(part)}, answered before")
     return True
 
 
-def _score(run: Evaluation, method: EvaluatedMethod, results: RunResults, task: str, is_open: bool) -> None:
-    """Score a task. With is_open, what is missing is answered first."""
-    began = time.perf_counter()
-    part = run.measure(method, run.tasks[task], is_open)
-    description = run.description(method, is_open)
-    if "score" in run.args.steps:
-        results.content["model"] = description
-        results.store(task, part)
-    how = f" ({time.perf_counter() - began:.0f} s)" if is_open else ", answered before"
-    run.log(f"{method.name}: {task} {run.tasks[task].headline(part)}{how}")
+def _score(inputs: Inputs, runner: MethodRunner, task: Task, results: RunResults) -> dict[str, Any]:
+    """Measure a task and keep its part of the result file. Returns the part."""
+    part = measure(inputs, runner, task)
+    model = describe_model(inputs, runner)
+    if "score" in inputs.recipe.eval.steps:
+        results.content["model"] = model
+        results.store(task.name, part)
+    return part
 
 
-def _answer(run: Evaluation, method: EvaluatedMethod, results: RunResults, pending: list[str]) -> None:
-    """Answer and score what is missing. One task's failure does not lose the others."""
-    for name in pending:
-        run.log(f"{method.name}: {name} …")
+def _answer_and_score(inputs: Inputs, name: str, tasks: list[str], results: RunResults, log: Log) -> None:
+    """Answer what is missing and score it. One task's failure does not lose the others."""
+    runner = inputs.method_runners[name]
+    for title in tasks:
+        task, began = inputs.tasks[title], time.perf_counter()
+        log(f"{name}: {title} …")
         try:
-            _score(run, method, results, name, is_open=True)
+            part = _score(inputs, runner, task, results)
         except Exception as error:
-            if run.ranks.world_size > 1 and not isinstance(error, AnswerError):
+            if inputs.store.ranks.world_size > 1 and not isinstance(error, AnswerError):
                 # the other ranks may wait inside this task: only a restart helps, and the answers stay
                 raise
-            results.fail(name, error)
-            run.log(f"{method.name}: {name} FAILED: {one_line(error)}")
-    if pending and not results.content["failed"] and "score" in run.args.steps:
+            results.fail(title, error)
+            log(f"{name}: {title} FAILED: {one_line(error)}")
+            continue
+        log(f"{name}: {title} {task.headline(part)} ({time.perf_counter() - began:.0f} s)")
+    if tasks and not results.content["failed"] and "score" in inputs.recipe.eval.steps:
         results.finish()
+
+
+def _raise_failures(recipe: "Recipe", results: Mapping[str, RunResults]) -> None:
+    """Raise RuntimeError when a method failed, with the errors of all that did."""
+    failed = {name: result.content["failed"] for name, result in results.items() if result.content["failed"]}
+    if not failed:
+        return
+    errors = "; ".join(
+        f"{name}: {task}: {text}" for name, of_tasks in failed.items() for task, text in of_tasks.items()
+    )
+    said = f"{len(failed)} of {len(results)} methods failed ({errors})"
+    raise RuntimeError(f"{said}; the others are in {recipe.eval_dir}")
+
+
+# -- speeds of all methods side by side ----------------------------------------------------------------------
+
+
+def measure_speeds(inputs: Inputs, results: Mapping[str, RunResults], log: Log = print_now) -> None:
+    """Measure the speeds of all methods, as a part of each one's results.
+
+    Errors of methods that failed stand there, too.
+    """
+    from pod.eval.speed import task as speed
+
+    if _is_raced(inputs, results):
+        dates = {result.content["parts"][SPEED_RUN]["environment"]["date"] for result in results.values()}
+        log(f"speed: kept from {', '.join(dates)}")
+        return
+    log("speed: all methods in turns …")
+    began = time.perf_counter()
+    parts, errors = speed.measure_speed(speed_run(inputs, log))
+    for name, result in results.items():
+        if name in errors:
+            result.fail(SPEED_RUN, errors[name])
+            log(f"{name}: {SPEED_RUN} FAILED: {one_line(errors[name])}")
+            continue
+        result.content["model"] = describe_model(inputs, inputs.method_runners[name])
+        result.store(SPEED_RUN, parts[name])
+        if not result.content["failed"]:
+            result.finish()
+    log(f"speed: {speed.headline(parts)} ({time.perf_counter() - began:.0f} s)")
+
+
+def check_speeds(inputs: Inputs) -> None:
+    """Make the caches that the speeds need. Raises ValueError for a budget below a method's minimum."""
+    from pod.eval.speed.task import check
+
+    check(speed_run(inputs))
+
+
+def _is_raced(inputs: Inputs, results: Mapping[str, RunResults]) -> bool:
+    """Whether the speeds of all methods are known, from one race."""
+    from pod.eval.speed.task import is_known
+
+    return is_known(
+        speed_run(inputs), [result.content["parts"].get(SPEED_RUN) for result in results.values()]
+    )
+
+
+def speed_run(inputs: Inputs, log: Log = print_now) -> "SpeedRun":
+    """What the speeds are measured of."""
+    from pod.eval.speed.task import SpeedRun  # this loads torch
+
+    return SpeedRun(inputs.recipe, inputs.models.reference_layout(), inputs.method_runners, log)

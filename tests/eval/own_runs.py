@@ -1,11 +1,16 @@
 """An evaluation of `package:tiny` with a plan, for tests of single tasks: no result files, no report."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import pod
-from pod.eval.evaluation import Evaluation
+from pod.eval import runner
+from pod.eval.answer.answer_cache import AnswerFolder
+from pod.eval.answer.score import score_bucket, score_by_forward
 from pod.recipe import load_recipe
 
 PLAN = pod.SharingPlan(lead=[[0, 0], [0, 0], [0, 2], [3, 2]])
@@ -32,8 +37,8 @@ def write_place(folder: Path) -> Path:
 
 def make_run(
     place: Path, task: str, methods: list[str], options: dict[str, Any], **changes: Any
-) -> Evaluation:
-    """An evaluation of one task; changes: dotted recipe keys with `.` written as `__`."""
+) -> runner.Inputs:
+    """The inputs of an evaluation of one task; changes: dotted recipe keys with `.` written as `__`."""
     settings = SETTINGS | {
         "output_dir": str(place / "out"),
         "model.plan": str(place / "plan.json"),
@@ -44,11 +49,21 @@ def make_run(
     }
     settings |= {key.replace("__", "."): value for key, value in changes.items()}
     recipe = load_recipe(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
-    return Evaluation(recipe, log=lambda line: None)
+    return runner.prepare(recipe, log=lambda line: None)
 
 
-def measure(run: Evaluation, name: str) -> dict[str, Any]:
+def nll_by_decode(model: Any, cache: Any, tokens: Any, bucket: Any) -> Any:
+    """NLL (nats) [B, scored] of a bucket's scored tokens of `tokens` [B, n], through a new cache."""
+    return torch.stack([-one.continuations[0].logprobs for one in score_bucket(model, cache, tokens, bucket)])
+
+
+def nll_by_forward(model: Any, tokens: Any, buckets: list[Any]) -> list[Any]:
+    """The same of every bucket, from one forward pass without a cache."""
+    return [-found.logprobs for found in score_by_forward(model, tokens, buckets)]
+
+
+def measure(run: runner.Inputs, name: str) -> dict[str, Any]:
     """The payload of the run's one task for a method, every answer of which is asked anew."""
-    run.store.reuse, run.store._answer_cache = False, None
-    task = next(iter(run.tasks.values()))
-    return run.measure(run.method(name), task, is_open=True)
+    anew = dataclasses.replace(run, store=AnswerFolder(run.store.folder, run.store.ranks, reuse=False))
+    (task,) = run.tasks.values()
+    return runner.measure(anew, run.method_runners[name], task)

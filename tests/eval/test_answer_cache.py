@@ -7,8 +7,8 @@ Changes of one token in answer_cache.py, each of which a test here sees (26 of 2
 
 - key_of, in_batches: `sort_keys=False`; `group[start : size]`
 - AnswerFolder.answer_cache, AnswerCache: `self._answer_cache.name == name`; `store.reuse or`;
-  `bool(self._load())` in is_empty; is_open stays `False` after a task
-- answers: `missing and self.is_open`; `_asked =` for `|=`; `unique & known`
+  `bool(self._load())` in is_empty; `is_open` stays `False` after a task
+- answers: `missing and self._store.is_open`; `_asked =` for `|=`; `unique & known`
 - _answer: `world_size != 1` before raise; `_known = {}` after a failure; all batches on every rank
 - _compute: lines are kept as they were written; `world_size != 1` before _take
 - _file: `O_TRUNC`; `== b"\\n"`
@@ -18,6 +18,7 @@ Changes of one token in answer_cache.py, each of which a test here sees (26 of 2
 - _planned: `len(left) != len(batch)`; `batches(items)` for the rest
 """
 
+import contextlib
 import json
 import threading
 
@@ -69,7 +70,8 @@ def pairs(items):
 
 
 def ask(folder, ranks, seen=None, broken=None, items=ITEMS, identity=None, reuse=True, is_open=True):
-    answer_cache = AnswerFolder(folder, ranks, reuse).answers_of("snapkv@25%", identity or {"model": "abc"})
+    kept = AnswerFolder(folder, ranks, reuse)
+    answer_cache = kept.answers_of("snapkv@25%", identity or {"model": "abc"})
 
     def compute(batch):
         if broken is not None and broken in batch:
@@ -78,7 +80,10 @@ def ask(folder, ranks, seen=None, broken=None, items=ITEMS, identity=None, reuse
             seen.append(list(batch))
         return [{"square": item * item, "batch": len(batch), "pair": (item, item)} for item in batch]
 
-    with answer_cache.asked_by("niah", is_open):
+    with contextlib.ExitStack() as within:
+        within.enter_context(answer_cache.asked_by("niah"))
+        if not is_open:
+            within.enter_context(kept.closed())
         return answer_cache.answers(items, key=key_of, batches=pairs, compute=compute)
 
 
@@ -139,7 +144,7 @@ def test_another_model_is_another_shelf(tmp_path):
     assert {answer_cache["method"] for answer_cache in answer_caches} == {"snapkv@25%"}
 
 
-def test_a_closed_shelf_gives_what_it_has_and_says_what_it_lacks(tmp_path):
+def test_a_closed_store_gives_what_it_has_and_says_what_it_lacks(tmp_path):
     ask(tmp_path, Ranks(), items=[0, 1])
     seen = []
     assert squares(ask(tmp_path, Ranks(), seen, items=[1, 0], is_open=False)) == [1, 0]
@@ -202,9 +207,9 @@ def test_a_method_has_one_shelf_as_long_as_nothing_else_is_asked(tmp_path):
     first = store.answers_of("full", {})
     assert store.answers_of("full", {}) is first and first.is_empty
     assert store.answers_of("full", {"model": 1}) is not first
-    with first.asked_by("a", False):
-        assert first.label == "full: a" and not first.is_open
-    assert first.label == "full" and first.is_open
+    with first.asked_by("a"):
+        assert first.label == "full: a"
+    assert first.label == "full"
     first.answers([1], key=key_of, batches=pairs, compute=lambda batch: [{}])
     assert not first.is_empty
 
@@ -253,7 +258,7 @@ def test_of_two_ranks_answers_those_of_the_later_run_count(tmp_path):
 def test_the_account_is_of_what_a_task_asked_for(tmp_path):
     answer_cache = AnswerFolder(tmp_path, Ranks()).answers_of("full", {})
     for task, items in (("a", [0, 1]), ("b", [1, 2])):
-        with answer_cache.asked_by(task, True):
+        with answer_cache.asked_by(task):
             for some in ([items[0]], [items[1]]):  # in two questions
                 answer_cache.answers(some, key=key_of, batches=pairs, compute=lambda batch: [{}] * len(batch))
             account = answer_cache.account()
@@ -273,6 +278,6 @@ def test_the_account_adds_seconds_and_names_the_latest_machine(tmp_path):
     answer_cache = AnswerFolder(tmp_path, Ranks()).answers_of("full", {})
     answer_cache.folder.mkdir()
     (answer_cache.folder / "0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with answer_cache.asked_by("a", False):
+    with answer_cache.asked_by("a"):
         answer_cache.answers([0, 2], key=key_of, batches=pairs, compute=lambda batch: [])
         assert answer_cache.account() == {"environment": {"date": "2026-02-01"}, "seconds": 6.5}

@@ -8,7 +8,7 @@ import pod
 from pod.eval.answer.methods import METHODS, find_method
 from pod.eval.args import EvalArgs
 from pod.eval.estimate import token_counts
-from pod.eval.evaluation import Evaluation
+from pod.eval.runner import prepare
 from pod.eval.suites.buckets import position_buckets
 from pod.recipe import load_recipe
 
@@ -104,7 +104,7 @@ def test_a_run_may_ask_less_than_its_recipe_has_options_for(tmp_path):
     options = ["eval.methods=full", "eval.task_options={perplexety: {}}"]
     recipe = load_recipe(ROOT / "configs" / "demo_tiny.yaml", [*asked, *options])
     with pytest.raises(ValueError, match="unknown task 'perplexety'; did you mean 'perplexity'"):
-        Evaluation(recipe, log=lambda line: None)
+        prepare(recipe, log=lambda line: None)
 
 
 def test_longest_speed_run_counts_the_warm_up_round():

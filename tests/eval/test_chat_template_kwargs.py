@@ -8,10 +8,9 @@ import own_runs
 import pytest
 
 import pod
+from pod.eval import runner
 from pod.eval.answer.answer_cache import Unanswered
-from pod.eval.evaluation import Evaluation
 from pod.eval.lm.command import CommandLM
-from pod.eval.runner import _method_results
 from pod.eval.suites import task_data
 from pod.models import resolve_model
 from pod.recipe import load_recipe
@@ -48,7 +47,7 @@ def make_run(place, settings, said=None):
         **settings,
     }
     recipe = load_recipe(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
-    return Evaluation(recipe, log=([] if said is None else said).append)
+    return runner.prepare(recipe, log=([] if said is None else said).append)
 
 
 def passkey_run(place, variables, said=None, changes=None):
@@ -113,25 +112,32 @@ def test_results_of_lm_eval_tasks_record_it(place):
         "eval.chat_template_kwargs": QUIET,
     }
     run = make_run(place, settings)
-    part = run.measure(run.method("full"), run.tasks["pod_longbench_qasper"], is_open=True)
+    part = runner.measure(run, run.method_runners["full"], run.tasks["pod_longbench_qasper"])
     assert part["settings"]["chat_template_kwargs"] == QUIET
 
 
 def test_other_variables_are_other_answers_and_other_results(place):
     first, second = passkey_run(place, {}), passkey_run(place, QUIET)
-    method = first.method("full")
-    part = first.measure(method, first.tasks["passkey"], is_open=True)
+
+    def measured(run):
+        return runner.measure(run, run.method_runners["full"], run.tasks["passkey"])
+
+    part = measured(first)
     assert "chat_template_kwargs" not in part["settings"]
     again = passkey_run(place, {})
-    again.measure(method, again.tasks["passkey"], is_open=False)
-    with pytest.raises(Unanswered):
-        second.measure(method, second.tasks["passkey"], is_open=False)
-    assert first.answers_of(method).identity != second.answers_of(method).identity
-    part = second.measure(method, second.tasks["passkey"], is_open=True)
+    with again.store.closed():
+        measured(again)
+    with pytest.raises(Unanswered), second.store.closed():
+        measured(second)
+    answer_caches = [runner.answers_of(run, run.method_runners["full"]) for run in (first, second)]
+    assert answer_caches[0].identity != answer_caches[1].identity
+    part = measured(second)
     assert part["settings"]["chat_template_kwargs"] == QUIET
-    rows = [_method_results(run, method).content["row"] for run in (first, second, again)]
-    assert rows[0] == rows[2] != rows[1]
-    assert _method_results(second, method).content["config"]["chat_template_kwargs"] == QUIET
+    first, second, again = (
+        runner.open_results(run, run.method_runners["full"]).content for run in (first, second, again)
+    )
+    assert first["row"] == again["row"] != second["row"]
+    assert second["config"]["chat_template_kwargs"] == QUIET
 
 
 def test_one_warning_names_what_the_template_uses(place):

@@ -5,8 +5,9 @@ import torch
 from own_runs import make_run, measure, write_place
 
 import pod
-from pod.eval.answer import texts
+from pod.eval.answer import score
 from pod.eval.answer.methods import find_method
+from pod.eval.runner import answers_of
 
 OPTIONS = {"length": 200, "sequences": 3, "predictions": 20, "windows": [16, 64, 180]}
 METHODS = ["full", "pod-unadapted", "snapkv", "snapkv@40", "snapkv@400"]
@@ -21,7 +22,7 @@ def place(tmp_path_factory):
 
 def test_forward_predicts_the_last_tokens(dense_model, text):
     logits = dense_model(input_ids=text).logits
-    found = texts.predict_by_forward(dense_model, text, 5)
+    found = score.predict_by_forward(dense_model, text, 5)
     assert torch.equal(found, logits[:, 58:63].argmax(dim=-1))
 
 
@@ -29,15 +30,15 @@ def test_forward_predicts_the_last_tokens(dense_model, text):
 def test_decode_path_predicts_as_one_forward(spec, plan, dense_model, pod_model, text):
     model = pod_model if plan else dense_model
     cache = pod.make_cache(model, spec)
-    found = texts.predict_by_decode(model, cache, text, 9)
-    assert torch.equal(found, texts.predict_by_forward(model, text, 9))
+    found = score.predict_by_decode(model, cache, text, 9)
+    assert torch.equal(found, score.predict_by_forward(model, text, 9))
     assert cache.get_seq_length() == 63, "the last token is not fed"
 
 
 @pytest.mark.parametrize("window", [1, 7, 30])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_cut_sees_the_window_and_nothing_else(dense_model, text, window, rows):
-    found = texts.predict_by_window(dense_model, text, 6, window, rows)
+    found = score.predict_by_window(dense_model, text, 6, window, rows)
     for row in range(3):
         for column, position in enumerate(range(58, 64)):
             logits = dense_model(input_ids=text[row : row + 1, position - window : position]).logits
@@ -45,8 +46,8 @@ def test_cut_sees_the_window_and_nothing_else(dense_model, text, window, rows):
 
 
 def test_window_of_everything_changes_nothing(dense_model, text):
-    full = texts.predict_by_forward(dense_model, text, 1)
-    assert torch.equal(texts.predict_by_window(dense_model, text, 1, 63, 2), full)
+    full = score.predict_by_forward(dense_model, text, 1)
+    assert torch.equal(score.predict_by_window(dense_model, text, 1, 63, 2), full)
 
 
 @pytest.mark.parametrize("spec", ["wa", "streamingllm"])
@@ -54,9 +55,9 @@ def test_window_of_attention_is_a_method(dense_model, text, spec):
     hidden = dense_model.model(
         input_ids=text[:, :-1], past_key_values=pod.make_cache(dense_model, spec, budget=12), use_cache=True
     ).last_hidden_state
-    found = texts.predict_by_decode(dense_model, pod.make_cache(dense_model, spec, budget=12), text, 20)
+    found = score.predict_by_decode(dense_model, pod.make_cache(dense_model, spec, budget=12), text, 20)
     assert torch.equal(found, dense_model.lm_head(hidden[:, -20:]).argmax(-1))
-    assert not torch.equal(found, texts.predict_by_forward(dense_model, text, 20))
+    assert not torch.equal(found, score.predict_by_forward(dense_model, text, 20))
 
 
 def test_payload_by_method_and_window(place):
@@ -78,11 +79,11 @@ def test_windows_are_averaged_over_texts(place):
     run = make_run(place, "consistency", ["full"], OPTIONS)
     payload = measure(run, "full")
     model, text = run.models.get("dense"), run.tasks["consistency"].text
-    reference = texts.predict_by_forward(model, text, 20)
+    reference = score.predict_by_forward(model, text, 20)
     (curve,) = payload["curves"]
     ends = zip(curve["low"], curve["high"], strict=True)
     for window, value, interval in zip(curve["x"], curve["y"], ends, strict=True):
-        found = texts.predict_by_window(model, text, 20, window, 7)
+        found = score.predict_by_window(model, text, 20, window, 7)
         assert value == pytest.approx((found == reference).double().mean().item())
         assert payload["metrics"][f"window {window}"] == {"value": value, "ci95": list(interval)}
     assert curve["y"][0] < curve["y"][2] < 1
@@ -110,7 +111,7 @@ def test_gate_skip_is_predicted_token_by_token(place):
         place, "consistency", ["pod-unadapted"], OPTIONS, eval__method_options=options["method_options"]
     )
     plain = make_run(place, "consistency", ["pod-unadapted"], OPTIONS)
-    assert run.tasks["consistency"].token_counts(run.method("pod-unadapted"))[1] == 20
+    assert run.tasks["consistency"].token_counts(run.method_runners["pod-unadapted"].method)[1] == 20
     skipped, exact = measure(run, "pod-unadapted"), measure(plain, "pod-unadapted")
     assert skipped["samples"][0]["bytes"] and exact["samples"][0]["bytes"] is None
     assert [s["score"] for s in skipped["samples"]] != [s["score"] for s in exact["samples"]]
@@ -120,8 +121,8 @@ def test_what_a_result_depends_on(place):
     asked = []
     for changes in ({}, {"windows": [16]}, {"predictions": 19}):
         run = make_run(place, "consistency", ["full"], OPTIONS | changes, output_dir=str(place / "depends"))
-        with run.answers_of(find_method("full")).asked_by("x", True) as answer_cache:
-            run.tasks["consistency"].measure(run.runner(find_method("full")), answer_cache)
+        with answers_of(run, run.method_runners["full"]).asked_by("x") as answer_cache:
+            run.tasks["consistency"].answer(run.method_runners["full"], answer_cache)
             asked.append(frozenset(answer_cache._asked))
     assert len(set().union(*asked)) == sum(map(len, asked)), "no answer serves two settings"
     assert run.tasks["consistency"].token_counts(find_method("full")) == (3 * (200 + 19 * 260), 0)

@@ -9,21 +9,20 @@ Changes of one token, each of which a test here sees (16 of 16, each was tried):
 - judge_ahead, tokens: `mask is not None`; `new_zeros`; `last - 1`; `argmin`
 - judge_ahead, who: `if waiting`; `judges_next = True` before the last token; `= False` behind it
 - _waiting: `True` for layers that say nothing
-- read_prompts: the first hidden state for the last
-- perplexity.read_context: the token before the last
-- lm/scoring.score_by_decode: the hidden state where the last token is held out; no mask
+- read: the first hidden state for the last; the token before the last; no mask
+- score: the hidden state where the last token is held out
 """
 
 import lm_tools
 import pytest
 import torch
+from own_runs import nll_by_decode
 
 import pod
 from pod.eval.answer import reading
-from pod.eval.answer.texts import read_context, score_by_decode
-from pod.eval.lm.batches import ScoredContext
+from pod.eval.answer.generate import behind as fed_behind
+from pod.eval.answer.score import score
 from pod.eval.lm.index import Rule
-from pod.eval.lm.scoring import score_by_decode as score_units
 from pod.eval.suites.buckets import Bucket
 
 SMALL = {"num_recent_tokens": 8, "num_sink_tokens": 2}
@@ -61,10 +60,10 @@ def test_the_decision_is_that_of_generation(padded):
     draw = torch.Generator().manual_seed(0)
     rows = [torch.randint(1, 250, (60 - 7 * padded * row,), generator=draw).tolist() for row in range(3)]
     generated, ahead, behind = (cache(threshold=0.2) for _ in range(3))
-    fed = reading.behind(None, rows, 0, "cpu")
+    fed = fed_behind(None, rows, 0, "cpu")
     model.generate(**fed, past_key_values=generated, max_new_tokens=3, do_sample=False, eos_token_id=[])
-    mask = reading.read_prompts(model, ahead, rows, 0)
-    short = reading.behind(None, [row[:-1] for row in rows], 0, "cpu")
+    mask = reading.read(model, ahead, rows, hold_out=False).mask
+    short = fed_behind(None, [row[:-1] for row in rows], 0, "cpu")
     model.model(input_ids=short["input_ids"], attention_mask=short["attention_mask"], past_key_values=behind)
     last = torch.tensor([row[-1:] for row in rows])
     reading.judge_ahead(model, behind, short["attention_mask"], last=last)
@@ -82,7 +81,7 @@ def test_the_decision_is_that_of_generation(padded):
 
 def cache_of_all(model, rows):
     found = cache(threshold=1.0)
-    reading.read_prompts(model, found, rows, 0)
+    reading.read(model, found, rows, hold_out=False)
     return found
 
 
@@ -90,9 +89,9 @@ def test_perplexity_is_scored_from_the_compressed_cache():
     model = lm_tools.model()
     tokens = torch.randint(1, 250, (2, 70), generator=torch.Generator().manual_seed(1))
     bucket = Bucket(start=0, end=70, first=62)
-    by_decode = score_by_decode(model, cache(threshold=0.0), tokens, bucket)
-    by_prompt = score_by_decode(model, cache("prefill", threshold=0.0), tokens, bucket)
-    dense = score_by_decode(model, pod.make_cache(model, "full"), tokens, bucket)
+    by_decode = nll_by_decode(model, cache(threshold=0.0), tokens, bucket)
+    by_prompt = nll_by_decode(model, cache("prefill", threshold=0.0), tokens, bucket)
+    dense = nll_by_decode(model, pod.make_cache(model, "full"), tokens, bucket)
     assert torch.allclose(by_decode, by_prompt, atol=1e-9)
     assert (by_decode - dense)[:, 0].abs().min() > 1e-4, "already the first score"
 
@@ -108,18 +107,12 @@ def test_who_holds_the_last_token_out_judges_by_what_follows_it():
     rows = [torch.randint(1, 250, (60 - 7 * row,), generator=draw).tolist() for row in range(3)]
     for contexts in (rows[:1], rows):
         whole, scored = cache(threshold=0.2), cache(threshold=0.2)
-        reading.read_prompts(model, whole, contexts, 0)
-        units = [ScoredContext(context=tuple(ids), continuations=((7, 8),), owners=(0,)) for ids in contexts]
-        score_units(model, scored, units, 0, 9)
+        reading.read(model, whole, contexts, hold_out=False)
+        score(model, scored, contexts, [[(7, 8)]] * len(contexts))
         assert decisions(scored) == decisions(whole)
-    alone, read = cache(threshold=0.2), cache(threshold=0.2)
-    reading.read_prompts(model, alone, rows[:1], 0)
-    with torch.no_grad():
-        read_context(model, read, torch.tensor(rows[:1]), 59)
-    assert decisions(read) == decisions(alone)
 
 
 def test_other_methods_are_left_alone(monkeypatch):
     monkeypatch.setattr(reading, "branch", lambda found: pytest.fail("a copy was made"))
     for found in (pod.make_cache(lm_tools.model(), "snapkv", budget=20, window=6), cache("prefill")):
-        reading.read_prompts(lm_tools.model(), found, [list(range(1, 50))], 0)
+        reading.read(lm_tools.model(), found, [list(range(1, 50))], hold_out=False)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lm_tools import instance
 
-from pod.eval.lm.generate import StopStrings, end_ids, text_of
+from pod.eval.answer.generate import StopStrings, end_ids, text_of
 
 
 @contextlib.contextmanager

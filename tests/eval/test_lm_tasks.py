@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import pod
-from pod.eval import evaluation, runner
+from pod.eval import runner
 from pod.eval.answer.methods import find_method
 from pod.eval.lm import index as lm_index
 from pod.eval.lm.model import PodLM
@@ -240,7 +240,7 @@ def test_too_long_is_an_error_before_any_computation(tmp_path, monkeypatch):
 def test_truncated_prompts_are_counted_and_fit(tmp_path, monkeypatch):
     monkeypatch.setattr("pod.eval.answer.model_set.Models.max_length", lambda self: 400)
     recipe = recipe_of(tmp_path, ["truthfulqa_mc1"])
-    run = evaluation.Evaluation(recipe, log=lambda line: None)
+    run = runner.prepare(recipe, log=lambda line: None)
     assert max(task.longest() for task in run.tasks.values()) <= 400
     part = measure(tmp_path, ["truthfulqa_mc1"])["full"]["parts"]["truthfulqa_mc1"]
     assert part["settings"]["truncated_samples"] == 3 and all(
@@ -251,7 +251,7 @@ def test_truncated_prompts_are_counted_and_fit(tmp_path, monkeypatch):
 def test_options_change_prompts_and_metric(tmp_path):
     def task(**options):
         recipe = recipe_of(tmp_path, ["gsm8k"], eval__task_options={"gsm8k": options})
-        return evaluation.Evaluation(recipe, log=lambda line: None).tasks["gsm8k"]
+        return runner.prepare(recipe, log=lambda line: None).tasks["gsm8k"]
 
     plain, short, one = task(), task(num_fewshot=1), task(limit=1)
     other = task(metric="exact_match,flexible-extract")
@@ -261,9 +261,7 @@ def test_options_change_prompts_and_metric(tmp_path):
 
 
 def test_counts_for_the_estimate_by_hand(tmp_path):
-    run = evaluation.Evaluation(
-        recipe_of(tmp_path, ["arc_easy", "gsm8k"], eval__limit=1), log=lambda line: None
-    )
+    run = runner.prepare(recipe_of(tmp_path, ["arc_easy", "gsm8k"], eval__limit=1), log=lambda line: None)
     arc, gsm = run.tasks["arc_easy"], run.tasks["gsm8k"]
     context = len(run.tokenizer("Question: Which of these melts first in a warm hand?\nAnswer:")["input_ids"])
     answers = [" an ice cube", " a copper coin", " a pebble", " a glass bead"]
@@ -378,7 +376,7 @@ def test_chat_rule_and_a_tokenizer_without_template(tmp_path, monkeypatch):
         recipe = recipe_of(
             tmp_path, ["pod_longbench_qasper", "pod_longbench_trec"], eval__chat_template=setting
         )
-        run = evaluation.Evaluation(recipe, log=lambda line: None)
+        run = runner.prepare(recipe, log=lambda line: None)
         return {
             name.rpartition("_")[2]: task.leaves[name].rule.chat_template for name, task in run.tasks.items()
         }
@@ -448,9 +446,8 @@ def test_whole_texts_in_other_windows_are_another_input(tmp_path, monkeypatch):
     def found(limit):
         monkeypatch.setattr("pod.eval.answer.model_set.Models.max_length", lambda self: limit)
         recipe = recipe_of(tmp_path, ["wikitext"], eval__data_dir=str(tmp_path / "data"))
-        run = evaluation.Evaluation(recipe, log=lambda line: None)
-        task, method = run.tasks["wikitext"], find_method("full")
-        return run.measure(method, task, is_open=True)["samples"][0]
+        run = runner.prepare(recipe, log=lambda line: None)
+        return runner.measure(run, run.method_runners["full"], run.tasks["wikitext"])["samples"][0]
 
     whole, cut = found(512), found(32)
     assert whole["score"] != cut["score"] and whole["prompt_hash"] != cut["prompt_hash"]

@@ -7,11 +7,10 @@ import json
 
 import pytest
 import torch
-from own_runs import PLAN, make_run, measure, write_place
+from own_runs import PLAN, make_run, measure, nll_by_forward, write_place
 
 import pod
-from pod.eval.answer import texts
-from pod.eval.answer.methods import find_method
+from pod.eval.runner import answers_of
 
 OTHER = pod.SharingPlan(lead=[[0, 0], [1, 0], [1, 2], [3, 2]])
 KINDS = {"own": (PLAN, 4, 60), "narrow": (PLAN, 4, 16), "wide": (PLAN, 4, 2000), "other": (OTHER, 2, 60)}
@@ -52,7 +51,7 @@ def run(place):
 
 @pytest.fixture(scope="module")
 def payloads(run):
-    return {name: measure(run, name) for name in run.args.methods}
+    return {name: measure(run, name) for name in run.method_runners}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,7 +60,7 @@ def test_every_entry_is_a_model_loaded_so(run, payloads, kind):
     windows = {"num_sink_tokens": sinks, "num_recent_tokens": recent}
     model = pod.load_model(run.models.dense_path, plan=plan, dtype=torch.float64, **windows).eval()
     task, payload = run.tasks["perplexity"], payloads[f"model:{kind}"]
-    scored = texts.score_by_forward(model, task.text, task.buckets)
+    scored = nll_by_forward(model, task.text, task.buckets)
     wanted = sum(nll.sum(1) for nll in scored).tolist()
     assert [sample["score"] for sample in payload["samples"]] == pytest.approx(wanted, abs=1e-9)
     assert payload["scored_by"] == "one forward pass", "PoD, whatever the recipe calls it"
@@ -76,8 +75,8 @@ def test_settings_differ_and_a_window_of_everything_shares_nothing(payloads):
 
 
 def test_answers_of_unlike_models_stand_on_shelves_of_their_own(run):
-    answer_caches = {run.answers_of(find_method(f"model:{kind}")).name.rpartition(".")[2] for kind in KINDS}
-    assert len(answer_caches) == len(KINDS)
+    names = [answers_of(run, run.method_runners[f"model:{kind}"]).name for kind in KINDS]
+    assert len({name.rpartition(".")[2] for name in names}) == len(KINDS)
 
 
 def test_an_export_may_get_other_windows(place, run):
@@ -87,13 +86,14 @@ def test_an_export_may_get_other_windows(place, run):
     config = found.models.get("short").config
     assert (config.num_sink_tokens, config.num_recent_tokens) == (1, 7)
     assert config.sharing_plan.lead == OTHER.lead
-    assert not found.method("model:short").one_shot, "an export may have any layout"
+    assert not found.method_runners["model:short"].method.one_shot, "an export may have any layout"
 
 
 def test_a_plan_that_packs_is_scored_token_by_token(place):
     pod.SharingPlan(lead=PLAN.lead, bits=(16, 16, 4, 4)).save(place / "packed.json")
     found = run_of(place, {"packed": "PLACE/packed.json"})
-    assert not found.method("model:packed").one_shot and found.method("pod-unadapted").one_shot
+    one_shot = {name: subject.method.one_shot for name, subject in found.method_runners.items()}
+    assert not one_shot["model:packed"] and one_shot["pod-unadapted"]
 
 
 @pytest.mark.parametrize(

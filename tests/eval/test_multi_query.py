@@ -6,7 +6,7 @@ import torch
 from own_runs import make_run, measure, write_place
 
 import pod
-from pod.eval.answer import reading
+from pod.eval.answer import generate, reading
 from pod.eval.tasks import multi_query
 from pod.models import byte_tokenizer
 
@@ -30,7 +30,7 @@ class Tokenizer:
     pad_token_id = 0
 
     def decode(self, ids, skip_special_tokens):
-        return " ".join(map(str, ids.tolist()))
+        return " ".join(map(str, ids))
 
 
 def rows(lengths, seed):
@@ -41,9 +41,12 @@ def rows(lengths, seed):
 def answers(model, make, prompts, questions):
     """Answers to every question of every prompt, [question][prompt], from branches of one cache."""
     cache = make()
-    mask = reading.read_prompts(model, cache, prompts, 0)
+    mask = reading.read(model, cache, prompts, hold_out=False).mask
     before = cache.nbytes
-    found = [reading.answer_behind(model, Tokenizer(), reading.branch(cache), mask, q, 4) for q in questions]
+    found = []
+    for asked in questions:
+        records = generate.generate_behind(model, Tokenizer(), reading.branch(cache), mask, asked, 4)
+        found.append([record["answer"] for record in records])
     assert cache.nbytes == before, "a branch wrote into the cache it came from"
     return found
 
@@ -58,7 +61,7 @@ def test_branches_equal_whole_prompts(dense_model):
                 for p, q in zip(prompts, asked, strict=True)
             ]
             cache = pod.make_cache(dense_model, "full")
-            said = reading.answers(dense_model, Tokenizer(), cache, whole, 4)
+            said = generate.generate(dense_model, Tokenizer(), cache, whole, 4)
             assert found[number] == [record["answer"] for record in said]
 
 
@@ -81,7 +84,7 @@ def test_batch_of_three_answers_as_alone_and_in_any_order(row, dense_model, pod_
 
 def test_compression_comes_before_the_question(dense_model):
     cache = pod.make_cache(dense_model, "snapkv", budget=24, **SNAP)
-    reading.read_prompts(dense_model, cache, rows([64, 60], 7), 0)
+    reading.read(dense_model, cache, rows([64, 60], 7), hold_out=False)
     assert [layer.head_groups[0].held for group in cache.groups for layer in group.layers] == [24] * 8
     prompts, questions = rows([64, 50, 57], 4), [rows([5, 9, 6], 5)]
     few = answers(
@@ -128,9 +131,9 @@ def test_payload_of_right_and_wrong_answers(place, monkeypatch):
         length, number = [(n, q) for n in OPTIONS["lengths"] for q in range(3)][next(turn)]
         documents = [document for document in task.items if document.length == length]
         assert [document.questions[number] for document in documents] == asked
-        return [document.values[0] for document in documents]
+        return [{"answer": document.values[0], "bytes": 1} for document in documents]
 
-    monkeypatch.setattr(reading, "answer_behind", answer)
+    monkeypatch.setattr(generate, "generate_behind", answer)
     payload = measure(run, "full")
     assert payload["kind"] == "binary" and payload["value"] == pytest.approx(1 / 3)
     assert (

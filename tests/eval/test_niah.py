@@ -1,9 +1,12 @@
 """Needles in a haystack: prompts, scoring, and the grid through a method's cache."""
 
+import dataclasses
+
 import pytest
 from own_runs import make_run, measure, write_place
 
-from pod.eval.answer import reading
+from pod.eval import runner
+from pod.eval.answer import generate
 from pod.eval.answer.answer_cache import AnswerFolder
 from pod.eval.answer.methods import find_method
 from pod.eval.suites import haystack
@@ -139,7 +142,7 @@ def test_payload_counts_right_answers_per_cell(place, monkeypatch):
         ]
         return [{"answer": " and ".join(values), "bytes": 1} for values in named]
 
-    monkeypatch.setattr(reading, "answers", answer)
+    monkeypatch.setattr(generate, "generate", answer)
     payload = measure(run, "full")
     assert (payload["kind"], payload["metric"]) == ("score", "needle recall")
     assert payload["value"] == pytest.approx((1 + 0.25 + 0) / 3)
@@ -175,9 +178,9 @@ def test_answers_come_from_the_compressed_cache_whatever_the_batch(place):
 
 def test_a_killed_grid_goes_on_where_it_stopped(place, monkeypatch):
     run = make_run(place, "niah", ["full"], options_of(place))
-    task, method = run.tasks["niah"], find_method("full")
+    task, subject = run.tasks["niah"], run.method_runners["full"]
     whole, seen = measure(run, "full"), []
-    real = reading.answers
+    real = generate.generate
 
     def answer(model, tokenizer, cache, prompts, new):
         if len(seen) == 6:
@@ -185,27 +188,30 @@ def test_a_killed_grid_goes_on_where_it_stopped(place, monkeypatch):
         seen.extend(prompts)
         return real(model, tokenizer, cache, prompts, new)
 
-    monkeypatch.setattr(reading, "answers", answer)
-    run.store = AnswerFolder(run.recipe.eval_dir / "again", run.ranks)
+    monkeypatch.setattr(generate, "generate", answer)
+
+    def again():
+        store = AnswerFolder(run.recipe.eval_dir / "again", run.store.ranks)
+        return runner.measure(dataclasses.replace(run, store=store), subject, task)["samples"]
+
     with pytest.raises(KeyboardInterrupt):
-        run.measure(method, task, is_open=True)
+        again()
     seen.clear()
-    run.store = AnswerFolder(run.recipe.eval_dir / "again", run.ranks)
-    assert run.measure(method, task, is_open=True)["samples"] == whole["samples"]
+    assert again() == whole["samples"]
     assert len(seen) == 6, "the first six answers were kept"
 
 
 @pytest.mark.slow
 def test_other_questions_are_answered_and_equal_ones_are_not(place, monkeypatch):
     """A part of the grid, other needles, another form of the question, more new tokens."""
-    asked, real = [], reading.answers
-    monkeypatch.setattr(reading, "answers", lambda *a: asked.append(len(a[3])) or real(*a))
+    asked, real = [], generate.generate
+    monkeypatch.setattr(generate, "generate", lambda *a: asked.append(len(a[3])) or real(*a))
 
     def answered(**changes):
         asked.clear()
         run = make_run(place, "niah", ["full"], options_of(place, **changes), output_dir=str(place / "grid"))
         assert run.tasks["niah"].token_counts(find_method("full"))[1] >= 6
-        run.measure(find_method("full"), run.tasks["niah"], is_open=True)
+        runner.measure(run, run.method_runners["full"], run.tasks["niah"])
         return sum(asked)
 
     whole = answered()

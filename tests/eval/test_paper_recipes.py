@@ -13,11 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import pod
-from pod.eval import evaluation
+from pod.eval import runner
 from pod.eval.args import EvalArgs
 from pod.eval.estimate import estimate
 from pod.eval.presets import PRESETS
-from pod.eval.speed.task import check as check_speed
 from pod.modeling.retrieval_heads import RetrievalHeads
 from pod.models import resolve_model
 from pod.recipe import load_recipe
@@ -85,24 +84,23 @@ def read(file, place):
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_every_recipe_can_be_estimated_and_its_caches_made(file, place, monkeypatch):
-    built = []
+    built, original = [], runner.prepare
 
-    class Kept(evaluation.Evaluation):
-        def __init__(self, *args, **more):
-            super().__init__(*args, **more)
-            built.append(self)
+    def kept(*args, **more):
+        built.append(original(*args, **more))
+        return built[-1]
 
-    monkeypatch.setattr(evaluation, "Evaluation", Kept)
+    monkeypatch.setattr(runner, "prepare", kept)
     recipe = read(file, place)
     assert "Not counted" not in estimate(recipe)
-    run = built[0] if built else Kept(recipe, lambda line: None)
-    for method in map(run.method, recipe.eval.methods):
+    run = built[0] if built else kept(recipe, lambda line: None)
+    for one in run.method_runners.values():
         for task in run.tasks.values():
-            reason = run.refuses(method, task)
+            reason = runner.refusal(run.models, one.method, task)
             assert reason is None, reason
-            run.check_caches(method, task)
+            runner.check_caches(one, task)
     if "efficiency" in recipe.eval.tasks:
-        check_speed(run)
+        runner.check_speeds(run)
 
 
 def test_every_recipe_stands_in_the_table_of_the_docs():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pod.eval.answer import reading
+from pod.eval.answer.generate import generate
 from pod.eval.suites.haystack import make_frame
 from pod.eval.tasks import passkey
 from pod.models import byte_tokenizer
@@ -126,6 +127,7 @@ class Spy(torch.nn.Linear):
     def __init__(self, tokenizer):
         super().__init__(1, 1)
         self.reply, self.seen = tokenizer(" 12345")["input_ids"], {}
+        self.generation_config = SimpleNamespace(eos_token_id=None)
 
     def model(self, **kwargs):
         self.seen["read"] = kwargs
@@ -139,6 +141,9 @@ class Spy(torch.nn.Linear):
 class Cache:
     layers, lengths = (), torch.tensor([300, 340])
 
+    def begin_prompt(self, num_columns):
+        assert num_columns > 0
+
     def nbytes_by_row(self):
         return [4, 6]
 
@@ -147,8 +152,8 @@ def test_the_question_is_put_when_the_text_is_compressed():
     tokenizer, cache = byte_tokenizer(), Cache()
     model = Spy(tokenizer)
     prompts = passkey.make_prompts(tokenizer, [300, 340], [0.5], 1, seed=0)
-    found = reading.answers(model, tokenizer, cache, prompts, new_tokens=6)
-    assert found == [{"answer": " 12345", "bytes": size} for size in (4, 6)]
+    found = generate(model, tokenizer, cache, prompts, new_tokens=6)
+    assert found == [{"answer": " 12345", "bytes": size, "held_tokens": 340} for size in (4, 6)]
     seen, question = model.seen, f"{passkey.QUESTION}\n{passkey.ANSWER}"
     assert seen["past_key_values"] is cache and seen["do_sample"] is False and seen["max_new_tokens"] == 6
     assert [tokenizer.decode(row) for row in seen["input_ids"]] == [question] * 2
@@ -165,9 +170,7 @@ def test_methods_may_be_told_the_question_before():
     tokenizer = byte_tokenizer()
     model = Spy(tokenizer)
     prompts = passkey.make_prompts(tokenizer, [300, 340], [0.5], 1, seed=0, question_aware=True)
-    assert [record["answer"] for record in reading.answers(model, tokenizer, Cache(), prompts, 6)] == [
-        " 12345"
-    ] * 2
+    assert [record["answer"] for record in generate(model, tokenizer, Cache(), prompts, 6)] == [" 12345"] * 2
     assert "read" not in model.seen
     assert model.seen["attention_mask"].sum(dim=1).tolist() == [len(prompt.token_ids) for prompt in prompts]
     other = passkey.make_prompts(tokenizer, [300, 340], [0.5], 1, seed=0)

@@ -8,10 +8,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from own_runs import nll_by_decode, nll_by_forward
 
 import pod
 from pod.eval.answer.methods import METHODS
-from pod.eval.answer.texts import forward_error, score_by_decode, score_by_forward, token_nll
+from pod.eval.answer.score import forward_error, token_scores
 from pod.eval.suites.buckets import Bucket, position_buckets
 
 BUCKETS = position_buckets(64, 16, 6)
@@ -27,9 +28,24 @@ class Bigram:
         self.fed: list[int] = []
         self.lm_head = lambda hidden: hidden
 
-    def model(self, input_ids, past_key_values=None, use_cache=None):
+    def parameters(self):
+        return iter([self.table])
+
+    def model(self, input_ids, attention_mask=None, past_key_values=None, use_cache=None):
         self.fed.append(input_ids.shape[1])
         return type("Output", (), {"last_hidden_state": self.table[input_ids]})
+
+
+class FakeCache:
+    """Holds three rows of nothing."""
+
+    layers, lengths = (), torch.zeros(3, dtype=torch.long)
+
+    def begin_prompt(self, num_columns):
+        pass
+
+    def nbytes_by_row(self):
+        return [0, 0, 0]
 
 
 def expected_nll(table, tokens, bucket):
@@ -41,32 +57,33 @@ def expected_nll(table, tokens, bucket):
     )
 
 
-def test_token_nll_of_uniform_logits_is_log_vocabulary():
-    nll = token_nll(
+def test_the_nll_of_uniform_logits_is_log_vocabulary():
+    nll = -token_scores(
         lambda hidden: torch.zeros(len(hidden), 50),
         torch.zeros(2, 700, 4),
         torch.zeros(2, 700, dtype=torch.long),
-    )
+    ).logprobs
     assert nll.shape == (2, 700)
     assert torch.allclose(nll, torch.full_like(nll, math.log(50)))
 
 
-def test_token_nll_is_at_least_fp32():
+def test_the_nll_is_at_least_fp32():
     hidden = torch.randn(1, 3, 8, dtype=torch.bfloat16)
-    assert token_nll(lambda x: x, hidden, torch.zeros(1, 3, dtype=torch.long)).dtype == torch.float32
+    scores = token_scores(lambda x: x, hidden, torch.zeros(1, 3, dtype=torch.long))
+    assert scores.logprobs.dtype == torch.float32
 
 
 def test_scored_positions_by_hand(text):
     model = Bigram(96)
-    by_forward = score_by_forward(model, text, BUCKETS)
+    by_forward = nll_by_forward(model, text, BUCKETS)
     for bucket, nll in zip(BUCKETS, by_forward, strict=True):
         assert torch.allclose(nll, expected_nll(model.table, text, bucket), atol=1e-12)
-        assert torch.allclose(score_by_decode(model, None, text, bucket), nll, atol=1e-12)
+        assert torch.allclose(nll_by_decode(model, FakeCache(), text, bucket), nll, atol=1e-12)
 
 
 def test_decode_scoring_holds_one_context_token_out_and_steps(text):
     model = Bigram(96)
-    score_by_decode(model, None, text, Bucket(start=16, end=32, first=26))
+    nll_by_decode(model, FakeCache(), text, Bucket(start=16, end=32, first=26))
     assert model.fed == [
         25,
         1,
@@ -82,8 +99,8 @@ def test_decode_scoring_holds_one_context_token_out_and_steps(text):
 @pytest.mark.parametrize("bucket", [*BUCKETS, Bucket(start=4, end=64, first=4)])
 def test_one_pass_equals_decode_path(spec, bucket, text, dense_model, pod_model):
     model = dense_model if spec == "full" else pod_model
-    by_forward = score_by_forward(model, text, [bucket])[0]
-    by_decode = score_by_decode(model, pod.make_cache(model, spec), text, bucket)
+    by_forward = nll_by_forward(model, text, [bucket])[0]
+    by_decode = nll_by_decode(model, pod.make_cache(model, spec), text, bucket)
     assert (by_forward - by_decode).abs().max() < 1e-9
     assert forward_error(model, pod.make_cache(model, spec), text, bucket, checked=4) < 1e-9
 
@@ -97,12 +114,12 @@ def test_forward_equals_full_logits(text, dense_model):
         text[:, bucket.first : bucket.end].flatten(),
         reduction="none",
     )
-    assert torch.allclose(score_by_forward(dense_model, text, [bucket])[0].flatten(), expected, atol=1e-12)
+    assert torch.allclose(nll_by_forward(dense_model, text, [bucket])[0].flatten(), expected, atol=1e-12)
 
 
 def test_pod_differs_from_dense_once_there_are_distant_tokens(text, dense_model, pod_model):
     near, far = Bucket(start=4, end=16, first=4), Bucket(start=32, end=64, first=58)
-    dense, shared = (score_by_forward(model, text, [near, far]) for model in (dense_model, pod_model))
+    dense, shared = (nll_by_forward(model, text, [near, far]) for model in (dense_model, pod_model))
     assert (dense[0] - shared[0]).abs().max() < 1e-9
     assert (dense[1] - shared[1]).abs().max() > 1e-3
 
@@ -115,18 +132,16 @@ def test_budget_below_the_length_changes_scores(name, scored, text, dense_model)
     small = {"snapkv": {"window": 8}, "adakv": {"window": 8}, "imdc": {"window": 8, "chunk_size": 24}}
     small["kvzip"] = {"repeat_ids": [[5, 6], [7], [8, 9]]}
     params = small.get(name, small["imdc"] if name in ("im", "fm") else {})
-    full = score_by_forward(dense_model, text, [bucket])[0]
-    roomy = score_by_decode(
-        dense_model, pod.make_cache(dense_model, name, budget=2000, **params), text, bucket
-    )
+    full = nll_by_forward(dense_model, text, [bucket])[0]
+    roomy = nll_by_decode(dense_model, pod.make_cache(dense_model, name, budget=2000, **params), text, bucket)
     assert (roomy - full).abs().max() < 1e-9
-    tight = score_by_decode(dense_model, pod.make_cache(dense_model, name, budget=20, **params), text, bucket)
+    tight = nll_by_decode(dense_model, pod.make_cache(dense_model, name, budget=20, **params), text, bucket)
     assert (tight[:, 0] - full[:, 0]).abs().min() > 1e-4
 
 
 def test_batch_scores_equal_rows_alone(text, pod_model):
     bucket = BUCKETS[-1]
-    together = score_by_decode(pod_model, pod.make_cache(pod_model, "pod"), text, bucket)
+    together = nll_by_decode(pod_model, pod.make_cache(pod_model, "pod"), text, bucket)
     for row in range(len(text)):
-        alone = score_by_decode(pod_model, pod.make_cache(pod_model, "pod"), text[row : row + 1], bucket)
+        alone = nll_by_decode(pod_model, pod.make_cache(pod_model, "pod"), text[row : row + 1], bucket)
         assert (together[row] - alone[0]).abs().max() < 1e-9

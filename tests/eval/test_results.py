@@ -63,9 +63,9 @@ def test_what_answers_is_part_of_an_answer(tmp_path, monkeypatch):
     package = tmp_path / "pod"
     answering = (
         "modeling/methods/a.py",
-        "eval/answer/texts.py",
+        "eval/answer/score.py",
         "eval/answer/answer_cache.py",
-        "eval/lm/generate.py",
+        "eval/lm/batches.py",
     )
     others = (
         "eval/report/page.py",

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import pod
-from pod.eval import evaluation, runner
-from pod.eval.answer import reading
-from pod.eval.answer.methods import find_method
+from pod.eval import runner
+from pod.eval.answer import generate
 from pod.eval.estimate import estimate
 from pod.eval.lists import list_tasks
 from pod.eval.report.merge import merge
@@ -21,6 +20,7 @@ from pod.eval.report.report_tables import common_length, overview, percent
 from pod.eval.speed import task as speed_task
 from pod.eval.speed.task import row_of
 from pod.eval.suites import base
+from pod.eval.tasks.passkey import Passkey
 from pod.modeling.methods.windowed import StreamingLayer
 from pod.models import resolve_model
 from pod.recipe import load_recipe
@@ -179,13 +179,13 @@ def test_a_narrower_run_loses_nothing(place, finished, tmp_path, monkeypatch):
 def test_more_samples_are_answered_and_the_old_ones_are_not(place, finished, tmp_path, monkeypatch):
     shutil.copytree(place / "out", tmp_path / "out")
     fed: list[int] = []
-    original = reading.answers
+    original = generate.generate
 
     def counted(model, tokenizer, cache, prompts, new_tokens):
         fed.append(len(prompts))
         return original(model, tokenizer, cache, prompts, new_tokens)
 
-    monkeypatch.setattr(reading, "answers", counted)
+    monkeypatch.setattr(generate, "generate", counted)
     changes = {"eval.tasks": ["passkey"], "eval.passkey_depths": [0.0, 0.5, 1.0]}
     recipe = recipe_of(place, output_dir=str(tmp_path / "out"), **changes)
     results = runner.evaluate(recipe, log=lambda line: None)
@@ -218,14 +218,14 @@ def test_steps_can_run_one_by_one(place, tmp_path, monkeypatch):
 def test_an_error_in_scoring_loses_no_other_method(place, tmp_path, monkeypatch):
     changes = {"eval.methods": ["full", "snapkv@60"], "eval.tasks": ["passkey"], "output_dir": str(tmp_path)}
     runner.evaluate(recipe_of(place, **changes), log=lambda line: None)
-    original = evaluation.Evaluation.measure
+    original = Passkey.score
 
-    def broken(self, method, task, is_open):
-        if method.name == "full":
+    def broken(self, subject, answers):
+        if subject.method.name == "full":
             raise KeyError("no such score")
-        return original(self, method, task, is_open)
+        return original(self, subject, answers)
 
-    monkeypatch.setattr(evaluation.Evaluation, "measure", broken)
+    monkeypatch.setattr(Passkey, "score", broken)
     with pytest.raises(
         RuntimeError, match=r"1 of 2 methods failed .full: passkey: KeyError: 'no such score'"
     ):
@@ -236,12 +236,17 @@ def test_an_error_in_scoring_loses_no_other_method(place, tmp_path, monkeypatch)
 
 def test_other_code_measures_again(finished, monkeypatch):
     recipe, _ = finished
-    run = evaluation.Evaluation(recipe)
-    before = run.answers_of(find_method("snapkv")).folder, row_of(run)
-    assert before == (run.answers_of(find_method("snapkv")).folder, row_of(run))
-    for place in (evaluation, speed_task):
+    run = runner.prepare(recipe)
+
+    def identities():
+        return runner.answers_of(run, run.method_runners["snapkv"]).folder, row_of(runner.speed_run(run))
+
+    before = identities()
+    assert before == identities()
+    for place in (runner, speed_task):
         monkeypatch.setattr(place, "code_identity", lambda *more: f"edited {more}")
-    assert run.answers_of(find_method("snapkv")).folder != before[0] and row_of(run) != before[1]
+    after = identities()
+    assert after[0] != before[0] and after[1] != before[1]
 
 
 def test_changed_model_is_measured_again(place, tmp_path):
@@ -399,9 +404,7 @@ def test_methods_with_budget_need_a_plan(place, tmp_path):
 
 
 def test_budget_below_a_methods_minimum_is_refused_before_any_computation(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "pod.eval.answer.texts.score_by_decode", lambda *a, **k: pytest.fail("computation began")
-    )
+    monkeypatch.setattr("pod.eval.answer.score.score", lambda *a, **k: pytest.fail("computation began"))
     changes = {"eval.tasks": ["perplexity"], "eval.methods": ["full", "snapkv@20"]}
     recipe = recipe_of(place, output_dir=str(tmp_path), **changes)
     with pytest.raises(
@@ -433,7 +436,7 @@ def test_nothing_is_dropped_where_pod_drops_nothing(place, tmp_path):
 
 def test_a_method_that_cannot_run_the_model_is_refused_before_any_computation(place, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "pod.eval.answer.texts.score_by_forward", lambda *a, **k: pytest.fail("computation began")
+        "pod.eval.answer.score.score_by_forward", lambda *a, **k: pytest.fail("computation began")
     )
     changes = {"eval.tasks": ["perplexity"], "eval.methods": ["full", "razor"]}
     recipe = recipe_of(place, output_dir=str(tmp_path), **changes)
@@ -445,7 +448,7 @@ def test_a_method_that_cannot_run_the_model_is_refused_before_any_computation(pl
 def test_chunks_that_do_not_fit_a_prompt_are_refused_before_any_computation(place, tmp_path, monkeypatch):
     """IMDC knows only with the prompt's length whether its chunks shrink to nothing."""
     monkeypatch.setattr(
-        "pod.eval.answer.texts.score_by_forward", lambda *a, **k: pytest.fail("computation began")
+        "pod.eval.answer.score.score_by_forward", lambda *a, **k: pytest.fail("computation began")
     )
     changes = {"eval.tasks": ["perplexity"], "eval.methods": ["full", "imdc"]}
     changes["eval.method_options"] = {"imdc": {"chunk_size": 20, "window": 4}}

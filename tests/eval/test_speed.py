@@ -33,10 +33,19 @@ def place(tmp_path_factory):
         yield write_place(tmp_path_factory.mktemp("run"))
 
 
+def opened(run):
+    return {name: runner.open_results(run, runner) for name, runner in run.method_runners.items()}
+
+
+def is_known(run, results):
+    parts = [result.content["parts"].get("efficiency") for result in results.values()]
+    return speed.is_known(runner.speed_run(run), parts)
+
+
 def measured(run):
     """The files of all methods."""
-    results = {name: runner._method_results(run, run.method(name)) for name in run.args.methods}
-    speed.measure_speed(run, results)
+    results = opened(run)
+    runner.measure_speeds(run, results, lambda line: None)
     return {name: json.loads(result.path.read_text()) for name, result in results.items()}
 
 
@@ -93,7 +102,7 @@ def test_longest_prompts(finished):
         assert row["prompt"] % 64 == 0 and 64 < row["prompt"] < 4096 and not row["most_reached"]
         assert (row["batch"], row["generated"]) == (1, 1)
         assert row["batch_over_full"] == row["prompt"] / rows["full"]["prompt"]
-        runner = run.runner(run.method(name))
+        runner = run.method_runners[name]
         for tokens, fits in ((row["prompt"], True), (row["prompt"] + 64, False)):
             make = lambda n, runner=runner: runner.cache(Span(n, 0))  # noqa: E731
             tries = LongTries(runner.model, make, tokens, 1, row["limit_bytes"])
@@ -115,15 +124,15 @@ def test_speeds_of_two_races_are_not_kept_together(finished):
     Rates are held against full in one process: a method that raced at another time races again with all.
     """
     run, _ = finished
-    results = {name: runner._method_results(run, run.method(name)) for name in METHODS}
-    assert speed.is_known(run, results)
+    results = opened(run)
+    assert is_known(run, results)
     part = results["snapkv"].content["parts"]["efficiency"]
     part["environment"] = {**part["environment"], "date": "2020-01-01T00:00:00+00:00"}
-    assert not speed.is_known(run, results)
+    assert not is_known(run, results)
     del results["snapkv"].content["parts"]["efficiency"]
-    assert not speed.is_known(run, results)
+    assert not is_known(run, results)
     del results["snapkv"]
-    assert speed.is_known(run, results), "fewer methods than raced"
+    assert is_known(run, results), "fewer methods than raced"
 
 
 def test_a_method_that_fails_does_not_lose_the_others(place, tmp_path, monkeypatch):
@@ -216,7 +225,7 @@ def test_options_say_which_lengths_they_need():
 def test_budget_below_the_minimum_is_refused_before_measuring(place):
     run = make_run(place, "efficiency", ["snapkv@16"], {}, **CHANGES)
     with pytest.raises(ValueError, match="snapkv: budget = 16 must exceed window = 32"):
-        speed.check(run)
+        runner.check_speeds(run)
 
 
 def test_longer_prompts_are_decoded_without_being_read(place):
@@ -233,7 +242,7 @@ def test_longer_prompts_are_decoded_without_being_read(place):
     assert rows["snapkv"] == rows["razor"] == []
     for name in names[:4]:
         assert [row["length"] for row in rows[name]] == [500, 400]
-        method = run.method(name)
+        method = run.method_runners[name].method
         for row in rows[name]:
             cache = pod.make_cache(run.models.get(method.model), method.spec)
             with torch.no_grad():

@@ -11,9 +11,10 @@ from oracles_imdc import Chunked
 from own_runs import make_run, measure, write_place
 
 import pod
-from pod.eval.answer import texts
+from pod.eval.answer import score
 from pod.eval.answer.methods import find_method
-from pod.eval.answer.texts import ends_of, stream_nll, token_nll
+from pod.eval.answer.score import ends_of, score_stream, token_scores
+from pod.eval.runner import check_caches
 from pod.models import resolve_model
 
 OPTIONS = {"length": 300, "sequences": 3, "prompt_tokens": 40, "every": 64, "chunk_size": 50}
@@ -29,7 +30,7 @@ def place(tmp_path_factory):
 
 
 def scored(model, text, chunk, spec, stream=STREAM, **options):
-    sums, held = stream_nll(model, pod.make_cache(model, spec, **options), text, *stream, chunk)
+    sums, held = score_stream(model, pod.make_cache(model, spec, **options), text, *stream, chunk)
     return torch.stack(sums), [sum(of_rows) for of_rows in held]
 
 
@@ -41,7 +42,7 @@ def test_ends_and_parts():
 
 def test_full_equals_one_forward(dense_model, text):
     hidden = dense_model.model(input_ids=text).last_hidden_state
-    nll = token_nll(dense_model.lm_head, hidden[:, :-1], text[:, 1:])
+    nll = -token_scores(dense_model.lm_head, hidden[:, :-1], text[:, 1:]).logprobs
     expected = torch.stack([nll[:, a - 1 : b - 1].sum(dim=1) for a, b in ((12, 32), (32, 52), (52, 64))])
     sums, held = scored(dense_model, text, 7, "full")
     torch.testing.assert_close(sums, expected, rtol=0, atol=1e-9)
@@ -71,9 +72,9 @@ def test_methods_that_compress_by_prompt_take_single_tokens(spec, dense_model, t
     chunked, _ = scored(dense_model, text, 16, spec, budget=20)
     single, _ = scored(dense_model, text, 1, spec, budget=20)
     assert (chunked - single).abs().max() > 1e-3
-    assert texts.chunk_of(find_method(spec), 16, {}) == 1
-    assert texts.chunk_of(find_method("wa"), 16, {"window": 3}) == 16
-    assert [texts.chunk_of(find_method("pod"), 16, options) for options in ({}, {"tau": 0.7})] == [16, 1]
+    assert score.chunk_of(find_method(spec), 16, {}) == 1
+    assert score.chunk_of(find_method("wa"), 16, {"window": 3}) == 16
+    assert [score.chunk_of(find_method("pod"), 16, options) for options in ({}, {"tau": 0.7})] == [16, 1]
 
 
 @pytest.mark.parametrize("spec", ["streamingllm", "lm_infinite"])
@@ -110,7 +111,7 @@ def test_a_text_is_scored_while_it_is_read(mode, pruner, update, chunk, dense_mo
     options |= {"window": 4, "kernel": 3} if pruner == "snapkv" else {}
     options |= {} if mode == "fm" else {"update": update}
     name = f"{mode}({pruner})"
-    sums, held = stream_nll(
+    sums, held = score_stream(
         model, pod.make_cache(model, name, budget=12, **options), text[:2], *STREAM, chunk, True
     )
     for row in range(2):
@@ -130,8 +131,8 @@ def test_what_reads_on():
         ("h2o", {"prefill": "streaming"}, True),
         *((name, {}, False) for name in ("h2o", "streamingllm", "model:imdc", "full")),
     ]:
-        assert texts.reads_on(find_method(name), options) is found
-        assert texts.chunk_of(find_method(name), 16, options) == (1 if name == "h2o" and not options else 16)
+        assert score.reads_on(find_method(name), options) is found
+        assert score.chunk_of(find_method(name), 16, options) == (1 if name == "h2o" and not options else 16)
 
 
 def points_of(curve):
@@ -214,8 +215,8 @@ def test_methods_without_a_limit_are_compared_over_the_whole_text(place, tmp_pat
         assert payload["settings"]["fed"].startswith(
             "50 tokens" if name == methods[3] else "one prompt, compre"
         )
-        assert task.token_counts(run.method(name)) == (900, 0)
-        run.check_caches(run.method(name), task)
+        assert task.token_counts(run.method_runners[name].method) == (900, 0)
+        check_caches(run.method_runners[name], task)
     limited = make_run(place, "stream_nll", [*methods, "full"], OPTIONS, **changes)
     payload = measure(limited, methods[2])
     assert {sample["tokens"] for sample in payload["samples"]} == {160}
@@ -224,13 +225,13 @@ def test_methods_without_a_limit_are_compared_over_the_whole_text(place, tmp_pat
     assert (total + beyond) / 780 == pytest.approx(math.log(found[2]["value"]))
     greedy = make_run(place, "stream_nll", ["imdc(streamingllm)[chunk_size=20]@60"], OPTIONS, **changes)
     with pytest.raises(ValueError, match="cannot do stream_nll.*chunk"):
-        greedy.check_caches(greedy.method(greedy.args.methods[0]), greedy.tasks["stream_nll"])
+        check_caches(*greedy.method_runners.values(), greedy.tasks["stream_nll"])
 
 
 def test_growing_methods_need_a_budget_of_their_own(place):
     run = make_run(place, "stream_nll", ["snapkv", "snapkv@64", "full", "h2o"], OPTIONS)
     task = run.tasks["stream_nll"]
-    reasons = {name: task.refuses(find_method(name)) for name in run.args.methods}
+    reasons = {name: task.refuses(find_method(name)) for name in run.method_runners}
     assert (
         reasons["snapkv"].endswith("write a budget, for example snapkv@1024")
         and "\n" not in reasons["snapkv"]

@@ -6,8 +6,8 @@ import own_runs
 import pytest
 
 import pod
-from pod.eval import evaluation, runner
-from pod.eval.answer import reading
+from pod.eval import runner
+from pod.eval.answer.generate import generate
 from pod.eval.answer.methods import find_method, safe_name
 from pod.eval.args import EvalArgs
 from pod.eval.report.merge import merge
@@ -99,7 +99,7 @@ def place(tmp_path_factory):
     ],
 )
 def test_wrong_options_are_one_line_before_a_model_is_loaded(place, method, message, monkeypatch):
-    monkeypatch.setattr(evaluation.Models, "get", None)
+    monkeypatch.setattr(runner.Models, "get", None)
     with pytest.raises(ValueError, match=message) as caught:
         own_runs.make_run(place, "passkey", [method], {})
     assert "\n" not in str(caught.value)
@@ -123,14 +123,14 @@ def test_what_methods_decided_is_in_results_and_report(place, tmp_path):
     parts = {name: results[name]["parts"]["passkey"] for name in methods}
     assert "decisions" not in parts[methods[3]]
     assert parts[fixed]["decisions"] == {"lazy": [0, 1, 0, 1], "mass": [None] * 4}
-    run = evaluation.Evaluation(recipe, log=lambda line: None)
+    run = runner.prepare(recipe, log=lambda line: None)
     model, task = run.models.get("dense"), run.tasks["passkey"]
     for name in methods[1:3]:
         alone = []
         for prompt in task.items:
             found = find_method(name)
             cache = pod.make_cache(model, found.spec, budget=found.budget, **found.options)
-            alone += [one["decisions"] for one in reading.answers(model, run.tokenizer, cache, [prompt], 12)]
+            alone += [one["decisions"] for one in generate(model, run.tokenizer, cache, [prompt], 12)]
         key = "mass" if name == judged else "variance"
         means = [sum(one[key][layer] for one in alone) / 3 for layer in range(4)]
         assert parts[name]["decisions"][key] == pytest.approx(means, abs=1e-9) and len(set(means)) == 4

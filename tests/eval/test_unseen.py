@@ -9,7 +9,7 @@ from pathlib import Path
 import lm_tools
 import pytest
 
-from pod.eval import evaluation
+from pod.eval import runner
 from pod.eval.lm.index import Rule
 from pod.eval.lm.requests import RequestEncoder
 from pod.eval.suites import task_data
@@ -74,7 +74,7 @@ def test_every_suite_names_its_questions(task, tmp_path):
         "eval.max_length": 20_000,
     }
     recipe = load_recipe(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
-    run = evaluation.Evaluation(recipe, log=lambda line: None)
+    run = runner.prepare(recipe, log=lambda line: None)
     (leaf,) = run.tasks[task].leaves.values()
     with task_data.use(recipe.eval.data_dir, run.tokenizer, False):
         run.tasks[task]._prompts(leaf)

@@ -9,9 +9,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pod.eval.answer import gates, reading, texts
+    from pod.eval.answer import gates, generate, reading, score
 
-__all__ = ["gates", "reading", "texts"]
+__all__ = ["gates", "generate", "reading", "score"]
 
 
 def __getattr__(name: str) -> ModuleType:

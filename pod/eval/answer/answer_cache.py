@@ -38,7 +38,7 @@ class AnswerError(RuntimeError):
 
 
 class Unanswered(RuntimeError):
-    """A closed answer_cache lacks answers."""
+    """A answer_cache of a closed store lacks answers."""
 
     def __init__(self, missing: int, asked: int):
         super().__init__(f"{missing} of {asked} answers are missing: run the step `answer`")
@@ -74,23 +74,38 @@ class AnswerFolder:
     Args:
         folder: None: nothing is kept beyond this process.
         reuse: False answers everything again (later answers count).
+
+    Attributes:
+        is_open: False (see `closed`): its answer_caches give what they hold, and answer nothing.
     """
 
     def __init__(self, folder: Path | None, ranks: "Ranks", reuse: bool = True):
-        self.folder, self.ranks, self.reuse = folder, ranks, reuse
+        self.folder, self.ranks, self.reuse, self.is_open = folder, ranks, reuse, True
         self._answer_cache: AnswerCache | None = None
 
-    def answers_of(self, method: str, identity: Record) -> "AnswerCache":
+    def answers_of(self, method: str, identity: Record, reuse: bool | None = None) -> "AnswerCache":
         """The answer_cache of a method.
 
         Args:
             identity: JSON that changes with whatever can change an answer besides what is asked.
+            reuse: of this answer_cache, where it is not the store's.
         """
         name = f"{safe_name(method)}.{fingerprint(identity)[:12]}"
         # memory holds the answers of one method at a time
         if self._answer_cache is None or self._answer_cache.name != name:
-            self._answer_cache = AnswerCache(name, method, identity, self)
+            self._answer_cache = AnswerCache(
+                name, method, identity, self, self.reuse if reuse is None else reuse
+            )
         return self._answer_cache
+
+    @contextlib.contextmanager
+    def closed(self) -> Iterator[None]:
+        """Within, nothing is answered: what is missing on a answer_cache raises `Unanswered`."""
+        before, self.is_open = self.is_open, False
+        try:
+            yield
+        finally:
+            self.is_open = before
 
 
 class AnswerCache:
@@ -98,25 +113,24 @@ class AnswerCache:
 
     Attributes:
         label: what is being asked, for the progress bar.
-        is_open: False refuses to compute.
     """
 
-    def __init__(self, name: str, method: str, identity: Record, store: AnswerFolder):
+    def __init__(self, name: str, method: str, identity: Record, store: AnswerFolder, reuse: bool = True):
         self.name, self.method, self.identity, self.ranks = name, method, identity, store.ranks
         self.folder = None if store.folder is None else store.folder / name
-        self.label, self.is_open, self._reuse = method, True, store.reuse and self.folder is not None
+        self.label, self._store, self._reuse = method, store, reuse and self.folder is not None
         self._known: dict[str, Answer] | None = None
         self._environment: Record = {}
         self._asked: set[str] = set()
 
     @contextlib.contextmanager
-    def asked_by(self, task: str, is_open: bool) -> Iterator["AnswerCache"]:
-        """Questions within are those of a task. A closed answer_cache only gives what it holds."""
-        self.label, self.is_open, self._asked = f"{self.method}: {task}", is_open, set()
+    def asked_by(self, task: str) -> Iterator["AnswerCache"]:
+        """Questions within are those of a task."""
+        self.label, self._asked = f"{self.method}: {task}", set()
         try:
             yield self
         finally:
-            self.label, self.is_open = self.method, True
+            self.label = self.method
 
     @property
     def is_empty(self) -> bool:
@@ -141,14 +155,14 @@ class AnswerCache:
                 planned, so that answers have the same bits.
             compute: the records of a batch (JSON types), one per item.
         Raises:
-            Unanswered: by a closed answer_cache.
+            Unanswered: in a closed store.
             AnswerError: on several ranks, on all of them, when `compute` fails on one. On one rank, what
                 `compute` raises is raised as it is. What was answered before stays.
         """
         known, keys = self._load(), [key(item) for item in items]
         unique = dict(zip(keys, items, strict=True))
         missing = unique.keys() - known.keys()
-        if missing and not self.is_open:
+        if missing and not self._store.is_open:
             raise Unanswered(len(missing), len(unique))
         self._asked |= set(keys)
         if missing:

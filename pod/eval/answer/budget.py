@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pod
+from pod.eval.answer.answer_cache import AnswerCache, key_of
 from pod.eval.answer.methods import EvaluatedMethod
 from pod.models import head_dim_of
 from pod.notation import NO_LIMIT
@@ -166,6 +167,32 @@ class MethodRunner:
     def stated(self, span: Span, held: Sequence[int]) -> dict[str, Any]:
         """What a result says about the bytes per sequence of caches that were used."""
         return self.budgets.stated(span.length, self.budget(span), held)
+
+
+def measure_once(
+    answer_cache: AnswerCache, layout: Any, load: Callable[[], Any], lengths: Iterable[int]
+) -> Callable[[list[int]], dict[int, dict[str, int]]]:
+    """`measure_bytes` of the PoD model, with what was measured before taken from a answer_cache.
+
+    Args:
+        layout: JSON that changes with whatever changes the bytes.
+        load: gives the model.
+        lengths: those that will be asked for. What is missing of them is measured in one pass.
+    """
+    every = set(lengths)
+
+    def measure(asked: list[int]) -> dict[int, dict[str, int]]:
+        wanted = sorted(every.union(asked))
+        with answer_cache.asked_by("bytes of PoD"):
+            found = answer_cache.answers(
+                wanted,
+                key=lambda length: key_of("bytes", layout, length),
+                batches=lambda left: [left],
+                compute=lambda left: list(measure_bytes(load(), "pod", left).values()),
+            )
+        return dict(zip(wanted, found, strict=True))
+
+    return measure
 
 
 def native_bytes_per_token(model: Any) -> int:

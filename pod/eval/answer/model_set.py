@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pod
+from pod.eval.answer.answer_cache import AnswerCache, key_of
 from pod.eval.answer.budget import bytes_per_token
 from pod.eval.answer.devices import SPREADS, Load, places_for, rank_devices, room_on
 from pod.eval.answer.methods import EvaluatedMethod, find_method
@@ -330,8 +331,21 @@ class Models:
         path = self.sources[kind].path or self.recipe.model.path
         return {"kind": kind, "path": path, "dtype": self.recipe.model.dtype}
 
+    def described(self, kind: str, answer_cache: AnswerCache) -> dict[str, Any]:
+        """What the result file says about a model of a kind.
+
+        The model is loaded only where its answer_cache does not say it already.
+        """
+        found = answer_cache.answers(
+            [kind],
+            key=lambda _: key_of("model"),
+            batches=lambda left: [left],
+            compute=lambda left: [self.description(one) for one in left],
+        )
+        return self.place(kind) | found[0]
+
     def description(self, kind: str) -> dict[str, Any]:
-        """What the result file says about the model itself."""
+        """What the result file says about the model itself, once it is loaded."""
         model = self.get(kind)
         plan, weights = model.config.sharing_plan, list(model.parameters())
         return {

@@ -5,14 +5,13 @@ So it is in use, where nobody knows the question beforehand.
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from pod.eval.answer import gates
 from pod.eval.answer.answer_cache import key_of
-from pod.tokenizer import pad_id
 
 
 class Asked(Protocol):
@@ -51,16 +50,53 @@ def branch(cache: Any) -> Any:
     return copy.deepcopy(cache, {id(cache.config): cache.config})
 
 
-@torch.no_grad()
-def read_prompts(model: Any, cache: Any, rows: Sequence[Sequence[int]], pad: int) -> Tensor:
-    """Feed prompts (token ids, left padding) as one prompt each, after which `cache` has compressed.
+class Seen(NamedTuple):
+    """What a cache has seen, and what comes next. Its last token is held out, or nothing is.
 
-    Returns: their mask [B, n].
+    Attributes:
+        mask: [B, n] of what the cache has seen.
+        last: [B, 1] tokens that were held out; None where nothing was.
+        hidden: [B, 1, D] from which the next token is predicted, where nothing was held out.
     """
-    ids, mask = left_padded(rows, pad, next(model.parameters()).device)
+
+    mask: Tensor
+    last: Tensor | None
+    hidden: Tensor | None
+
+    def after(self, tokens: Tensor) -> "Seen":
+        """What a cache has seen that was fed `tokens` [B, m] but the last, which is held out."""
+        fed = tokens.shape[1] - (self.last is None)
+        return Seen(torch.cat([self.mask, self.mask.new_ones(len(tokens), fed)], 1), tokens[:, -1:], None)
+
+
+@torch.no_grad()
+def read(
+    model: Any,
+    cache: Any,
+    rows: Sequence[Sequence[int]],
+    pad: int = 0,
+    *,
+    hold_out: bool,
+    prompt_columns: int | None = None,
+) -> Seen:
+    """Feed prompts (token ids, left padding) to a new cache, as one prompt each, after which it compresses.
+
+    Args:
+        hold_out: without the last token of each, so that already that token is read behind the compressed
+            cache.
+        prompt_columns: tokens of the prompts where they go on behind these.
+    """
+    assert not hold_out or all(len(row) > 1 for row in rows), "one token alone cannot be held out"
+    device = next(model.parameters()).device
+    ids, mask = left_padded([row[:-1] if hold_out else row for row in rows], pad, device)
+    cache.begin_prompt(prompt_columns or ids.shape[1])
     out = model.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
-    judge_ahead(model, cache, mask, hidden=out.last_hidden_state[:, -1:])
-    return mask
+    if hold_out:
+        seen = Seen(mask, torch.tensor([list(row[-1:]) for row in rows], device=device), None)
+    else:
+        seen = Seen(mask, None, out.last_hidden_state[:, -1:].to(device))
+    judge_ahead(model, cache, mask, hidden=seen.hidden, last=seen.last)
+    return seen
 
 
 @torch.no_grad()
@@ -141,49 +177,6 @@ def held(cache: Any) -> list[dict[str, int]]:
     return [{"bytes": size, "held_tokens": tokens[row]} for row, size in enumerate(cache.nbytes_by_row())]
 
 
-def behind(mask: Tensor | None, rows: Sequence[Sequence[int]], pad: int, device: Any) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask` for `generate`: rows (left padding) behind what a cache has seen.
-
-    Args:
-        mask: [B, n] of what the cache has seen; None for a new one.
-    """
-    ids, new = left_padded(rows, pad, device)
-    return {"input_ids": ids, "attention_mask": new if mask is None else torch.cat((mask, new), dim=1)}
-
-
-@torch.no_grad()
-def tokens_behind(
-    model: Any, cache: Any, mask: Tensor | None, rows: Sequence[Sequence[int]], new_tokens: int, pad: int
-) -> Tensor:
-    """Greedy answers [B, m] to questions behind the prompts that `cache` holds. The cache is used up.
-
-    The questions are one prompt more for the method, as in a conversation.
-
-    Args:
-        mask: [B, n] of what the cache has seen; None for a new one.
-        rows: the questions (token ids, at least one each).
-    """
-    fed = behind(mask, rows, pad, next(model.parameters()).device)
-    options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": pad}
-    return model.generate(**fed, past_key_values=cache, **options)[:, fed["input_ids"].shape[1] :]
-
-
-def answer_behind(
-    model: Any,
-    tokenizer: Any,
-    cache: Any,
-    mask: Tensor | None,
-    rows: Sequence[Sequence[int]],
-    new_tokens: int,
-) -> list[str]:
-    """`tokens_behind` as texts."""
-    return _texts(tokenizer, tokens_behind(model, cache, mask, rows, new_tokens, pad_id(tokenizer)))
-
-
-def _texts(tokenizer: Any, new: Tensor) -> list[str]:
-    return [tokenizer.decode(row, skip_special_tokens=True) for row in new]
-
-
 def in_parts(prompts: Sequence[Asked]) -> tuple[list[tuple[int, ...]] | None, list[tuple[int, ...]]]:
     """What is read first, and what is read then.
 
@@ -195,23 +188,8 @@ def in_parts(prompts: Sequence[Asked]) -> tuple[list[tuple[int, ...]] | None, li
     return [before for before, _ in pairs], [question for _, question in pairs]
 
 
-def answers(
-    model: Any, tokenizer: Any, cache: Any, prompts: Sequence[Asked], new_tokens: int
-) -> list[dict[str, Any]]:
-    """Greedy answers to a batch of prompts through `cache`, a new one, as records for a answer_cache.
-
-    A record says what was said, the bytes held for it at the end, and what was `decided`.
-    """
-    gates.watch(cache)
-    pad, (before, rows) = pad_id(tokenizer), in_parts(prompts)
-    mask = None if before is None else read_prompts(model, cache, before, pad)
-    new = tokens_behind(model, cache, mask, rows, new_tokens, pad)
-    said = zip(_texts(tokenizer, new), cache.nbytes_by_row(), decided(cache, new, pad), strict=True)
-    return [{"answer": text, "bytes": size, **one} for text, size, one in said]
-
-
 def key_of_prompt(prompt: Asked, new_tokens: int, room: int | str | None) -> str:
-    """The key of what `answers` is asked.
+    """The key of what `generate` is asked for a greedy answer.
 
     Args:
         room: the budget of its cache.

@@ -1,12 +1,13 @@
 """Tasks of lm-eval, those in `pod/eval/suites` included, as tasks of an evaluation."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import NonNegativeInt, PositiveInt
 
 from pod.eval.answer.answer_cache import AnswerCache
-from pod.eval.answer.budget import MethodRunner, Span
+from pod.eval.answer.budget import ByteBudgets, MethodRunner, Span
 from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.lm import index as lm_index
 from pod.eval.lm.payload import Leaf, group_payload, leaf_payload, primary_metric, token_counts
@@ -51,6 +52,18 @@ def make_lm_tasks(run: base.Run, names: list[str]) -> dict[str, Task]:
         # loaded one by one: groups of different papers share tasks, which lm-eval refuses within one load
         tasks[name] = LmTask(run, options, lm_index.load(name, metadata))
     return tasks
+
+
+class Answered(NamedTuple):
+    """The answers to a leaf task.
+
+    Attributes:
+        logged: samples as lm-eval logs them, with its metrics.
+        records: by request key, from our model class.
+    """
+
+    logged: Sequence[Mapping[str, Any]]
+    records: dict[str, dict[str, Any]]
 
 
 class LmTask(Task):
@@ -155,20 +168,25 @@ class LmTask(Task):
         return max((leaf.longest for leaf in self.leaves.values()), default=0)
 
     def token_counts(self, method: EvaluatedMethod) -> tuple[int, int]:
-        """(prompt tokens, decode steps of a batch) that a method takes at most."""
         counts = [leaf.tokens[method.one_shot] for leaf in self.leaves.values()]
         return sum(prompt for prompt, _ in counts), sum(steps for _, steps in counts)
 
-    def measure(self, runner: MethodRunner, answer_cache: AnswerCache) -> dict[str, Any]:
+    def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> dict[str, Answered]:
+        """What lm-eval logs about the samples of each leaf, whose requests our model class answers."""
         from pod.eval.lm.model import PodLM
 
         lm = PodLM(runner, self.encoder, self.args.batch_size, answer_cache)
-        payloads = {name: self._measure_leaf(lm, leaf) for name, leaf in self.leaves.items()}
+        return {name: self._answer_leaf(lm, leaf) for name, leaf in self.leaves.items()}
+
+    def score(self, runner: MethodRunner, answers: dict[str, Answered]) -> dict[str, Any]:
+        payloads = {
+            name: self._score_leaf(leaf, answers[name], runner.budgets) for name, leaf in self.leaves.items()
+        }
         if not self.loaded.is_group:
             return next(iter(payloads.values()))
         return group_payload(self.loaded, payloads)
 
-    def _measure_leaf(self, lm: Any, leaf: Leaf) -> dict[str, Any]:
+    def _answer_leaf(self, lm: Any, leaf: Leaf) -> Answered:
         from lm_eval.evaluator import evaluate
 
         use = task_data.use(self.args.data_dir, self.run.tokenizer, self.args.unsafe_code)
@@ -187,11 +205,14 @@ class LmTask(Task):
             records = dict(lm.records)
         leaf.task._instances = None
         assert results is not None and "samples" in results, "every rank is rank 0 of 1 to lm-eval"
+        return Answered(results["samples"][leaf.name], records)
+
+    def _score_leaf(self, leaf: Leaf, answered: Answered, budgets: ByteBudgets) -> dict[str, Any]:
         return leaf_payload(
             leaf,
-            results["samples"][leaf.name],
-            records,
-            budgets=lm.runner.budgets,
+            answered.logged,
+            answered.records,
+            budgets=budgets,
             prefix=f"{leaf.name}/" if self.loaded.is_group else "",
             settings={
                 "limit": self.limit,

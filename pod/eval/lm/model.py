@@ -16,13 +16,13 @@ from lm_eval.models.huggingface import HFLM
 
 from pod.eval.answer.answer_cache import AnswerCache, AnswerFolder, key_of
 from pod.eval.answer.budget import MethodRunner, Span
+from pod.eval.answer.generate import generate
 from pod.eval.answer.ranks import Ranks
+from pod.eval.answer.score import score
 from pod.eval.lm.batches import ScoredContext, forward_batches, generation_batches, unit_batches, units_of
-from pod.eval.lm.generate import generate
 from pod.eval.lm.index import Rule, quiet_logger
 from pod.eval.lm.payload import largest
 from pod.eval.lm.requests import Encoded, RequestEncoder
-from pod.eval.lm.scoring import score_by_decode
 from pod.eval.results import fingerprint
 from pod.tokenizer import pad_id, template_variables
 
@@ -210,16 +210,45 @@ class PodLM(LM):
         }
 
     def _generate(self, items: list[Encoded]) -> list[dict[str, Any]]:
-        cache = self.runner.cache(*(item.span for item in items))
-        return generate(self.model, self.tokenizer, cache, items)
+        """Answers of a batch. New tokens and settings are those of its first request, as of all others."""
+        cache, first = self.runner.cache(*(item.span for item in items)), items[0]
+        return generate(
+            self.model,
+            self.tokenizer,
+            cache,
+            items,
+            first.new_tokens,
+            first.settings["until"],
+            seed=" ".join(item.key for item in items),
+            **_options(first.settings),
+        )
 
     def _decode(self, units: list[ScoredContext]) -> list[dict[str, Any]]:
+        """Log-likelihoods of the continuations of a batch, and whether greedy decoding would produce them."""
         cache = self.runner.cache(*(unit.span for unit in units))
+        contexts = [unit.context for unit in units]
+        continuations = [unit.continuations for unit in units]
         pad = pad_id(self.tokenizer)
-        return score_by_decode(self.model, cache, units, pad, self.batch_size)
+        records = []
+        for unit, found in zip(
+            units, score(self.model, cache, contexts, continuations, pad, self.batch_size), strict=True
+        ):
+            answers = [
+                (float(one.logprobs.sum()), one.likeliest.tolist() == list(ids))
+                for one, ids in zip(found.continuations, unit.continuations, strict=True)
+            ]
+            records.append({"answers": answers, **found.held, **found.decided})
+        return records
 
     def _forward(self, units: list[ScoredContext]) -> list[dict[str, Any]]:
         """HFLM's own scoring of one of its batches."""
         requests = [(None, list(unit.context), list(unit.continuations[0])) for unit in units]
         answers = self._stock._loglikelihood_tokens(requests, disable_tqdm=True)  # type: ignore[arg-type]
         return [{"answers": [list(answer)], "bytes": None, "held_tokens": None} for answer in answers]
+
+
+def _options(settings: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of generate() in the settings of a request; greedy unless sampling is asked for."""
+    of_sampling = () if settings["do_sample"] else ("temperature", "top_p", "top_k")
+    left_out = ("until", "max_length", *of_sampling)
+    return {name: value for name, value in settings.items() if name not in left_out}

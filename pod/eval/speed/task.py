@@ -3,58 +3,76 @@
 They are the part `efficiency` of the methods' result files.
 """
 
+import functools
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from pod.eval.answer.budget import MethodRunner, Span
-from pod.eval.answer.methods import BASE, find_method
-from pod.eval.results import RunResults, code_identity, fingerprint, one_line
-from pod.eval.speed.args import NAME as SPEED_RUN
+from pod.eval.answer.methods import BASE
+from pod.eval.results import code_identity, fingerprint, one_line
+from pod.eval.speed.args import SpeedOptions, speed_options
 from pod.measure import max_batch, measured_memory, race
 from pod.measure.fill import fill, is_filled_directly
 from pod.measure.machine import environment
 from pod.measure.race import spread
 
 if TYPE_CHECKING:
-    from pod.eval.evaluation import Evaluation
+    from pod.eval.args import EvalArgs
+    from pod.recipe import Recipe
 
 _MEMORY_STEPS = 4  # decoded tokens whose peak memory is measured
 
 
-def measure_speed(run: "Evaluation", results: dict[str, RunResults]) -> None:
-    """Measure the speeds of all methods side by side, as a part of each one's results.
+@dataclass(frozen=True)
+class SpeedRun:
+    """What is measured.
 
-    Errors of methods that failed stand there, too.
+    Attributes:
+        layout: JSON that changes with PoD's bytes.
+        method_runners: the methods by name, each with its model and its caches.
     """
-    if is_known(run, results):
-        date = {result.content["parts"][SPEED_RUN]["environment"]["date"] for result in results.values()}
-        run.log(f"speed: kept from {', '.join(date)}")
-        return
-    run.log("speed: all methods in turns …")
+
+    recipe: "Recipe"
+    layout: Any
+    method_runners: Mapping[str, MethodRunner]
+    log: Callable[[str], None]
+
+    @property
+    def args(self) -> "EvalArgs":
+        """The recipe's section `eval`."""
+        return self.recipe.eval
+
+    @functools.cached_property
+    def options(self) -> SpeedOptions:
+        """`eval.task_options.efficiency`."""
+        return speed_options(self.args)
+
+
+def measure_speed(run: SpeedRun) -> tuple[dict[str, dict[str, Any]], dict[str, Exception]]:
+    """The speeds of all methods side by side.
+
+    Returns: the part of each method's result file; and errors by method, of those that failed.
+    """
     began, errors = time.perf_counter(), dict[str, Exception]()
     lengths = [_race(run, length, errors) for length in run.args.efficiency_lengths]
-    batches = [_largest_batches(run, prompt, new, errors) for prompt, new in run.speed.max_batch]
-    batches += [_longest_prompts(run, errors)] if run.speed.longest_prompt else []
-    decoding = [_race_filled(run, length, errors) for length in run.speed.decode_lengths]
-    seconds = time.perf_counter() - began
-    race_of_all = {"asked": row_of(run), "options": asdict(run.speed), "environment": environment()}
-    for name, result in results.items():
-        part = {"lengths": _own(lengths, name), "max_batch": _own(batches, name)}
-        part["decoding"] = _own(decoding, name)
-        if name in errors:
-            result.fail(SPEED_RUN, errors[name])
-            run.log(f"{name}: {SPEED_RUN} FAILED: {one_line(errors[name])}")
-            continue
-        result.content["model"] = run.description(run.method(name), True)
-        result.store(SPEED_RUN, part | race_of_all | {"seconds": round(seconds, 3)})
-        if not result.content["failed"]:
-            result.finish()
-    run.log(f"speed: {_speed_headline(lengths)} ({seconds:.0f} s)")
+    batches = [_largest_batches(run, prompt, new, errors) for prompt, new in run.options.max_batch]
+    if run.options.longest_prompt:
+        batches.append(_longest_prompts(run, errors))
+    decoding = [_race_filled(run, length, errors) for length in run.options.decode_lengths]
+    seconds = round(time.perf_counter() - began, 3)
+    race_of_all = {"asked": row_of(run), "options": asdict(run.options), "environment": environment()}
+    parts = {}
+    for name in run.method_runners:
+        if name not in errors:
+            own = {"lengths": _own(lengths, name), "max_batch": _own(batches, name)}
+            own["decoding"] = _own(decoding, name)
+            parts[name] = own | race_of_all | {"seconds": seconds}
+    return parts, errors
 
 
 def _own(rows: list[dict[str, dict]], name: str) -> list[dict]:
@@ -62,57 +80,64 @@ def _own(rows: list[dict[str, dict]], name: str) -> list[dict]:
     return [row[name] for row in rows if name in row]
 
 
-def row_of(run: "Evaluation") -> str:
+def row_of(run: SpeedRun) -> str:
     """A digest that changes with anything that can change the speeds of all methods."""
-    args, model = run.args, run.models.reference_layout()
-    asked = [args.efficiency_lengths, args.efficiency_tokens, args.efficiency_repeats, asdict(run.speed)]
+    args = run.args
+    asked = [args.efficiency_lengths, args.efficiency_tokens, args.efficiency_repeats, asdict(run.options)]
     code, hardware = code_identity("eval/speed/*.py", "measure/*.py"), environment()["hardware"]
-    return fingerprint([asked, run.recipe.seed, model, code, hardware])
+    return fingerprint([asked, run.recipe.seed, run.layout, code, hardware])
 
 
-def is_known(run: "Evaluation", results: dict[str, RunResults]) -> bool:
-    """Whether all methods raced before, in one race, as they are now."""
-    parts = [result.content["parts"].get(SPEED_RUN) for result in results.values()]
-    races = {part and (part["asked"], part["environment"]["date"]) for part in parts}
-    return run.args.reuse and len(races) == 1 and all(races) and next(iter(races))[0] == row_of(run)
+def is_known(run: SpeedRun, parts: Sequence[dict[str, Any] | None]) -> bool:
+    """Whether all methods raced before, in one race, as they are now.
+
+    Args:
+        parts: of every method's result file; None where there is none.
+    """
+    known = [part for part in parts if part is not None]
+    if not run.args.reuse or not known or len(known) < len(parts):
+        return False
+    dates = {part["environment"]["date"] for part in known}
+    return len(dates) == 1 and {part["asked"] for part in known} == {row_of(run)}
 
 
-def check(run: "Evaluation") -> None:
+def check(run: SpeedRun) -> None:
     """Make every cache that methods with a budget will use.
 
     Raises:
         ValueError: for a budget below a method's minimum.
     """
     spans = [(length, 0) for length in run.args.efficiency_lengths]
-    spans += [(prompt + generated - 1, generated - 1) for prompt, generated in run.speed.max_batch]
-    for method in map(find_method, run.args.methods):
-        for length, fed in spans if method.takes_budget else ():
-            run.runner(method).cache(Span(length, fed))
+    spans += [(prompt + generated - 1, generated - 1) for prompt, generated in run.options.max_batch]
+    for runner in run.method_runners.values():
+        for length, fed in spans if runner.method.takes_budget else ():
+            runner.cache(Span(length, fed))
 
 
-def _speed_headline(lengths: list[dict[str, dict]]) -> str:
+def headline(parts: Mapping[str, dict[str, Any]]) -> str:
+    """Tokens per second at the last length in a few words."""
+    last = {name: part["lengths"][-1] for name, part in parts.items() if part["lengths"]}
     rates = [
         f"{name} {row['decode_tokens_per_second']['median']:.1f} at {row['length']}"
-        for name, row in lengths[-1].items()
+        for name, row in last.items()
     ]
     return f"tokens/s: {', '.join(rates)}" if rates else "no method could be timed"
 
 
-def _race(run: "Evaluation", length: int, errors: dict[str, Exception]) -> dict[str, dict[str, Any]]:
+def _race(run: SpeedRun, length: int, errors: dict[str, Exception]) -> dict[str, dict[str, Any]]:
     """A row per method at one prompt length. Methods that cannot run are added to `errors`."""
     args = run.args
     rows: dict[str, dict[str, Any]] = {name: {"length": length} for name in args.methods}
     runners = [race.Runner(name) for name in args.methods]
     for one in runners:
         with one.trying():
-            method = find_method(one.name)
-            one.model = run.models.get(method.model)
-            if run.speed.memory:  # measuring reads the whole prompt: the model is warm afterwards
+            one.model = run.method_runners[one.name].model
+            if run.options.memory:  # measuring reads the whole prompt: the model is warm afterwards
                 make, prompt = partial(_cache, run, one.name, length), _prompt(run, one.model, length)
                 rows[one.name]["memory"] = measured_memory.measure(one.model, make, prompt, _MEMORY_STEPS)
             race.warm_up(one.model, _prompt(run, one.model, length))
     runners = _still_in(runners, errors)
-    for turn in range(run.speed.prefill_repeats):
+    for turn in range(run.options.prefill_repeats):
         for one in race.in_turns(runners, turn):
             with one.trying():
                 if one.failed is None:
@@ -122,7 +147,7 @@ def _race(run: "Evaluation", length: int, errors: dict[str, Exception]) -> dict[
     runners = _still_in(runners, errors)
     for one in runners:
         held = {part: int(size) for part, size in one.cache.nbytes_by_part().items()}
-        stated = run.runner(find_method(one.name)).stated(Span(length, 0), [sum(held.values())])
+        stated = run.method_runners[one.name].stated(Span(length, 0), [sum(held.values())])
         rows[one.name] |= {"bytes_by_part": held, "bytes": stated}
     race.race(runners, args.efficiency_tokens, args.efficiency_repeats)
     runners = _still_in(runners, errors)
@@ -130,19 +155,19 @@ def _race(run: "Evaluation", length: int, errors: dict[str, Exception]) -> dict[
     return {one.name: rows[one.name] | speeds(one, base, args.efficiency_tokens) for one in runners}
 
 
-def _race_filled(run: "Evaluation", length: int, errors: dict[str, Exception]) -> dict[str, dict[str, Any]]:
+def _race_filled(run: SpeedRun, length: int, errors: dict[str, Exception]) -> dict[str, dict[str, Any]]:
     """Decoding at a length that no prompt was read for: a row per method whose cache can be filled.
 
     Methods that fail are added to `errors`.
     """
     runners = []
     for one in map(race.Runner, run.args.methods):
-        method = find_method(one.name)
-        if method.takes_budget:
+        method_runner = run.method_runners[one.name]
+        if method_runner.method.takes_budget:
             continue
         with one.trying():
-            one.model = run.models.get(method.model)
-            one.cache = run.runner(method).cache()
+            one.model = method_runner.model
+            one.cache = method_runner.cache()
             if is_filled_directly(one.cache):
                 fill(one.model, one.cache, 1, length)
                 one.token = _prompt(run, one.model, 1)
@@ -169,27 +194,27 @@ def _still_in(runners: list[race.Runner], errors: dict[str, Exception]) -> list[
     return [one for one in runners if one.failed is None]
 
 
-def _cache(run: "Evaluation", name: str, length: int) -> Any:
+def _cache(run: SpeedRun, name: str, length: int) -> Any:
     """A method's new cache for a prompt."""
-    return run.runner(find_method(name)).cache(Span(length, 0))
+    return run.method_runners[name].cache(Span(length, 0))
 
 
-def _prompt(run: "Evaluation", model: Any, length: int) -> Tensor:
+def _prompt(run: SpeedRun, model: Any, length: int) -> Tensor:
     """[1, length] random tokens, the same for every method."""
     return max_batch.random_rows(model, 1, length, run.recipe.seed)
 
 
 def _largest_batches(
-    run: "Evaluation", prompt: int, generated: int, errors: dict[str, Exception]
+    run: SpeedRun, prompt: int, generated: int, errors: dict[str, Exception]
 ) -> dict[str, dict[str, Any]]:
     """The largest batch of every method for a prompt and a number of generated tokens."""
-    limit, span = run.speed.memory_limit, Span(prompt + generated - 1, generated - 1)
+    limit, span = run.options.memory_limit, Span(prompt + generated - 1, generated - 1)
 
     def measured(runner: MethodRunner) -> dict[str, Any]:
         make_cache = partial(runner.cache, span)
         tries = max_batch.Tries(runner.model, make_cache, prompt, generated, limit, run.recipe.seed)
         row = {"prompt": prompt, "generated": generated, "limit_bytes": limit}
-        row |= max_batch.search(tries, run.speed.max_batch_rows) | {"budget_tokens": runner.budget(span)}
+        row |= max_batch.search(tries, run.options.max_batch_rows) | {"budget_tokens": runner.budget(span)}
         if row["batch"]:
             row |= tries.throughput(row["batch"])
         return row
@@ -202,12 +227,16 @@ def _largest_batches(
     return rows
 
 
-def _longest_prompts(run: "Evaluation", errors: dict[str, Exception]) -> dict[str, dict[str, Any]]:
+def _longest_prompts(run: SpeedRun, errors: dict[str, Exception]) -> dict[str, dict[str, Any]]:
     """The longest prompt of every method, as rows with a batch of one row each.
 
     `batch_over_full` is the ratio of tokens.
     """
-    step, limit, most = run.speed.longest_prompt, run.speed.memory_limit, run.speed.longest_prompt_tokens
+    step, limit, most = (
+        run.options.longest_prompt,
+        run.options.memory_limit,
+        run.options.longest_prompt_tokens,
+    )
 
     def measured(runner: MethodRunner) -> dict[str, Any]:
         make = lambda tokens: runner.cache(Span(tokens, 0))  # noqa: E731
@@ -224,13 +253,13 @@ def _longest_prompts(run: "Evaluation", errors: dict[str, Exception]) -> dict[st
 
 
 def _searched(
-    run: "Evaluation", measured: Callable[[MethodRunner], dict[str, Any]], errors: dict[str, Exception]
+    run: SpeedRun, measured: Callable[[MethodRunner], dict[str, Any]], errors: dict[str, Exception]
 ) -> dict[str, dict[str, Any]]:
     """A row per method. Methods that fail are added to `errors`."""
     rows: dict[str, dict[str, Any]] = {}
     for one in map(race.Runner, run.args.methods):
         with one.trying():
-            row = rows[one.name] = measured(run.runner(find_method(one.name)))
+            row = rows[one.name] = measured(run.method_runners[one.name])
             run.log(f"{one.name}: {row['batch']} rows of {row['prompt']} + {row['generated']} tokens")
         if one.failed is not None:
             errors[one.name] = ValueError(f"what fits: {one_line(one.failed)}")

@@ -1,10 +1,11 @@
 """What a task is.
 
-A task knows its samples and the cache sizes that they need. It makes one payload of a method's answers.
+A task knows its samples and the cache sizes that they need. It asks a method for its answers, and makes one
+payload of them. Our own tasks and those of lm-eval (`pod.eval.lm.lm_tasks`) are alike to the evaluation.
 
-A task is a file in the folder `own` with one subclass of `Task` whose `name` is the file's name; nothing else
-has to know it. The payload's keys are the same for every task, so that tables, intervals and comparisons are
-made in one place:
+Our own task is a file in the folder `own` with one subclass of `Task` whose `name` is the file's name;
+nothing else has to know it. The payload's keys are the same for every task, so that tables, intervals and
+comparisons are made in one place:
 
     kind              `nll` (samples hold sums of nats and token counts), `binary` (0 or 1) or
                       `score` (0 to 1)
@@ -86,11 +87,20 @@ class Task(ABC):
         """The sizes of every cache that the task will make."""
 
     @abstractmethod
-    def measure(self, runner: MethodRunner, answer_cache: AnswerCache) -> dict[str, Any]:
-        """The payload of one method: a function of the answers on its answer_cache.
+    def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> Any:
+        """A method's answers to the samples, as `score` takes them.
 
-        Answers that are not there are asked through `answer_cache.answers`, and only that may load a model.
+        They stand in the method's answer cache. What is missing is asked through `answer_cache.answers`,
+        and only that may load a model.
         """
+
+    @abstractmethod
+    def score(self, runner: MethodRunner, answers: Any) -> dict[str, Any]:
+        """The payload of a method's answers: a function of nothing else."""
+
+    @abstractmethod
+    def token_counts(self, method: EvaluatedMethod) -> tuple[int, int]:
+        """(prompt tokens, decode steps of a batch) that a method takes at most."""
 
     def prompt_of(self, method: EvaluatedMethod, span: Span) -> int:
         """Tokens of the prompt of one of these caches."""

@@ -30,3 +30,18 @@ def position_buckets(length: int, min_context: int, scored_tokens: int) -> list[
         buckets.append(Bucket(start=start, end=end, first=max(start, end - scored_tokens)))
         start = end
     return buckets
+
+
+def token_counts(
+    buckets: list[Bucket], texts: int, length: int, batch_size: int, one_shot: bool
+) -> tuple[int, int]:
+    """(prompt tokens, decode steps of a batch) that texts of `length` tokens take.
+
+    Args:
+        one_shot: one forward pass scores all buckets.
+    """
+    if one_shot:
+        return texts * length, 0
+    batches = -(-texts // batch_size)
+    prompts = sum(bucket.first - 1 for bucket in buckets)
+    return texts * prompts, batches * sum(bucket.scored for bucket in buckets)

@@ -116,16 +116,18 @@ class GridTask(Task):
         """Batches of one asked-for length."""
         return in_batches(items, self.args.batch_size, lambda item: item.length)
 
-    def measure(self, runner: MethodRunner, answer_cache: AnswerCache) -> Record:
-        records = answer_cache.answers(
+    def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> list[Record]:
+        return answer_cache.answers(
             self.items,
             key=lambda item: self.key(item, runner.room(self.span[item.length])),
             batches=self.batches,
             compute=lambda batch: self.ask(runner, runner.cache(self.span[batch[0].length]), batch),
         )
+
+    def score(self, runner: MethodRunner, answers: list[Record]) -> Record:
         samples: list[Record] = [
             sample | {"budget_tokens": runner.budget(self.span[item.length])}
-            for item, record in zip(self.items, records, strict=True)
+            for item, record in zip(self.items, answers, strict=True)
             for sample in self.samples(item, record)
         ]
         held = {n: [one["bytes"] for one in samples if one["length"] == n] for n in self.span}
@@ -156,7 +158,6 @@ class PromptTask(GridTask):
         """`score`, `target` and what else a sample says of an answer."""
 
     def token_counts(self, method: EvaluatedMethod) -> tuple[int, int]:
-        """(prompt tokens, decode steps of a batch) that a method takes."""
         steps = len(self.batches(self.items)) * self.new_tokens
         return sum(len(prompt.token_ids) for prompt in self.items), steps
 
@@ -164,9 +165,10 @@ class PromptTask(GridTask):
         return answer.reading.key_of_prompt(item, self.new_tokens, room)
 
     def ask(self, runner: MethodRunner, cache: Any, batch: list[GridPrompt]) -> list[Record]:
-        return answer.reading.answers(runner.model, self.run.tokenizer, cache, batch, self.new_tokens)
+        return answer.generate.generate(runner.model, self.run.tokenizer, cache, batch, self.new_tokens)
 
     def samples(self, item: GridPrompt, record: Record) -> list[Record]:
+        said = {name: record[name] for name in ("answer", "bytes", "decisions") if name in record}
         return [
             {
                 "id": item.id,
@@ -176,7 +178,7 @@ class PromptTask(GridTask):
                 "prompt_tokens": len(item.token_ids),
                 "prompt_hash": prompt_hash(item.text),
                 **self.judge(item, record["answer"]),
-                **record,
+                **said,
             }
         ]
 

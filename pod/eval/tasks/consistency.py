@@ -84,7 +84,7 @@ class Consistency(TextTask):
         return self.options.length
 
     def token_counts(self, method: EvaluatedMethod) -> tuple[int, int]:
-        """(prompt tokens, decode steps of a batch) that a method takes, the dense reference included."""
+        """Also those of the dense reference."""
         options = self.options
         prompt = 2 * options.length
         if method.name == "full":
@@ -92,9 +92,13 @@ class Consistency(TextTask):
         batches = -(-options.sequences // self.args.batch_size)
         return options.sequences * prompt, 0 if method.one_shot else batches * options.predictions
 
-    def measure(self, runner: MethodRunner, answer_cache: AnswerCache) -> Record:
+    def _windows_of(self, method: EvaluatedMethod) -> list[int]:
+        """Window sizes that are measured with a method: with `full` alone."""
+        return self.options.windows if method.name == "full" else []
+
+    def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> list[Record]:
         options, method, (span,) = self.options, runner.method, self.spans()
-        windows = options.windows if method.name == "full" else []
+        windows = self._windows_of(method)
         asked = [
             options.predictions,
             method.one_shot,
@@ -106,7 +110,10 @@ class Consistency(TextTask):
         def compute(rows: Any) -> list[Record]:
             return self._compare(runner, rows, span, windows)
 
-        records = self.records(answer_cache, ["same predictions", *asked], compute)
+        return self.records(answer_cache, ["same predictions", *asked], compute)
+
+    def score(self, runner: MethodRunner, answers: list[Record]) -> Record:
+        options, records, (span,) = self.options, answers, self.spans()
         said = {
             "prompt_tokens": options.length - options.predictions,
             "budget_tokens": runner.budget(span),
@@ -118,7 +125,7 @@ class Consistency(TextTask):
             self.samples({**said, **record} for record in records),
             bytes_rows=[runner.stated(span, held)],
             settings={"length": options.length, "predictions": options.predictions},
-            **(self._windows(records) if windows else {}),
+            **(self._windows(records) if self._windows_of(runner.method) else {}),
         )
 
     def _compare(self, runner: MethodRunner, rows: Any, span: Span, windows: list[int]) -> list[Record]:
@@ -126,21 +133,19 @@ class Consistency(TextTask):
 
         It holds the share of identical predictions, of the method and by window, and the bytes.
         """
-        dense, last, texts = self.run.models.get("dense"), self.options.predictions, answer.texts
-        reference, held = texts.predict_by_forward(dense, rows, last), [None] * len(rows)
+        dense, last, scores = self.run.models.get("dense"), self.options.predictions, answer.score
+        reference, held = scores.predict_by_forward(dense, rows, last), [None] * len(rows)
         if runner.method.name == "full":
             own = reference
         elif runner.method.one_shot:
-            own = texts.predict_by_forward(runner.model, rows, last)
+            own = scores.predict_by_forward(runner.model, rows, last)
         else:
             cache = runner.cache(span)
-            own = texts.predict_by_decode(runner.model, cache, rows, last)
+            own = scores.predict_by_decode(runner.model, cache, rows, last)
             held = cache.nbytes_by_row()
-        at_once = self.args.batch_size
-        found = [
-            own,
-            *(texts.predict_by_window(dense, rows, last, window, at_once) for window in windows),
-        ]
+        found, at_once = [own], self.args.batch_size
+        for window in windows:
+            found.append(scores.predict_by_window(dense, rows, last, window, at_once))
         shares = zip(*((one == reference).double().mean(dim=1).tolist() for one in found), strict=True)
         records = []
         for size, (score, *of_windows) in zip(held, shares, strict=True):

@@ -111,7 +111,6 @@ class MultiQuery(GridTask):
         self.plan(documents, lambda d: len(d.prompt) + d.asked, options.new_tokens)
 
     def token_counts(self, method: EvaluatedMethod) -> tuple[int, int]:
-        """(prompt tokens, decode steps of a batch) that a method takes."""
         prompt = sum(len(d.prompt) + sum(map(len, d.questions)) for d in self.items)
         return prompt, len(self.batches(self.items)) * self.options.questions * self.new_tokens
 
@@ -130,17 +129,17 @@ class MultiQuery(GridTask):
     def ask(self, runner: MethodRunner, cache: Any, batch: list[QuestionedText]) -> list[Record]:
         """A record per text: its answers, and the bytes held for the text after each answer."""
         reading, tokenizer, model = answer.reading, self.run.tokenizer, runner.model
-        mask = reading.read_prompts(model, cache, [d.prompt for d in batch], pad_id(tokenizer))
-        said, held = [], []
+        texts = [document.prompt for document in batch]
+        mask = reading.read(model, cache, texts, pad_id(tokenizer), hold_out=False).mask
+        found: list[Record] = [{"answers": [], "bytes": []} for _ in batch]
         for number in range(self.options.questions):
             copy = reading.branch(cache)
-            rows = [document.questions[number] for document in batch]
-            said.append(reading.answer_behind(model, tokenizer, copy, mask, rows, self.new_tokens))
-            held.append(copy.nbytes_by_row())
-        answers_by_text = zip(*said, strict=True)
-        bytes_by_text = zip(*held, strict=True)
-        by_text = zip(answers_by_text, bytes_by_text, strict=True)
-        return [{"answers": list(answers), "bytes": list(sizes)} for answers, sizes in by_text]
+            asked = [document.questions[number] for document in batch]
+            records = answer.generate.generate_behind(model, tokenizer, copy, mask, asked, self.new_tokens)
+            for of_text, record in zip(found, records, strict=True):
+                of_text["answers"].append(record["answer"])
+                of_text["bytes"].append(record["bytes"])
+        return found
 
     def samples(self, item: QuestionedText, record: Record) -> list[Record]:
         rows = zip(item.values, item.depths, record["answers"], record["bytes"], strict=True)

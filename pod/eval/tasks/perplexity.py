@@ -1,4 +1,4 @@
-"""Perplexity by position, of text that training never saw (`pod.eval.answer.texts` says how it is scored)."""
+"""Perplexity by position, of text that training never saw (`pod.eval.answer.score` says how it is scored)."""
 
 from dataclasses import asdict
 from typing import Any
@@ -6,9 +6,10 @@ from typing import Any
 from pod.eval import answer
 from pod.eval.answer.answer_cache import AnswerCache, key_of, means
 from pod.eval.answer.budget import MethodRunner, Span
+from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.statistics.comparison import perplexity_of
 from pod.eval.suites.base import scored_payload
-from pod.eval.suites.buckets import position_buckets
+from pod.eval.suites.buckets import position_buckets, token_counts
 from pod.eval.suites.text import Record, TextTask
 
 _CHECKED_TOKENS = 8
@@ -33,38 +34,56 @@ class Perplexity(TextTask):
     def longest(self) -> int:
         return self.args.text_length
 
-    def measure(self, runner: MethodRunner, answer_cache: AnswerCache) -> Record:
+    def token_counts(self, method: EvaluatedMethod) -> tuple[int, int]:
+        args = self.args
+        sizes = len(self.text), args.text_length, args.batch_size
+        return token_counts(self.buckets, *sizes, method.one_shot)
+
+    def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> Record:
+        """The records of all texts, and what `forward_error` found where one pass scores."""
         spans, one_shot = zip(self.buckets, self.spans(), strict=True), runner.method.one_shot
         asked = [[bucket.first, bucket.end, runner.room(span)] for bucket, span in spans]
-        records = self.records(answer_cache, ["perplexity", asked], lambda rows: self._score(runner, rows))
+        records = self.records(answer_cache, ["perplexity", asked], lambda rows: self._read(runner, rows))
         return {
-            "scored_by": "one forward pass" if one_shot else "decode path, token by token",
-            "decode_path_check": self._check_decode_path(runner, answer_cache) if one_shot else None,
-            **self._payload(runner, records),
+            "records": records,
+            "check": self._check_decode_path(runner, answer_cache) if one_shot else None,
         }
 
-    def _score(self, runner: MethodRunner, rows: Any) -> list[Record]:
+    def score(self, runner: MethodRunner, answers: Record) -> Record:
+        one_shot = runner.method.one_shot
+        return {
+            "scored_by": "one forward pass" if one_shot else "decode path, token by token",
+            "decode_path_check": answers["check"],
+            **self._payload(runner, answers["records"]),
+        }
+
+    def _read(self, runner: MethodRunner, rows: Any) -> list[Record]:
         """A record per sequence of [B, n].
 
         It holds the summed NLL (nats) and the bytes of each bucket, and the mean over buckets of what was
         decided.
         """
-        model, held, decided = runner.model, [[None] * len(rows)] * len(self.buckets), [[] for _ in rows]
         if runner.method.one_shot:
-            scored = answer.texts.score_by_forward(model, rows, self.buckets)
-        else:
-            scored, held = [], []
-            for bucket, span in zip(self.buckets, self.spans(), strict=True):
-                cache = answer.gates.watch(runner.cache(span))
-                scored.append(answer.texts.score_by_decode(model, cache, rows, bucket))
-                held.append(cache.nbytes_by_row())
-                for row, one in zip(decided, answer.reading.decided(cache), strict=True):
-                    row += one.values()
-        sums = zip(*(nll.double().sum(dim=1).tolist() for nll in scored), strict=True)
-        return [
-            {"sums": list(of_row), "held": list(sizes), **({"decisions": means(said)} if said else {})}
-            for of_row, sizes, said in zip(sums, zip(*held, strict=True), decided, strict=True)
-        ]
+            found = answer.score.score_by_forward(runner.model, rows, self.buckets)
+            nothing = [None] * len(found)
+            by_bucket = [(-scored.logprobs).double().sum(dim=1).tolist() for scored in found]
+            return [{"sums": list(sums), "held": nothing} for sums in zip(*by_bucket, strict=True)]
+        records: list[Record] = [{"sums": [], "held": []} for _ in rows]
+        decided: list[list[Any]] = [[] for _ in rows]
+        for bucket, span in zip(self.buckets, self.spans(), strict=True):
+            cache = answer.gates.watch(runner.cache(span))
+            found = answer.score.score_bucket(runner.model, cache, rows, bucket)
+            # told at the end: what a gate skips is counted while tokens are decoded
+            said = answer.reading.decided(cache)
+            for row, one in enumerate(found):
+                nll = -one.continuations[0].logprobs
+                records[row]["sums"].append(float(nll.double().sum()))
+                records[row]["held"].append(one.held["bytes"])
+                decided[row] += said[row].values()
+        for record, of_row in zip(records, decided, strict=True):
+            if of_row:
+                record["decisions"] = means(of_row)
+        return records
 
     def _payload(self, runner: MethodRunner, records: list[Record]) -> Record:
         rows = []
@@ -103,6 +122,6 @@ class Perplexity(TextTask):
         window = model.config.num_sink_tokens + model.config.num_recent_tokens
         bucket = next((bucket for bucket in self.buckets if bucket.end > 1.5 * window), self.buckets[-1])
         cache = runner.cache(Span(bucket.held_length, bucket.scored))
-        error = answer.texts.forward_error(model, cache, row, bucket, _CHECKED_TOKENS)
+        error = answer.score.forward_error(model, cache, row, bucket, _CHECKED_TOKENS)
         tokens = min(_CHECKED_TOKENS, bucket.scored)
         return {"tokens": tokens, "length": bucket.end, "max_abs_difference_nats": error}

@@ -3,7 +3,7 @@
 D2O Figure 6 (on PG-19 there); IMDC Figures 5 and 8, Table 4.
 
 Any long text will do: files of PG-19's test books in `text`, else what perplexity is measured on.
-`pod.eval.answer.texts` says how it is scored.
+`pod.eval.answer.score` says how it is scored.
 """
 
 import math
@@ -77,7 +77,7 @@ class StreamNll(TextTask):
                 f"eval.task_options.stream_nll.prompt_tokens is {options.prompt_tokens}, but the model reads "
                 f"only {self.limit} tokens: lower it"
             )
-        ends_of = answer.texts.ends_of
+        ends_of = answer.score.ends_of
         self.ends = ends_of(options.prompt_tokens, options.length, options.every, self.common)
 
     def spans(self) -> list[Span]:
@@ -87,7 +87,6 @@ class StreamNll(TextTask):
         return self.common
 
     def token_counts(self, method: EvaluatedMethod) -> tuple[int, int]:
-        """(prompt tokens, decode steps of a batch) that a method takes."""
         options, end = self.options, self._end(method)
         behind, chunked = end - options.prompt_tokens, self._fed(method)[0] > 1
         prompt = options.sequences * (end if chunked else options.prompt_tokens)
@@ -108,30 +107,34 @@ class StreamNll(TextTask):
     def _fed(self, method: EvaluatedMethod) -> tuple[int, bool]:
         """Tokens that a method takes at once, and whether the whole text is one prompt to it."""
         options = self.args.method_options.get(method.name, {})
-        chunk = answer.texts.chunk_of(method, self.options.chunk_size, options)
-        return chunk, answer.texts.reads_on(method, options)
+        chunk = answer.score.chunk_of(method, self.options.chunk_size, options)
+        return chunk, answer.score.reads_on(method, options)
 
     def prompt_of(self, method: EvaluatedMethod, span: Span) -> int:
         return self._end(method) - 1 if self._fed(method)[1] else super().prompt_of(method, span)
 
-    def measure(self, runner: MethodRunner, answer_cache: AnswerCache) -> Record:
-        (span,), last = self.spans(), self._end(runner.method)
-        ends = tuple(end for end in self.ends if end <= last)
-        asked = ["stream", self.options.prompt_tokens, ends, *self._fed(runner.method), runner.room(span)]
-        records = self.records(answer_cache, asked, lambda rows: self._score(runner, rows, ends), last)
-        return self._payload(runner, ends, records)
+    def _ends(self, method: EvaluatedMethod) -> tuple[int, ...]:
+        """Where the sums of a method are kept (tokens)."""
+        last = self._end(method)
+        return tuple(end for end in self.ends if end <= last)
 
-    def _score(self, runner: MethodRunner, rows: Any, ends: tuple[int, ...]) -> list[Record]:
+    def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> list[Record]:
+        (span,), ends = self.spans(), self._ends(runner.method)
+        asked = ["stream", self.options.prompt_tokens, ends, *self._fed(runner.method), runner.room(span)]
+        return self.records(answer_cache, asked, lambda rows: self._stream(runner, rows, ends), ends[-1])
+
+    def _stream(self, runner: MethodRunner, rows: Any, ends: tuple[int, ...]) -> list[Record]:
         """A record per text of [B, n]: summed NLL (nats) and bytes of every interval."""
         where = rows, self.options.prompt_tokens, ends, *self._fed(runner.method)
-        sums, held = answer.texts.stream_nll(runner.model, runner.cache(self.spans()[0]), *where)
+        sums, held = answer.score.score_stream(runner.model, runner.cache(self.spans()[0]), *where)
         sums_by_text = zip(*(total.tolist() for total in sums), strict=True)
         bytes_by_text = zip(*held, strict=True)
         by_text = zip(sums_by_text, bytes_by_text, strict=True)
         return [{"sums": list(of_text), "held": list(sizes)} for of_text, sizes in by_text]
 
-    def _payload(self, runner: MethodRunner, ends: tuple[int, ...], records: list[Record]) -> Record:
-        options, shared, (span,) = self.options, ends.index(self.common) + 1, self.spans()
+    def score(self, runner: MethodRunner, answers: list[Record]) -> Record:
+        options, records, ends, (span,) = self.options, answers, self._ends(runner.method), self.spans()
+        shared = ends.index(self.common) + 1
         tokens = self.common - options.prompt_tokens
         held = [record["held"][shared - 1] for record in records]
         shared_by_all = {"tokens": tokens, "budget_tokens": runner.budget(span)}
