@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pod.data import DataArgs, held_out_documents, load_documents, prepare
-from pod.data.read import units
+from pod.data.read import work_shards
 from pod.data.run import writing
 
 FORMATS = Path(__file__).parent / "fixtures" / "formats"
@@ -60,9 +60,9 @@ REFUSED = {
 def formats(monkeypatch):
     """Work in the folder of sources, cut into many pieces of work."""
     monkeypatch.chdir(FORMATS)
-    monkeypatch.setattr(units, "RANGE_BYTES", 1_000)
-    monkeypatch.setattr(units, "GROUP_BYTES", 2_000)
-    monkeypatch.setattr(units, "SMALLEST_GROUP_BYTES", 2_000)
+    monkeypatch.setattr(work_shards, "RANGE_BYTES", 1_000)
+    monkeypatch.setattr(work_shards, "GROUP_BYTES", 2_000)
+    monkeypatch.setattr(work_shards, "SMALLEST_GROUP_BYTES", 2_000)
     monkeypatch.setattr(writing, "DEFAULT_SHARD_BYTES", 2_000)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pod.data.read.records import Bad, BadRecord, Fields, Record, UnreadableFile, one_line, too_long
-from pod.data.read.tables import read_table
+from pod.data.read.table_files import read_table
 from pod.remote import local_copy
 
 _TEXTS = """txt text md markdown rst tex org adoc
