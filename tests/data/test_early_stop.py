@@ -97,7 +97,7 @@ def test_the_draw_is_that_of_all_that_was_read():
         assert found.intervals == expected.intervals
 
 
-def test_units_of_every_source_are_spread_evenly_and_in_another_order_for_every_seed():
+def test_work_shards_of_every_source_are_spread_evenly_and_in_another_order_for_every_seed():
     sources = np.repeat([0, 1, 2], [400, 40, 4])
     orders = [work_shard_order(sources, seed) for seed in range(2)]
     for order in orders:

@@ -228,7 +228,7 @@ def test_given_tokens_are_taken_as_they_are(tokenizer, tmp_path):
     assert sorted(found) == sorted(rows)
 
 
-def test_damaged_unit_files_are_not_used(texts, tokenizer, tmp_path, small_steps, monkeypatch):
+def test_damaged_work_shard_files_are_not_used(texts, tokenizer, tmp_path, small_steps, monkeypatch):
     go_on = stop_before(monkeypatch, "draw")
     with pytest.raises(RuntimeError, match="stopped"):
         prepare(settings(texts), tokenizer, tmp_path / "out/data")

@@ -222,7 +222,7 @@ def test_own_writer_writes_as_the_real_one(tmp_path):
 
 
 @pytest.mark.parametrize("compression", [None, "zstd", "zstd:7", "gz:3"])
-def test_shards_are_units_in_order(tmp_path, compression):
+def test_shards_are_work_shards_in_order(tmp_path, compression):
     shards = [text_samples(*TEXTS), text_samples("four"), [], text_samples("", "five", "six")]
     write_mds(tmp_path, COLUMNS, shards, compression)
     args = DataArgs(sources=[str(tmp_path)])

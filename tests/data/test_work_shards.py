@@ -54,7 +54,7 @@ def mixture(tmp_path):
     return DataArgs(sources=[str(folder), str(tmp_path / "single.ndjson"), f"{folder}/*.txt"])
 
 
-def test_documents_are_the_units_one_after_the_other(mixture, monkeypatch):
+def test_documents_are_the_work_shards_one_after_the_other(mixture, monkeypatch):
     whole = texts_of(mixture)
     assert len(whole) == 7 + 90 + 2 + 2 + 1 + 7 and len(plan_work_shards(mixture)) == 3
     cut_small(monkeypatch)
@@ -83,7 +83,7 @@ def test_the_cut_depends_on_the_files_alone(mixture, monkeypatch):
     assert sent == planned and sent[3].fingerprint() == planned[3].fingerprint()
 
 
-def test_units_say_how_much_text_they_hold(mixture, monkeypatch):
+def test_work_shards_say_how_much_text_they_hold(mixture, monkeypatch):
     cut_small(monkeypatch)
     planned = plan_work_shards(mixture)
     folder = Path(mixture.sources[0])
@@ -95,7 +95,7 @@ def test_units_say_how_much_text_they_hold(mixture, monkeypatch):
     assert all(work_shard.text_bytes <= 300 for work_shard in planned if work_shard.files[0].stop is not None)
 
 
-def test_small_sources_give_many_units_too(tmp_path):
+def test_small_sources_give_many_work_shards_too(tmp_path):
     """A 64th of the source each, from 1 MiB to 32 MiB of text in a run of files and to 64 MiB in a range."""
     mebi = 2**20
     for num_files in (16, 100, 640, 1300, 6400):
@@ -116,7 +116,7 @@ def test_small_sources_give_many_units_too(tmp_path):
         assert sum(len(run) for run in runs) == num_files
 
 
-def test_units_are_small_against_the_target(tmp_path, monkeypatch):
+def test_work_shards_are_small_against_the_target(tmp_path, monkeypatch):
     """A quarter of a byte for each token that is asked for."""
     monkeypatch.setattr(work_shards_module, "SMALLEST_RANGE_BYTES", 10)
     (tmp_path / "a.jsonl").write_bytes(lines(*["some text"] * 10_000))
@@ -152,7 +152,7 @@ def test_files_change_the_fingerprint(tmp_path):
     )
 
 
-def test_small_files_share_a_unit_up_to_its_size(tmp_path, monkeypatch):
+def test_small_files_share_a_work_shard_up_to_its_size(tmp_path, monkeypatch):
     cut_small(monkeypatch, group=100)
     sizes = {
         "a.txt": 60,
@@ -449,7 +449,7 @@ def shard_records(shards):
             yield {"text": f"shard {shard} record {number}", "source": "s"}
 
 
-def test_hub_shards_are_units_in_the_order_of_the_stream(monkeypatch):
+def test_hub_shards_are_work_shards_in_the_order_of_the_stream(monkeypatch):
     stream = datasets.IterableDataset.from_generator(shard_records, gen_kwargs={"shards": list(range(4))})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
     args = DataArgs(sources=["hub:some/set", "hub:other:en@test"])

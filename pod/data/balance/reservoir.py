@@ -162,28 +162,39 @@ class Reservoir:
         """Find the limits anew and drop what lies above."""
         groups, limits = self.groups, self.limits
         pieces = np.concatenate([self.pieces, *self._added])
-        self._added, self.num_added = [], 0
+        self._added = []
+        self.num_added = 0
         self._hold_out(pieces)
         group = groups.of(pieces, limits.place)
         # stable: of equal pieces the first one stays first
         order = np.lexsort((pieces["sampling_key"], group))
         pieces, group = pieces[order], group[order]
         pieces["copy"], rank = self._copies(pieces["sampling_key"], group)
-        own = np.flatnonzero(~pieces["copy"])
-        sampling_keys, lengths = pieces["sampling_key"][own], pieces["length"][own].astype(np.int64)
-        supply = np.bincount(group[own], weights=lengths, minlength=groups.count)[: groups.count]
+        own = ~pieces["copy"]
+        self._lower_limits(pieces[own], group[own])
+        kept = (pieces["sampling_key"] <= limits.sampling_keys[group]) & (rank < COPIES)
+        self.pieces, self.group = pieces[kept], group[kept]
+
+    def _lower_limits(self, pieces: np.ndarray, group: np.ndarray) -> None:
+        """Lower the limits of the groups to the pieces that are needed.
+
+        Args:
+            pieces, group: all pieces that are no copies, sorted by group and sampling key, and their groups.
+        """
+        groups, limits = self.groups, self.limits.sampling_keys
+        sampling_keys = pieces["sampling_key"]
+        lengths = pieces["length"].astype(np.int64)
+        supply = np.bincount(group, weights=lengths, minlength=groups.count)[: groups.count]
         quotas = kept_quotas(supply.astype(np.int64).reshape(groups.intervals, -1), self.args)
-        starts = np.searchsorted(group[own], np.arange(groups.held + 1)).tolist()
+        starts = np.searchsorted(group, np.arange(groups.held + 1)).tolist()
         for number, (start, stop) in enumerate(itertools.pairwise(starts)):
             last = start + self._needed(number, lengths[start:stop], quotas)
             if last < stop:
-                limits.sampling_keys[number] = min(limits.sampling_keys[number], sampling_keys[last - 1])
+                limits[number] = min(limits[number], sampling_keys[last - 1])
         # Pieces that are too short are known if the first interval would keep them: all documents reach that
         # one.
         shortest = [groups.short, *range(groups.sources)]
-        limits.sampling_keys[groups.short] = limits.sampling_keys[shortest].min()
-        kept = (pieces["sampling_key"] <= limits.sampling_keys[group]) & (rank < COPIES)
-        self.pieces, self.group = pieces[kept], group[kept]
+        limits[groups.short] = limits[shortest].min()
 
     @property
     def is_full(self) -> bool:
@@ -260,9 +271,8 @@ class Reservoir:
         # The groups before it leave less than one piece to a group. Else the last of them that is not dry had
         # taken it.
         most = quotas[number] + high
-        return (
-            int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), most, side="right")) + 1 + reserve(high)
-        )
+        that_fit = int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), most, side="right"))
+        return that_fit + 1 + reserve(high)
 
 
 def _cuts(lengths: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:

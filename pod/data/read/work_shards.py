@@ -145,102 +145,137 @@ def read_work_shard(work_shard: WorkShard, args: DataArgs, report: SourceReport)
     """
     for reason in work_shard.left_out:
         report.skip(reason)
-    fields = Fields.from_args(args)
-    for part in work_shard.files or (None,):
-        bad = _skipping(report) if work_shard.is_lenient(args) else _stop
-        report.files += not (
-            part.start if part else work_shard.hub and work_shard.hub.index
-        )  # it begins here
-        yield from _judged(work_shard, args, report, part, _documents(part, work_shard, fields, bad))
+    if work_shard.hub is not None:
+        yield from _read_hub_shard(work_shard, work_shard.hub, args, report)
+    for part in work_shard.files:
+        yield from _read_file(part, work_shard, args, report)
 
 
-def _stop(reason: str) -> None:
-    raise UnreadableFile(reason)
-
-
-def _skipping(report: SourceReport) -> Bad:
-    numbers = count()
-    return lambda reason: report.skip_record(reason, next(numbers) < LISTED_RECORDS)
-
-
-def _judged(
-    work_shard: WorkShard,
-    args: DataArgs,
-    report: SourceReport,
-    part: FilePart | None,
-    documents: Iterator[Document],
+def _read_file(
+    part: FilePart, work_shard: WorkShard, args: DataArgs, report: SourceReport
 ) -> Iterator[Document]:
-    """`documents` of one file without empty ones.
+    """The documents of a file.
 
-    A damaged file ends them or raises; a changed file always raises.
+    A damaged file ends them, or raises under the strict policy. A changed file always raises.
     """
-    bad_before = report.records_skipped
-    is_empty = part is not None and part.stop is None and part.shard is None
+    if part.start == 0:
+        report.files += 1
+    left_out_before = report.empty, report.records_skipped
+    fields = Fields.from_args(args)
+    bad = _policy(work_shard, args, report)
+    given = 0
+    part.check_unchanged()
     try:
-        if part is not None:
-            part.check_unchanged()
-            if part.size < 0:
-                raise UnreadableFile(f"{part.path} is missing or not a regular file")
-        for document in documents:
-            is_empty = False
-            if document.text.strip() if document.tokens is None else len(document.tokens):
-                yield document
-            else:
-                report.empty += 1
+        if part.size < 0:
+            raise UnreadableFile(f"{part.path} is missing or not a regular file")
+        prefix, records = _records(part, fields, bad)
+        for document in _not_empty(_documents(prefix, records, work_shard.spec, bad), report):
+            given += 1
+            yield document
     except UnreadableFile as error:
-        if part is not None:
-            part.check_unchanged()  # then this is why
-        if not work_shard.is_lenient(args):
-            raise ValueError(f"{error}; repair or remove it, or set data.unreadable=skip") from error
-        report.skip(str(error))
+        part.check_unchanged()  # then this is why
+        _leave_out(error, work_shard, args, report)
         return
-    if part is not None:
-        part.check_unchanged()
-    report.empty += is_empty and report.records_skipped == bad_before  # a file without any record
+    part.check_unchanged()
+    is_whole = part.stop is None and part.shard is None
+    if is_whole and given == 0 and left_out_before == (report.empty, report.records_skipped):
+        report.empty += 1  # a file without any record
 
 
-def _records(
-    part: FilePart | None, work_shard: WorkShard, fields: Fields, bad: Bad
-) -> tuple[str, Iterator[Record]]:
+def _read_hub_shard(
+    work_shard: WorkShard, hub: HubShard, args: DataArgs, report: SourceReport
+) -> Iterator[Document]:
+    """The documents of a shard of a hub data set."""
+    if hub.index == 0:
+        report.files += 1
+    place, _ = split_fragment(work_shard.spec)
+    prefix = f"{place}:{hub.index}:" if hub.count > 1 else f"{place}:"
+    bad = _policy(work_shard, args, report)
+    try:
+        records = read_hub(hub, Fields.from_args(args), bad)
+        yield from _not_empty(_documents(prefix, records, work_shard.spec, bad), report)
+    except UnreadableFile as error:
+        _leave_out(error, work_shard, args, report)
+
+
+def _policy(work_shard: WorkShard, args: DataArgs, report: SourceReport) -> Bad:
+    """What happens to the bad records of one file: they are counted, or the first one ends the reading."""
+
+    def stop(reason: str) -> None:
+        raise UnreadableFile(reason)
+
+    numbers = count()
+
+    def skip(reason: str) -> None:
+        report.skip_record(reason, is_listed=next(numbers) < LISTED_RECORDS)
+
+    return skip if work_shard.is_lenient(args) else stop
+
+
+def _leave_out(error: UnreadableFile, work_shard: WorkShard, args: DataArgs, report: SourceReport) -> None:
+    """Count a file that cannot be read, or raise `ValueError` under the strict policy."""
+    if not work_shard.is_lenient(args):
+        raise ValueError(f"{error}; repair or remove it, or set data.unreadable=skip") from error
+    report.skip(str(error))
+
+
+def _not_empty(documents: Iterator[Document], report: SourceReport) -> Iterator[Document]:
+    """The documents that hold something; the others are counted."""
+    for document in documents:
+        if document.tokens is None:
+            is_empty = not document.text.strip()
+        else:
+            is_empty = len(document.tokens) == 0
+        if is_empty:
+            report.empty += 1
+        else:
+            yield document
+
+
+def _records(part: FilePart, fields: Fields, bad: Bad) -> tuple[str, Iterator[Record]]:
     """What the names of a file's records begin with, and the records."""
-    if part is None:
-        assert work_shard.hub is not None, "a work shard without files is of the hub"
-        prefix = split_fragment(work_shard.spec)[0] + ":"
-        return prefix + (f"{work_shard.hub.index}:" if work_shard.hub.count > 1 else ""), read_hub(
-            work_shard.hub, fields, bad
-        )
     if part.shard is not None:
         return f"{part.path}:", read_shard(part.shard, fields, bad)
     if is_remote(part.path):
         return f"{part.path}:", read_copy(part.path, fields, bad)
-    prefix = f"{part.path}:byte " if part.stop is not None else f"{part.path}:"
+    prefix = f"{part.path}:" if part.stop is None else f"{part.path}:byte "
     return prefix, read_records(Path(part.path), fields, bad, part.start, part.stop)
 
 
-def _documents(part: FilePart | None, work_shard: WorkShard, fields: Fields, bad: Bad) -> Iterator[Document]:
+def _documents(prefix: str, records: Iterator[Record], spec: str, bad: Bad) -> Iterator[Document]:
     """The documents of a file's records.
 
     A record is one document, or the documents that the bounds of token ids or the source's fragment say.
+
+    Args:
+        prefix: what the names of the records begin with.
+        spec: the source as the user wrote it.
     """
-    prefix, records = _records(part, work_shard, fields, bad)
-    splitter = split_fragment(work_shard.spec)[1]
+    splitter = split_fragment(spec)[1]
     for record in records:
         name = prefix.removesuffix(":") if record.place is None else f"{prefix}{record.place}"
-        if record.tokens is None:
-            pieces = splitter(record.text) if splitter else [record.text]
-            for number, piece in enumerate(pieces):
-                own_name = f"{name}:{number}" if splitter else name
-                yield Document(piece, work_shard.spec, own_name, None, record.origin)
-            continue
-        if record.bounds is None:
-            yield Document("", work_shard.spec, name, record.tokens, record.origin)
-            continue
-        for number, (start, stop) in enumerate(record.bounds.tolist()):
-            # A copy: a document that waits in a batch must not keep the whole sample in memory.
-            tokens = record.tokens[start:stop].copy()
-            yield Document("", work_shard.spec, f"{name}:{number}", tokens, record.origin)
-        if left := len(record.tokens) - int(np.diff(record.bounds).sum()):
-            bad(f"{name} has {left} token ids outside the documents of data.token_bounds_field")
+        if record.tokens is not None:
+            yield from _documents_of_tokens(record, record.tokens, name, spec, bad)
+        elif splitter is None:
+            yield Document(record.text, spec, name, None, record.origin)
+        else:
+            for number, piece in enumerate(splitter(record.text)):
+                yield Document(piece, spec, f"{name}:{number}", None, record.origin)
+
+
+def _documents_of_tokens(
+    record: Record, tokens: np.ndarray, name: str, spec: str, bad: Bad
+) -> Iterator[Document]:
+    """The documents of a record of token ids; ids outside their bounds are a bad record."""
+    if record.bounds is None:
+        yield Document("", spec, name, tokens, record.origin)
+        return
+    for number, (start, stop) in enumerate(record.bounds.tolist()):
+        # A copy: a document that waits in a batch must not keep the whole sample in memory.
+        yield Document("", spec, f"{name}:{number}", tokens[start:stop].copy(), record.origin)
+    left = len(tokens) - int(np.diff(record.bounds).sum())
+    if left:
+        bad(f"{name} has {left} token ids outside the documents of data.token_bounds_field")
 
 
 def _groups(files: Files, target_tokens: int | None, may_cut: bool) -> Iterator[tuple[FilePart, ...]]:
@@ -254,13 +289,14 @@ def _groups(files: Files, target_tokens: int | None, may_cut: bool) -> Iterator[
     group: list[FilePart] = []
     group_bytes = 0
     for part in whole:
-        ranges = _ranges(part, range_bytes) if may_cut else []
-        alone = bool(ranges) or part.shard is not None
+        alone = _ranges(part, range_bytes) if may_cut else []
+        if part.shard is not None:
+            alone = [part]
         if group and (alone or group_bytes + part.text_bytes > limit):
             yield tuple(group)
             group, group_bytes = [], 0
         if alone:
-            yield from ((one,) for one in ranges or [part])
+            yield from ((one,) for one in alone)
             continue
         group.append(part)
         group_bytes += part.text_bytes
