@@ -40,11 +40,11 @@ import psutil
 from pod.data.args import DataArgs
 from pod.data.balance.draw import draw
 from pod.data.read.documents import SourceReport
-from pod.data.read.units import read_unit
+from pod.data.read.work_shards import read_work_shard
 from pod.data.run.job import Job
 from pod.data.run.prepare import prepare
 from pod.data.run.publish import publish
-from pod.data.run.reading import own_tokens, read_sources
+from pod.data.run.read_sources import own_tokens, read_sources
 from pod.data.run.workers import cores, in_order
 from pod.data.run.writing import pack, write_rows
 from pod.files import write_json
@@ -161,7 +161,7 @@ def run_passes(folder: str, work: str) -> dict:
     job.warm_up()
     reading = read_sources(job)
     times.append(time.perf_counter())
-    drawn = draw(reading.kept, job.args, job.seed)
+    drawn = draw(reading.reservoir, job.args, job.seed)
     packed = pack(drawn, job.args)
     times.append(time.perf_counter())
     entries = write_rows(job, packed)
@@ -171,7 +171,7 @@ def run_passes(folder: str, work: str) -> dict:
     times.append(time.perf_counter())
     names = ("tokenise", "plan", "write", "publish")
     return {
-        "tokens": int(own_tokens(reading.kept.pieces).sum()),
+        "tokens": int(own_tokens(reading.reservoir.pieces).sum()),
         "documents": reading.reports[0].documents,
         **{
             f"{name}_seconds": stop - start
@@ -274,16 +274,18 @@ def cpu_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def count_characters(count, unit, args) -> int:
-    return sum(len(document.text) for document in read_unit(unit, args, SourceReport(unit.spec)))
+def count_characters(count, work_shard, args) -> int:
+    return sum(
+        len(document.text) for document in read_work_shard(work_shard, args, SourceReport(work_shard.spec))
+    )
 
 
 def run_reading(folder: str) -> dict:
     """Seconds of reading `folder` once, on as many processes as preparation has."""
     args = settings(folder, TARGET)
     began, cpu = time.perf_counter(), cpu_seconds()
-    units = Job(args, "unused", "unused").units
-    characters = sum(in_order(count_characters, [(unit, args) for unit in units], cores()))
+    work_shards = Job(args, "unused", "unused").work_shards
+    characters = sum(in_order(count_characters, [(work_shard, args) for work_shard in work_shards], cores()))
     seconds = time.perf_counter() - began
     return {"seconds": seconds, "cpu_seconds": cpu_seconds() - cpu, "characters": characters}
 

@@ -44,10 +44,10 @@ def main(recipe: Recipe, overwrite: bool = False) -> None:
     """
     from pod.commands.ahead import check_lengths, notes_on_rows
     from pod.data.read.books import split_fragment
-    from pod.data.read.places import check_places
+    from pod.data.read.discovery import check_places
+    from pod.data.rows.length_pictures import PICTURE_NAME
     from pod.data.rows.manifest import MANIFEST_NAME
     from pod.data.rows.overview import overview
-    from pod.data.rows.pictures import PICTURE_NAME
     from pod.data.run.prepare import prepare
     from pod.models import resolve_model
     from pod.tokenizer import load_tokenizer

@@ -230,12 +230,12 @@ def hard_texts():
 
 @pytest.fixture
 def small_steps(monkeypatch):
-    """Many units and shards in a small corpus; forked workers inherit it."""
-    from pod.data.read import units
+    """Many work shards and shards in a small corpus; forked workers inherit it."""
+    from pod.data.read import work_shards
     from pod.data.run import writing
 
-    monkeypatch.setattr(units, "GROUP_BYTES", 4_000)
-    monkeypatch.setattr(units, "SMALLEST_GROUP_BYTES", 4_000)
+    monkeypatch.setattr(work_shards, "GROUP_BYTES", 4_000)
+    monkeypatch.setattr(work_shards, "SMALLEST_GROUP_BYTES", 4_000)
     monkeypatch.setattr(writing, "DEFAULT_SHARD_BYTES", 2_000)
 
 

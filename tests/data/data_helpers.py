@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 
 from pod.data.balance.draw import draw
-from pod.data.balance.kept import Kept
-from pod.data.balance.lots import splitmix64
+from pod.data.balance.reservoir import Reservoir
+from pod.data.balance.sampling_keys import splitmix64
 from pod.data.read.documents import SourceReport
-from pod.data.read.units import plan_units, read_unit
+from pod.data.read.work_shards import plan_work_shards, read_work_shard
 from pod.data.rows.verify import open_manifest, verify
-from pod.data.tokens.store import PIECE
+from pod.data.tokens.token_file import PIECE
 
 
 def content(folder):
@@ -19,9 +19,13 @@ def content(folder):
 
 
 def read_all(args):
-    """(documents, report) of all units, one after the other."""
+    """(documents, report) of all work shards, one after the other."""
     report = SourceReport("all")
-    documents = [document for unit in plan_units(args) for document in read_unit(unit, args, report)]
+    documents = [
+        document
+        for work_shard in plan_work_shards(args)
+        for document in read_work_shard(work_shard, args, report)
+    ]
     for document in documents:
         report.add_document(document)
     return documents, report
@@ -49,27 +53,27 @@ def none(document):
 
 
 def documents_of(lengths, sources=None, digests=None, places=None):
-    """Documents as reading hands them to the draw; each is found again by its `unit`."""
+    """Documents as reading hands them to the draw; each is found again by its `work_shard`."""
     documents = np.zeros(len(lengths), PIECE)
     numbers = np.arange(len(lengths), dtype=np.uint64)
     documents["length"] = lengths
     documents["source"] = 0 if sources is None else sources
-    documents["lot"] = splitmix64(numbers) if digests is None else digests
+    documents["sampling_key"] = splitmix64(numbers) if digests is None else digests
     documents["place"] = 2**64 - 1 if places is None else places
-    documents["unit"] = numbers
+    documents["work_shard"] = numbers
     return documents
 
 
-def kept_of(documents, args, seed=0, held_out_tokens=0, at_once=10**9):
+def reservoir_of(documents, args, seed=0, held_out_tokens=0, at_once=10**9):
     """What is kept when `at_once` documents are added between two settlements.
 
     It keeps nothing that a fresh one would not.
     """
-    kept = Kept(args, seed, held_out_tokens)
+    reservoir = Reservoir(args, seed, held_out_tokens)
     for start in range(0, max(1, len(documents)), at_once):
-        kept.add(kept.cut(documents[start : start + at_once]))
-        kept.settle()
-    return kept
+        reservoir.add(reservoir.cut(documents[start : start + at_once]))
+        reservoir.settle()
+    return reservoir
 
 
 def drawn_of(lengths, args, seed=0, sources=None):
@@ -77,5 +81,5 @@ def drawn_of(lengths, args, seed=0, sources=None):
 
     The documents are whole, and there is no held-out text.
     """
-    drawn = draw(kept_of(documents_of(lengths, sources), args, seed), args, seed)
-    return drawn.pieces["unit"].astype(np.int64), drawn
+    drawn = draw(reservoir_of(documents_of(lengths, sources), args, seed), args, seed)
+    return drawn.pieces["work_shard"].astype(np.int64), drawn

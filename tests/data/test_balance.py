@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pod.data.args import DataArgs
-from pod.data.balance.intervals import (
+from pod.data.balance.length_intervals import (
     balance_report,
     bounds_of,
     choose,

@@ -8,14 +8,14 @@ import math
 
 import numpy as np
 import pytest
-from data_helpers import documents_of, drawn_of, kept_of
+from data_helpers import documents_of, drawn_of, reservoir_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pod.data.args import DataArgs
 from pod.data.balance.draw import draw
-from pod.data.balance.intervals import bounds_of
-from pod.data.balance.lots import splitmix64
+from pod.data.balance.length_intervals import bounds_of
+from pod.data.balance.sampling_keys import splitmix64
 
 MASK = 2**64 - 1
 
@@ -79,9 +79,9 @@ def naive_split(documents, args, held_out_tokens):
     for place, number in by_place:
         if place >= limit:
             break
-        if documents[number]["lot"] not in seen:
+        if documents[number]["sampling_key"] not in seen:
             tokens += min(int(documents[number]["length"]), args.context_length)
-        seen.add(documents[number]["lot"])
+        seen.add(documents[number]["sampling_key"])
         if tokens >= held_out_tokens:
             limit = place + 1
     held = [number for place, number in by_place if place < limit]
@@ -100,23 +100,29 @@ def naive_pieces(documents, numbers, args, seed):
             length = min(int(one["length"]) - start, context)
             if length < max(args.min_tokens, bounds[0]):
                 continue
-            lot = mix(mix(int(one["lot"]) ^ mix(cut)) ^ seeded(seed, 1))
+            sampling_key = mix(mix(int(one["sampling_key"]) ^ mix(cut)) ^ seeded(seed, 1))
             interval = max(at for at in range(len(bounds) - 1) if bounds[at] <= length or at == 0)
             pieces.append(
-                {"number": number, "start": start, "length": length, "lot": lot, "source": int(one["source"])}
+                {
+                    "number": number,
+                    "start": start,
+                    "length": length,
+                    "sampling_key": sampling_key,
+                    "source": int(one["source"]),
+                }
                 | {"interval": interval, "group": int(one["source"]) if args.weights else 0}
             )
     return pieces
 
 
 def without_copies(pieces, args):
-    """Only the first of equal lots; with weights that of the first source."""
+    """Only the first of equal sampling keys; with weights that of the first source."""
     if not args.deduplicate:
         return pieces
     found = {}
     for one in sorted(pieces, key=lambda one: one["group"]):
-        found.setdefault(one["lot"], one)
-    return [one for one in pieces if found[one["lot"]] is one]
+        found.setdefault(one["sampling_key"], one)
+    return [one for one in pieces if found[one["sampling_key"]] is one]
 
 
 def oracle(documents, args, seed, held_out_tokens, drawn):
@@ -143,13 +149,13 @@ def oracle(documents, args, seed, held_out_tokens, drawn):
         )
         carry = 0
         for source in sorted(groups, key=freedom):
-            ordered = sorted(groups[source], key=lambda one: one["lot"])
+            ordered = sorted(groups[source], key=lambda one: one["sampling_key"])
             chosen = best_part(ordered, quotas[source] + carry)
             carry += quotas[source] - sum(one["length"] for one in chosen)
             result += [(turn, at, source, one) for turn in range(whole) for one in ordered]
             result += [(whole, at, source, one) for one in ordered if any(one is other for other in chosen)]
-    lot = lambda item: mix(item[3]["lot"] ^ seeded(seed, 2 + item[0]))  # noqa: E731
-    result.sort(key=lambda item: (lot(item), item[1], item[2], item[0]))
+    sampling_key = lambda item: mix(item[3]["sampling_key"] ^ seeded(seed, 2 + item[0]))  # noqa: E731
+    result.sort(key=lambda item: (sampling_key(item), item[1], item[2], item[0]))
     return [(item[3]["number"], item[3]["start"]) for item in result]
 
 
@@ -215,19 +221,22 @@ def corpora(draw_):
 @given(corpora(), st.integers(-5, 2**63), st.sampled_from([0, 100, 3000]), st.sampled_from([7, 50, 10**6]))
 def test_same_as_reading_everything_first(corpus, seed, held_out_tokens, at_once):
     documents, args = corpus
-    kept = kept_of(documents, args, seed, held_out_tokens, at_once)
-    held = [int(pieces["unit"][0]) for pieces in kept.held_out()]
+    reservoir = reservoir_of(documents, args, seed, held_out_tokens, at_once)
+    held = [int(pieces["work_shard"][0]) for pieces in reservoir.held_out()]
     expected, _ = naive_split(documents, args, held_out_tokens)
-    first = {int(documents["lot"][number]): number for number in reversed(expected)}
+    first = {int(documents["sampling_key"][number]): number for number in reversed(expected)}
     assert sorted(held) == sorted(first.values())
     assert documents["place"][held].tolist() == sorted(documents["place"][held].tolist())
     try:
-        drawn = draw(kept, args, seed)
+        drawn = draw(reservoir, args, seed)
     except ValueError as error:
         assert any(reason in str(error) for reason in ("no document", "no document was drawn"))
         return
     expected = oracle(documents, args, seed % 2**64, held_out_tokens, drawn)
-    assert list(zip(drawn.pieces["unit"].tolist(), drawn.pieces["start"].tolist(), strict=True)) == expected
+    assert (
+        list(zip(drawn.pieces["work_shard"].tolist(), drawn.pieces["start"].tolist(), strict=True))
+        == expected
+    )
 
 
 @pytest.mark.parametrize("weights", [[], [1, 3]])
@@ -240,15 +249,15 @@ def test_nothing_beyond_the_target_and_a_reserve_is_kept_and_nothing_needed_is_d
         lengths, rng.integers(0, 2, 20_000), None, rng.integers(0, 2**64, 20_000, dtype=np.uint64)
     )
     args = arguments(2, weights=weights, exhausted=exhausted, target_tokens=40_000)
-    expected = kept_of(documents, args, 3, 2_000)
+    expected = reservoir_of(documents, args, 3, 2_000)
     assert expected.is_full and expected.held_out_full
     # A reserve of 33 pieces and one more for each group, and the samples that tell how much was left out.
     train = expected.pieces[expected.group < expected.groups.count]
     assert 40_000 < train["length"].sum() < 40_000 + 35 * 2 * sum(expected.groups.bounds[1:])
     for at_once in (90, 777):
-        found = kept_of(documents, args, 3, 2_000, at_once)
+        found = reservoir_of(documents, args, 3, 2_000, at_once)
         assert found.pieces.tolist() == expected.pieces.tolist()
-        assert found.limits.lots.tolist() == expected.limits.lots.tolist()
+        assert found.limits.sampling_keys.tolist() == expected.limits.sampling_keys.tolist()
         assert found.limits.place == expected.limits.place
         for one, other in zip(found.counted(2), expected.counted(2), strict=True):
             assert np.array_equal(one, other)
@@ -261,12 +270,14 @@ def test_what_may_be_needed_is_told_before_tokenising():
     places = rng.integers(0, 2**64, 20_000, dtype=np.uint64)
     documents = documents_of(lengths, None, None, places)
     args = arguments(target_tokens=40_000)
-    kept = kept_of(documents, args, 3, 2_000)
-    needed = kept.may_need(documents["lot"], places, lengths * 3, 0)
+    reservoir = reservoir_of(documents, args, 3, 2_000)
+    needed = reservoir.may_need(documents["sampling_key"], places, lengths * 3, 0)
     assert 0.01 < needed.mean() < 0.3
-    again = kept_of(documents[needed], args, 3, 2_000)
-    alike = ~np.isin(kept.group, [kept.groups.short])
-    assert kept.pieces[alike].tolist() == again.pieces[~np.isin(again.group, [again.groups.short])].tolist()
+    again = reservoir_of(documents[needed], args, 3, 2_000)
+    alike = ~np.isin(reservoir.group, [reservoir.groups.short])
+    assert (
+        reservoir.pieces[alike].tolist() == again.pieces[~np.isin(again.group, [again.groups.short])].tolist()
+    )
 
 
 def test_copies_in_sources_with_weights_are_drawn_once():
@@ -274,8 +285,8 @@ def test_copies_in_sources_with_weights_are_drawn_once():
     lengths, digests = np.full(400, 100), np.tile(splitmix64(np.arange(200, dtype=np.uint64)), 2)
     documents = documents_of(lengths, np.repeat([1, 0], 200), digests)
     args = arguments(2, weights=[1, 1], target_tokens=20_000, intervals=[64])
-    drawn = draw(kept_of(documents, args, at_once=50), args, 0)
-    assert len(set(drawn.pieces["lot"].tolist())) == len(drawn.pieces) > 90
+    drawn = draw(reservoir_of(documents, args, at_once=50), args, 0)
+    assert len(set(drawn.pieces["sampling_key"].tolist())) == len(drawn.pieces) > 90
     assert set(drawn.pieces["source"].tolist()) == {0}
 
 
@@ -286,10 +297,10 @@ def test_counts_of_what_was_dropped_are_near_the_truth():
     digests[::4] = digests[1::4]
     lengths[::4] = lengths[1::4]
     args = arguments(target_tokens=50_000, short_documents="drop", long_documents="skip")
-    kept = kept_of(documents_of(lengths, None, digests), args, at_once=900)
-    counted, groups = kept.counted(1), kept.groups
+    reservoir = reservoir_of(documents_of(lengths, None, digests), args, at_once=900)
+    counted, groups = reservoir.counted(1), reservoir.groups
     own = np.delete(lengths, np.s_[::4])
-    assert len(kept.pieces) < 6_000
+    assert len(reservoir.pieces) < 6_000
     for group, length in ((groups.short, 30), (groups.long, 700)):
         assert counted.documents[group, 0] == pytest.approx((own == length).sum(), rel=0.15)
     assert counted.tokens[groups.count - 1, 0] == pytest.approx(own[own == 300].sum(), rel=0.3)

@@ -11,7 +11,7 @@ import pytest
 from data_helpers import content
 
 from pod.data import DataArgs, PackedDataset, prepare
-from pod.data.read import units
+from pod.data.read import work_shards
 from pod.data.run import publish
 from pod.data.run.folders import check_replaceable, locked
 from pod.data.run.job import Job
@@ -20,7 +20,7 @@ from pod.data.run.job import Job
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(publish, "draw_lengths", lambda *_: None)
-    monkeypatch.setattr(units, "GROUP_BYTES", 4_000)
+    monkeypatch.setattr(work_shards, "GROUP_BYTES", 4_000)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from pod.data import DataArgs, held_out_documents, long_sequences, prepare, source_documents
 from pod.data.read.documents import Document, SourceReport
 from pod.data.run.job import Job
-from pod.data.run.reading import documents_of, encode
+from pod.data.run.read_sources import documents_of, encode
 from pod.data.tokens.tokenizers import BoundaryTokens, identity
 from pod.tokenizer import load_tokenizer
 
@@ -161,7 +161,7 @@ def test_split_is_a_property_of_the_opening(make_text):
 def test_boundary_policies(corpus, tokenizer, make_text, policy, before, after):
     args = DataArgs(sources=[str(corpus([5, 7]))], boundary_tokens=policy, target_tokens=4096)
     job = Job(args, tokenizer, "unused")
-    found = encode(job, list(documents_of(job, job.units[0], SourceReport(""))))
+    found = encode(job, list(documents_of(job, job.work_shards[0], SourceReport(""))))
     words = [
         tokenizer.convert_tokens_to_ids(make_text(size, seed).split()) for seed, size in enumerate((5, 7))
     ]

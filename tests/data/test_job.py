@@ -14,7 +14,7 @@ import pytest
 from data_helpers import check_whole, content
 
 from pod.data import DataArgs, held_out_documents, prepare
-from pod.data.run import reading
+from pod.data.run import read_sources
 from pod.data.run.folders import locked
 from pod.data.run.job import Job
 
@@ -33,15 +33,15 @@ def settings(*sources, **changes):
     return DataArgs(sources=[str(source) for source in sources], **{**options, **changes})
 
 
-def units_read(monkeypatch):
-    """First files of the units that are really read from now on."""
-    read, seen = reading.read_unit, []
+def work_shards_read(monkeypatch):
+    """First files of the work shards that are really read from now on."""
+    read, seen = read_sources.read_work_shard, []
 
-    def watched(unit, args, report):
-        seen.append(unit.files[0].path)
-        yield from read(unit, args, report)
+    def watched(work_shard, args, report):
+        seen.append(work_shard.files[0].path)
+        yield from read(work_shard, args, report)
 
-    monkeypatch.setattr(reading, "read_unit", watched)
+    monkeypatch.setattr(read_sources, "read_work_shard", watched)
     return seen
 
 
@@ -80,7 +80,7 @@ def test_nothing_is_done_twice(texts, tokenizer, tmp_path, small_steps, monkeypa
     with pytest.raises(RuntimeError, match="stopped"):
         prepare(settings(texts), tokenizer, tmp_path / "out/data")
     go_on()
-    seen = units_read(monkeypatch)
+    seen = work_shards_read(monkeypatch)
     written = (tmp_path / "out/data.work/rows/shard-00001.tokens.npy").stat().st_mtime_ns
     monkeypatch.setattr(os, "replace", spied := Spy(os.replace))
     prepare(settings(texts), tokenizer, tmp_path / "out/data")
@@ -99,16 +99,18 @@ class Spy:
 
 
 def test_interrupted_reading_goes_on(texts, tokenizer, tmp_path, small_steps, monkeypatch):
-    """Also when a broken file is to be skipped from then on: finished units stay."""
+    """Also when a broken file is to be skipped from then on: finished work shards stay."""
     (texts / "00020.txt").write_bytes(b"\xff\xfe broken \xff")
-    seen = units_read(monkeypatch)
+    seen = work_shards_read(monkeypatch)
     with pytest.raises(ValueError, match=r"00020.txt"):
         prepare(settings(texts), tokenizer, tmp_path / "out/data")
     before = len(seen)
     assert before > 2 and not (tmp_path / "out/data").exists()
     seen.clear()
     data = prepare(settings(texts, unreadable="skip"), tokenizer, tmp_path / "out/data")
-    assert len(seen) == len(Job(settings(texts), tokenizer, "x").units) - (before - 1), "units are read again"
+    assert len(seen) == len(Job(settings(texts), tokenizer, "x").work_shards) - (before - 1), (
+        "work shards are read again"
+    )
     assert data.manifest["read"]["sources"][0]["skipped"] == 1
     prepare(settings(texts, unreadable="skip"), tokenizer, tmp_path / "fresh")
     assert content(tmp_path / "out/data") == content(tmp_path / "fresh")
@@ -152,7 +154,7 @@ def test_source_changed_while_it_is_read(texts, tokenizer, tmp_path):
     one.open_work()
     (texts / "00003.txt").write_text("other text")
     with pytest.raises(ValueError, match="00003.txt was changed while the data was prepared"):
-        reading.read_sources(one)
+        read_sources.read_sources(one)
 
 
 def test_reading_stops_when_every_interval_and_the_held_out_text_are_full(
@@ -160,7 +162,7 @@ def test_reading_stops_when_every_interval_and_the_held_out_text_are_full(
 ):
     """The rest of the files is never opened; the rows are those of the files that were."""
     folder = corpus(random.Random(0).choices(range(2, 300), k=1000))
-    seen = units_read(monkeypatch)
+    seen = work_shards_read(monkeypatch)
     data = prepare(settings(folder, target_tokens=3_000, held_out_tokens=300), tokenizer, tmp_path / "data")
     told = data.manifest["read"]
     assert len(seen) == told["units"] < told["units_of_all"] / 2
@@ -190,8 +192,8 @@ def test_a_dry_interval_lets_the_corpus_be_read_to_its_end_but_not_tokenised(
     job.warm_up()
     encode = job.encoder._encode
     job.encoder._encode = lambda texts: encoded.extend(texts) or encode(texts)
-    read = reading.read_sources(job)
-    assert read.num_units == len(job.units) and read.reports[0].documents == 405
+    read = read_sources.read_sources(job)
+    assert read.num_work_shards == len(job.work_shards) and read.reports[0].documents == 405
     assert 50 < len(encoded) < 300 and sum(len(text.split()) == 1000 for text in encoded) == 5
 
 
@@ -226,7 +228,7 @@ def test_given_tokens_are_taken_as_they_are(tokenizer, tmp_path):
     assert sorted(found) == sorted(rows)
 
 
-def test_damaged_unit_files_are_not_used(texts, tokenizer, tmp_path, small_steps, monkeypatch):
+def test_damaged_work_shard_files_are_not_used(texts, tokenizer, tmp_path, small_steps, monkeypatch):
     go_on = stop_before(monkeypatch, "draw")
     with pytest.raises(RuntimeError, match="stopped"):
         prepare(settings(texts), tokenizer, tmp_path / "out/data")
@@ -236,7 +238,7 @@ def test_damaged_unit_files_are_not_used(texts, tokenizer, tmp_path, small_steps
     flipped = bytearray(wrong.read_bytes())
     flipped[0] ^= 1
     wrong.write_bytes(flipped)
-    seen = units_read(monkeypatch)
+    seen = work_shards_read(monkeypatch)
     prepare(settings(texts), tokenizer, tmp_path / "out/data")
     assert len(seen) == 2
     prepare(settings(texts), tokenizer, tmp_path / "fresh")
@@ -251,9 +253,9 @@ def test_the_work_folder_stays_small(corpus, tokenizer, tmp_path, small_steps, m
     with pytest.raises(RuntimeError, match="stopped"):
         prepare(args, tokenizer, tmp_path / "data")
     sizes = [file.stat().st_size for file in (tmp_path / "data.work").glob("unit-*.bin")]
-    assert len(sizes) == len(Job(args, tokenizer, "x").units)
-    read = reading.read_sources(Job(args, tokenizer, tmp_path / "data"))
-    live = reading.own_tokens(read.kept.pieces).sum()
+    assert len(sizes) == len(Job(args, tokenizer, "x").work_shards)
+    read = read_sources.read_sources(Job(args, tokenizer, tmp_path / "data"))
+    live = read_sources.own_tokens(read.reservoir.pieces).sum()
     assert sum(read.sizes.values()) <= 2 * live < 40_000
     assert all(
         size < 2 * tokens for size, tokens in ((read.sizes[n], len_of(read, n)) for n in read.sizes) if size
@@ -261,9 +263,9 @@ def test_the_work_folder_stays_small(corpus, tokenizer, tmp_path, small_steps, m
 
 
 def len_of(read, number):
-    """Tokens of unit `number` that are needed, and one."""
-    own = read.kept.pieces[read.kept.pieces["unit"] == number]
-    return reading.own_tokens(own).sum() + 1
+    """Tokens of work shard `number` that are needed, and one."""
+    own = read.reservoir.pieces[read.reservoir.pieces["work_shard"] == number]
+    return read_sources.own_tokens(own).sum() + 1
 
 
 def test_second_run_at_the_same_time_is_refused(texts, tokenizer, tmp_path, monkeypatch):
@@ -284,11 +286,11 @@ def test_jobs_can_be_sent_to_other_processes(texts, tokenizer, tmp_path):
 
 
 def test_worker_that_is_killed_is_named(texts, tokenizer, tmp_path, small_steps, monkeypatch):
-    def dies(unit, args, report):
+    def dies(work_shard, args, report):
         os.kill(os.getpid(), 9)
         yield
 
-    monkeypatch.setattr(reading, "read_unit", dies)
+    monkeypatch.setattr(read_sources, "read_work_shard", dies)
     with pytest.raises(ValueError, match="a worker process was killed, probably for lack of memory") as info:
         prepare(settings(texts, workers=2), tokenizer, tmp_path / "data")
     assert "\n" not in str(info.value)

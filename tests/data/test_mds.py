@@ -16,7 +16,7 @@ from pod.data.args import DataArgs
 from pod.data.read.documents import SourceReport
 from pod.data.read.mds import ARRAY_TYPES, mds_shards, read_index, read_shard
 from pod.data.read.records import Fields
-from pod.data.read.units import plan_units, read_unit
+from pod.data.read.work_shards import plan_work_shards, read_work_shard
 
 WRITTEN = Path(__file__).parent / "fixtures" / "mds"
 """Written by MDSWriter of mosaicml-streaming 0.13.0."""
@@ -27,7 +27,9 @@ PRO_LONG = {"token_field": "input_ids", "token_bounds_field": "indices"}
 def read_all(*sources, **settings):
     args = DataArgs(sources=list(map(str, sources)), **settings)
     report = SourceReport("all")
-    return [one for unit in plan_units(args) for one in read_unit(unit, args, report)], report
+    return [
+        one for work_shard in plan_work_shards(args) for one in read_work_shard(work_shard, args, report)
+    ], report
 
 
 def texts_of(*sources, **settings):
@@ -220,14 +222,14 @@ def test_own_writer_writes_as_the_real_one(tmp_path):
 
 
 @pytest.mark.parametrize("compression", [None, "zstd", "zstd:7", "gz:3"])
-def test_shards_are_units_in_order(tmp_path, compression):
+def test_shards_are_work_shards_in_order(tmp_path, compression):
     shards = [text_samples(*TEXTS), text_samples("four"), [], text_samples("", "five", "six")]
     write_mds(tmp_path, COLUMNS, shards, compression)
     args = DataArgs(sources=[str(tmp_path)])
-    planned = plan_units(args)
-    assert len(planned) == 4 and len({unit.fingerprint() for unit in planned}) == 4
+    planned = plan_work_shards(args)
+    assert len(planned) == 4 and len({work_shard.fingerprint() for work_shard in planned}) == 4
     raw = [len(shard_bytes(COLUMNS, samples)) for samples in shards]
-    assert [unit.text_bytes for unit in planned] == raw
+    assert [work_shard.text_bytes for work_shard in planned] == raw
     documents, report = read_all(tmp_path)
     assert [one.text for one in documents] == [*TEXTS, "four", "five", "six"]
     assert (report.files, report.empty, report.skipped) == (4, 1, 0)
@@ -282,9 +284,9 @@ def test_files_beside_shards_are_named_not_read(tmp_path):
         "shard.00009.mds is next to" in report.skipped_files[1],
     ] == [True, True]
     assert texts_of(tmp_path, include=["*.mds", "*.md"], unreadable="skip") == ["not a document", "b", "a"]
-    before = plan_units(DataArgs(sources=[str(tmp_path)]))[0].fingerprint()
+    before = plan_work_shards(DataArgs(sources=[str(tmp_path)]))[0].fingerprint()
     (tmp_path / "NEWS").write_text("")
-    assert plan_units(DataArgs(sources=[str(tmp_path)]))[0].fingerprint() != before
+    assert plan_work_shards(DataArgs(sources=[str(tmp_path)]))[0].fingerprint() != before
 
 
 def test_an_index_of_something_else_is_a_document(tmp_path):
@@ -311,7 +313,7 @@ def test_wrong_indexes_are_refused(tmp_path, change, message):
     (entry,) = write_mds(tmp_path, COLUMNS, [text_samples("a")])
     write_index(tmp_path, [entry | change], **({"version": 1} if "version" in change else {}))
     with pytest.raises(ValueError, match=message) as info:
-        plan_units(DataArgs(sources=[str(tmp_path)]))
+        plan_work_shards(DataArgs(sources=[str(tmp_path)]))
     assert "\n" not in str(info.value)
 
 
@@ -397,8 +399,8 @@ def test_bad_samples_are_skipped_one_by_one(tmp_path):
 def test_changed_shards_are_named(tmp_path):
     write_mds(tmp_path, COLUMNS, [text_samples("a"), text_samples("b")])
     args = DataArgs(sources=[str(tmp_path)], unreadable="skip")
-    planned = plan_units(args)
+    planned = plan_work_shards(args)
     shutil.copyfile(tmp_path / "shard.00000.mds", tmp_path / "shard.00001.mds")
-    assert [one.text for one in read_unit(planned[0], args, SourceReport(""))] == ["a"]
+    assert [one.text for one in read_work_shard(planned[0], args, SourceReport(""))] == ["a"]
     with pytest.raises(ValueError, match="shard.00001.mds was changed while the data was prepared"):
-        list(read_unit(planned[1], args, SourceReport("")))
+        list(read_work_shard(planned[1], args, SourceReport("")))

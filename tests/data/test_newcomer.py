@@ -14,15 +14,15 @@ from pathlib import Path
 import datasets
 import pytest
 import zstandard
-from data_helpers import documents_of, kept_of, read_all, texts_of
+from data_helpers import documents_of, read_all, reservoir_of, texts_of
 
 from pod.commands.data import start
 from pod.data import DataArgs, prepare
-from pod.data.read.places import check_places
-from pod.data.read.units import plan_units
+from pod.data.read.discovery import check_places
+from pod.data.read.work_shards import plan_work_shards
 from pod.data.rows.overview import overview
+from pod.data.run.data_progress import Progress
 from pod.data.run.prepare import estimate
-from pod.data.run.progress import Progress
 from pod.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ def test_files_of_unknown_kind_are_refused_by_name(tmp_path, name):
     (tmp_path / name).write_bytes(b"x,y\n1,2\n")
     for source in (tmp_path, tmp_path / name):
         with pytest.raises(ValueError, match=rf"{name} has an unknown file type .*data.include") as info:
-            plan_units(DataArgs(sources=[str(source)]))
+            plan_work_shards(DataArgs(sources=[str(source)]))
         assert "\n" not in str(info.value)
     documents, report = read_all(DataArgs(sources=[str(tmp_path)], unreadable="skip"))
     assert [one.text for one in documents] == ["good"] and name in report.skipped_files[0]
@@ -126,7 +126,7 @@ def test_a_model_without_a_tokenizer_is_named(tmp_path, monkeypatch, capsys):
 def test_a_mistyped_place_answers_at_once(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
     with pytest.raises(ValueError, match="source 'my_texts/corpus' does not exist here.*hub:") as info:
-        plan_units(DataArgs(sources=["my_texts/corpus"]))
+        plan_work_shards(DataArgs(sources=["my_texts/corpus"]))
     assert "\n" not in str(info.value)
 
 
@@ -239,9 +239,9 @@ def test_reading_shows_the_interval_that_fills_last_and_the_time_left():
     large = Progress(2 * 10**9)
     assert large.line(1) == "read 0B of 2GB", "a billion of bytes is no BB"
     large.close()
-    progress.show(kept_of(documents_of([100] * 500 + [200] * 500 + [300] * 20), args))
+    progress.show(reservoir_of(documents_of([100] * 500 + [200] * 500 + [300] * 20), args))
     assert progress.line(120) == "read 250kB of 1MB, interval 256–512: 60 %, 1.3 min left"
-    progress.show(kept_of(documents_of([100] * 500 + [200] * 500 + [300] * 500), args))
+    progress.show(reservoir_of(documents_of([100] * 500 + [200] * 500 + [300] * 500), args))
     assert progress.line(120) == "read 250kB of 1MB, interval 1–128: 100 %"
     progress.close()
 

@@ -29,7 +29,7 @@ def test_every_number_is_shown(packed_folder):
         "8 of 64 tokens, padding 2.73 %",
         "40 tokens of 6 documents",
         "8 pieces of longer documents",
-        "3 of 4 units of the sources, 140 documents",
+        "3 of 4 work shards of the sources, 140 documents",
         "2 pieces spell a special token",
         "! interval 32–64 ran dry",
         "60                            from  wiki",

@@ -16,8 +16,8 @@ from data_helpers import content, read_all, texts_of
 
 from pod import remote
 from pod.data import DataArgs, prepare
-from pod.data.read import units
-from pod.data.read.units import plan_units
+from pod.data.read import work_shards
+from pod.data.read.work_shards import plan_work_shards
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -74,10 +74,10 @@ def test_messages_name_the_url_and_its_advice(site):
     assert report.skipped_files[0].startswith(f"{url}a.jsonl line 2")
     (folder / "b.csv").write_bytes(b"x\n")
     with pytest.raises(ValueError, match=rf"^{url}b.csv has an unknown file type"):
-        plan_units(DataArgs(sources=[url + "b.csv"]))
+        plan_work_shards(DataArgs(sources=[url + "b.csv"]))
     for missing in ("c.jsonl", "sub/*.jsonl"):
         with pytest.raises(ValueError, match=r"names no file that can be seen from here"):
-            plan_units(DataArgs(sources=[url + missing]))
+            plan_work_shards(DataArgs(sources=[url + missing]))
     assert not copies()
 
 
@@ -87,7 +87,7 @@ def test_messages_name_the_url_and_its_advice(site):
 def test_a_place_that_cannot_be_asked_is_one_line(monkeypatch, url, said):
     monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
     with pytest.raises(ValueError, match=rf"{url} cannot be read \(.*{said}.*check the address") as info:
-        plan_units(DataArgs(sources=[url]))
+        plan_work_shards(DataArgs(sources=[url]))
     assert "\n" not in str(info.value)
 
 
@@ -95,11 +95,11 @@ def test_a_file_that_changes_is_noticed(site):
     folder, url = site
     (folder / "a.txt").write_text("one")
     args = DataArgs(sources=[url + "a.txt"])
-    planned, before = plan_units(args), remote.remote_state(url + "a.txt")
+    planned, before = plan_work_shards(args), remote.remote_state(url + "a.txt")
     assert before[0] == 3 and remote.remote_state(url + "a.txt") == before
     (folder / "a.txt").write_text("another")
     with pytest.raises(ValueError, match="a.txt was changed while the data was prepared"):
-        list(units.read_unit(planned[0], args, units.SourceReport("x")))
+        list(work_shards.read_work_shard(planned[0], args, work_shards.SourceReport("x")))
     (folder / "a.txt").unlink()
     assert remote.remote_state(url + "a.txt") == (-1, 0)
 
@@ -111,8 +111,8 @@ def test_rows_are_those_of_the_same_files_here(site, tokenizer, make_text, tmp_p
     for number in range(6):
         texts = [make_text(draw.randrange(5, 300), 100 * number + one) for one in range(60)]
         (folder / f"{number}.jsonl").write_bytes(lines(*texts))
-    monkeypatch.setattr(units, "SMALLEST_GROUP_BYTES", 1)
-    monkeypatch.setattr(units, "GROUP_BYTES", 1)
+    monkeypatch.setattr(work_shards, "SMALLEST_GROUP_BYTES", 1)
+    monkeypatch.setattr(work_shards, "GROUP_BYTES", 1)
     rows = {}
     for name, place, workers in (("here", f"{folder}/", 1), ("one", url, 1), ("two", url, 2)):
         args = DataArgs(

@@ -17,10 +17,10 @@ from data_helpers import content
 
 from pod.commands import data
 from pod.data import DataArgs, prepare
-from pod.data.run import reading
+from pod.data.run import read_sources
 from pod.data.run.job import Job
 from pod.data.run.workers import in_order
-from pod.data.tokens import store
+from pod.data.tokens import token_file
 
 pytestmark = pytest.mark.usefixtures("no_pictures", "small_steps")
 
@@ -45,7 +45,7 @@ def stopped(monkeypatch, *arguments, **options):
 
 
 def fail_if_read(*_):
-    raise AssertionError("a unit is read")
+    raise AssertionError("a work shard is read")
 
 
 def no_space(*_):
@@ -182,18 +182,18 @@ def test_a_broken_file_that_is_not_needed_is_no_error_for_any_number_of_workers(
     args, tokenizer, tmp_path, monkeypatch
 ):
     """Workers read ahead; what they meet behind the end of reading must not show."""
-    read_units = prepare(args, tokenizer, tmp_path / "one").manifest["read"]["units"]
-    broken = Job(args, tokenizer, "x").order()[read_units:]
-    paths = {Job(args, tokenizer, "x").units[number].files for number in broken}
-    read = reading.read_unit
+    num_read = prepare(args, tokenizer, tmp_path / "one").manifest["read"]["units"]
+    broken = Job(args, tokenizer, "x").order()[num_read:]
+    paths = {Job(args, tokenizer, "x").work_shards[number].files for number in broken}
+    read = read_sources.read_work_shard
 
-    def breaks(unit, *rest):
-        if unit.files in paths:
-            raise ValueError(f"{unit.files[0].path} is broken")
+    def breaks(work_shard, *rest):
+        if work_shard.files in paths:
+            raise ValueError(f"{work_shard.files[0].path} is broken")
         time.sleep(0.05)  # the broken one is met first
-        return read(unit, *rest)
+        return read(work_shard, *rest)
 
-    monkeypatch.setattr(reading, "read_unit", breaks)
+    monkeypatch.setattr(read_sources, "read_work_shard", breaks)
     for workers in (1, 3):
         prepare(replace(args, workers=workers), tokenizer, tmp_path / f"out-{workers}")
         assert content(tmp_path / f"out-{workers}") == content(tmp_path / "one")
@@ -214,7 +214,7 @@ def test_who_waited_for_another_run_takes_its_result(args, tokenizer, tmp_path, 
     def another_run_is_faster(*arguments):
         monkeypatch.setattr(module, "check_can_write", check)
         prepare(args, tokenizer, tmp_path / "data")
-        monkeypatch.setattr(reading, "read_unit", fail_if_read)
+        monkeypatch.setattr(read_sources, "read_work_shard", fail_if_read)
         return check(*arguments)
 
     monkeypatch.setattr(module, "check_can_write", another_run_is_faster)
@@ -228,7 +228,7 @@ def test_data_that_is_up_to_date_leaves_other_unfinished_work_alone(args, tokeni
     prepare(args, tokenizer, tmp_path / "data")
     assert work and content_of_work(tmp_path) == work
     with monkeypatch.context() as patch:
-        patch.setattr(reading, "read_unit", fail_if_read)
+        patch.setattr(read_sources, "read_work_shard", fail_if_read)
         prepare(args, tokenizer, tmp_path / "data", seed=1, overwrite=True)
     assert not (tmp_path / "data.work").exists()
 
@@ -305,7 +305,7 @@ def test_work_of_other_settings_is_kept_unless_overwriting_is_asked_for(
     assert ": removed " not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("where", ["spool", "unit file"])
+@pytest.mark.parametrize("where", ["token file", "work shard file"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_full_disk_while_reading_is_told_and_leaves_no_rest(
     args, tokenizer, tmp_path, monkeypatch, where, workers
@@ -315,10 +315,10 @@ def test_a_full_disk_while_reading_is_told_and_leaves_no_rest(
         monkeypatch.context() as patch,
         pytest.raises(OSError, match=r"disk full while writing .*: free at least \d+ MB"),
     ):
-        if where == "spool":
-            patch.setattr(store.Spool, "append", no_space)
+        if where == "token file":
+            patch.setattr(token_file.TokenFile, "append", no_space)
         else:
-            patch.setattr(store, "_copy", no_space)
+            patch.setattr(token_file, "_copy", no_space)
         prepare(args, tokenizer, tmp_path / "out/data")
     assert not list(tmp_path.glob("out/data.work/.*"))
     prepare(args, tokenizer, tmp_path / "out/data")

@@ -16,7 +16,7 @@ from data_helpers import read_all
 
 from pod.data import DataArgs, load_documents
 from pod.data.read.books import split_chapters, split_essays
-from pod.data.read.places import hub_spec
+from pod.data.read.discovery import hub_spec
 
 TEXTS = ["first document", "zweites Dokument, 中文 😀", "third\nwith two lines"]
 LINES = "".join(

@@ -1,4 +1,4 @@
-"""Draws the training pieces: in each group the pieces with the smallest lots, until its quota is met."""
+"""Draws the training pieces: in each group those with the smallest sampling keys, until its quota is met."""
 
 import itertools
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from pod.data.args import DataArgs
-from pod.data.balance.intervals import IntervalReport, ShareReport, choose, set_quotas, share_out
-from pod.data.balance.kept import Counted, Kept
-from pod.data.balance.lots import ORDER, hash_of_seed, splitmix64
+from pod.data.balance.length_intervals import IntervalReport, ShareReport, choose, set_quotas, share_out
+from pod.data.balance.reservoir import Counted, Reservoir
+from pod.data.balance.sampling_keys import ORDER, hash_of_seed, splitmix64
 
 
 @dataclass
@@ -24,21 +24,21 @@ class Drawn:
     """What everything that was read holds."""
 
 
-def draw(kept: Kept, args: DataArgs, seed: int) -> Drawn:
+def draw(reservoir: Reservoir, args: DataArgs, seed: int) -> Drawn:
     """Draw from settled pieces by `target_tokens`, `exhausted` and `weights`.
 
-    The order is a second lot over all drawn pieces. The draw is deterministic in `seed`.
+    The order is a second sampling key over all drawn pieces. The draw is deterministic in `seed`.
 
     Raises:
         ValueError: when nothing can be drawn.
     """
-    pieces, group = kept.training()
-    counted = kept.counted(len(args.sources))
+    pieces, group = reservoir.training()
+    counted = reservoir.counted(len(args.sources))
     lengths = pieces["length"].astype(np.int64)
-    count = kept.groups.count
+    count = reservoir.groups.count
     supply = np.bincount(group, weights=lengths, minlength=count).astype(np.int64)
-    supply = supply.reshape(kept.groups.intervals, -1)
-    intervals, shares = _reports(kept, counted, args)
+    supply = supply.reshape(reservoir.groups.intervals, -1)
+    intervals, shares = _reports(reservoir, counted, args)
     set_quotas(intervals, supply.sum(axis=1), args)
     starts = np.searchsorted(group, np.arange(count + 1))
     drawn: list[tuple[int, np.ndarray]] = []
@@ -50,7 +50,7 @@ def draw(kept: Kept, args: DataArgs, seed: int) -> Drawn:
             passes = one.draw(lengths[start:stop], carry)
             carry += one.quota - int(lengths[start + passes[-1]].sum())
             drawn += [(nth, start + at) for nth, at in enumerate(passes)]
-    _count(drawn, pieces, group, intervals, shares, kept)
+    _count(drawn, pieces, group, intervals, shares, reservoir)
     found = _shuffled(drawn, pieces, seed)
     if not len(found):
         raise ValueError(
@@ -62,7 +62,7 @@ def draw(kept: Kept, args: DataArgs, seed: int) -> Drawn:
 
 @dataclass
 class _Group:
-    """The pieces among which lots decide: those of one interval, with weights those of one source in it."""
+    """The pieces that compete for one quota: those of an interval, with weights those of one source in it."""
 
     source: int
     high: int
@@ -113,13 +113,13 @@ def _groups(
 
 
 def _reports(
-    kept: Kept, counted: Counted, args: DataArgs
+    reservoir: Reservoir, counted: Counted, args: DataArgs
 ) -> tuple[list[IntervalReport], list[list[ShareReport]]]:
     """The intervals and, in each, the sources, with what everything that was read holds of them."""
-    bounds, total = kept.groups.bounds, sum(args.weights)
-    shape = kept.groups.intervals, kept.groups.sources, len(args.sources)
+    bounds, total = reservoir.groups.bounds, sum(args.weights)
+    shape = reservoir.groups.intervals, reservoir.groups.sources, len(args.sources)
     documents, tokens = (
-        np.rint(values[: kept.groups.count].reshape(shape).sum(axis=1)).astype(np.int64).tolist()
+        np.rint(values[: reservoir.groups.count].reshape(shape).sum(axis=1)).astype(np.int64).tolist()
         for values in (counted.documents, counted.tokens)
     )
     weights = [weight / total for weight in args.weights] or [None] * len(args.sources)
@@ -142,12 +142,12 @@ def _count(
     group: np.ndarray,
     intervals: list[IntervalReport],
     shares: list[list[ShareReport]],
-    kept: Kept,
+    reservoir: Reservoir,
 ) -> None:
     """Add what was drawn to the reports."""
     size = len(shares[0])
     for _, positions in drawn:
-        at = (group[positions] // kept.groups.sources) * size + pieces["source"][positions]
+        at = (group[positions] // reservoir.groups.sources) * size + pieces["source"][positions]
         lengths = pieces["length"][positions]
         documents = np.bincount(at, minlength=len(shares) * size).tolist()
         tokens = np.bincount(at, weights=lengths, minlength=len(shares) * size).tolist()
@@ -161,9 +161,10 @@ def _count(
 
 
 def _shuffled(drawn: list[tuple[int, np.ndarray]], pieces: np.ndarray, seed: int) -> np.ndarray:
-    """All drawn pieces, ordered by a second lot."""
+    """All drawn pieces, ordered by a second sampling key."""
     found = pieces[np.concatenate([positions for _, positions in drawn])]
-    lots = [
-        splitmix64(pieces["lot"][positions] ^ hash_of_seed(seed, ORDER + nth)) for nth, positions in drawn
+    sampling_keys = [
+        splitmix64(pieces["sampling_key"][positions] ^ hash_of_seed(seed, ORDER + nth))
+        for nth, positions in drawn
     ]
-    return found[np.argsort(np.concatenate(lots), kind="stable")]
+    return found[np.argsort(np.concatenate(sampling_keys), kind="stable")]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pod.data.read.records import Bad, BadRecord, Fields, Record, UnreadableFile, one_line, too_long
-from pod.data.read.tables import read_table
+from pod.data.read.table_files import read_table
 from pod.remote import local_copy
 
 _TEXTS = """txt text md markdown rst tex org adoc
@@ -149,16 +149,8 @@ OPENERS: dict[str, Callable[[Path], Any]] = {
 def _read_text(path: Path, fields: Fields, bad: Bad) -> Iterator[Record]:
     if fields.tokens is not None:
         raise UnreadableFile(f"{path} is text, but data.token_field = {fields.tokens!r} asks for token ids")
-    compressed = is_compressed(path)
-    # Unbuffered: small files are most of a source tree, and each is read with two system calls.
-    with open_bytes(path) if compressed else open(path, "rb", buffering=0) as stream:
-        size = None if compressed else os.fstat(stream.fileno()).st_size
-        if size is None or size <= fields.max_bytes:
-            data = _read_up_to(stream, fields.max_bytes + 1 if size is None else size + 1)
-        else:
-            data = b""
-    if (size or len(data)) > fields.max_bytes:
-        bad(too_long(str(path), size, fields.max_bytes))
+    data = _text_bytes(path, fields, bad)
+    if data is None:
         return
     try:
         text = data.decode(_encoding_of(path, data))
@@ -169,6 +161,25 @@ def _read_text(path: Path, fields: Fields, bad: Bad) -> Iterator[Record]:
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
     yield Record(None, text)
+
+
+def _text_bytes(path: Path, fields: Fields, bad: Bad) -> bytes | None:
+    """The bytes of a text file; None for one that is too long, which `bad` is told."""
+    limit = fields.max_bytes
+    if is_compressed(path):
+        with open_bytes(path) as stream:
+            data = _read_up_to(stream, limit + 1)
+        if len(data) > limit:
+            bad(too_long(str(path), None, limit))
+            return None
+        return data
+    # Unbuffered: small files are most of a source tree, and each is read with two system calls.
+    with open(path, "rb", buffering=0) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size > limit:
+            bad(too_long(str(path), size, limit))
+            return None
+        return _read_up_to(stream, size + 1)
 
 
 def _read_up_to(stream: IO[bytes], limit: int) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pod.data.args import DataArgs
 from pod.data.read.documents import Document, SourceReport
-from pod.data.read.units import plan_units, read_unit
+from pod.data.read.work_shards import plan_work_shards, read_work_shard
 
 
 def load_documents(sources: Iterable[str], **settings: Any) -> Iterator[Document]:
@@ -26,10 +26,14 @@ def load_documents(sources: Iterable[str], **settings: Any) -> Iterator[Document
             `unreadable="error"`, for any unreadable file.
     """
     args = DataArgs(sources=list(sources), **settings)
-    units = plan_units(args)
+    work_shards = plan_work_shards(args)
     for number, source in enumerate(args.sources):
         report = SourceReport(source)
-        own = (read_unit(unit, args, report) for unit in units if unit.source == number)
+        own = (
+            read_work_shard(work_shard, args, report)
+            for work_shard in work_shards
+            if work_shard.source == number
+        )
         for document in chain.from_iterable(own):
             report.add_document(document)
             yield document

@@ -7,9 +7,9 @@ lacks is not shown. Programs read `manifest.json` itself.
 from collections.abc import Iterator
 from typing import Any
 
+from pod.data.rows.length_pictures import short_number
 from pod.data.rows.loader import PackedDataset
 from pod.data.rows.manifest import pieces
-from pod.data.rows.pictures import short_number
 
 LISTED_ORIGINS = 12
 LISTED_DOCUMENTS = 8
@@ -78,8 +78,8 @@ def _totals(manifest: dict[str, Any]) -> Iterator[str]:
     if cut := (manifest.get("policies") or {}).get("cut_pieces"):
         yield f"cut         {cut:,} pieces of longer documents"
     if read := manifest.get("read"):
-        units = f"{read['units']:,} of {read['units_of_all']:,} units of the sources"
-        yield f"read        {units}, {read['documents']:,} documents"
+        work_shards = f"{read['units']:,} of {read['units_of_all']:,} work shards of the sources"
+        yield f"read        {work_shards}, {read['documents']:,} documents"
     if special := (manifest.get("read") or {}).get("special_documents"):
         yield f"special     {special:,} pieces spell a special token of the tokenizer"
 

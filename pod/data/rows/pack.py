@@ -42,12 +42,14 @@ def one_per_row(lengths: np.ndarray, context_length: int) -> tuple[np.ndarray, n
 class _PackedRows:
     """The rows while they are filled.
 
-    `open` holds the open rows as (room << 32) + row number, ascending. `closed` holds the others in order.
+    Attributes:
+        open: (room in tokens, row) of each open row, the fullest first.
+        closed: the other rows, in the order in which they were closed.
     """
 
     def __init__(self, context_length: int):
         self.context_length = context_length
-        self.open: list[int] = []
+        self.open: list[tuple[int, int]] = []
         self.closed: list[int] = []
 
     def place(self, length: int) -> int:
@@ -55,14 +57,13 @@ class _PackedRows:
 
         A row that is then full is closed.
         """
-        at = bisect_left(self.open, length << 32)
+        at = bisect_left(self.open, (length, 0))
         if at < len(self.open):
-            found = self.open.pop(at)
+            room, row = self.open.pop(at)
         else:
-            found = (self.context_length << 32) + len(self.open) + len(self.closed)
-        left, row = found - (length << 32), found & 0xFFFFFFFF
-        if left >> 32:
-            insort(self.open, left)
+            room, row = self.context_length, len(self.open) + len(self.closed)
+        if room > length:
+            insort(self.open, (room - length, row))
         else:
             self.closed.append(row)
         return row
@@ -70,7 +71,7 @@ class _PackedRows:
     def close_fullest(self, number: int) -> None:
         """Close the `number` rows with the least room."""
         if number > 0:
-            self.closed += [found & 0xFFFFFFFF for found in self.open[:number]]
+            self.closed += [row for _, row in self.open[:number]]
             del self.open[:number]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pod.data.rows.held_out import map_held_out
+from pod.data.rows.length_pictures import PICTURE_NAME
 from pod.data.rows.loader import PackedDataset
 from pod.data.rows.manifest import (
     MANIFEST_NAME,
@@ -14,7 +15,6 @@ from pod.data.rows.manifest import (
     listed_files,
     read_manifest,
 )
-from pod.data.rows.pictures import PICTURE_NAME
 
 
 class DamagedData(ValueError):

@@ -1,8 +1,8 @@
-"""What one preparation is: settings, tokenizer, units in the order of reading, and where its work lies.
+"""What one preparation is: settings, tokenizer, work shards in the order of reading, and where its work lies.
 
     <output_dir>.work/work.json       what the work is for; work for anything else is kept unless `overwrite`
                                       is asked for
-    <output_dir>.work/unit-*.bin      kept tokens, one file per finished unit (`pod.data.tokens.store`)
+    <output_dir>.work/unit-*.bin      kept tokens, one file per finished work shard
     <output_dir>.work/shard-*.json    entries of finished shards
     <output_dir>.work/rows/           the shards, renamed to <output_dir> at the end
 
@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 
 from pod.data.args import NOT_DECIDING, DataArgs
-from pod.data.balance.lots import unit_order
-from pod.data.read.gates import imported_filter
-from pod.data.read.units import Unit, plan_units
+from pod.data.balance.sampling_keys import work_shard_order
+from pod.data.read.filters import imported_filter
+from pod.data.read.work_shards import WorkShard, plan_work_shards
 from pod.data.rows.loader import PackedDataset
 from pod.data.rows.manifest import token_dtype
 from pod.data.run.workers import cores
-from pod.data.tokens.store import UnitFile
+from pod.data.tokens.token_file import WorkShardFile
 from pod.data.tokens.tokenizers import (
     BoundaryTokens,
     Encoder,
@@ -116,17 +116,17 @@ class Job:
 
     def warm_up(self) -> None:
         """Make here what each forked worker would otherwise make for itself."""
-        _ = self.units, self.request, self.boundary, self.vocab_size, self.encoder
+        _ = self.work_shards, self.request, self.boundary, self.vocab_size, self.encoder
 
     @cached_property
-    def units(self) -> list[Unit]:
-        """The units of all sources."""
-        return plan_units(self.args)
+    def work_shards(self) -> list[WorkShard]:
+        """The work shards of all sources."""
+        return plan_work_shards(self.args)
 
     def order(self) -> list[int]:
-        """Numbers of the units in the order of reading."""
-        sources = np.array([unit.source for unit in self.units])
-        return unit_order(sources, self.seed).tolist()
+        """Numbers of the work shards in the order of reading."""
+        sources = np.array([work_shard.source for work_shard in self.work_shards])
+        return work_shard_order(sources, self.seed).tolist()
 
     @cached_property
     def request(self) -> dict[str, Any]:
@@ -178,9 +178,11 @@ class Job:
         """Lock that the run which works on this output holds."""
         return self.output_dir.parent / f"{self.output_dir.name}.lock"
 
-    def unit_file(self, number: int) -> UnitFile:
-        """The file of unit `number`."""
-        return UnitFile(self.work_dir / f"unit-{number}-{self._fingerprints[number][:16]}.bin", self.dtype)
+    def work_shard_file(self, number: int) -> WorkShardFile:
+        """The file of work shard `number`."""
+        return WorkShardFile(
+            self.work_dir / f"unit-{number}-{self._fingerprints[number][:16]}.bin", self.dtype
+        )
 
     def entry_file(self, number: int) -> Path:
         """The manifest's entry of shard `number`, once it is written."""
@@ -189,13 +191,17 @@ class Job:
     def open_work(self, overwrite: bool = False) -> None:
         """Make the work folder. What the same request left there of other sources is removed.
 
-        The policy for what cannot be read is no part of the request: finished units stay when it is relaxed.
+        The policy for what cannot be read is no part of the request: finished work stays when it is relaxed.
 
         Raises:
-            ValueError: where another request left finished units, unless `overwrite` lets them be removed.
+            ValueError: where another request left finished work, unless `overwrite` lets it be removed.
         """
-        units = hashlib.sha256("".join(self._fingerprints).encode()).hexdigest()
-        wanted = {"request": self._of_work, "held_out_tokens": self.held_out_tokens, "units_sha256": units}
+        work_shards = hashlib.sha256("".join(self._fingerprints).encode()).hexdigest()
+        wanted = {
+            "request": self._of_work,
+            "held_out_tokens": self.held_out_tokens,
+            "units_sha256": work_shards,
+        }
         found = self._found_work()
         if found == wanted:
             for rest in self.work_dir.glob(".unit-*"):  # of a killed run
@@ -216,7 +222,7 @@ class Job:
     def has_work(self) -> bool:
         """Whether the work folder belongs to this request, with whatever held-out text and sources.
 
-        It also counts when it holds no finished unit.
+        It also counts when it holds no finished work shard.
         """
         found = self._found_work()
         return found["request"] == self._of_work if found else not any(self.work_dir.glob("unit-*"))
@@ -224,15 +230,15 @@ class Job:
     def clean(self) -> None:
         """Remove the work.
 
-        What it was for goes last, so that units which a kill leaves are not of unknown origin.
+        What it was for goes last, so that work shards which a kill leaves are not of unknown origin.
         """
-        for unit in self.work_dir.glob("unit-*"):
-            unit.unlink(missing_ok=True)
+        for work_shard in self.work_dir.glob("unit-*"):
+            work_shard.unlink(missing_ok=True)
         shutil.rmtree(self.work_dir, ignore_errors=True)
 
     @cached_property
     def _fingerprints(self) -> list[str]:
-        return [unit.fingerprint() for unit in self.units]
+        return [work_shard.fingerprint() for work_shard in self.work_shards]
 
     @property
     def _of_work(self) -> dict[str, Any]:

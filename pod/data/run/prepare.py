@@ -11,19 +11,19 @@ from typing import Any
 
 from pod.data.args import DataArgs
 from pod.data.balance.draw import draw
-from pod.data.balance.intervals import bounds_of, interval_name
+from pod.data.balance.length_intervals import bounds_of, interval_name
 from pod.data.read.books import split_fragment
-from pod.data.read.places import files_of, hub_spec
+from pod.data.read.discovery import files_of, hub_spec
 from pod.data.read.records import one_line
-from pod.data.read.units import Unit, plan_units
+from pod.data.read.work_shards import WorkShard, plan_work_shards
+from pod.data.rows.length_pictures import short_bytes, short_number
 from pod.data.rows.loader import PackedDataset
 from pod.data.rows.manifest import MANIFEST_NAME, read_manifest
-from pod.data.rows.pictures import short_bytes, short_number
+from pod.data.run.data_progress import duration
 from pod.data.run.folders import LOCK_SECONDS, OF_WORK, check_outside, check_replaceable, locked
 from pod.data.run.job import Job
-from pod.data.run.progress import duration
 from pod.data.run.publish import publish
-from pod.data.run.reading import read_sources
+from pod.data.run.read_sources import read_sources
 from pod.data.run.workers import cores
 from pod.data.run.writing import pack, write_rows
 from pod.files import check_can_write, explain_disk_full
@@ -180,10 +180,10 @@ def _make(job: Job, overwrite: bool) -> None:
             job.open_work(overwrite)
             job.warm_up()
             reading = read_sources(job)
-            drawn = draw(reading.kept, job.args, job.seed)
+            drawn = draw(reading.reservoir, job.args, job.seed)
             publish(job, reading, drawn, write_rows(job, pack(drawn, job.args)))
     except BaseException:
-        if not any(job.work_dir.glob("unit-*")):  # an error before the first unit
+        if not any(job.work_dir.glob("unit-*")):  # an error before the first work shard
             job.clean()
         raise
     job.clean()
@@ -215,17 +215,17 @@ def estimate(args: DataArgs) -> str:
 def _cost(args: DataArgs) -> list[str]:
     """Time, disk and memory; the sources are looked at but not read."""
     try:
-        units = plan_units(args)
+        work_shards = plan_work_shards(args)
     except (ValueError, OSError) as error:
         return [f"sources: unknown size ({one_line(error)})"]
-    size = sum(unit.text_bytes for unit in units)
+    size = sum(work_shard.text_bytes for work_shard in work_shards)
     if not size:
         return ["sources: unknown size (hub data sets)"]
     tokens, workers = size / BYTES_PER_TOKEN, args.workers or cores()
     time = duration(tokens / (TOKENS_PER_SECOND * workers))
     memory = PARENT_GIGABYTES + WORKER_GIGABYTES * workers
     needed = f"memory: about {memory:.1f} GB"
-    if _may_hold(units, args.max_record_bytes):
+    if _may_hold(work_shards, args.max_record_bytes):
         needed += (
             f", and {RECORD_FACTOR * args.max_record_bytes / 1e9:.1f} GB more for each worker that reads a "
             f"record of {args.max_record_bytes / 1e6:.0f} MB"
@@ -238,9 +238,9 @@ def _cost(args: DataArgs) -> list[str]:
     ]
 
 
-def _may_hold(units: list[Unit], record_bytes: int) -> bool:
+def _may_hold(work_shards: list[WorkShard], record_bytes: int) -> bool:
     """Whether some file is as large as such a record, or has an unknown size, as files on the hub have."""
-    if any(unit.hub is not None for unit in units):
+    if any(work_shard.hub is not None for work_shard in work_shards):
         return True
-    parts = [part for unit in units for part in unit.files]
+    parts = [part for work_shard in work_shards for part in work_shard.files]
     return any(part.size < 0 or max(part.size, part.text_bytes) >= record_bytes for part in parts)

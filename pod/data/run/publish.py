@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from pod.data.balance.draw import Drawn
-from pod.data.balance.intervals import balance_report
+from pod.data.balance.length_intervals import balance_report
 from pod.data.rows.held_out import write_held_out
+from pod.data.rows.length_pictures import PICTURE_NAME, draw_lengths
 from pod.data.rows.manifest import MANIFEST_NAME, listed_files
-from pod.data.rows.pictures import PICTURE_NAME, draw_lengths
 from pod.data.rows.shards import write_manifest
 from pod.data.run.folders import check_replaceable
 from pod.data.run.job import Job
-from pod.data.run.reading import Reading
+from pod.data.run.read_sources import Reading
 from pod.data.run.writing import tokens_of
 from pod.files import move_into_place
 
@@ -54,7 +54,7 @@ def publish(job: Job, reading: Reading, drawn: Drawn, entries: list[dict[str, An
 
 def _held_out(job: Job, reading: Reading) -> Iterator[np.ndarray]:
     """Ids of each held-out document."""
-    for pieces in reading.kept.held_out():
+    for pieces in reading.reservoir.held_out():
         yield np.concatenate([tokens_of(job, piece) for piece in pieces])
 
 
@@ -64,8 +64,8 @@ def _read(job: Job, reading: Reading, drawn: Drawn) -> dict[str, Any]:
         {**asdict(report), **_of_source(drawn, number)} for number, report in enumerate(reading.reports)
     ]
     return {
-        "units": reading.num_units,
-        "units_of_all": len(job.units),
+        "units": reading.num_work_shards,
+        "units_of_all": len(job.work_shards),
         "documents": sum(report.documents for report in reading.reports),
         "tokens": round(float(drawn.counted.tokens.sum())),
         "special_documents": int(drawn.pieces["special"].sum()),
@@ -87,7 +87,7 @@ def _policies(reading: Reading, drawn: Drawn) -> dict[str, int]:
 
     Where not everything was kept, what was left out is estimated from the part that was.
     """
-    groups, counted = reading.kept.groups, drawn.counted
+    groups, counted = reading.reservoir.groups, drawn.counted
     return {
         "cut_pieces": int((drawn.pieces["document"] > drawn.pieces["length"]).sum()),
         "duplicates": counted.copies,

@@ -89,7 +89,7 @@ class _ShardTask:
 def tokens_of(job: Job, piece: np.void) -> np.ndarray:
     """The ids of a PIECE, uint32 [n]."""
     start = int(piece["start"])
-    return job.unit_file(int(piece["unit"])).take(start, start + int(piece["length"]))
+    return job.work_shard_file(int(piece["work_shard"])).take(start, start + int(piece["length"]))
 
 
 def _is_whole(folder: Path, entry: dict) -> bool:

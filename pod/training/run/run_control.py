@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from pod.data.run.progress import duration
+from pod.data.run.data_progress import duration
 from pod.training.args import TrainArgs
 from pod.training.run.watchdog import Watchdog
 

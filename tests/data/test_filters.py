@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pod.data import Document
-from pod.data.read.gates import imported_filter, passes
+from pod.data.read.filters import imported_filter, passes
 
 
 def document(text="", tokens=None):

@@ -5,9 +5,9 @@ import os
 import pytest
 
 from pod.data.args import DataArgs
+from pod.data.read.discovery import files_of
 from pod.data.read.documents import SourceReport
-from pod.data.read.places import files_of
-from pod.data.read.units import plan_units, read_unit
+from pod.data.read.work_shards import plan_work_shards, read_work_shard
 
 
 def names(folder):
@@ -68,14 +68,18 @@ def test_a_closed_folder_is_an_error(closed):
     with pytest.raises(
         ValueError, match=r"folder .*closed cannot be listed \(Permission denied\) .1 in total.: correct it"
     ):
-        plan_units(DataArgs(sources=[str(closed)]))
+        plan_work_shards(DataArgs(sources=[str(closed)]))
 
 
 def test_a_closed_folder_is_skipped_and_named(closed):
     spec = str(closed)
     args = DataArgs(sources=[spec], unreadable="skip")
     report = SourceReport(spec)
-    texts = [document.text for unit in plan_units(args) for document in read_unit(unit, args, report)]
+    texts = [
+        document.text
+        for work_shard in plan_work_shards(args)
+        for document in read_work_shard(work_shard, args, report)
+    ]
     assert texts == ["w1 w2 a.txt", "w1 w2 z/c.txt"]
     assert report.skipped == 1 and report.skipped_files[0].endswith(
         "closed cannot be listed (Permission denied)"
@@ -84,4 +88,4 @@ def test_a_closed_folder_is_skipped_and_named(closed):
 
 def test_a_source_that_is_closed_as_a_whole(closed):
     with pytest.raises(ValueError, match=r"has no file that can be read \(folder .* cannot be listed"):
-        plan_units(DataArgs(sources=[str(closed / "closed")], unreadable="skip"))
+        plan_work_shards(DataArgs(sources=[str(closed / "closed")], unreadable="skip"))

@@ -1,4 +1,4 @@
-"""Sources cut into units.
+"""Sources cut into work shards.
 
 Every record comes exactly once whatever the cut. Also limits and policies for records, and changed files.
 """
@@ -21,11 +21,11 @@ from data_helpers import read_all, texts_of
 
 from pod.data.args import DataArgs
 from pod.data.read import readers
-from pod.data.read import units as units_module
+from pod.data.read import work_shards as work_shards_module
+from pod.data.read.discovery import Files, FoundFile
 from pod.data.read.documents import SourceReport
-from pod.data.read.places import Files, FoundFile
 from pod.data.read.sources import load_documents
-from pod.data.read.units import plan_units, read_unit
+from pod.data.read.work_shards import plan_work_shards, read_work_shard
 
 
 def lines(*texts, **more):
@@ -33,8 +33,8 @@ def lines(*texts, **more):
 
 
 def cut_small(monkeypatch, group=200, part=300):
-    monkeypatch.setattr(units_module, "GROUP_BYTES", group)
-    monkeypatch.setattr(units_module, "RANGE_BYTES", part)
+    monkeypatch.setattr(work_shards_module, "GROUP_BYTES", group)
+    monkeypatch.setattr(work_shards_module, "RANGE_BYTES", part)
 
 
 @pytest.fixture
@@ -54,9 +54,9 @@ def mixture(tmp_path):
     return DataArgs(sources=[str(folder), str(tmp_path / "single.ndjson"), f"{folder}/*.txt"])
 
 
-def test_documents_are_the_units_one_after_the_other(mixture, monkeypatch):
+def test_documents_are_the_work_shards_one_after_the_other(mixture, monkeypatch):
     whole = texts_of(mixture)
-    assert len(whole) == 7 + 90 + 2 + 2 + 1 + 7 and len(plan_units(mixture)) == 3
+    assert len(whole) == 7 + 90 + 2 + 2 + 1 + 7 and len(plan_work_shards(mixture)) == 3
     cut_small(monkeypatch)
     cut, report = read_all(mixture)
     loaded = list(load_documents(mixture.sources))
@@ -71,29 +71,31 @@ def test_documents_are_the_units_one_after_the_other(mixture, monkeypatch):
 
 def test_the_cut_depends_on_the_files_alone(mixture, monkeypatch):
     cut_small(monkeypatch)
-    planned = plan_units(mixture)
+    planned = plan_work_shards(mixture)
     assert len(planned) > 12
     others = replace(mixture, workers=7, text_field="body", max_record_bytes=99)
-    again = plan_units(others)
+    again = plan_work_shards(others)
     assert planned == again and [u.fingerprint() for u in planned] == [u.fingerprint() for u in again]
-    first = [unit.fingerprint() for unit in planned if unit.source == 0]
+    first = [work_shard.fingerprint() for work_shard in planned if work_shard.source == 0]
     assert len(set(first)) == len(first) > 10
-    assert all(len(unit.fingerprint()) == 64 for unit in planned)
+    assert all(len(work_shard.fingerprint()) == 64 for work_shard in planned)
     sent = ForkingPickler.loads(ForkingPickler.dumps(planned))
     assert sent == planned and sent[3].fingerprint() == planned[3].fingerprint()
 
 
-def test_units_say_how_much_text_they_hold(mixture, monkeypatch):
+def test_work_shards_say_how_much_text_they_hold(mixture, monkeypatch):
     cut_small(monkeypatch)
-    planned = plan_units(mixture)
+    planned = plan_work_shards(mixture)
     folder = Path(mixture.sources[0])
     plain = sum(path.stat().st_size for path in [*folder.glob("*.txt"), folder / "big.jsonl"])
     packed = sum(path.stat().st_size for path in (folder / "deep").iterdir())
-    assert sum(unit.text_bytes for unit in planned if unit.source == 0) == plain + 4 * packed
-    assert all(unit.text_bytes <= 300 for unit in planned if unit.files[0].stop is not None)
+    assert (
+        sum(work_shard.text_bytes for work_shard in planned if work_shard.source == 0) == plain + 4 * packed
+    )
+    assert all(work_shard.text_bytes <= 300 for work_shard in planned if work_shard.files[0].stop is not None)
 
 
-def test_small_sources_give_many_units_too(tmp_path):
+def test_small_sources_give_many_work_shards_too(tmp_path):
     """A 64th of the source each, from 1 MiB to 32 MiB of text in a run of files and to 64 MiB in a range."""
     mebi = 2**20
     for num_files in (16, 100, 640, 1300, 6400):
@@ -101,12 +103,12 @@ def test_small_sources_give_many_units_too(tmp_path):
         lines_file = Files([FoundFile("big.jsonl")])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                units_module,
+                work_shards_module,
                 "_state",
                 lambda path, n=num_files: (mebi * (n if path == "big.jsonl" else 1), 0),
             )
-            runs = list(units_module._groups(files, None, True))
-            ranges = list(units_module._groups(lines_file, None, True))
+            runs = list(work_shards_module._groups(files, None, True))
+            ranges = list(work_shards_module._groups(lines_file, None, True))
         largest = max(sum(one.text_bytes for one in run) for run in runs)
         assert largest == min(32, max(1, num_files // 64)) * mebi
         assert ranges[0][0].stop == min(64 * mebi, max(mebi, num_files * mebi // 64))
@@ -114,12 +116,12 @@ def test_small_sources_give_many_units_too(tmp_path):
         assert sum(len(run) for run in runs) == num_files
 
 
-def test_units_are_small_against_the_target(tmp_path, monkeypatch):
+def test_work_shards_are_small_against_the_target(tmp_path, monkeypatch):
     """A quarter of a byte for each token that is asked for."""
-    monkeypatch.setattr(units_module, "SMALLEST_RANGE_BYTES", 10)
+    monkeypatch.setattr(work_shards_module, "SMALLEST_RANGE_BYTES", 10)
     (tmp_path / "a.jsonl").write_bytes(lines(*["some text"] * 10_000))
     for target, size in ((2048, 512), (8192, 2048), (None, (tmp_path / "a.jsonl").stat().st_size // 64)):
-        planned = plan_units(DataArgs(sources=[str(tmp_path)], target_tokens=target))
+        planned = plan_work_shards(DataArgs(sources=[str(tmp_path)], target_tokens=target))
         assert planned[0].files[0].stop == size
 
 
@@ -127,28 +129,30 @@ def test_files_change_the_fingerprint(tmp_path):
     path = tmp_path / "book.json"
     path.write_text(json.dumps({"text": "one two three"}))
     args = DataArgs(sources=[str(path)])
-    found = {plan_units(args)[0].fingerprint()}
-    found.add(plan_units(DataArgs(sources=[f"{path}#essays"]))[0].fingerprint())
-    found.add(plan_units(DataArgs(sources=[f"{path}#chapters=9"]))[0].fingerprint())
+    found = {plan_work_shards(args)[0].fingerprint()}
+    found.add(plan_work_shards(DataArgs(sources=[f"{path}#essays"]))[0].fingerprint())
+    found.add(plan_work_shards(DataArgs(sources=[f"{path}#chapters=9"]))[0].fingerprint())
     path.write_text(json.dumps({"text": "one two four!"}))
     os.utime(path, ns=(0, 10))
-    found.add(plan_units(args)[0].fingerprint())
+    found.add(plan_work_shards(args)[0].fingerprint())
     os.utime(path, ns=(0, 11))
-    found.add(plan_units(args)[0].fingerprint())
+    found.add(plan_work_shards(args)[0].fingerprint())
     (tmp_path / "same.json").write_bytes(path.read_bytes())
     os.utime(tmp_path / "same.json", ns=(0, 11))
-    found.add(plan_units(DataArgs(sources=[str(tmp_path / "same.json")]))[0].fingerprint())
+    found.add(plan_work_shards(DataArgs(sources=[str(tmp_path / "same.json")]))[0].fingerprint())
     assert len(found) == 6
-    unit = plan_units(args)[0]
+    work_shard = plan_work_shards(args)[0]
     parts = [
-        unit.files[0]._replace(**change)
+        work_shard.files[0]._replace(**change)
         for change in ({}, {"start": 3}, {"stop": 9}, {"start": 3, "stop": 9})
     ]
-    assert len({replace(unit, files=(part,)).fingerprint() for part in parts}) == 4
-    assert replace(unit, source=5).fingerprint() == unit.fingerprint(), "the same file in several recipes"
+    assert len({replace(work_shard, files=(part,)).fingerprint() for part in parts}) == 4
+    assert replace(work_shard, source=5).fingerprint() == work_shard.fingerprint(), (
+        "the same file in several recipes"
+    )
 
 
-def test_small_files_share_a_unit_up_to_its_size(tmp_path, monkeypatch):
+def test_small_files_share_a_work_shard_up_to_its_size(tmp_path, monkeypatch):
     cut_small(monkeypatch, group=100)
     sizes = {
         "a.txt": 60,
@@ -163,8 +167,8 @@ def test_small_files_share_a_unit_up_to_its_size(tmp_path, monkeypatch):
     for name, size in sizes.items():
         (tmp_path / name).write_bytes(b"x" * size)
     groups = [
-        [one.path[len(str(tmp_path)) + 1 :] for one in unit.files]
-        for unit in plan_units(DataArgs(sources=[str(tmp_path)]))
+        [one.path[len(str(tmp_path)) + 1 :] for one in work_shard.files]
+        for work_shard in plan_work_shards(DataArgs(sources=[str(tmp_path)]))
     ]
     assert groups == [["a.txt", "b.txt"], ["c.txt", "d.txt"], ["e.txt"], ["f.txt"], ["g.txt.gz"], ["h.txt"]]
 
@@ -205,7 +209,7 @@ def test_every_range_size_gives_each_record_once(tmp_path, monkeypatch, name, co
         assert [one.text for one in found] == [one.text for one in expected], size
         assert cut_report.records_skipped == report.records_skipped, size
         if size < len(data):
-            assert len(plan_units(args)) == -(-len(data) // size)
+            assert len(plan_work_shards(args)) == -(-len(data) // size)
             starts = [int(one.name.rpartition(":byte ")[2]) for one in found]
             assert all(
                 json.loads(data[at:].decode("utf-8-sig").splitlines()[0])["text"] == one.text
@@ -225,8 +229,8 @@ def test_packed_files_and_books_are_never_cut(tmp_path, monkeypatch):
     )
     for source, expected in ((f"{tmp_path}/a.jsonl#chapters=100", 4), (f"{tmp_path}/b.jsonl.gz", 20)):
         args = DataArgs(sources=[source])
-        assert len(plan_units(args)) == 1 and len(texts_of(args)) == expected
-    assert len(plan_units(DataArgs(sources=[f"{tmp_path}/a.jsonl"]))) == -(-len(book) // 50)
+        assert len(plan_work_shards(args)) == 1 and len(texts_of(args)) == expected
+    assert len(plan_work_shards(DataArgs(sources=[f"{tmp_path}/a.jsonl"]))) == -(-len(book) // 50)
 
 
 def test_ranges_name_the_byte_of_a_bad_line(tmp_path, monkeypatch):
@@ -371,15 +375,15 @@ def test_files_changed_after_planning_are_named(tmp_path, unreadable):
         (tmp_path / name).write_bytes(gzip.compress(lines("x")) if name.endswith("gz") else lines("x"))
     args = DataArgs(sources=[str(tmp_path)], unreadable=unreadable)
     for name in ("a.txt", "b.jsonl", "c.jsonl.gz"):
-        units = plan_units(args)
+        work_shards = plan_work_shards(args)
         path = tmp_path / name
         old = path.read_bytes()
         path.write_bytes(old + b"\n")
         with pytest.raises(ValueError, match=rf"{name} was changed while the data was prepared: start again"):
-            list(read_unit(units[0], args, SourceReport("")))
+            list(read_work_shard(work_shards[0], args, SourceReport("")))
         path.unlink()
         with pytest.raises(ValueError, match=rf"{name} was changed"):
-            list(read_unit(units[0], args, SourceReport("")))
+            list(read_work_shard(work_shards[0], args, SourceReport("")))
         path.write_bytes(old)
 
 
@@ -388,7 +392,7 @@ def test_files_changed_while_they_are_read_are_named(tmp_path, unreadable):
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(*["x" * 1000] * 3000))
     args = DataArgs(sources=[str(path)], unreadable=unreadable)
-    reading = read_unit(plan_units(args)[0], args, SourceReport(""))
+    reading = read_work_shard(plan_work_shards(args)[0], args, SourceReport(""))
     next(reading)
     path.write_bytes(lines("short"))
     with pytest.raises(ValueError, match="a.jsonl was changed while the data was prepared"):
@@ -445,16 +449,16 @@ def shard_records(shards):
             yield {"text": f"shard {shard} record {number}", "source": "s"}
 
 
-def test_hub_shards_are_units_in_the_order_of_the_stream(monkeypatch):
+def test_hub_shards_are_work_shards_in_the_order_of_the_stream(monkeypatch):
     stream = datasets.IterableDataset.from_generator(shard_records, gen_kwargs={"shards": list(range(4))})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
     args = DataArgs(sources=["hub:some/set", "hub:other:en@test"])
-    planned = plan_units(args)
-    assert [(unit.source, unit.hub.index, unit.hub.count) for unit in planned] == [
+    planned = plan_work_shards(args)
+    assert [(work_shard.source, work_shard.hub.index, work_shard.hub.count) for work_shard in planned] == [
         (s, i, 4) for s in (0, 1) for i in range(4)
     ]
     assert planned[1].hub.where == "hub data set 'some/set' split 'train' shard 1"
-    assert len({unit.fingerprint() for unit in planned}) == 8
+    assert len({work_shard.fingerprint() for work_shard in planned}) == 8
     documents, report = read_all(args)
     assert [one.text for one in documents] == [record["text"] for record in stream] * 2
     assert report.files == 2 and {one.origin for one in documents} == {"s"}
@@ -469,7 +473,7 @@ def test_hub_reads_a_folder_of_parquet_through_datasets(tmp_path, monkeypatch):
         table = pyarrow.table({"ids": [[number, 1], [number, 2]], "other": ["x", "y"]})
         pyarrow.parquet.write_table(table, folder / f"train-{number:05d}-of-00003.parquet")
     args = DataArgs(sources=[f"hub:{tmp_path}"], token_field="ids")
-    assert len(plan_units(args)) == 3
+    assert len(plan_work_shards(args)) == 3
     assert [one.tokens.tolist() for one in read_all(args)[0]] == [[n, m] for n in range(3) for m in (1, 2)]
     with pytest.raises(ValueError, match="record 0 has no field 'input_ids' .fields seen: ids, other"):
         texts_of(replace(args, token_field="input_ids"))
@@ -484,11 +488,11 @@ def test_a_hub_data_set_is_read_at_the_commit_at_which_it_was_planned(monkeypatc
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     args = DataArgs(sources=["hub:some/set"])
-    (planned,) = plan_units(args)
+    (planned,) = plan_work_shards(args)
     hub_revision[0] = "456def"  # somebody pushes
-    assert [one.text for one in read_unit(planned, args, SourceReport(""))] == ["one"]
+    assert [one.text for one in read_work_shard(planned, args, SourceReport(""))] == ["one"]
     assert asked == ["0123abc", "0123abc"]
-    assert plan_units(args)[0].fingerprint() != planned.fingerprint()
+    assert plan_work_shards(args)[0].fingerprint() != planned.fingerprint()
 
 
 def test_hub_records_follow_the_policy(monkeypatch):
@@ -513,5 +517,5 @@ def test_an_endless_hub_shard_is_read_as_far_as_asked(monkeypatch):
         datasets, "load_dataset", lambda *_, **__: ({"text": str(n)} for n in itertools.count())
     )
     args = DataArgs(sources=["hub:some/set"])
-    reading = read_unit(plan_units(args)[0], args, SourceReport(""))
+    reading = read_work_shard(plan_work_shards(args)[0], args, SourceReport(""))
     assert [one.text for one in itertools.islice(reading, 3)] == ["0", "1", "2"]

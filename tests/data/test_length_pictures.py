@@ -7,7 +7,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from pod.data.rows.pictures import AFTER, BEFORE, DRY, draw_lengths, short_number
+from pod.data.rows.length_pictures import AFTER, BEFORE, DRY, draw_lengths, short_number
 
 
 @pytest.mark.parametrize(

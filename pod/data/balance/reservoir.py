@@ -1,9 +1,9 @@
-"""What the draw may need of everything that was read so far: in each group the pieces with the smallest lots.
+"""What the draw may need of all that was read so far: in each group the pieces of the smallest sampling keys.
 
 A group is a length interval; with weights it is one source in an interval. While documents are added, the
-shares of the groups in `target_tokens` are known better and better and lots get rarer. So the limits below
-which a piece is kept only ever fall. What is kept therefore depends on the set of documents alone, not on
-when they came or what was dropped before. It never holds more than the target and a reserve.
+shares of the groups in `target_tokens` are known better and better, and more pieces compete for them. So the
+limits below which a piece is kept only ever fall. What is kept therefore depends on the set of documents
+alone, not on when they came or what was dropped before. It never holds more than the target and a reserve.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from pod.data.args import DataArgs
-from pod.data.balance.intervals import bounds_of, interval_of, kept_quotas, reserve
-from pod.data.balance.lots import lots_of
-from pod.data.tokens.store import PIECE
+from pod.data.balance.length_intervals import bounds_of, interval_of, kept_quotas, reserve
+from pod.data.balance.sampling_keys import sampling_keys_of
+from pod.data.tokens.token_file import PIECE
 
 ALL = np.uint64(2**64 - 1)
 HELD_OUT_SHARE = 0.2
@@ -29,8 +29,8 @@ COPIES = 256
 """How many equal pieces are counted."""
 
 
-class Groups:
-    """The groups among which lots decide, numbered by interval, then source.
+class LengthGroups:
+    """The groups among which sampling keys decide, numbered by interval, then source.
 
     Behind them follow the groups that are no part of the draw.
 
@@ -71,12 +71,12 @@ class Groups:
 
 @dataclass
 class Limits:
-    """Largest lot that is kept in each group, uint64 [all groups], and the place of the held-out text.
+    """Largest sampling key kept in each group, uint64 [all groups], and the place of the held-out text.
 
     Documents below the place are held out.
     """
 
-    lots: np.ndarray
+    sampling_keys: np.ndarray
     place: int
 
 
@@ -92,7 +92,7 @@ class Counted(NamedTuple):
     copies: int
 
 
-class Kept:
+class Reservoir:
     """The pieces that a draw of all that was added may need, and the pieces held out.
 
     Args:
@@ -101,11 +101,11 @@ class Kept:
 
     def __init__(self, args: DataArgs, seed: int, held_out_tokens: int, limits: Limits | None = None):
         self.args, self.seed, self.held_out_tokens = args, seed, held_out_tokens
-        self.groups = Groups(args)
+        self.groups = LengthGroups(args)
         most = int(HELD_OUT_SHARE * 2**64) if held_out_tokens else 0
         self.limits = deepcopy(limits) if limits else Limits(np.full(self.groups.total, ALL), most)
         self.pieces = np.empty(0, PIECE)
-        """Sorted by group, lot and order of adding, as `settle` left them."""
+        """Sorted by group, sampling key and order of adding, as `settle` left them."""
         self.group = np.empty(0, np.int64)
         """The group of each of the pieces."""
         self.num_added = 0
@@ -116,12 +116,12 @@ class Kept:
     def cut(self, documents: np.ndarray) -> np.ndarray:
         """Cut documents of any length into pieces and a rest.
 
-        Documents and pieces are both PIECE records; the documents have digests in place of lots.
+        Documents and pieces are both PIECE records; the documents have digests in place of sampling keys.
         """
         context = self.args.context_length
         number, cut = _cuts(documents["length"], context)
         pieces = documents[number]
-        pieces["lot"] = lots_of(pieces["lot"], cut, self.seed)
+        pieces["sampling_key"] = sampling_keys_of(pieces["sampling_key"], cut, self.seed)
         pieces["start"] += cut.astype(np.uint64) * np.uint64(context)
         pieces["document"] = pieces["length"]
         pieces["length"] = np.minimum(pieces["length"] - cut * context, context)
@@ -135,10 +135,10 @@ class Kept:
         if reach[0] == ALL:
             return np.ones(len(most), bool)
         number, cut = _cuts(most, context)
-        lots = lots_of(digests[number], cut, self.seed)
+        sampling_keys = sampling_keys_of(digests[number], cut, self.seed)
         longest = np.minimum(most[number] - cut * context, context)
         wanted = places < np.uint64(self.limits.place)
-        found = lots <= reach[interval_of(longest, self.groups.bounds)]
+        found = sampling_keys <= reach[interval_of(longest, self.groups.bounds)]
         wanted[number[found]] = True
         if self.groups.skips_long:
             # One that is too long must be seen to be counted.
@@ -146,15 +146,15 @@ class Kept:
         return wanted
 
     def _reach(self, source: int) -> np.ndarray:
-        """Largest lot that is kept of a piece of at most each interval's length, uint64 [intervals]."""
+        """Largest sampling key kept of a piece of at most each interval's length, uint64 [intervals]."""
         groups = self.groups
-        lots = self.limits.lots[: groups.count].reshape(groups.intervals, groups.sources)
-        return np.maximum.accumulate(lots[:, source if groups.sources > 1 else 0])
+        sampling_keys = self.limits.sampling_keys[: groups.count].reshape(groups.intervals, groups.sources)
+        return np.maximum.accumulate(sampling_keys[:, source if groups.sources > 1 else 0])
 
     def add(self, pieces: np.ndarray) -> None:
         """Add pieces from `cut`; those above the limits are dropped."""
         group = self.groups.of(pieces, self.limits.place)
-        pieces = pieces[pieces["lot"] <= self.limits.lots[group]]
+        pieces = pieces[pieces["sampling_key"] <= self.limits.sampling_keys[group]]
         self.num_added += int(pieces["length"].sum(dtype=np.int64))
         self._added.append(pieces)
 
@@ -162,31 +162,44 @@ class Kept:
         """Find the limits anew and drop what lies above."""
         groups, limits = self.groups, self.limits
         pieces = np.concatenate([self.pieces, *self._added])
-        self._added, self.num_added = [], 0
+        self._added = []
+        self.num_added = 0
         self._hold_out(pieces)
         group = groups.of(pieces, limits.place)
-        order = np.lexsort((pieces["lot"], group))  # stable: of equal pieces the first one stays first
+        # stable: of equal pieces the first one stays first
+        order = np.lexsort((pieces["sampling_key"], group))
         pieces, group = pieces[order], group[order]
-        pieces["copy"], rank = self._copies(pieces["lot"], group)
-        own = np.flatnonzero(~pieces["copy"])
-        lots, lengths = pieces["lot"][own], pieces["length"][own].astype(np.int64)
-        supply = np.bincount(group[own], weights=lengths, minlength=groups.count)[: groups.count]
+        pieces["copy"], rank = self._copies(pieces["sampling_key"], group)
+        own = ~pieces["copy"]
+        self._lower_limits(pieces[own], group[own])
+        kept = (pieces["sampling_key"] <= limits.sampling_keys[group]) & (rank < COPIES)
+        self.pieces, self.group = pieces[kept], group[kept]
+
+    def _lower_limits(self, pieces: np.ndarray, group: np.ndarray) -> None:
+        """Lower the limits of the groups to the pieces that are needed.
+
+        Args:
+            pieces, group: all pieces that are no copies, sorted by group and sampling key, and their groups.
+        """
+        groups, limits = self.groups, self.limits.sampling_keys
+        sampling_keys = pieces["sampling_key"]
+        lengths = pieces["length"].astype(np.int64)
+        supply = np.bincount(group, weights=lengths, minlength=groups.count)[: groups.count]
         quotas = kept_quotas(supply.astype(np.int64).reshape(groups.intervals, -1), self.args)
-        starts = np.searchsorted(group[own], np.arange(groups.held + 1)).tolist()
+        starts = np.searchsorted(group, np.arange(groups.held + 1)).tolist()
         for number, (start, stop) in enumerate(itertools.pairwise(starts)):
             last = start + self._needed(number, lengths[start:stop], quotas)
             if last < stop:
-                limits.lots[number] = min(limits.lots[number], lots[last - 1])
+                limits[number] = min(limits[number], sampling_keys[last - 1])
         # Pieces that are too short are known if the first interval would keep them: all documents reach that
         # one.
-        limits.lots[groups.short] = limits.lots[[groups.short, *range(groups.sources)]].min()
-        kept = (pieces["lot"] <= limits.lots[group]) & (rank < COPIES)
-        self.pieces, self.group = pieces[kept], group[kept]
+        shortest = [groups.short, *range(groups.sources)]
+        limits[groups.short] = limits[shortest].min()
 
     @property
     def is_full(self) -> bool:
         """Whether every group and the held-out text have all that is asked for, and more to choose from."""
-        return self.held_out_full and bool((self.limits.lots[: self.groups.count] < ALL).all())
+        return self.held_out_full and bool((self.limits.sampling_keys[: self.groups.count] < ALL).all())
 
     def training(self) -> tuple[np.ndarray, np.ndarray]:
         """The settled pieces that may be drawn and their groups, both [n].
@@ -195,23 +208,24 @@ class Kept:
         """
         own = np.flatnonzero((self.group < self.groups.count) & ~self.pieces["copy"])
         if self.args.deduplicate and self.groups.sources > 1:
-            own = own[np.sort(np.unique(self.pieces["lot"][own], return_index=True)[1])]
+            own = own[np.sort(np.unique(self.pieces["sampling_key"][own], return_index=True)[1])]
         return self.pieces[own], self.group[own]
 
     def held_out(self) -> list[np.ndarray]:
         """The pieces of each held-out document, in the order of their places."""
         held = self.pieces[(self.group >= self.groups.held) & ~self.pieces["copy"]]
         if self.args.deduplicate:
-            held = held[np.unique(held["lot"], return_index=True)[1]]  # also between sources with weights
-        held = held[np.lexsort((held["start"], held["unit"]))]
+            # also between sources with weights
+            held = held[np.unique(held["sampling_key"], return_index=True)[1]]
+        held = held[np.lexsort((held["start"], held["work_shard"]))]
         documents = np.split(held, np.flatnonzero(held["first"])[1:]) if len(held) else []
-        return sorted(documents, key=lambda pieces: (int(pieces["place"][0]), int(pieces["lot"][0])))
+        return sorted(documents, key=lambda pieces: (int(pieces["place"][0]), int(pieces["sampling_key"][0])))
 
     def counted(self, num_sources: int) -> Counted:
         """Pieces and tokens of all that was added, held-out text in its own group."""
-        limits = self.limits.lots
+        limits = self.limits.sampling_keys
         share = np.where(limits < ALL, limits / 2.0**64, 1.0)[self.group]
-        sampled = (limits[self.group] == ALL) | (self.pieces["lot"] < limits[self.group])
+        sampled = (limits[self.group] == ALL) | (self.pieces["sampling_key"] < limits[self.group])
         copy = self.pieces["copy"]
         at = self.group * num_sources + self.pieces["source"]
         size = len(limits) * num_sources
@@ -224,15 +238,15 @@ class Kept:
         documents = np.where(self.group == self.groups.long, self.pieces["first"], True)
         return Counted(count(documents), count(self.pieces["length"]), copies)
 
-    def _copies(self, lots: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _copies(self, sampling_keys: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which of the sorted pieces are copies, and how many equal pieces stand before each.
 
         A copy equals the piece before it (bool [n]). The counts are int64 [n].
         """
-        copy = np.zeros(len(lots), bool)
+        copy = np.zeros(len(sampling_keys), bool)
         if self.args.deduplicate:
-            copy[1:] = (lots[1:] == lots[:-1]) & (group[1:] == group[:-1])
-        at = np.arange(len(lots))
+            copy[1:] = (sampling_keys[1:] == sampling_keys[:-1]) & (group[1:] == group[:-1])
+        at = np.arange(len(sampling_keys))
         return copy, at - np.maximum.accumulate(np.where(copy, 0, at))
 
     def _hold_out(self, pieces: np.ndarray) -> None:
@@ -241,7 +255,7 @@ class Kept:
         Each document counts with the context's length at most.
         """
         own = pieces[pieces["first"] & (pieces["place"] < self.limits.place)]
-        own = own[np.unique(own["lot"], return_index=True)[1]]
+        own = own[np.unique(own["sampling_key"], return_index=True)[1]]
         own = own[np.argsort(own["place"], kind="stable")]
         total = np.cumsum(own["length"], dtype=np.int64)
         last = int(np.searchsorted(total, self.held_out_tokens))
@@ -250,16 +264,15 @@ class Kept:
             self.limits.place, self.held_out_full = int(own["place"][last]) + 1, True
 
     def _needed(self, number: int, lengths: np.ndarray, quotas: list[int]) -> int:
-        """How many of a group's pieces, in the order of their lots, are kept."""
+        """How many of a group's pieces, in the order of their sampling keys, are kept."""
         if number >= self.groups.count:
             return SAMPLE
         high = self.groups.ends(number)[1]
         # The groups before it leave less than one piece to a group. Else the last of them that is not dry had
         # taken it.
         most = quotas[number] + high
-        return (
-            int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), most, side="right")) + 1 + reserve(high)
-        )
+        that_fit = int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), most, side="right"))
+        return that_fit + 1 + reserve(high)
 
 
 def _cuts(lengths: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:

@@ -8,9 +8,9 @@ import time
 import numpy as np
 from tqdm import tqdm
 
-from pod.data.balance.intervals import interval_name, share_of, share_out
-from pod.data.balance.kept import Kept
-from pod.data.rows.pictures import short_bytes
+from pod.data.balance.length_intervals import interval_name, share_of, share_out
+from pod.data.balance.reservoir import Reservoir
+from pod.data.rows.length_pictures import short_bytes
 from pod.verbosity import is_quiet
 
 
@@ -34,9 +34,9 @@ class Progress:
         self._bar.set_description_str(self.line(time.monotonic() - self.began), refresh=False)
         self._bar.update()
 
-    def show(self, kept: Kept) -> None:
+    def show(self, reservoir: Reservoir) -> None:
         """Tell of the interval that is filled least by settled pieces."""
-        self.slowest = slowest_interval(kept)
+        self.slowest = slowest_interval(reservoir)
         self.read(0)
 
     def line(self, seconds: float) -> str:
@@ -53,14 +53,16 @@ class Progress:
         self._bar.close()
 
 
-def slowest_interval(kept: Kept) -> tuple[str, float]:
+def slowest_interval(reservoir: Reservoir) -> tuple[str, float]:
     """Name and filled share of the interval that has least of what is asked for.
 
     With weights it is one source in an interval.
     """
-    groups, args = kept.groups, kept.args
-    own = kept.group < groups.count
-    tokens = np.bincount(kept.group[own], weights=kept.pieces["length"][own], minlength=groups.count)
+    groups, args = reservoir.groups, reservoir.args
+    own = reservoir.group < groups.count
+    tokens = np.bincount(
+        reservoir.group[own], weights=reservoir.pieces["length"][own], minlength=groups.count
+    )
     quota = share_of(args, groups.intervals)
     wanted = share_out(quota, [quota] * groups.sources, args.weights or [1.0]) * groups.intervals
     filled = np.minimum(1.0, tokens / np.maximum(1, wanted))

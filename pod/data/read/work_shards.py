@@ -1,8 +1,8 @@
-"""Sources cut into units: a unit is the work that one process reads at a time.
+"""Sources cut into work shards: a work shard is the work that one process reads at a time.
 
-A unit is a run of small files, one large file, a range of a large jsonl file, a MosaicML shard or a shard of
-a hub data set. The cut depends on nothing but the files and the target. Reading all units one after the other
-gives the documents in the order of the sources and of their files' names.
+A work shard is a run of small files, one large file, a range of a large jsonl file, a MosaicML shard or a
+shard of a hub data set. The cut depends on nothing but the files and the target. Reading all work shards one
+after the other gives the documents in the order of the sources and of their files' names.
 """
 
 import hashlib
@@ -19,22 +19,22 @@ import numpy as np
 
 from pod.data.args import DataArgs
 from pod.data.read.books import split_fragment
+from pod.data.read.discovery import Files, files_of, hub_spec
 from pod.data.read.documents import Document, SourceReport
 from pod.data.read.hub import HubShard, hub_shards, read_hub
 from pod.data.read.mds import MdsShard, read_shard
-from pod.data.read.places import Files, files_of, hub_spec
 from pod.data.read.readers import is_compressed, kind_of, read_copy, read_records
 from pod.data.read.records import Bad, Fields, Record, UnreadableFile
 from pod.remote import is_remote, remote_state
 
-UNITS_PER_SOURCE = 64
-"""Units that a source has at least, if the smallest sizes allow, so that many processes have work."""
+WORK_SHARDS_PER_SOURCE = 64
+"""Work shards that a source has at least, if the smallest sizes allow, so that many processes have work."""
 SMALLEST_GROUP_BYTES, GROUP_BYTES = 2**20, 32 * 2**20
 """Text in a run of small files."""
 SMALLEST_RANGE_BYTES, RANGE_BYTES = 2**20, 64 * 2**20
 """Bytes in a range of a large jsonl file."""
 BYTES_PER_TARGET_TOKEN = 0.25
-"""Limit of a unit's size, so that reading can stop soon after the target is reached."""
+"""Limit of a work shard's size, so that reading can stop soon after the target is reached."""
 LISTED_RECORDS = 3
 """How many bad records of a file are named: one without the wanted field must not hide the others."""
 COMPRESSION = 4
@@ -44,7 +44,7 @@ READING_VERSION = 2
 
 
 class FilePart(NamedTuple):
-    """A file as it was when the unit was planned, or the bytes [start, stop) of it."""
+    """A file as it was when the work shard was planned, or the bytes [start, stop) of it."""
 
     path: str
     size: int
@@ -71,7 +71,7 @@ class FilePart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Unit:
+class WorkShard:
     """What one process reads at a time; can be pickled."""
 
     source: int
@@ -83,7 +83,7 @@ class Unit:
     tolerate: bool = False
     """Skip unreadable files whatever the policy."""
     left_out: tuple[str, ...] = ()
-    """Files of the source that are not read at all, each with the reason. The first unit names them."""
+    """Files of the source that are not read at all, each with the reason. The first work shard names them."""
     split: str = ""
     """The fragment of the source: how its texts are split."""
 
@@ -108,19 +108,19 @@ class Unit:
         return hashlib.sha256(json.dumps(content).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def plan_units(args: DataArgs) -> list[Unit]:
-    """The units of all sources, in reading order.
+def plan_work_shards(args: DataArgs) -> list[WorkShard]:
+    """The work shards of all sources, in reading order.
 
     Raises:
         ValueError: in one line, for a source that does not exist.
     """
-    units = []
+    work_shards = []
     for source, spec in enumerate(args.sources):
         place, _ = split_fragment(spec)
         hub = hub_spec(place)
         split = spec[len(place) + 1 :]
         if hub is not None:
-            units += [Unit(source, spec, hub=shard, split=split) for shard in hub_shards(*hub)]
+            work_shards += [WorkShard(source, spec, hub=shard, split=split) for shard in hub_shards(*hub)]
             continue
         files = files_of(place, tuple(args.include))
         if files.unreadable and args.unreadable == "error" and not files.tolerate:
@@ -130,113 +130,158 @@ def plan_units(args: DataArgs) -> list[Unit]:
             )
         for number, group in enumerate(_groups(files, args.target_tokens, may_cut=not split)):
             left_out = () if number else (*files.left_out, *files.unreadable)
-            units.append(Unit(source, spec, group, None, files.tolerate, left_out, split))
-    return units
+            work_shards.append(WorkShard(source, spec, group, None, files.tolerate, left_out, split))
+    return work_shards
 
 
-def read_unit(unit: Unit, args: DataArgs, report: SourceReport) -> Iterator[Document]:
-    """The documents of a unit, in order, without empty ones.
+def read_work_shard(work_shard: WorkShard, args: DataArgs, report: SourceReport) -> Iterator[Document]:
+    """The documents of a work shard, in order, without empty ones.
 
     What is left out goes into `report`, and so do the files read.
 
     Raises:
         ValueError: in one line, with `unreadable="error"` for everything that cannot be read, and always for
-            a file that has changed since the unit was planned.
+            a file that has changed since the work shard was planned.
     """
-    for reason in unit.left_out:
+    for reason in work_shard.left_out:
         report.skip(reason)
-    fields = Fields.from_args(args)
-    for part in unit.files or (None,):
-        bad = _skipping(report) if unit.is_lenient(args) else _stop
-        report.files += not (part.start if part else unit.hub and unit.hub.index)  # it begins here
-        yield from _judged(unit, args, report, part, _documents(part, unit, fields, bad))
+    if work_shard.hub is not None:
+        yield from _read_hub_shard(work_shard, work_shard.hub, args, report)
+    for part in work_shard.files:
+        yield from _read_file(part, work_shard, args, report)
 
 
-def _stop(reason: str) -> None:
-    raise UnreadableFile(reason)
-
-
-def _skipping(report: SourceReport) -> Bad:
-    numbers = count()
-    return lambda reason: report.skip_record(reason, next(numbers) < LISTED_RECORDS)
-
-
-def _judged(
-    unit: Unit, args: DataArgs, report: SourceReport, part: FilePart | None, documents: Iterator[Document]
+def _read_file(
+    part: FilePart, work_shard: WorkShard, args: DataArgs, report: SourceReport
 ) -> Iterator[Document]:
-    """`documents` of one file without empty ones.
+    """The documents of a file.
 
-    A damaged file ends them or raises; a changed file always raises.
+    A damaged file ends them, or raises under the strict policy. A changed file always raises.
     """
-    bad_before = report.records_skipped
-    is_empty = part is not None and part.stop is None and part.shard is None
+    if part.start == 0:
+        report.files += 1
+    left_out_before = report.empty, report.records_skipped
+    fields = Fields.from_args(args)
+    bad = _policy(work_shard, args, report)
+    given = 0
+    part.check_unchanged()
     try:
-        if part is not None:
-            part.check_unchanged()
-            if part.size < 0:
-                raise UnreadableFile(f"{part.path} is missing or not a regular file")
-        for document in documents:
-            is_empty = False
-            if document.text.strip() if document.tokens is None else len(document.tokens):
-                yield document
-            else:
-                report.empty += 1
+        if part.size < 0:
+            raise UnreadableFile(f"{part.path} is missing or not a regular file")
+        prefix, records = _records(part, fields, bad)
+        for document in _not_empty(_documents(prefix, records, work_shard.spec, bad), report):
+            given += 1
+            yield document
     except UnreadableFile as error:
-        if part is not None:
-            part.check_unchanged()  # then this is why
-        if not unit.is_lenient(args):
-            raise ValueError(f"{error}; repair or remove it, or set data.unreadable=skip") from error
-        report.skip(str(error))
+        part.check_unchanged()  # then this is why
+        _leave_out(error, work_shard, args, report)
         return
-    if part is not None:
-        part.check_unchanged()
-    report.empty += is_empty and report.records_skipped == bad_before  # a file without any record
+    part.check_unchanged()
+    is_whole = part.stop is None and part.shard is None
+    if is_whole and given == 0 and left_out_before == (report.empty, report.records_skipped):
+        report.empty += 1  # a file without any record
 
 
-def _records(part: FilePart | None, unit: Unit, fields: Fields, bad: Bad) -> tuple[str, Iterator[Record]]:
+def _read_hub_shard(
+    work_shard: WorkShard, hub: HubShard, args: DataArgs, report: SourceReport
+) -> Iterator[Document]:
+    """The documents of a shard of a hub data set."""
+    if hub.index == 0:
+        report.files += 1
+    place, _ = split_fragment(work_shard.spec)
+    prefix = f"{place}:{hub.index}:" if hub.count > 1 else f"{place}:"
+    bad = _policy(work_shard, args, report)
+    try:
+        records = read_hub(hub, Fields.from_args(args), bad)
+        yield from _not_empty(_documents(prefix, records, work_shard.spec, bad), report)
+    except UnreadableFile as error:
+        _leave_out(error, work_shard, args, report)
+
+
+def _policy(work_shard: WorkShard, args: DataArgs, report: SourceReport) -> Bad:
+    """What happens to the bad records of one file: they are counted, or the first one ends the reading."""
+
+    def stop(reason: str) -> None:
+        raise UnreadableFile(reason)
+
+    numbers = count()
+
+    def skip(reason: str) -> None:
+        report.skip_record(reason, is_listed=next(numbers) < LISTED_RECORDS)
+
+    return skip if work_shard.is_lenient(args) else stop
+
+
+def _leave_out(error: UnreadableFile, work_shard: WorkShard, args: DataArgs, report: SourceReport) -> None:
+    """Count a file that cannot be read, or raise `ValueError` under the strict policy."""
+    if not work_shard.is_lenient(args):
+        raise ValueError(f"{error}; repair or remove it, or set data.unreadable=skip") from error
+    report.skip(str(error))
+
+
+def _not_empty(documents: Iterator[Document], report: SourceReport) -> Iterator[Document]:
+    """The documents that hold something; the others are counted."""
+    for document in documents:
+        if document.tokens is None:
+            is_empty = not document.text.strip()
+        else:
+            is_empty = len(document.tokens) == 0
+        if is_empty:
+            report.empty += 1
+        else:
+            yield document
+
+
+def _records(part: FilePart, fields: Fields, bad: Bad) -> tuple[str, Iterator[Record]]:
     """What the names of a file's records begin with, and the records."""
-    if part is None:
-        assert unit.hub is not None, "a unit without files is of the hub"
-        prefix = split_fragment(unit.spec)[0] + ":"
-        return prefix + (f"{unit.hub.index}:" if unit.hub.count > 1 else ""), read_hub(unit.hub, fields, bad)
     if part.shard is not None:
         return f"{part.path}:", read_shard(part.shard, fields, bad)
     if is_remote(part.path):
         return f"{part.path}:", read_copy(part.path, fields, bad)
-    prefix = f"{part.path}:byte " if part.stop is not None else f"{part.path}:"
+    prefix = f"{part.path}:" if part.stop is None else f"{part.path}:byte "
     return prefix, read_records(Path(part.path), fields, bad, part.start, part.stop)
 
 
-def _documents(part: FilePart | None, unit: Unit, fields: Fields, bad: Bad) -> Iterator[Document]:
+def _documents(prefix: str, records: Iterator[Record], spec: str, bad: Bad) -> Iterator[Document]:
     """The documents of a file's records.
 
     A record is one document, or the documents that the bounds of token ids or the source's fragment say.
+
+    Args:
+        prefix: what the names of the records begin with.
+        spec: the source as the user wrote it.
     """
-    prefix, records = _records(part, unit, fields, bad)
-    splitter = split_fragment(unit.spec)[1]
+    splitter = split_fragment(spec)[1]
     for record in records:
         name = prefix.removesuffix(":") if record.place is None else f"{prefix}{record.place}"
-        if record.tokens is None:
-            pieces = splitter(record.text) if splitter else [record.text]
-            for number, piece in enumerate(pieces):
-                own_name = f"{name}:{number}" if splitter else name
-                yield Document(piece, unit.spec, own_name, None, record.origin)
-            continue
-        if record.bounds is None:
-            yield Document("", unit.spec, name, record.tokens, record.origin)
-            continue
-        for number, (start, stop) in enumerate(record.bounds.tolist()):
-            # A copy: a document that waits in a batch must not keep the whole sample in memory.
-            tokens = record.tokens[start:stop].copy()
-            yield Document("", unit.spec, f"{name}:{number}", tokens, record.origin)
-        if left := len(record.tokens) - int(np.diff(record.bounds).sum()):
-            bad(f"{name} has {left} token ids outside the documents of data.token_bounds_field")
+        if record.tokens is not None:
+            yield from _documents_of_tokens(record, record.tokens, name, spec, bad)
+        elif splitter is None:
+            yield Document(record.text, spec, name, None, record.origin)
+        else:
+            for number, piece in enumerate(splitter(record.text)):
+                yield Document(piece, spec, f"{name}:{number}", None, record.origin)
+
+
+def _documents_of_tokens(
+    record: Record, tokens: np.ndarray, name: str, spec: str, bad: Bad
+) -> Iterator[Document]:
+    """The documents of a record of token ids; ids outside their bounds are a bad record."""
+    if record.bounds is None:
+        yield Document("", spec, name, tokens, record.origin)
+        return
+    for number, (start, stop) in enumerate(record.bounds.tolist()):
+        # A copy: a document that waits in a batch must not keep the whole sample in memory.
+        yield Document("", spec, f"{name}:{number}", tokens[start:stop].copy(), record.origin)
+    left = len(tokens) - int(np.diff(record.bounds).sum())
+    if left:
+        bad(f"{name} has {left} token ids outside the documents of data.token_bounds_field")
 
 
 def _groups(files: Files, target_tokens: int | None, may_cut: bool) -> Iterator[tuple[FilePart, ...]]:
     """The files of a source as runs of consecutive small ones. Ranges, shards and large files stand alone."""
     whole = [FilePart(one.path, *_state(one.path), shard=one.shard) for one in files.found]
-    share = sum(one.text_bytes for one in whole) // UNITS_PER_SOURCE
+    share = sum(one.text_bytes for one in whole) // WORK_SHARDS_PER_SOURCE
     if target_tokens is not None:
         share = min(share, int(BYTES_PER_TARGET_TOKEN * target_tokens))
     limit = min(GROUP_BYTES, max(SMALLEST_GROUP_BYTES, share))
@@ -244,13 +289,14 @@ def _groups(files: Files, target_tokens: int | None, may_cut: bool) -> Iterator[
     group: list[FilePart] = []
     group_bytes = 0
     for part in whole:
-        ranges = _ranges(part, range_bytes) if may_cut else []
-        alone = bool(ranges) or part.shard is not None
+        alone = _ranges(part, range_bytes) if may_cut else []
+        if part.shard is not None:
+            alone = [part]
         if group and (alone or group_bytes + part.text_bytes > limit):
             yield tuple(group)
             group, group_bytes = [], 0
         if alone:
-            yield from ((one,) for one in ranges or [part])
+            yield from ((one,) for one in alone)
             continue
         group.append(part)
         group_bytes += part.text_bytes

@@ -1,7 +1,7 @@
-"""Kept tokens on disk: one file per finished unit of reading.
+"""Kept tokens on disk: one file per finished work shard of reading.
 
-A file has the unit's pieces, their tokens, and what was read. It appears in one step, so a file that is there
-is whole. It is rewritten when most of its tokens are not needed any more.
+A file has the work shard's pieces, their tokens, and what was read. It appears in one step, so a file that
+is there is whole. It is rewritten when most of its tokens are not needed any more.
 """
 
 import json
@@ -20,12 +20,12 @@ from pod.data.read.documents import SourceReport
 
 PIECE = np.dtype(
     [
-        ("lot", "<u8"),
+        ("sampling_key", "<u8"),
         ("place", "<u8"),
         ("start", "<u8"),
         ("length", "<u4"),
         ("document", "<u4"),
-        ("unit", "<u4"),
+        ("work_shard", "<u4"),
         ("source", "<u2"),
         ("first", "?"),
         ("special", "?"),
@@ -35,11 +35,11 @@ PIECE = np.dtype(
 """A document, or one of the pieces of the context's length into which a longer one is cut.
 
 Fields:
-    lot: decides its luck in the draw.
+    sampling_key: decides its luck in the draw.
     place: place of its document in the held-out split (fraction × 2**64).
-    start, length: its tokens in the file of its unit.
+    start, length: its tokens in the file of its work shard.
     document: tokens of the whole document.
-    unit, source: numbers in reading order.
+    work_shard, source: numbers in reading order.
     first: whether it is the first piece of its document.
     special: whether the text spells a special token.
     copy: whether an equal piece came before. Its own tokens are then not kept.
@@ -56,12 +56,12 @@ def own_tokens(pieces: np.ndarray) -> np.ndarray:
 
 
 def file_order(pieces: np.ndarray) -> np.ndarray:
-    """Pieces of one unit as its file lists them: in the order in which their tokens lie, copies behind."""
+    """Pieces of one work shard as its file lists them: in the order of their tokens, copies behind."""
     return pieces[np.lexsort((pieces["start"], pieces["copy"]))]
 
 
-class Spool:
-    """Tokens of a unit while it is read, in a file without a name. The file goes with its process."""
+class TokenFile:
+    """Tokens of a work shard while it is read, in a file without a name. The file goes with its process."""
 
     def __init__(self, folder: Path, dtype: np.dtype):
         self.folder, self.dtype = folder, dtype
@@ -85,7 +85,7 @@ class Spool:
 
     def keep(self, pieces: np.ndarray) -> None:
         """Forget all tokens but those of `pieces`. Their starts are moved."""
-        old = Spool(self.folder, self.dtype)
+        old = TokenFile(self.folder, self.dtype)
         old._stream, self._stream, self.size = self._stream, old._stream, 0
         _copy(pieces, old.take, self._write)
         old.close()
@@ -99,8 +99,8 @@ class Spool:
         return _write(self._stream, tokens, self.dtype)
 
 
-class UnitFile(NamedTuple):
-    """The file of a finished unit."""
+class WorkShardFile(NamedTuple):
+    """The file of a finished work shard."""
 
     path: Path
     dtype: np.dtype
