@@ -16,10 +16,9 @@ from pod.kernels import fused
 from pod.kernels.fused import HeadNorms, NewToken
 from pod.modeling.shipped import decode
 from pod.modeling.shipped.attend import Tokens
-from pod.modeling.shipped.attention import PodAttention, RMSNorm
 from pod.modeling.shipped.decode import DecodeCall
+from pod.modeling.shipped.decoder_layer import PodAttention, PodDecoderLayer, PodMLP, RMSNorm
 from pod.modeling.shipped.layout import PodCacheLayer
-from pod.modeling.shipped.llama import PodDecoderLayer, PodMLP
 from pod.modeling.shipped.sinks import Sink
 
 _STORED = ("keys", "window_keys", "values")

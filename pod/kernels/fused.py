@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pod.modeling.shipped import attend
-from pod.modeling.shipped.attend import Tokens, rms_norm
+from pod.modeling.shipped.attend import Tokens
+from pod.modeling.shipped.decoder_layer import rms_norm
 from pod.modeling.shipped.sharing import Roles
 
 

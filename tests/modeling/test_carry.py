@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pod.modeling.shipped.attend import take_heads
-from pod.modeling.shipped.attention import next_carry
+from pod.modeling.shipped.decoder_layer import next_carry
 
 
 def loss_and_gradients(model, ids, doc_ids=None):

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 import pod
 from pod.modeling.shipped import experts as module
+from pod.modeling.shipped.decoder_layer import PodMoE
 from pod.modeling.shipped.experts import PodExperts, takes_grouped_mm
-from pod.modeling.shipped.llama import PodMoE
 
 HIDDEN, INNER = 16, 24
 CASES = [(1, 6, 3), (3, 9, 2), (5, 4, 2), (80, 5, 2), (301, 3, 1), (700, 7, 7)]

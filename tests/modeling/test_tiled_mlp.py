@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import pod
-from pod.modeling.shipped.llama import PodMLP
+from pod.modeling.shipped.decoder_layer import PodMLP
 
 HIDDEN, INNER = 16, 40
 CONFIG = {

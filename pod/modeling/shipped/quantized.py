@@ -541,6 +541,7 @@ class QuantizedCodec(Codec):
     group_size: int
     residual: int
     capacity: int = 0
+    comes_to_rest = True
 
     @property
     def is_in_place(self) -> bool:

@@ -38,9 +38,9 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from pod.kernels.statistics import attention_rows
-from pod.modeling.shipped.attention import ForwardContext
 from pod.modeling.shipped.config import PodConfig
-from pod.modeling.shipped.llama import PodDecoderLayer, PodForCausalLM
+from pod.modeling.shipped.decoder_layer import ForwardContext, PodDecoderLayer
+from pod.modeling.shipped.llama import PodForCausalLM
 from pod.modeling.shipped.packed import Packing
 from pod.modeling.shipped.sharing import GROUP_SIZE, RESIDUAL
 from pod.training.plans.checks import check_array, check_costs, check_groups

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pod.modeling.shipped.attention import Carry, ForwardContext, next_carry
+from pod.modeling.shipped.decoder_layer import Carry, ForwardContext, next_carry
 from pod.modeling.shipped.sharing import Lead, is_followed, roles_of
 
 Getter = Callable[[], Tensor]

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from pod.modeling.shipped.attend import rms_norm
-from pod.modeling.shipped.attention import RMSNorm
-from pod.modeling.shipped.llama import PodMLP
+from pod.modeling.shipped.decoder_layer import PodMLP, RMSNorm, rms_norm
 from pod.modeling.shipped.rope import rotate_whole
 from pod.modeling.shipped.sinks import is_constant
 from pod.training import deepspeed_bridge as bridge
