@@ -117,9 +117,12 @@ class Bank:
 
     def stores(self) -> list[tuple[str, TokenStore, int]]:
         """Name, store and number of tokens of each store."""
-        all_held = {"keys": self.keys, "values": self.values, "positions": self.places}
-        own = "window_keys", self.own.store, len(self.own)
-        return [own, *((name, store, self.held) for name, store in all_held.items())]
+        return [
+            ("window_keys", self.own.store, len(self.own)),
+            ("keys", self.keys, self.held),
+            ("values", self.values, self.held),
+            ("positions", self.places, self.held),
+        ]
 
     @property
     def positions(self) -> Tensor:
@@ -194,14 +197,15 @@ class SharedSelectionLayer(PodCacheLayer):
         self.order = (*held, *self.roles.windows)
         counts = [len(x) for x in (self.roles.leads, self.roles.followers, self.roles.windows)]
         self.is_reordered = len(self.banks) > 1 or max(counts) < len(self.order)
-        windows = self.num_sink_tokens, self.num_recent_tokens
-        self.near_keys, self.near_values = (self.codec.window(part, *windows) for part in ("keys", "values"))
+        self.near_keys = self.codec.window("keys", self.num_sink_tokens, self.num_recent_tokens)
+        self.near_values = self.codec.window("values", self.num_sink_tokens, self.num_recent_tokens)
 
     def _held(self, length: int) -> list[tuple[str, TokenStore, int]]:
         """Name, store and number of tokens of each store that is not empty after ``length`` tokens."""
-        near = ("near_keys", self.near_keys, length), ("near_values", self.near_values, length)
-        banks = ((f"{x[0]} of {i}", *x[1:]) for i, bank in enumerate(self.banks) for x in bank.stores())
-        return [entry for entry in (*near, *banks) if not entry[1].is_empty]
+        found = [("near_keys", self.near_keys, length), ("near_values", self.near_values, length)]
+        for number, bank in enumerate(self.banks):
+            found += [(f"{name} of {number}", store, held) for name, store, held in bank.stores()]
+        return [entry for entry in found if not entry[1].is_empty]
 
     def stores(self) -> dict[str, Any]:
         rankings = {f"bookkeeping of {i}": bank.ranking for i, bank in enumerate(self.banks)}
@@ -264,8 +268,10 @@ class SharedSelectionLayer(PodCacheLayer):
 
     def _attend_windows(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """Attention of one new token per row, for the heads that keep their windows."""
-        keys = self.near_keys.append_and_read(k, step.uniform_past)
-        values = self.near_values.append_and_read(v, step.uniform_past)
+        past = step.uniform_past
+        assert past is not None, "rows are alike"
+        keys = self.near_keys.append_and_read(k, past)
+        values = self.near_values.append_and_read(v, past)
         out, lse, _ = attend_slots(q, keys, values, self.scale)
         if step.sink is None:
             return out
@@ -293,13 +299,13 @@ class SharedSelectionLayer(PodCacheLayer):
         width = x.shape[1] // len(self.order)
         if self.is_reordered:
             x = x.index_select(1, head_index(self.order, width, x.device))
-        leads = [width * len(bank.leads) for bank in self.banks]
-        followers = [width * len(bank.followers) for bank in self.banks]
-        windows = width * len(self.roles.windows)
-        sizes = [size for pair in zip(leads, followers, strict=True) for size in pair]
-        *roles, own = x.split([*sizes, windows], 1)
-        *both, _ = x.split([*map(sum, zip(leads, followers, strict=True)), windows], 1)
-        return list(zip(roles[::2], roles[1::2], both, strict=True)), own
+        found, start = [], 0
+        for bank in self.banks:
+            leads, followers = width * len(bank.leads), width * len(bank.followers)
+            both = x[:, start : start + leads + followers]
+            found.append((both[:, :leads], both[:, leads:], both))
+            start += leads + followers
+        return found, x[:, start:]
 
     def _in_order(self, outs: list[Tensor]) -> Tensor:
         if not self.is_reordered:
