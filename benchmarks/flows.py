@@ -336,8 +336,12 @@ def long_lines(files: list[Path]) -> int:
     return sum(len(line) > MOST_COLUMNS for line in lines)
 
 
-def tests_by_level() -> dict[str, int | None]:
-    """How many tests each level has. None where the tests cannot be collected."""
+def tests_by_level() -> dict[str, int]:
+    """How many tests each level has.
+
+    Raises:
+        RuntimeError: a file of tests cannot be collected.
+    """
     code = (
         "import sys, json, pytest\n"
         "class Count:\n"
@@ -352,10 +356,13 @@ def tests_by_level() -> dict[str, int | None]:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=settings
     )
+    counts = None
     for line in done.stdout.splitlines():
         if line.startswith("COUNTS "):
-            return json.loads(line.removeprefix("COUNTS "))
-    return dict.fromkeys(LEVELS)
+            counts = json.loads(line.removeprefix("COUNTS "))
+    if done.returncode or counts is None:
+        raise RuntimeError(f"the tests cannot be collected:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return counts
 
 
 def house_numbers(with_tests: bool = True) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import pod
-from pod.modeling.shipped import attention
+from pod.modeling.shipped import decoder_layer
 from pod.training.args import TrainArgs
 from pod.training.predict.memory import Job, World, host_bytes, pinned_bytes, training_bytes
 from pod.training.predict.shapes import (
@@ -134,7 +134,7 @@ class Watch:
 @pytest.fixture
 def carried(monkeypatch):
     """Storages of every tensor that a layer hands on."""
-    watch, original = Watch(), attention.next_carry
+    watch, original = Watch(), decoder_layer.next_carry
 
     def recording(*arguments):
         result = original(*arguments)
@@ -142,7 +142,7 @@ def carried(monkeypatch):
             watch.add(tensor)
         return result
 
-    for module in (attention, carry_memory):
+    for module in (decoder_layer, carry_memory):
         monkeypatch.setattr(module, "next_carry", recording)
     return watch
 
