@@ -64,7 +64,8 @@ def reserve(model: Any, cache: Any, batch: int, length: int) -> None:
     The room that it reserved is allocated, and no more.
     """
     model(input_ids=torch.zeros(batch, 1, dtype=torch.long, device=model.device), past_key_values=cache)
-    step, _ = cache.begin_step(model.lm_head.weight.new_empty(batch, length - 1, 0), None, None)
+    hidden_states = model.lm_head.weight.new_empty(batch, length - 1, 0)
+    step, _ = cache.begin_step(model.config, hidden_states, None, None)
     cache.end_step(step)
 
 

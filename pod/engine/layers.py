@@ -16,10 +16,9 @@ from pod.kernels import fused
 from pod.kernels.fused import HeadNorms, NewToken
 from pod.modeling.model import decode
 from pod.modeling.model.attend import Tokens
-from pod.modeling.model.attention import PodAttention, RMSNorm
 from pod.modeling.model.decode import DecodeCall
+from pod.modeling.model.decoder_layer import PodAttention, PodDecoderLayer, PodMLP, RMSNorm
 from pod.modeling.model.layout import PodCacheLayer
-from pod.modeling.model.llama import PodDecoderLayer, PodMLP
 from pod.modeling.model.sinks import Sink
 
 _STORED = ("keys", "window_keys", "values")

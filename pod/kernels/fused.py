@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pod.modeling.model import attend
-from pod.modeling.model.attend import Tokens, rms_norm
+from pod.modeling.model.attend import Tokens
+from pod.modeling.model.decoder_layer import rms_norm
 from pod.modeling.model.sharing import Roles
 
 

@@ -43,10 +43,9 @@ def fill(model: Any, cache: Any, batch: int, length: int, skip_share: float = 0.
     # Reading one token makes the stores take their place.
     model(input_ids=random_rows(model, batch, 1), past_key_values=cache, logits_to_keep=1)
     weight = model.lm_head.weight
-    step, _ = cache.begin_step(weight.new_empty(batch, length - 1, 0), None, None)
-    for piece in cache.pieces(step):
+    step, _ = cache.begin_step(model.config, weight.new_empty(batch, length - 1, 0), None, None)
+    for _ in cache.pieces(step):
         _fill_layers([layer for layer, _ in cache._holders()], length, weight, skip_share)
-        cache.end_prefill_chunk(piece)
     cache.end_step(step)
 
 

@@ -38,9 +38,9 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from pod.kernels.statistics import attention_rows
-from pod.modeling.model.attention import ForwardContext
 from pod.modeling.model.config import PodConfig
-from pod.modeling.model.llama import PodDecoderLayer, PodForCausalLM
+from pod.modeling.model.decoder_layer import ForwardContext, PodDecoderLayer
+from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.packed import Packing
 from pod.modeling.model.sharing import GROUP_SIZE, RESIDUAL
 from pod.plan.checks import check_array, check_costs, check_groups

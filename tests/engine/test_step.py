@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import pod
-from pod.modeling.model.attention import RMSNorm
+from pod.modeling.model.decoder_layer import RMSNorm
 
 _TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(_TESTS / "kernels"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pod
-from pod.modeling.model import attention
+from pod.modeling.model import decoder_layer
 
 FAMILIES = ["llama", "qwen3", "olmo2", "gemma3", "qwen3-moe"]
 WITH_HEAD_NORMS = ["qwen3", "olmo2", "gemma3", "qwen3-moe"]
@@ -39,13 +39,13 @@ def test_autocast_loses_no_more_than_in_the_stock_model(tools, family):
 def test_queries_keys_and_values_are_of_one_dtype(tools, family, monkeypatch):
     """Where they are not, flash refuses them, and CUDA falls to the n × n reference."""
     model, ids, seen = tools.make_pod(family, torch.float32).train(), tools.random_ids(2, 40), []
-    attend = attention.attend
+    attend = decoder_layer.attend
 
     def recording(q, tokens, lead, *arguments, **options):
         seen.append({x.dtype for x in (q, *tokens, *(lead or ()))})
         return attend(q, tokens, lead, *arguments, **options)
 
-    monkeypatch.setattr(attention, "attend", recording)
+    monkeypatch.setattr(decoder_layer, "attend", recording)
     with bfloat16():
         loss = model(ids, labels=ids).loss
     loss.backward()

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 import pod
 from pod.modeling.model import experts as module
+from pod.modeling.model.decoder_layer import PodMoE
 from pod.modeling.model.experts import PodExperts, takes_grouped_mm
-from pod.modeling.model.llama import PodMoE
 
 HIDDEN, INNER = 16, 24
 CASES = [(1, 6, 3), (3, 9, 2), (5, 4, 2), (80, 5, 2), (301, 3, 1), (700, 7, 7)]

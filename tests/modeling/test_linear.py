@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from pod.modeling.model import attend
-from pod.modeling.model.attend import Linear
+from pod.modeling.model import decoder_layer
+from pod.modeling.model.decoder_layer import Linear
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1, 24), (1, 24), (24,), (2, 1, 24), (1, 3, 24)])
 @pytest.mark.parametrize("outputs", [1, 7, 24, 128, 192])
 def test_parts_of_a_weight_equal_the_whole(outputs, shape, bias, monkeypatch):
-    monkeypatch.setattr(attend, "_LARGE", 1)
+    monkeypatch.setattr(decoder_layer, "_LARGE", 1)
     generator = torch.Generator().manual_seed(outputs)
     linear = Linear(24, outputs, bias=bias).double()
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -24,7 +24,7 @@ def test_parts_of_a_weight_equal_the_whole(outputs, shape, bias, monkeypatch):
 
 
 def test_one_row_runs_in_parts_and_no_other_pass_does(monkeypatch):
-    monkeypatch.setattr(attend, "_LARGE", 1)
+    monkeypatch.setattr(decoder_layer, "_LARGE", 1)
     called = []
     product = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda *factors: called.append(len(factors[0])) or product(*factors))

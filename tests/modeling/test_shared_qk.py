@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pod.modeling.model.attend import take_heads
-from pod.modeling.model.attention import next_shared_qk
+from pod.modeling.model.decoder_layer import next_shared_qk
 
 
 def loss_and_gradients(model, ids, doc_ids=None):

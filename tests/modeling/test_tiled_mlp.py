@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import pod
-from pod.modeling.model.llama import PodMLP
+from pod.modeling.model.decoder_layer import PodMLP
 
 HIDDEN, INNER = 16, 40
 CONFIG = {

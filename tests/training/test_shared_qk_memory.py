@@ -8,7 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import pod
-from pod.modeling.model import attention
+from pod.modeling.model import decoder_layer
 from pod.training.args import TrainArgs
 from pod.training.predict.memory_estimate import TrainingJob, World, host_bytes, pinned_bytes, training_bytes
 from pod.training.predict.shapes import (
@@ -139,7 +139,7 @@ class Watch:
 @pytest.fixture
 def carried(monkeypatch):
     """Storages of every tensor that a layer hands on."""
-    watch, original = Watch(), attention.next_shared_qk
+    watch, original = Watch(), decoder_layer.next_shared_qk
 
     def recording(*arguments):
         result = original(*arguments)
@@ -147,7 +147,7 @@ def carried(monkeypatch):
             watch.add(tensor)
         return result
 
-    for module in (attention, shared_qk_memory):
+    for module in (decoder_layer, shared_qk_memory):
         monkeypatch.setattr(module, "next_shared_qk", recording)
     return watch
 

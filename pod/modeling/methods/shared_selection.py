@@ -21,12 +21,14 @@ from torch import Tensor
 
 from pod.modeling.methods.base import Builder, Request, cache_of
 from pod.modeling.methods.ranking import EndAttention, Ranking, best_slots
-from pod.modeling.model.attend import Segments, Tokens, attend, take_heads, takes_gradients
+from pod.modeling.model.attend import Segments, Tokens, attend, take_heads
 from pod.modeling.model.config import PodConfig
-from pod.modeling.model.grouped import slot_logits, weigh_slots
+from pod.modeling.model.grouped import attend_slots, slot_logits, weigh_slots
 from pod.modeling.model.layout import PodCacheLayer
+from pod.modeling.model.packed import Stored
+from pod.modeling.model.sinks import add_sink
 from pod.modeling.model.step import Selection, Step
-from pod.modeling.model.stores import KVBuffer, KVQuantizer
+from pod.modeling.model.stores import KVBuffer, KVQuantizer, first_and_last
 
 _AGED = 64
 """Own keys are freed when 1/64 of them belong to distant tokens, not earlier: freeing copies the others."""
@@ -50,10 +52,12 @@ class OwnKeys:
     def __len__(self) -> int:
         return self.sinks + self.recents
 
-    def append(self, k: Tensor) -> None:
-        self.store.append(k, len(self))
+    def append(self, k: Tensor) -> Stored:
+        """Store new keys ``[B, followers, m, d]``, and give what decoding reads."""
+        stored = self.store.append_and_read(k, len(self))
         self.recents += k.shape[2]
         self.held += k.shape[2]
+        return stored
 
     def spread(self, own: Tensor, make: Callable[..., Tensor] = Tensor.new_empty) -> Tensor:
         """Spread ``[…, slots]`` to ``[…, held]``. Places without a slot are as ``make`` gives them."""
@@ -68,25 +72,22 @@ class OwnKeys:
         sinks, recents = self._sizes(recents)
         slots = kept[..., first_and_last(sinks, recents, self.held, kept.device)]
         slots = torch.where(slots < self.sinks, slots, (slots - was).clamp(min=0) + self.sinks)
-        self._keep_slots(slots.clamp(max=max(0, len(self) - 1)), sinks, recents)
+        if len(self):
+            self.store.keep(slots.clamp(max=len(self) - 1), len(self))
+        self.sinks, self.recents = sinks, recents
 
     def free(self, recents: int) -> None:
         """Hold keys of the first and of the last tokens only, if there are more than a few others."""
         sinks, recents = self._sizes(recents)
         if sinks + recents + recents // _AGED < len(self):
-            slots = first_and_last(sinks, recents, len(self), self.store.tensors()[0].device)
-            self._keep_slots(slots.expand(*self.store.shape[:2], -1), sinks, recents)
+            self.store.keep_ends(sinks, recents, len(self))
+            self.sinks, self.recents = sinks, recents
 
     def _sizes(self, recents: int) -> tuple[int, int]:
         sinks = min(self.num_sink_tokens, self.held)
         packed = max(0, self.held - self.residual) // self.group_size * self.group_size
         recents = min(max(recents, self.held - packed), self.held - sinks)
         return sinks, recents + (self.held - sinks - recents) % self.group_size
-
-    def _keep_slots(self, slots: Tensor, sinks: int, recents: int) -> None:
-        if len(self):
-            self.store.keep(slots, len(self))
-        self.sinks, self.recents = sinks, recents
 
 
 class HeadGroup:
@@ -116,29 +117,37 @@ class HeadGroup:
 
     def stores(self) -> list[tuple[str, KVBuffer, int]]:
         """Name, store and number of tokens of each store."""
-        all_held = {"keys": self.keys, "values": self.values, "positions": self.position_buffer}
-        own = "window_keys", self.own.store, len(self.own)
-        return [own, *((name, store, self.held) for name, store in all_held.items())]
+        return [
+            ("window_keys", self.own.store, len(self.own)),
+            ("keys", self.keys, self.held),
+            ("values", self.values, self.held),
+            ("positions", self.position_buffer, self.held),
+        ]
 
     @property
     def positions(self) -> Tensor:
         """Positions of the tokens held, int32 ``[B, leads, held]``; None where nothing is shared."""
-        if self.position_buffer.is_empty:
-            return None  # type: ignore[return-value]
-        return self.position_buffer.read(self.held)[..., 0]
+        positions = self.position_buffer.data
+        return None if positions is None else positions[..., 0]  # type: ignore[return-value]
 
-    def append(self, k: Tensor, own: Tensor, v: Tensor, step: Step) -> None:
-        """Store new tokens: keys ``[B, leads, m, d]``, own keys ``[B, followers, m, d]``, values of both."""
-        self.values.append(v, self.held)
+    def append(self, k: Tensor, own: Tensor, v: Tensor, step: Step) -> tuple[Stored | None, ...]:
+        """Store new tokens: keys ``[B, leads, m, d]``, own keys ``[B, followers, m, d]``, values of both.
+
+        Returns:
+            What decoding reads now: keys, own keys and values. None where no head has such keys.
+        """
+        keys = own_keys = None
+        values = self.values.append_and_read(v, self.held)
         if self.followers:
-            self.own.append(own)
+            own_keys = self.own.append(own)
         if self.leads:
-            self.keys.append(k, self.held)
+            keys = self.keys.append_and_read(k, self.held)
         if self.leads and self.shares:
             seen = step.max_length
             new = torch.arange(seen - step.num_new, seen, dtype=torch.int32, device=k.device)
             self.position_buffer.append(new[:, None].expand(*k.shape[:2], -1, -1), self.held)
         self.held += step.num_new
+        return keys, own_keys, values
 
     def scores(self, step: Step) -> Tensor:
         """The ranking's scores of the tokens that the leads hold, ``[B, leads, held]``."""
@@ -188,16 +197,15 @@ class SharedSelectionLayer(PodCacheLayer):
         self.order = (*held, *self.roles.windows)
         counts = [len(x) for x in (self.roles.leads, self.roles.followers, self.roles.windows)]
         self.is_reordered = len(self.head_groups) > 1 or max(counts) < len(self.order)
-        windows = self.num_sink_tokens, self.num_recent_tokens
-        self.near_keys, self.near_values = (self.codec.window(part, *windows) for part in ("keys", "values"))
+        self.near_keys = self.codec.window("keys", self.num_sink_tokens, self.num_recent_tokens)
+        self.near_values = self.codec.window("values", self.num_sink_tokens, self.num_recent_tokens)
 
     def _held(self, length: int) -> list[tuple[str, KVBuffer, int]]:
         """Name, store and number of tokens of each store that is not empty after ``length`` tokens."""
-        near = ("near_keys", self.near_keys, length), ("near_values", self.near_values, length)
-        head_groups = (
-            (f"{x[0]} of {i}", *x[1:]) for i, group in enumerate(self.head_groups) for x in group.stores()
-        )
-        return [entry for entry in (*near, *head_groups) if not entry[1].is_empty]
+        found = [("near_keys", self.near_keys, length), ("near_values", self.near_values, length)]
+        for number, group in enumerate(self.head_groups):
+            found += [(f"{name} of {number}", store, held) for name, store, held in group.stores()]
+        return [entry for entry in found if not entry[1].is_empty]
 
     def stores(self) -> dict[str, Any]:
         rankings = {f"bookkeeping of {i}": group.ranking for i, group in enumerate(self.head_groups)}
@@ -207,45 +215,97 @@ class SharedSelectionLayer(PodCacheLayer):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         plain, (q, k) = q, step.ropes[self.layer_idx].pair(q, k)
-        is_single = step.num_new == 1 and not takes_gradients(q, k, v)
+        if not step.is_decode:
+            self._observe(plain, q, step)
+        takes_gradients = q.requires_grad or k.requires_grad or v.requires_grad
+        if step.num_new == 1 and not takes_gradients:
+            return self._attend_token(q, k, v, step)
         outs = []
-        for group in self.head_groups if not step.is_decode else ():
+        (queries, _), (keys, _), (values, _) = (self._by_role(x) for x in (q, k, v))
+        for group, own_q, own_k, own_v in zip(self.head_groups, queries, keys, values, strict=True):
+            group.append(own_k[0], own_k[1], own_v[2], step)
+            self._publish(group, step)
+            self._publish_tokens(group, own_q[0], step)
+            if not step.is_fresh:
+                outs.append(self._attend_group(group, own_q, step))
+        if step.is_fresh:
+            out = self._prefill(q, k, v, step)
+            self._append_near(k, v, step)
+            return out
+        if self.roles.windows:
+            outs.append(self._attend_role(self.roles.windows, q, k, v, step))
+            self._append_near(k, v, step)
+        return self._in_order(outs)
+
+    def _observe(self, plain: Tensor, q: Tensor, step: Step) -> None:
+        """Show the queries of a prompt's chunk, before and after their rotation, to what ranks its tokens."""
+        for group in self.head_groups:
             if group.leads:
                 own = take_heads(plain if group.ranking.before_rope else q, group.leads, self.groups)
                 group.ranking.observe(own, step)
                 group.keys.observe(take_heads(q, group.leads, self.groups), step)
-        for group, own_q, own_k, own_v in zip(self.head_groups, *map(self._by_group, (q, k, v)), strict=True):
-            group.append(own_k[0], own_k[1], own_v[2], step)
-            self._publish(group, own_q[0], step, is_single)
-            if is_single:
-                outs.append(self._decode_group(group, own_q, step))
-            elif not step.is_fresh:
-                outs.append(self._attend_group(group, own_q, step))
-        if step.is_fresh and not is_single:
-            out = self._prefill(q, k, v, step)
-            self._append_near(k, v, step)
-            return out
-        if self.roles.windows and not is_single:
-            outs.append(self._attend_role(self.roles.windows, q, k, v, step))
-        self._append_near(k, v, step)
-        if self.roles.windows and is_single:
-            outs.append(self._decode_near(q, step))
+
+    def _attend_token(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        """Attention of one new token per row."""
+        outs = []
+        (queries, near_q), (keys, near_k), (values, near_v) = (self._by_role(x) for x in (q, k, v))
+        for group, own_q, own_k, own_v in zip(self.head_groups, queries, keys, values, strict=True):
+            lead_keys, own_keys, held_values = group.append(own_k[0], own_k[1], own_v[2], step)
+            self._publish(group, step)
+            parts = []
+            if group.leads:
+                logits = slot_logits(own_q[0], lead_keys, group.held, self.scale)
+                self._publish_logits(group, logits, step)
+                parts.append(logits)
+            if group.followers:
+                own = slot_logits(own_q[1], own_keys, len(group.own), self.scale)
+                parts.append(self._with_logits_of_leads(group, own, step))
+            logits = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+            outs.append(weigh_slots(logits.softmax(-1), held_values, q.dtype))
+        if self.roles.windows:
+            outs.append(self._attend_windows(near_q, near_k, near_v, step))
         return self._in_order(outs)
 
-    def _by_group(self, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """For each group, the heads of its leads, of its followers, and of both.
+    def _attend_windows(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        """Attention of one new token per row, for the heads that keep their windows."""
+        past = step.uniform_past
+        assert past is not None, "rows are alike"
+        keys = self.near_keys.append_and_read(k, past)
+        values = self.near_values.append_and_read(v, past)
+        out, lse, _ = attend_slots(q, keys, values, self.scale)
+        if step.sink is None:
+            return out
+        return add_sink(out, lse, *step.sink.of_heads(self.roles.windows).columns())[0]
+
+    def _with_logits_of_leads(self, group: HeadGroup, own: Tensor, step: Step) -> Tensor:
+        """Logits ``[B, followers, G, held]``: own ones for proximal tokens, those of the leads for the rest.
+
+        Args:
+            own: ``[B, followers, G, own keys]``.
+        """
+        far, near = [], []
+        for head in group.followers:
+            scored = step.lead.selections[head].scored
+            assert scored is not None, "its lead attends first"
+            far.append(scored[0])
+            near.append(scored[1])
+        return torch.where(torch.stack(near, 1)[:, :, None], group.own.spread(own), torch.stack(far, 1))
+
+    def _by_role(self, x: Tensor) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
+        """For each group, the heads of its leads, of its followers, and of both; and the heads with windows.
 
         The number of operations does not depend on the number of heads.
         """
         width = x.shape[1] // len(self.order)
         if self.is_reordered:
             x = x.index_select(1, head_index(self.order, width, x.device))
-        sizes = [width * len(heads) for group in self.head_groups for heads in (group.leads, group.followers)]
-        if self.roles.windows:
-            x = x[:, : sum(sizes)]
-        roles = x.split(sizes, 1)
-        both = [sum(pair) for pair in zip(sizes[::2], sizes[1::2], strict=True)]
-        return list(zip(roles[::2], roles[1::2], x.split(both, 1), strict=True))
+        found, start = [], 0
+        for group in self.head_groups:
+            leads, followers = width * len(group.leads), width * len(group.followers)
+            both = x[:, start : start + leads + followers]
+            found.append((both[:, :leads], both[:, leads:], both))
+            start += leads + followers
+        return found, x[:, start:]
 
     def _in_order(self, outs: list[Tensor]) -> Tensor:
         if not self.is_reordered:
@@ -253,29 +313,16 @@ class SharedSelectionLayer(PodCacheLayer):
         pieces = [piece for out in outs for piece in out.split(self.groups, dim=1)]
         return torch.cat([pieces[self.order.index(head)] for head in range(len(pieces))], dim=1)
 
-    def _publish(self, group: HeadGroup, q: Tensor, step: Step, is_single: bool) -> None:
-        """Leave in ``step`` what followers need of their leads, before the leads choose."""
+    def _publish(self, group: HeadGroup, step: Step) -> None:
+        """Leave in ``step`` where the tokens are that leads with followers hold, before the leads choose."""
         for place, head in group.followed:
             step.lead.selections[head] = Selection(group.positions[:, place])
-            if not is_single:
-                step.lead.queries[head] = take_heads(q, [place], self.groups).clone()
-                step.lead.keys[head] = take_heads(group.keys.view(group.held), [place])
 
-    def _decode_group(self, group: HeadGroup, q: tuple[Tensor, Tensor, Tensor], step: Step) -> Tensor:
-        """Attention of one new token per row; leads' logits serve their blocks, but for proximal tokens."""
-        parts = []
-        if group.leads:
-            logits = slot_logits(q[0], group.keys.stored, group.held, self.scale)
-            self._publish_logits(group, logits, step)
-            parts.append(logits)
-        if group.followers:
-            scored = [step.lead.selections[head].scored for head in group.followers]
-            far, near = (torch.stack(x, 1) for x in zip(*(pair for pair in scored if pair), strict=True))
-            keys, count = group.own.store, len(group.own)
-            own = group.own.spread(slot_logits(q[1], keys.stored, count, self.scale))
-            parts.append(torch.where(near[:, :, None], own, far))
-        logits = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-        return weigh_slots(logits.softmax(-1), group.values.stored, q[2].dtype)
+    def _publish_tokens(self, group: HeadGroup, q: Tensor, step: Step) -> None:
+        """Leave in ``step`` the queries and keys that followers need of their leads."""
+        for place, head in group.followed:
+            step.lead.queries[head] = take_heads(q, [place], self.groups).clone()
+            step.lead.keys[head] = take_heads(group.keys.view(group.held), [place])
 
     def _publish_logits(self, group: HeadGroup, logits: Tensor, step: Step) -> None:
         if group.followed:
@@ -316,7 +363,7 @@ class SharedSelectionLayer(PodCacheLayer):
             for group, slots in zip(self.head_groups, self.choose(step), strict=True):
                 self._select(group, slots, step)
                 group.ranking = self.make_ranking()
-        if step.ends_prompt or step.is_decode:
+        if self.codec.comes_to_rest and (step.ends_prompt or step.is_decode):
             for _, store, count in self._held(step.max_length):
                 store.flush(count)
 
@@ -375,12 +422,6 @@ def free_own_keys(layers: list[SharedSelectionLayer], step: Step, label: None) -
         if group.followers:
             most = max(near[layer.lead[layer.layer_idx][head], head] for head in group.followers)
             group.own.free(most)
-
-
-def first_and_last(first: int, last: int, count: int, device: torch.device) -> Tensor:
-    """The numbers ``0 … first-1`` and ``count-last … count-1``."""
-    ends = (0, first), (count - last, count)
-    return torch.cat([torch.arange(*end, device=device) for end in ends])
 
 
 @lru_cache(maxsize=1024)

@@ -30,6 +30,8 @@ from pod.modeling.model.stores import KVBuffer, KVQuantizer
 class ThinKeyQuantizer(KVQuantizer):
     """A codec around another one, whose keys lose channels. Packed keys fill whole bytes."""
 
+    comes_to_rest = True
+
     def __init__(self, config: PodConfig, request: Request):
         kept = config.head_dim - int(config.head_dim * request.params["ratio"])
         parts = 8 // getattr(request.codec, "bits", 8)  # how many numbers of a token are in a byte

@@ -6,12 +6,11 @@ softmax that were attended apart merge exactly (``merge``). Implementations are 
 """
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .sharing import Roles
 from .sinks import Sink
@@ -380,28 +379,6 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return out.to(parts[0][0].dtype), total
 
 
-_PARTS, _LARGE, _IN_PARTS = 64, 1 << 18, (torch.float32, torch.float64)
-"""For a weight that is multiplied in parts: the most parts, the fewest numbers it must have, its dtypes."""
-
-
-class Linear(nn.Linear):
-    """``nn.Linear`` that is faster on CPUs for one row and a large weight, as when a token is decoded.
-
-    There it is a batch of products of parts of the weight. They are twice as fast on one core, and all cores
-    share them. MKL would give a product with one row to one core.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, parts = self.weight, math.gcd(self.out_features, _PARTS)
-        is_plain = type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype in _IN_PARTS
-        if not is_plain or x.numel() != x.shape[-1] or weight.numel() < _LARGE or torch.is_grad_enabled():
-            return super().forward(x)
-        # the columns are transposed rows: columns in memory would take a slow product for the same numbers
-        columns = x.reshape(1, 1, -1).expand(parts, -1, -1).transpose(1, 2)
-        out = torch.bmm(weight.unflatten(0, (parts, -1)), columns).view(*x.shape[:-1], -1)
-        return out if self.bias is None else out + self.bias
-
-
 def take_rows(x: Any, rows: Span) -> Any:
     """These rows of the batch, as a view. None stays None."""
     if x is None or rows == (0, x.shape[0]):
@@ -420,12 +397,6 @@ def tile_elements(device: torch.device) -> int:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """What logits, norms and sums are computed in: fp32, or fp64 for fp64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension. fp64 stays exact."""
-    wide = x.to(compute_dtype(x.dtype))
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def takes_gradients(*tensors: Any) -> bool:

@@ -106,16 +106,18 @@ class PodCache(Cache):
 
     def begin_step(
         self,
+        config: PodConfig,
         hidden_states: Tensor,
         attention_mask: Tensor | None,
         input_ids: Tensor | None,
         position_ids: Tensor | None = None,
     ) -> tuple[Step, Compaction | None]:
-        """Check that ``[B, n, hidden]`` continues this cache, and describe the pass to the layers.
+        """Check that ``[B, n, hidden]`` of a model continues this cache, and describe the pass to the layers.
 
         Nothing is remembered before ``end_step``. A pass that fails before it leaves the cache unusable.
         """
         batch, n = hidden_states.shape[:2]
+        self.check_fits(config)
         self._check_no_pass_failed()
         past = self._lengths
         if past is None:
@@ -123,7 +125,7 @@ class PodCache(Cache):
         else:
             self._check_batch(batch)
         self._check_mask(attention_mask)
-        compaction = compaction_of(attention_mask, n)
+        compaction = None if attention_mask is None else compaction_of(attention_mask, n)
         counts = torch.full_like(past, n) if compaction is None else compaction.counts
         announced = self._prompt_columns_left > 0
         left = max(self._prompt_columns_left - n, 0)
@@ -138,8 +140,9 @@ class PodCache(Cache):
             is_decode=n == 1 and self._columns > 0 and not announced,
             all_real=compaction is None,
         )
-        expected = step.positions if compaction is None else compaction.padded_positions(past)
-        check_positions(position_ids, expected, attention_mask)
+        if position_ids is not None:
+            expected = step.positions if compaction is None else compaction.padded_positions(past)
+            check_positions(position_ids, expected, attention_mask)
         is_padded = compaction is not None or self._seen_mask is not None
         self._pending = n, attention_mask if is_padded else None, input_ids, left
         return step, compaction
@@ -186,12 +189,9 @@ class PodCache(Cache):
         """The pieces in which the pass goes through the layers, one after the other.
 
         Here there is one piece, the pass itself. Methods that compress while a prompt runs give several, each
-        with the ``starts`` of its columns.
+        with the ``starts`` of its columns. All layers have seen a piece when the next one is asked for.
         """
         yield step
-
-    def end_prefill_chunk(self, piece: Step) -> None:
-        """All layers have seen the piece."""
 
     def rereadings(self) -> Iterator[tuple[Tensor, Tensor, "PodCache"]]:
         """What the model has to read behind a pass before it goes on. Here it is nothing.

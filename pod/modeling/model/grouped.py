@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attend import Call, Implementation, Span, Tokens, compute_dtype, span, take_heads, take_rows
+from .attend import Call, Implementation, Span, Tokens, span, take_heads, take_rows
 from .decode import DecodeCall
 from .packed import Packed, Stored
 from .sinks import Sink
@@ -219,7 +219,8 @@ def slot_logits(q: Tensor, keys: Any, length: int, scale: float) -> Tensor:
         length: number of keys.
         scale: factor on the logits.
     """
-    grouped = q[:, :, 0].unflatten(1, (keys.shape[1], -1)).to(compute_dtype(q.dtype)) * scale
+    wide = q if q.dtype == torch.float64 else q.float()
+    grouped = wide[:, :, 0].unflatten(1, (keys.shape[1], -1)) * scale
     if isinstance(keys, Tensor) and keys.dtype == grouped.dtype:
         return _logits(grouped, keys[:, :, :length])
     logits = grouped.new_empty(*grouped.shape[:3], length)

@@ -74,7 +74,8 @@ class PodCacheLayer(CacheLayer):
         self.all_values = self.codec.tokens("values", self.evicts)
         self.lead_keys = self.codec.tokens("keys", self.evicts)
         windows = self.num_sink_tokens, self.num_recent_tokens + self.extra_slots
-        self.window_keys, self.near_keys = (self.codec.window("keys", *windows) for _ in range(2))
+        self.window_keys = self.codec.window("keys", *windows)
+        self.near_keys = self.codec.window("keys", *windows)
         self.near_values = self.codec.window("values", *windows)
         self.skips = None if self.skips is None else []
         self.reserve(self.capacity)

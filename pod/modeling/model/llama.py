@@ -1,5 +1,6 @@
 """One decoder for the families of ``pod.families``, dense or with shared distant keys (PoD)."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
@@ -8,36 +9,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
-from .attend import IMPLEMENTATIONS, Linear, Segments, check_backend, compute_dtype
-from .attention import ForwardContext, PodAttention, RMSNorm, SequenceParallel, SharedQKTensors
+from .attend import IMPLEMENTATIONS, Segments, check_backend, compute_dtype
 from .cache import PodCache
-from .config import NORMS, PodConfig
+from .config import PodConfig
 from .decode import DECODERS
-from .experts import PodExperts
+from .decoder_layer import ForwardContext, Linear, PodDecoderLayer, RMSNorm, SequenceParallel, SharedQKTensors
 from .flash import FLASH
 from .flash_version import use_asked
 from .generation import PodGenerationMixin, check_cache, own_cache
 from .grouped import ATTEND_GROUPED, DECODE_GROUPED
 from .reference import ATTEND_REFERENCE
 from .rope import Frequencies, Rope, frequencies_of, rotate
-from .step import (
-    check_positions,
-    chunk_columns,
-    compaction_of,
-    document_positions,
-    keep_columns,
-    packed_documents,
-    put_columns,
-    take_columns,
-)
+from .step import check_positions, compaction_of, document_positions
 
 logger = logging.get_logger(__name__)
-_MLP_TILE = 4096  # tokens
 _SAID_TWICE = {"cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "num_items_in_batch"}
 _SAID_TWICE |= {"cache_position", "tokenizer", "assistant_tokenizer"}
 """Arguments of trainers and of `generate()` that say nothing beyond the arguments of `forward`."""
@@ -46,72 +35,6 @@ _STOCK_BACKENDS = {"eager": "reference", "flash_attention_2": "flash", "sdpa": N
 
 IMPLEMENTATIONS |= {"grouped": ATTEND_GROUPED, "flash": FLASH, "reference": ATTEND_REFERENCE}
 DECODERS["grouped"] = DECODE_GROUPED
-
-
-class Tiled(nn.Module):
-    """A layer that computes each token alone, by ``whole``.
-
-    Attributes:
-        train_tiles: the number of parts of the tokens that are computed one after the other, and recomputed
-            in backward when gradients are taken. It is a count and not a size: under ZeRO-3 every part
-            gathers the weights, so ranks with slices of unequal length must have equally many parts. None
-            outside of training: there is one part, and without gradients there are tiles of a fixed size.
-    """
-
-    train_tiles: int | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[B, n, hidden]`` to the same.
-
-        Long inputs run in tiles, each of which holds ``[tile, intermediate_size]`` three times.
-        """
-        with_gradients = torch.is_grad_enabled()
-        if self.train_tiles is not None:
-            parts = x.tensor_split(self.train_tiles, dim=1)
-        else:
-            parts = [x] if with_gradients else x.split(_MLP_TILE, dim=1)
-        if len(parts) == 1:
-            return self.whole(x)
-        run = partial(checkpoint, self.whole, use_reentrant=False) if with_gradients else self.whole
-        return torch.cat([run(part) for part in parts], dim=1)
-
-    def whole(self, x: Tensor) -> Tensor:
-        """``[B, n, hidden]`` to the same in one go."""
-        raise NotImplementedError
-
-
-class PodMLP(Tiled):
-    """Gated feed-forward layer."""
-
-    def __init__(self, config: PodConfig):
-        super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.act_fn = ACT2FN[config.hidden_act]
-
-    def whole(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gate(self.gate_proj(x), self.up_proj(x)))
-
-    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self.act_fn(gate) * up
-
-
-class PodMoE(Tiled):
-    """A router takes ``num_experts_per_tok`` of the experts for each token."""
-
-    def __init__(self, config: PodConfig):
-        super().__init__()
-        self.count, self.normalizes = config.num_experts_per_tok, config.norm_topk_prob
-        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
-        self.experts = PodExperts(config)
-
-    def whole(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, 1)
-        shares, chosen = self.gate(tokens).to(compute_dtype(x.dtype)).softmax(-1).topk(self.count)
-        if self.normalizes:
-            shares = shares / shares.sum(-1, keepdim=True)
-        return self.experts(tokens, chosen, shares, is_step=x.shape[1] == 1).view(x.shape)
 
 
 class PodEmbedding(nn.Embedding):
@@ -127,40 +50,6 @@ class PodEmbedding(nn.Embedding):
             return rows
         # the factor is rounded as in training
         return rows * torch.tensor(self.multiplier, dtype=rows.dtype).item()
-
-
-class PodDecoderLayer(nn.Module):
-    """Attention and feed-forward with residuals.
-
-    ``shared_qk`` follows ``hidden_states`` as flat positional tensors.
-    """
-
-    def __init__(self, config: PodConfig, layer_idx: int):
-        super().__init__()
-        self.self_attn = PodAttention(config, layer_idx)
-        self.mlp = PodMoE(config) if config.has_experts(layer_idx) else PodMLP(config)
-        self.residual_multiplier = config.residual_multiplier
-        self.norms = NORMS[config.norm_placement]
-        for name in filter(None, self.norms):
-            self.register_module(f"{name}_layernorm", RMSNorm.of(config, config.hidden_size))
-
-    def forward(self, hidden_states: Tensor, context: ForwardContext, *shared_qk: Tensor | None) -> tuple:
-        """``[B, n, hidden]`` and ``shared_qk`` to ``(hidden_states, *shared_qk)``."""
-        attention = self.self_attn
-        context = context.on(hidden_states.device, attention.layer_idx, attention.followed_here)
-        attended, shared_qk = self.self_attn(self.attention_input(hidden_states), context, shared_qk)
-        multiplier = self.residual_multiplier
-        hidden_states = torch.add(hidden_states, self._normed(1, attended), alpha=multiplier)
-        fed = self._normed(3, self.mlp(self._normed(2, hidden_states)))
-        return torch.add(hidden_states, fed, alpha=multiplier), *shared_qk
-
-    def attention_input(self, hidden_states: Tensor) -> Tensor:
-        """What attention projects."""
-        return self._normed(0, hidden_states)
-
-    def _normed(self, place: int, x: Tensor) -> Tensor:
-        name = self.norms[place]
-        return x if name is None else getattr(self, f"{name}_layernorm")(x)
 
 
 class PodPreTrainedModel(PreTrainedModel):
@@ -310,16 +199,19 @@ class PodModel(PodPreTrainedModel):
     ) -> Tensor:
         """A pass without a cache: training, scoring, packed documents, sequence parallelism."""
         _check_inputs(hidden_states, attention_mask, doc_ids, cache, self.sequence_parallel)
-        compaction = compaction_of(attention_mask, hidden_states.shape[1])
+        compaction = None
+        if attention_mask is not None:
+            compaction = compaction_of(attention_mask, hidden_states.shape[1])
         if compaction is not None:
             if doc_ids is not None:
                 raise ValueError("give doc_ids or a mask with padding, not both (doc_ids = -1 is padding)")
-            check_positions(position_ids, compaction.padded_positions(0), attention_mask)
+            if position_ids is not None:
+                check_positions(position_ids, compaction.padded_positions(0), attention_mask)
             hidden_states, doc_ids = take_columns(hidden_states, compaction.index), compaction.doc_ids
         positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
         if doc_ids is not None:
             positions = document_positions(doc_ids.to(hidden_states.device, non_blocking=True))
-        if compaction is None and self.sequence_parallel is None:
+        if position_ids is not None and compaction is None and self.sequence_parallel is None:
             check_positions(position_ids, positions, None)
         context = self.context(hidden_states, positions, doc_ids)
         context.everything = everything
@@ -338,8 +230,9 @@ class PodModel(PodPreTrainedModel):
         if self.training and self.gradient_checkpointing:
             raise ValueError("no cache is filled under activation checkpointing: call model.eval() first")
         _check_inputs(hidden_states, attention_mask, doc_ids, cache, self.sequence_parallel)
-        cache.check_fits(self.config)
-        step, compaction = cache.begin_step(hidden_states, attention_mask, input_ids, position_ids)
+        step, compaction = cache.begin_step(
+            self.config, hidden_states, attention_mask, input_ids, position_ids
+        )
         repeats = 1, 1, len(self.layers) + 1 if everything else 1
         if compaction is not None:
             if not compaction.counts.any():
@@ -358,7 +251,6 @@ class PodModel(PodPreTrainedModel):
             context.step, piece.ropes, piece.backend = piece, context.ropes, context.backend
             context.everything, step.ropes = everything, context.ropes
             part = self.run_layers(part, context)
-            cache.end_prefill_chunk(piece)
             if columns is None:
                 out = part
             else:
@@ -500,6 +392,58 @@ def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     if real is None or real.shape != input_ids.shape:  # a mask that does not fit is refused later
         return input_ids
     return input_ids.masked_fill(real == 0, 0)
+
+
+def packed_documents(
+    shape: Sequence[int],
+    position_ids: Tensor | None,
+    cu_seq_lens: Tensor | None,
+    attention_mask: Tensor | None,
+) -> Tensor | None:
+    """``[B, n]``, the documents of rows that a trainer has packed. None = every row is one.
+
+    Documents end at the cumulative lengths ``cu_seq_lens`` ``[documents + 1]`` of the whole batch. Without
+    these, they end where positions start again at 0, in rows without padding.
+    """
+    if cu_seq_lens is not None:
+        tokens = torch.arange(shape[0] * shape[1], device=cu_seq_lens.device)
+        return torch.bucketize(tokens, cu_seq_lens[1:].long(), right=True).view(*shape)
+    if position_ids is None or shape[1] == 1 or not (attention_mask is None or attention_mask.all()):
+        return None
+    starts = position_ids == 0
+    return starts.cumsum(1).expand(*shape) if starts[:, 1:].any() else None
+
+
+def chunk_columns(starts: Tensor, width: int) -> Tensor:
+    """``[B, width]``, the columns of a piece that begins at column ``starts[b]`` of each row."""
+    return starts[:, None] + torch.arange(width, device=starts.device)
+
+
+def take_columns(x: Tensor, columns: Tensor) -> Tensor:
+    """``[B, n, c]`` to ``[B, width, c]``. Columns beyond the last one repeat it."""
+    return x.gather(1, columns.clamp(max=x.shape[1] - 1)[..., None].expand(-1, -1, x.shape[2]))
+
+
+def keep_columns(x: Tensor, kept: int | Tensor) -> Tensor:
+    """Some columns of ``[B, n, c]``.
+
+    Args:
+        kept: how many of the last columns (0 = all), or the places ``[m]`` or ``[B, m]`` of columns, or a
+            mask ``[B, n]``, which gives ``[m, c]``.
+    """
+    if isinstance(kept, int):
+        return x[:, -kept:] if kept else x
+    if kept.dim() == 2:
+        return x[kept] if kept.dtype == torch.bool else torch.take_along_dim(x, kept[..., None], 1)
+    return x[:, kept]
+
+
+def put_columns(target: Tensor, columns: Tensor, counts: Tensor, x: Tensor) -> None:
+    """Write the first ``counts[b]`` of ``[B, width, c]`` to their columns of ``[B, n, c]``."""
+    real = torch.arange(columns.shape[1], device=columns.device) < counts[:, None]
+    rows, places = real.nonzero(as_tuple=True)
+    x = x.to(target.device)  # the last layer may lie on another device than the first
+    target[rows, columns[rows, places]] = x[rows, places]
 
 
 def next_token_loss(

@@ -541,6 +541,7 @@ class GroupQuantizer(KVQuantizer):
     group_size: int
     residual: int
     capacity: int = 0
+    comes_to_rest = True
 
     @property
     def is_in_place(self) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .attend import compute_dtype, tile_elements
+from .attend import tile_elements
 from .config import PodConfig
 
 
@@ -45,6 +45,8 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
     Long inputs are rotated in tiles, so that little is held in fp32.
     """
+    if x.shape[2] == 1:
+        return rotate_whole(x, *tables)
     tile = max(1, tile_elements(x.device) // max(1, x[:, :, :1].numel()))
     if x.shape[2] <= tile:
         return rotate_whole(x, *tables)
@@ -87,9 +89,10 @@ class Rope:
         rotate: Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] = rotate,
     ):
         self.rotate = rotate
+        self.device = position_ids.device
         self.frequencies = frequencies
         self.attention_scaling = attention_scaling
-        self.compute_dtype = compute_dtype(dtype)
+        self.compute_dtype = torch.promote_types(dtype, torch.float32)
         self.own_tables = self.tables(position_ids)
         self._other_tables: dict[Hashable, tuple[Tensor, Tensor]] = {}
 
@@ -149,13 +152,10 @@ class Rope:
         """Rotate ``[B, h, n, d]`` at the positions of this forward pass."""
         return self.rotate(x, self.own_tables)
 
-    @property
-    def device(self) -> torch.device:
-        return self.own_tables[0].device
-
     def on(self, device: torch.device) -> "Rope":
         """The same rotation for layers on another device."""
         moved = copy(self)
+        moved.device = device
         moved._other_tables = {}
         moved.frequencies = self.frequencies.to(device)
         moved.own_tables = tuple(table.to(device) for table in self.own_tables)

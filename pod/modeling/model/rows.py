@@ -232,6 +232,8 @@ class GroupedCache(PodCache):
             for group, part in zip(groups, passes, strict=True):
                 for row in group.rows:
                     fed[row] += part.num_new
+                if part.num_new:
+                    self._end_pass(group, part)
             if fed == counts:
                 return
 
@@ -354,11 +356,6 @@ class GroupedCache(PodCache):
             groups=list(zip(passes, rows, strict=True)),
         )
 
-    def end_prefill_chunk(self, piece: Step) -> None:
-        for group, (part, _) in zip(list(self.groups), piece.groups, strict=True):
-            if part.num_new:
-                self._end_pass(group, part)
-
     def end_step(self, step: Step) -> None:
         """See ``PodCache.end_step``.
 
@@ -382,14 +379,7 @@ class GroupedCache(PodCache):
         self.groups[at : at + 1] = parts.values()
         for label, taken in parts.items():
             if self.after_layers is not None:
-                rows = slice(len(taken.rows))  # which rows these are does not matter, as all are alike
-                own = replace(
-                    part,
-                    layers=taken.layers,
-                    past=part.past[rows],
-                    counts=part.counts[rows],
-                    agreed=Agreed(part.sizes),
-                )
+                own = part if taken is group else _pass_of_some(taken, part)
                 self.after_layers(taken.layers, own, label)
             taken.count(part)
 
@@ -428,6 +418,13 @@ class GroupedCache(PodCache):
         seen = sorted((row, group.seen) for group in self.groups for row in group.rows)
         lengths = list(enumerate(self.lengths.tolist())) if self.is_initialized else []
         assert seen == lengths, f"groups have seen (row, tokens) {seen}, the cache {lengths}"
+
+
+def _pass_of_some(taken: RowGroup, part: Step) -> Step:
+    """The pass of a group, for those of its rows that are now a group of their own."""
+    rows = slice(len(taken.rows))  # which rows these are does not matter, as all are alike
+    past, counts = part.past[rows], part.counts[rows]
+    return replace(part, layers=taken.layers, past=past, counts=counts, agreed=Agreed(part.sizes))
 
 
 class _GroupedLayer(CacheLayer):

@@ -246,12 +246,12 @@ class Step:
         """What every row holds and gets, for ``attend``."""
         return Segments.of_rows(*zip(*self.rows, strict=True))
 
-    @property
+    @cached_property
     def max_length(self) -> int:
         """Tokens of the longest row after the pass."""
         return max(sum(row) for row in self.rows)
 
-    @property
+    @cached_property
     def is_fresh(self) -> bool:
         """Whether no row has a token yet."""
         return not any(past for past, _ in self.rows)
@@ -452,33 +452,11 @@ def document_positions(doc_ids: Tensor) -> Tensor:
     return index - torch.where(starts, index, 0).cummax(dim=1).values
 
 
-def packed_documents(
-    shape: Sequence[int],
-    position_ids: Tensor | None,
-    cu_seq_lens: Tensor | None,
-    attention_mask: Tensor | None,
-) -> Tensor | None:
-    """``[B, n]``, the documents of rows that a trainer has packed. None = every row is one.
-
-    Documents end at the cumulative lengths ``cu_seq_lens`` ``[documents + 1]`` of the whole batch. Without
-    these, they end where positions start again at 0, in rows without padding.
-    """
-    if cu_seq_lens is not None:
-        tokens = torch.arange(shape[0] * shape[1], device=cu_seq_lens.device)
-        return torch.bucketize(tokens, cu_seq_lens[1:].long(), right=True).view(*shape)
-    if position_ids is None or shape[1] == 1 or not (attention_mask is None or attention_mask.all()):
-        return None
-    starts = position_ids == 0
-    return starts.cumsum(1).expand(*shape) if starts[:, 1:].any() else None
-
-
-def compaction_of(attention_mask: Tensor | None, n: int) -> Compaction | None:
+def compaction_of(attention_mask: Tensor, n: int) -> Compaction | None:
     """The compaction of the last ``n`` columns of a padding mask (nonzero = token).
 
     None when there is no padding.
     """
-    if attention_mask is None:
-        return None
     mask = attention_mask[:, -n:].bool()
     if mask.all():
         return None
@@ -487,46 +465,12 @@ def compaction_of(attention_mask: Tensor | None, n: int) -> Compaction | None:
     return Compaction(mask=mask, counts=counts, index=order[:, : max(1, int(counts.max()))])
 
 
-def chunk_columns(starts: Tensor, width: int) -> Tensor:
-    """``[B, width]``, the columns of a piece that begins at column ``starts[b]`` of each row."""
-    return starts[:, None] + torch.arange(width, device=starts.device)
-
-
-def take_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """``[B, n, c]`` to ``[B, width, c]``. Columns beyond the last one repeat it."""
-    return x.gather(1, columns.clamp(max=x.shape[1] - 1)[..., None].expand(-1, -1, x.shape[2]))
-
-
-def keep_columns(x: Tensor, kept: int | Tensor) -> Tensor:
-    """Some columns of ``[B, n, c]``.
-
-    Args:
-        kept: how many of the last columns (0 = all), or the places ``[m]`` or ``[B, m]`` of columns, or a
-            mask ``[B, n]``, which gives ``[m, c]``.
-    """
-    if isinstance(kept, int):
-        return x[:, -kept:] if kept else x
-    if kept.dim() == 2:
-        return x[kept] if kept.dtype == torch.bool else torch.take_along_dim(x, kept[..., None], 1)
-    return x[:, kept]
-
-
-def put_columns(target: Tensor, columns: Tensor, counts: Tensor, x: Tensor) -> None:
-    """Write the first ``counts[b]`` of ``[B, width, c]`` to their columns of ``[B, n, c]``."""
-    real = torch.arange(columns.shape[1], device=columns.device) < counts[:, None]
-    rows, places = real.nonzero(as_tuple=True)
-    x = x.to(target.device)  # the last layer may lie on another device than the first
-    target[rows, columns[rows, places]] = x[rows, places]
-
-
-def check_positions(position_ids: Tensor | None, expected: Tensor, attention_mask: Tensor | None) -> None:
+def check_positions(position_ids: Tensor, expected: Tensor, attention_mask: Tensor | None) -> None:
     """Check that positions of a caller are those that mask and cache imply, wherever there is a token.
 
     Raises:
         ValueError: one of them is another.
     """
-    if position_ids is None:
-        return
     given, expected = torch.broadcast_tensors(position_ids.to(expected.device), expected)
     wrong = given != expected
     if attention_mask is not None:

@@ -46,6 +46,13 @@ def numbers(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device)
 
 
+def first_and_last(first: int, last: int, length: int, device: torch.device) -> Tensor:
+    """The numbers of the first and the last so many of ``length`` tokens, int64 ``[first + last]``."""
+    begin = torch.arange(first, device=device)
+    end = torch.arange(length - last, length, device=device)
+    return torch.cat((begin, end))
+
+
 def take_rows_of(holder: Any, index: Tensor) -> None:
     """Replace every tensor ``[B, …]`` of ``holder`` by its rows ``index``.
 
@@ -201,6 +208,14 @@ class KVBuffer:
         for position, slot, count in self.runs(past, length, length):
             data[:, :, slot : slot + count] = x[:, :, position - past : position - past + count]
 
+    def append_and_read(self, x: Tensor, past: int) -> Stored:
+        """Write a decoded token ``[B, h, 1, d]``, and give what it attends to.
+
+        That is ``stored``, or the slots in use of a window.
+        """
+        self.append(x, past)
+        return self.read(past + 1) if self.has_window else self.stored
+
     def append_ragged(self, x: Tensor, segments: Segments) -> None:
         """Write the new tokens ``[B, h, m, d]`` of each row behind those that it has.
 
@@ -249,6 +264,12 @@ class KVBuffer:
         The rest is freed.
         """
         self.data = take_slots(self.data, index)
+
+    def keep_ends(self, first: int, last: int, length: int) -> None:
+        """Hold only the first and the last so many of the ``length`` slots in use."""
+        batch, heads, _, _ = self.shape
+        index = first_and_last(first, last, length, self.tensors()[0].device)
+        self.keep(index.expand(batch, heads, -1), length)
 
     def keep_places(self, places: Tensor, length: int) -> None:
         """``keep`` of a tight store, by numbers ``[B, h, w]`` from ``places_of``.
@@ -308,9 +329,11 @@ class KVQuantizer:
 
     Attributes:
         is_in_place: whether tokens stay where they are while there is room, as the decode engine wants it.
+        comes_to_rest: whether ``flush`` brings the tokens of its stores into another form.
     """
 
     is_in_place: bool = True
+    comes_to_rest = False
 
     def of_layer(self, layer_idx: int) -> "KVQuantizer":
         """The codec of a layer, where layers differ."""

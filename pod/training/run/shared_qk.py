@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pod.modeling.model.attention import ForwardContext, SharedQKTensors, next_shared_qk
+from pod.modeling.model.decoder_layer import ForwardContext, SharedQKTensors, next_shared_qk
 from pod.modeling.model.sharing import Lead, is_followed, roles_of
 
 Getter = Callable[[], Tensor]

@@ -1,4 +1,6 @@
-"""Attention of one layer: project, then hand un-rotated q, k, v to the cache, or attend.
+"""One layer of the decoder: attention and feed-forward, each behind its norm.
+
+Attention projects, then hands un-rotated q, k, v to the cache, or attends.
 
 The queries and keys of a lead travel to the layers that use them as ``shared_qk``. It is a flat tuple
 of ``2·H`` entries, ``(q_0, k_0, q_1, k_1, …)``, each a tensor or None. It is passed after ``hidden_states``
@@ -6,20 +8,50 @@ by position, never as module state or keyword: so it stays exact under activatio
 Under cross-layer attention it starts with the lead's keys and values of all heads, and holds nothing else.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.activations import ACT2FN
 
-from .attend import CAUSAL, Linear, Segments, SharedQK, Tokens, Visibility, attend, compute_dtype, rms_norm
-from .config import PodConfig
+from .attend import CAUSAL, Segments, SharedQK, Tokens, Visibility, attend, compute_dtype
+from .config import NORMS, PodConfig
+from .experts import PodExperts
 from .rope import Rope, ropes_on
 from .sharing import Lead, is_followed, roles_of
 from .sinks import Sink, SinkReader
 
-SharedQKTensors = tuple[Tensor | None, ...]
+_PARTS, _LARGE, _IN_PARTS = 64, 1 << 18, (torch.float32, torch.float64)
+"""For a weight that is multiplied in parts: the most parts, the fewest numbers it must have, its dtypes."""
+
+
+class Linear(nn.Linear):
+    """``nn.Linear`` that is faster on CPUs for one row and a large weight, as when a token is decoded.
+
+    There it is a batch of products of parts of the weight. They are twice as fast on one core, and all cores
+    share them. MKL would give a product with one row to one core.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, parts = self.weight, math.gcd(self.out_features, _PARTS)
+        is_plain = type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype in _IN_PARTS
+        if not is_plain or x.numel() != x.shape[-1] or weight.numel() < _LARGE or torch.is_grad_enabled():
+            return super().forward(x)
+        # the columns are transposed rows: columns in memory would take a slow product for the same numbers
+        columns = x.reshape(1, 1, -1).expand(parts, -1, -1).transpose(1, 2)
+        out = torch.bmm(weight.unflatten(0, (parts, -1)), columns).view(*x.shape[:-1], -1)
+        return out if self.bias is None else out + self.bias
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension. fp64 stays exact."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -45,6 +77,11 @@ class RMSNorm(nn.Module):
             return self.norm(x, self.weight, self.eps)
         wide = compute_dtype(x.dtype)  # a sum of small weights and 1 needs it
         return self.norm(x.to(wide), self.weight.to(wide) + self.offset, self.eps).to(x.dtype)
+
+
+# -- attention ---------------------------------------------------------------------------------------------
+
+SharedQKTensors = tuple[Tensor | None, ...]
 
 
 class SequenceParallel(Protocol):
@@ -253,3 +290,111 @@ def next_shared_qk(
         else:
             following += [shared_qk[2 * head], shared_qk[2 * head + 1]]
     return tuple(following)
+
+
+# -- feed-forward ------------------------------------------------------------------------------------------
+
+_MLP_TILE = 4096  # tokens
+
+
+class Tiled(nn.Module):
+    """A layer that computes each token alone, by ``whole``.
+
+    Attributes:
+        train_tiles: the number of parts of the tokens that are computed one after the other, and recomputed
+            in backward when gradients are taken. It is a count and not a size: under ZeRO-3 every part
+            gathers the weights, so ranks with slices of unequal length must have equally many parts. None
+            outside of training: there is one part, and without gradients there are tiles of a fixed size.
+    """
+
+    train_tiles: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, n, hidden]`` to the same.
+
+        Long inputs run in tiles, each of which holds ``[tile, intermediate_size]`` three times.
+        """
+        with_gradients = torch.is_grad_enabled()
+        if self.train_tiles is not None:
+            parts = x.tensor_split(self.train_tiles, dim=1)
+        else:
+            parts = [x] if with_gradients else x.split(_MLP_TILE, dim=1)
+        if len(parts) == 1:
+            return self.whole(x)
+        run = partial(checkpoint, self.whole, use_reentrant=False) if with_gradients else self.whole
+        return torch.cat([run(part) for part in parts], dim=1)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """``[B, n, hidden]`` to the same in one go."""
+        raise NotImplementedError
+
+
+class PodMLP(Tiled):
+    """Gated feed-forward layer."""
+
+    def __init__(self, config: PodConfig):
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def whole(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.gate(self.gate_proj(x), self.up_proj(x)))
+
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.act_fn(gate) * up
+
+
+class PodMoE(Tiled):
+    """A router takes ``num_experts_per_tok`` of the experts for each token."""
+
+    def __init__(self, config: PodConfig):
+        super().__init__()
+        self.count, self.normalizes = config.num_experts_per_tok, config.norm_topk_prob
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = PodExperts(config)
+
+    def whole(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        shares, chosen = self.gate(tokens).to(compute_dtype(x.dtype)).softmax(-1).topk(self.count)
+        if self.normalizes:
+            shares = shares / shares.sum(-1, keepdim=True)
+        return self.experts(tokens, chosen, shares, is_step=x.shape[1] == 1).view(x.shape)
+
+
+# -- one layer ---------------------------------------------------------------------------------------------
+
+
+class PodDecoderLayer(nn.Module):
+    """Attention and feed-forward with residuals.
+
+    ``shared_qk`` follows ``hidden_states`` as flat positional tensors.
+    """
+
+    def __init__(self, config: PodConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = PodAttention(config, layer_idx)
+        self.mlp = PodMoE(config) if config.has_experts(layer_idx) else PodMLP(config)
+        self.residual_multiplier = config.residual_multiplier
+        self.norms = NORMS[config.norm_placement]
+        for name in filter(None, self.norms):
+            self.register_module(f"{name}_layernorm", RMSNorm.of(config, config.hidden_size))
+
+    def forward(self, hidden_states: Tensor, context: ForwardContext, *shared_qk: Tensor | None) -> tuple:
+        """``[B, n, hidden]`` and ``shared_qk`` to ``(hidden_states, *shared_qk)``."""
+        attention = self.self_attn
+        context = context.on(hidden_states.device, attention.layer_idx, attention.followed_here)
+        attended, shared_qk = self.self_attn(self.attention_input(hidden_states), context, shared_qk)
+        multiplier = self.residual_multiplier
+        hidden_states = torch.add(hidden_states, self._normed(1, attended), alpha=multiplier)
+        fed = self._normed(3, self.mlp(self._normed(2, hidden_states)))
+        return torch.add(hidden_states, fed, alpha=multiplier), *shared_qk
+
+    def attention_input(self, hidden_states: Tensor) -> Tensor:
+        """What attention projects."""
+        return self._normed(0, hidden_states)
+
+    def _normed(self, place: int, x: Tensor) -> Tensor:
+        name = self.norms[place]
+        return x if name is None else getattr(self, f"{name}_layernorm")(x)
