@@ -8,8 +8,8 @@ benchmark, the ends of perplexity's position buckets, predictions and streamed t
 A long text may be streamed: its first tokens are the prompt, and every token behind them is scored. Methods
 whose mask is the same for a chunk and for single tokens then take chunks (`takes_chunks`: equal to the decode
 path by test). For methods that compress while they read (im, imdc, fm; `prefill=streaming`) the whole text is
-one prompt. A token is then scored given the memory so far and what stands before it in its own chunk. The first
-token of a chunk is scored given the chunk before, which is compressed behind it (IMDC §4.4, Figure 5).
+one prompt. A token is then scored given the memory so far and what stands before it in its own chunk. The
+first token of a chunk is scored given the chunk before, which is compressed behind it (IMDC §4.4, Figure 5).
 """
 
 from collections.abc import Callable, Sequence

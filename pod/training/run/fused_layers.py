@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from pod.modeling.model.attend import rms_norm
-from pod.modeling.model.decoder_layer import RMSNorm
-from pod.modeling.model.llama import PodMLP
+from pod.modeling.model.decoder_layer import PodMLP, RMSNorm, rms_norm
 from pod.modeling.model.rope import rotate_whole
 
 
