@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pod.eval.catalogue import describe
 from pod.eval.lm.lm_tasks import LmTask
 from pod.eval.speed.args import SpeedOptions
-from pod.eval.suites import base
+from pod.eval.suites import task_base
 from pod.eval.suites.configs import suite_configs
 from pod.schema import explain, nearest
 
@@ -73,8 +73,8 @@ def list_tasks(names: Sequence[str] = ()) -> str:
 def _own_tasks() -> dict[str, str]:
     """Task → what it measures, and its options."""
     blocks = {}
-    for name in base.names():
-        task = base.task_class(name)
+    for name in task_base.names():
+        task = task_base.task_class(name)
         blocks[name] = "\n".join([f"{name}: {task.about}", *explain(task.Options, "")])
     title = (
         "efficiency: decode speed, time to first token, memory and largest batch of the methods, side by side"

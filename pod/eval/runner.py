@@ -22,8 +22,8 @@ from pod.eval.answer.ranks import Ranks
 from pod.eval.results import RunResults, code_identity, fingerprint, one_line, with_files
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.speed.args import speed_options
-from pod.eval.suites import base, task_data
-from pod.eval.suites.base import Task
+from pod.eval.suites import task_base, task_data
+from pod.eval.suites.task_base import Task
 from pod.notation import parse
 from pod.registry import METHODS
 from pod.registry.combine import all_parameters, chosen_methods
@@ -128,7 +128,7 @@ def prepare(recipe: "Recipe", log: Log = print_now, ranks: Ranks | None = None) 
     )
     speed_options(args)  # refuses what is wrong in them
     with task_data.use(args.data_dir, tokenizer, args.unsafe_code):
-        tasks = make_tasks(base.Run(recipe, models, tokenizer))
+        tasks = make_tasks(task_base.Run(recipe, models, tokenizer))
     _check_lengths(args, models, tasks)
     _check_options(args)
     longest = [task.longest() for task in tasks.values()]
@@ -148,7 +148,7 @@ def prepare(recipe: "Recipe", log: Log = print_now, ranks: Ranks | None = None) 
     )
 
 
-def make_tasks(run: base.Run) -> dict[str, Task]:
+def make_tasks(run: task_base.Run) -> dict[str, Task]:
     """The tasks of a recipe by name, in its order.
 
     Tasks of this package come from `pod/eval/tasks` and are made first; the rest come from lm-eval.
@@ -157,15 +157,15 @@ def make_tasks(run: base.Run) -> dict[str, Task]:
         ValueError: for an unknown task, naming the nearest, and for whatever a task lacks (data, a chat
             template …).
     """
-    ours, tasks = base.names(), {}
+    ours, tasks = task_base.names(), {}
     if unasked := sorted(set(run.args.task_options) - set(run.args.tasks)):
         from pod.eval.lm.index import check_known
 
         check_known(unasked)
     for name in run.args.tasks:
         if name in ours:
-            found = base.task_class(name)
-            options = base.make_options(found, run.args.task_options.get(name, {}))
+            found = task_base.task_class(name)
+            options = task_base.make_options(found, run.args.task_options.get(name, {}))
             tasks[name] = found(run, options)
     theirs = [name for name in run.args.tasks if name not in tasks and name != SPEED_RUN]
     if theirs:
@@ -330,7 +330,7 @@ def measure(inputs: Inputs, runner: MethodRunner, task: Task) -> dict[str, Any]:
         answers = task.answer(runner, answer_cache)
         account = answer_cache.account()
     payload = task.score(runner, answers) | account
-    skips = base.gate_metrics(payload.get("decisions", {}))
+    skips = task_base.gate_metrics(payload.get("decisions", {}))
     if skips:
         payload["metrics"] = (payload.get("metrics") or {}) | skips
     return payload

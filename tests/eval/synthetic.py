@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from pod.eval.statistics.comparison import perplexity_of
-from pod.eval.suites.base import scored_payload
+from pod.eval.suites.task_base import scored_payload
 
 BYTES_PER_TOKEN = 131072
 SHARES = {

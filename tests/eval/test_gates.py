@@ -17,8 +17,8 @@ import pod
 from pod.eval import runner
 from pod.eval.answer import gates, reading
 from pod.eval.answer.generate import generate
-from pod.eval.suites.base import gate_metrics
 from pod.eval.suites.buckets import Bucket
+from pod.eval.suites.task_base import gate_metrics
 from pod.modeling.model import grouped
 from pod.modeling.model.layout import PodCacheLayer
 from pod.recipe import load_recipe

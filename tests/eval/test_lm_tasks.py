@@ -15,7 +15,7 @@ from pod.eval.lm import index as lm_index
 from pod.eval.lm.model import PodLM
 from pod.eval.lm.payload import group_payload
 from pod.eval.suites import task_data
-from pod.eval.suites.base import scored_payload
+from pod.eval.suites.task_base import scored_payload
 from pod.recipe import load_recipe
 
 DATA = Path(__file__).parent / "data"

@@ -19,7 +19,7 @@ from pod.eval.report.merge import merge
 from pod.eval.report.report_tables import common_length, overview, percent
 from pod.eval.speed import task as speed_task
 from pod.eval.speed.task import row_of
-from pod.eval.suites import base
+from pod.eval.suites import task_base
 from pod.eval.tasks.passkey import Passkey
 from pod.modeling.methods.windowed import StreamingLayer
 from pod.models import resolve_model
@@ -529,7 +529,7 @@ def test_an_estimate_says_what_stands_in_the_way(place, tmp_path):
 def test_list_of_tasks_names_options_suites_and_defaults():
     text = list_tasks()
     assert "\nniah: needle in a haystack" in text
-    for name in base.names():
+    for name in task_base.names():
         (sentence,) = re.findall(rf"^{name}: (.*)$", text, re.MULTILINE)
         assert len(sentence.split()) > 5 and sentence.endswith("."), "a sentence that says what is measured"
     assert "  samples  (int, default 1)\n      Number of prompts per length and depth" in text

@@ -10,7 +10,7 @@ from scipy import optimize
 from scipy.stats import beta
 
 from pod.eval.statistics import comparison, confidence
-from pod.eval.suites.base import make_options
+from pod.eval.suites.task_base import make_options
 from pod.eval.tasks.niah import Niah
 from pod.recipe import load_recipe
 

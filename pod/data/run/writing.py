@@ -19,7 +19,7 @@ from pod.verbosity import is_quiet
 
 
 @dataclass(frozen=True)
-class Packed:
+class RowPieces:
     """Rows of pieces: row r holds `pieces[starts[r] : starts[r + 1]]` (PIECE)."""
 
     pieces: np.ndarray
@@ -31,17 +31,17 @@ class Packed:
         return len(self.starts) - 1
 
 
-def pack(drawn: Drawn, args: DataArgs) -> Packed:
+def pack(drawn: Drawn, args: DataArgs) -> RowPieces:
     """The drawn pieces in rows, as `args.packing` says."""
     lengths = drawn.pieces["length"]
     if args.packing == "best_fit":
         order, starts = best_fit_rows(lengths, args.context_length, args.packing_window)
     else:
         order, starts = one_per_row(lengths, args.context_length)
-    return Packed(drawn.pieces[order], starts)
+    return RowPieces(drawn.pieces[order], starts)
 
 
-def write_rows(job: Job, packed: Packed) -> list[dict]:
+def write_rows(job: Job, packed: RowPieces) -> list[dict]:
     """Write all shards that are not written yet; returns their manifest entries."""
     job.staging_dir.mkdir(parents=True, exist_ok=True)
     task = _ShardTask(job, packed)
@@ -56,7 +56,7 @@ def write_rows(job: Job, packed: Packed) -> list[dict]:
 class _ShardTask:
     """Writes one shard; can be pickled."""
 
-    def __init__(self, job: Job, packed: Packed):
+    def __init__(self, job: Job, packed: RowPieces):
         self.job, self.packed = job, packed
         self.rows_per_shard = rows_per_shard(job.args.context_length, job.vocab_size, DEFAULT_SHARD_BYTES)
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from pod.eval.results import one_line
 from pod.eval.speed.args import NAME as SPEED_RUN
-from pod.eval.suites import base, task_data
+from pod.eval.suites import task_base, task_data
 from pod.eval.suites.configs import find_config, known_to_lm_eval, suite_configs
 from pod.eval.suites.replaced import replaced
 
@@ -79,7 +79,7 @@ def check_known(names: list[str]) -> None:
     Raises:
         ValueError: for the first name that neither has, with the nearest that there is.
     """
-    ours = {*base.names(), SPEED_RUN, *(name for found in suite_configs().values() for name in found)}
+    ours = {*task_base.names(), SPEED_RUN, *(name for found in suite_configs().values() for name in found)}
     others = set(names) - ours
     if not others or others == _in_files_of_lm_eval(others):
         return

@@ -11,8 +11,8 @@ from pod.eval.answer.budget import ByteBudgets, MethodRunner, Span
 from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.lm import index as lm_index
 from pod.eval.lm.payload import Leaf, group_payload, leaf_payload, primary_metric, token_counts
-from pod.eval.suites import base, task_data
-from pod.eval.suites.base import Task
+from pod.eval.suites import task_base, task_data
+from pod.eval.suites.task_base import Task
 from pod.schema import section
 
 _FEWSHOT_SEED = 1234  # lm-eval's own default: its command line draws the same examples
@@ -37,7 +37,7 @@ class LmOptions:
     ruler."""
 
 
-def make_lm_tasks(run: base.Run, names: list[str]) -> dict[str, Task]:
+def make_lm_tasks(run: task_base.Run, names: list[str]) -> dict[str, Task]:
     """A task per name. A group or tag of lm-eval is one task.
 
     Raises:
@@ -47,7 +47,7 @@ def make_lm_tasks(run: base.Run, names: list[str]) -> dict[str, Task]:
     lm_index.check_known(names)
     tasks: dict[str, Task] = {}
     for name in names:
-        options = base.make_options(LmTask, run.args.task_options.get(name, {}), name)
+        options = task_base.make_options(LmTask, run.args.task_options.get(name, {}), name)
         metadata = {"pretrained": str(run.models.dense_path), **options.metadata}
         # loaded one by one: groups of different papers share tasks, which lm-eval refuses within one load
         tasks[name] = LmTask(run, options, lm_index.load(name, metadata))
@@ -76,7 +76,7 @@ class LmTask(Task):
     title = "a task of lm-eval"
     Options = LmOptions
 
-    def __init__(self, run: base.Run, options: LmOptions, loaded: lm_index.Loaded):
+    def __init__(self, run: task_base.Run, options: LmOptions, loaded: lm_index.Loaded):
         from pod.eval.lm.requests import RequestEncoder
 
         super().__init__(run, options)

@@ -1,6 +1,6 @@
 """From what lm-eval logs about its samples to the payload that every task has.
 
-See `pod.eval.suites.base` for payloads.
+See `pod.eval.suites.task_base` for payloads.
 """
 
 import json
@@ -14,7 +14,7 @@ import numpy as np
 
 from pod.eval.answer.budget import ByteBudgets, Span
 from pod.eval.lm.index import Loaded, Rule
-from pod.eval.suites.base import scored_payload
+from pod.eval.suites.task_base import scored_payload
 
 # bleu_acc is for truthfulqa_gen, whose other metrics are not between 0 and 1
 _PREFERRED = ("acc_norm", "acc", "exact_match", "bleu_acc")

@@ -18,7 +18,7 @@ from pod.eval.answer.budget import Span, length_class
 from pod.eval.answer.reading import tokens_from
 from pod.eval.lm.index import Rule, own_rule
 from pod.eval.lm.lm_prompts import Unanswerable, shorten
-from pod.eval.suites.base import prompt_hash
+from pod.eval.suites.task_base import prompt_hash
 
 TOO_LONG = ("truncate", "skip", "error")
 DEFAULT_NEW_TOKENS = 256  # HFLM.max_gen_toks

@@ -17,7 +17,7 @@ from pod.eval.report.samples import Samples
 from pod.eval.results import SCHEMA_VERSION, result_files
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.statistics.comparison import Against, Payload, compare, judged
-from pod.eval.suites.base import scored_payload
+from pod.eval.suites.task_base import scored_payload
 from pod.notation import cut_budget
 
 _DENSE = ("dense", "unadapted")

@@ -9,7 +9,7 @@ from pod.eval import answer
 from pod.eval.answer.answer_cache import AnswerCache, in_batches
 from pod.eval.answer.budget import MethodRunner, Span
 from pod.eval.answer.methods import EvaluatedMethod
-from pod.eval.suites.base import Task, prompt_hash, scored_payload
+from pod.eval.suites.task_base import Task, prompt_hash, scored_payload
 
 Record = dict[str, Any]
 Cell = tuple[int, float, int]

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import pod
-from pod.eval.suites.base import prompt_hash
 from pod.eval.suites.replaced import replaced
+from pod.eval.suites.task_base import prompt_hash
 from pod.tokenizer import template_arguments, with_template_variables
 
 ENVIRONMENT = "POD_EVAL_DATA"

@@ -5,7 +5,7 @@ from typing import Any
 
 from pod.data import held_out_documents, long_sequences, source_documents
 from pod.eval.answer.answer_cache import AnswerCache, in_batches, key_of
-from pod.eval.suites.base import Task, prompt_hash
+from pod.eval.suites.task_base import Task, prompt_hash
 
 Record = dict[str, Any]
 

@@ -18,7 +18,7 @@ from pod.eval.answer.answer_cache import AnswerCache
 from pod.eval.answer.budget import MethodRunner, Span
 from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.statistics.confidence import share
-from pod.eval.suites.base import curve, scored_payload
+from pod.eval.suites.task_base import curve, scored_payload
 from pod.eval.suites.text import Record, TextTask
 from pod.schema import section
 

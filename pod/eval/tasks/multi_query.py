@@ -17,9 +17,9 @@ from pod.eval.answer.answer_cache import key_of
 from pod.eval.answer.budget import MethodRunner
 from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.statistics.confidence import clusters_of, share
-from pod.eval.suites.base import prompt_hash
 from pod.eval.suites.grid import GridTask, Record, check_grid
 from pod.eval.suites.haystack import ASK, fitted, load_sentences, question_frame, start_of
+from pod.eval.suites.task_base import prompt_hash
 from pod.eval.tasks.niah import facts, recall
 from pod.schema import section
 from pod.tokenizer import pad_id

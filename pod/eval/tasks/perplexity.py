@@ -8,8 +8,8 @@ from pod.eval.answer.answer_cache import AnswerCache, key_of, means
 from pod.eval.answer.budget import MethodRunner, Span
 from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.statistics.comparison import perplexity_of
-from pod.eval.suites.base import scored_payload
 from pod.eval.suites.buckets import position_buckets, token_counts
+from pod.eval.suites.task_base import scored_payload
 from pod.eval.suites.text import Record, TextTask
 
 _CHECKED_TOKENS = 8

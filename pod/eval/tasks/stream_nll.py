@@ -17,7 +17,7 @@ from pod.eval import answer
 from pod.eval.answer.answer_cache import AnswerCache
 from pod.eval.answer.budget import MethodRunner, Span
 from pod.eval.answer.methods import EvaluatedMethod, find_method
-from pod.eval.suites.base import curve, scored_payload
+from pod.eval.suites.task_base import curve, scored_payload
 from pod.eval.suites.text import Record, TextTask
 from pod.schema import AtLeast2, section
 

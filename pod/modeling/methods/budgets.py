@@ -45,7 +45,9 @@ def cache_of_budget(
     """An empty cache with one budget for all rows, or with one for each row."""
     if isinstance(budget, list):
         sizes = list(dict.fromkeys(budget)) or [0]  # an empty list becomes 0, which is refused
-        return GroupedCache.of_kinds([build(size) for size in sizes], [sizes.index(size) for size in budget])
+        return GroupedCache.of_budgets(
+            [build(size) for size in sizes], [sizes.index(size) for size in budget]
+        )
     if budget is None or budget.tokens is not None:
         return build(None if budget is None else budget.tokens)
     stand_in = build(NO_LIMIT)  # refuses now whatever is wrong apart from the budget

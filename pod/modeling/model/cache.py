@@ -185,11 +185,11 @@ class PodCache(Cache):
         elif self._seen_ids is not None:
             self._seen_ids.append(ids.to(torch.int32, copy=True))
 
-    def pieces(self, step: Step) -> Iterator[Step]:
-        """The pieces in which the pass goes through the layers, one after the other.
+    def prefill_chunks(self, step: Step) -> Iterator[Step]:
+        """The chunks in which the pass goes through the layers, one after the other.
 
-        Here there is one piece, the pass itself. Methods that compress while a prompt runs give several, each
-        with the ``starts`` of its columns. All layers have seen a piece when the next one is asked for.
+        Here there is one chunk, the pass itself. Methods that compress while a prompt runs give several, each
+        with the ``starts`` of its columns. All layers have seen a chunk when the next one is asked for.
         """
         yield step
 

@@ -244,20 +244,20 @@ class PodModel(PodPreTrainedModel):
             cache.end_step(step)
             return out
         out = None
-        for piece in cache.pieces(step):
-            columns = None if piece.starts is None else chunk_columns(piece.starts, piece.num_new)
+        for chunk in cache.prefill_chunks(step):
+            columns = None if chunk.starts is None else chunk_columns(chunk.starts, chunk.num_new)
             part = hidden_states if columns is None else take_columns(hidden_states, columns)
-            context = self.context(part, piece.positions)
-            context.step, piece.ropes, piece.backend = piece, context.ropes, context.backend
+            context = self.context(part, chunk.positions)
+            context.step, chunk.ropes, chunk.backend = chunk, context.ropes, context.backend
             context.everything, step.ropes = everything, context.ropes
             part = self.run_layers(part, context)
             if columns is None:
                 out = part
             else:
                 out = torch.zeros_like(hidden_states).repeat(repeats) if out is None else out
-                put_columns(out, columns, piece.counts, part)
+                put_columns(out, columns, chunk.counts, part)
         cache.end_step(step)
-        assert out is not None, "a pass without a piece"
+        assert out is not None, "a pass without a chunk"
         return out if compaction is None else compaction.scatter(out)
 
     def context(
@@ -415,7 +415,7 @@ def packed_documents(
 
 
 def chunk_columns(starts: Tensor, width: int) -> Tensor:
-    """``[B, width]``, the columns of a piece that begins at column ``starts[b]`` of each row."""
+    """``[B, width]``, the columns of a chunk that begins at column ``starts[b]`` of each row."""
     return starts[:, None] + torch.arange(width, device=starts.device)
 
 

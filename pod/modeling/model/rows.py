@@ -66,7 +66,7 @@ class RowGroup:
         prompt_length: tokens of the running prompt. None when it is unknown or no prompt runs.
         prompt_done: how many tokens of the running prompt have been fed.
         schedule, chunk_index: the running prompt's chunks, and the index of the current one.
-        kind: which of the cache's kinds made the layers.
+        budget_id: which of the cache's ``budget_caches`` made the layers.
     """
 
     rows: list[int]
@@ -76,7 +76,7 @@ class RowGroup:
     prompt_done: int = 0
     schedule: Any = None
     chunk_index: int = 0
-    kind: int = 0
+    budget_id: int = 0
 
     def parts(self, labels: Sequence[Any]) -> dict[Any, "RowGroup"]:
         """Cut the group where its rows have unlike labels: one group for each label."""
@@ -132,22 +132,23 @@ class GroupedCache(PodCache):
         rowwise: whether every row is a group of its own, for methods that decide by the content of a row.
         chunks: after which tokens of a prompt the method compresses, such as ``FixedChunks``. None = once,
             when the prompt ends.
-        decide: ``(children, step)``, called per group when all layers have seen a piece. It gives a label for
+        decide: ``(children, step)``, called per group when all layers have seen a chunk. It gives a label for
             each row, by what the row holds, or None. Rows with different labels part.
         after_layers: ``(children, step, label)``, called after that.
 
     Attributes:
-        kinds: caches of the same method, each with its own budget. Rows have the layers and chunks of one of
-            them.
-        kind_of_row: for each row of a new batch, which of the kinds it has. None = all rows have the first.
+        budget_caches: caches of the same method, each with its own budget. Rows have the layers and chunks of
+            one of them.
+        budget_id_of_row: for each row of a new batch, its place in ``budget_caches``. None = all rows have
+            the first.
         tokens_of_prompt: gives the budget of a row from the tokens of its first prompt. With it, the first
-            kind is a stand-in for rows without a prompt. None = the budgets are known before.
-        make_kind: makes the other kinds, one for each of ``prompt_budgets``.
+            budget cache is a stand-in for rows without a prompt. None = the budgets are known before.
+        make_budget_cache: makes the other caches, one for each of ``prompt_budgets``.
         prompt_budgets: the budgets, in tokens, that ``tokens_of_prompt`` has given so far.
     """
 
     tokens_of_prompt: Callable[[int], int] | None = None
-    make_kind: Callable[[int], PodCache] | None = None
+    make_budget_cache: Callable[[int], PodCache] | None = None
 
     def __init__(
         self,
@@ -160,37 +161,40 @@ class GroupedCache(PodCache):
         after_layers: Callable[[list, Step, Any], None] | None = None,
     ):
         self.make_child, self.rowwise, self.chunks = make_layer, rowwise, chunks
-        self.kinds: list[GroupedCache] = [self]
-        self.kind_of_row: list[int] | None = None
+        self.budget_caches: list[GroupedCache] = [self]
+        self.budget_id_of_row: list[int] | None = None
         self.prompt_budgets: list[int] = []
         self.decide, self.after_layers = decide, after_layers
         self.groups: list[RowGroup] = []
         super().__init__(config, partial(_GroupedLayer, self), spec)
 
     configuration = PodCache.configuration | {
-        *("layers", "chunks", "rowwise", "decide", "after_layers", "kinds", "kind_of_row")
+        *("layers", "chunks", "rowwise", "decide", "after_layers", "budget_caches", "budget_id_of_row")
     }
 
     @classmethod
-    def of_kinds(cls, caches: list[PodCache], kind_of_row: list[int]) -> "GroupedCache":
+    def of_budgets(cls, caches: list[PodCache], budget_id_of_row: list[int]) -> "GroupedCache":
         """An empty cache for rows of unlike budgets, from empty caches of these budgets."""
-        kinds = [cls.grouped(cache) for cache in caches]
-        kinds[0].kinds, kinds[0].kind_of_row = kinds, kind_of_row
-        return kinds[0]
+        budget_caches = [cls.grouped(cache) for cache in caches]
+        budget_caches[0].budget_caches, budget_caches[0].budget_id_of_row = budget_caches, budget_id_of_row
+        return budget_caches[0]
 
     @classmethod
     def by_prompt(
-        cls, stand_in: PodCache, tokens_of_prompt: Callable[[int], int], make_kind: Callable[[int], PodCache]
+        cls,
+        stand_in: PodCache,
+        tokens_of_prompt: Callable[[int], int],
+        make_budget_cache: Callable[[int], PodCache],
     ) -> "GroupedCache":
         """An empty cache whose rows get their budgets, in tokens, when the first prompt of each begins.
 
         Args:
             stand_in: an empty cache of any budget.
             tokens_of_prompt: gives the budget for a prompt of so many tokens.
-            make_kind: makes an empty cache of such a budget.
+            make_budget_cache: makes an empty cache of such a budget.
         """
         cache = cls.grouped(stand_in)
-        cache.tokens_of_prompt, cache.make_kind = tokens_of_prompt, make_kind
+        cache.tokens_of_prompt, cache.make_budget_cache = tokens_of_prompt, make_budget_cache
         return cache
 
     @classmethod
@@ -198,23 +202,25 @@ class GroupedCache(PodCache):
         """An empty cache as a grouped one."""
         return cache if isinstance(cache, cls) else cls(cache.config, cache.make_layer, cache.spec)
 
-    def kind(self, number: int) -> "GroupedCache":
-        """One of the kinds, made when it is first needed."""
-        while len(self.kinds) <= number:
-            assert self.make_kind is not None, "only caches whose budgets follow the prompt add kinds"
-            made = self.make_kind(self.prompt_budgets[len(self.kinds) - 1])
-            self.kinds.append(self.grouped(made))
-        return self.kinds[number]
+    def budget_cache(self, number: int) -> "GroupedCache":
+        """One of ``budget_caches``, made when it is first needed."""
+        while len(self.budget_caches) <= number:
+            assert self.make_budget_cache is not None, (
+                "only caches whose budgets follow the prompt add budgets"
+            )
+            made = self.make_budget_cache(self.prompt_budgets[len(self.budget_caches) - 1])
+            self.budget_caches.append(self.grouped(made))
+        return self.budget_caches[number]
 
     def new_layer(self, layer_idx: int) -> CacheLayer:
         return self.make_child(self.config, layer_idx)
 
     # -- one pass --------------------------------------------------------------------------------------------
 
-    def pieces(self, step: Step) -> Iterator[Step]:
-        """See ``PodCache.pieces``.
+    def prefill_chunks(self, step: Step) -> Iterator[Step]:
+        """See ``PodCache.prefill_chunks``.
 
-        In each piece, all rows advance to the end of their own chunk, or of the pass.
+        In each chunk, all rows advance to the end of their own chunk, or of the pass.
         """
         counts = [step.num_new] * step.past.shape[0] if step.all_real else step.counts.tolist()
         fed = [0] * len(counts)
@@ -246,27 +252,27 @@ class GroupedCache(PodCache):
             for (_, length), part in group.parts(labels).items():
                 part.prompt_length = length
                 if self.tokens_of_prompt is not None and length and not part.seen:
-                    part.kind, part.layers = self._kind_of_prompt(self.tokens_of_prompt(length)), []
-                make = self.kind(part.kind).new_layer
+                    part.budget_id, part.layers = self._budget_id_of_prompt(self.tokens_of_prompt(length)), []
+                make = self.budget_cache(part.budget_id).new_layer
                 part.layers = part.layers or [make(i) for i in range(self.config.num_hidden_layers)]
                 self.groups.append(part)
 
-    def _kind_of_prompt(self, tokens: int) -> int:
-        """The number of the kind of this budget."""
+    def _budget_id_of_prompt(self, tokens: int) -> int:
+        """The place of this budget in ``budget_caches``."""
         if tokens not in self.prompt_budgets:
             self.prompt_budgets.append(tokens)
         return 1 + self.prompt_budgets.index(tokens)
 
     def _new_groups(self, count: int) -> list[RowGroup]:
-        kinds = self.kind_of_row or [0] * count
-        if len(kinds) != count:
+        budget_ids = self.budget_id_of_row or [0] * count
+        if len(budget_ids) != count:
             raise ValueError(
-                f"the cache was made with budgets of {len(kinds)} rows, the batch has {count}: "
+                f"the cache was made with budgets of {len(budget_ids)} rows, the batch has {count}: "
                 "give each row its budget, or one for all"
             )
-        labels = range(count) if self.rowwise else kinds
+        labels = range(count) if self.rowwise else budget_ids
         parts = RowGroup(list(range(count)), []).parts(labels).values()
-        return [replace(part, kind=kinds[part.rows[0]]) for part in parts]
+        return [replace(part, budget_id=budget_ids[part.rows[0]]) for part in parts]
 
     def _prompt_length(self, group: RowGroup, count: int, step: Step) -> int | None:
         """Real tokens of the prompt of a row that feeds ``count`` tokens. None without a prompt.
@@ -286,7 +292,7 @@ class GroupedCache(PodCache):
             ValueError: there is padding behind a row's last token, so that the length is wrong.
         """
         for group in self.groups:
-            chunks = self.kind(group.kind).chunks
+            chunks = self.budget_cache(group.budget_id).chunks
             length, fed = group.prompt_length, group.prompt_done + counts[group.rows[0]]
             if chunks is None or length is None or (step.is_decode and group.seen):
                 continue

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from .step import CacheLayer
 from .stores import KVBuffer
 
-SCHEMA = 2
+SCHEMA = 3
 PACKAGES = {__name__.rpartition(".")[0]}
 """Packages whose classes a cache consists of."""
 

@@ -141,8 +141,8 @@ class Step:
             pass.
         all_real: whether no row feeds padding in this pass.
         is_decode: whether this is one new token behind a non-empty cache, outside an announced prompt.
-        starts: ``[B]``, the column of the pass at which each row's first token of this piece stands. None =
-            the piece is the whole pass.
+        starts: ``[B]``, the column of the pass at which each row's first token of this chunk stands. None =
+            the chunk is the whole pass.
         schedule, chunk_index, is_last_chunk: the method's chunks of this prompt, the one being fed, and
             whether it is the prompt's last. None, 0, True for methods that do not chunk.
         ropes, backend: the model sets them.
