@@ -33,7 +33,7 @@ import pod
 from pod.data import load_documents
 from pod.files import write_json
 from pod.measure.machine import environment
-from pod.modeling.model import attention
+from pod.modeling.model import decoder_layer
 from pod.modeling.model.attend import Tokens
 from pod.modeling.model.sinks import Sink
 from pod.models import resolve_model
@@ -85,7 +85,7 @@ class Calibration:
 @contextmanager
 def sink_outside_only() -> Iterator[None]:
     """While open the constant is left out where the first tokens are in the window, which no engine does."""
-    usual = attention.attend
+    usual = decoder_layer.attend
 
     def attend(q: Tensor, tokens: Tokens, *args: Any, sink: Sink | None = None, **options: Any) -> Any:
         out, lse = usual(q, tokens, *args, sink=sink, **options)
@@ -94,11 +94,11 @@ def sink_outside_only() -> Iterator[None]:
             out[:, :, :WINDOW] = usual(q[:, :, :WINDOW], near, *args, **options)[0]
         return out, lse
 
-    attention.attend = attend
+    decoder_layer.attend = attend
     try:
         yield
     finally:
-        attention.attend = usual
+        decoder_layer.attend = usual
 
 
 @torch.no_grad()

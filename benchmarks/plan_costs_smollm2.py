@@ -26,12 +26,12 @@ import torch
 import pod
 from pod.files import write_json
 from pod.measure.machine import environment
+from pod.plan.args import ExploreArgs
 from pod.plan.choose import Choice, choose, choose_by_similarity, plan_loss
 from pod.plan.exploration import Exploration
 from pod.plan.measured_costs import find_costs, find_similarity
 from pod.plan.similarity import greedy_plan
 from pod.recipe import load_recipe
-from pod.training.args import ExploreArgs
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "plan_costs_smollm2.json"

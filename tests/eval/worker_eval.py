@@ -15,7 +15,7 @@ import torch
 torch.set_num_threads(1)
 
 from pod.eval import runner  # noqa: E402 - threads first
-from pod.eval.answer import store  # noqa: E402
+from pod.eval.answer import answer_cache  # noqa: E402
 from pod.eval.lm import index as lm_index  # noqa: E402 - threads first
 from pod.eval.report import write  # noqa: E402
 from pod.recipe import load_recipe  # noqa: E402
@@ -70,7 +70,7 @@ def main():
     kill_after = int(sys.argv[2]) if len(sys.argv) > 2 else None
     break_on(settings.pop("break_on_rank", None))
     small_index()
-    store.os.fsync = counting(os.fsync, kill_after)
+    answer_cache.os.fsync = counting(os.fsync, kill_after)
     recipe = load_recipe(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
     write.write_report = lambda recipe: "none"
     try:
