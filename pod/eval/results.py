@@ -23,10 +23,10 @@ from pod.registry.method import Method
 SCHEMA_VERSION = 2
 _DECISIVE = ("torch", "transformers", "lm-eval", "flash-attn")
 _PACKAGE = Path(__file__).resolve().parents[1]
-ANSWERING = ("gates", "generate", "reading", "score", "store")
+ANSWERING = ("answer_cache", "gates", "generate", "reading", "score")
 """Files of `pod.eval.answer` that decide what is said.
 
-What the others decide (method, model, budget) stands in an answer's key or answer_cache.
+What the others decide (method, model, budget) stands in an answer's key or in the name of its cache.
 """
 _CODE = (
     *("models.py", "modeling/**/*.py", "kernels/**/*.py", "engine/**/*.py"),

@@ -8,9 +8,9 @@ from torch import Tensor
 from pod.measure.max_batch import random_rows
 from pod.measure.race import without_attention
 from pod.modeling.model.cache import PodCache
+from pod.modeling.model.kv_buffer import KVBuffer
 from pod.modeling.model.layout import PodCacheLayer
 from pod.modeling.model.rows import GroupedCache
-from pod.modeling.model.stores import KVBuffer
 
 _CHUNK = 1 << 26  # random numbers written to a store at a time
 # Standard deviation of window keys whose logits drown those of distant tokens, also when queries are small.
@@ -44,7 +44,7 @@ def fill(model: Any, cache: Any, batch: int, length: int, skip_share: float = 0.
     model(input_ids=random_rows(model, batch, 1), past_key_values=cache, logits_to_keep=1)
     weight = model.lm_head.weight
     step, _ = cache.begin_step(model.config, weight.new_empty(batch, length - 1, 0), None, None)
-    for _ in cache.pieces(step):
+    for _ in cache.prefill_chunks(step):
         _fill_layers([layer for layer, _ in cache._holders()], length, weight, skip_share)
     cache.end_step(step)
 

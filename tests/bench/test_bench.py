@@ -31,7 +31,7 @@ from pod.measure import fill as fill_module
 from pod.measure.fill import fill
 from pod.measure.race import Runner
 from pod.modeling.model.decode import DECODERS
-from pod.modeling.model.stores import KVBuffer
+from pod.modeling.model.kv_buffer import KVBuffer
 from pod.recipe import Recipe, field_docs, fields_of, load_recipe
 
 WINDOWS = (2, 6)
@@ -53,7 +53,7 @@ TINY = [
 def make_bench(lead, *settings, bits=None):
     """Dense and planned model of one set of weights."""
     recipe = load_recipe(None, [*TINY, *settings])
-    measured = run.runner(recipe)
+    measured = run.what_to_measure(recipe)
     sizes = replace(measured.sizes, plan=pod.SharingPlan(lead=lead, bits=bits))
     return run.load(recipe, measured._replace(sizes=sizes), CPU)
 
@@ -514,7 +514,7 @@ def test_a_model_of_ones_own_with_a_plan(tmp_path, bits):
     assert result["plan"] == str(tmp_path / "p.json") and result["share_followers"] == 1 / 2
     rows = result["settings"][0]["methods"]
     assert "error" not in rows["transformers"]
-    held, sizes = rows["pod"]["bytes_by_part"], run.runner(recipe_of(tmp_path, *settings)).sizes
+    held, sizes = rows["pod"]["bytes_by_part"], run.what_to_measure(recipe_of(tmp_path, *settings)).sizes
     native = 300 * 16 * 4  # of a head's keys or values
     assert sizes.plan.bits == bits
     assert (held["values"] < 7.5 * native) == (bits is not None)
@@ -581,7 +581,7 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(tmp_path, monkeyp
 
 def test_the_stock_model_is_left_out_where_it_does_not_fit(tmp_path, monkeypatch):
     recipe = recipe_of(tmp_path, "bench.lengths=[40,400]", "bench.methods=pod")
-    sizes = run.runner(recipe).sizes
+    sizes = run.what_to_measure(recipe).sizes
     full, own, other = (held_per_row(sizes, one, 408, True) for one in (FULL, POD, STOCK))
     assert needed(sizes, POD, 1, 408, True) == sizes.weights + full + own and own < other
     monkeypatch.setattr("pod.measure.measured_memory.free_memory", lambda _: sizes.weights + full + own + 1)

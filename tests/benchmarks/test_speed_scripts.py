@@ -52,7 +52,7 @@ def test_a_lost_device_names_the_method(script, monkeypatch):
         raise RuntimeError("an illegal memory access")
 
     monkeypatch.setattr(module, "compare", broken)
-    pod = recipe.bench.contestants[0]
+    pod = recipe.bench.raced_methods[0]
     assert module.measure(bench, pod, 1, 192, None) == {"error": "RuntimeError: an illegal memory access"}
     monkeypatch.setattr(module, "is_lost", lambda device: True)
     with pytest.raises(module.DeviceLost) as lost:

@@ -111,12 +111,12 @@ def test_what_answers_is_part_of_an_answer(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("folder", "others"),
     [
-        # what these decide stands in an answer's key or in the name of its answer_cache
+        # what these decide stands in an answer's key or in the name of its cache
         # (and where a model lies does not change what it answers)
-        ("answer", {"__init__", "budget", "layout", "methods", "models", "ranks"}),
+        ("answer", {"__init__", "budget", "devices", "methods", "model_set", "ranks"}),
         (
             "lm",
-            {"__init__", "cli", "command", "index", "payload", "prompts", "requests", "tasks"},
+            {"__init__", "cli", "command", "index", "payload", "lm_prompts", "lm_tasks", "requests"},
         ),
     ],
 )

@@ -34,7 +34,7 @@ def place(tmp_path_factory):
 
 
 def opened(run):
-    return {name: runner.open_results(run, runner) for name, runner in run.method_runners.items()}
+    return {name: runner.open_results(run, one) for name, one in run.method_runners.items()}
 
 
 def is_known(run, results):
@@ -102,10 +102,10 @@ def test_longest_prompts(finished):
         assert row["prompt"] % 64 == 0 and 64 < row["prompt"] < 4096 and not row["most_reached"]
         assert (row["batch"], row["generated"]) == (1, 1)
         assert row["batch_over_full"] == row["prompt"] / rows["full"]["prompt"]
-        runner = run.method_runners[name]
+        one = run.method_runners[name]
         for tokens, fits in ((row["prompt"], True), (row["prompt"] + 64, False)):
-            make = lambda n, runner=runner: runner.cache(Span(n, 0))  # noqa: E731
-            tries = LongTries(runner.model, make, tokens, 1, row["limit_bytes"])
+            make = lambda n, one=one: one.cache(Span(n, 0))  # noqa: E731
+            tries = LongTries(one.model, make, tokens, 1, row["limit_bytes"])
             assert tries.fits(1) is fits
 
 

@@ -22,8 +22,8 @@ from pod.modeling.model.attend import (
     merge,
     take_heads,
 )
+from pod.modeling.model.kv_buffer import KVBuffer, Recent
 from pod.modeling.model.sharing import Roles
-from pod.modeling.model.stores import KVBuffer, Recent
 
 NAN = float("nan")
 BACKENDS = ["reference", "flash", "emulated"]

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 import pod
 from pod.modeling.methods import d2o
 from pod.modeling.methods.d2o import attention_variance, layer_budgets, smallest_budget
-from pod.modeling.model.stores import take_slots
+from pod.modeling.model.kv_buffer import take_slots
 
 
 def feed(model, cache, ids, prompt):

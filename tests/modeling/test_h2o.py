@@ -10,7 +10,7 @@ from rule_bytes import rule_nbytes
 import pod
 from pod.modeling.methods.base import round_half_up
 from pod.modeling.methods.h2o import choose_slots
-from pod.modeling.model.stores import take_slots
+from pod.modeling.model.kv_buffer import take_slots
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -17,9 +17,9 @@ from oracles_quantizers import NaiveStore, naive_channels, naive_token
 from rule_bytes import rule_nbytes, store_nbytes
 
 import pod
+from pod.modeling.model.kv_buffer import KVBuffer
 from pod.modeling.model.packed import Packing
 from pod.modeling.model.quantized import GroupQuantizer, QuantizedWindow
-from pod.modeling.model.stores import KVBuffer
 
 
 def randn(*shape, seed=0, dtype=torch.float64):

@@ -13,8 +13,8 @@ def watch(cache: Any) -> Any:
 
     Returns: the cache.
     """
-    for kind in getattr(cache, "kinds", ()):  # their layers are made when rows come
-        kind.make_child = lambda *arguments, make=kind.make_child: _watched(make(*arguments))
+    for one in getattr(cache, "budget_caches", ()):  # their layers are made when rows come
+        one.make_child = lambda *arguments, make=one.make_child: _watched(make(*arguments))
     for layer in cache.layers:
         _watched(layer)
     return cache

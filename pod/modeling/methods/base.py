@@ -19,9 +19,9 @@ from typing import Any
 from pod.modeling.model.cache import PodCache
 from pod.modeling.model.config import LAYOUTS, PodConfig
 from pod.modeling.model.generation import planned_codec
+from pod.modeling.model.kv_buffer import NATIVE, KVQuantizer
 from pod.modeling.model.rows import FixedChunks, GroupedCache
 from pod.modeling.model.step import CacheLayer
-from pod.modeling.model.stores import NATIVE, KVQuantizer
 from pod.notation import Spec, parse
 from pod.registry import METHODS
 from pod.registry.combine import all_parameters, chosen_methods, refusal

@@ -29,8 +29,8 @@ from pod.modeling.methods.base import Builder, Request, cache_of
 from pod.modeling.methods.h2o import AccumulatingLayer, choose_slots
 from pod.modeling.model.attend import compute_dtype
 from pod.modeling.model.config import PodConfig
+from pod.modeling.model.kv_buffer import take_slots
 from pod.modeling.model.step import Step
-from pod.modeling.model.stores import take_slots
 
 _MATCHES = {  # what is compared, and what is merged accordingly: 0 = keys, 1 = values
     "keys": ((0, (0, 1)),),

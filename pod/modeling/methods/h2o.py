@@ -21,9 +21,9 @@ from pod.kernels.statistics import attention_column_sums
 from pod.modeling.methods.base import Builder, Request, cache_of
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.grouped import slot_logits, weigh_slots
+from pod.modeling.model.kv_buffer import numbers, places_of
 from pod.modeling.model.layout import PodCacheLayer
 from pod.modeling.model.step import Step
-from pod.modeling.model.stores import numbers, places_of
 
 
 class AccumulatingLayer(PodCacheLayer):

@@ -22,9 +22,9 @@ from pod.modeling.methods.ranking import best_slots
 from pod.modeling.model.attend import Tokens, attend, compute_dtype, takes_gradients
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.grouped import attend_slots
+from pod.modeling.model.kv_buffer import NATIVE, KVBuffer, KVQuantizer
 from pod.modeling.model.layout import PodCacheLayer
 from pod.modeling.model.step import Step
-from pod.modeling.model.stores import NATIVE, KVBuffer, KVQuantizer
 
 _PARALLEL = 1e-4  # below this sine, two directions count as parallel or opposite: interpolate on a line
 _PARTS = ("keys", "values")

@@ -18,9 +18,9 @@ from pod.modeling.methods.ranking import best_slots
 from pod.modeling.model.attend import compute_dtype, merge_heads, take_heads
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.grouped import chosen, slot_logits, weigh_slots
+from pod.modeling.model.kv_buffer import KVBuffer, numbers, take_slots
 from pod.modeling.model.layout import PodCacheLayer
 from pod.modeling.model.step import Step
-from pod.modeling.model.stores import KVBuffer, numbers, take_slots
 
 
 class QuestLayer(PodCacheLayer):

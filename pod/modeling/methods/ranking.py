@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from pod.kernels.statistics import attention_column_sums
 from pod.modeling.methods.base import Request
 from pod.modeling.model.config import PodConfig
+from pod.modeling.model.kv_buffer import take_rows_of
 from pod.modeling.model.step import Step
-from pod.modeling.model.stores import take_rows_of
 
 _POOLS = {"avg": F.avg_pool1d, "max": F.max_pool1d}
 

@@ -24,11 +24,11 @@ from pod.modeling.methods.ranking import EndAttention, Ranking, best_slots
 from pod.modeling.model.attend import Segments, Tokens, attend, take_heads
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.grouped import attend_slots, slot_logits, weigh_slots
+from pod.modeling.model.kv_buffer import KVBuffer, KVQuantizer, first_and_last
 from pod.modeling.model.layout import PodCacheLayer
 from pod.modeling.model.packed import Stored
 from pod.modeling.model.sinks import add_sink
 from pod.modeling.model.step import Selection, Step
-from pod.modeling.model.stores import KVBuffer, KVQuantizer, first_and_last
 
 _AGED = 64
 """Own keys are freed when 1/64 of them belong to distant tokens, not earlier: freeing copies the others."""

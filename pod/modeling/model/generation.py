@@ -16,11 +16,11 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from .cache import PodCache
 from .config import PodConfig
+from .kv_buffer import NATIVE, KVQuantizer
 from .layout import LAYOUT_LAYERS
 from .quantized import make_codec
 from .rows import GroupedCache
 from .sharing import GROUP_SIZE, RESIDUAL
-from .stores import NATIVE, KVQuantizer
 
 # options of the cache that generate() makes for assisted decoding, where 20 candidates are usual
 _ASSISTED: dict[str, Any] = {"extra_slots": 32}

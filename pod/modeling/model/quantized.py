@@ -14,9 +14,9 @@ from torch import Tensor
 
 from .attend import Segments
 from .config import PodConfig
+from .kv_buffer import KVBuffer, KVQuantizer, replaced, take_slots
 from .packed import Packed, Packing, tiles
 from .sharing import GROUP_SIZE, check_bits
-from .stores import KVBuffer, KVQuantizer, replaced, take_slots
 
 _SLACK = 128  # tensors grow by 1/128 of their length
 

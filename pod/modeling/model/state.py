@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from .kv_buffer import KVBuffer
 from .step import CacheLayer
-from .stores import KVBuffer
 
 SCHEMA = 3
 PACKAGES = {__name__.rpartition(".")[0]}

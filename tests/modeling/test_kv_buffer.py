@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pod.modeling.model.attend import Segments
-from pod.modeling.model.stores import KVBuffer, Recent
+from pod.modeling.model.kv_buffer import KVBuffer, Recent
 
 KINDS = [(None, None), (0, 1), (0, 7), (3, 5), (9, 2)]
 """(n_s, n_r), None = every token is kept."""
