@@ -381,7 +381,7 @@ def predict(tokens: int) -> dict[str, Any]:
 
 
 def plan_facts(tiny: bool) -> dict[str, Any]:
-    """What the plan shares and carries."""
+    """What the plan shares and hands on."""
     size = TINY_SIZE if tiny else TRUE_SIZE
     lead = make_plan(size["num_hidden_layers"], size["num_key_value_heads"])
     plan = pod.SharingPlan(lead=lead)  # type: ignore[arg-type]

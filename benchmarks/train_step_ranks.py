@@ -96,7 +96,7 @@ def kept_bytes(trainer: Any) -> int:
     return found[0]
 
 
-def carry_bound(trainer: Any) -> int:
+def shared_qk_bound(trainer: Any) -> int:
     """Bytes of the queries and keys of this rank's leads that have followers: (G + 1) x d x n each."""
     if not carried_heads(trainer.ulysses.lead):
         return 0
@@ -110,7 +110,7 @@ def race(data: Path, folder: Path, mesh: Any, repeats: int) -> dict[str, Any]:
     trainers = {name: make_trainer(name, data, folder, mesh) for name in CONTESTANTS}
     result: dict[str, Any] = {name: {"wall": [], "processor": []} for name in trainers}
     for name, trainer in trainers.items():  # also warms up
-        kept, bound = kept_bytes(trainer), carry_bound(trainer)
+        kept, bound = kept_bytes(trainer), shared_qk_bound(trainer)
         row, sent = result[name], trainer.ulysses.sent_bytes
         row["kept_bytes"], row["carry_bound"] = mesh.sum([kept, bound])
         row["sent_bytes"] = dict(zip(sent, mesh.sum(list(map(float, sent.values()))), strict=True))

@@ -109,7 +109,7 @@ def test_a_run_reads_its_data_once(name):
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_recipes_leave_the_how_to_the_planner(name):
+def test_recipes_leave_the_how_to_the_layout_search(name):
     from pod.training.predict.layout_search import DERIVED
 
     assert [field for field in DERIVED if getattr(read(name).train, field) is not None] == []
@@ -167,8 +167,8 @@ def test_no_recipe_is_refused_before_its_data_is_there(name, tmp_path, monkeypat
     preflight.check_positions(config, context)
     for ranks in (1, 8, 32) if name in LARGE else (1, 2):
         machine = layout_search.this_machine(ranks, 8, get_device("h100"))
-        fit = layout_search.plan(recipe.train, Shapes.from_config(config), plan.lead, context, machine)
-        assert fit.job.rows_per_step == recipe.train.rows_per_step(context)
-        preflight.check_epochs(fit.job, recipe.data.target_tokens // context)
+        layout = layout_search.plan(recipe.train, Shapes.from_config(config), plan.lead, context, machine)
+        assert layout.job.rows_per_step == recipe.train.rows_per_step(context)
+        preflight.check_epochs(layout.job, recipe.data.target_tokens // context)
         if ranks > 1 or "lora" in name or name not in LARGE:
-            layout_search.check_fits(fit)
+            layout_search.check_fits(layout)

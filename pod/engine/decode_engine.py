@@ -313,7 +313,7 @@ class StaticEngine:
         return self.is_aside
 
     def _flush(self, bound: _Bound, past: int | None) -> None:
-        """Count a step, and let the stores flush: a token has been decoded in every row.
+        """Count a step, and flush the stores: a token has been decoded in every row.
 
         Args:
             past: tokens of each row before it. None = rows differ; rows of packed stores never do.

@@ -319,12 +319,11 @@ def answers_of(inputs: Inputs, runner: MethodRunner) -> AnswerCache:
 
 
 def measure(inputs: Inputs, runner: MethodRunner, task: Task) -> dict[str, Any]:
-    """What a method's answers to a task come to. What is missing is answered first, where the store is open.
+    """What a method's answers to a task come to. What is missing is answered first, if the folder is open.
 
     Returns: the task's part of a result file.
     Raises:
-        Unanswered: when something is missing in a closed store. Whatever goes wrong in answering is raised as
-            it is.
+        Unanswered: when a closed folder lacks an answer. Whatever goes wrong in answering is raised as it is.
     """
     with answers_of(inputs, runner).asked_by(task.name) as answer_cache:
         answers = task.answer(runner, answer_cache)

@@ -211,9 +211,9 @@ def shape_of(parameter: nn.Parameter) -> torch.Size:
 def drop_shared_qk_hooks(model: Any) -> None:
     """Take ZeRO-3's hooks off decoder layers and attention, which hand on `shared_qk` and own no weight.
 
-    The hooks fire once per carried tensor. The number of these tensors depends on the heads that a rank
-    computes, and ZeRO-3 stops ("disagreement on list contents") when ranks do not meet the same hooks. The
-    hooks of the children of these modules gather all weights. Only constant sinks belong to attention
+    The hooks fire once per tensor of `shared_qk`. The number of these tensors depends on the heads that a
+    rank computes, and ZeRO-3 stops ("disagreement on list contents") when ranks do not meet the same hooks.
+    The hooks of the children of these modules gather all weights. Only constant sinks belong to attention
     itself; a child of it reads them, and they are registered there.
     """
     from deepspeed.runtime.zero import register_external_parameter

@@ -1,4 +1,4 @@
-"""The store of answers.
+"""The folder of answers.
 
 Nothing is answered twice, whoever asks. Torn lines are answered again. Every rank gets the same. It only
 grows.
@@ -6,7 +6,7 @@ grows.
 Changes of one token in answer_cache.py, each of which a test here sees (26 of 26, each was tried):
 
 - key_of, in_batches: `sort_keys=False`; `group[start : size]`
-- AnswerFolder.answer_cache, AnswerCache: `self._answer_cache.name == name`; `store.reuse or`;
+- AnswerFolder.answers_of, AnswerCache: `self._answer_cache.name == name`; `store.reuse or`;
   `bool(self._load())` in is_empty; `is_open` stays `False` after a task
 - answers: `missing and self._store.is_open`; `_asked =` for `|=`; `unique & known`
 - _answer: `world_size != 1` before raise; `_known = {}` after a failure; all batches on every rank
@@ -107,7 +107,7 @@ def test_what_is_asked_counts_and_not_who_asks(tmp_path):
     found = ask(tmp_path, Ranks(), seen, items=[5, 2, 1, 0, 3, 4, 3])
     assert squares(found) == [25, 4, 1, 0, 9, 16, 9]
     assert sorted(item for batch in seen for item in batch) == [3, 4, 5]
-    assert all(file.read_text().startswith(text) for file, text in before.items()), "the store only grows"
+    assert all(file.read_text().startswith(text) for file, text in before.items()), "the folder only grows"
 
 
 def test_a_failure_loses_only_its_batch(tmp_path):
@@ -134,17 +134,17 @@ def test_torn_and_damaged_lines_are_answered_again_in_their_own_batch(tmp_path):
     assert [len(line.get("answers", ())) for line in new] == [0, 2, 1] and "date" in new[0]["environment"]
 
 
-def test_another_model_is_another_shelf(tmp_path):
+def test_another_model_has_another_answer_cache(tmp_path):
     ask(tmp_path, Ranks())
     seen = []
     ask(tmp_path, Ranks(), seen, identity={"model": "xyz"})
     assert len(seen) == 4
-    answer_caches = [json.loads(file.read_text()) for file in tmp_path.glob("*/shelf.json")]
-    assert sorted(answer_cache["model"] for answer_cache in answer_caches) == ["abc", "xyz"]
-    assert {answer_cache["method"] for answer_cache in answer_caches} == {"snapkv@25%"}
+    identities = [json.loads(file.read_text()) for file in tmp_path.glob("*/shelf.json")]
+    assert sorted(one["model"] for one in identities) == ["abc", "xyz"]
+    assert {one["method"] for one in identities} == {"snapkv@25%"}
 
 
-def test_a_closed_store_gives_what_it_has_and_says_what_it_lacks(tmp_path):
+def test_a_closed_folder_gives_what_it_has_and_says_what_it_lacks(tmp_path):
     ask(tmp_path, Ranks(), items=[0, 1])
     seen = []
     assert squares(ask(tmp_path, Ranks(), seen, items=[1, 0], is_open=False)) == [1, 0]
@@ -202,11 +202,11 @@ def test_batches_hold_all_items_of_a_kind_in_order():
     assert in_batches("abAcBdC", 2, str.isupper) == [["a", "b"], ["c", "d"], ["A", "B"], ["C"]]
 
 
-def test_a_method_has_one_shelf_as_long_as_nothing_else_is_asked(tmp_path):
-    store = AnswerFolder(tmp_path, Ranks())
-    first = store.answers_of("full", {})
-    assert store.answers_of("full", {}) is first and first.is_empty
-    assert store.answers_of("full", {"model": 1}) is not first
+def test_a_method_has_one_answer_cache_as_long_as_nothing_else_is_asked(tmp_path):
+    folder = AnswerFolder(tmp_path, Ranks())
+    first = folder.answers_of("full", {})
+    assert folder.answers_of("full", {}) is first and first.is_empty
+    assert folder.answers_of("full", {"model": 1}) is not first
     with first.asked_by("a"):
         assert first.label == "full: a"
     assert first.label == "full"

@@ -139,7 +139,7 @@ def test_mmlu_is_one_task_of_57_subjects_weighted_by_samples(tmp_path):
     assert sum(row["weight"] for row in part["subtasks"].values()) == pytest.approx(1)
     assert {s["id"] for s in part["samples"]} == {f"{name}/0" for name in part["subtasks"]}
     hashes = [s["prompt_hash"] for s in part["samples"]]
-    assert len(set(hashes)) == 57, "every runner has its own rows of the one file"
+    assert len(set(hashes)) == 57, "every subject has its own rows of the one file"
 
 
 def leaf(scores):

@@ -92,7 +92,7 @@ def test_an_export_may_get_other_windows(place, run):
 def test_a_plan_that_packs_is_scored_token_by_token(place):
     pod.SharingPlan(lead=PLAN.lead, bits=(16, 16, 4, 4)).save(place / "packed.json")
     found = run_of(place, {"packed": "PLACE/packed.json"})
-    one_shot = {name: subject.method.one_shot for name, subject in found.method_runners.items()}
+    one_shot = {name: runner.method.one_shot for name, runner in found.method_runners.items()}
     assert not one_shot["model:packed"] and one_shot["pod-unadapted"]
 
 

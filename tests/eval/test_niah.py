@@ -178,7 +178,7 @@ def test_answers_come_from_the_compressed_cache_whatever_the_batch(place):
 
 def test_a_killed_grid_goes_on_where_it_stopped(place, monkeypatch):
     run = make_run(place, "niah", ["full"], options_of(place))
-    task, subject = run.tasks["niah"], run.method_runners["full"]
+    task, method_runner = run.tasks["niah"], run.method_runners["full"]
     whole, seen = measure(run, "full"), []
     real = generate.generate
 
@@ -191,8 +191,8 @@ def test_a_killed_grid_goes_on_where_it_stopped(place, monkeypatch):
     monkeypatch.setattr(generate, "generate", answer)
 
     def again():
-        store = AnswerFolder(run.recipe.eval_dir / "again", run.store.ranks)
-        return runner.measure(dataclasses.replace(run, store=store), subject, task)["samples"]
+        folder = AnswerFolder(run.recipe.eval_dir / "again", run.store.ranks)
+        return runner.measure(dataclasses.replace(run, store=folder), method_runner, task)["samples"]
 
     with pytest.raises(KeyboardInterrupt):
         again()

@@ -106,7 +106,7 @@ def test_killed_and_restarted_goes_on_at_the_sample_with_equal_results(tmp_path,
     code, errors = end(start(tmp_path, environment))
     assert code == 0, errors
     assert writes(tmp_path) == total - (first_method - 1), "something was answered twice, or not at all"
-    assert torn.read_text().startswith(before), "the store only grows"
+    assert torn.read_text().startswith(before), "the folder only grows"
     for method in ("full", "snapkv@40"):
         assert parts(tmp_path, method) == parts(whole, method)
 

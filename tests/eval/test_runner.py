@@ -220,10 +220,10 @@ def test_an_error_in_scoring_loses_no_other_method(place, tmp_path, monkeypatch)
     runner.evaluate(recipe_of(place, **changes), log=lambda line: None)
     original = Passkey.score
 
-    def broken(self, subject, answers):
-        if subject.method.name == "full":
+    def broken(self, method_runner, answers):
+        if method_runner.method.name == "full":
             raise KeyError("no such score")
-        return original(self, subject, answers)
+        return original(self, method_runner, answers)
 
     monkeypatch.setattr(Passkey, "score", broken)
     with pytest.raises(

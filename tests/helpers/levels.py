@@ -36,13 +36,13 @@ CASES_PER_FUNCTION = 2
 NIGHTLY_FIXTURES = tuple(
     f"{worker}_results"
     for worker in (
-        "shared_qk",
         "engine",
         "estimate",
         "kills",
         "recipe",
         "restart",
         "seeing",
+        "shared_qk",
         "start",
         "variants",
     )

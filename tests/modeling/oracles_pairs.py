@@ -41,8 +41,8 @@ Settled here, minicache (METHODS.md §6; MiniCache, Liu et al. 2024):
   of share: the groups keep apart R tokens in all, as many of each as are left of R.
 * With a codec (oracles_quantizers.py): layers without a pair as dense ones. A pair's directions are one
   store, the deeper layer's vectors kept apart another (in order of position within each group), both of which
-  flush after each merge; keys per channel. The shallower layer's vectors kept apart are their own direction
-  in the first store, times their norm. Norms and unmerged tokens are native.
+  are flushed after each merge; keys per channel. The shallower layer's vectors kept apart are their own
+  direction in the first store, times their norm. Norms and unmerged tokens are native.
 """
 
 import math

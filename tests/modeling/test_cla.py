@@ -117,15 +117,15 @@ def test_checkpointing_is_exact(tools, reentrant):
         torch.testing.assert_close(checkpointed[name], gradient, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def test_carry_holds_keys_and_values_of_a_block_until_its_last_layer(tools):
+def test_shared_qk_holds_keys_and_values_of_a_block_until_its_last_layer(tools):
     """One layer's keys and values, never a second copy, and nothing after the last follower."""
     model = make_cla(tools)
-    carries = []
+    handed_on = []
     for layer in model.model.layers:
-        layer.register_forward_hook(lambda module, inputs, output: carries.append(output[1:]))
+        layer.register_forward_hook(lambda module, inputs, output: handed_on.append(output[1:]))
     model(tools.random_ids(1, 32), use_cache=False)
     size = 2 * 2 * 32 * 8 * 8  # keys and values, 2 KV heads, 32 tokens, d = 8, 8 B
-    held = [[x for x in shared_qk if x is not None] for shared_qk in carries]
+    held = [[x for x in shared_qk if x is not None] for shared_qk in handed_on]
     assert [sum(x.untyped_storage().nbytes() for x in tensors) for tensors in held] == [size, 0, size, 0, 0]
 
 

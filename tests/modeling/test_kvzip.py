@@ -38,7 +38,7 @@ def reread(cache):
 
 def held(cache, row=0):
     (group,) = [group for group in cache.groups if group.rows == [row]]
-    return [[group.held for group in layer.head_groups] for layer in group.layers]
+    return [[head_group.held for head_group in layer.head_groups] for layer in group.layers]
 
 
 @torch.no_grad()

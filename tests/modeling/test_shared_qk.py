@@ -1,4 +1,4 @@
-"""`shared_qk` of lead queries and keys.
+"""`shared_qk`: the queries and keys that a lead hands on.
 
 It is exact under checkpointing and compilation, and no larger than promised.
 """

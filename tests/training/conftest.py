@@ -39,7 +39,6 @@ def run_worker(script: str, folder: Path) -> dict[str, dict]:
 
 
 WORKERS = (
-    "shared_qk",
     "control",
     "data",
     "engine",
@@ -52,6 +51,7 @@ WORKERS = (
     "restart",
     "runs",
     "seeing",
+    "shared_qk",
     "start",
     "syncs",
     "variants",

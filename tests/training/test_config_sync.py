@@ -116,9 +116,9 @@ def test_unequal_machines_come_to_one_layout(monkeypatch):
 
 
 def test_equal_machines_keep_what_was_planned(monkeypatch):
-    fit = planned(machine(8))
+    layout = planned(machine(8))
     monkeypatch.setattr(config_sync, "_gather", lambda value: [value, value])
-    assert agree_on_layout(fit, TrainRecipe(**PAPER)) is fit
+    assert agree_on_layout(layout, TrainRecipe(**PAPER)) is layout
 
 
 @pytest.mark.multiprocess

@@ -243,7 +243,7 @@ def test_an_offloaded_optimizer_takes_twenty_bytes_per_weight_and_its_rounding()
     assert halved["optimizer"] / GIB == pytest.approx(153.9 - 16, abs=0.1)
 
 
-def test_the_offloaded_carry_is_pinned_head_by_head():
+def test_the_offloaded_shared_qk_is_pinned_head_by_head():
     args = TrainArgs(shared_qk="offload")
     lead = ((0,) * 8,) * 32
     found = host_bytes(job(args, lead, context=1500, ranks=1))
@@ -357,7 +357,7 @@ def test_time_follows_figures():
     assert offloaded.parts["copies to and from the host"] > sums
 
 
-def test_projecting_the_carry_again_takes_its_products():
+def test_projecting_shared_qk_again_takes_its_products():
     kept, again = (rank_flops(job(TrainArgs(shared_qk=shared_qk))) for shared_qk in ("keep", "recompute"))
     assert again - kept == pytest.approx(
         2 * 32_768 * 4096 * 5 * 128 * 64, rel=1e-9

@@ -1,4 +1,4 @@
-"""The planner: what it derives, keeps and refuses, on GPUs and on a CPU; nothing is allocated."""
+"""The layout search: what it derives, keeps and refuses, on GPUs and on a CPU; nothing is allocated."""
 
 import argparse
 from dataclasses import replace
@@ -61,15 +61,15 @@ def refused(call, *arguments, **settings) -> str:
 
 
 @pytest.fixture(scope="module")
-def fits() -> dict[int, ParallelLayout]:
+def layouts() -> dict[int, ParallelLayout]:
     """The paper's run on 2 to 32 GPUs."""
     return {ranks: large(ranks) for ranks in (2, 4, 8, 16, 32)}
 
 
-def test_the_same_recipe_trains_the_same_on_any_ranks(fits):
-    assert {fit.job.rows_per_step for fit in fits.values()} == {128}
-    assert {fit.job.args.max_steps for fit in fits.values()} == {1192}
-    rates = [[learning_rate(step, fit.job.args) for step in range(1192)] for fit in fits.values()]
+def test_the_same_recipe_trains_the_same_on_any_ranks(layouts):
+    assert {layout.job.rows_per_step for layout in layouts.values()} == {128}
+    assert {layout.job.args.max_steps for layout in layouts.values()} == {1192}
+    rates = [[learning_rate(step, layout.job.args) for step in range(1192)] for layout in layouts.values()]
     assert all(one == rates[0] for one in rates)
     assert rates[0].index(max(rates[0])) == 11 and rates[0][-1] == pytest.approx(1e-6)
 
@@ -78,13 +78,13 @@ def test_the_same_rows_in_the_same_order_on_1_to_32_ranks():
     from pod.data.rows.order import RowCursor
 
     def steps(ranks: int, size: int | None) -> list[list[int]]:
-        fit = small(ranks, rows=32, sequence_parallel_size=size)
-        groups = ranks // fit.job.args.sequence_parallel_size
+        layout = small(ranks, rows=32, sequence_parallel_size=size)
+        groups = ranks // layout.job.args.sequence_parallel_size
         cursor, seen = RowCursor(200, seed=3), []
         for _ in range(3):
-            dealt = [cursor.peek(fit.job.rows_per_step, rank, groups) for rank in range(groups)]
+            dealt = [cursor.peek(layout.job.rows_per_step, rank, groups) for rank in range(groups)]
             seen.append(sorted(int(row) for rows in dealt for row in rows))
-            cursor.take(fit.job.rows_per_step)
+            cursor.take(layout.job.rows_per_step)
         return seen
 
     expected = steps(1, None)
@@ -93,50 +93,50 @@ def test_the_same_rows_in_the_same_order_on_1_to_32_ranks():
         assert steps(ranks, None) == steps(ranks, 2) == expected
 
 
-def test_layouts_fit_and_are_resolved(fits):
-    for fit in fits.values():
-        assert fit.fits and 0.3 < fit.share <= FIT
-        assert all(getattr(fit.job.args, name) is not None for name in DERIVED)
-        check_fits(fit)
+def test_layouts_fit_and_are_resolved(layouts):
+    for layout in layouts.values():
+        assert layout.fits and 0.3 < layout.share <= FIT
+        assert all(getattr(layout.job.args, name) is not None for name in DERIVED)
+        check_fits(layout)
 
 
 @pytest.mark.parametrize("gib", [80, 40, 24])
 @pytest.mark.slow
 def test_no_layout_that_fits_is_clearly_faster(gib):
-    recipe, fit = TrainRecipe(**PAPER), large(8, f"h100,memory_gib={gib}")
+    recipe, layout = TrainRecipe(**PAPER), large(8, f"h100,memory_gib={gib}")
     for split in layout_search.row_splits(recipe, LLAMA3_8B, CONTEXT, 8):
-        for settings in layout_search.memory_settings(recipe, SHARED, fit.machine):
+        for settings in layout_search.memory_settings(recipe, SHARED, layout.machine):
             args = TrainArgs(**PAPER | split | settings | {"max_steps": 1192})
             job = TrainingJob(LLAMA3_8B, SHARED, args, CONTEXT, World(8, 8))
-            if step_time(job, fit.machine.device).expected * NEAR < fit.time.expected:
+            if step_time(job, layout.machine.device).expected * NEAR < layout.time.expected:
                 kept = sum(reserve(args, job.world, has_gpu=True).values())
                 assert sum(training_bytes(job).values()) + kept > FIT * gib * 2**30
 
 
-def test_a_start_that_does_not_fit_is_told_by_its_own_size(fits, monkeypatch):
+def test_a_start_that_does_not_fit_is_told_by_its_own_size(layouts, monkeypatch):
     """A start that does not fit is told by its own size.
 
     Where the start needs more than a step, the refusal names what it needs and not the step's peak, which
     would fit.
     """
-    fit = fits[8]
+    layout = layouts[8]
     monkeypatch.setattr(layout_search, "start_bytes", lambda job: 100 * 2**30)
     with pytest.raises(ValueError, match=r"needs 100\.0 of \d+\.\d usable GiB per rank"):
-        check_fits(fit)
-    assert "memory  100.00 + " in table(fit, None)
+        check_fits(layout)
+    assert "memory  100.00 + " in table(layout, None)
 
 
-def test_the_same_layout_every_time(fits):
-    assert large(8).job == fits[8].job
+def test_the_same_layout_every_time(layouts):
+    assert large(8).job == layouts[8].job
 
 
 @pytest.mark.slow
 def test_less_memory_costs_time_and_never_more_than_there_is():
     times = []
     for gib in (141, 80, 48, 40):
-        fit = large(8, f"h100,memory_gib={gib}")
-        assert fit.fits and sum((fit.memory | fit.reserve).values()) <= FIT * gib * 2**30
-        times.append(fit.time.expected)
+        layout = large(8, f"h100,memory_gib={gib}")
+        assert layout.fits and sum((layout.memory | layout.reserve).values()) <= FIT * gib * 2**30
+        times.append(layout.time.expected)
     assert times == sorted(times) and times[0] < times[-1]
 
 
@@ -147,8 +147,8 @@ def test_the_bound_of_memory_is_kept_to_the_byte():
     """
     whole = small(device="h100")
     needed = sum((whole.memory | whole.reserve).values()) / 2**30 / FIT
-    fits, less = (small(device=f"h100,memory_gib={needed + change:.6f}") for change in (1e-3, -1e-3))
-    assert fits.job == whole.job and whole.job.args.gradient_checkpointing == "none"
+    layouts, less = (small(device=f"h100,memory_gib={needed + change:.6f}") for change in (1e-3, -1e-3))
+    assert layouts.job == whole.job and whole.job.args.gradient_checkpointing == "none"
     assert less.job != whole.job and less.fits
 
 
@@ -165,20 +165,20 @@ def test_the_start_counts_too(monkeypatch):
     assert start_bytes(many) == head, "an embedding comes first, beside nothing"
     # weights and sums of gradients whole, master weights, moments and the update's gradients divided
     assert start_bytes(one) == pytest.approx((2 + 4 + 16 / 8) * LLAMA3_8B.parameters, rel=0.01)
-    fit = large(8)
-    needed = (100 + sum(fit.reserve.values()) / 2**30) / FIT
+    layout = large(8)
+    needed = (100 + sum(layout.reserve.values()) / 2**30) / FIT
     monkeypatch.setattr(layout_search, "start_bytes", lambda job: 100 * 2**30)
     bounds = [
-        replace(fit, machine=machine(8, f"h100,memory_gib={needed + more:.4f}")) for more in (0.01, -0.01)
+        replace(layout, machine=machine(8, f"h100,memory_gib={needed + more:.4f}")) for more in (0.01, -0.01)
     ]
     assert [one.fits for one in bounds] == [True, False]
 
 
 def test_what_is_offloaded_fits_into_the_machine():
     """One GPU holds the optimizer of 8 billion weights only in host memory."""
-    fit = large(1)
-    assert fit.job.args.offload_optimizer == "cpu" and fit.fits
-    assert 20 * LLAMA3_8B.parameters < fit.host["optimizer"] < 21 * LLAMA3_8B.parameters
+    layout = large(1)
+    assert layout.job.args.offload_optimizer == "cpu" and layout.fits
+    assert 20 * LLAMA3_8B.parameters < layout.host["optimizer"] < 21 * LLAMA3_8B.parameters
     poor = large(1, host_gib=100)
     assert not poor.fits
     assert "GiB of host memory" in refused(check_fits, poor)
@@ -215,10 +215,10 @@ PINS = {
 
 @pytest.mark.parametrize("name", DERIVED)
 def test_a_pinned_field_is_kept_and_marked(name):
-    fit = small(4, rows=32, **{name: PINS[name]})
-    assert getattr(fit.job.args, name) == PINS[name]
-    assert fit.pinned == {name}
-    assert layout_line(fit).count("*") == 1
+    layout = small(4, rows=32, **{name: PINS[name]})
+    assert getattr(layout.job.args, name) == PINS[name]
+    assert layout.pinned == {name}
+    assert layout_line(layout).count("*") == 1
 
 
 def test_one_rank_is_one():
@@ -291,10 +291,10 @@ def test_steps_come_from_one_place():
 
 
 def test_the_time_of_a_short_run_is_told_in_minutes():
-    fit = small(device="h100,bf16_tflops=0.001", max_steps=8)
-    least, most = (8 * seconds for seconds in (fit.time.overlapped, fit.time.sequential))
+    layout = small(device="h100,bf16_tflops=0.001", max_steps=8)
+    least, most = (8 * seconds for seconds in (layout.time.overlapped, layout.time.sequential))
     assert 120 < most < 7200
-    assert f"time    {least / 60:,.1f} to {most / 60:,.1f} minutes on h100" in table(fit, None)
+    assert f"time    {least / 60:,.1f} to {most / 60:,.1f} minutes on h100" in table(layout, None)
     often = small(device="h100,bf16_tflops=0.01", max_steps=8, save_every_steps=2)
     assert 0.5 < 2 * often.time.expected < 120
     assert f"at most {2 * often.time.expected:,.0f} seconds of work" in table(often, None)
@@ -316,11 +316,11 @@ def test_ranks_of_a_dry_run_are_whole_numbers_from_one(option, value, capsys):
 def test_the_table_says_what_a_kill_can_lose():
     recipe = {"tokens_per_step": 2**22, "total_tokens": 2**32}
     assert "at most 30 minutes of work between two checkpoints\n" in table(large(8, **recipe), None) + "\n"
-    fit = large(8, save_every_steps=100, **recipe)
-    hours = 100 * fit.time.expected / 3600
+    layout = large(8, save_every_steps=100, **recipe)
+    hours = 100 * layout.time.expected / 3600
     assert (
         f"at most {hours:,.1f} hours of work between two checkpoints; save_every_steps=null saves every 30"
-        in table(fit, None)
+        in table(layout, None)
     )
     slow = table(
         large(8, "h100,bf16_tflops=0.1", **recipe), None
@@ -336,8 +336,8 @@ def test_on_a_cpu_ranks_share_the_machine_and_nothing_is_offloaded(monkeypatch):
     cpu = this_machine(2, 2)
     assert (cpu.device.memory_gib, cpu.has_gpu) == (4, False)
     recipe = TrainRecipe(tokens_per_step=2048)
-    fit = plan(recipe, SMALL, ((0,) * 3,) * 3, 2048, cpu)
-    assert fit.job.args.sequence_parallel_size == 2 and fit.host == {}
+    layout = plan(recipe, SMALL, ((0,) * 3,) * 3, 2048, cpu)
+    assert layout.job.args.sequence_parallel_size == 2 and layout.host == {}
     tried = list(layout_search.memory_settings(recipe, ((0,) * 3,) * 3, cpu))
     assert {one["offload_optimizer"] for one in tried} == {"none"} and {
         one["shared_qk"] for one in tried
@@ -356,11 +356,11 @@ def test_a_cpu_without_bfloat16_says_so_and_its_time_is_that(monkeypatch):
     said, seconds = [], []
     for speed, dtype in ((0.1, "bfloat16"), (0.1, "float32"), (3.0, "bfloat16")):
         monkeypatch.setattr(layout_search, "bfloat16_speed", lambda speed=speed: speed)
-        fit = plan(
+        layout = plan(
             TrainRecipe(tokens_per_step=2048, dtype=dtype), SMALL, ((0,) * 3,) * 3, 2048, this_machine(1, 1)
         )
-        said.append("train.dtype=float32" in table(fit, None))
-        seconds.append(fit.time.parts["arithmetic"])
+        said.append("train.dtype=float32" in table(layout, None))
+        seconds.append(layout.time.parts["arithmetic"])
     assert said == [True, False, False]
     assert seconds[0] == pytest.approx(10 * seconds[1]) and seconds[2] < seconds[1]
 
@@ -399,8 +399,8 @@ def test_the_table_says_what_a_plan_does_and_how_evenly():
 
 
 def test_the_table_of_hundreds_of_gpus():
-    fit = large(256, "h200", tokens_per_step=2**25, sequence_parallel_size=4)
-    text = table(fit, 5 * 10**9) + details(fit)
+    layout = large(256, "h200", tokens_per_step=2**25, sequence_parallel_size=4)
+    text = table(layout, 5 * 10**9) + details(layout)
     assert "256 ranks on 32 machines = 64 data parallel x 4 sequence parallel" in text
     for part in ("fits", "sequence_parallel_size 4*", "all-to-all of heads", "per checkpoint", "epochs"):
         assert part in text

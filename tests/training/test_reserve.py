@@ -54,34 +54,34 @@ def test_the_bound_counts_the_reserve_to_the_byte(settings):
     whole = small(**settings)
     kept = 3.0 if settings else 1.25
     needed = (whole.needed_bytes / GIB + kept) / FIT
-    fits, less = (small(f"h100,memory_gib={needed + change:.6f}", **settings) for change in (1e-3, -1e-3))
-    assert fits.job == whole.job and fits.share == pytest.approx(FIT, rel=1e-3)
+    layouts, less = (small(f"h100,memory_gib={needed + change:.6f}", **settings) for change in (1e-3, -1e-3))
+    assert layouts.job == whole.job and layouts.share == pytest.approx(FIT, rel=1e-3)
     assert less.job != whole.job and less.fits
 
 
 def test_more_ranks_leave_less(monkeypatch):
     shares = {ranks: small(ranks=ranks, sequence_parallel_size=1, zero_stage=1) for ranks in (1, 2)}
-    kept = {ranks: sum(fit.reserve.values()) / GIB for ranks, fit in shares.items()}
+    kept = {ranks: sum(layout.reserve.values()) / GIB for ranks, layout in shares.items()}
     assert kept == {1: 1.25, 2: 4.25}
 
 
 def test_a_cpu_reserves_nothing():
     machine = this_machine(1, 1, replace(CPU_CORE, memory_gib=32.0))
-    fit = plan(TrainRecipe(dtype="float32"), SMALL, ((0,) * 3, (1,) * 3, (2,) * 3), 512, machine)
-    assert fit.reserve == {} and fit.share == fit.needed_bytes / GIB / 32
-    assert "reserve" not in table(fit, None)
+    layout = plan(TrainRecipe(dtype="float32"), SMALL, ((0,) * 3, (1,) * 3, (2,) * 3), 512, machine)
+    assert layout.reserve == {} and layout.share == layout.needed_bytes / GIB / 32
+    assert "reserve" not in table(layout, None)
 
 
 def test_the_table_and_the_refusal_tell_it(monkeypatch):
-    fit = small(ranks=2, sequence_parallel_size=1)
-    said = table(fit, None)
-    assert f"memory  {fit.needed_bytes / GIB:.2f} + 4.25 reserved of 74.5 GiB per rank" in said
+    layout = small(ranks=2, sequence_parallel_size=1)
+    said = table(layout, None)
+    assert f"memory  {layout.needed_bytes / GIB:.2f} + 4.25 reserved of 74.5 GiB per rank" in said
     parts = "context 1.00, 2 communicators 3.00, workspaces 0.25"
     assert f"reserve {parts} GiB per rank, stated (train.memory_reserve_gib)\n" in said
     monkeypatch.setattr(layout_search, "start_bytes", lambda job: 100 * GIB)
-    usable = FIT * fit.machine.device.memory_gib - 4.25
+    usable = FIT * layout.machine.device.memory_gib - 4.25
     with pytest.raises(ValueError) as caught:
-        check_fits(fit)
+        check_fits(layout)
     rule = f"{FIT:.0%} of h100, less a reserve of 4.2"
     assert f"needs 100.0 of {usable:.1f} usable GiB per rank ({rule})" in str(caught.value)
 

@@ -1,6 +1,6 @@
 """Where `shared_qk` waits for its backward.
 
-Loss and gradients are the same in every mode, and its memory is really freed.
+Loss and gradients are the same in every mode, and the memory of `shared_qk` is really freed.
 """
 
 import pytest
@@ -29,12 +29,12 @@ from pod.training.run.shared_qk import (
 
 LEAD = ((0, 0, 0), (0, 0, 1), (0, 2, 1), (3, 2, 1), (3, 4, 4))
 ROLES = ((0, 0, None), (None, 0, 1), (0, None, None), (None, None, None), (0, 4, 1))
-"""Windows before the first follower, between two followers, and where no shared_qk passes."""
+"""Windows before the first follower, between two followers, and where no `shared_qk` passes."""
 PLANS = pytest.mark.parametrize("lead", [LEAD, ROLES], ids=["sharing", "roles"])
 N, GROUPS, HEAD_DIM = 44, 2, 8
 MODES = ("offload", "recompute")
 STORES = [("offload", False), ("recompute", False), ("keep", True), ("offload", True), ("recompute", True)]
-"""(train.shared_qk, train.offload_checkpoints) that move something."""
+"""`train.shared_qk` and `train.offload_checkpoints` where they move something."""
 
 
 def open_heads(lead):
@@ -158,7 +158,7 @@ EACH = (GROUPS + 1) * HEAD_DIM * N * 8
 
 @PLANS
 @pytest.mark.parametrize(("mode", "held"), [("keep", 1), ("offload", 0), ("recompute", 0)])
-def test_between_forward_and_backward_the_carry_is_gone(carried, mode, held, lead):
+def test_between_forward_and_backward_the_shared_qk_is_gone(carried, mode, held, lead):
     model = checkpointed(mode, lead=lead)
     loss = loss_of(model, some_ids())
     assert carried.live_bytes() == held * carried_heads(lead) * EACH
@@ -183,7 +183,7 @@ def saved_bytes(model):
 
 
 @PLANS
-def test_sharing_keeps_the_carry_of_leads_with_followers_and_nothing_else(lead):
+def test_sharing_keeps_the_shared_qk_of_leads_with_followers_and_nothing_else(lead):
     """Sharing keeps `shared_qk` of leads with followers and nothing else.
 
     Against a model without sharing it is at most (leads with followers) x (G + 1) x d x n, the bound of the
@@ -227,7 +227,7 @@ def test_offload_copies_each_tensor_once_each_way_and_holds_open_blocks_only(lea
 
 @PLANS
 @pytest.mark.parametrize("mode", MODES)
-def test_a_layer_that_hands_the_carry_on_holds_none_of_it(mode, lead):
+def test_a_layer_that_hands_shared_qk_on_holds_none_of_it(mode, lead):
     """A layer that hands `shared_qk` on holds none of it.
 
     When it has been recomputed, what lower layers follow as well is on the device, and nothing else.
@@ -374,7 +374,7 @@ def test_spans_of_a_plan_with_windows():
     assert [continued_heads(ROLES, layer) for layer in range(5)] == [2, 2, 2, 2, 0]
 
 
-def test_estimate_knows_where_the_carry_is_and_how_large_a_tile():
+def test_estimate_knows_where_shared_qk_is_and_how_large_a_tile():
     shapes = Shapes(
         hidden=48, layers=5, query_heads=6, kv_heads=3, head_dim=8, intermediate=400, vocab=61, tied=True
     )
@@ -408,20 +408,20 @@ def test_estimate_knows_where_the_carry_is_and_how_large_a_tile():
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("case", ["sp2_offload_tiled", "sp4_recompute_tiled"])
-def test_ranks_with_other_heads_and_uneven_slices_equal_one_process(carry_results, case):
+def test_ranks_with_other_heads_and_uneven_slices_equal_one_process(shared_qk_results, case):
     """Ranks with other heads and uneven slices equal one process.
 
     ZeRO-3 gathers every weight at every use. All ranks recompute, also those whose heads need nothing.
     """
-    result = carry_results[case]
+    result = shared_qk_results[case]
     assert result["names_equal"]
     assert result["loss"] <= 1e-6
     assert result["gradient"] <= 1e-6, f"worst parameter: {result['worst']}"
 
 
 @pytest.mark.multiprocess
-def test_steps_under_zero3_have_the_losses_of_keep(carry_results):
-    keep, offload, recompute = (carry_results[f"dp2_{mode}"] for mode in ("keep", "offload", "recompute"))
+def test_steps_under_zero3_have_the_losses_of_keep(shared_qk_results):
+    keep, offload, recompute = (shared_qk_results[f"dp2_{mode}"] for mode in ("keep", "offload", "recompute"))
     assert [run["kind"] for run in (keep, offload, recompute)] == [
         "NoneType",
         "OffloadedSharedQK",
@@ -435,14 +435,14 @@ def test_steps_under_zero3_have_the_losses_of_keep(carry_results):
     for run in (keep, offload, recompute):
         assert run["losses"] == pytest.approx(keep["losses"], rel=1e-6)
         assert run["held"] == 0  # every weight was given back
-    host = carry_results["dp2_host_optimizer"]
+    host = shared_qk_results["dp2_host_optimizer"]
     assert host["losses"] == pytest.approx(keep["losses"], rel=1e-6)
     assert (host["offloads"], keep["offloads"]) == (True, False)
     assert keep["losses"][-1] < keep["losses"][0]
 
 
 @pytest.mark.multiprocess
-def test_adapters_recompute_bit_for_bit(carry_results):
-    keep, recompute = carry_results["lora_keep"], carry_results["lora_recompute"]
+def test_adapters_recompute_bit_for_bit(shared_qk_results):
+    keep, recompute = shared_qk_results["lora_keep"], shared_qk_results["lora_recompute"]
     assert recompute["kind"] == "RecomputedSharedQK"
     assert recompute["losses"] == keep["losses"]

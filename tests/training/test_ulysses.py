@@ -1,6 +1,6 @@
 """Which rank computes which heads.
 
-As little as possible on the busiest rank of every layer, and carries that stay.
+As little as possible on the busiest rank of every layer, and `shared_qk` stays where it is.
 """
 
 import itertools

@@ -46,8 +46,8 @@ def layouts(rank: int) -> dict[str, str]:
     from pod.training.run.config_sync import agree_on_layout
 
     recipe = TrainRecipe(**PAPER)
-    fit = plan(recipe, LLAMA3_8B, SHARED, CONTEXT, machine(8, f"h100,memory_gib={20 if rank else 80}"))
-    return {"alone": layout_line(fit), "agreed": layout_line(agree_on_layout(fit, recipe))}
+    layout = plan(recipe, LLAMA3_8B, SHARED, CONTEXT, machine(8, f"h100,memory_gib={20 if rank else 80}"))
+    return {"alone": layout_line(layout), "agreed": layout_line(agree_on_layout(layout, recipe))}
 
 
 def one_step(out: Path, data: Path, name: str, settings: dict) -> None:

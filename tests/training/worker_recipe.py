@@ -1,4 +1,4 @@
-"""One recipe on 1, 2 and 4 ranks, as the planner lays it out. `worker_recipe.py OUT`."""
+"""One recipe on 1, 2 and 4 ranks, as the layout search lays it out. `worker_recipe.py OUT`."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ def train(out: Path, data: Path, size: int) -> None:
         prefetch_steps=0,
         sequence_parallel_size=size,
     )
-    fit = plan(
+    layout = plan(
         recipe, Shapes.from_config(model.config), model.model.lead, dataset.context_length, this_machine()
     )
     mesh = Mesh(size)
@@ -43,12 +43,12 @@ def train(out: Path, data: Path, size: int) -> None:
 
     dataset.rows = recorded
     name = f"ranks{mesh.world_size}_sp{size}"
-    Trainer(fit.job.args, model, dataset, mesh, out / name).train()
+    Trainer(layout.job.args, model, dataset, mesh, out / name).train()
     lines = (out / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
     rows_of_a_step = len(read) // STEPS
     by_step = [read[start : start + rows_of_a_step] for start in range(0, len(read), rows_of_a_step)]
-    result = {"losses": losses, "read": by_step, "dp_rank": mesh.dp_rank, "steps": fit.job.args.max_steps}
+    result = {"losses": losses, "read": by_step, "dp_rank": mesh.dp_rank, "steps": layout.job.args.max_steps}
     tiny.write_result(out, f"{name}_rank{mesh.rank}", result)
     stop_processes()
 

@@ -1,4 +1,4 @@
-"""What a method says to a prompt: the store of answers, and everything that runs a model to get one.
+"""What a method says to a prompt: the folder of answers, and everything that runs a model to get one.
 
 Tasks name its files as `answer.reading`. That loads them when they are first used: making a list of tasks
 needs no torch.

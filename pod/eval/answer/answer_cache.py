@@ -1,8 +1,9 @@
 """Answers, kept for good: what a method says to a prompt is computed once, whoever asks for it again.
 
-`<output_dir>/eval/answers/<method>.<digest>/` is a answer_cache. It holds the answers of one method with its
-options, on one model, by one version of the code that answers; `shelf.json` says which. Every rank appends to
-its own file there, a line per batch, and nothing is ever removed.
+`<output_dir>/eval/answers/` is an `AnswerFolder`, and each `<method>.<digest>/` in it is an `AnswerCache`. It
+holds the answers of one method with its options, on one model, by one version of the code that answers;
+`shelf.json` says which. Every rank appends to its own file there, a line per batch, and nothing is ever
+removed.
 
 An answer's key is a digest of what was asked (prompt, budget, generation settings) and not of who asked. So
 tasks that share a prompt share its answer, a longer list of samples adds to it, and scores are functions of
@@ -38,7 +39,7 @@ class AnswerError(RuntimeError):
 
 
 class Unanswered(RuntimeError):
-    """A answer_cache of a closed store lacks answers."""
+    """An answer cache of a closed folder lacks answers."""
 
     def __init__(self, missing: int, asked: int):
         super().__init__(f"{missing} of {asked} answers are missing: run the step `answer`")
@@ -69,14 +70,14 @@ def in_batches(
 
 
 class AnswerFolder:
-    """The answer_caches below a folder.
+    """A folder of answer caches.
 
     Args:
         folder: None: nothing is kept beyond this process.
         reuse: False answers everything again (later answers count).
 
     Attributes:
-        is_open: False (see `closed`): its answer_caches give what they hold, and answer nothing.
+        is_open: False (see `closed`): its answer caches give what they hold, and answer nothing.
     """
 
     def __init__(self, folder: Path | None, ranks: "Ranks", reuse: bool = True):
@@ -84,11 +85,11 @@ class AnswerFolder:
         self._answer_cache: AnswerCache | None = None
 
     def answers_of(self, method: str, identity: Record, reuse: bool | None = None) -> "AnswerCache":
-        """The answer_cache of a method.
+        """The answer cache of a method.
 
         Args:
             identity: JSON that changes with whatever can change an answer besides what is asked.
-            reuse: of this answer_cache, where it is not the store's.
+            reuse: of this answer cache, where it is not the folder's.
         """
         name = f"{safe_name(method)}.{fingerprint(identity)[:12]}"
         # memory holds the answers of one method at a time
@@ -100,7 +101,7 @@ class AnswerFolder:
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
-        """Within, nothing is answered: what is missing on a answer_cache raises `Unanswered`."""
+        """Within, nothing is answered: what an answer cache lacks raises `Unanswered`."""
         before, self.is_open = self.is_open, False
         try:
             yield
@@ -155,7 +156,7 @@ class AnswerCache:
                 planned, so that answers have the same bits.
             compute: the records of a batch (JSON types), one per item.
         Raises:
-            Unanswered: in a closed store.
+            Unanswered: in a closed folder.
             AnswerError: on several ranks, on all of them, when `compute` fails on one. On one rank, what
                 `compute` raises is raised as it is. What was answered before stays.
         """

@@ -172,7 +172,7 @@ class MethodRunner:
 def measure_once(
     answer_cache: AnswerCache, layout: Any, load: Callable[[], Any], lengths: Iterable[int]
 ) -> Callable[[list[int]], dict[int, dict[str, int]]]:
-    """`measure_bytes` of the PoD model, with what was measured before taken from a answer_cache.
+    """`measure_bytes` of the PoD model, with what was measured before taken from an answer cache.
 
     Args:
         layout: JSON that changes with whatever changes the bytes.

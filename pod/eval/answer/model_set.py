@@ -334,7 +334,7 @@ class Models:
     def described(self, kind: str, answer_cache: AnswerCache) -> dict[str, Any]:
         """What the result file says about a model of a kind.
 
-        The model is loaded only where its answer_cache does not say it already.
+        The model is loaded only where its answer cache does not say it already.
         """
         found = answer_cache.answers(
             [kind],

@@ -3,9 +3,9 @@
 A task knows its samples and the cache sizes that they need. It asks a method for its answers, and makes one
 payload of them. Our own tasks and those of lm-eval (`pod.eval.lm.lm_tasks`) are alike to the evaluation.
 
-Our own task is a file in the folder `own` with one subclass of `Task` whose `name` is the file's name;
-nothing else has to know it. The payload's keys are the same for every task, so that tables, intervals and
-comparisons are made in one place:
+Our own task is a file in the folder `pod/eval/tasks` with one subclass of `Task` whose `name` is the file's
+name; nothing else has to know it. The payload's keys are the same for every task, so that tables, intervals
+and comparisons are made in one place:
 
     kind              `nll` (samples hold sums of nats and token counts), `binary` (0 or 1) or
                       `score` (0 to 1)

@@ -73,7 +73,7 @@ class Builder:
 
     Attributes:
         build: makes a ``PodCache`` from ``(config, request)``; a codec's makes a ``KVQuantizer``.
-        wraps: for the channels axis: makes a codec around the request's from ``(config, request)``.
+        wraps: for the channels axis: makes a ``KVQuantizer`` around the request's from ``(config, request)``.
         together: gives, from the number of layers, the groups of layers that must lie on one device because
             their tokens are held in common; None = there are none.
     """

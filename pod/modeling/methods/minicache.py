@@ -96,7 +96,7 @@ class PairLayer(PodCacheLayer):
         return attend(q, Tokens(keys, values), backend=step.chunk_backend)[0]
 
     def flush(self, step: Step) -> None:
-        """Nothing flushes here: native tokens stay native until they are merged, see ``merge_pair``."""
+        """Nothing is flushed here: native tokens stay native until they are merged, see ``merge_pair``."""
 
     def restored(self, layers: list) -> tuple[Tensor, Tensor]:
         """Merged keys and values as this layer attends to them.

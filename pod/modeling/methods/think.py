@@ -28,7 +28,7 @@ from pod.modeling.model.step import Step
 
 
 class ThinKeyQuantizer(KVQuantizer):
-    """A codec around another one, whose keys lose channels. Packed keys fill whole bytes."""
+    """A quantizer around another one, whose keys lose channels. Packed keys fill whole bytes."""
 
     comes_to_rest = True
 

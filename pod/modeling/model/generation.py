@@ -177,7 +177,7 @@ def bounded_candidates(
 
 
 class LayerQuantizers(KVQuantizer):
-    """A codec per layer."""
+    """A quantizer per layer."""
 
     def __init__(self, codecs: Sequence[KVQuantizer]):
         self.codecs = tuple(codecs)

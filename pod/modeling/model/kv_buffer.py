@@ -1,6 +1,7 @@
 """Growing tensors that hold keys or values of a group of heads, token ``p`` of a row at a fixed slot.
 
-A layer never makes a store itself. It asks a codec for one, and so works with packed keys and values as well.
+A layer never makes a store (a ``KVBuffer``) itself. It asks its codec (a ``KVQuantizer``) for one, and so
+works with packed keys and values as well.
 """
 
 import sys
@@ -336,11 +337,11 @@ class KVQuantizer:
     comes_to_rest = False
 
     def of_layer(self, layer_idx: int) -> "KVQuantizer":
-        """The codec of a layer, where layers differ."""
+        """The quantizer of a layer, where layers differ."""
         return self
 
     def in_place(self, capacity: int) -> "KVQuantizer":
-        """A codec whose stores keep tokens in place, with room for ``capacity`` tokens.
+        """A quantizer whose stores keep tokens in place, with room for ``capacity`` tokens.
 
         Raises:
             ValueError: no decode kernel reads this form.

@@ -241,7 +241,7 @@ class _PackedStore(KVBuffer):
         return self.stored
 
     def num_packed(self, length: int) -> int:
-        """``P(length)``: how many slots are packed when ``length`` tokens have flushed."""
+        """``P(length)``: how many slots are packed when ``length`` tokens have been flushed."""
         past_sinks = length - self.num_sink_tokens - self.residual
         return max(0, past_sinks // self.packing.group_size) * self.packing.group_size
 
@@ -568,7 +568,7 @@ class GroupQuantizer(KVQuantizer):
 
 
 def make_codec(name: str, bits: int, config: PodConfig, group_size: int, residual: int) -> KVQuantizer:
-    """The codec of a model.
+    """The quantizer of a codec for a model.
 
     The usual ``group_size`` serves every ``head_dim`` (see ``channel_group``). Another one is taken as it is,
     or refused.

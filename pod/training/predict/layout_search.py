@@ -190,31 +190,34 @@ def plan(
     pinned = frozenset(name for name in DERIVED if getattr(recipe, name) is not None)
     given: dict[str, Any] = _given(recipe) | {"max_steps": recipe.steps(context_length)}
     attention = attention_backend(shapes, recipe.dtype, machine.has_gpu)
-    fits = []
+    layouts = []
     for split, memory in itertools.product(splits, memory_settings(recipe, lead, machine)):
-        layout: dict[str, Any] = {**given, **split, **memory}
-        args = TrainArgs(**layout)
+        settings: dict[str, Any] = {**given, **split, **memory}
+        args = TrainArgs(**settings)
         job = TrainingJob(shapes, lead, args, context_length, machine.world, attention)
-        fits.append(ParallelLayout(job, machine, step_time(job, machine.device), pinned))
-    fits.sort(key=lambda fit: (fit.time.expected, simplicity(fit.job.args)))
-    fastest = next((fit for fit in fits if fit.fits), None)
+        layouts.append(ParallelLayout(job, machine, step_time(job, machine.device), pinned))
+    layouts.sort(key=lambda layout: (layout.time.expected, simplicity(layout.job.args)))
+    fastest = next((layout for layout in layouts if layout.fits), None)
     if fastest is None:
-        return min(fits, key=lambda fit: max(fit.share, fit.host_bytes_per_machine / GIB / machine.host_gib))
+        return min(
+            layouts,
+            key=lambda layout: max(layout.share, layout.host_bytes_per_machine / GIB / machine.host_gib),
+        )
     least = fastest.time.expected
-    near = [fit for fit in fits if least <= fit.time.expected <= NEAR * least and fit.fits]
-    return min(near, key=lambda fit: simplicity(fit.job.args))
+    near = [layout for layout in layouts if least <= layout.time.expected <= NEAR * least and layout.fits]
+    return min(near, key=lambda layout: simplicity(layout.job.args))
 
 
-def check_fits(fit: ParallelLayout) -> None:
+def check_fits(layout: ParallelLayout) -> None:
     """Raise ValueError when a layout needs more than there is; the message says what would help."""
-    if fit.fits:
+    if layout.fits:
         return
-    needed, device = fit.needed_bytes / GIB, fit.machine.device
-    kept = sum(fit.reserve.values()) / GIB
-    usable = fit.limit * device.memory_gib - kept
-    rule = f"{fit.limit:.0%} of {device.name}" + (f", less a reserve of {kept:.1f}" if kept else "")
-    host, host_usable = fit.host_bytes_per_machine / GIB, HOST_SHARE * fit.machine.host_gib
-    pins = ", ".join(f"{name}={getattr(fit.job.args, name)}" for name in sorted(fit.pinned))
+    needed, device = layout.needed_bytes / GIB, layout.machine.device
+    kept = sum(layout.reserve.values()) / GIB
+    usable = layout.limit * device.memory_gib - kept
+    rule = f"{layout.limit:.0%} of {device.name}" + (f", less a reserve of {kept:.1f}" if kept else "")
+    host, host_usable = layout.host_bytes_per_machine / GIB, HOST_SHARE * layout.machine.host_gib
+    pins = ", ".join(f"{name}={getattr(layout.job.args, name)}" for name in sorted(layout.pinned))
     at_host = f", and {host:.1f} of {host_usable:.1f} usable GiB of host memory" if host > host_usable else ""
     raise ValueError(
         f"no layout fits: the closest one needs {needed:.1f} of {usable:.1f} usable GiB per rank ({rule})"
@@ -272,10 +275,10 @@ def memory_settings(recipe: TrainRecipe, lead: Lead, machine: Machine) -> Iterat
     Each of them is allowed by `TrainArgs` and agrees with what is pinned. Without a GPU nothing is
     offloaded: it would stay in the same memory.
     """
-    carries = ["keep", "recompute", "offload"] if carried_heads(lead) else ["keep"]
+    modes = ["keep", "recompute", "offload"] if carried_heads(lead) else ["keep"]
     derived: dict[str, Any] = {
         "gradient_checkpointing": ("none", "full"),
-        "shared_qk": [shared_qk for shared_qk in carries if machine.has_gpu or shared_qk != "offload"],
+        "shared_qk": [mode for mode in modes if machine.has_gpu or mode != "offload"],
         "mlp_tile_tokens": TILES,
         "offload_checkpoints": (False, True) if machine.has_gpu else (False,),
         "zero_stage": (1, 2, 3),
@@ -329,41 +332,41 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def table(fit: ParallelLayout, data_tokens: int | None, target_tokens: int | None = None) -> str:
+def table(layout: ParallelLayout, data_tokens: int | None, target_tokens: int | None = None) -> str:
     """One line per subject; `*` marks what the recipe pinned.
 
     Args:
         data_tokens: tokens of the prepared rows, padding included; None = there are no rows yet.
         target_tokens: tokens that will be prepared in that case; None = not known.
     """
-    job, device, time = fit.job, fit.machine.device, fit.time
+    job, device, time = layout.job, layout.machine.device, layout.time
     duration = range_of_time(time.overlapped * job.args.max_steps, time.sequential * job.args.max_steps)
-    verdict = "fits" if fit.fits else "DOES NOT FIT"
-    usable = f"{HOST_SHARE * fit.machine.host_gib:.1f} usable GiB"
+    share, verdict = f"{layout.share:.0%}", "fits" if layout.fits else "DOES NOT FIT"
+    usable = f"{HOST_SHARE * layout.machine.host_gib:.1f} usable GiB"
     is_slow = device.tflops(job.args.dtype) < device.fp32_tflops
     hint = "; this CPU multiplies faster in float32: set train.dtype=float32" if is_slow else ""
     lines = {
-        "what": _what(fit),
-        "data": _data(fit, data_tokens, target_tokens),
-        "ranks": _ranks(fit),
-        "layout": layout_line(fit),
-        "kernels": _kernels(fit),
-        "memory": f"{_memory(fit)} of {device.memory_gib:.1f} GiB per rank ({fit.share:.0%}): {verdict}",
-        "reserve": f"{_parts(fit.reserve)} GiB per rank, stated (train.memory_reserve_gib)",
+        "what": _what(layout),
+        "data": _data(layout, data_tokens, target_tokens),
+        "ranks": _ranks(layout),
+        "layout": layout_line(layout),
+        "kernels": _kernels(layout),
+        "memory": f"{_memory(layout)} of {device.memory_gib:.1f} GiB per rank ({share}): {verdict}",
+        "reserve": f"{_parts(layout.reserve)} GiB per rank, stated (train.memory_reserve_gib)",
         "start": f"{_gib(start_bytes(job))} GiB per rank while weights load and the optimizer is made",
-        "host": f"{_gib(fit.host_bytes_per_machine)} of {usable} per machine for offloaded tensors",
+        "host": f"{_gib(layout.host_bytes_per_machine)} of {usable} per machine for offloaded tensors",
         "time": f"{duration} on {device.name}, {time.expected:,.2f} s a step{hint}",
         "saves": _saves(job.args, work_at_risk(job.args, time.expected)),
     }
-    if not fit.reserve:
+    if not layout.reserve:
         del lines["reserve"]
     return _lines(lines)
 
 
-def _memory(fit: ParallelLayout) -> str:
+def _memory(layout: ParallelLayout) -> str:
     """GiB of a rank's tensors, and of the reserve beside them, as text."""
-    kept = sum(fit.reserve.values())
-    return _gib(fit.needed_bytes) + (f" + {_gib(kept)} reserved" if kept else "")
+    kept = sum(layout.reserve.values())
+    return _gib(layout.needed_bytes) + (f" + {_gib(kept)} reserved" if kept else "")
 
 
 def range_of_time(least: float, most: float) -> str:
@@ -385,19 +388,21 @@ def _unit_of_time(seconds: float) -> tuple[str, int]:
     return "seconds", 1
 
 
-def _what(fit: ParallelLayout) -> str:
+def _what(layout: ParallelLayout) -> str:
     """Steps, tokens and parameters of the run."""
-    args, rows, length = fit.job.args, fit.job.rows_per_step, fit.job.context_length
+    args, rows, length = layout.job.args, layout.job.rows_per_step, layout.job.context_length
     asked = "max_steps" + ("; total_tokens is not used" if args.total_tokens else "")
     if args.total_tokens and args.max_steps == args.total_tokens // (rows * length):
         asked = f"total_tokens {args.total_tokens:,}"
-    trained = f"{fit.job.shapes.parameters:,} parameters, {fit.job.shapes.trained_parameters(args):,} trained"
+    trained = (
+        f"{layout.job.shapes.parameters:,} parameters, {layout.job.shapes.trained_parameters(args):,} trained"
+    )
     return f"{args.max_steps:,} steps ({asked}) of {rows} x {length:,} = {rows * length:,} tokens; {trained}"
 
 
-def _data(fit: ParallelLayout, data_tokens: int | None, target_tokens: int | None) -> str:
+def _data(layout: ParallelLayout, data_tokens: int | None, target_tokens: int | None) -> str:
     """How often the run reads its data."""
-    tokens = fit.job.args.max_steps * fit.job.rows_per_step * fit.job.context_length
+    tokens = layout.job.args.max_steps * layout.job.rows_per_step * layout.job.context_length
     known = data_tokens or target_tokens
     if not known:
         return f"{tokens:,} tokens of data that is not prepared yet"
@@ -405,10 +410,10 @@ def _data(fit: ParallelLayout, data_tokens: int | None, target_tokens: int | Non
     return f"{tokens:,} tokens of {known:,} = {tokens / known:.2f} epochs{state}"
 
 
-def _kernels(fit: ParallelLayout) -> str:
+def _kernels(layout: ParallelLayout) -> str:
     """What runs attention: its backend, and on GPUs the FlashAttention behind `flash`."""
-    attention = fit.job.attention
-    if attention != "flash" or not fit.machine.has_gpu:
+    attention = layout.job.attention
+    if attention != "flash" or not layout.machine.has_gpu:
         return f"attention {attention}"
     return f"attention flash, {flash_version.describe(flash_version.asked() or flash_version.SHIPPED)}"
 
@@ -423,33 +428,33 @@ def _saves(args: TrainArgs, seconds: float) -> str:
     return f"at most {at_risk} of work between two checkpoints{hint}"
 
 
-def _ranks(fit: ParallelLayout) -> str:
-    world, size = fit.job.world, fit.job.args.sequence_parallel_size
+def _ranks(layout: ParallelLayout) -> str:
+    world, size = layout.job.world, layout.job.args.sequence_parallel_size
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     machines = f" on {world.nodes} machines" if world.nodes > 1 else ""
     return f"{ranks}{machines} = {world.size // size} data parallel x {size} sequence parallel"
 
 
-def layout_line(fit: ParallelLayout) -> str:
+def layout_line(layout: ParallelLayout) -> str:
     """Every derived field that is not off, as a recipe would pin it; `*` follows what the recipe pinned."""
-    values = {name: getattr(fit.job.args, name) for name in DERIVED}
+    values = {name: getattr(layout.job.args, name) for name in DERIVED}
     return ", ".join(
-        f"{name} {value}{'*' if name in fit.pinned else ''}"
+        f"{name} {value}{'*' if name in layout.pinned else ''}"
         for name, value in values.items()
-        if value not in ("none", False, 0) or name in fit.pinned or name == "gradient_checkpointing"
+        if value not in ("none", False, 0) or name in layout.pinned or name == "gradient_checkpointing"
     )
 
 
-def details(fit: ParallelLayout) -> str:
+def details(layout: ParallelLayout) -> str:
     """The parts of the table's sums: plan, memory, host memory, disk, time."""
-    job, args, device, time = fit.job, fit.job.args, fit.machine.device, fit.time
+    job, args, device, time = layout.job, layout.job.args, layout.machine.device, layout.time
     disk = _gib(checkpoint_disk_bytes(job.shapes.trained_parameters(args)))
     figures = f"{device.tflops(args.dtype):g} TFLOP/s x {device.efficiency:g}, links x {LINK_EFFICIENCY:g}"
     parts = ", ".join(f"{name} {seconds:,.3f}" for name, seconds in time.parts.items())
     lines = {
-        "plan": _plan(fit),
-        "peak": _parts(fit.memory) + " GiB per rank",
-        "offload": _parts(fit.host) + " GiB of host memory per rank",
+        "plan": _plan(layout),
+        "peak": _parts(layout.memory) + " GiB per rank",
+        "offload": _parts(layout.host) + " GiB of host memory per rank",
         "disk": f"{disk} GiB per checkpoint, {args.keep_last} kept, one more while writing",
         "step": f"{parts} s at {figures}: {time.overlapped:,.3f} if traffic overlaps compute, "
         f"{time.sequential:,.3f} if not",
@@ -457,9 +462,9 @@ def details(fit: ParallelLayout) -> str:
     return _lines({name: text for name, text in lines.items() if not text.startswith(" ")})
 
 
-def _plan(fit: ParallelLayout) -> str:
+def _plan(layout: ParallelLayout) -> str:
     """The roles of the plan's heads, and how evenly the ranks share attention."""
-    job, size = fit.job, fit.job.args.sequence_parallel_size
+    job, size = layout.job, layout.job.args.sequence_parallel_size
     roles = [roles_of(job.lead, layer) for layer in range(job.shapes.layers)]
     leads, follow, windows = (
         sum(len(getattr(one, kind)) for one in roles) for kind in ("leads", "followers", "windows")

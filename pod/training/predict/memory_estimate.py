@@ -6,7 +6,7 @@ The peak is the largest of several moments. Each moment is the sum of what lives
 
 - the loss: all kept activations, and blocks of logits;
 - the backward of every decoder layer: its activations (recomputed under checkpointing), its gradients, the
-  shared_qk of open blocks, and gathered weights;
+  `shared_qk` of open blocks, and gathered weights;
 - the optimizer step.
 
 `benchmarks/estimate_memory.py` compares the sums with live bytes of real steps. Libraries, the allocator's
@@ -195,7 +195,7 @@ class _Step:
         query: bytes of all queries.
         key: bytes of all keys.
         inner: bytes of a feed-forward activation.
-        carried: bytes that one KV head carries, which are its queries and keys.
+        carried: bytes of `shared_qk` of one KV head: its queries and keys.
         group: bytes of one KV head's queries alone.
         splits: whether attention keeps both parts of a merged softmax; flash keeps their sum.
         wide: factor by which a tensor grows in float32. Norms compute in float32, and attention sums

@@ -40,12 +40,12 @@ def check(
     check_gpus(recipe)
     shapes = Shapes.from_config(config)
     check_attention(shapes, recipe, machine)
-    fit = layout_search.plan(recipe, shapes, config.sharing_plan.lead, context, machine)
-    layout_search.check_fits(fit)
-    check_epochs(fit.job, int(manifest["num_rows"]))
+    layout = layout_search.plan(recipe, shapes, config.sharing_plan.lead, context, machine)
+    layout_search.check_fits(layout)
+    check_epochs(layout.job, int(manifest["num_rows"]))
     check_can_write(folder, "output_dir")
-    check_disk(fit.job, Path(folder))
-    return fit
+    check_disk(layout.job, Path(folder))
+    return layout
 
 
 def check_attention(shapes: Shapes, args: TrainRecipe, machine: Machine) -> None:

@@ -225,6 +225,6 @@ def fetched_heads(lead: Lead, layer: int) -> int:
 def continued_heads(lead: Lead, layer: int) -> int:
     """Number of KV heads whose block goes on above `layer`.
 
-    The gradients of their shared_qk arrive in this layer's backward.
+    The gradients of their queries and keys arrive in this layer's backward.
     """
     return sum(owner <= layer < last for (owner, _), (_, last) in carried_spans(lead).items())

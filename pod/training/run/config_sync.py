@@ -41,27 +41,27 @@ def note_neighbours() -> None:
             return
 
 
-def agree_on_layout(fit: ParallelLayout, recipe: TrainRecipe) -> ParallelLayout:
+def agree_on_layout(layout: ParallelLayout, recipe: TrainRecipe) -> ParallelLayout:
     """The layout that all ranks use.
 
     Where machines differ, it is planned anew, for rank 0's machine with the least memory of all of them.
 
     Args:
-        fit: the layout that was planned for this rank's machine.
+        layout: the one that was found for this rank's machine.
 
     Raises:
         ValueError: no layout fits.
     """
-    machine = least_machine(_gather(fit.machine))
-    if machine == fit.machine:
-        return fit
-    job = fit.job
-    fit = layout_search.plan(recipe, job.shapes, job.lead, job.context_length, machine)
+    machine = least_machine(_gather(layout.machine))
+    if machine == layout.machine:
+        return layout
+    job = layout.job
+    layout = layout_search.plan(recipe, job.shapes, job.lead, job.context_length, machine)
     try:
-        layout_search.check_fits(fit)
+        layout_search.check_fits(layout)
     except ValueError as error:
         raise SameOnAllRanks(str(error)) from None
-    return fit
+    return layout
 
 
 def least_machine(machines: list[Machine]) -> Machine:

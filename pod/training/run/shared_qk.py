@@ -74,7 +74,7 @@ def leads_that_end(lead: Lead, layer_idx: int) -> list[int]:
 
 @dataclass(eq=False)
 class _Entry:
-    """One carried tensor. The graph of the layers that read it holds it, and the last of them lets it go."""
+    """One tensor of `shared_qk`. The graph of the layers that read it holds it; the last one lets it go."""
 
     storage: StorageWeakRef  # while it is referred to, no other tensor gets its identity
     host: Tensor | None = None  # its copy in host memory
@@ -153,7 +153,7 @@ class KeptSharedQK:
         return lambda: self.to_device(host, device)
 
     def _pack(self, x: Tensor) -> Tensor | Getter:
-        """What a checkpoint keeps in the place of a carried tensor that its layer reads."""
+        """What a checkpoint keeps in the place of a tensor of `shared_qk` that its layer reads."""
         return x
 
     def _entry(self, x: Tensor) -> _Entry:
@@ -181,7 +181,7 @@ class OffloadedSharedQK(KeptSharedQK):
 class RecomputedSharedQK(KeptSharedQK):
     """`train.shared_qk=recompute`.
 
-    A lead's shared_qk is projected again right before the backward of a layer in which one of its blocks
+    A lead's `shared_qk` is projected again right before the backward of a layer in which one of its blocks
     ends, for the heads whose block ends there.
 
     Args:

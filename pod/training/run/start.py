@@ -84,8 +84,8 @@ def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> bool:
     config["model"]["flash_attention"] = flash_version.use(recipe.model.flash_attention)
     planned, plan = model_config(recipe.model, recipe.output_dir)
     dataset = open_data(recipe, planned)
-    fit = preflight.check(planned, how, dataset.manifest, folder, this_machine())
-    evaluation = HeldOutEvaluation.of(fit.job.args, dataset, passkeys)
+    layout = preflight.check(planned, how, dataset.manifest, folder, this_machine())
+    evaluation = HeldOutEvaluation.of(layout.job.args, dataset, passkeys)
     folder.mkdir(parents=True, exist_ok=True)
     if how.hang_timeout_s:
         record_collectives(folder)
@@ -95,14 +95,14 @@ def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> bool:
     facts["the model's output head"] = "tied" if planned.tie_word_embeddings else "its own"
     agree(config, folder, facts)
     note_neighbours()
-    fit = agree_on_layout(fit, how)
-    args = fit.job.args
+    layout = agree_on_layout(layout, how)
+    args = layout.job.args
     mesh = Mesh(args.sequence_parallel_size, timeout_s)
     with contextlib.ExitStack() as held:
         busy = f"another process trains in {folder}: wait for it, stop it, or set another output_dir"
         from_rank_0(lambda: held.enter_context(locked(folder / "train.lock", LOCK_SECONDS, busy)))
         if mesh.rank == 0:
-            print(table(fit, len(dataset) * dataset.context_length), flush=True)
+            print(table(layout, len(dataset) * dataset.context_length), flush=True)
             if torch.cuda.is_available():
                 print(f"pages   {allocator.describe()}", flush=True)
         plan_file = recipe.model.plan_file(recipe.output_dir)
@@ -152,7 +152,7 @@ def estimate(recipe: Recipe, machine: Machine) -> str:
         rows, length = manifest["num_rows"], manifest["context_length"]
     shapes = Shapes.from_config(config)
     preflight.check_attention(shapes, recipe.train, machine)
-    fit = plan_run(recipe.train, shapes, plan.lead, length, machine)
+    layout = plan_run(recipe.train, shapes, plan.lead, length, machine)
     notes = [note] if note else []
     if plan.provenance.get("stand_in"):
         notes.append(
@@ -170,9 +170,9 @@ def estimate(recipe: Recipe, machine: Machine) -> str:
         with _refusal_in(notes):
             preflight.check_length(asked, length, recipe.data_dir)
         with _refusal_in(notes):
-            preflight.check_epochs(fit.job, rows)
-    text = table(fit, rows and rows * length, recipe.data.target_tokens)
-    return "\n".join([*(f"note: {line}" for line in notes), text, details(fit)])
+            preflight.check_epochs(layout.job, rows)
+    text = table(layout, rows and rows * length, recipe.data.target_tokens)
+    return "\n".join([*(f"note: {line}" for line in notes), text, details(layout)])
 
 
 @contextlib.contextmanager

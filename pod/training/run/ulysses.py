@@ -7,8 +7,9 @@ already divided by heads, so sharing adds no communication.
 
 Every rank computes as many heads as the others, give or take one. Windows cost less than heads that see
 everything, and each layer waits for the rank that has most to do. `place_heads` therefore deals heads out
-layer by layer, except those whose shared_qk is open. Where ranks still wait, `share_heads` splits the query
-heads of a KV head over several ranks. Each of these ranks gets the keys and values of the KV head.
+layer by layer, except those inside a block: their `shared_qk` stays where it is. Where ranks still wait,
+`share_heads` splits the query heads of a KV head over several ranks. Each of these ranks gets the keys and
+values of the KV head.
 """
 
 import math
