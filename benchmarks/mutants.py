@@ -3,9 +3,9 @@
 Each mutant is one small change of the code. The quick level of the tests runs on it; if it passes, the rest
 runs too.
 
-python benchmarks/mutants.py                     # both parts, an hour or two on two cores python
-benchmarks/mutants.py --part judge --out runs/mutants.json python benchmarks/mutants.py --levels quick      #
-what `make test` sees; a survivor may still be killed by the rest
+    python benchmarks/mutants.py                     # both parts, an hour or two on two cores
+    python benchmarks/mutants.py --part judge --out runs/mutants.json
+    python benchmarks/mutants.py --levels quick      # what `make test` sees; the rest may kill a survivor
 
 With --out a run continues: mutants that the file has are not tried again.
 """

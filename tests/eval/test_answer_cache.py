@@ -216,7 +216,7 @@ def test_a_method_has_one_answer_cache_as_long_as_nothing_else_is_asked(tmp_path
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_was_answered_before_a_failure_is_known_at_once(tmp_path, size):
-    """The same answer_cache, asked again in the same process: also what another rank had answered."""
+    """The same answer cache, asked again in the same process: also what another rank had answered."""
     seen, broken = [], [True]
 
     def work(ranks):

@@ -1,4 +1,4 @@
-"""The model class in whole runs: ranks, the answer_cache, lm-eval's command line and its --use_cache."""
+"""The model class in whole runs: ranks, the answer cache, lm-eval's command line and its --use_cache."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def test_two_ranks_equal_one_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize("spec", ["full", "snapkv"])
-def test_a_shelf_gives_the_answers_back_and_computes_nothing_twice(spec, tmp_path, monkeypatch):
+def test_an_answer_cache_gives_the_answers_back_and_computes_nothing_twice(spec, tmp_path, monkeypatch):
     """Stopped in the third batch and started again: the same bits, every batch computed once."""
     wanted = worker_lm.answer(spec)
     computed = []

@@ -86,8 +86,8 @@ def test_undisturbed_run_is_whole(whole):
         status, found = parts(whole, method)
         assert status == "finished" and list(found) == TASKS
         assert [len(part["samples"]) for part in found.values()] == [3, 3, 3]
-    answer_caches = [file.parent.name for file in (whole / "eval" / "answers").glob("*/0.jsonl")]
-    assert len(answer_caches) == 2 and {name.split(".")[0] for name in answer_caches} == {"full", "snapkv@40"}
+    names = [file.parent.name for file in (whole / "eval" / "answers").glob("*/0.jsonl")]
+    assert len(names) == 2 and {name.split(".")[0] for name in names} == {"full", "snapkv@40"}
 
 
 @pytest.mark.multiprocess

@@ -1,4 +1,4 @@
-"""The judge against values by hand, published values, and simulations of what it promises."""
+"""Statistics against values by hand, published values, and simulations of what it promises."""
 
 import functools
 import math

@@ -143,7 +143,7 @@ def test_what_methods_decided_is_in_results_and_report(place, tmp_path):
 
 
 def test_a_sweep_in_one_run(place, tmp_path):
-    """A sweep of two variants has two files and two answer_caches.
+    """A sweep of two variants has two files and two answer caches.
 
     It has rows of its own in one order, whatever the recipe's, and no answer is asked twice.
     """
@@ -161,8 +161,8 @@ def test_a_sweep_in_one_run(place, tmp_path):
     results = runner.evaluate(recipe, log=lambda line: None)
     files = {file.stem for file in (tmp_path / "eval").glob("*.json")}
     assert files == {"snapkv_window=16_@60", "snapkv_window=8_@60", "snapkv@60", "full"}
-    answer_caches = [folder.name.rpartition(".")[0] for folder in (tmp_path / "eval" / "answers").iterdir()]
-    assert sorted(answer_caches) == sorted(files)
+    cached = [folder.name.rpartition(".")[0] for folder in (tmp_path / "eval" / "answers").iterdir()]
+    assert sorted(cached) == sorted(files)
     assert (
         len({content["row"] for content in results.values()}) == 3
     )  # snapkv@60 has the window of one of them

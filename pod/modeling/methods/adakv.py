@@ -21,7 +21,7 @@ from pod.modeling.model.step import Step
 class AdaLayer(SharedSelectionLayer):
     """A layer that sees one row at a time, because what a head gets depends on what it attends to.
 
-    Every head is a group of its own.
+    Every head is a head group of its own.
     """
 
     def alike(self, head: int) -> int:

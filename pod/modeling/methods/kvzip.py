@@ -36,7 +36,7 @@ from pod.tokenizer import load_tokenizer
 
 
 class KVzipLayer(AdaLayer):
-    """A layer that sees one row at a time. Every head is a group of its own, as with Ada-KV.
+    """A layer that sees one row at a time. Every head is a head group of its own, as with Ada-KV.
 
     Attributes:
         is_compressed: whether a text was compressed.

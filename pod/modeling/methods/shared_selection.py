@@ -292,7 +292,7 @@ class SharedSelectionLayer(PodCacheLayer):
         return torch.where(torch.stack(near, 1)[:, :, None], group.own.spread(own), torch.stack(far, 1))
 
     def _by_role(self, x: Tensor) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
-        """For each group, the heads of its leads, of its followers, and of both; and the heads with windows.
+        """For each head group, the heads of its leads, its followers, and both; and the heads with windows.
 
         The number of operations does not depend on the number of heads.
         """
@@ -368,7 +368,7 @@ class SharedSelectionLayer(PodCacheLayer):
                 store.flush(count)
 
     def choose(self, step: Step) -> list[Tensor | None]:
-        """For each group, the slots ``[B, leads, budget]`` that its leads keep, ascending; None = all."""
+        """The slots ``[B, leads, budget]`` that each head group's leads keep, ascending; None = all."""
         if step.sizes is None:
             step.sizes = self.budgets(step.max_length)
         row = step.sizes[self.layer_idx]
