@@ -58,7 +58,7 @@ REFUSED = {
 
 @pytest.fixture
 def formats(monkeypatch):
-    """Work in the folder of sources, cut into many pieces of work."""
+    """Work in the folder of sources, cut into many work shards."""
     monkeypatch.chdir(FORMATS)
     monkeypatch.setattr(work_shards, "RANGE_BYTES", 1_000)
     monkeypatch.setattr(work_shards, "GROUP_BYTES", 2_000)
