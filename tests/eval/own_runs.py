@@ -10,6 +10,7 @@ import torch
 import pod
 from pod.eval import runner
 from pod.eval.answer.answer_cache import AnswerFolder
+from pod.eval.answer.methods import find_method
 from pod.eval.answer.score import score_bucket, score_by_forward
 from pod.recipe import load_recipe
 
@@ -66,4 +67,4 @@ def measure(run: runner.Inputs, name: str) -> dict[str, Any]:
     """The payload of the run's one task for a method, every answer of which is asked anew."""
     anew = dataclasses.replace(run, store=AnswerFolder(run.store.folder, run.store.ranks, reuse=False))
     (task,) = run.tasks.values()
-    return runner.measure(anew, run.method_runners[name], task)
+    return runner.measure(anew, run.method_runners[find_method(name).name], task)

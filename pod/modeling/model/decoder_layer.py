@@ -19,12 +19,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
-from .attend import CAUSAL, Segments, SharedQK, Tokens, Visibility, attend, compute_dtype
+from .attend import CAUSAL, IMPLEMENTATIONS, Segments, SharedQK, Tokens, Visibility, attend, compute_dtype
 from .config import NORMS, PodConfig
+from .decode import DECODERS
 from .experts import PodExperts
+from .flash import FLASH
+from .grouped import ATTEND_GROUPED, DECODE_GROUPED
+from .reference import ATTEND_REFERENCE
 from .rope import Rope, ropes_on
 from .sharing import Lead, is_followed, roles_of
 from .sinks import Sink, SinkReader
+
+IMPLEMENTATIONS |= {"grouped": ATTEND_GROUPED, "flash": FLASH, "reference": ATTEND_REFERENCE}
+DECODERS["grouped"] = DECODE_GROUPED
 
 _PARTS, _LARGE, _IN_PARTS = 64, 1 << 18, (torch.float32, torch.float64)
 """For a weight that is multiplied in parts: the most parts, the fewest numbers it must have, its dtypes."""

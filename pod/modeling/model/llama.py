@@ -13,16 +13,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
-from .attend import IMPLEMENTATIONS, Segments, check_backend, compute_dtype
+from .attend import Segments, check_backend, compute_dtype
 from .cache import PodCache
 from .config import PodConfig
-from .decode import DECODERS
 from .decoder_layer import ForwardContext, Linear, PodDecoderLayer, RMSNorm, SequenceParallel, SharedQKTensors
-from .flash import FLASH
 from .flash_version import use_asked
 from .generation import PodGenerationMixin, check_cache, own_cache
-from .grouped import ATTEND_GROUPED, DECODE_GROUPED
-from .reference import ATTEND_REFERENCE
 from .rope import Frequencies, Rope, frequencies_of, rotate
 from .step import check_positions, compaction_of, document_positions
 
@@ -32,9 +28,6 @@ _SAID_TWICE |= {"cache_position", "tokenizer", "assistant_tokenizer"}
 """Arguments of trainers and of `generate()` that say nothing beyond the arguments of `forward`."""
 _STOCK_BACKENDS = {"eager": "reference", "flash_attention_2": "flash", "sdpa": None}
 """What an `attn_implementation` of stock models is here. None = as the configuration says."""
-
-IMPLEMENTATIONS |= {"grouped": ATTEND_GROUPED, "flash": FLASH, "reference": ATTEND_REFERENCE}
-DECODERS["grouped"] = DECODE_GROUPED
 
 
 class PodEmbedding(nn.Embedding):
