@@ -259,7 +259,8 @@ class PodAttention(nn.Module):
         lead, roles = None, roles_of(context.lead, self.layer_idx)
         if roles.followers:
             carried = [shared_qk[2 * head : 2 * head + 2] for head in roles.followers]
-            lead = SharedQK(*(torch.cat(x, dim=1) for x in zip(*carried, strict=True)))  # type: ignore[arg-type]
+            queries, keys = zip(*carried, strict=True)
+            lead = SharedQK(torch.cat(queries, dim=1), torch.cat(keys, dim=1))  # type: ignore[arg-type]
         see = Visibility(*self.windows)
         options = {"backend": context.backend, "roles": roles, "sink": sink}
         out, _ = attend(q, Tokens(k, v), lead, see, context.segments, **options)
