@@ -166,7 +166,7 @@ def _located(message: str, cls: Any, place: str) -> str:
 
 
 def _unknown_key(key: Any, cls: type, place: str) -> str:
-    """Tell that the section has no such field, and name the nearest one, or the field that once had this name.
+    """Tell that the section has no such field, and name the nearest one, or what it is called now.
 
     At the top of a recipe, the fields of all sections are compared. Where none is very near, the fields of
     the section are listed.
