@@ -145,8 +145,8 @@ def step_cases() -> Iterator[AotCase]:
 def _step_case(name: str, kernel, short: str, settings: dict[str, Any]) -> AotCase:
     arguments = kernel.arg_names
     tensors = ("x", "delta", "weight", "total", "out", "q", "k", "v", "q_weight", "k_weight")
-    stores = ("keys", "window", "values", "near_keys", "near_values")
-    types = dict.fromkeys((*tensors, *stores, "gate", "up"), f"*{short}")
+    buffers = ("keys", "window", "values", "near_keys", "near_values")
+    types = dict.fromkeys((*tensors, *buffers, "gate", "up"), f"*{short}")
     types |= {"cos": "*fp32", "sin": "*fp32", "past": "*i64", "table": "*i32", "eps": "fp32"}
     types = {a: t for a, t in types.items() if a in arguments}
     constants = {a: value for a, value in settings.items() if a in arguments}

@@ -11,7 +11,7 @@ token. Three questions are timed, each from its call to its answer:
 
 The first two are one function, `StaticEngine._bind`. Beside it stands `a look`: the same two answers from a
 look at every tensor, which is what each token cost before the engine counted changes, and what a token costs
-now after a tensor has moved. `flush` is what stores do behind a token. Times are of this processor. Methods
+now after a tensor has moved. `flush` is what buffers do behind a token. Times are of this processor. Methods
 that the engine does not serve are named with the reason.
 """
 

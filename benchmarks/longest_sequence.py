@@ -42,7 +42,7 @@ from pod.files import write_json
 from pod.measure import measured_memory
 from pod.modeling.model.attend import IMPLEMENTATIONS, Call, Implementation
 from pod.training.args import TrainArgs
-from pod.training.predict.shapes import carried_heads
+from pod.training.predict.shapes import shared_qk_heads
 from pod.training.run import shared_qk
 
 CONTESTANTS = ("dense", "keep", "offload", "recompute")
@@ -385,7 +385,7 @@ def plan_facts(tiny: bool) -> dict[str, Any]:
     size = TINY_SIZE if tiny else TRUE_SIZE
     lead = make_plan(size["num_hidden_layers"], size["num_key_value_heads"])
     plan = pod.SharingPlan(lead=lead)  # type: ignore[arg-type]
-    return {"share_followers": plan.share_followers, "carried_heads": carried_heads(plan.lead)}
+    return {"share_followers": plan.share_followers, "shared_qk_heads": shared_qk_heads(plan.lead)}
 
 
 def race(arguments: argparse.Namespace, limit: int, save: Callable[[dict[str, Any]], None]) -> None:

@@ -38,7 +38,7 @@ from pod.files import read_json, write_json
 from pod.measure.machine import environment
 from pod.measure.race import spread
 from pod.training.args import TrainArgs
-from pod.training.predict.shapes import carried_heads
+from pod.training.predict.shapes import shared_qk_heads
 
 RESULTS = Path(__file__).parent / "results" / "train_step_ranks.json"
 RANKS = 2
@@ -98,11 +98,11 @@ def kept_bytes(trainer: Any) -> int:
 
 def shared_qk_bound(trainer: Any) -> int:
     """Bytes of the queries and keys of this rank's leads that have followers: (G + 1) x d x n each."""
-    if not carried_heads(trainer.ulysses.lead):
+    if not shared_qk_heads(trainer.ulysses.lead):
         return 0
     groups = trainer.ulysses.groups
     head = (groups + 1) * SIZES["head_dim"] * trainer.dataset.context_length * 4
-    return carried_heads(trainer.ulysses.lead) * head
+    return shared_qk_heads(trainer.ulysses.lead) * head
 
 
 def race(data: Path, folder: Path, mesh: Any, repeats: int) -> dict[str, Any]:

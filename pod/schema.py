@@ -166,17 +166,19 @@ def _located(message: str, cls: Any, place: str) -> str:
 
 
 def _unknown_key(key: Any, cls: type, place: str) -> str:
-    """Tell that the section has no such field, and name the nearest one.
+    """Tell that the section has no such field, and name the nearest one, or what it is called now.
 
     At the top of a recipe, the fields of all sections are compared. Where none is very near, the fields of
     the section are listed.
     """
+    of_section = f" in {place}" if place else ""
+    if key in (former := getattr(cls, "former_names", {})):
+        return f"unknown key {key!r}{of_section}: it is called {_place(place, [former[key]])!r} now"
     known = {name: _place(place, [name]) for name in fields_of(cls)}
     for name in list(known):
         section = hints_of(cls)[name]
         inner = fields_of(section) if dataclasses.is_dataclass(section) else {}
         known = {one: _place(known[name], [one]) for one in inner} | known
-    of_section = f" in {place}" if place else ""
     message = f"unknown key {key!r}{of_section}{nearest(key, known)}"
     if nearest(key, known, _VERY_NEAR):
         return message

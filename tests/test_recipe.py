@@ -80,6 +80,7 @@ def test_mistakes_in_the_file(tmp_path, text, message):
     ("override", "message"),
     [
         ("train.max_step=3", "unknown key 'max_step' in train (did you mean 'train.max_steps'?)"),
+        ("train.carry=keep", "unknown key 'carry' in train: it is called 'train.shared_qk' now"),
         ("max_steps=3", "(did you mean 'train.max_steps'?)"),
         ("train.max_steps", "expected NAME=VALUE"),
         (".max_steps=3", "expected NAME=VALUE"),

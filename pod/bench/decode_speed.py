@@ -1,6 +1,6 @@
 """Decode speed of cache methods beside the dense cache: both in one process, in turns, by the decode engine.
 
-Dense and PoD run the same program: preallocated stores and one static step from embedding to argmax, which is
+Dense and PoD run the same program: preallocated buffers and one static step from embedding to argmax,
 recorded as a graph on CUDA. Every method races the dense cache. In each round of a race both decode
 ``steps`` tokens per row at the same length, in alternating order. The ratio is taken round by round. It is
 compared with the byte ceiling of ``pod.bench.decode_bytes``.
@@ -11,9 +11,9 @@ transformers copies its cache to append to it. Neither can be recorded. Wherever
 fused kernels, each method meets it once more, and both do without them: this gives the ratio
 ``like_for_like``.
 
-Caches are filled without reading a prompt: random keys and values are written into the stores. As far as time
-is concerned, stores hold the same after a prompt. Caches that compress a prompt by its content read a random
-one, with an attention that returns zeros.
+Caches are filled without reading a prompt: random keys and values are written into the buffers. For the time
+that decoding takes, buffers hold the same after a prompt. Caches that compress a prompt by its content read a
+random one, with an attention that returns zeros.
 """
 
 import gc

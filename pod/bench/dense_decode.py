@@ -17,7 +17,7 @@ from pod.modeling.model.attend import Implementation
 from pod.modeling.model.decode import DECODERS, RECORDABLE, DecodeCall
 
 
-def _dense_stores(call: DecodeCall) -> tuple[Tensor, Tensor]:
+def _dense_buffers(call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Keys and values ``[B, H, slots, d]``.
 
     Raises:
@@ -36,7 +36,7 @@ def sdpa(call: DecodeCall) -> None:
     is right, but the output is not the model's. On a CPU it attends to the longest row's tokens.
     """
     longest = None if call.q.is_cuda else int(call.lengths.max())
-    keys, values = (x[:, :, :longest] for x in _dense_stores(call))
+    keys, values = (x[:, :, :longest] for x in _dense_buffers(call))
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out = F.scaled_dot_product_attention(
             call.q[:, :, None], keys, values, scale=call.scale, enable_gqa=True
@@ -48,7 +48,7 @@ def flash_attn(call: DecodeCall) -> None:
     """Split-KV decoding of the flash-attn package."""
     from flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports]
 
-    keys, values = (x.transpose(1, 2) for x in _dense_stores(call))
+    keys, values = (x.transpose(1, 2) for x in _dense_buffers(call))
     lengths = call.lengths.to(torch.int32)
     out = flash_attn_with_kvcache(
         call.q[:, None], keys, values, cache_seqlens=lengths, softmax_scale=call.scale, causal=True

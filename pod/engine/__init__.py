@@ -1,4 +1,4 @@
-"""Decoding at static shapes: preallocated stores, the decode kernels, and on CUDA one graph per step."""
+"""Decoding at static shapes: preallocated buffers, the decode kernels, and on CUDA one graph per step."""
 
 from pod.engine.decode_engine import StaticEngine, attach, attach_for_generation
 from pod.modeling.model.cache import PodCache

@@ -1,4 +1,4 @@
-"""The decode engine: one step over a cache's own stores, replayed as a CUDA graph where there is CUDA.
+"""The decode engine: one step over a cache's own buffers, replayed as a CUDA graph where there is CUDA.
 
 The engine holds no keys or values. It works in the tensors of a ``PodCache`` that has room reserved, and the
 cache goes on checking and counting what is fed. So any pass may also take the ordinary way (a second prompt,
@@ -7,7 +7,7 @@ rows that feed padding): both ways find the same tokens at the same slots.
 When a tensor moved (rows were reordered, room ran out), the next step takes the ordinary way. The step after
 that captures anew, if nothing moved again. Whether a tensor moved is asked before every token, so the answer
 must cost only microseconds: whatever holds tensors of the cache counts how often it replaced one
-(``stores.replaced``). As long as the sum of these counts stays as it was, nothing is looked at.
+(``kv_buffer.replaced``). As long as the sum of these counts stays as it was, nothing is looked at.
 """
 
 import functools
@@ -45,7 +45,7 @@ def refusal(cache: PodCache) -> str | None:
     if type(cache) is not PodCache:
         return f"the {cache.spec} cache moves or packs its tokens"
     for layer in cache.layers:
-        if type(layer) is not PodCacheLayer or not layer.codec.is_in_place:
+        if type(layer) is not PodCacheLayer or not layer.quantizer.is_in_place:
             return f"the {cache.spec} cache has a layout or codec of its own"
         if layer.extra_slots and (layer.roles.followers or layer.roles.windows):
             return f"the {cache.spec} cache keeps extra_slots behind its windows"
@@ -117,7 +117,7 @@ class _Bound:
     """
 
     def __init__(self, layers: list[PodCacheLayer], places: list, backend: str):
-        like = next(iter(layers[0].stores().values())).target
+        like = next(iter(layers[0].kv_buffers().values())).target
         (batch, _, _, head_dim), device = like.shape, like.device
         room = max((layer.all_values.shape[2] for layer in layers if layer.roles.held), default=0)
         self.places = places
@@ -313,10 +313,10 @@ class StaticEngine:
         return self.is_aside
 
     def _flush(self, bound: _Bound, past: int | None) -> None:
-        """Count a step, and flush the stores: a token has been decoded in every row.
+        """Count a step, and flush the buffers: a token has been decoded in every row.
 
         Args:
-            past: tokens of each row before it. None = rows differ; rows of packed stores never do.
+            past: tokens of each row before it. None = rows differ; rows of packed buffers never do.
         """
         self.steps += 1
         if past is not None:
@@ -398,7 +398,7 @@ class StaticEngine:
         return [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
 
     def _is_at_rest(self) -> bool:
-        return all(store.is_at_rest for layer in self._layers() for store in layer.stores().values())
+        return all(buffer.is_at_rest for layer in self._layers() for buffer in layer.kv_buffers().values())
 
     def _bind(self) -> _Bound | None:
         """The engine on the tensors as they are now.

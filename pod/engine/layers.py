@@ -1,6 +1,6 @@
 """One decoded token through the decoder's layers at static shapes.
 
-This file has what the layers share, each layer over its stores, and all layers with fused operations between
+This file has what the layers share, each layer over its buffers, and all layers with fused operations between
 their products.
 """
 
@@ -22,7 +22,7 @@ from pod.modeling.model.layout import PodCacheLayer
 from pod.modeling.model.sinks import Sink
 
 _STORED = ("keys", "window_keys", "values")
-"""Stores of a layer, by the names that ``DecodeCall`` and ``NewToken`` have for them."""
+"""Buffers of a layer, by the names that ``DecodeCall`` and ``NewToken`` have for them."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class StaticLayer:
 
     def __init__(self, layer: PodCacheLayer, buffers: decode.DecodeBuffers, backend: str):
         self.layer, self.buffers, self.backend = layer, buffers, backend
-        self.roles, self.stores = layer.roles, layer.stores()
+        self.roles, self.kv_buffers = layer.roles, layer.kv_buffers()
         # Backends that others registered have no operations of their own: they get the fastest.
         is_ours = backend == "triton" or backend not in decode.RECORDABLE
         self.best = fused.choose(self._any_target(), backend if is_ours else "auto")
@@ -84,11 +84,11 @@ class StaticLayer:
 
     def _any_target(self) -> Tensor:
         """``[B, h, slots, d]`` of whichever heads, in the model's dtype."""
-        return next(iter(self.stores.values())).target
+        return next(iter(self.kv_buffers.values())).target
 
     def _call(self, q: Tensor, lengths: Tensor) -> dict[str, Any]:
         """Arguments of ``pod_decode``, by name."""
-        held = {name: self.stores[name].stored if name in self.stores else None for name in _STORED}
+        held = {name: self.kv_buffers[name].stored if name in self.kv_buffers else None for name in _STORED}
         return held | {
             "near": self._near(),
             "q": q,
@@ -105,7 +105,7 @@ class StaticLayer:
         """Keys and values of the heads that keep their windows, to be read and written; always native."""
         if not self.roles.windows:
             return None
-        return Tokens(*(self.stores[name].target for name in ("near_keys", "near_values")))
+        return Tokens(*(self.kv_buffers[name].target for name in ("near_keys", "near_values")))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: StaticStep) -> Tensor:
         """What ``CacheLayer.attend`` returns for ``m = 1``: ``[B, Hq, 1, d]``."""
@@ -115,7 +115,7 @@ class StaticLayer:
         self, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms | None, step: StaticStep
     ) -> Tensor:
         """Norm, rotate, store and attend for the new token of each row: ``[B, Hq, d]`` to the same shape."""
-        held = {name: self.stores[name].target if name in self.stores else None for name in _STORED}
+        held = {name: self.kv_buffers[name].target if name in self.kv_buffers else None for name in _STORED}
         sinks = self.layer.num_sink_tokens
         target = NewToken(past=step.past, **held, num_sink_tokens=sinks, near=self._near())
         tables = step.tables[self.layer.layer_idx]
@@ -123,9 +123,9 @@ class StaticLayer:
         return decode.pod_decode(**self._call(q, step.lengths), sink=step.sink, backend=self.backend)
 
     def flush(self, length: int) -> None:
-        """Let packed stores pack, outside of any graph; there is nothing to do in most steps."""
-        for store in self.stores.values():
-            store.flush(length)
+        """Let packed buffers pack, outside of any graph; there is nothing to do in most steps."""
+        for buffer in self.kv_buffers.values():
+            buffer.flush(length)
 
 
 # -- whole layers --------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@
   distant tokens alone.
 * **With a gate threshold** the first launch leaves out the distant tokens of followers. A second launch takes
   them. By then its programs know which query heads skip: where a whole group does, no value is read.
-* **Stores of 4 bits** are read as they are. The low and the high four bits of a byte are channels ``i`` and
+* **Buffers of 4 bits** are read as they are. The low and the high four bits of a byte are channels ``i`` and
   ``i + d/2``. So a tile is two tiles of half the features, every product is two, and nothing is interleaved.
-  A native tile is its own low half, and has no high one. The newest tokens of packed stores are native and
+  A native tile is its own low half, and has no high one. The newest tokens of packed buffers are native and
   near, which needs ``num_recent_tokens`` >= the ring that holds them. They get tiles of their own, behind the
   packed near ones. Windows are always native.
 * **A constant sink** begins the softmax of a window's first split: one token with the sink's logit and value.
@@ -501,10 +501,10 @@ def unsupported(call: DecodeCall) -> str | None:
     q = call.q
     if q.shape[-1] > 256:
         return f"head_dim {q.shape[-1]} (at most 256)"
-    stores = [x for x in (call.keys, call.window_keys, call.values, *(call.near or ())) if x is not None]
-    if any(isinstance(x, Packed) for x in stores) and (reason := _cannot_unpack(call)) is not None:
+    kv_buffers = [x for x in (call.keys, call.window_keys, call.values, *(call.near or ())) if x is not None]
+    if any(isinstance(x, Packed) for x in kv_buffers) and (reason := _cannot_unpack(call)) is not None:
         return reason
-    if any(x.stride(-1) != 1 for x in (q, call.out, *stores) if isinstance(x, Tensor)):
+    if any(x.stride(-1) != 1 for x in (q, call.out, *kv_buffers) if isinstance(x, Tensor)):
         return "features that are not neighbours in memory (stride 1 in the last dimension)"
     if call.near is not None and call.near.keys.stride() != call.near.values.stride():
         return "near keys and values with different strides"
@@ -516,27 +516,27 @@ def unsupported(call: DecodeCall) -> str | None:
 
 
 def _cannot_unpack(call: DecodeCall) -> str | None:
-    """Why the kernel cannot read packed stores; None when it can."""
+    """Why the kernel cannot read packed buffers; None when it can."""
     keys, values = call.keys, call.values
     if not isinstance(values, Packed) or (keys is not None and not isinstance(keys, Packed)):
         return "packed keys with native values or the other way round"
-    stores = [values] if keys is None else [keys, values]
+    kv_buffers = [values] if keys is None else [keys, values]
     head_dim = values.shape[3]
-    if any(x.packing.bits != 4 for x in stores):
-        return "packed stores of other than 4 bits"
+    if any(x.packing.bits != 4 for x in kv_buffers):
+        return "packed buffers of other than 4 bits"
     if head_dim < 32 or head_dim & (head_dim - 1):
-        return f"head_dim {head_dim} of packed stores (32, 64, 128 or 256)"
-    if any(x.group_size & (x.group_size - 1) for x in stores):
-        return "a group_size of packed stores that is no power of two"
+        return f"head_dim {head_dim} of packed buffers (32, 64, 128 or 256)"
+    if any(x.group_size & (x.group_size - 1) for x in kv_buffers):
+        return "a group_size of packed buffers that is no power of two"
     if values.per_channel or (keys is not None and not keys.per_channel):
-        return "packed stores other than keys per channel and values per token"
+        return "packed buffers other than keys per channel and values per token"
     if keys is not None and keys.tail.shape[2] != values.tail.shape[2]:
         return "keys and values with different numbers of native slots"
     if call.num_recent_tokens < values.tail.shape[2]:
-        slots = f"{values.tail.shape[2]} native slots of packed stores"
+        slots = f"{values.tail.shape[2]} native slots of packed buffers"
         return f"num_recent_tokens {call.num_recent_tokens} below the {slots}"
-    if not all(y.is_contiguous() for x in stores for y in (x.codes, x.zero, x.scale, x.tail)):
-        return "packed stores that are not contiguous"
+    if not all(y.is_contiguous() for x in kv_buffers for y in (x.codes, x.zero, x.scale, x.tail)):
+        return "packed buffers that are not contiguous"
     return None
 
 
@@ -580,7 +580,7 @@ def _counts(roles: Roles) -> tuple[int, int, int]:
 
 
 def _tensors(x: Stored) -> tuple[Any, ...]:
-    """Numbers or codes of a store; of packed ones also zero, scale and tail."""
+    """Numbers or codes of a buffer; of packed ones also zero, scale and tail."""
     return (x.codes, x.zero, x.scale, x.tail) if isinstance(x, Packed) else (x, None, None, None)
 
 

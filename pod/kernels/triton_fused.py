@@ -156,7 +156,7 @@ def _rotate_and_store(
     (batch, heads, head_dim), out = q.shape, torch.empty_like(q)
     nothing = q.unsqueeze(2)
     near_keys, near_values = (nothing, nothing) if token.near is None else token.near
-    assert near_keys.stride() == near_values.stride(), "stores that a layer made alike"
+    assert near_keys.stride() == near_values.stride(), "buffers that a layer made alike"
     own = token.keys, token.window_keys, token.values
     keys, window, values = (nothing if x is None else x for x in own)
     slots = (near_keys if token.window_keys is None else window).shape[2]

@@ -12,13 +12,13 @@ from pod.modeling.model.kv_buffer import KVBuffer
 from pod.modeling.model.layout import PodCacheLayer
 from pod.modeling.model.rows import GroupedCache
 
-_CHUNK = 1 << 26  # random numbers written to a store at a time
+_CHUNK = 1 << 26  # random numbers written to a buffer at a time
 # Standard deviation of window keys whose logits drown those of distant tokens, also when queries are small.
 _LOUD = 100.0
 
 
 def is_filled_directly(cache: Any) -> bool:
-    """Whether ``fill`` writes into the stores of a cache, so that no prompt is read.
+    """Whether ``fill`` writes into the buffers of a cache, so that no prompt is read.
 
     It does so where the plan alone decides what the cache holds.
     """
@@ -40,7 +40,7 @@ def fill(model: Any, cache: Any, batch: int, length: int, skip_share: float = 0.
         with without_attention(model):
             model(input_ids=random_rows(model, batch, length), past_key_values=cache, logits_to_keep=1)
         return
-    # Reading one token makes the stores take their place.
+    # Reading one token makes the buffers take their place.
     model(input_ids=random_rows(model, batch, 1), past_key_values=cache, logits_to_keep=1)
     weight = model.lm_head.weight
     step, _ = cache.begin_step(model.config, weight.new_empty(batch, length - 1, 0), None, None)
@@ -50,7 +50,7 @@ def fill(model: Any, cache: Any, batch: int, length: int, skip_share: float = 0.
 
 
 def _fill_layers(layers: list[Any], length: int, weight: Tensor, skip_share: float) -> None:
-    """Fill the stores of these layers as ``fill`` says. The first token is already there."""
+    """Fill the buffers of these layers as ``fill`` says. The first token is already there."""
     generators: dict[torch.device, torch.Generator] = {}
     seen = 0.0
     for layer in layers:
@@ -64,28 +64,28 @@ def _fill_layers(layers: list[Any], length: int, weight: Tensor, skip_share: flo
             if seen >= 1 - 1e-9:
                 seen -= 1
                 loud[index] = _LOUD
-        for name, store in layer.stores().items():
-            _append_random(store, length, loud if name == "window_keys" else 1.0, like, generator)
+        for name, buffer in layer.kv_buffers().items():
+            _append_random(buffer, length, loud if name == "window_keys" else 1.0, like, generator)
 
 
 def _append_random(
-    store: KVBuffer, length: int, factor: Tensor | float, like: Tensor, generator: torch.Generator
+    buffer: KVBuffer, length: int, factor: Tensor | float, like: Tensor, generator: torch.Generator
 ) -> None:
     """Append random tokens behind the first one, a part at a time.
 
     Args:
-        length: tokens that the store holds in the end.
+        length: tokens that the buffer holds in the end.
         factor: multiplies the numbers of each head.
         like: has the dtype and the device of the numbers.
     """
-    batch, heads, _, head_dim = store.shape
+    batch, heads, _, head_dim = buffer.shape
     # A packed window still counts what it drops, so that only a plain one may leave tokens out.
-    overwrites = type(store) is KVBuffer and store.has_window
+    overwrites = type(buffer) is KVBuffer and buffer.has_window
     size = max(1, _CHUNK // (batch * heads * head_dim) // 64) * 64
     for first in range(1, length, size):
         rows = min(size, length - first)
-        if first > 1 and overwrites and first + rows <= length - store.num_recent_tokens:
+        if first > 1 and overwrites and first + rows <= length - buffer.num_recent_tokens:
             continue
         x = like.new_empty(batch, heads, rows, head_dim).normal_(generator=generator)
-        store.append(x * factor, first)
-        store.flush(first + rows)
+        buffer.append(x * factor, first)
+        buffer.flush(first + rows)

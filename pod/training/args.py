@@ -1,7 +1,7 @@
 """Sections `train` and `export` of a recipe."""
 
 from dataclasses import field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -14,6 +14,8 @@ class TrainRecipe:
 
     A field that is null by default is derived from ranks and device (`pod.training.predict.layout_search`).
     """
+
+    former_names: ClassVar[dict[str, str]] = {"carry": "shared_qk"}
 
     total_tokens: PositiveInt | None = None
     """Tokens of the whole run, padding included. The number of steps is total_tokens / tokens_per_step,

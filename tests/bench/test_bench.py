@@ -70,7 +70,7 @@ def bench():
 
 
 def stores_of(cache):
-    return [store for layer in cache.layers for store in layer.stores().values() if not store.is_empty]
+    return [buffer for layer in cache.layers for buffer in layer.kv_buffers().values() if not buffer.is_empty]
 
 
 # -- recipe --------------------------------------------------------------------------------
@@ -276,21 +276,21 @@ def test_filled_caches_have_random_numbers_in_every_used_slot(lead, method, monk
     monkeypatch.setattr(fill_module, "_CHUNK", 64 * 2 * 2 * 16)  # 64 tokens at a time
     written, append = {}, KVBuffer.append
 
-    def recorded(store, x, past):
-        written.setdefault(id(store), set()).update(range(past, past + x.shape[2]))
-        append(store, x, past)
+    def recorded(buffer, x, past):
+        written.setdefault(id(buffer), set()).update(range(past, past + x.shape[2]))
+        append(buffer, x, past)
 
     monkeypatch.setattr(KVBuffer, "append", recorded)
     bench = make_bench(lead)
     cache, note = make_cache(bench, method, length, 400, "auto")
     fill(bench.model_of(method), cache, 2, length)
     assert note is None and cache.get_seq_length() == length and cache.lengths.tolist() == [length] * 2
-    for store in stores_of(cache):
-        used = store.data[:, :, : store.used_slots(length)]
-        assert (used != 0).all() and not (store.data[:, :, store.used_slots(length) :] != 0).any()
-        sinks, recent = WINDOWS if store.has_window else (0, length)
-        assert written[id(store)] >= {*range(min(sinks, length)), *range(max(0, length - recent), length)}
-        assert len(written[id(store)]) < 300 or not store.has_window, "old tokens of a window are not made"
+    for buffer in stores_of(cache):
+        used = buffer.data[:, :, : buffer.used_slots(length)]
+        assert (used != 0).all() and not (buffer.data[:, :, buffer.used_slots(length) :] != 0).any()
+        sinks, recent = WINDOWS if buffer.has_window else (0, length)
+        assert written[id(buffer)] >= {*range(min(sinks, length)), *range(max(0, length - recent), length)}
+        assert len(written[id(buffer)]) < 300 or not buffer.has_window, "old tokens of a window are not made"
 
 
 @pytest.mark.parametrize("text", ["full", "pod", "pod[tau=0.7,skip_share=0.5]"])

@@ -65,14 +65,14 @@ def documents_of(lengths, sources=None, digests=None, places=None):
 
 
 def reservoir_of(documents, args, seed=0, held_out_tokens=0, at_once=10**9):
-    """What is kept when `at_once` documents are added between two settlements.
+    """What is kept when `at_once` documents are added between two calls of `prune`.
 
     It keeps nothing that a fresh one would not.
     """
     reservoir = Reservoir(args, seed, held_out_tokens)
     for start in range(0, max(1, len(documents)), at_once):
         reservoir.add(reservoir.cut(documents[start : start + at_once]))
-        reservoir.settle()
+        reservoir.prune()
     return reservoir
 
 

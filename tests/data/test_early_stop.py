@@ -14,7 +14,7 @@ from pod.data.balance.draw import draw
 from pod.data.balance.length_intervals import interval_of
 from pod.data.balance.reservoir import Reservoir
 from pod.data.balance.sampling_keys import work_shard_order
-from pod.data.run.read_sources import LEAST_WORK_SHARDS, settle_after
+from pod.data.run.read_sources import LEAST_WORK_SHARDS, prune_after
 
 SEEDS = 200
 BOUNDS = [1, 64, 128, 256, 512]
@@ -50,8 +50,8 @@ def read_until_full(work_shards, order, args, seed):
     for position, number in enumerate(order, start=1):
         reservoir.add(reservoir.cut(work_shards[number]))
         if position == due:
-            reservoir.settle()
-            due = settle_after(position)
+            reservoir.prune()
+            due = prune_after(position)
             if reservoir.is_full and position >= LEAST_WORK_SHARDS:
                 return reservoir, position
     raise AssertionError("some interval never fills")
@@ -91,7 +91,7 @@ def test_the_draw_is_that_of_all_that_was_read():
         whole = Reservoir(args, seed, 0)
         for number in sorted(order[:position]):
             whole.add(whole.cut(work_shards[number]))
-        whole.settle()
+        whole.prune()
         expected, found = draw(whole, args, seed), draw(reservoir, args, seed)
         assert found.pieces["work_shard"].tolist() == expected.pieces["work_shard"].tolist()
         assert found.intervals == expected.intervals

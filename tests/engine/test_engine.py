@@ -21,10 +21,10 @@ TOLERANCE = 1e-11
 def poison(cache):
     """NaN into every reserved slot that no token has, so that reading one shows."""
     for layer in cache.layers:
-        for store in layer.stores().values():
-            if not store.is_empty:
-                used = store.used_slots(int(cache.lengths.max()))
-                store.data[:, :, used:] = float("nan")
+        for buffer in layer.kv_buffers().values():
+            if not buffer.is_empty:
+                used = buffer.used_slots(int(cache.lengths.max()))
+                buffer.data[:, :, used:] = float("nan")
 
 
 @pytest.mark.parametrize("spec", KINDS)
@@ -568,7 +568,7 @@ def test_generate_with_beams_reserves_nothing(tools):
     assert cache.engine is None and cache.layers[0].capacity == 0
 
 
-def test_greedy_over_packed_stores(tools):
+def test_greedy_over_packed_buffers(tools):
     options = {"group_size": 4, "residual": 1}
     model, cache, ids = used(tools, "pod+int4", capacity=26, **options)
     plain = pod.make_cache(model, "pod+int4", **options)

@@ -41,7 +41,7 @@ def places_of(cache):
 
 
 def is_at_rest(cache):
-    return all(store.is_at_rest for layer in cache.layers for store in layer.stores().values())
+    return all(buffer.is_at_rest for layer in cache.layers for buffer in layer.kv_buffers().values())
 
 
 def slow_answer(own):
@@ -198,7 +198,7 @@ class Conversation:
             self.mask = torch.cat((self.mask, self.ones(4)), dim=1)
 
     def move_one_tensor(self):
-        """As anything could do that holds a layer's store."""
+        """As anything could do that holds a layer's buffer."""
         holder, name = self.random.choice(references_of(self.cache))
         setattr(holder, name, copy.deepcopy(getattr(holder, name)))
 
@@ -227,13 +227,13 @@ OPERATIONS = [
 
 
 def references_of(cache):
-    """Every attribute that is a tensor, or a tuple of some, and then every one that is a store."""
+    """Every attribute that is a tensor, or a tuple of some, and then every one that is a buffer."""
     found = []
     for layer in cache.layers:
         inner = [(item, name, x) for item in layer.versioned()[1:] for name, x in vars(item).items()]
         found += [(item, name) for item, name, x in inner if tensors_in(x)]
-        stores = {id(store) for store in layer.stores().values()}
-        found += [(layer, name) for name, x in vars(layer).items() if id(x) in stores]
+        buffers = {id(buffer) for buffer in layer.kv_buffers().values()}
+        found += [(layer, name) for name, x in vars(layer).items() if id(x) in buffers]
     return found
 
 
@@ -285,8 +285,8 @@ def test_the_engine_checks_its_counts(tools):
     """What every test of caches calls says when a tensor moved unseen."""
     _, cache = used(tools, "pod")
     cache.check_integrity()
-    store = next(iter(cache.layers[2].stores().values()))
-    vars(store)["data"] = store.data.clone()
+    buffer = next(iter(cache.layers[2].kv_buffers().values()))
+    vars(buffer)["data"] = buffer.data.clone()
     with pytest.raises(AssertionError, match="a tensor moved, and no version changed"):
         cache.check_integrity()
 

@@ -89,8 +89,10 @@ def test_bytes_of_each_layer_are_those_that_a_cache_holds(layout):
     cache = pod.make_cache(model)
     with torch.no_grad():
         model(torch.arange(40)[None], past_key_values=cache)
-    stores = [[store for store in layer.stores().values() if not store.is_empty] for layer in cache.layers]
-    held = [sum(store.read(40).nbytes for store in own) for own in stores]
+    buffers = [
+        [buffer for buffer in layer.kv_buffers().values() if not buffer.is_empty] for layer in cache.layers
+    ]
+    held = [sum(buffer.read(40).nbytes for buffer in own) for own in buffers]
     assert cache_bytes(model.config, 40, 4) == held
 
 

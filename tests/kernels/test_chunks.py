@@ -153,16 +153,16 @@ def test_tokens_of_a_window(rows, see, backend):
     exact = truth(rows, see, q, k, v, q_lead, k_lead, 0.4)
 
     def recent(x, heads):
-        store, x = KVBuffer(see[0], see[1]), x[:, heads].nan_to_num(7.0)
+        buffer, x = KVBuffer(see[0], see[1]), x[:, heads].nan_to_num(7.0)
         if max(past):
-            store.append_ragged(x[:, :, : max(past)], Segments.of_rows([0] * len(past), past))
+            buffer.append_ragged(x[:, :, : max(past)], Segments.of_rows([0] * len(past), past))
         chunk = torch.stack(
             [
                 torch.nn.functional.pad(x[b, :, p : p + c], (0, 0, 0, max(counts) - c))
                 for b, (p, c) in enumerate(zip(*rows, strict=True))
             ]
         )
-        return Recent(store, chunk, list(zip(*rows, strict=True)))
+        return Recent(buffer, chunk, list(zip(*rows, strict=True)))
 
     if see[2] in (None, (0, 1, 2)):
         keys, values = recent(k, slice(None)), v if see[2] else recent(v, slice(None))
@@ -184,7 +184,7 @@ def test_tokens_of_a_window(rows, see, backend):
     "rows", [([40, 40], [5, 5]), ([60, 33, 90], [1, 7, 6]), ([0, 70], [41, 20])], ids=str
 )
 def test_packed_tokens(rows, see, backend, monkeypatch):
-    """Stores of 4 bits, read a tile at a time; spoilt slots hold NaN."""
+    """Buffers of 4 bits, read a tile at a time; spoilt slots hold NaN."""
     monkeypatch.setattr(flash, "_TILE_TOKENS", 16)
     see, lengths = SEES[see], [p + c for p, c in zip(*rows, strict=True)]
     case = test_decode.Case(

@@ -30,7 +30,7 @@ class Layer:
     """What one layer's newest tokens are and hold.
 
     ``q [B, H, G, d]``, ``k, v [B, H, C, d]`` for all positions. ``lead_k``, ``held_v``: keys as leads and
-    values as leads and followers hold them; of packed stores what the codes say.
+    values as leads and followers hold them; of packed buffers what the codes say.
     """
 
     leads: list[int]
@@ -57,7 +57,7 @@ class Case:
     n_s: int = 3
     n_r: int = 5
     spare: int = 9
-    """Slots of the stores behind the longest row."""
+    """Slots of the buffers behind the longest row."""
     dtype: str = "float64"
     seed: int = 0
     group_size: int = 0
@@ -87,8 +87,8 @@ def build(case: Case) -> list[Layer]:
         if case.has_sink:
             layers[-1].sink = Sink(random(heads * case.groups), random(heads, d))
         if case.group_size:
-            stores = packed(case, k, True), packed(case, v, False)
-            (keys, layers[-1].lead_k), (values, layers[-1].held_v) = stores
+            kv_buffers = packed(case, k, True), packed(case, v, False)
+            (keys, layers[-1].lead_k), (values, layers[-1].held_v) = kv_buffers
             layers[-1].packed = keys, values
     return layers
 
@@ -191,7 +191,7 @@ def packed(case: Case, x: torch.Tensor, per_channel: bool):
     return Packed(codes, zero, scale, tail, stop, size, per_channel, bounds), meaning
 
 
-def packed_stores(case: Case, layer: Layer):
+def packed_buffers(case: Case, layer: Layer):
     """As ``stored``, with packed keys and values."""
     assert layer.packed is not None
     found, held = stored(case, layer), [h for h in range(case.num_heads) if h not in layer.windows]
@@ -212,10 +212,10 @@ def roles_of(case: Case, number: int):
     return Roles(*map(tuple, (leads, followers, followed, windows)))
 
 
-def arguments_of(case: Case, number: int, layer: Layer, stores: list, buffers) -> dict:
+def arguments_of(case: Case, number: int, layer: Layer, kv_buffers: list, buffers) -> dict:
     """Of ``pod_decode``, by name."""
     names = ("keys", "window_keys", "values", "near")
-    return dict(zip(names, stores, strict=True)) | {
+    return dict(zip(names, kv_buffers, strict=True)) | {
         "q": layer.q.flatten(1, 2),
         "lengths": torch.tensor(case.lengths),
         "roles": roles_of(case, number),
@@ -249,18 +249,18 @@ def decode(
 ):
     """Outputs ``[layer][B, H, G, d]`` of the backend, and its buffers.
 
-    ``change(number, stores)`` may spoil stores.
+    ``change(number, kv_buffers)`` may spoil them.
     """
     buffers = poisoned_buffers(case, programs)
     buffers = replace(buffers, weights=None) if bare else buffers
     dtype = torch.int64 if long else torch.int32
     outputs = []
     for number, layer in enumerate(layers):
-        stores = packed_stores(case, layer) if case.group_size else stored(case, layer)
+        kv_buffers = packed_buffers(case, layer) if case.group_size else stored(case, layer)
         if change:
-            change(number, stores)
+            change(number, kv_buffers)
         out = torch.full_like(layer.q.flatten(1, 2), NAN)
-        arguments = arguments_of(case, number, layer, stores, buffers)
+        arguments = arguments_of(case, number, layer, kv_buffers, buffers)
         arguments["lengths"] = arguments["lengths"].to(dtype)
         with reference_decode.offered():
             found = pod_decode(**arguments, tau=tau, backend=backend, out=out)
@@ -459,9 +459,9 @@ def test_skipping_groups_never_read_distant_values(backend):
     skipped = [(gate >= tau).all(-1) for gate in gates]  # [B, H]; never for leads, whose gate is nan
     assert 0 < sum(int(x.sum()) for x in skipped) < sum(int((~gate.isnan()).any(-1).sum()) for gate in gates)
 
-    def spoil(number, stores):
+    def spoil(number, kv_buffers):
         for b, h in skipped[number].nonzero().tolist():
-            stores[2][b, h, case.n_s : max(case.n_s, case.lengths[b] - case.n_r)] = NAN
+            kv_buffers[2][b, h, case.n_s : max(case.n_s, case.lengths[b] - case.n_r)] = NAN
 
     found, _ = decode(case, layers, backend, tau, change=spoil)
     assert worst(found, expected) < 1e-12

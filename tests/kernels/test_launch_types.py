@@ -45,7 +45,7 @@ class Recorder:
 
 
 def decoding():
-    """A prompt and two tokens, in native and in 4-bit stores.
+    """A prompt and two tokens, in native and in 4-bit buffers.
 
     With and without threshold and head norms, and constant sinks.
     """
@@ -119,8 +119,8 @@ def test_cases_type_every_argument_as_it_is_launched(launches):
 
 @pytest.mark.parametrize(("codec", "launches_per_token"), [("int4", 2), ("kivi", 0), ("int8", 0)])
 @torch.no_grad()
-def test_only_stores_of_4_bits_reach_the_kernels(monkeypatch, codec, launches_per_token):
-    """Where Triton comes first, as on a GPU; stores of other bits go through torch, with its very numbers."""
+def test_only_buffers_of_4_bits_reach_the_kernels(monkeypatch, codec, launches_per_token):
+    """Where Triton comes first, as on a GPU; other buffers go through torch, with its very numbers."""
     config = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     config |= {"vocab_size": 50, "intermediate_size": 32, "num_hidden_layers": 2, "num_recent_tokens": 64}
     model, ids = pod.PodForCausalLM(pod.PodConfig(**config)).eval(), torch.arange(93)[None] % 50

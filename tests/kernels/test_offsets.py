@@ -52,7 +52,7 @@ def vast(x: torch.Tensor, dimension: int) -> torch.Tensor:
 
 
 def decoded(case, place=lambda x: x, change=lambda buffers: buffers) -> torch.Tensor:
-    """Outputs of all layers, from queries, stores and outputs as ``place`` lays them out.
+    """Outputs of all layers, from queries, buffers and outputs as ``place`` lays them out.
 
     With a threshold, so that every line runs.
     """
@@ -61,10 +61,10 @@ def decoded(case, place=lambda x: x, change=lambda buffers: buffers) -> torch.Te
     buffers = change(tests.poisoned_buffers(case, programs=13))
     outputs = []
     for number, layer in enumerate(tests.build(case)):
-        stores = tests.packed_stores(case, layer) if case.group_size else tests.stored(case, layer)
-        near = stores[3] and Tokens(*map(place, stores[3]))
-        stores = [*(x if x is None else place(x) for x in stores[:3]), near]
-        arguments = tests.arguments_of(case, number, layer, stores, buffers)
+        kv_buffers = tests.packed_buffers(case, layer) if case.group_size else tests.stored(case, layer)
+        near = kv_buffers[3] and Tokens(*map(place, kv_buffers[3]))
+        kv_buffers = [*(x if x is None else place(x) for x in kv_buffers[:3]), near]
+        arguments = tests.arguments_of(case, number, layer, kv_buffers, buffers)
         arguments |= {"q": place(arguments["q"]), "out": place(torch.zeros_like(arguments["q"]))}
         outputs.append(tests.pod_decode(**arguments, tau=0.3, backend="triton"))
     return torch.stack([x.contiguous() for x in outputs])
@@ -115,7 +115,7 @@ def packed_decoding() -> dict[str, bool]:
 
 
 def storing() -> dict[str, bool]:
-    """A decoded token's keys and values in stores that lie far apart."""
+    """A decoded token's keys and values in buffers that lie far apart."""
     from pod.kernels.fused import NewToken
     from pod.kernels.triton_fused import OPERATIONS
     from pod.modeling.model.sharing import Roles
@@ -127,11 +127,11 @@ def storing() -> dict[str, bool]:
     for dimension, name in enumerate(RUNS):
         found = []
         for place in (lambda x: x, lambda x, i=dimension: vast(x, i)):
-            stores = [place(torch.zeros(3, *shape, 16)) for shape in ((3, 40), (3, 9), (6, 40))]
+            kv_buffers = [place(torch.zeros(3, *shape, 16)) for shape in ((3, 40), (3, 9), (6, 40))]
             OPERATIONS.rotate_and_store(
-                q, k, v, (cos[:, 0], sin[:, 0]), None, roles, NewToken(past, *stores, 2)
+                q, k, v, (cos[:, 0], sin[:, 0]), None, roles, NewToken(past, *kv_buffers, 2)
             )
-            found.append([store.contiguous() for store in stores])
+            found.append([buffer.contiguous() for buffer in kv_buffers])
         answer[name] = all(torch.equal(x, y) and x.any() for x, y in zip(*found, strict=True))
     return answer
 

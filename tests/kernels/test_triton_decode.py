@@ -151,9 +151,9 @@ def unread_values() -> float:
     skipped = [(gate >= tau).all(-1) for gate in gates]
     assert 0 < sum(int(x.sum()) for x in skipped) < sum(int((~gate.isnan()).any(-1).sum()) for gate in gates)
 
-    def spoil(number, stores):
+    def spoil(number, buffers):
         for b, h in skipped[number].nonzero().tolist():
-            stores[2][b, h, case.n_s : max(case.n_s, case.lengths[b] - case.n_r)] = float("nan")
+            buffers[2][b, h, case.n_s : max(case.n_s, case.lengths[b] - case.n_r)] = float("nan")
 
     return oracle_tests.worst(
         oracle_tests.decode(case, layers, "triton", tau, programs=13, change=spoil)[0], expected

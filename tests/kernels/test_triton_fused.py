@@ -30,7 +30,7 @@ class Case:
     head_dim: int = 64
     windows: tuple[int, int] = (4, 11)
     slots: int = 40
-    """Of keys and values; fewer than the tokens: a ring, as the native slots of packed stores."""
+    """Of keys and values; fewer than the tokens: a ring, as the native slots of packed buffers."""
     norms: bool = False
     dtype: str = "float32"
 
@@ -80,9 +80,9 @@ def slot_of(position, first, slots):
 
 
 def run_heads(case: Case, operations: step.Operations) -> dict[str, list[float]]:
-    """Worst errors of the rotated queries and of the stores.
+    """Worst errors of the rotated queries and of the buffers.
 
-    `touched`: how many other numbers of the stores changed.
+    `touched`: how many other numbers of the buffers changed.
     """
     batch, heads, d = len(case.past), case.kv_heads, case.head_dim
     held = [head for head in range(heads) if head not in case.near]
@@ -95,17 +95,17 @@ def run_heads(case: Case, operations: step.Operations) -> dict[str, list[float]]
     window = sum(case.windows)
     token_of = {"leads": case.slots, "followers": window, "near keys": window, "near values": window}
     of = {"leads": case.leads, "followers": followers, "near keys": case.near, "near values": case.near}
-    stores = {
+    buffers = {
         name: torch.full((batch, len(of[name]), slots, d), math.nan, **like)
         for name, slots in token_of.items()
         if of[name]
     }
     if held:
-        stores["values"] = torch.full((batch, len(held), case.slots + 3, d), math.nan, **like)[
+        buffers["values"] = torch.full((batch, len(held), case.slots + 3, d), math.nan, **like)[
             :, :, : case.slots
         ]
-    near = Tokens(stores["near keys"], stores["near values"]) if case.near else None
-    written = (stores.get(name) for name in ("leads", "followers", "values"))
+    near = Tokens(buffers["near keys"], buffers["near values"]) if case.near else None
+    written = (buffers.get(name) for name in ("leads", "followers", "values"))
     token = step.NewToken(torch.tensor(case.past), *written, case.windows[0], near)
     norms = step.HeadNorms(*weights, 1e-5) if case.norms else None
     roles = Roles(tuple(case.leads), tuple(followers), windows=tuple(case.near))
@@ -115,7 +115,7 @@ def run_heads(case: Case, operations: step.Operations) -> dict[str, list[float]]
         x = x.double()
         return turned(rms(x, weight.double(), 1e-5) if case.norms else x, angles[row].double())
 
-    errors = {"q": 0.0, "stores": 0.0}
+    errors = {"q": 0.0, "buffers": 0.0}
     for row in range(batch):
         for head in range(heads * case.groups):
             errors["q"] = max(errors["q"], worst(found[row, head], expected(q[row, head], weights[0], row)))
@@ -129,11 +129,11 @@ def run_heads(case: Case, operations: step.Operations) -> dict[str, list[float]]
                 ("values", held, 0, value),
             ):
                 if head in heads_of:
-                    target = stores[name][row, heads_of.index(head)]
+                    target = buffers[name][row, heads_of.index(head)]
                     slot = slot_of(case.past[row], first, target.shape[0])
-                    errors["stores"] = max(errors["stores"], worst(target[slot], x))
+                    errors["buffers"] = max(errors["buffers"], worst(target[slot], x))
                     target[slot] = math.nan
-    errors["touched"] = sum(int((~store.isnan()).sum()) for store in stores.values())
+    errors["touched"] = sum(int((~buffer.isnan()).sum()) for buffer in buffers.values())
     return errors
 
 
@@ -186,7 +186,7 @@ LIMITS = {"float32": 1e-6, "float16": 3e-3}  # a few roundings
 @pytest.mark.parametrize("index", range(len(HEADS)), ids=[str(case) for case in HEADS])
 def test_heads_in_torch(reference, index):
     found = reference["heads"][index]
-    assert max(found["q"], found["stores"]) < LIMITS[HEADS[index].dtype] and found["touched"] == 0
+    assert max(found["q"], found["buffers"]) < LIMITS[HEADS[index].dtype] and found["touched"] == 0
 
 
 @pytest.mark.parametrize("index", range(len(SIZES) * 2))
@@ -200,7 +200,7 @@ def test_rows_in_torch(reference, index):
 def test_heads_in_triton(interpreted, reference, index):
     found, limit = interpreted["heads"][index], reference["heads"][index]
     rounding = torch.finfo(getattr(torch, HEADS[index].dtype)).eps
-    for name in ("q", "stores"):
+    for name in ("q", "buffers"):
         assert found[name] <= 2 * (limit[name] + rounding)
     assert found["touched"] == 0
 

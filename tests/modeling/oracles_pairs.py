@@ -40,9 +40,9 @@ Settled here, minicache (METHODS.md §6; MiniCache, Liu et al. 2024):
 * Nothing is evicted and there is no budget; share = 1 is full attention, exactly. ``retained`` = R in place
   of share: the groups keep apart R tokens in all, as many of each as are left of R.
 * With a codec (oracles_quantizers.py): layers without a pair as dense ones. A pair's directions are one
-  store, the deeper layer's vectors kept apart another (in order of position within each group), both of which
+  buffer, the deeper layer's vectors kept apart another (in order of position within each group), and both
   are flushed after each merge; keys per channel. The shallower layer's vectors kept apart are their own
-  direction in the first store, times their norm. Norms and unmerged tokens are native.
+  direction in the first buffer, times their norm. Norms and unmerged tokens are native.
 """
 
 import math
@@ -50,7 +50,7 @@ import math
 import torch
 from oracle_tools import NaiveDecoder
 from oracles_pod_selected import PodSelected
-from oracles_quantizers import NaiveStore, Packed
+from oracles_quantizers import NaiveBuffer, Packed
 
 
 class Quest(NaiveDecoder):
@@ -152,7 +152,7 @@ class MiniCache(NaiveDecoder):
 
 
 class PackedMiniCache(Packed, MiniCache):
-    """``stats["stores"]`` of the shallower layer's first entry.
+    """``stats["buffers"]`` of the shallower layer's first entry.
 
     By part: its directions, the deeper layer's vectors, and norms.
     """
@@ -171,10 +171,10 @@ class PackedMiniCache(Packed, MiniCache):
         pairs = [(a, b) for a, b in zip(shallow, deeper, strict=True) if not a.stats.get("merged")]
         if self.is_decode and len(pairs) < self.block:
             return
-        stores = shallow[0].stats.setdefault("stores", {})
+        buffers = shallow[0].stats.setdefault("buffers", {})
         for name in ("k", "v"):
             size = self.bits, self.size, self.residual, name == "k"
-            directions, natives, held = stores.setdefault(name, (NaiveStore(*size), NaiveStore(*size), []))
+            directions, natives, held = buffers.setdefault(name, (NaiveBuffer(*size), NaiveBuffer(*size), []))
             vectors = [(getattr(a, name), getattr(b, name)) for a, b in pairs]
             angles = [angle(x, y) for x, y in vectors]
             order = sorted(range(len(pairs)), key=lambda i: (-angles[i], i))

@@ -57,7 +57,7 @@ def naive_channels(block, bits):
     return torch.tensor(columns, dtype=torch.float64).T
 
 
-class NaiveStore:
+class NaiveBuffer:
     """One row and head: a list of [vector, packed?]; ``per_channel``: whole blocks at a time."""
 
     def __init__(self, bits, group_size, residual, per_channel):
@@ -114,7 +114,7 @@ class Packed:
         return self.windows
 
     def resting(self, entries, windows):
-        """Entries that rest packed, in a store of all tokens or a window."""
+        """Entries that rest packed, in a buffer of all tokens or a window."""
         sinks, recent = windows or (0, math.inf)
         if recent <= self.residual + self.size:
             return []

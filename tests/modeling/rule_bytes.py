@@ -25,15 +25,15 @@ def rule_nbytes(cache) -> int:
 def layer_nbytes(layer, length: int) -> int:
     """Of rows of ``length`` tokens."""
     if isinstance(layer, SharedSelectionLayer):
-        return sum(store_nbytes(store, count) for _, store, count in layer._held(length))
+        return sum(buffer_nbytes(buffer, count) for _, buffer, count in layer._held(length))
     if isinstance(layer, MemoryLayer):
-        return sum(store_nbytes(store, layer.held) for store in layer.tokens)
+        return sum(buffer_nbytes(buffer, layer.held) for buffer in layer.tokens)
     if isinstance(layer, SlidingLayer):
         return sliding_nbytes(layer.tokens)
     if isinstance(layer, RazorLayer):
         mean = sum(x.nbytes for x in layer.compensation.tensors())
         return sliding_nbytes(layer.everything) + sliding_nbytes(layer.near) + mean
-    held = dict.fromkeys(layer.stores(), length)
+    held = dict.fromkeys(layer.kv_buffers(), length)
     statistics = 0
     if isinstance(layer, AccumulatingLayer):
         held, statistics = dict.fromkeys(held, layer.held), sum(x.nbytes for x in layer.statistics.values())
@@ -43,40 +43,40 @@ def layer_nbytes(layer, length: int) -> int:
         merged, apart = layer.merged_tokens, layer.num_apart
         counts = {"directions": merged, "norms": merged, "apart": apart, "positions": apart}
         held = {name: counts.get(name.rpartition("_")[2], length - merged) for name in held}
-    return statistics + sum(store_nbytes(store, held[name]) for name, store in layer.stores().items())
+    return statistics + sum(buffer_nbytes(buffer, held[name]) for name, buffer in layer.kv_buffers().items())
 
 
 def sliding_nbytes(tokens) -> int:
     window = tokens.window or ()
-    beside = sum(store_nbytes(store, tokens.num_beside) for store in tokens.beside)
-    return sum(store_nbytes(store, tokens.entered) for store in window) + beside
+    beside = sum(buffer_nbytes(buffer, tokens.num_beside) for buffer in tokens.beside)
+    return sum(buffer_nbytes(buffer, tokens.entered) for buffer in window) + beside
 
 
-def store_nbytes(store, length: int) -> int:
-    """Bytes of a store of ``length`` tokens per row.
+def buffer_nbytes(buffer, length: int) -> int:
+    """Bytes of a buffer of ``length`` tokens per row.
 
-    In packed stores as many tokens are packed as the residual window says, and slots are reserved for
+    In packed buffers as many tokens are packed as the residual window says, and slots are reserved for
     ``residual + group_size`` native ones.
     """
-    if store.is_empty:
+    if buffer.is_empty:
         return 0
-    batch, heads, _, head_dim = store.shape
-    if isinstance(store, ThinKeys):
-        whole = batch * heads * (length - store.num_thin) * head_dim * store.dtype.itemsize
-        return whole + (store_nbytes(store.thin, store.num_thin) if store.num_thin else 0)
-    token, packing = head_dim * store.dtype.itemsize, getattr(store, "packing", None)
+    batch, heads, _, head_dim = buffer.shape
+    if isinstance(buffer, ThinKeys):
+        whole = batch * heads * (length - buffer.num_thin) * head_dim * buffer.dtype.itemsize
+        return whole + (buffer_nbytes(buffer.thin, buffer.num_thin) if buffer.num_thin else 0)
+    token, packing = head_dim * buffer.dtype.itemsize, getattr(buffer, "packing", None)
     if packing is None:
-        return batch * heads * store.used_slots(length) * token
-    if isinstance(store, PackedTokens) and store.is_static:
-        return sum(tensor.nbytes for tensor in store.tensors())
-    room = store.newest.room
-    if isinstance(store, QuantizedWindow):
-        sinks, packed = min(length, store.num_sink_tokens), min(store.num_packed(length), store.ring)
+        return batch * heads * buffer.used_slots(length) * token
+    if isinstance(buffer, PackedTokens) and buffer.is_static:
+        return sum(tensor.nbytes for tensor in buffer.tensors())
+    room = buffer.newest.room
+    if isinstance(buffer, QuantizedWindow):
+        sinks, packed = min(length, buffer.num_sink_tokens), min(buffer.num_packed(length), buffer.ring)
         native = sinks + (room if packed else length - sinks)
-    elif store.newest.pending is not None:
-        packed, native = store.packed_stop, length - store.newest.first
+    elif buffer.newest.pending is not None:
+        packed, native = buffer.packed_stop, length - buffer.newest.first
     else:
-        packed = max(store.num_packed(length), store.packed_stop)
+        packed = max(buffer.num_packed(length), buffer.packed_stop)
         native = room if packed else length
     group = packing.group_size if packing.per_channel else packing.channels(head_dim)
     packed_token = head_dim * packing.bits / 8 + 4 * head_dim / group  # fp16 zero and scale of a group

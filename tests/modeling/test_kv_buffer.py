@@ -27,7 +27,7 @@ def test_rows_of_unlike_length_hold_what_lists_hold(sinks, recent, seed):
     They come in chunks with other numbers of tokens in every row, some with none. Slots are those of rows
     that are alike.
     """
-    chance, store, past = random.Random(seed), KVBuffer(sinks, recent), [0, 0, 0]
+    chance, buffer, past = random.Random(seed), KVBuffer(sinks, recent), [0, 0, 0]
     alike = [KVBuffer(sinks, recent) for _ in past]
     tokens = torch.randn(3, 2, 90, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     for _ in range(8):
@@ -38,26 +38,26 @@ def test_rows_of_unlike_length_hold_what_lists_hold(sinks, recent, seed):
             if count:
                 alike[row].append(tokens[row : row + 1, :, start : start + count], start)
         rows = list(zip(past, counts, strict=True))
-        store.append_ragged(chunk, Segments.of_rows(*zip(*rows, strict=True)))
+        buffer.append_ragged(chunk, Segments.of_rows(*zip(*rows, strict=True)))
         past = [sum(row) for row in rows]
         for row, length in enumerate(past):
-            runs, held = store.runs(0, length, length), store.read(max(past))[row]
+            runs, held = buffer.runs(0, length, length), buffer.read(max(past))[row]
             found = {position + i: slot + i for position, slot, count in runs for i in range(count)}
             assert sorted(found) == held_positions(length, sinks, recent)
             for position, slot in found.items():
                 assert torch.equal(held[:, slot], tokens[row, :, position])
             if length:
-                assert torch.equal(alike[row].read(length)[0], held[:, : store.used_slots(length)])
+                assert torch.equal(alike[row].read(length)[0], held[:, : buffer.used_slots(length)])
 
 
 @pytest.mark.parametrize(("sinks", "recent"), KINDS[1:])
 def test_recent_tokens_and_the_chunk_are_read_in_order(sinks, recent):
     tokens = torch.randn(1, 2, 40, 4, dtype=torch.float64)
     for past in (0, 1, sinks, sinks + recent, 23, 31):
-        store = KVBuffer(sinks, recent)
+        buffer = KVBuffer(sinks, recent)
         if past:
-            store.append(tokens[:, :, :past], 0)
-        source = Recent(store, tokens[:, :, past:37], [(past, 37 - past)])
+            buffer.append(tokens[:, :, :past], 0)
+        source = Recent(buffer, tokens[:, :, past:37], [(past, 37 - past)])
         expected = tokens[:, :, :37].clone()
         gone = sorted(set(range(past)) - set(held_positions(past, sinks, recent)))
         expected[:, :, gone] = 0

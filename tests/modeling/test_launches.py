@@ -49,7 +49,7 @@ def launches(run: Callable[[], object]) -> int:
 
 
 def packed_tokens(device: str, tokens: int, bits: int, per_channel: bool) -> Packed:
-    """A store of so many packed tokens and 64 newer ones."""
+    """A buffer of so many packed tokens and 64 newer ones."""
     packing = Packing(bits=bits, group_size=32, per_channel=per_channel)
     like = torch.empty(1, HEADS, 0, HEAD_DIM, device=device, dtype=torch.bfloat16)
     codes, zero, scale = packing.allocate(like, tokens)
@@ -65,11 +65,11 @@ def test_a_decoded_token_over_packed_tokens_takes_few_launches(bits, per_channel
 
     In tiles of a CPU's size they took 646 to 2,310 and 776 to 2,304.
     """
-    store = packed_tokens("meta", TOKENS, bits, per_channel)
+    buffer = packed_tokens("meta", TOKENS, bits, per_channel)
     q = torch.empty(1, HEADS, GROUPS, HEAD_DIM, device="meta")
     weights = torch.empty(1, HEADS, GROUPS, TOKENS, device="meta")
-    scores = launches(lambda: store.scores(q, torch.empty_like(weights)))
-    sums = launches(lambda: store.weighted(weights, 0, TOKENS))
+    scores = launches(lambda: buffer.scores(q, torch.empty_like(weights)))
+    sums = launches(lambda: buffer.weighted(weights, 0, TOKENS))
     assert scores <= 50
     assert sums <= 50
 
@@ -83,5 +83,5 @@ def test_rotating_a_prompt_takes_few_launches():
 
 def test_a_cpu_keeps_its_tiles():
     """What is converted at a time stays in its cache."""
-    store = packed_tokens("cpu", 4096, 4, False)
-    assert len(list(tiles(store, 0, 4096))) == 4
+    buffer = packed_tokens("cpu", 4096, 4, False)
+    assert len(list(tiles(buffer, 0, 4096))) == 4

@@ -46,7 +46,7 @@ def test_a_cache_that_nobody_named_is_the_planned_one(tools):
     expected = naive_layouts.feed(model, named, ids, [290] + [1] * 10)
     assert torch.equal(naive_layouts.feed(model, own, ids, [290] + [1] * 10), expected)
     assert own.nbytes == named.nbytes
-    assert [getattr(layer.codec, "bits", 16) for layer in own.groups[0].layers] == BITS
+    assert [getattr(layer.quantizer, "bits", 16) for layer in own.groups[0].layers] == BITS
     made = model(ids, use_cache=True).past_key_values
     native = tools.make_pod()(ids, use_cache=True).past_key_values
     assert made.nbytes < 0.85 * native.nbytes

@@ -39,12 +39,12 @@ def meaning(x: Packed, length: int) -> torch.Tensor:
 
 
 def packed(n, d, packing, residual, dtype=torch.float32, batch=2, heads=3, offset=0.0, capacity=0):
-    """A flushed store of ``n`` tokens, and the tokens."""
-    store = PackedTokens(packing, residual, capacity)
+    """A flushed buffer of ``n`` tokens, and the tokens."""
+    buffer = PackedTokens(packing, residual, capacity)
     x = (randn(batch, heads, n, d, seed=n) + offset).to(dtype)
-    store.append(x, 0)
-    store.flush(n)
-    return store, x
+    buffer.append(x, 0)
+    buffer.flush(n)
+    return buffer, x
 
 
 def assert_products(stored: Packed, n: int, dtype: torch.dtype, tolerance: float, groups=3):
@@ -90,17 +90,19 @@ CASES = [
 def test_products(monkeypatch, tile, bits, size, per_channel, d, n, residual, dtype, tolerance):
     monkeypatch.setattr(packed_tokens, "tile_elements", lambda device: tile)
     packing = Packing(bits=bits, group_size=size, per_channel=per_channel)
-    store, _ = packed(n, d, packing, residual)
-    assert isinstance(store.stored, Packed)
-    assert_products(store.stored, n, dtype, tolerance)
+    buffer, _ = packed(n, d, packing, residual)
+    assert isinstance(buffer.stored, Packed)
+    assert_products(buffer.stored, n, dtype, tolerance)
 
 
 def test_products_of_2048_tokens_far_from_zero():
     """Scales fold into queries and weights without loss, also where zeros are large."""
     for per_channel in (True, False):
-        store, _ = packed(2100, 64, Packing(bits=4, group_size=32, per_channel=per_channel), 128, offset=30.0)
-        assert isinstance(store.stored, Packed)
-        assert_products(store.stored, 2100, torch.float32, 1e-5)
+        buffer, _ = packed(
+            2100, 64, Packing(bits=4, group_size=32, per_channel=per_channel), 128, offset=30.0
+        )
+        assert isinstance(buffer.stored, Packed)
+        assert_products(buffer.stored, 2100, torch.float32, 1e-5)
 
 
 def test_sums_of_8192_tokens_lose_no_digits():
@@ -109,8 +111,8 @@ def test_sums_of_8192_tokens_lose_no_digits():
     Counted from the smallest numbers of the groups, parts of 2.0 would cancel to 0.01, with a hundred times
     this error.
     """
-    store, _ = packed(8192, 64, Packing(bits=4, group_size=32, per_channel=False), 128, batch=1, heads=1)
-    stored = store.stored
+    buffer, _ = packed(8192, 64, Packing(bits=4, group_size=32, per_channel=False), 128, batch=1, heads=1)
+    stored = buffer.stored
     assert isinstance(stored, Packed)
     weights = randn(1, 1, 3, 8192, seed=1).softmax(-1)
     expected = weights.double() @ meaning(stored, 8192)
@@ -120,12 +122,12 @@ def test_sums_of_8192_tokens_lose_no_digits():
 @pytest.mark.parametrize("d", [64, 128])
 def test_16_bit_models(d):
     """Products of bf16 queries are exact but for the rounding of the output: computed in fp32."""
-    store, _ = packed(2048, d, Packing(bits=4, group_size=32, per_channel=False), 128, torch.bfloat16, 1, 2)
-    assert isinstance(store.stored, Packed)
+    buffer, _ = packed(2048, d, Packing(bits=4, group_size=32, per_channel=False), 128, torch.bfloat16, 1, 2)
+    assert isinstance(buffer.stored, Packed)
     weights = (3 * randn(1, 2, 4, 2048, seed=3)).softmax(-1)
-    expected = weights.double() @ meaning(store.stored, 2048)
+    expected = weights.double() @ meaning(buffer.stored, 2048)
     rounding = (expected.bfloat16() - expected).norm()
-    found = store.stored.weighted(weights, 0, 2048).bfloat16()
+    found = buffer.stored.weighted(weights, 0, 2048).bfloat16()
     assert (found - expected).norm() <= 1.1 * rounding
 
 
@@ -134,80 +136,80 @@ def test_16_bit_models(d):
 def test_products_while_tokens_come(per_channel, capacity):
     """At rest, behind a decoded token, and inside a second prompt; slots without a token are spoilt."""
     packing = Packing(bits=4, group_size=8, per_channel=per_channel)
-    store, _ = packed(50, 16, packing, 10, capacity=capacity)
+    buffer, _ = packed(50, 16, packing, 10, capacity=capacity)
     for count, m in enumerate((1, 1, 1, 30, 5, 1)):
-        length = store.length
-        store.append(randn(2, 3, m, 16, seed=count), length)
-        stored = store.stored
-        assert isinstance(stored, Packed) and stored.bounds == (store.newest.first, store.packed_stop)
+        length = buffer.length
+        buffer.append(randn(2, 3, m, 16, seed=count), length)
+        stored = buffer.stored
+        assert isinstance(stored, Packed) and stored.bounds == (buffer.newest.first, buffer.packed_stop)
         spoilt = [x.clone() for x in (stored.zero, stored.scale)]
         for x in spoilt:
-            x[:, :, store.packed_stop // packing.shared :] = NAN
+            x[:, :, buffer.packed_stop // packing.shared :] = NAN
         stored = stored._replace(zero=spoilt[0], scale=spoilt[1])
-        assert torch.equal(store.read(length + m).double(), meaning(stored, length + m).float().double())
+        assert torch.equal(buffer.read(length + m).double(), meaning(stored, length + m).float().double())
         assert_products(stored, length + m, torch.float32, 1e-5)
         if m < 30:
-            store.flush(length + m)
+            buffer.flush(length + m)
 
 
 def test_products_after_heads_kept_different_tokens():
-    store, _ = packed(60, 16, Packing(bits=4, group_size=8, per_channel=False), 10)
+    buffer, _ = packed(60, 16, Packing(bits=4, group_size=8, per_channel=False), 10)
     kept = [[torch.arange(30) + 5 * (h + 2 * b) for h in range(3)] for b in range(2)]
-    store.keep(torch.stack([torch.stack(row) for row in kept]), 60)
-    assert isinstance(store.stored, Packed) and store.stored.packed_lengths.shape == (2, 3)
-    assert_products(store.stored, 30, torch.float32, 1e-5)
-    assert_products(store.stored.heads(slice(1, 3)).rows(slice(0, 1)), 30, torch.float32, 1e-5)
+    buffer.keep(torch.stack([torch.stack(row) for row in kept]), 60)
+    assert isinstance(buffer.stored, Packed) and buffer.stored.packed_lengths.shape == (2, 3)
+    assert_products(buffer.stored, 30, torch.float32, 1e-5)
+    assert_products(buffer.stored.heads(slice(1, 3)).rows(slice(0, 1)), 30, torch.float32, 1e-5)
 
 
-def held_by(store: PackedTokens) -> torch.Tensor:
-    stored = store.stored
-    return meaning(stored, store.length) if isinstance(stored, Packed) else stored.double()
+def held_by(buffer: PackedTokens) -> torch.Tensor:
+    stored = buffer.stored
+    return meaning(stored, buffer.length) if isinstance(stored, Packed) else stored.double()
 
 
 def test_a_token_that_leaves_with_each_decoded_one_makes_no_host_wait():
     """Other tokens in each head, packed and native ones: what stays keeps its codes until it is packed."""
-    store, _ = packed(30, 16, Packing(bits=4, group_size=8, per_channel=False), 10)
+    buffer, _ = packed(30, 16, Packing(bits=4, group_size=8, per_channel=False), 10)
     generator = torch.Generator().manual_seed(5)
     for step in range(25):
-        store.append(randn(2, 3, 1, 16, seed=100 + step), 30)
-        before = held_by(store)
+        buffer.append(randn(2, 3, 1, 16, seed=100 + step), 30)
+        before = held_by(buffer)
         gone = torch.randint(0, 31, (2, 3, 1), generator=generator)
         index = torch.arange(30) + (torch.arange(30) >= gone)
         with none_allowed():
-            store.keep(index, 31)
+            buffer.keep(index, 31)
         expected = before.gather(2, index[..., None].expand(-1, -1, -1, 16))
-        assert torch.equal(held_by(store), expected)
-        store.check_integrity()
+        assert torch.equal(held_by(buffer), expected)
+        buffer.check_integrity()
         with none_allowed():
-            store.flush(30)
-        store.check_integrity()
-        found = held_by(store)
-        native = torch.arange(30) >= store.packed_lengths.view(2, -1)[..., None]
-        assert store.packed_lengths.min() >= 16
+            buffer.flush(30)
+        buffer.check_integrity()
+        found = held_by(buffer)
+        native = torch.arange(30) >= buffer.packed_lengths.view(2, -1)[..., None]
+        assert buffer.packed_lengths.min() >= 16
         assert torch.equal(found[native.expand(2, 3, -1)], expected[native.expand(2, 3, -1)])
         assert (found - expected).abs().max() < 0.35  # half a step of 15 between the numbers of a group
-        assert_products(store.stored, 30, torch.float32, 1e-5)
+        assert_products(buffer.stored, 30, torch.float32, 1e-5)
 
 
 @pytest.mark.parametrize("slots", [[0], [29], [3, 3, 25, 29, 3], [28, 29], [1, 2]], ids=str)
 def test_writing_makes_no_host_wait(slots):
     """Packed slots and native ones, slots that come twice, heads that differ in what is packed."""
-    store, _ = packed(60, 16, Packing(bits=4, group_size=8, per_channel=False), 10)
+    buffer, _ = packed(60, 16, Packing(bits=4, group_size=8, per_channel=False), 10)
     index = torch.arange(30) + 5 * torch.arange(6).view(2, 3, 1)
-    store.keep(index, 60)
-    before = held_by(store)
+    buffer.keep(index, 60)
+    before = held_by(buffer)
     places = torch.tensor(slots).expand(2, 3, -1)
     new = randn(2, 3, 30, 16, seed=7).gather(2, places[..., None].expand(-1, -1, -1, 16))
     with none_allowed():
-        store.write(places, new)
-    after = held_by(store)
+        buffer.write(places, new)
+    after = held_by(buffer)
     for row, head in itertools.product(range(2), range(3)):
         for slot in range(30):
             if slot not in slots:
                 assert torch.equal(after[row, head, slot], before[row, head, slot])
                 continue
             x = new[row, head, slots.index(slot)].double()
-            if slot >= store.packed_lengths[row, head]:
+            if slot >= buffer.packed_lengths[row, head]:
                 assert torch.equal(after[row, head, slot], x)
             else:
                 assert (after[row, head, slot] - x).abs().max() <= (x.max() - x.min()) / 30 + 1e-2

@@ -13,8 +13,8 @@ import torch
 from oracle_checks import MODELS, assert_agrees
 from oracle_tools import TURNS, NaiveDecoder, run_cache
 from oracles_pod_selected import PodSelected
-from oracles_quantizers import NaiveStore, naive_channels, naive_token
-from rule_bytes import rule_nbytes, store_nbytes
+from oracles_quantizers import NaiveBuffer, naive_channels, naive_token
+from rule_bytes import buffer_nbytes, rule_nbytes
 
 import pod
 from pod.modeling.model.kv_buffer import KVBuffer
@@ -110,22 +110,22 @@ def test_nan_stays_visible():
     assert out[0, 0, 1, 2].isnan() and out[0, 0, 0].isfinite().all()
 
 
-# -- stores --------------------------------------------------------------------------------------------------
+# -- buffers -------------------------------------------------------------------------------------------------
 
 
-def slot_positions(store, length):
+def slot_positions(buffer, length):
     """Position of the token at each used slot."""
-    runs = store.runs(0, length, length)
+    runs = buffer.runs(0, length, length)
     held = {slot + i: position + i for position, slot, count in runs for i in range(count)}
-    return [held[slot] for slot in range(store.used_slots(length))]
+    return [held[slot] for slot in range(buffer.used_slots(length))]
 
 
 def naive_read(naive):
     return torch.stack([torch.stack([one.read() for one in row]) for row in naive])
 
 
-def append_everywhere(store, naive, x):
-    store.append(x, len(naive[0][0].tokens))
+def append_everywhere(buffer, naive, x):
+    buffer.append(x, len(naive[0][0].tokens))
     for row, head in itertools.product(range(x.shape[0]), range(x.shape[1])):
         naive[row][head].tokens += [[token, False] for token in x[row, head]]
 
@@ -136,43 +136,43 @@ def test_random_operations_on_a_store(seed, evicts):
     """append, flush, keep, write, select_rows in any order, 3 heads that keep different slots."""
     chance, rows, heads, dim = random.Random(seed), 2, 3, 8
     bits, size, residual = chance.choice([2, 4, 8]), chance.choice([2, 4]), chance.choice([0, 3, 6])
-    codec = GroupQuantizer(bits, size, residual)
+    quantizer = GroupQuantizer(bits, size, residual)
     part = chance.choice(["keys", "values"])
-    store = codec.tokens(part, evicts)
+    buffer = quantizer.tokens(part, evicts)
     per_channel = part == "keys" and not evicts
-    naive = [[NaiveStore(bits, size, residual, per_channel) for _ in range(heads)] for _ in range(rows)]
-    assert store.is_empty and store.tensors() == []
+    naive = [[NaiveBuffer(bits, size, residual, per_channel) for _ in range(heads)] for _ in range(rows)]
+    assert buffer.is_empty and buffer.tensors() == []
     for count in range(60):
         length = len(naive[0][0].tokens)
         action = chance.choice(["append", "decode", "decode", "flush"] + ["keep", "write", "rows"] * evicts)
         if action in ("append", "decode") or not length:
             m = 1 if action == "decode" else chance.randrange(1, 9)
-            append_everywhere(store, naive, randn(rows, heads, m, dim, seed=seed * 100 + count))
+            append_everywhere(buffer, naive, randn(rows, heads, m, dim, seed=seed * 100 + count))
             length += m
         if action in ("decode", "flush"):
-            store.flush(length)
+            buffer.flush(length)
             [one.flush() for row in naive for one in row]
         elif action == "keep":
             width = chance.randrange(max(1, length - 4), length + 1)
             index = [[sorted(chance.sample(range(length), width)) for _ in row] for row in naive]
-            store.keep(torch.tensor(index), length)
+            buffer.keep(torch.tensor(index), length)
             for row, head in itertools.product(range(rows), range(heads)):
                 naive[row][head].tokens = [naive[row][head].tokens[slot] for slot in index[row][head]]
             length = width
         elif action == "write":
             index = [[chance.sample(range(length), min(2, length)) for _ in row] for row in naive]
             x = randn(rows, heads, min(2, length), dim, seed=seed * 100 + count + 50)
-            store.write(torch.tensor(index), x)
+            buffer.write(torch.tensor(index), x)
             for row, head in itertools.product(range(rows), range(heads)):
                 for slot, new in zip(index[row][head], x[row, head], strict=True):
                     naive[row][head].write(slot, new)
         elif action == "rows":
             order = [chance.randrange(rows) for _ in range(rows)]
-            store.select_rows(torch.tensor(order))
+            buffer.select_rows(torch.tensor(order))
             naive = [[copy_of(one) for one in naive[row]] for row in order]
-        assert torch.equal(store.read(length), naive_read(naive)), (action, count)
-        assert store.used_slots(length) == length and store.dtype == torch.float64
-        assert {id(x) for x in store.tensors()} == set(tensor_ids(store))
+        assert torch.equal(buffer.read(length), naive_read(naive)), (action, count)
+        assert buffer.used_slots(length) == length and buffer.dtype == torch.float64
+        assert {id(x) for x in buffer.tensors()} == set(tensor_ids(buffer))
     assert any(is_packed for _, is_packed in naive[0][0].tokens)
 
 
@@ -187,7 +187,7 @@ def tensor_ids(holder):
 
 
 def copy_of(naive):
-    new = NaiveStore(naive.bits, naive.size, naive.residual, naive.per_channel)
+    new = NaiveBuffer(naive.bits, naive.size, naive.residual, naive.per_channel)
     new.tokens = [list(token) for token in naive.tokens]
     return new
 
@@ -199,21 +199,21 @@ def test_random_operations_on_a_window(seed):
     sinks, size = chance.choice([0, 3]), chance.choice([2, 4])
     residual = chance.choice([0, 3])
     recent = residual + size + chance.randrange(1, 9)
-    codec = GroupQuantizer(4, size, residual)
-    store, native = codec.window("keys", sinks, recent), KVBuffer(sinks, recent)
-    assert isinstance(store, QuantizedWindow) and store.is_empty
+    quantizer = GroupQuantizer(4, size, residual)
+    buffer, native = quantizer.window("keys", sinks, recent), KVBuffer(sinks, recent)
+    assert isinstance(buffer, QuantizedWindow) and buffer.is_empty
     tokens = [[[] for _ in range(heads)] for _ in range(rows)]  # [vector, packed?]
     length = 0
     for count in range(60):
         m = chance.choice([1, 1, 1, 2, 5, 30])
         x = randn(rows, heads, m, dim, seed=seed * 100 + count)
-        store.append(x, length)
+        buffer.append(x, length)
         native.append(x, length)
         length += m
         for row, head in itertools.product(range(rows), range(heads)):
             tokens[row][head] += [[token, False] for token in x[row, head]]
         if chance.random() < 0.7:
-            store.flush(length)
+            buffer.flush(length)
             stop = sinks + max(0, (length - sinks - residual) // size * size)
             for held in itertools.chain(*tokens):
                 for position in range(sinks, stop):
@@ -221,15 +221,15 @@ def test_random_operations_on_a_window(seed):
                         held[position] = [naive_token(held[position][0], 4, size), True]
         positions = slot_positions(native, length)
         if chance.random() < 0.1:
-            store.select_rows(torch.tensor([1, 1]))
+            buffer.select_rows(torch.tensor([1, 1]))
             native.select_rows(torch.tensor([1, 1]))
             tokens = [[[list(token) for token in held] for held in tokens[1]] for _ in range(2)]
-        assert slot_positions(store, length) == positions
+        assert slot_positions(buffer, length) == positions
         expected = torch.stack(
             [torch.stack([torch.stack([held[p][0] for p in positions]) for held in row]) for row in tokens]
         )
-        assert torch.equal(store.read(length), expected), count
-        assert {id(x) for x in store.tensors()} == set(tensor_ids(store))
+        assert torch.equal(buffer.read(length), expected), count
+        assert {id(x) for x in buffer.tensors()} == set(tensor_ids(buffer))
 
 
 @pytest.mark.parametrize("kind", ["keys", "values", "evicting keys", "window"])
@@ -237,17 +237,17 @@ def test_how_a_prompt_is_chunked_changes_no_bit(kind):
     x = randn(1, 2, 75, 16, dtype=torch.float32)
     stored = []
     for widths in ([75], [1] * 75, [40, 35], [7] * 10 + [5]):
-        codec, past = GroupQuantizer(4, 8, 10), 0
-        store = (
-            codec.window("keys", 4, 30)
+        quantizer, past = GroupQuantizer(4, 8, 10), 0
+        buffer = (
+            quantizer.window("keys", 4, 30)
             if kind == "window"
-            else codec.tokens(kind.split()[-1], "evicting" in kind)
+            else quantizer.tokens(kind.split()[-1], "evicting" in kind)
         )
         for width in widths:
-            store.append(x[:, :, past : past + width], past)
+            buffer.append(x[:, :, past : past + width], past)
             past += width
-        store.flush(75)
-        stored.append(store)
+        buffer.flush(75)
+        stored.append(buffer)
     for other in stored[1:]:
         assert torch.equal(stored[0].read(75), other.read(75))
     positions = torch.arange(75)
@@ -259,22 +259,22 @@ def test_how_a_prompt_is_chunked_changes_no_bit(kind):
 
 
 def test_kept_tokens_are_not_packed_again():
-    store = GroupQuantizer(4, 8, 4).tokens("values", evicts=True)
-    store.append(randn(1, 2, 40, 16), 0)
-    store.flush(40)
-    before = store.read(40)
+    buffer = GroupQuantizer(4, 8, 4).tokens("values", evicts=True)
+    buffer.append(randn(1, 2, 40, 16), 0)
+    buffer.flush(40)
+    before = buffer.read(40)
     index = torch.tensor([[list(range(0, 40, 3)), list(range(26, 40))]])
-    store.keep(index, 40)
-    store.flush(14)
-    assert torch.equal(store.read(14)[0, 0][:11], before[0, 0, ::3][:11])
-    assert torch.equal(store.read(14)[0, 1][:6], before[0, 1, 26:32])
+    buffer.keep(index, 40)
+    buffer.flush(14)
+    assert torch.equal(buffer.read(14)[0, 0][:11], before[0, 0, ::3][:11])
+    assert torch.equal(buffer.read(14)[0, 1][:6], before[0, 1, 26:32])
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------
 
 
-def nbytes(store):
-    return sum(tensor.untyped_storage().nbytes() for tensor in store.tensors())
+def nbytes(buffer):
+    return sum(tensor.untyped_storage().nbytes() for tensor in buffer.tensors())
 
 
 @pytest.mark.parametrize("kind", ["keys", "values", "evicting keys", "window"])
@@ -283,57 +283,57 @@ def nbytes(store):
 )
 def test_bytes_of_a_prompt_and_of_4096_decoded_tokens(kind, bits, group_size, per_number):
     """Predicted from the rule within 1 %, at every length; bits per packed number as documented."""
-    codec = GroupQuantizer(bits, group_size, 128)
-    store = (
-        codec.window("keys", 16, 3000)
+    quantizer = GroupQuantizer(bits, group_size, 128)
+    buffer = (
+        quantizer.window("keys", 16, 3000)
         if kind == "window"
-        else codec.tokens(kind.split()[-1], "evicting" in kind)
+        else quantizer.tokens(kind.split()[-1], "evicting" in kind)
     )
     x = randn(1, 1, 1, 64, dtype=torch.bfloat16)
     prompt = 2048
-    store.append(x.expand(-1, -1, prompt, -1), 0)
-    store.flush(prompt)
+    buffer.append(x.expand(-1, -1, prompt, -1), 0)
+    buffer.flush(prompt)
     for length in range(prompt + 1, prompt + 4097):
-        store.append(x, length - 1)
-        store.flush(length)
+        buffer.append(x, length - 1)
+        buffer.flush(length)
         if length % 61 == 0:
-            assert store_nbytes(store, length) <= nbytes(store) <= 1.01 * store_nbytes(store, length)
-    held = store.used_slots(length)
+            assert buffer_nbytes(buffer, length) <= nbytes(buffer) <= 1.01 * buffer_nbytes(buffer, length)
+    held = buffer.used_slots(length)
     packed = held - 128 - (16 if kind == "window" else (length - 128) % group_size)
     native = (16 if kind == "window" else 0) + 128 + group_size  # slots reserved
-    assert store_nbytes(store, length) == packed * 64 * per_number / 8 + native * 128
+    assert buffer_nbytes(buffer, length) == packed * 64 * per_number / 8 + native * 128
 
 
 def test_growing_a_prompt_piece_by_piece_holds_no_more():
-    stores = []
+    buffers = []
     for width in (3000, 7):
-        store = GroupQuantizer(4, 32, 128).tokens("keys")
+        buffer = GroupQuantizer(4, 32, 128).tokens("keys")
         for past in range(0, 3000, width):
-            store.append(randn(1, 2, min(width, 3000 - past), 64, dtype=torch.float32), past)
-        assert nbytes(store) <= 1.01 * 3000 * 2 * 64 * 4
-        store.flush(3000)
-        stores.append(store)
-    assert nbytes(stores[0]) == nbytes(stores[1]) < 0.26 * 3000 * 2 * 64 * 4
+            buffer.append(randn(1, 2, min(width, 3000 - past), 64, dtype=torch.float32), past)
+        assert nbytes(buffer) <= 1.01 * 3000 * 2 * 64 * 4
+        buffer.flush(3000)
+        buffers.append(buffer)
+    assert nbytes(buffers[0]) == nbytes(buffers[1]) < 0.26 * 3000 * 2 * 64 * 4
 
 
 def test_a_window_holds_no_more_than_itself_while_a_prompt_runs():
-    store = GroupQuantizer(4, 32, 128).window("keys", 4, 1000)
+    buffer = GroupQuantizer(4, 32, 128).window("keys", 4, 1000)
     for past in range(0, 4000, 5):
-        store.append(randn(1, 2, 5, 16, dtype=torch.float32), past)
-    assert nbytes(store) <= 1.02 * 1004 * 2 * 16 * 4
-    store.flush(4000)
-    assert nbytes(store) == store_nbytes(store, 4000)
+        buffer.append(randn(1, 2, 5, 16, dtype=torch.float32), past)
+    assert nbytes(buffer) <= 1.02 * 1004 * 2 * 16 * 4
+    buffer.flush(4000)
+    assert nbytes(buffer) == buffer_nbytes(buffer, 4000)
 
 
 def test_what_was_read_does_not_change_when_the_store_settles():
     """Leads share the keys that they read with layers that attend later."""
     for length in (5, 6, 10, 40):
-        store = GroupQuantizer(4, 4, 2).tokens("keys")
-        store.append(randn(1, 1, length, 8), 0)
-        read = store.read(length)
-        store.flush(length)
-        store.append(randn(1, 1, 7, 8, seed=1), length)
-        store.flush(length + 7)
+        buffer = GroupQuantizer(4, 4, 2).tokens("keys")
+        buffer.append(randn(1, 1, length, 8), 0)
+        read = buffer.read(length)
+        buffer.flush(length)
+        buffer.append(randn(1, 1, 7, 8, seed=1), length)
+        buffer.flush(length + 7)
         assert torch.equal(read, randn(1, 1, length, 8))
 
 

@@ -84,8 +84,8 @@ def test_tokens_of_other_pages_are_not_read(tools):
                 for head in range(2):
                     unread = set(range(num_pages)) - set(pages[0, head].flatten().tolist())
                     for page in unread:
-                        for store in (layer.lead_keys, layer.all_values):
-                            store.data[:, head, 4 * page : 4 * page + 4] = float("nan")
+                        for buffer in (layer.lead_keys, layer.all_values):
+                            buffer.data[:, head, 4 * page : 4 * page + 4] = float("nan")
                         poisoned_tokens += 4
                 return pages
 

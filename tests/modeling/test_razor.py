@@ -90,9 +90,9 @@ def test_compensation_is_the_mean_of_all_that_left(tools, family):
         (seen,) = set(cache.lengths.tolist())
         left = slice(2, seen - layer.near.held + 2)
         assert layer.compensation.count == left.stop - left.start > 0
-        stores = full.layers[0].lead_keys, full.layers[0].all_values
-        for mean, store in zip(layer.compensation.mean, stores, strict=True):
-            expected = store.read(seen)[:, 1:, left].mean(2, keepdim=True)
+        buffers = full.layers[0].lead_keys, full.layers[0].all_values
+        for mean, buffer in zip(layer.compensation.mean, buffers, strict=True):
+            expected = buffer.read(seen)[:, 1:, left].mean(2, keepdim=True)
             assert (mean - expected).abs().max() <= 1e-12
 
 
@@ -110,9 +110,9 @@ def test_mean_of_many_tokens_does_not_freeze_in_half_precision():
     assert bias == math.log(6000) and tokens.keys.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("codec", [NATIVE, GroupQuantizer(8, 4, 2)], ids=["native", "int8"])
+@pytest.mark.parametrize("quantizer", [NATIVE, GroupQuantizer(8, 4, 2)], ids=["native", "int8"])
 @pytest.mark.parametrize("seed", range(6))
-def test_sliding_tokens_against_lists(codec, seed):
+def test_sliding_tokens_against_lists(quantizer, seed):
     """Random prompts, decoded tokens and growing windows; every token carries its number."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -128,7 +128,7 @@ def test_sliding_tokens_against_lists(codec, seed):
             return []
 
     sinks, recent = dice(0, 3), dice(1, 12)
-    sliding, near, seen, dropped, expected = SlidingTokens(codec, sinks, Dropped()), [], 0, [], []
+    sliding, near, seen, dropped, expected = SlidingTokens(quantizer, sinks, Dropped()), [], 0, [], []
     for _ in range(25):
         for is_decode in [False] * dice(0, 2) + [True] * dice(0, 6):
             count = 1 if is_decode else dice(1, 14)
@@ -200,9 +200,9 @@ def test_what_no_token_was_written_to_is_never_read(tools):
                     (near.window, near.entered),
                     (near.beside, near.num_beside),
                 ):
-                    for store in pair or ():
-                        if not store.is_empty:
-                            store.data[:, :, store.used_slots(length) :] = math.nan
+                    for buffer in pair or ():
+                        if not buffer.is_empty:
+                            buffer.data[:, :, buffer.used_slots(length) :] = math.nan
         outputs.append(torch.cat(logits, 1))
     assert outputs[1].isfinite().all() and torch.equal(*outputs)
 

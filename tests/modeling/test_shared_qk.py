@@ -67,7 +67,7 @@ def test_compiles_without_graph_breaks(tools):
         assert (out - model.model(input_ids=ids).last_hidden_state).abs().max() <= 1e-12
 
 
-def test_carry_holds_only_used_leads(tools):
+def test_shared_qk_holds_only_used_leads(tools):
     """Clones of single heads, dropped after the block's last user (storage bytes, not views)."""
     lead, n, d, groups = tools.lead, 32, 8, 3
     shared_qk = (None,) * 4

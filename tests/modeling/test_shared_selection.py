@@ -63,7 +63,7 @@ def test_followers_hold_own_keys_of_proximal_tokens_only(tools, spec, decoded):
     cache = filled(tools, spec, 400, decoded, windows, budget=150, **options)
     payload = payload_of(cache)
     rule = rule_bytes(cache, tools, 400 + decoded, windows)
-    assert abs(payload - rule) <= 0.02 * rule  # growth slack of small stores
+    assert abs(payload - rule) <= 0.02 * rule  # growth slack of small buffers
     full_snapkv = 2 * LAYERS * HEADS * (150 + decoded) * HEAD_DIM * 4
     assert payload < full_snapkv
 

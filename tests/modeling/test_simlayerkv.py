@@ -283,9 +283,9 @@ def test_dropped_tokens_are_never_read(tools):
             for layer in layers_of(cache) if poison else []:
                 tokens = layer.tokens
                 for pair, length in ((tokens.window, tokens.entered), (tokens.beside, tokens.num_beside)):
-                    for store in pair or ():
-                        if not store.is_empty:
-                            store.data[:, :, store.used_slots(length) :] = math.nan
+                    for buffer in pair or ():
+                        if not buffer.is_empty:
+                            buffer.data[:, :, buffer.used_slots(length) :] = math.nan
         outputs.append(torch.cat(logits, 1))
         assert 0 < sum(lazy(cache)) < 5
     assert outputs[1].isfinite().all() and torch.equal(*outputs)

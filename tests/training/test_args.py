@@ -7,7 +7,7 @@ import torch
 
 from pod.training.args import TrainArgs
 from pod.training.predict.memory_estimate import TrainingJob, World, training_bytes
-from pod.training.predict.shapes import Shapes, carried_heads
+from pod.training.predict.shapes import Shapes, shared_qk_heads
 from pod.training.run.lora import add_lora, lora_settings
 from pod.training.run.loss import LossHead
 from pod.training.run.mesh import check_world_size
@@ -116,7 +116,7 @@ def test_estimate_scales_as_it_must():
         return training_bytes(TrainingJob(SMOLLM2, lead, args, 2048, World(ranks, ranks)))
 
     one, two = parts(blocks, TrainArgs()), parts(blocks, TrainArgs(sequence_parallel_size=2), 2)
-    assert carried_heads(blocks) == 30  # 10 leads x 3 heads
+    assert shared_qk_heads(blocks) == 30  # 10 leads x 3 heads
     assert one["shared_qk"] == 30 * (3 + 1) * 64 * 2048 * 2
     assert two["shared_qk"] * 3 == pytest.approx(
         one["shared_qk"] * 2, rel=1e-5

@@ -13,11 +13,11 @@ from pod.training.args import TrainArgs
 from pod.training.predict.memory_estimate import TrainingJob, World, host_bytes, pinned_bytes, training_bytes
 from pod.training.predict.shapes import (
     Shapes,
-    carried_heads,
-    carried_spans,
-    carried_until,
     continued_heads,
     fetched_heads,
+    shared_qk_heads,
+    shared_qk_heads_below,
+    shared_qk_spans,
 )
 from pod.training.run import shared_qk as shared_qk_memory
 from pod.training.run.shared_qk import (
@@ -137,7 +137,7 @@ class Watch:
 
 
 @pytest.fixture
-def carried(monkeypatch):
+def handed_on(monkeypatch):
     """Storages of every tensor that a layer hands on."""
     watch, original = Watch(), decoder_layer.next_shared_qk
 
@@ -153,17 +153,17 @@ def carried(monkeypatch):
 
 
 EACH = (GROUPS + 1) * HEAD_DIM * N * 8
-"""Bytes of one carried head."""
+"""Bytes of one head of `shared_qk`."""
 
 
 @PLANS
 @pytest.mark.parametrize(("mode", "held"), [("keep", 1), ("offload", 0), ("recompute", 0)])
-def test_between_forward_and_backward_the_shared_qk_is_gone(carried, mode, held, lead):
+def test_between_forward_and_backward_the_shared_qk_is_gone(handed_on, mode, held, lead):
     model = checkpointed(mode, lead=lead)
     loss = loss_of(model, some_ids())
-    assert carried.live_bytes() == held * carried_heads(lead) * EACH
+    assert handed_on.live_bytes() == held * shared_qk_heads(lead) * EACH
     loss.backward()
-    assert carried.live_bytes() == 0
+    assert handed_on.live_bytes() == 0
 
 
 def saved_bytes(model):
@@ -192,7 +192,7 @@ def test_sharing_keeps_the_shared_qk_of_leads_with_followers_and_nothing_else(le
     rows = [[layer] * 3 for layer in range(5)]
     dense, shared = (saved_bytes(checkpointed("keep", lead=x)) for x in (rows, lead))
     assert dense > 5 * 48 * N * 8  # a hidden state per layer
-    assert (shared - dense) / (carried_heads(lead) * EACH) == pytest.approx(1, abs=0.05)
+    assert (shared - dense) / (shared_qk_heads(lead) * EACH) == pytest.approx(1, abs=0.05)
 
 
 @PLANS
@@ -214,11 +214,11 @@ def test_offload_copies_each_tensor_once_each_way_and_holds_open_blocks_only(lea
     memory = model.model.shared_qk_memory = OffloadedSharedQK()
     memory.to_host, memory.to_device = to_host, to_device
     loss = loss_of(model, some_ids())
-    tensors, carried = 2 * carried_heads(lead), carried_heads(lead) * EACH
-    assert (host.count, host.live_bytes()) == (tensors, carried)
+    tensors, handed_on = 2 * shared_qk_heads(lead), shared_qk_heads(lead) * EACH
+    assert (host.count, host.live_bytes()) == (tensors, handed_on)
     assert device.count == 0
     loss.backward(retain_graph=True)
-    assert (device.count, device.live_bytes(), host.live_bytes()) == (tensors, 0, carried)
+    assert (device.count, device.live_bytes(), host.live_bytes()) == (tensors, 0, handed_on)
     loss.backward()
     assert device.count == 2 * tensors
     assert host.live_bytes() == device.live_bytes() == 0
@@ -250,7 +250,7 @@ def test_a_layer_that_hands_shared_qk_on_holds_none_of_it(mode, lead):
             module.mlp.register_full_backward_hook(note(layer))
         loss_of(model, some_ids()).backward()
     assert not memory._entries
-    spans = carried_spans(lead).values()
+    spans = shared_qk_spans(lead).values()
     assert live == {layer: EACH * sum(first < layer <= last for first, last in spans) for layer in range(5)}
 
 
@@ -332,11 +332,11 @@ def test_two_forward_passes_before_their_backwards_do_not_mix(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_is_held_without_gradients(carried, mode):
+def test_nothing_is_held_without_gradients(handed_on, mode):
     model = checkpointed(mode)
     with torch.no_grad():
         loss_of(model, some_ids())
-    assert carried.live_bytes() == 0
+    assert handed_on.live_bytes() == 0
 
 
 def test_recompute_refuses_a_backward_that_starts_within_a_block():
@@ -368,8 +368,8 @@ def test_recipes_that_cannot_work_are_refused(settings, says):
 
 def test_spans_of_a_plan_with_windows():
     """Leads (0, 0), (0, 1) and (1, 2) are followed."""
-    assert carried_spans(ROLES) == {(0, 1): (1, 1), (0, 0): (2, 4), (1, 2): (4, 4)}
-    assert [carried_until(ROLES, layer) for layer in range(5)] == [0, 2, 3, 3, 3]
+    assert shared_qk_spans(ROLES) == {(0, 1): (1, 1), (0, 0): (2, 4), (1, 2): (4, 4)}
+    assert [shared_qk_heads_below(ROLES, layer) for layer in range(5)] == [0, 2, 3, 3, 3]
     assert [fetched_heads(ROLES, layer) for layer in range(5)] == [0, 1, 1, 1, 2]
     assert [continued_heads(ROLES, layer) for layer in range(5)] == [2, 2, 2, 2, 0]
 
@@ -386,13 +386,13 @@ def test_estimate_knows_where_shared_qk_is_and_how_large_a_tile():
     parts = {
         mode: training_bytes(job(TrainArgs(shared_qk=mode))) for mode in ("keep", "offload", "recompute")
     }
-    assert (carried_heads(LEAD), open_heads(LEAD)) == (5, 2)
-    assert parts["keep"]["shared_qk"] == carried_heads(LEAD) * each
+    assert (shared_qk_heads(LEAD), open_heads(LEAD)) == (5, 2)
+    assert parts["keep"]["shared_qk"] == shared_qk_heads(LEAD) * each
     assert parts["offload"]["shared_qk"] == parts["recompute"]["shared_qk"] <= open_heads(LEAD) * each
     offloaded = TrainArgs(shared_qk="offload", offload_optimizer="cpu")
     # pinned tensors take powers of two: of a head 32,000 bytes of queries and 16,000 of keys
     weights = shapes.parameters // 2
-    held = {"shared_qk": carried_heads(LEAD) * (32_768 + 16_384)}
+    held = {"shared_qk": shared_qk_heads(LEAD) * (32_768 + 16_384)}
     held["optimizer"] = 12 * weights + 2 * pinned_bytes(4 * weights)
     assert host_bytes(job(offloaded, 2)) == held
     assert training_bytes(job(offloaded, 2))["optimizer"] == 0

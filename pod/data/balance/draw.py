@@ -25,7 +25,7 @@ class Drawn:
 
 
 def draw(reservoir: Reservoir, args: DataArgs, seed: int) -> Drawn:
-    """Draw from settled pieces by `target_tokens`, `exhausted` and `weights`.
+    """Draw from the kept pieces by `target_tokens`, `exhausted` and `weights`.
 
     The order is a second sampling key over all drawn pieces. The draw is deterministic in `seed`.
 

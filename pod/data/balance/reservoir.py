@@ -105,11 +105,11 @@ class Reservoir:
         most = int(HELD_OUT_SHARE * 2**64) if held_out_tokens else 0
         self.limits = deepcopy(limits) if limits else Limits(np.full(self.groups.total, ALL), most)
         self.pieces = np.empty(0, PIECE)
-        """Sorted by group, sampling key and order of adding, as `settle` left them."""
+        """Sorted by group, sampling key and order of adding, as `prune` left them."""
         self.group = np.empty(0, np.int64)
         """The group of each of the pieces."""
         self.num_added = 0
-        """Tokens added since `settle`."""
+        """Tokens added since `prune`."""
         self.held_out_full = not held_out_tokens
         self._added: list[np.ndarray] = []
 
@@ -158,7 +158,7 @@ class Reservoir:
         self.num_added += int(pieces["length"].sum(dtype=np.int64))
         self._added.append(pieces)
 
-    def settle(self) -> None:
+    def prune(self) -> None:
         """Find the limits anew and drop what lies above."""
         groups, limits = self.groups, self.limits
         pieces = np.concatenate([self.pieces, *self._added])
@@ -202,7 +202,7 @@ class Reservoir:
         return self.held_out_full and bool((self.limits.sampling_keys[: self.groups.count] < ALL).all())
 
     def training(self) -> tuple[np.ndarray, np.ndarray]:
-        """The settled pieces that may be drawn and their groups, both [n].
+        """The kept pieces that may be drawn and their groups, both [n].
 
         There are no copies, also not between sources with weights.
         """

@@ -35,7 +35,7 @@ class Progress:
         self._bar.update()
 
     def show(self, reservoir: Reservoir) -> None:
-        """Tell of the interval that is filled least by settled pieces."""
+        """Tell of the interval that is filled least by the kept pieces."""
         self.slowest = slowest_interval(reservoir)
         self.read(0)
 

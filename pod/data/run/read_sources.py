@@ -22,9 +22,9 @@ from pod.data.tokens.tokenizers import identity
 
 BATCH_CHARACTERS = 1_000_000
 BATCH_DOCUMENTS = 256
-SETTLE_TOKENS = 1 << 22
+PRUNE_TOKENS = 1 << 22
 """A work shard adds at least this many tokens before it looks for what it can drop."""
-SETTLE_SHARE = 16
+PRUNE_SHARE = 16
 """The draw of what is read is brought up to date when one more of so many work shards was read."""
 LEAST_WORK_SHARDS = 16
 """Fewest work shards to read, where there are so many. Fewer would be no fair sample of the sources."""
@@ -55,13 +55,13 @@ def read_sources(job: Job) -> Reading:
     progress = Progress(sum(work_shard.text_bytes for work_shard in job.work_shards))
     calls = ((number, deepcopy(reservoir.limits)) for number in order)
     with closing(progress), closing(in_order(_Task(job), calls, job.workers, progress.read)) as work_shards:
-        next_settle = 1
+        next_prune = 1
         for position, number in enumerate(work_shards, start=1):
             _take_in(job, reading, number)
-            if position < min(next_settle, len(order)):
+            if position < min(next_prune, len(order)):
                 continue
-            next_settle = settle_after(position)
-            reservoir.settle()
+            next_prune = prune_after(position)
+            reservoir.prune()
             _compact(job, reading)
             progress.show(reservoir)
             if reservoir.is_full and position >= LEAST_WORK_SHARDS:
@@ -72,9 +72,9 @@ def read_sources(job: Job) -> Reading:
     return reading
 
 
-def settle_after(position: int) -> int:
+def prune_after(position: int) -> int:
     """After how many work shards the draw is brought up to date next; it last was after `position`."""
-    return position + max(1, position // SETTLE_SHARE)
+    return position + max(1, position // PRUNE_SHARE)
 
 
 def read_one(job: Job, number: int, limits: Limits, count: Count) -> None:
@@ -102,8 +102,8 @@ def read_one(job: Job, number: int, limits: Limits, count: Count) -> None:
         for batch in batches(documents_of(job, work_shard, report)):
             documents = _tokenised(job, work_shard, batch, reservoir, token_file)
             reservoir.add(reservoir.cut(documents))
-            if reservoir.num_added > max(SETTLE_TOKENS, token_file.size // 2):
-                reservoir.settle()
+            if reservoir.num_added > max(PRUNE_TOKENS, token_file.size // 2):
+                reservoir.prune()
                 reservoir.pieces = file_order(reservoir.pieces)
                 if token_file.size > 2 * own_tokens(reservoir.pieces).sum():
                     token_file.keep(reservoir.pieces)
@@ -111,7 +111,7 @@ def read_one(job: Job, number: int, limits: Limits, count: Count) -> None:
             size = min(sum(len(one.text) for one in batch), max(0, work_shard.text_bytes - counted))
             counted += size
             count(size)
-        reservoir.settle()
+        reservoir.prune()
         file.write(file_order(reservoir.pieces), token_file.take, report)
     count(work_shard.text_bytes - counted)
 

@@ -19,7 +19,7 @@ _PART_NAMES = {
     "near_values": "values in windows",
     "window_keys": "followers' near keys",
 }
-"""Names for stores whose own names say less to a reader."""
+"""Names for buffers whose own names say less to a reader."""
 
 
 def speed_blocks(runs: list[ReportedRun]) -> list[Block]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from pod.modeling.model.cache import PodCache
 from pod.modeling.model.config import LAYOUTS, PodConfig
-from pod.modeling.model.generation import planned_codec
+from pod.modeling.model.generation import planned_quantizer
 from pod.modeling.model.kv_buffer import NATIVE, KVQuantizer
 from pod.modeling.model.rows import FixedChunks, GroupedCache
 from pod.modeling.model.step import CacheLayer
@@ -47,14 +47,14 @@ class Request:
         spec: the methods without parameters and budget, for reports and errors.
         params: every parameter of the methods in the spec, with defaults filled in.
         budget: tokens per KV head and layer; 0 for methods that take no budget.
-        codec: makes the stores.
+        quantizer: makes the buffers.
         inner: what stands in brackets behind the selection, such as ``snapkv`` in ``imdc(snapkv)``.
     """
 
     spec: str
     params: dict[str, Any]
     budget: int = 0
-    codec: KVQuantizer = NATIVE
+    quantizer: KVQuantizer = NATIVE
     inner: str | None = None
 
     def below_budget(self, name: str) -> int:
@@ -97,15 +97,15 @@ def cache_of(
     Args:
         make_layer: ``(config, layer_idx, request) -> CacheLayer``; raises ``ValueError`` for a request that
             it cannot serve.
-        takes_any_rows: whether its layers see the whole batch, with rows of unlike length. With packed stores
-            they never do.
+        takes_any_rows: whether its layers see the whole batch, with rows of unlike length. They never do with
+            packed buffers.
         grouped: arguments of ``GroupedCache``.
     """
 
     def build(config: PodConfig, request: Request) -> PodCache:
         make_layer(config, 0, request)
         make = partial(make_layer, request=request)
-        if takes_any_rows and request.codec is NATIVE:
+        if takes_any_rows and request.quantizer is NATIVE:
             return PodCache(config, make, request.spec)
         is_streaming = request.params.get("prefill") == "streaming"
         chunks = FixedChunks(request.params["chunk_size"]) if is_streaming else None
@@ -137,12 +137,12 @@ def build_cache(config: PodConfig, spec: Spec, budget: int | None, params: Mappi
     _check_budget(name, builds, budget)
     request = Request(spec=name, params=values, budget=budget or 0, inner=inner)
     if codec is not None:
-        request = replace(request, codec=builder_of(codec).build(config, request))
+        request = replace(request, quantizer=builder_of(codec).build(config, request))
     elif layout.name == "pod":
-        request = replace(request, codec=planned_codec(config))
+        request = replace(request, quantizer=planned_quantizer(config))
     wraps = None if channels is None else builder_of(channels).wraps
     if wraps is not None:
-        request = replace(request, codec=wraps(config, request))
+        request = replace(request, quantizer=wraps(config, request))
     return builder_of(builds).build(config, request)
 
 

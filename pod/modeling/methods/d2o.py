@@ -78,7 +78,7 @@ class D2OLayer(AccumulatingLayer):
                 f"(num_sink_tokens + 1) when the others get alpha = {float(self.alpha)} times as many: "
                 f"raise the budget to {smallest} or more"
             )
-        super().__init__(config, layer_idx, request.codec)
+        super().__init__(config, layer_idx, request.quantizer)
 
     def clear(self) -> None:
         super().clear()
@@ -117,9 +117,9 @@ class D2OLayer(AccumulatingLayer):
 
     def _merge_many(self, kept: Tensor, dropped: Tensor, beta: float) -> None:
         """Merge several dropped tokens, at the end of a prompt or in a decode step (eqs. 8 to 11)."""
-        stores = self.lead_keys, self.all_values
+        buffers = self.lead_keys, self.all_values
         changed = []
-        tokens = [store.read(self.held) for store in stores]
+        tokens = [buffer.read(self.held) for buffer in buffers]
         for by, parts in self.matches:
             similarity, nearest = nearest_kept(tokens[by], kept, dropped)
             threshold = self._next_threshold(by, similarity.mean(-1, keepdim=True), beta)
@@ -129,17 +129,17 @@ class D2OLayer(AccumulatingLayer):
             weights = merge_weights(similarity, nearest, merged, kept.shape[2])
             for part in parts:
                 x = merge_tokens(tokens[part], kept, dropped, nearest, weights)
-                changed.append((stores[part], nearest, take_slots(x, nearest)))
+                changed.append((buffers[part], nearest, take_slots(x, nearest)))
         self.keep(kept, dropped)
-        for store, slots, x in changed:
-            store.write(slots, x)
+        for buffer, slots, x in changed:
+            buffer.write(slots, x)
 
     def _merge_one(self, dropped: Tensor, beta: float) -> None:
         """Do the same for the one token that a decode step drops, in a fourth of the operations."""
-        stores = self.lead_keys, self.all_values
-        gone = [one_slot(store.read(self.held), dropped) for store in stores]
+        buffers = self.lead_keys, self.all_values
+        gone = [one_slot(buffer.read(self.held), dropped) for buffer in buffers]
         self.keep(None, dropped)
-        tokens = [store.read(self.held) for store in stores]
+        tokens = [buffer.read(self.held) for buffer in buffers]
         for by, parts in self.matches:
             similarity, nearest = nearest_slot(tokens[by], gone[by])
             merged = similarity >= self._next_threshold(by, similarity, beta) - rounding(similarity)
@@ -147,7 +147,7 @@ class D2OLayer(AccumulatingLayer):
                 similarity = torch.zeros_like(similarity)
             share = share_of_one(similarity, merged)
             for part in parts:
-                stores[part].write(nearest, merge_one(tokens[part], nearest, gone[part], share))
+                buffers[part].write(nearest, merge_one(tokens[part], nearest, gone[part], share))
 
     def _next_threshold(self, by: int, newest: Tensor, beta: float) -> Tensor:
         """Update the moving average ``[B, H, 1]`` of similarities (cosines - 1), and return it.

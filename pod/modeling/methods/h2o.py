@@ -78,8 +78,8 @@ class AccumulatingLayer(PodCacheLayer):
     def flush(self, step: Step) -> None:
         if step.ends_prompt or step.is_decode:
             self.evict(step)
-            for store in (self.lead_keys, self.all_values):
-                store.flush(self.held)
+            for buffer in (self.lead_keys, self.all_values):
+                buffer.flush(self.held)
 
     def evict(self, step: Step) -> None:
         """Choose what stays, and call ``keep``: a prompt or chunk has ended, or a token was decoded."""
@@ -92,8 +92,8 @@ class AccumulatingLayer(PodCacheLayer):
             places = _first_places(*dropped.shape[:2], self.held, dropped.device) + later
         else:
             places = places_of(kept, self.held)
-        for store in (self.lead_keys, self.all_values):
-            store.keep_places(places, self.held)
+        for buffer in (self.lead_keys, self.all_values):
+            buffer.keep_places(places, self.held)
         for name, x in self.statistics.items():
             if x.shape[2] == self.held:  # it belongs to tokens; more than one token is held here
                 self.statistics[name] = x.flatten().index_select(0, places.flatten()).view(places.shape)
@@ -162,7 +162,7 @@ class H2OLayer(AccumulatingLayer):
     """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
-        super().__init__(config, layer_idx, request.codec)
+        super().__init__(config, layer_idx, request.quantizer)
         budget, recents = request.budget, request.params["num_recent_tokens"]
         recents = budget // 2 if recents is None else recents
         if not 1 <= recents < budget:

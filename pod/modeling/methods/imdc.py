@@ -223,7 +223,7 @@ class MemoryLayer(CacheLayer):
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
         super().__init__()
         params, ranks = request.params, request.inner == "snapkv"
-        self.layer_idx, self.codec = layer_idx, request.codec
+        self.layer_idx, self.quantizer = layer_idx, request.quantizer
         self.adaptive, self.updates = params.get("function") == "adaptive", params.get("update", True)
         self.num_sink_tokens = params["num_sink_tokens"]
         self.observer = lambda: EndAttention(config, layer_idx, request) if ranks else LastQueries(1)
@@ -231,13 +231,13 @@ class MemoryLayer(CacheLayer):
         self.clear()
 
     def clear(self) -> None:
-        self.tokens = Pair.of(self.codec, evicts=True)
+        self.tokens = Pair.of(self.quantizer, evicts=True)
         self.held = self.memory = 0
         self.retention = Fraction(0)
         self.queries = self.observer()  # of the running chunk
         self.rotated: Tensor | None = None  # rotated keys, from the end of a chunk to its compression
 
-    def stores(self) -> dict[str, Any]:
+    def kv_buffers(self) -> dict[str, Any]:
         return self.tokens._asdict() | {"bookkeeping": self.queries}
 
     # -- attention -------------------------------------------------------------------------------------------

@@ -93,9 +93,9 @@ def compress(layers: list[KVzipLayer]) -> None:
     devices = [layer.device for layer in layers for _ in layer.head_groups]
     for group, head, size, own in zip(head_groups, heads, sizes, devices, strict=True):
         slots = best_slots(head, size)[None, None].to(own)
-        for store in (group.keys, group.values):
-            store.keep(slots, group.held)
-            store.flush(size)
+        for buffer in (group.keys, group.values):
+            buffer.keep(slots, group.held)
+            buffer.flush(size)
         group.held = size
     for layer in layers:
         layer.waits, layer.is_compressed, layer.heard = False, True, []

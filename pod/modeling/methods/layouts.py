@@ -20,7 +20,7 @@ from pod.modeling.model.cache import PodCache
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.generation import own_cache
 from pod.modeling.model.kv_buffer import KVQuantizer
-from pod.modeling.model.quantized import make_codec
+from pod.modeling.model.quantized import make_quantizer
 from pod.registry import METHODS
 
 
@@ -33,10 +33,10 @@ def _build(config: PodConfig, request: Request) -> PodCache:
             f"{request.spec}: extra_slots = {extra_slots} must be 0 with a capacity: the engine serves "
             "windows without them"
         )
-    codec = request.codec if capacity is None else request.codec.in_place(capacity)
+    quantizer = request.quantizer if capacity is None else request.quantizer.in_place(capacity)
     # parameters of the layout pod
     options = {name: request.params[name] for name in ("tau", "extra_slots") if name in request.params}
-    cache = own_cache(config, codec, request.spec, **options)
+    cache = own_cache(config, quantizer, request.spec, **options)
     if capacity is not None:
         attach(cache, capacity)
     return cache
@@ -45,7 +45,7 @@ def _build(config: PodConfig, request: Request) -> PodCache:
 def _build_codec(name: str, config: PodConfig, request: Request) -> KVQuantizer:
     bits = METHODS[name].bits
     assert bits is not None
-    return make_codec(name, bits, config, request.params["group_size"], request.params["residual"])
+    return make_quantizer(name, bits, config, request.params["group_size"], request.params["residual"])
 
 
 BUILDERS = {name: Builder(build=_build) for name in ("full", "pod", "cla", "window")} | {

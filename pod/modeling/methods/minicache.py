@@ -40,8 +40,8 @@ class Merged:
         positions: which tokens these are, ``[B, H, C, 1]``.
     """
 
-    def __init__(self, codec: KVQuantizer, part: str):
-        self.directions, self.apart = codec.tokens(part), codec.tokens(part)
+    def __init__(self, quantizer: KVQuantizer, part: str):
+        self.directions, self.apart = quantizer.tokens(part), quantizer.tokens(part)
         self.norms, self.positions = KVBuffer(), KVBuffer()
 
     def read(self, shared: KVBuffer, count: int, num_apart: int) -> Tensor:
@@ -57,7 +57,7 @@ class Merged:
 class PairLayer(PodCacheLayer):
     """A layer of a pair, for rows that are alike.
 
-    It holds merged tokens first, in the form of ``packing``, and then native ones in the stores of a dense
+    It holds merged tokens first, in the form of ``packing``, and then native ones in the buffers of a dense
     layer.
 
     Attributes:
@@ -66,8 +66,8 @@ class PairLayer(PodCacheLayer):
     """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request, is_deeper: bool):
-        self.params, self.is_deeper, self.packing = request.params, is_deeper, request.codec
-        self.packs = request.codec is not NATIVE
+        self.params, self.is_deeper, self.packing = request.params, is_deeper, request.quantizer
+        self.packs = request.quantizer is not NATIVE
         super().__init__(config, layer_idx)
 
     def clear(self) -> None:
@@ -75,9 +75,9 @@ class PairLayer(PodCacheLayer):
         self.merged_tokens = self.num_apart = 0
         self.merged = {name: Merged(self.packing, name) for name in _PARTS}
 
-    def stores(self) -> dict[str, KVBuffer]:
+    def kv_buffers(self) -> dict[str, KVBuffer]:
         merged = {f"{part}_{name}": x for part in _PARTS for name, x in vars(self.merged[part]).items()}
-        return super().stores() | merged
+        return super().kv_buffers() | merged
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         (q, k), past = step.ropes[self.layer_idx].pair(q, k), step.uniform_past
@@ -86,10 +86,10 @@ class PairLayer(PodCacheLayer):
             return self.attend_rotated(q, k, v, step)
         native = past - self.merged_tokens
         tokens = []
-        stores = self.lead_keys, self.all_values
-        for merged, store, x in zip(self.restored(step.layers), stores, (k, v), strict=True):
-            store.append(x, native)
-            tokens.append(torch.cat((merged, store.read(native + step.num_new)), dim=2))
+        buffers = self.lead_keys, self.all_values
+        for merged, buffer, x in zip(self.restored(step.layers), buffers, (k, v), strict=True):
+            buffer.append(x, native)
+            tokens.append(torch.cat((merged, buffer.read(native + step.num_new)), dim=2))
         keys, values = tokens
         if step.num_new == 1 and not takes_gradients(q, k, v):
             return attend_slots(q, keys, values, self.scale)[0]
@@ -192,7 +192,7 @@ def _layer(config: PodConfig, layer_idx: int, request: Request) -> PodCacheLayer
     for pair in pairs_of(config.num_hidden_layers):
         if layer_idx in pair:
             return PairLayer(config, layer_idx, request, is_deeper=layer_idx == pair[1])
-    return PodCacheLayer(config, layer_idx, request.codec)
+    return PodCacheLayer(config, layer_idx, request.quantizer)
 
 
 def merge_pairs(layers: list, step: Step, label: None) -> None:

@@ -37,14 +37,14 @@ class QuestLayer(PodCacheLayer):
         self.page_size = request.params["page_size"]
         self.num_read_pages = ceil(request.budget / self.page_size)
         self.is_dense = layer_idx < request.params["num_dense_layers"]
-        super().__init__(config, layer_idx, request.codec)
+        super().__init__(config, layer_idx, request.quantizer)
 
     def clear(self) -> None:
         super().clear()
         self.pages = KVBuffer()
 
-    def stores(self) -> dict[str, KVBuffer]:
-        return super().stores() | {"pages": self.pages}
+    def kv_buffers(self) -> dict[str, KVBuffer]:
+        return super().kv_buffers() | {"pages": self.pages}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         (q, k), past, roles = step.ropes[self.layer_idx].pair(q, k), step.uniform_past, self.roles
@@ -54,9 +54,9 @@ class QuestLayer(PodCacheLayer):
         reads_all = not step.is_decode or self.num_read_pages * self.page_size > past
         if reads_all or (self.is_dense and not roles.followed + roles.followers):
             return self.attend_rotated(q, k, v, step)
-        for store, x, heads in ((self.lead_keys, k, roles.leads), (self.all_values, v, roles.held)):
+        for buffer, x, heads in ((self.lead_keys, k, roles.leads), (self.all_values, v, roles.held)):
             if heads:
-                store.append(take_heads(x, heads), past)
+                buffer.append(take_heads(x, heads), past)
         self._append_windows(k, v, step)
         return self._read_pages(q, step)
 

@@ -32,17 +32,17 @@ class RazorLayer(CacheLayer):
         self.compression, self.compensates = params["compression"], params["compensation"]
         self.roles = roles_of(params["heads"].lead, layer_idx)
         self.groups, self.scale = config.num_key_value_groups, config.head_dim**-0.5
-        self.codec = request.codec
+        self.quantizer = request.quantizer
         self.clear()
 
     def clear(self) -> None:
         self.compensation = CompensationToken(self.compensates)
-        self.everything = SlidingTokens(self.codec, 0)
-        self.near = SlidingTokens(self.codec, self.num_sink_tokens, self.compensation)
+        self.everything = SlidingTokens(self.quantizer, 0)
+        self.near = SlidingTokens(self.quantizer, self.num_sink_tokens, self.compensation)
 
-    def stores(self) -> dict[str, Any]:
-        full = {f"full_{name}": store for name, store in self.everything.stores().items()}
-        return full | self.near.stores() | {"compensation": self.compensation}
+    def kv_buffers(self) -> dict[str, Any]:
+        full = {f"full_{name}": buffer for name, buffer in self.everything.kv_buffers().items()}
+        return full | self.near.kv_buffers() | {"compensation": self.compensation}
 
     # -- attention -------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ class RocoLayer(AccumulatingLayer):
     """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
-        super().__init__(config, layer_idx, request.codec)
+        super().__init__(config, layer_idx, request.quantizer)
         names = "num_sink_tokens", "num_recent_tokens", "protect_prefill", "protect_decode"
         self.sinks, self.recents, *shares = (request.params[name] for name in names)
         self.budget = budget = request.budget

@@ -38,14 +38,17 @@ class OwnKeys:
     """Followers' own keys: those of the sinks and of the last ``recents`` tokens held.
 
     All rows and heads have equally many own keys, so in some of them a few belong to tokens that are already
-    distant there. A codec packs tokens by number. So keys are dropped in whole groups, and not before the
+    distant there. A quantizer packs tokens by number. So keys are dropped in whole groups, and not before the
     values of their tokens are packed: keys of the same tokens are then packed together whatever rows are in
     the batch.
     """
 
-    def __init__(self, codec: KVQuantizer, num_sink_tokens: int):
-        self.store: KVBuffer = codec.tokens("keys", evicts=True)
-        self.group_size, self.residual = getattr(codec, "group_size", 1), getattr(codec, "residual", 0)
+    def __init__(self, quantizer: KVQuantizer, num_sink_tokens: int):
+        self.buffer: KVBuffer = quantizer.tokens("keys", evicts=True)
+        self.group_size, self.residual = (
+            getattr(quantizer, "group_size", 1),
+            getattr(quantizer, "residual", 0),
+        )
         self.num_sink_tokens = num_sink_tokens
         self.held = self.sinks = self.recents = 0
 
@@ -54,7 +57,7 @@ class OwnKeys:
 
     def append(self, k: Tensor) -> Stored:
         """Store new keys ``[B, followers, m, d]``, and give what decoding reads."""
-        stored = self.store.append_and_read(k, len(self))
+        stored = self.buffer.append_and_read(k, len(self))
         self.recents += k.shape[2]
         self.held += k.shape[2]
         return stored
@@ -73,14 +76,14 @@ class OwnKeys:
         slots = kept[..., first_and_last(sinks, recents, self.held, kept.device)]
         slots = torch.where(slots < self.sinks, slots, (slots - was).clamp(min=0) + self.sinks)
         if len(self):
-            self.store.keep(slots.clamp(max=len(self) - 1), len(self))
+            self.buffer.keep(slots.clamp(max=len(self) - 1), len(self))
         self.sinks, self.recents = sinks, recents
 
     def free(self, recents: int) -> None:
         """Hold keys of the first and of the last tokens only, if there are more than a few others."""
         sinks, recents = self._sizes(recents)
         if sinks + recents + recents // _AGED < len(self):
-            self.store.keep_ends(sinks, recents, len(self))
+            self.buffer.keep_ends(sinks, recents, len(self))
             self.sinks, self.recents = sinks, recents
 
     def _sizes(self, recents: int) -> tuple[int, int]:
@@ -107,18 +110,18 @@ class HeadGroup:
         self.leads, self.followers, self.shares = leads, followers, layer.shares
         self.followed = [(i, head) for i, head in enumerate(leads) if head in layer.roles.followed]
         self.ranking = layer.make_ranking()
-        self.values: KVBuffer = layer.codec.tokens("values", layer.evicts)
-        self.keys: KVBuffer = layer.codec.tokens("keys", layer.evicts)
-        self.own = OwnKeys(layer.codec, layer.num_sink_tokens)
+        self.values: KVBuffer = layer.quantizer.tokens("values", layer.evicts)
+        self.keys: KVBuffer = layer.quantizer.tokens("keys", layer.evicts)
+        self.own = OwnKeys(layer.quantizer, layer.num_sink_tokens)
         self.held = self.whole_from = 0
         self.position_buffer = KVBuffer()
         self.position_buffer.is_tight = True
         self.chosen: list[list[int]] | None = [[] for _ in self.leads]
 
-    def stores(self) -> list[tuple[str, KVBuffer, int]]:
-        """Name, store and number of tokens of each store."""
+    def kv_buffers(self) -> list[tuple[str, KVBuffer, int]]:
+        """Name, buffer and number of tokens of each buffer."""
         return [
-            ("window_keys", self.own.store, len(self.own)),
+            ("window_keys", self.own.buffer, len(self.own)),
             ("keys", self.keys, self.held),
             ("values", self.values, self.held),
             ("positions", self.position_buffer, self.held),
@@ -174,7 +177,7 @@ class SharedSelectionLayer(PodCacheLayer):
         self.make_ranking = lambda: make_ranking(config, layer_idx, request)
         self.make_ranking()  # checks the request, even where no head of the layer leads
         self.shares = config.sharing_plan.num_followers > 0
-        super().__init__(config, layer_idx, request.codec)
+        super().__init__(config, layer_idx, request.quantizer)
 
     def alike(self, head: int) -> Hashable:
         """A label that is the same for heads of this layer that always hold equally many tokens."""
@@ -197,19 +200,19 @@ class SharedSelectionLayer(PodCacheLayer):
         self.order = (*held, *self.roles.windows)
         counts = [len(x) for x in (self.roles.leads, self.roles.followers, self.roles.windows)]
         self.is_reordered = len(self.head_groups) > 1 or max(counts) < len(self.order)
-        self.near_keys = self.codec.window("keys", self.num_sink_tokens, self.num_recent_tokens)
-        self.near_values = self.codec.window("values", self.num_sink_tokens, self.num_recent_tokens)
+        self.near_keys = self.quantizer.window("keys", self.num_sink_tokens, self.num_recent_tokens)
+        self.near_values = self.quantizer.window("values", self.num_sink_tokens, self.num_recent_tokens)
 
     def _held(self, length: int) -> list[tuple[str, KVBuffer, int]]:
-        """Name, store and number of tokens of each store that is not empty after ``length`` tokens."""
+        """Name, buffer and number of tokens of each buffer that is not empty after ``length`` tokens."""
         found = [("near_keys", self.near_keys, length), ("near_values", self.near_values, length)]
         for number, group in enumerate(self.head_groups):
-            found += [(f"{name} of {number}", store, held) for name, store, held in group.stores()]
+            found += [(f"{name} of {number}", buffer, held) for name, buffer, held in group.kv_buffers()]
         return [entry for entry in found if not entry[1].is_empty]
 
-    def stores(self) -> dict[str, Any]:
+    def kv_buffers(self) -> dict[str, Any]:
         rankings = {f"bookkeeping of {i}": group.ranking for i, group in enumerate(self.head_groups)}
-        return {name: store for name, store, _ in self._held(0)} | rankings
+        return {name: buffer for name, buffer, _ in self._held(0)} | rankings
 
     # -- attention -------------------------------------------------------------------------------------------
 
@@ -345,7 +348,7 @@ class SharedSelectionLayer(PodCacheLayer):
             out, _ = attend(q[0], tokens, segments=segments, scale=self.scale, backend=step.chunk_backend)
             parts.append(out)
         if group.followers:
-            own = group.own.store.read(len(group.own)).transpose(2, 3)
+            own = group.own.buffer.read(len(group.own)).transpose(2, 3)
             keys = group.own.spread(own, Tensor.new_zeros).transpose(2, 3).contiguous()
             see, past = self._visibility, group.held - step.num_new
             if past < step.rows[0][0]:
@@ -363,9 +366,9 @@ class SharedSelectionLayer(PodCacheLayer):
             for group, slots in zip(self.head_groups, self.choose(step), strict=True):
                 self._select(group, slots, step)
                 group.ranking = self.make_ranking()
-        if self.codec.comes_to_rest and (step.ends_prompt or step.is_decode):
-            for _, store, count in self._held(step.max_length):
-                store.flush(count)
+        if self.quantizer.comes_to_rest and (step.ends_prompt or step.is_decode):
+            for _, buffer, count in self._held(step.max_length):
+                buffer.flush(count)
 
     def choose(self, step: Step) -> list[Tensor | None]:
         """The slots ``[B, leads, budget]`` that each head group's leads keep, ascending; None = all."""

@@ -49,7 +49,7 @@ class SimLayer(SlidingLayer):
                 "detector='prefill' with it"
             )
         sizes = params["num_sink_tokens"], params["num_recent_tokens"]
-        super().__init__(config, layer_idx, *sizes, request.codec)
+        super().__init__(config, layer_idx, *sizes, request.quantizer)
 
     def clear(self) -> None:
         super().clear()
@@ -57,8 +57,8 @@ class SimLayer(SlidingLayer):
         self.measured: Tensor | None = None
         self.queries = LastQueries(self.num_last_queries)
 
-    def stores(self) -> dict[str, Any]:
-        return super().stores() | {"bookkeeping": self.queries}
+    def kv_buffers(self) -> dict[str, Any]:
+        return super().kv_buffers() | {"bookkeeping": self.queries}
 
     def decisions(self, row: int) -> dict[str, float | None]:
         """For the only row: whether the layer is lazy, and the attention share of its last judgement."""
@@ -118,7 +118,7 @@ class SimLayer(SlidingLayer):
         self.rest()
 
     def rest(self) -> None:
-        """Trim a lazy layer, and let the stores come to rest."""
+        """Trim a lazy layer, and let the buffers come to rest."""
         if self.is_lazy:
             self.tokens.trim(self.num_recent_tokens)
         # a layer that is judged next may be trimmed: a token packed now might be packed again in the window

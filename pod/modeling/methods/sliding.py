@@ -23,23 +23,23 @@ Biased = tuple[Tokens[Tensor], float]
 
 
 class Pair(NamedTuple):
-    """A store of keys and one of values that hold the same tokens."""
+    """A buffer of keys and one of values that hold the same tokens."""
 
     keys: KVBuffer
     values: KVBuffer
 
     @classmethod
-    def of(cls, codec: KVQuantizer, evicts: bool = False) -> "Pair":
-        """Stores that hold every token.
+    def of(cls, quantizer: KVQuantizer, evicts: bool = False) -> "Pair":
+        """Buffers that hold every token.
 
         Args:
             evicts: whether ``keep`` will be used.
         """
-        return cls(codec.tokens("keys", evicts), codec.tokens("values", evicts))
+        return cls(quantizer.tokens("keys", evicts), quantizer.tokens("values", evicts))
 
     def append(self, tokens: Tokens[Tensor], past: int) -> None:
-        for store, x in zip(self, tokens, strict=True):
-            store.append(x, past)
+        for buffer, x in zip(self, tokens, strict=True):
+            buffer.append(x, past)
 
     def read(self, length: int) -> Tokens[Tensor]:
         return Tokens(self.keys.read(length), self.values.read(length))
@@ -54,21 +54,21 @@ class Pair(NamedTuple):
             also: further tokens to attend to.
         """
         if takes_gradients(q):  # by the backward pass, later tokens may have been written over these
-            tokens = [store.read(length).clone() for store in self]
+            tokens = [buffer.read(length).clone() for buffer in self]
         else:
-            tokens = [store.read(length) if store.has_window else store.view(length) for store in self]
+            tokens = [buffer.read(length) if buffer.has_window else buffer.view(length) for buffer in self]
         count = self.keys.used_slots(length)
         found = attend_slots(q, *tokens, scale, also=also, num_slots=count)  # type: ignore[arg-type]
         out, _, weights = found
         return out, weights
 
     def flush(self, length: int) -> None:
-        for store in self:
-            store.flush(length)
+        for buffer in self:
+            buffer.flush(length)
 
     def keep(self, index: Tensor, length: int) -> None:
-        for store in self:
-            store.keep(index, length)
+        for buffer in self:
+            buffer.keep(index, length)
 
 
 class CompensationToken:
@@ -112,7 +112,7 @@ class SlidingTokens:
     tokens of a later prompt gather beside the window until the next ``trim``.
 
     Args:
-        codec: makes the stores.
+        quantizer: makes the buffers.
         num_sink_tokens: number of first tokens, which never leave.
         left: takes in what leaves and is seen in its place. With it, a decoded token attends after the token
             that it replaces has left; without it, before.
@@ -124,14 +124,14 @@ class SlidingTokens:
         num_beside: tokens beside the window.
     """
 
-    def __init__(self, codec: KVQuantizer, num_sink_tokens: int, left: CompensationToken | None = None):
-        self.codec, self.num_sink_tokens, self.left = codec, num_sink_tokens, left
+    def __init__(self, quantizer: KVQuantizer, num_sink_tokens: int, left: CompensationToken | None = None):
+        self.quantizer, self.num_sink_tokens, self.left = quantizer, num_sink_tokens, left
         self.window: Pair | None = None
         self.num_recent = self.entered = 0
         self._open()
 
     def _open(self) -> None:
-        self.beside = Pair.of(self.codec)
+        self.beside = Pair.of(self.quantizer)
         self.num_beside = 0
 
     @property
@@ -162,7 +162,7 @@ class SlidingTokens:
         if self.window is None or num_recent != self.num_recent:
             parts = [tokens.span(0, min(sinks, after)), tokens.span(oldest, after)]
             stay = Tokens(*(torch.cat(pair, dim=2) for pair in zip(*parts, strict=True)))
-            make = self.codec.window
+            make = self.quantizer.window
             self.window = Pair(*(make(part, sinks, num_recent) for part in ("keys", "values")))
             self.window.append(stay, 0)
             self.num_recent, self.entered = num_recent, stay.keys.shape[2]
@@ -177,10 +177,10 @@ class SlidingTokens:
         if self.window is None:
             return new
         rows = [(self.entered, self.num_beside)] * new.keys.shape[0]
-        return Tokens(*(Recent(store, x, rows) for store, x in zip(self.window, new, strict=True)))
+        return Tokens(*(Recent(buffer, x, rows) for buffer, x in zip(self.window, new, strict=True)))
 
     def flush(self) -> None:
-        """A prompt has ended or a token was decoded: let the stores come to rest."""
+        """A prompt has ended or a token was decoded: let the buffers come to rest."""
         if self.window is not None:
             self.window.flush(self.entered)
         if self.num_beside:
@@ -239,10 +239,10 @@ class SlidingTokens:
 
     # -- bookkeeping -----------------------------------------------------------------------------------------
 
-    def stores(self) -> dict[str, KVBuffer]:
-        """The stores by name, as in ``CacheLayer.stores``."""
+    def kv_buffers(self) -> dict[str, KVBuffer]:
+        """The buffers by name, as in ``CacheLayer.kv_buffers``."""
         window = {} if self.window is None else self.window._asdict()
-        return {f"window_{name}": store for name, store in window.items()} | self.beside._asdict()
+        return {f"window_{name}": buffer for name, buffer in window.items()} | self.beside._asdict()
 
 
 class SlidingLayer(CacheLayer):
@@ -254,19 +254,23 @@ class SlidingLayer(CacheLayer):
         layer_idx: int,
         num_sink_tokens: int,
         num_recent_tokens: int,
-        codec: KVQuantizer,
+        quantizer: KVQuantizer,
     ):
         super().__init__()
         self.layer_idx = layer_idx
-        self.num_sink_tokens, self.num_recent_tokens, self.codec = num_sink_tokens, num_recent_tokens, codec
+        self.num_sink_tokens, self.num_recent_tokens, self.quantizer = (
+            num_sink_tokens,
+            num_recent_tokens,
+            quantizer,
+        )
         self.scale = config.head_dim**-0.5
         self.clear()
 
     def clear(self) -> None:
-        self.tokens = SlidingTokens(self.codec, self.num_sink_tokens)
+        self.tokens = SlidingTokens(self.quantizer, self.num_sink_tokens)
 
-    def stores(self) -> dict[str, Any]:
-        return self.tokens.stores()
+    def kv_buffers(self) -> dict[str, Any]:
+        return self.tokens.kv_buffers()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         q, k = step.ropes[self.layer_idx].pair(q, k)
@@ -285,7 +289,7 @@ class LocalLayer(SlidingLayer):
     """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
-        super().__init__(config, layer_idx, 0, request.budget, request.codec)
+        super().__init__(config, layer_idx, 0, request.budget, request.quantizer)
 
     def flush(self, step: Step) -> None:
         if step.ends_prompt and not step.is_decode:

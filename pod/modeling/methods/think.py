@@ -34,8 +34,8 @@ class ThinKeyQuantizer(KVQuantizer):
 
     def __init__(self, config: PodConfig, request: Request):
         kept = config.head_dim - int(config.head_dim * request.params["ratio"])
-        parts = 8 // getattr(request.codec, "bits", 8)  # how many numbers of a token are in a byte
-        self.inner = request.codec
+        parts = 8 // getattr(request.quantizer, "bits", 8)  # how many numbers of a token are in a byte
+        self.inner = request.quantizer
         self.num_channels = -(-kept // parts) * parts
         self.num_queries, self.recent = request.params["queries"], request.params["recent"]
         self.window = self.inner.window

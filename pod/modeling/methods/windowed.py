@@ -54,7 +54,7 @@ class SinkLayer(PodCacheLayer):
         self.num_sink_tokens = request.below_budget("num_sink_tokens")
         self.limit = request.budget
         windows = self.num_sink_tokens, self.limit - self.num_sink_tokens
-        super().__init__(with_windows(config, *windows), layer_idx, request.codec)
+        super().__init__(with_windows(config, *windows), layer_idx, request.quantizer)
 
     @property
     def far_places(self) -> range:
@@ -70,7 +70,7 @@ class SinkLayer(PodCacheLayer):
 
     def _attend_one(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         self._append_near(k, v, step)
-        keys, values = (store.read(step.max_length) for store in self.stores().values())
+        keys, values = (buffer.read(step.max_length) for buffer in self.kv_buffers().values())
         rope, name = step.ropes[self.layer_idx], (SinkLayer._attend_one, *step.rows)
         q = rope.turn(q, range(self.limit, self.limit + 1))
         keys = rope.turn_at(keys, name, lambda: self._places(step))
@@ -114,7 +114,7 @@ class SinkLayer(PodCacheLayer):
         ]
         self._append_near(k, v, step)
         if far.all:
-            held = (store.read(step.max_length) for store in self.stores().values())
+            held = (buffer.read(step.max_length) for buffer in self.kv_buffers().values())
             sinks = [x[:, :, : self.num_sink_tokens] for x in held]
             rope = step.ropes[self.layer_idx]
             sinks[0] = rope.turn(sinks[0], self.far_places)
@@ -187,7 +187,7 @@ class LambdaLayer(SinkLayer):
 
 
 def _window_layer(config: PodConfig, layer_idx: int, request: Request) -> PodCacheLayer:
-    return PodCacheLayer(with_windows(config, 0, request.budget), layer_idx, request.codec)
+    return PodCacheLayer(with_windows(config, 0, request.budget), layer_idx, request.quantizer)
 
 
 BUILDERS = {

@@ -2,7 +2,7 @@
 
 ``PodCache`` is a transformers ``Cache``. A forward pass asks it for a ``Step``, hands every layer's q, k, v,
 not rotated, to ``cache.layers[i].attend(q, k, v, step)``, and closes the step. Layers never see padding: rows
-are left-aligned real tokens, so the token at position ``p`` of a row sits at slot ``p`` of a full store.
+are left-aligned real tokens, so the token at position ``p`` of a row sits at slot ``p`` of a full buffer.
 """
 
 from collections.abc import Callable, Iterator
@@ -85,11 +85,11 @@ class PodCache(Cache):
         return f"<pod cache {named}: {tokens} tokens in {rows}, {held:,} bytes{share}{failed}>"
 
     def _dense_bytes(self, tokens: int) -> int:
-        """Bytes of keys and values of so many tokens in the model's dtype. 0 where no store tells it."""
+        """Bytes of keys and values of so many tokens in the model's dtype. 0 where no buffer tells it."""
         config = self.config
         numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        stores = (store for layer, _ in self._holders() for store in layer.stores().values())
-        size = next((store.dtype.itemsize for store in stores if not store.is_empty), 0)
+        buffers = (buffer for layer, _ in self._holders() for buffer in layer.kv_buffers().values())
+        size = next((buffer.dtype.itemsize for buffer in buffers if not buffer.is_empty), 0)
         return tokens * numbers * size
 
     # -- what the model calls --------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ class DecodeCall(NamedTuple):
 
     @property
     def num_slots(self) -> int:
-        """``C``: the slots of a store that holds every token."""
+        """``C``: the slots of a buffer that holds every token."""
         return 0 if self.values is None else self.values.shape[2]
 
 
@@ -241,7 +241,7 @@ def _check(call: DecodeCall) -> None:
 
 
 def _check_tensor(name: str, x: Stored | None, expected: tuple[int, ...], q: Tensor) -> None:
-    """A store of at least one head must have this shape, and the dtype and device of ``q``."""
+    """A buffer of at least one head must have this shape, and the dtype and device of ``q``."""
     if not expected[1]:
         return
     if x is None or tuple(x.shape) != expected:

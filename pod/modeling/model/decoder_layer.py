@@ -258,8 +258,8 @@ class PodAttention(nn.Module):
             return self._attend_across(q, k, v, context, shared_qk)
         lead, roles = None, roles_of(context.lead, self.layer_idx)
         if roles.followers:
-            carried = [shared_qk[2 * head : 2 * head + 2] for head in roles.followers]
-            queries, keys = zip(*carried, strict=True)
+            pairs = [shared_qk[2 * head : 2 * head + 2] for head in roles.followers]
+            queries, keys = zip(*pairs, strict=True)
             lead = SharedQK(torch.cat(queries, dim=1), torch.cat(keys, dim=1))  # type: ignore[arg-type]
         see = Visibility(*self.windows)
         options = {"backend": context.backend, "roles": roles, "sink": sink}

@@ -18,7 +18,7 @@ from .cache import PodCache
 from .config import PodConfig
 from .kv_buffer import NATIVE, KVQuantizer
 from .layout import LAYOUT_LAYERS
-from .quantized import make_codec
+from .quantized import make_quantizer
 from .rows import GroupedCache
 from .sharing import GROUP_SIZE, RESIDUAL
 
@@ -179,35 +179,37 @@ def bounded_candidates(
 class LayerQuantizers(KVQuantizer):
     """A quantizer per layer."""
 
-    def __init__(self, codecs: Sequence[KVQuantizer]):
-        self.codecs = tuple(codecs)
-        self.is_in_place = all(codec.is_in_place for codec in self.codecs)
+    def __init__(self, quantizers: Sequence[KVQuantizer]):
+        self.quantizers = tuple(quantizers)
+        self.is_in_place = all(quantizer.is_in_place for quantizer in self.quantizers)
 
     def of_layer(self, layer_idx: int) -> KVQuantizer:
-        return self.codecs[layer_idx]
+        return self.quantizers[layer_idx]
 
     def in_place(self, capacity: int) -> KVQuantizer:
-        return LayerQuantizers([codec.in_place(capacity) for codec in self.codecs])
+        return LayerQuantizers([quantizer.in_place(capacity) for quantizer in self.quantizers])
 
 
-def planned_codec(config: PodConfig) -> KVQuantizer:
+def planned_quantizer(config: PodConfig) -> KVQuantizer:
     """What the bits of a model's plan ask for."""
     bits = config.kv_bits or ()
-    made = {one: make_codec(f"int{one}", one, config, GROUP_SIZE, RESIDUAL) for one in set(bits) - {16}}
+    made = {one: make_quantizer(f"int{one}", one, config, GROUP_SIZE, RESIDUAL) for one in set(bits) - {16}}
     return LayerQuantizers([made.get(one, NATIVE) for one in bits]) if made else NATIVE
 
 
 def own_cache(
-    config: PodConfig, codec: KVQuantizer | None = None, spec: str | None = None, **options: Any
+    config: PodConfig, quantizer: KVQuantizer | None = None, spec: str | None = None, **options: Any
 ) -> PodCache:
     """An empty cache that holds what the model's layout, plan and bits say.
 
     Args:
         config: of the model.
-        codec: how tokens are stored, in the place of the plan's bits.
+        quantizer: how tokens are stored, in the place of the plan's bits.
         spec: name of the cache's method, None = the model's own.
         options: see ``PodCacheLayer``.
     """
-    codec = planned_codec(config) if codec is None else codec
-    make_layer = partial(LAYOUT_LAYERS[config.layout], codec=codec, **options)
-    return (PodCache if codec.is_in_place else GroupedCache)(config, make_layer, spec or config.own_method)
+    quantizer = planned_quantizer(config) if quantizer is None else quantizer
+    make_layer = partial(LAYOUT_LAYERS[config.layout], quantizer=quantizer, **options)
+    return (PodCache if quantizer.is_in_place else GroupedCache)(
+        config, make_layer, spec or config.own_method
+    )

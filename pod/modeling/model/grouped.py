@@ -77,8 +77,8 @@ def _take_row(call: DecodeCall, row: Span) -> DecodeCall:
         return {name: take_rows(getattr(of, name), row) for name in names}
 
     buffers = taken(call.buffers, "logits", "distant_lse", "weights", "weight_sums")
-    stores = taken(call, "keys", "window_keys", "values")
-    return call._replace(buffers=replace(call.buffers, **buffers), **stores)
+    kv_buffers = taken(call, "keys", "window_keys", "values")
+    return call._replace(buffers=replace(call.buffers, **buffers), **kv_buffers)
 
 
 def _decode_rows(call: DecodeCall, q: Tensor, length: int) -> Tensor:

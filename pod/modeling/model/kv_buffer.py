@@ -1,7 +1,10 @@
 """Growing tensors that hold keys or values of a group of heads, token ``p`` of a row at a fixed slot.
 
-A layer never makes a store (a ``KVBuffer``) itself. It asks its codec (a ``KVQuantizer``) for one, and so
-works with packed keys and values as well.
+A layer never makes a ``KVBuffer`` itself. It asks its ``KVQuantizer`` for one, and so works with packed keys
+and values as well.
+
+No code frees the tokens that fall out of a window. A window has a fixed number of slots, and
+``KVBuffer.append`` writes a new token over the one that has just left it.
 """
 
 import sys
@@ -17,7 +20,7 @@ from torch.nn import functional as F
 from .attend import Segments, Source, take_heads
 from .packed import Stored
 
-# a store grows by 1/128 of its length: that is under 1 % of the bytes, and appending stays cheap
+# a buffer grows by 1/128 of its length: that is under 1 % of the bytes, and appending stays cheap
 _SLACK = 128
 
 
@@ -95,8 +98,8 @@ class KVBuffer:
     """Keys or values ``[B, h, slots, d]``, in full or of a window.
 
     In full, slot = position. A window is sinks, then a ring of recent tokens. The methods are what a layer
-    may do with a store, whatever the form in which a codec holds it. ``past`` and ``length`` are tokens per
-    row, equal in all rows. Only ``append_ragged`` takes rows that differ.
+    may do with a buffer, whatever the form in which a quantizer holds it. ``past`` and ``length`` are tokens
+    per row, equal in all rows. Only ``append_ragged`` takes rows that differ.
 
     Args:
         num_sink_tokens, num_recent_tokens: None stores every token. Otherwise slots ``0 … n_s-1`` hold the
@@ -200,7 +203,11 @@ class KVBuffer:
         return self.data
 
     def append(self, x: Tensor, past: int) -> None:
-        """Write ``[B, h, m, d]`` when every row has ``past`` tokens and gets ``m`` more."""
+        """Write ``[B, h, m, d]`` when every row has ``past`` tokens and gets ``m`` more.
+
+        In a window, the new tokens overwrite those that fall out of it: token ``p`` takes the slot of token
+        ``p - n_r``. That is how a window forgets; nothing is freed. ``runs`` gives the slots.
+        """
         length = past + x.shape[2]
         if self.is_tight and not self.is_empty and past == self.data.shape[2]:
             self.data = torch.cat((self.data, x), dim=2)
@@ -229,7 +236,7 @@ class KVBuffer:
             data[rows, :, slots] = x[rows, :, columns]
 
     def _places(self, segments: Segments) -> Tensor:
-        """Row, column in the pass and slot of every new token that the store will hold, int64 ``[3, t]``."""
+        """Row, column in the pass and slot of every new token that the buffer will hold, int64 ``[3, t]``."""
         found, step = [], torch.tensor([[0], [1], [1]])
         for segment in segments.all:
             past, length = segment.past, segment.keys[1]
@@ -257,7 +264,7 @@ class KVBuffer:
         """Look at rotated queries ``[B, Hq, m, d]`` of a prompt's chunk, for forms that go by them."""
 
     def flush(self, length: int) -> None:
-        """Bring the store into the form in which it rests: the prompt has ended, or a token was decoded."""
+        """Bring the buffer into the form in which it rests: the prompt has ended, or a token was decoded."""
 
     def keep(self, index: Tensor, length: int) -> None:
         """Hold only the slots ``index`` ``[B, h, w]`` of the ``length`` in use, as slots ``0 … w-1``.
@@ -273,11 +280,11 @@ class KVBuffer:
         self.keep(index.expand(batch, heads, -1), length)
 
     def keep_places(self, places: Tensor, length: int) -> None:
-        """``keep`` of a tight store, by numbers ``[B, h, w]`` from ``places_of``.
+        """``keep`` of a tight buffer, by numbers ``[B, h, w]`` from ``places_of``.
 
-        The numbers then serve several stores.
+        The numbers then serve several buffers.
         """
-        assert self.data.shape[2] == length, "a tight store has no room"
+        assert self.data.shape[2] == length, "a tight buffer has no room"
         flat = self.data.flatten(0, 2).index_select(0, places.flatten())
         self.data = flat.view(*places.shape, -1)
 
@@ -321,16 +328,16 @@ class KVBuffer:
                 assert not bool(tokens[row, :, :count].isnan().any()), f"{where}, row {row}: NaN"
 
     def check_integrity(self) -> None:
-        """Check the store itself. Raise ``AssertionError`` with what is wrong."""
+        """Check the buffer itself. Raise ``AssertionError`` with what is wrong."""
         assert self.is_empty or self.shape[2] <= self.limit, f"{self.shape[2]} slots, at most {self.limit}"
 
 
 class KVQuantizer:
-    """How keys and values are held: it makes the stores of a layer. This one holds them as computed.
+    """How keys and values are held: it makes the buffers of a layer. This one holds them as computed.
 
     Attributes:
         is_in_place: whether tokens stay where they are while there is room, as the decode engine wants it.
-        comes_to_rest: whether ``flush`` brings the tokens of its stores into another form.
+        comes_to_rest: whether ``flush`` brings the tokens of its buffers into another form.
     """
 
     is_in_place: bool = True
@@ -341,7 +348,7 @@ class KVQuantizer:
         return self
 
     def in_place(self, capacity: int) -> "KVQuantizer":
-        """A quantizer whose stores keep tokens in place, with room for ``capacity`` tokens.
+        """A quantizer whose buffers keep tokens in place, with room for ``capacity`` tokens.
 
         Raises:
             ValueError: no decode kernel reads this form.
@@ -349,7 +356,7 @@ class KVQuantizer:
         return self
 
     def tokens(self, part: str, evicts: bool = False) -> KVBuffer:
-        """A store of tokens at slots 0, 1, ….
+        """A buffer of tokens at slots 0, 1, ….
 
         Args:
             part: ``keys`` or ``values``.
@@ -358,7 +365,7 @@ class KVQuantizer:
         return KVBuffer()
 
     def window(self, part: str, num_sink_tokens: int, num_recent_tokens: int) -> KVBuffer:
-        """A store of the first and the most recent tokens."""
+        """A buffer of the first and the most recent tokens."""
         return KVBuffer(num_sink_tokens, num_recent_tokens)
 
 
@@ -371,7 +378,7 @@ class Recent:
     What has left the window is read as zeros, which no query sees.
 
     Args:
-        window: a store of sinks and a ring.
+        window: a buffer of sinks and a ring.
         new: ``[B, h, m, d]``, the chunk, not stored yet.
         rows: ``(past, counts)`` of each row.
     """

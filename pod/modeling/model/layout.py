@@ -32,13 +32,13 @@ class PodCacheLayer(CacheLayer):
         extra_slots: see ``CacheLayer``. They are for the rings of followers and windows.
         tau: gate above which a follower's query head leaves out its distant tokens when decoding. None =
             never.
-        capacity: tokens that stores have room for from the start. Tokens come to rest there at once. 0 =
-            stores grow as tokens come.
+        capacity: tokens that buffers have room for from the start. Tokens come to rest there at once. 0 =
+            buffers grow as tokens come.
         skips: None, or a list to note skips in. By row, it gets a tuple for each token decoded here: tokens
             seen, and how many query heads and KV heads of followers had gates that reached ``tau``. These
             numbers mean nothing where no token is distant. Noting reads window keys twice. An engine notes
             nothing.
-        version: how often one of the stores was replaced.
+        version: how often one of the buffers was replaced.
     """
 
     version = 0
@@ -56,12 +56,12 @@ class PodCacheLayer(CacheLayer):
         self,
         config: PodConfig,
         layer_idx: int,
-        codec: KVQuantizer = NATIVE,
+        quantizer: KVQuantizer = NATIVE,
         extra_slots: int = 0,
         tau: float | None = None,
     ):
         super().__init__()
-        self.codec, self.extra_slots, self.tau = codec.of_layer(layer_idx), extra_slots, tau
+        self.quantizer, self.extra_slots, self.tau = quantizer.of_layer(layer_idx), extra_slots, tau
         self.layer_idx = layer_idx
         self.lead = config.sharing_plan.lead
         self.roles = roles_of(self.lead, layer_idx)
@@ -71,12 +71,12 @@ class PodCacheLayer(CacheLayer):
         self.clear()
 
     def clear(self) -> None:
-        self.all_values = self.codec.tokens("values", self.evicts)
-        self.lead_keys = self.codec.tokens("keys", self.evicts)
+        self.all_values = self.quantizer.tokens("values", self.evicts)
+        self.lead_keys = self.quantizer.tokens("keys", self.evicts)
         windows = self.num_sink_tokens, self.num_recent_tokens + self.extra_slots
-        self.window_keys = self.codec.window("keys", *windows)
-        self.near_keys = self.codec.window("keys", *windows)
-        self.near_values = self.codec.window("values", *windows)
+        self.window_keys = self.quantizer.window("keys", *windows)
+        self.near_keys = self.quantizer.window("keys", *windows)
+        self.near_values = self.quantizer.window("values", *windows)
         self.skips = None if self.skips is None else []
         self.reserve(self.capacity)
 
@@ -85,10 +85,10 @@ class PodCacheLayer(CacheLayer):
         self.capacity = capacity
         if not capacity:
             return
-        for store in self.stores().values():
-            store.reserve(capacity)
+        for buffer in self.kv_buffers().values():
+            buffer.reserve(capacity)
 
-    def stores(self) -> dict[str, KVBuffer]:
+    def kv_buffers(self) -> dict[str, KVBuffer]:
         roles = self.roles
         found = {
             "keys": (self.lead_keys, roles.leads),
@@ -97,11 +97,11 @@ class PodCacheLayer(CacheLayer):
             "near_keys": (self.near_keys, roles.windows),
             "near_values": (self.near_values, roles.windows),
         }
-        return {name: store for name, (store, heads) in found.items() if heads}
+        return {name: buffer for name, (buffer, heads) in found.items() if heads}
 
     def versioned(self) -> tuple[Any, ...]:
-        """This layer, and what holds tensors in its stores: see ``KVBuffer.versioned``."""
-        return self, *(item for store in self.stores().values() for item in store.versioned())
+        """This layer, and what holds tensors in its buffers: see ``KVBuffer.versioned``."""
+        return self, *(item for buffer in self.kv_buffers().values() for item in buffer.versioned())
 
     # -- attention -------------------------------------------------------------------------------------------
 
@@ -138,8 +138,8 @@ class PodCacheLayer(CacheLayer):
 
     def _append_near(self, k: Tensor, v: Tensor, step: Step) -> None:
         if self.roles.windows:
-            for store, x in ((self.near_keys, k), (self.near_values, v)):
-                append_new(store, take_heads(x, self.roles.windows), step)
+            for buffer, x in ((self.near_keys, k), (self.near_values, v)):
+                append_new(buffer, take_heads(x, self.roles.windows), step)
 
     @property
     def _visibility(self) -> Visibility:
@@ -190,7 +190,7 @@ class PodCacheLayer(CacheLayer):
         window_keys = self._window(self.window_keys, step) if roles.followers else None
         near = None
         if roles.windows:
-            near = Tokens(*(self._window(store, step) for store in (self.near_keys, self.near_values)))
+            near = Tokens(*(self._window(buffer, step) for buffer in (self.near_keys, self.near_values)))
         shared = step.lengths, roles, step.lead.buffers, self.num_sink_tokens, self.num_recent_tokens
         rows = [sum(row) for row in step.rows]
         options = {"scale": self.scale, "tau": self.tau, "rows": rows, "near": near, "sink": step.sink}
@@ -205,7 +205,7 @@ class PodCacheLayer(CacheLayer):
 
     def _decode_near(self, q: Tensor, step: Step) -> Tensor:
         """Attention of one query per row, for the heads that keep their windows, to these windows."""
-        keys, values = (store.read(step.max_length) for store in (self.near_keys, self.near_values))
+        keys, values = (buffer.read(step.max_length) for buffer in (self.near_keys, self.near_values))
         out, lse, _ = attend_slots(take_heads(q, self.roles.windows, self.groups), keys, values, self.scale)
         if step.sink is None:
             return out
@@ -224,9 +224,9 @@ class PodCacheLayer(CacheLayer):
         if self.skips:
             self.skips = [list(self.skips[row]) for row in index.tolist()]
 
-    def _window(self, store: KVBuffer, step: Step) -> Tensor:
+    def _window(self, buffer: KVBuffer, step: Step) -> Tensor:
         """A window ``[B, h, n_s + n_r, d]`` as decoding reads it. If the ring is larger, it is a copy."""
-        held = store.read(step.max_length)
+        held = buffer.read(step.max_length)
         if not self.extra_slots:
             return held
         n_s, n_r = self.num_sink_tokens, self.num_recent_tokens
@@ -238,12 +238,12 @@ class PodCacheLayer(CacheLayer):
         return take_slots(held, slots[:, None].expand(-1, held.shape[1], -1))
 
 
-def append_new(store: KVBuffer, x: Tensor, step: Step) -> None:
+def append_new(buffer: KVBuffer, x: Tensor, step: Step) -> None:
     """Store the new tokens ``[B, h, m, d]`` of a pass."""
     if step.uniform_past is None:
-        store.append_ragged(x, step.segments)
+        buffer.append_ragged(x, step.segments)
     else:
-        store.append(x, step.uniform_past)
+        buffer.append(x, step.uniform_past)
 
 
 class ClaCacheLayer(PodCacheLayer):
@@ -255,8 +255,8 @@ class ClaCacheLayer(PodCacheLayer):
 
     is_croppable = True
 
-    def __init__(self, config: PodConfig, layer_idx: int, codec: KVQuantizer = NATIVE):
-        super().__init__(config, layer_idx, codec)
+    def __init__(self, config: PodConfig, layer_idx: int, quantizer: KVQuantizer = NATIVE):
+        super().__init__(config, layer_idx, quantizer)
         sources = [row[0] or 0 for row in config.sharing_plan.lead]
         self.source_layer = sources[layer_idx]
         self.is_last_of_block = sources[layer_idx + 1 : layer_idx + 2] != [self.source_layer]
@@ -298,4 +298,4 @@ LAYOUT_LAYERS: dict[str, Callable[..., PodCacheLayer]] = {
     "cla": ClaCacheLayer,
     "window": PodCacheLayer,
 }
-"""For each ``PodConfig.layout`` what makes its layer: ``(config, layer_idx, codec) -> CacheLayer``."""
+"""For each ``PodConfig.layout`` what makes its layer: ``(config, layer_idx, quantizer) -> CacheLayer``."""

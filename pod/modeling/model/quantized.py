@@ -1,7 +1,7 @@
-"""Stores whose old tokens are packed to 2, 4 or 8 bits. The newest stay as they came (``packed.py``).
+"""Buffers whose old tokens are packed to 2, 4 or 8 bits. The newest stay as they came (``packed.py``).
 
-Keys of a store that never evicts are grouped per channel over ``group_size`` consecutive tokens, because keys
-have outlier channels. Values, keys of evicting stores and keys in windows are grouped per token over
+Keys of a buffer that never evicts are grouped per channel over ``group_size`` consecutive tokens, because
+keys have outlier channels. Values, keys of evicting buffers and keys in windows are grouped per token over
 channels, because tokens of a per-channel group can only leave together.
 """
 
@@ -100,7 +100,7 @@ class Codes:
 
 
 class Newest:
-    """The native tokens of a store, at positions ``first … stop - 1``: pending, or at rest in a ring.
+    """The native tokens of a buffer, at positions ``first … stop - 1``: pending, or at rest in a ring.
 
     Args:
         room: slots of the ring. Position ``p`` stands at ``p mod room``, always at the same address.
@@ -133,7 +133,7 @@ class Newest:
         """``[b, h, slots, d]``, in which the tokens stand now."""
         if self.pending is not None:
             return self.pending[:, :, : len(self)]
-        assert self.ring is not None, "empty store"
+        assert self.ring is not None, "empty buffer"
         return self.ring
 
     @property
@@ -194,10 +194,10 @@ class Newest:
         return [x for x in (self.ring, self.pending) if x is not None]
 
 
-class _PackedStore(KVBuffer):
-    """What the stores of this file share: codes, and the newest tokens.
+class _PackedBuffer(KVBuffer):
+    """What the buffers of this file share: codes, and the newest tokens.
 
-    Slots are those of the native store.
+    Slots are those of the native buffer.
     """
 
     def __init__(self, codes: Codes, residual: int, num_sink_tokens=None, num_recent_tokens=None):
@@ -247,7 +247,7 @@ class _PackedStore(KVBuffer):
 
     def append_ragged(self, x: Tensor, segments: Segments) -> None:
         raise ValueError(
-            "packed stores take rows that are alike, here rows of one length: "
+            "packed buffers take rows that are alike, here rows of one length: "
             "leave capacity out, or pad no row"
         )
 
@@ -258,7 +258,7 @@ class _PackedStore(KVBuffer):
         return self, self.codes, self.newest
 
 
-class PackedTokens(_PackedStore):
+class PackedTokens(_PackedBuffer):
     """Every token held, at slots 0, 1, …. See ``KVBuffer`` for the methods.
 
     ``packed_lengths`` ``[b]`` says how many of them are packed. ``keep`` can leave one head with more packed
@@ -295,7 +295,7 @@ class PackedTokens(_PackedStore):
 
     @property
     def stored(self) -> Tensor | Packed:
-        """What attention reads: a native tensor while nothing is packed. Valid until the store changes."""
+        """What attention reads: a native tensor while nothing is packed. Valid until the buffer changes."""
         if self.packed_lengths is None:
             return self.newest.view(0, self.length)
         codes, zero, scale = self.codes.tensors
@@ -310,7 +310,7 @@ class PackedTokens(_PackedStore):
         return self.newest.data
 
     def reserve(self, slots: int) -> None:
-        """Hold codes for ``slots`` tokens, in a store that has a capacity."""
+        """Hold codes for ``slots`` tokens, in a buffer that has a capacity."""
         self.codes.capacity = max(self.codes.capacity, slots)
         if self.codes.tensors:
             self.codes.reserve(self.newest.data, self.codes.capacity)
@@ -419,12 +419,12 @@ class PackedTokens(_PackedStore):
             assert slots >= stop - first, f"{slots} slots hold {stop - first} native tokens"
 
 
-class QuantizedWindow(_PackedStore):
+class QuantizedWindow(_PackedBuffer):
     """First tokens, then a ring of recent ones.
 
     Sinks and the newest tokens are native, the rest of the ring is packed. ``P(n)`` counts from the last
     sink. Packed tokens have a ring of their own of ``num_recent_tokens - residual`` slots, since the newest
-    ``residual`` are never in it. ``read`` puts everything into the slots of the native store.
+    ``residual`` are never in it. ``read`` puts everything into the slots of the native buffer.
     """
 
     sinks: Tensor | None = replaced()
@@ -478,7 +478,7 @@ class QuantizedWindow(_PackedStore):
             first = end
 
     def read(self, length: int) -> Tensor:
-        """A copy ``[b, h, used slots, d]`` after ``length`` tokens per row, in the native store's slots."""
+        """A copy ``[b, h, used slots, d]`` after ``length`` tokens per row, in the native buffer's slots."""
         assert length == self.length and self.sinks is not None
         out = self.sinks.new_empty(self.shape)
         out[:, :, : self.sinks.shape[2]] = self.sinks
@@ -526,15 +526,15 @@ def _put(target: Tensor, slots: Tensor, x: Tensor, mask: Tensor) -> None:
 
 @dataclass(frozen=True)
 class GroupQuantizer(KVQuantizer):
-    """Makes stores of ``bits`` bits per number. See the top of this file.
+    """Makes buffers of ``bits`` bits per number. See the top of this file.
 
     Attributes:
         bits: 2, 4 or 8.
         group_size: numbers that share a scale, and tokens packed at a time. Over channels, numbers that share
             a scale are as many as the divisor of ``head_dim`` nearest to it.
         residual: newest tokens that stay native.
-        capacity: tokens whose codes are reserved, for stores that stay where they are (windows are rings
-            already and stay native). 0 = stores grow.
+        capacity: tokens whose codes are reserved, for buffers that stay where they are (windows are rings
+            already and stay native). 0 = buffers grow.
     """
 
     bits: int
@@ -560,15 +560,15 @@ class GroupQuantizer(KVQuantizer):
         return PackedTokens(packing, self.residual, self.capacity)
 
     def window(self, part: str, num_sink_tokens: int, num_recent_tokens: int) -> KVBuffer:
-        """A window's store, native when the ring is not larger than what a packed one holds natively."""
+        """A window's buffer, native when the ring is not larger than what a packed one holds natively."""
         if self.capacity or num_recent_tokens <= self.residual + self.group_size:
             return KVBuffer(num_sink_tokens, num_recent_tokens)
         packing = Packing(self.bits, self.group_size, per_channel=False)
         return QuantizedWindow(packing, self.residual, num_sink_tokens, num_recent_tokens)
 
 
-def make_codec(name: str, bits: int, config: PodConfig, group_size: int, residual: int) -> KVQuantizer:
-    """The quantizer of a codec for a model.
+def make_quantizer(name: str, bits: int, config: PodConfig, group_size: int, residual: int) -> KVQuantizer:
+    """The quantizer of a method of the codec axis, such as ``int4``, for a model.
 
     The usual ``group_size`` serves every ``head_dim`` (see ``channel_group``). Another one is taken as it is,
     or refused.

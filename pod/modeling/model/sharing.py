@@ -20,7 +20,7 @@ _FIRST_WITH_WINDOWS = 3
 SINKS = ("tokens", "constant", "none")
 """What stands for the first tokens in a head that keeps its window: stored tokens, or a logit and a value
 that no token has, or nothing."""
-GROUP_SIZE, RESIDUAL = 32, 128  # a codec's numbers that share a scale, and newest tokens that stay native
+GROUP_SIZE, RESIDUAL = 32, 128  # a quantizer's numbers that share a scale, and newest tokens that stay native
 NATIVE_TOKENS = RESIDUAL + (GROUP_SIZE - 1) / 2  # an average, since tokens are packed a group at a time
 BITS = (16, 8, 4)
 """Bits per number that a plan may give a layer. 16 = as the model computes."""
@@ -446,7 +446,7 @@ class SharingPlan:
         return said + ": leave num_sink_tokens and num_recent_tokens out to take the plan's"
 
     def _held(self, n: float) -> float:
-        """Share of the dense 16-bit bytes of ``n`` tokens that stores of every token hold."""
+        """Share of the dense 16-bit bytes of ``n`` tokens that buffers of every token hold."""
         total = 0.0
         for layer, row in enumerate(self.lead):
             bits = 16 if self.bits is None else self.bits[layer]

@@ -167,9 +167,9 @@ class Reader:
 
 
 def check_objects(met: Sequence[object], tensors: dict[str, Tensor]) -> None:
-    """Check what was read: stores, positions and numbers.
+    """Check what was read: buffers, positions and numbers.
 
-    Every store checks itself. Positions must ascend. No number may be NaN, except in room that is only
+    Every buffer checks itself. Positions must ascend. No number may be NaN, except in room that is only
     reserved.
     """
     reserved = set()

@@ -275,7 +275,7 @@ class Step:
 class CacheLayer(CacheLayerMixin):
     """One layer of a cache.
 
-    A method implements ``attend``, ``clear`` and ``stores``, and ``flush`` if it compresses.
+    A method implements ``attend``, ``clear`` and ``kv_buffers``, and ``flush`` if it compresses.
     """
 
     is_compileable = False
@@ -308,24 +308,24 @@ class CacheLayer(CacheLayerMixin):
         """Compress.
 
         It is called after ``attend``, and with ``num_new`` 0 when a prompt ends without a new token of these
-        rows. Nothing is to be done unless ``step.ends_prompt`` or ``step.is_decode``. Then stores come to
+        rows. Nothing is to be done unless ``step.ends_prompt`` or ``step.is_decode``. Then buffers come to
         rest.
         """
         if step.ends_prompt or step.is_decode:
-            for store in self.stores().values():
-                store.flush(step.max_length)
+            for buffer in self.kv_buffers().values():
+                buffer.flush(step.max_length)
 
-    def stores(self) -> dict[str, Any]:
-        """Every store that the layer has, by the name of the part that it counts towards.
+    def kv_buffers(self) -> dict[str, Any]:
+        """Every buffer that the layer has, by the name of the part that it counts towards.
 
-        Where a part has several stores, their names are ``part of x``.
+        Where a part has several buffers, their names are ``part of x``.
         """
         return {}
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that the layer holds, with the name of the part it counts towards."""
-        for name, store in self.stores().items():
-            yield from ((name.partition(" of ")[0], tensor) for tensor in store.tensors())
+        for name, buffer in self.kv_buffers().items():
+            yield from ((name.partition(" of ")[0], tensor) for tensor in buffer.tensors())
 
     @property
     def device(self) -> torch.device | None:
@@ -334,8 +334,8 @@ class CacheLayer(CacheLayerMixin):
 
     def select_rows(self, index: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch."""
-        for store in self.stores().values():
-            store.select_rows(index)
+        for buffer in self.kv_buffers().values():
+            buffer.select_rows(index)
 
     def most_croppable(self, length: int, longest: int) -> int:
         """How many of the last tokens of rows of ``length`` can be taken back.
@@ -347,10 +347,10 @@ class CacheLayer(CacheLayerMixin):
         if not self.is_croppable:
             return 0
         most = length
-        for store in self.stores().values():
-            if not store.is_empty:
-                most = min(most, store.num_croppable)
-                if store.has_window and longest > store.used_slots(longest):
+        for buffer in self.kv_buffers().values():
+            if not buffer.is_empty:
+                most = min(most, buffer.num_croppable)
+                if buffer.has_window and longest > buffer.used_slots(longest):
                     most = min(most, length + self.extra_slots - longest)
         return most
 
@@ -359,33 +359,33 @@ class CacheLayer(CacheLayerMixin):
 
         -1 = never again.
         """
-        most = min(store.num_ahead for store in self.stores().values()) - 1
-        for store in self.stores().values():
-            if store.has_window:
-                room = store.used_slots(sys.maxsize) - length - 1
+        most = min(buffer.num_ahead for buffer in self.kv_buffers().values()) - 1
+        for buffer in self.kv_buffers().values():
+            if buffer.has_window:
+                room = buffer.used_slots(sys.maxsize) - length - 1
                 most = min(most, max(room, self.extra_slots or -1))
         return most
 
     def crop(self, length: int) -> None:
         """Forget the tokens behind the first ``length`` of each row."""
         if self.is_croppable:  # else there is nothing to take back
-            for store in self.stores().values():
-                store.crop(length)
+            for buffer in self.kv_buffers().values():
+                buffer.crop(length)
 
     def check_integrity(self, where: str, lengths: Tensor | None) -> None:
-        """Check that the stores hold rows of ``lengths`` ``[B]`` tokens.
+        """Check that the buffers hold rows of ``lengths`` ``[B]`` tokens.
 
         What a method drops is its own affair.
 
         Raises:
             AssertionError: they do not.
         """
-        for name, store in self.stores().items():
-            held = {tensor.shape[0] for tensor in store.tensors()}
+        for name, buffer in self.kv_buffers().items():
+            held = {tensor.shape[0] for tensor in buffer.tensors()}
             if lengths is None:
                 assert not held, f"{where}: {name} of an empty cache"
             elif self.is_croppable:
-                store.check_tokens(lengths, f"{where}: {name}")
+                buffer.check_tokens(lengths, f"{where}: {name}")
             else:
                 assert held <= {len(lengths)}, f"{where}: {name} holds {held} rows, the cache {len(lengths)}"
 

@@ -34,7 +34,7 @@ from pod.training.predict.memory_estimate import (
     training_bytes,
 )
 from pod.training.predict.reserve import reserve
-from pod.training.predict.shapes import Shapes, carried_heads
+from pod.training.predict.shapes import Shapes, shared_qk_heads
 from pod.training.predict.step_time import (
     CPU_CORE,
     DEVICES,
@@ -275,7 +275,7 @@ def memory_settings(recipe: TrainRecipe, lead: Lead, machine: Machine) -> Iterat
     Each of them is allowed by `TrainArgs` and agrees with what is pinned. Without a GPU nothing is
     offloaded: it would stay in the same memory.
     """
-    modes = ["keep", "recompute", "offload"] if carried_heads(lead) else ["keep"]
+    modes = ["keep", "recompute", "offload"] if shared_qk_heads(lead) else ["keep"]
     derived: dict[str, Any] = {
         "gradient_checkpointing": ("none", "full"),
         "shared_qk": [mode for mode in modes if machine.has_gpu or mode != "offload"],

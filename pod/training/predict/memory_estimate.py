@@ -24,7 +24,13 @@ from functools import cached_property
 
 from pod.modeling.model.sharing import Lead, Roles, roles_of
 from pod.training.args import TrainArgs
-from pod.training.predict.shapes import Shapes, carried_heads, carried_until, continued_heads, fetched_heads
+from pod.training.predict.shapes import (
+    Shapes,
+    continued_heads,
+    fetched_heads,
+    shared_qk_heads,
+    shared_qk_heads_below,
+)
 from pod.training.run import optimization
 from pod.training.run.loss import MEBIBYTE
 from pod.training.run.ulysses import Shares, share_heads
@@ -195,7 +201,7 @@ class _Step:
         query: bytes of all queries.
         key: bytes of all keys.
         inner: bytes of a feed-forward activation.
-        carried: bytes of `shared_qk` of one KV head: its queries and keys.
+        shared_head: bytes of `shared_qk` of one KV head: its queries and keys.
         group: bytes of one KV head's queries alone.
         splits: whether attention keeps both parts of a merged softmax; flash keeps their sum.
         wide: factor by which a tensor grows in float32. Norms compute in float32, and attention sums
@@ -212,7 +218,7 @@ class _Step:
         )
         self.key = job.tokens * args.sequence_parallel_size * shapes.head_dim * job.heads_per_rank * size
         self.query = self.key * groups
-        self.carried = self.key * (2 if shapes.layout == "cla" else groups + 1) // shapes.kv_heads
+        self.shared_head = self.key * (2 if shapes.layout == "cla" else groups + 1) // shapes.kv_heads
         self.group = self.key * groups // shapes.kv_heads
         self.splits = job.attention == "flex" and shapes.layout != "cla"
         self.first_norm = self.norm(self.saves_input("q_proj", "k_proj", "v_proj"), input_kept=True)
@@ -246,7 +252,7 @@ class _Step:
             own_key = [row[0] == layer for layer, row in enumerate(lead)]
             return [2 * self.query + 2 * self.key * has_key + output for has_key in own_key]
         roles = [roles_of(lead, layer) for layer in range(len(lead))]
-        follower = self.carried + (self.group if self.splits else 0)
+        follower = self.shared_head + (self.group if self.splits else 0)
         more = [int(_copied_share(one) * own) + len(one.followers) * follower for one in roles]
         return [self.query + own + each + output for each in more]
 
@@ -259,19 +265,21 @@ class _Step:
         return sum(self.attention[:layers]) + layers * each
 
     def shared_qk(self, last: int) -> int:
-        """Bytes of carried tensors on the device in the backward of layer `last`.
+        """Bytes of `shared_qk` on the device in the backward of layer `last`.
 
         Without checkpointing there are only their copies in the layers, which `attention` counts. With the
-        layout cla the carried tensors themselves are counted here.
+        layout cla `shared_qk` itself is counted here.
         """
         lead = self.job.lead
         if not self.recomputes:
-            return carried_until(lead, last) * self.carried if self.job.shapes.layout == "cla" else 0
-        heads = carried_until if self.job.args.shared_qk == "keep" else fetched_heads
-        return heads(lead, last) * self.carried
+            return (
+                shared_qk_heads_below(lead, last) * self.shared_head if self.job.shapes.layout == "cla" else 0
+            )
+        heads = shared_qk_heads_below if self.job.args.shared_qk == "keep" else fetched_heads
+        return heads(lead, last) * self.shared_head
 
     def resting_shared_qk(self, last: int) -> int:
-        """Bytes of carried tensors on the device while nothing has been fetched or recomputed yet."""
+        """Bytes of `shared_qk` on the device while nothing has been fetched or recomputed yet."""
         return self.shared_qk(last) if self.job.args.shared_qk == "keep" else 0
 
     def at_loss(self) -> Parts:
@@ -321,7 +329,7 @@ class _Step:
         """The parts at the largest moment of a layer's backward in attention."""
         follow = 0 if self.job.shapes.layout == "cla" else len(roles_of(self.job.lead, index).followers)
         parts = self.query + 2 * self.key
-        parts += self.wide * (parts + follow * self.carried) + 2 * self.hidden
+        parts += self.wide * (parts + follow * self.shared_head) + 2 * self.hidden
         if self.splits:  # the gradients of both parts, and of the values once more
             parts += follow * (2 * self.group + self.key // self.job.shapes.kv_heads)
         if self.recomputes:
@@ -331,7 +339,7 @@ class _Step:
 
     def in_backward(self, index: int, active: int) -> Parts:
         """Bytes in a layer's backward: `active`, kept activations, `shared_qk` and its gradients."""
-        arriving = continued_heads(self.job.lead, index) * self.carried
+        arriving = continued_heads(self.job.lead, index) * self.shared_head
         activations = self.kept(index) + active
         return {
             "shared_qk": self.shared_qk(index),
@@ -413,15 +421,15 @@ def pinned_bytes(size: int) -> int:
 def pinned_tensors(job: TrainingJob) -> dict[str, Counter[int]]:
     """Tensors that one rank's offloading pins in host memory: part → size in bytes → how many of that size.
 
-    Example: eight carried KV heads at 1,500 tokens, with four query heads each, give
+    Example: eight followed KV heads at 1,500 tokens, with four query heads each, give
     {"shared_qk": {1_536_000: 8, 384_000: 8}}.
     """
     shapes, args, step = job.shapes, job.args, _Step(job)
     parts: dict[str, Counter[int]] = {}
     if args.shared_qk == "offload":
-        heads = carried_heads(job.lead)
-        first = step.carried // 2 if shapes.layout == "cla" else step.group
-        parts["shared_qk"] = Counter({first: heads}) + Counter({step.carried - first: heads})
+        heads = shared_qk_heads(job.lead)
+        first = step.shared_head // 2 if shapes.layout == "cla" else step.group
+        parts["shared_qk"] = Counter({first: heads}) + Counter({step.shared_head - first: heads})
     if args.offload_checkpoints:
         parts["checkpoints of activations"] = Counter({step.hidden: shapes.layers})
     if args.offload_optimizer == "cpu":

@@ -152,7 +152,7 @@ class Shapes:
         return self.layers * in_layer + final_norm + constants
 
     @property
-    def carried_width(self) -> int:
+    def shared_qk_width(self) -> int:
         """Elements per token that a lead hands on for one KV head: queries and key; key and value for cla."""
         if self.layout == "cla":
             return 2 * self.head_dim
@@ -187,7 +187,7 @@ def visible_pairs(owner: int | None, length: int, windows: tuple[int, int]) -> i
 
 
 @functools.lru_cache(maxsize=64)
-def carried_spans(lead: Lead) -> dict[tuple[int, int], tuple[int, int]]:
+def shared_qk_spans(lead: Lead) -> dict[tuple[int, int], tuple[int, int]]:
     """The first and the last layer that follow each followed lead (layer, KV head).
 
     Layers with windows may lie before these layers and between them.
@@ -201,25 +201,25 @@ def carried_spans(lead: Lead) -> dict[tuple[int, int], tuple[int, int]]:
     return spans
 
 
-def carried_heads(lead: Lead) -> int:
+def shared_qk_heads(lead: Lead) -> int:
     """Number of (layer, KV head) pairs that other layers follow: their Q and K stay alive for the block."""
-    return len(carried_spans(lead))
+    return len(shared_qk_spans(lead))
 
 
-def carried_until(lead: Lead, layer: int) -> int:
-    """Number of the carried heads of layers below `layer`.
+def shared_qk_heads_below(lead: Lead, layer: int) -> int:
+    """Number of the heads of `shared_qk` that belong to layers below `layer`.
 
     The checkpoints of the layers up to `layer` hold them.
     """
-    return sum(owner < layer for owner, _ in carried_spans(lead))
+    return sum(owner < layer for owner, _ in shared_qk_spans(lead))
 
 
 def fetched_heads(lead: Lead, layer: int) -> int:
-    """Number of the carried heads that are followed both up to `layer` and from it on.
+    """Number of the heads of `shared_qk` that are followed both up to `layer` and from it on.
 
     Where `shared_qk` is fetched or recomputed, these are on the device.
     """
-    return sum(first <= layer <= last for first, last in carried_spans(lead).values())
+    return sum(first <= layer <= last for first, last in shared_qk_spans(lead).values())
 
 
 def continued_heads(lead: Lead, layer: int) -> int:
@@ -227,4 +227,4 @@ def continued_heads(lead: Lead, layer: int) -> int:
 
     The gradients of their queries and keys arrive in this layer's backward.
     """
-    return sum(owner <= layer < last for (owner, _), (_, last) in carried_spans(lead).items())
+    return sum(owner <= layer < last for (owner, _), (_, last) in shared_qk_spans(lead).items())

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from pod.modeling.model.sharing import Lead
 from pod.training.args import TrainArgs
 from pod.training.predict.memory_estimate import BYTES, TrainingJob, World, pinned_tensors
-from pod.training.predict.shapes import Shapes, carried_heads, silent_layers
+from pod.training.predict.shapes import Shapes, shared_qk_heads, silent_layers
 from pod.training.run.shared_qk import leads_that_end
 
 _GB = 1e9 / 2**30
@@ -229,7 +229,7 @@ def rank_flops(job: TrainingJob) -> float:
     if job.tiles > 1:
         again += 6.0 * tokens * shapes.layers * shapes.hidden * shapes.intermediate
     if args.shared_qk == "recompute":
-        again += 2.0 * tokens * shapes.hidden * shapes.carried_width * carried_heads(lead)
+        again += 2.0 * tokens * shapes.hidden * shapes.shared_qk_width * shared_qk_heads(lead)
     return again + model_flops(shapes, lead, args, tokens, attention)
 
 
