@@ -141,7 +141,7 @@ MUTANTS = {
         ),
         Mutant(
             "pod/modeling/model/rows.py",
-            "labels = range(count) if self.rowwise else kinds",
+            "labels = range(count) if self.rowwise else budget_ids",
             "labels = range(count) if self.rowwise else [0] * count",
         ),
         Mutant(

@@ -182,7 +182,7 @@ def _unknown_key(key: Any, cls: type, place: str) -> str:
     message = f"unknown key {key!r}{of_section}{nearest(key, known)}"
     if nearest(key, known, _VERY_NEAR):
         return message
-    return f"{message}; valid keys: {', '.join(fields_of(cls))}"
+    return f"{message}; valid keys: {', '.join(fields_of(cls)) or 'none'}"
 
 
 def nearest(word: Any, known: Sequence[Any] | dict[str, str], cutoff: float = 0.5) -> str:

@@ -4,6 +4,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 
+from pod.eval.answer.methods import UNADAPTED
 from pod.eval.catalogue import describe
 from pod.eval.lm.lm_tasks import LmTask
 from pod.eval.speed.args import SpeedOptions
@@ -17,6 +18,8 @@ _WIDTH = 100
 def list_methods(names: Sequence[str] = ()) -> str:
     """The text: methods of `pod.make_cache` with their parameters, all or those of the given names.
 
+    `pod-unadapted` is `pod` there, on other weights.
+
     Raises: ValueError for a name that is no method, with the nearest one.
     """
     text = describe()
@@ -27,7 +30,8 @@ def list_methods(names: Sequence[str] = ()) -> str:
         heading = re.match(r"  (\w+)", block)  # snapkv@BUDGET, imdc(inner)
         if heading is not None:
             blocks[heading[1]] = block
-    return "\n\n".join(_chosen("method", names, blocks))
+    blocks[UNADAPTED] = blocks["pod"]
+    return "\n\n".join(dict.fromkeys(_chosen("method", names, blocks)))
 
 
 def _chosen(kind: str, names: Sequence[str], blocks: dict[str, str]) -> list[str]:

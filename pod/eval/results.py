@@ -29,7 +29,8 @@ ANSWERING = ("answer_cache", "gates", "generate", "reading", "score")
 What the others decide (method, model, budget) stands in an answer's key or in the name of its cache.
 """
 _CODE = (
-    *("models.py", "modeling/**/*.py", "kernels/**/*.py", "engine/**/*.py"),
+    *("families.py", "models.py", "notation.py", "registry/combine.py"),
+    *("modeling/**/*.py", "kernels/**/*.py", "engine/**/*.py"),
     *(f"eval/answer/{name}.py" for name in ANSWERING),
     *(f"eval/lm/{name}.py" for name in ("batches", "model")),
 )
@@ -121,7 +122,7 @@ def code_identity(*more: str) -> str:
     """A digest of what decides answers besides the question.
 
     That is: the versions of the libraries under it, the facts of the methods (not their titles), and the code
-    of the model, kernels, caches and of asking.
+    of the model, its families, kernels, caches, budgets and of asking.
     Comments, docstrings and layout do not count. What makes prompts does not count either (prompts are in an
     answer's key), nor does what scores or draws.
 

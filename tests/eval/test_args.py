@@ -8,8 +8,11 @@ import pod
 from pod.eval.answer.methods import METHODS, find_method
 from pod.eval.args import EvalArgs
 from pod.eval.estimate import token_counts
+from pod.eval.lists import list_methods
 from pod.eval.runner import prepare
 from pod.eval.suites.buckets import position_buckets
+from pod.eval.suites.task_base import make_options
+from pod.eval.tasks.passkey import Passkey
 from pod.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,6 +58,17 @@ def test_every_method_can_be_evaluated_but_layouts_that_weights_were_trained_wit
             assert (found.name, found.takes_budget) == (name, method.takes_budget)
             if method.axis != "layout":
                 assert find_method(f"{name}+pod-unadapted").spec == f"pod+{name}"
+
+
+def test_every_method_has_its_parameters_in_the_list():
+    for name in METHODS:
+        assert "source: " in list_methods([name]), name
+    assert list_methods(["pod", "pod-unadapted"]) == list_methods(["pod"])
+
+
+def test_a_task_without_options_says_that_it_has_none():
+    with pytest.raises(ValueError, match="unknown key 'foo' in eval.task_options.passkey; valid keys: none$"):
+        make_options(Passkey, {"foo": 1})
 
 
 def test_a_name_is_canonical_however_it_is_written():

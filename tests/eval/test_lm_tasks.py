@@ -92,6 +92,19 @@ def test_stock_tasks_run_offline_with_their_metrics(stock):
     assert "exact_match (flexible-extract)" in stock["full"]["parts"]["gsm8k"]["metrics"]
 
 
+def test_answers_to_a_task_hold_no_prompts(tmp_path):
+    """A group keeps the answers to all its tasks until they are scored; prompts may have 100,000 tokens."""
+    inputs = runner.prepare(recipe_of(tmp_path, ["arc_easy"], eval__limit=2), log=lambda line: None)
+    task, full = inputs.tasks["arc_easy"], inputs.method_runners["full"]
+    with runner.answers_of(inputs, full).asked_by("arc_easy") as answer_cache:
+        answers = task.answer(full, answer_cache)
+    assert "sunflower" in (DATA / "allenai/ai2_arc/ARC-Easy/test.jsonl").read_text()
+    assert "sunflower" not in json.dumps(answers)
+    samples = task.score(full, answers)["samples"]
+    assert len(samples) == 2
+    assert samples[1]["answer"] in (" a lamp shade", " water and light", " a drum", " salt only")
+
+
 @pytest.mark.slow
 def test_methods_get_the_same_prompts_and_compression_changes_scores(stock):
     for name in STOCK:

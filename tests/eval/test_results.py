@@ -1,5 +1,6 @@
 """Result files: fingerprints, reuse, what a failure leaves."""
 
+import ast
 import json
 import os
 from dataclasses import replace
@@ -63,6 +64,7 @@ def test_what_answers_is_part_of_an_answer(tmp_path, monkeypatch):
     package = tmp_path / "pod"
     answering = (
         "modeling/methods/a.py",
+        "registry/combine.py",
         "eval/answer/score.py",
         "eval/answer/answer_cache.py",
         "eval/lm/batches.py",
@@ -104,7 +106,7 @@ def test_what_answers_is_part_of_an_answer(tmp_path, monkeypatch):
         seen.append(now())
     monkeypatch.setattr(results_module, "version", lambda name: "9" if name == "torch" else None)
     seen.append(now())
-    assert len(set(seen)) == 9
+    assert len(set(seen)) == 10
     results_module.code_identity.cache_clear()
 
 
@@ -127,6 +129,38 @@ def test_every_file_that_answers_is_part_of_an_answer(folder, others):
     hashed = {file for pattern in patterns for file in package.glob(pattern)}
     files = set((package / "eval" / folder).glob("*.py"))
     assert {file.stem for file in files - hashed} == others
+
+
+def test_whatever_answering_code_imports_is_part_of_an_answer_or_does_not_decide_it():
+    """A file that moves out of the folders that are hashed stays part of an answer, or is named here."""
+    package = results_module._PACKAGE
+    hashed = {file for pattern in results_module._CODE for file in package.glob(pattern)}
+    imported = {
+        found
+        for file in hashed
+        for name in modules_of(file.read_text(encoding="utf-8"))
+        if (found := package.parent / (name.replace(".", "/") + ".py")).is_file()
+    }
+    assert {file.relative_to(package).as_posix() for file in imported - hashed} == {
+        # what these decide stands in an answer's key or in the name of its cache
+        *(f"eval/answer/{name}.py" for name in ("budget", "methods", "ranks")),
+        *(f"eval/lm/{name}.py" for name in ("index", "payload", "requests")),
+        *("eval/results.py", "eval/suites/buckets.py", "tokenizer.py"),
+        # a method's facts are a part without this file, which says what facts there are
+        "registry/method.py",
+        # these keep, check, compile or report, and decide no number
+        *("files.py", "measure/machine.py", "schema.py", "toolchain.py", "verbosity.py"),
+    }
+
+
+def modules_of(source):
+    """Names of modules of pod that may be imported by a source, among others."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("pod"):
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("pod."))
 
 
 def test_fingerprint_ignores_the_order_of_keys():

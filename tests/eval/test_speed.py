@@ -135,6 +135,15 @@ def test_speeds_of_two_races_are_not_kept_together(finished):
     assert is_known(run, results), "fewer methods than raced"
 
 
+def test_speeds_of_another_device_are_not_kept(finished):
+    """The hardware is the same: `eval.device` says which part of it is timed."""
+    run, _ = finished
+    results = opened(run)
+    assert is_known(run, results)
+    args = dataclasses.replace(run.recipe.eval, device="cpu")
+    assert not is_known(dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, eval=args)), results)
+
+
 def test_a_method_that_fails_does_not_lose_the_others(place, tmp_path, monkeypatch):
     """Once when it reads the prompt, once not before it decodes."""
     original, calls = StreamingLayer.attend, []

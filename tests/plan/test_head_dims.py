@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
 from pod.commands import explore
-from pod.modeling.model.quantized import make_codec
+from pod.modeling.model.quantized import make_quantizer
 from pod.modeling.model.sharing import SharingPlan, bits_per_number, channel_group
 from pod.models import resolve_model
 from pod.plan.exploration import check_model
@@ -77,7 +77,7 @@ def test_explore_with_bits_at_head_dim_80(explore_overrides, tmp_path, capsys):
 
 
 ASKED = {
-    "make_cache": lambda config: make_codec("int4", 4, config, 32, 128),
+    "make_cache": lambda config: make_quantizer("int4", 4, config, 32, 128),
     "load_model": lambda config: pod.PodConfig(**config.to_dict() | {"kv_bits": [4, 16]}),
     "explore": lambda config: check_model(
         config,
@@ -93,4 +93,4 @@ def test_a_head_that_fills_no_bytes_is_one_answer(asked):
     with pytest.raises(ValueError, match="4 bits of head_dim = 15 channels do not fill whole bytes") as seen:
         ASKED[asked](config)
     assert "use 8 bits" in str(seen.value) and "\n" not in str(seen.value)
-    assert make_codec("int8", 8, SimpleNamespace(head_dim=15), 32, 128) is not None
+    assert make_quantizer("int8", 8, SimpleNamespace(head_dim=15), 32, 128) is not None

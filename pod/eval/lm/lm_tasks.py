@@ -58,7 +58,7 @@ class Answered(NamedTuple):
     """The answers to a leaf task.
 
     Attributes:
-        logged: samples as lm-eval logs them, with its metrics.
+        logged: samples as lm-eval logs them, with its metrics but without their prompts.
         records: by request key, from our model class.
     """
 
@@ -205,7 +205,7 @@ class LmTask(Task):
             records = dict(lm.records)
         leaf.task._instances = None
         assert results is not None and "samples" in results, "every rank is rank 0 of 1 to lm-eval"
-        return Answered(results["samples"][leaf.name], records)
+        return Answered([_without_prompts(row) for row in results["samples"][leaf.name]], records)
 
     def _score_leaf(self, leaf: Leaf, answered: Answered, budgets: ByteBudgets) -> dict[str, Any]:
         return leaf_payload(
@@ -220,3 +220,14 @@ class LmTask(Task):
                 **self.args.template_settings(),
             },
         )
+
+
+def _without_prompts(logged: Mapping[str, Any]) -> dict[str, Any]:
+    """A sample as lm-eval logs it, without the row of its data set and without the prompts of its requests.
+
+    A row and a prompt may have 100,000 tokens each, and a group keeps the samples of all its tasks until they
+    are scored. The row's `cluster` stays, and so do the choices behind a prompt.
+    """
+    row, requests = logged["doc"], logged["arguments"]
+    shared = {"cluster": row["cluster"]} if isinstance(row, Mapping) and "cluster" in row else {}
+    return {**logged, "doc": shared, "arguments": [("", *request[1:]) for request in requests]}

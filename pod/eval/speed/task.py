@@ -84,6 +84,7 @@ def row_of(run: SpeedRun) -> str:
     """A digest that changes with anything that can change the speeds of all methods."""
     args = run.args
     asked = [args.efficiency_lengths, args.efficiency_tokens, args.efficiency_repeats, asdict(run.options)]
+    asked.append(args.device)
     code, hardware = code_identity("eval/speed/*.py", "measure/*.py"), environment()["hardware"]
     return fingerprint([asked, run.recipe.seed, run.layout, code, hardware])
 

@@ -17,7 +17,7 @@ from pod.eval.answer.answer_cache import key_of
 from pod.eval.answer.budget import MethodRunner
 from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.statistics.confidence import clusters_of, share
-from pod.eval.suites.grid import GridTask, Record, check_grid
+from pod.eval.suites.ask_prompts import GridTask, Record, check_grid
 from pod.eval.suites.haystack import ASK, fitted, load_sentences, question_frame, start_of
 from pod.eval.suites.task_base import prompt_hash
 from pod.eval.tasks.niah import facts, recall
@@ -126,7 +126,7 @@ class MultiQuery(GridTask):
     def key(self, item: QuestionedText, room: int | str | None) -> str:
         return key_of("questions", item.prompt, item.questions, self.new_tokens, room)
 
-    def ask(self, runner: MethodRunner, cache: Any, batch: list[QuestionedText]) -> list[Record]:
+    def ask_model(self, runner: MethodRunner, cache: Any, batch: list[QuestionedText]) -> list[Record]:
         """A record per text: its answers, and the bytes held for the text after each answer."""
         reading, tokenizer, model = answer.reading, self.run.tokenizer, runner.model
         texts = [document.prompt for document in batch]

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import PositiveInt
 
-from pod.eval.suites.grid import GridPrompt, PromptTask, Record, check_grid
+from pod.eval.suites.ask_prompts import GridPrompt, PromptTask, Record, check_grid
 from pod.eval.suites.haystack import (
     fitted,
     load_sentences,

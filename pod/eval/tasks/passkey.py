@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from pod.eval.suites import grid
+from pod.eval.suites.ask_prompts import GridPrompt, PromptTask, Record
 from pod.eval.suites.haystack import Frame, make_frame
 
 TASK = (
@@ -24,7 +24,7 @@ ANSWER = "The pass key is"  # the answer's beginning is given: what is tested is
 
 
 @dataclass(frozen=True)
-class PasskeyPrompt(grid.GridPrompt):
+class PasskeyPrompt(GridPrompt):
     """A prompt and the key that is hidden in it."""
 
     key: str
@@ -97,7 +97,7 @@ def _filler_that_fits(frame: Frame, length: int) -> int:
     return bisect.bisect_right(range(length), length, key=tokens) - 1
 
 
-class Passkey(grid.PromptTask):
+class Passkey(PromptTask):
     """Every length × depth × sample, greedy answers, bytes held at the end of generation."""
 
     name = "passkey"
@@ -114,10 +114,10 @@ class Passkey(grid.PromptTask):
     def longest(self) -> int:
         return max(self.args.passkey_lengths) + self.new_tokens
 
-    def judge(self, prompt: PasskeyPrompt, said: str) -> grid.Record:
+    def judge(self, prompt: PasskeyPrompt, said: str) -> Record:
         return {"score": float(is_correct(said, prompt.key)), "target": prompt.key}
 
-    def settings(self) -> grid.Record:
+    def settings(self) -> Record:
         return {
             "format": "chat template" if self.args.passkey_chat_template else "plain text",
             "question": self.args.asked_when(),

@@ -1,4 +1,8 @@
-"""Tasks over several lengths: greedy answers through the method's cache, samples and bytes by length."""
+"""Where prompts are asked: tasks over several lengths whose greedy answers come through the method's cache.
+
+`PromptTask.ask_model` asks a batch of prompts, those of a passkey or of a needle. `GridTask` makes samples of
+the answers, and bytes by length.
+"""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -94,7 +98,7 @@ class GridTask(Task):
         """What an item asks of a cache with this budget."""
 
     @abstractmethod
-    def ask(self, runner: MethodRunner, cache: Any, batch: list[Any]) -> list[Record]:
+    def ask_model(self, runner: MethodRunner, cache: Any, batch: list[Any]) -> list[Record]:
         """The records of items of one length through a new cache."""
 
     @abstractmethod
@@ -121,7 +125,7 @@ class GridTask(Task):
             self.items,
             key=lambda item: self.key(item, runner.room(self.span[item.length])),
             batches=self.batches,
-            compute=lambda batch: self.ask(runner, runner.cache(self.span[batch[0].length]), batch),
+            compute=lambda batch: self.ask_model(runner, runner.cache(self.span[batch[0].length]), batch),
         )
 
     def score(self, runner: MethodRunner, answers: list[Record]) -> Record:
@@ -164,7 +168,7 @@ class PromptTask(GridTask):
     def key(self, item: GridPrompt, room: int | str | None) -> str:
         return answer.reading.key_of_prompt(item, self.new_tokens, room)
 
-    def ask(self, runner: MethodRunner, cache: Any, batch: list[GridPrompt]) -> list[Record]:
+    def ask_model(self, runner: MethodRunner, cache: Any, batch: list[GridPrompt]) -> list[Record]:
         return answer.generate.generate(runner.model, self.run.tokenizer, cache, batch, self.new_tokens)
 
     def samples(self, item: GridPrompt, record: Record) -> list[Record]:
