@@ -36,7 +36,7 @@ class Mutant:
     new: str
 
 
-COMPARE_MOST = [
+KILL_MOST = [
     "tests/modeling/test_generation.py",
     "tests/modeling/test_oracles_ranked.py",
     "tests/modeling/test_oracles_windows.py",
@@ -47,20 +47,20 @@ COMPARE_MOST = [
     "tests/kernels/test_decode.py",
     "tests/kernels/test_window_attention.py",
 ]
-"""Tests that kill most mutants of the decoder come first, so that a run ends early."""
+"""Tests that kill most mutants of the decoder run alone first: their collection takes seconds."""
 
 
 def decoder_tests() -> list[str]:
-    """Test files that need neither a kernel compiler nor several processes."""
-    others = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests" / "modeling").glob("test_*.py"))
-    return COMPARE_MOST + [file for file in others if file not in COMPARE_MOST]
+    """The other test files of the decoder: they need neither a kernel compiler nor several processes."""
+    files = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests" / "modeling").glob("test_*.py"))
+    return [file for file in files if file not in KILL_MOST]
 
 
 TESTS = {
-    "judge": ["tests/eval/test_report_rows.py", "tests/eval/test_statistics.py"],
-    "decoder": decoder_tests(),
+    "judge": [["tests/eval/test_report_rows.py", "tests/eval/test_statistics.py"]],
+    "decoder": [KILL_MOST, decoder_tests()],
 }
-"""Test files of each part."""
+"""Test files of each part, in groups that run one after the other."""
 
 MUTANTS = {
     "judge": [
@@ -286,7 +286,9 @@ MUTANTS = {
 }
 
 
-def killing_level(mutant: Mutant, tests: list[str], folder: Path, levels: Sequence[str] = LEVELS) -> str:
+def killing_level(
+    mutant: Mutant, groups: list[list[str]], folder: Path, levels: Sequence[str] = LEVELS
+) -> str:
     """The first of the levels whose tests refuse the mutant, made in a copy of the tree, or "none"."""
     place = folder / mutant.file
     before = place.read_text(encoding="utf-8")
@@ -299,7 +301,7 @@ def killing_level(mutant: Mutant, tests: list[str], folder: Path, levels: Sequen
     place.write_text(before.replace(mutant.old, mutant.new), encoding="utf-8")
     try:
         for level in levels:
-            if not tests_pass(level, tests, folder):
+            if not all(tests_pass(level, tests, folder) for tests in groups):
                 return level
     finally:
         place.write_text(before, encoding="utf-8")
@@ -343,7 +345,7 @@ def judge_part(
     part: str, folder: Path, levels: Sequence[str], known: Sequence[dict[str, str]] = ()
 ) -> Iterator[dict[str, str]]:
     """The killing level of every mutant of a part that is not known, printed as it is found."""
-    if not tests_pass("quick", TESTS[part], folder):
+    if not all(tests_pass("quick", tests, folder) for tests in TESTS[part]):
         raise SystemExit(f"the quick tests of {part} fail without any change: mend them first")
     tried = {(row["file"], row["old"], row["new"]) for row in known}
     for number, mutant in enumerate(MUTANTS[part], 1):
