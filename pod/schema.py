@@ -166,14 +166,15 @@ def _located(message: str, cls: Any, place: str) -> str:
 
 
 def _unknown_key(key: Any, cls: type, place: str) -> str:
-    """Tell that the section has no such field, and name the nearest one, or what it is called now.
+    """The message that a section has no field ``key``. It names the nearest field, or the key's new name.
 
     At the top of a recipe, the fields of all sections are compared. Where none is very near, the fields of
     the section are listed.
     """
     of_section = f" in {place}" if place else ""
-    if key in (former := getattr(cls, "former_names", {})):
-        return f"unknown key {key!r}{of_section}: it is called {_place(place, [former[key]])!r} now"
+    former_names = getattr(cls, "former_names", {})
+    if key in former_names:
+        return f"unknown key {key!r}{of_section}: it is called {_place(place, [former_names[key]])!r} now"
     known = {name: _place(place, [name]) for name in fields_of(cls)}
     for name in list(known):
         section = hints_of(cls)[name]

@@ -18,7 +18,7 @@ _WIDTH = 100
 def list_methods(names: Sequence[str] = ()) -> str:
     """The text: methods of `pod.make_cache` with their parameters, all or those of the given names.
 
-    `pod-unadapted` is `pod` there, on other weights.
+    `pod-unadapted` has the parameters of `pod`; it is the same method on the dense weights.
 
     Raises: ValueError for a name that is no method, with the nearest one.
     """

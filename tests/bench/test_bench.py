@@ -69,7 +69,7 @@ def bench():
     return make_bench(LEAD, "bench.steps=3", "bench.repeats=2")
 
 
-def stores_of(cache):
+def buffers_of(cache):
     return [buffer for layer in cache.layers for buffer in layer.kv_buffers().values() if not buffer.is_empty]
 
 
@@ -285,7 +285,7 @@ def test_filled_caches_have_random_numbers_in_every_used_slot(lead, method, monk
     cache, note = make_cache(bench, method, length, 400, "auto")
     fill(bench.model_of(method), cache, 2, length)
     assert note is None and cache.get_seq_length() == length and cache.lengths.tolist() == [length] * 2
-    for buffer in stores_of(cache):
+    for buffer in buffers_of(cache):
         used = buffer.data[:, :, : buffer.used_slots(length)]
         assert (used != 0).all() and not (buffer.data[:, :, buffer.used_slots(length) :] != 0).any()
         sinks, recent = WINDOWS if buffer.has_window else (0, length)

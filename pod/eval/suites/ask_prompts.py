@@ -1,7 +1,7 @@
-"""Where prompts are asked: tasks over several lengths whose greedy answers come through the method's cache.
+"""Tasks that ask prompts of several lengths: greedy answers through the method's cache.
 
-`PromptTask.ask_model` asks a batch of prompts, those of a passkey or of a needle. `GridTask` makes samples of
-the answers, and bytes by length.
+`PromptTask.ask_model` asks a batch of prompts, for example of passkeys. `GridTask` turns the answers into
+samples, and into the bytes held at each length.
 """
 
 from abc import abstractmethod

@@ -1,6 +1,7 @@
 """Passkey retrieval (Mohtashami & Jaggi 2023): a five-digit number hidden at some depth of repetitive text.
 
 A prompt is correct when the first number in the answer is the key, which is InfiniteBench's rule too.
+`PromptTask.ask_model` in `pod/eval/suites/ask_prompts.py` asks the model.
 """
 
 import bisect

@@ -45,10 +45,8 @@ class OwnKeys:
 
     def __init__(self, quantizer: KVQuantizer, num_sink_tokens: int):
         self.buffer: KVBuffer = quantizer.tokens("keys", evicts=True)
-        self.group_size, self.residual = (
-            getattr(quantizer, "group_size", 1),
-            getattr(quantizer, "residual", 0),
-        )
+        self.group_size = getattr(quantizer, "group_size", 1)
+        self.residual = getattr(quantizer, "residual", 0)
         self.num_sink_tokens = num_sink_tokens
         self.held = self.sinks = self.recents = 0
 

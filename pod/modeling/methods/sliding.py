@@ -258,11 +258,9 @@ class SlidingLayer(CacheLayer):
     ):
         super().__init__()
         self.layer_idx = layer_idx
-        self.num_sink_tokens, self.num_recent_tokens, self.quantizer = (
-            num_sink_tokens,
-            num_recent_tokens,
-            quantizer,
-        )
+        self.num_sink_tokens = num_sink_tokens
+        self.num_recent_tokens = num_recent_tokens
+        self.quantizer = quantizer
         self.scale = config.head_dim**-0.5
         self.clear()
 

@@ -205,8 +205,9 @@ class KVBuffer:
     def append(self, x: Tensor, past: int) -> None:
         """Write ``[B, h, m, d]`` when every row has ``past`` tokens and gets ``m`` more.
 
-        In a window, the new tokens overwrite those that fall out of it: token ``p`` takes the slot of token
-        ``p - n_r``. That is how a window forgets; nothing is freed. ``runs`` gives the slots.
+        In a full window, the new tokens overwrite those that fall out of it: token ``p`` takes the slot of
+        token ``p - n_r``, unless that is one of the first ``n_s`` tokens, which stay. That is how a window
+        forgets; nothing is freed. ``runs`` gives the slots.
         """
         length = past + x.shape[2]
         if self.is_tight and not self.is_empty and past == self.data.shape[2]:

@@ -271,11 +271,10 @@ class _Step:
         layout cla `shared_qk` itself is counted here.
         """
         lead = self.job.lead
-        if not self.recomputes:
-            return (
-                shared_qk_heads_below(lead, last) * self.shared_head if self.job.shapes.layout == "cla" else 0
-            )
-        heads = shared_qk_heads_below if self.job.args.shared_qk == "keep" else fetched_heads
+        if not self.recomputes and self.job.shapes.layout != "cla":
+            return 0
+        keeps = not self.recomputes or self.job.args.shared_qk == "keep"
+        heads = shared_qk_heads_below if keeps else fetched_heads
         return heads(lead, last) * self.shared_head
 
     def resting_shared_qk(self, last: int) -> int:
