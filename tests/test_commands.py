@@ -10,6 +10,7 @@ import time
 import zipfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 import pod
@@ -159,15 +160,17 @@ def heed_sigint():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def test_ctrl_c_is_exit_code_130_and_leaves_no_process_and_no_half_of_a_file(tmp_path):
-    """As a terminal does it: the command and its workers get SIGINT, here while the workers read."""
-    sources, flag = tmp_path / "text", tmp_path / "reading"
+def reading_data(tmp_path):
+    """`pod data` whose two workers are reading: they wait until there is a file `go`, at most a minute."""
+    sources, flag, go = tmp_path / "text", tmp_path / "reading", tmp_path / "go"
     sources.mkdir()
     for number in range(8):
         (sources / f"{number}.txt").write_text("words and more words\n" * 200)
     (tmp_path / "slow.py").write_text(
         f"import pathlib, time\ndef keep(document):\n    pathlib.Path({str(flag)!r}).touch()\n"
-        "    time.sleep(60)\n"
+        "    end = time.time() + 60\n"
+        f"    while time.time() < end and not pathlib.Path({str(go)!r}).exists():\n        time.sleep(0.05)\n"
+        "    return True\n"
     )
     command = [sys.executable, "-m", "pod", "data", str(sources), "--set", f"output_dir={tmp_path / 'run'}"]
     for setting in (
@@ -185,6 +188,23 @@ def test_ctrl_c_is_exit_code_130_and_leaves_no_process_and_no_half_of_a_file(tmp
     while not flag.exists():
         assert running.poll() is None, running.communicate()
         time.sleep(0.1)
+    return running
+
+
+def test_workers_leave_ctrl_c_to_the_command(tmp_path):
+    """Only the command answers to SIGINT. A worker that did would print a traceback or lose its work."""
+    running = reading_data(tmp_path)
+    for worker in psutil.Process(running.pid).children():
+        worker.send_signal(signal.SIGINT)
+    (tmp_path / "go").touch()
+    _, error = running.communicate(timeout=60)
+    assert running.returncode == 0 and "Traceback" not in error
+    assert (tmp_path / "run" / "data" / "manifest.json").is_file()
+
+
+def test_ctrl_c_is_exit_code_130_and_leaves_no_process_and_no_half_of_a_file(tmp_path):
+    """As a terminal does it: the command and its workers get SIGINT, here while the workers read."""
+    running = reading_data(tmp_path)
     os.killpg(running.pid, signal.SIGINT)
     _, error = running.communicate(timeout=60)
     assert running.returncode == 130 and "Traceback" not in error

@@ -8,6 +8,7 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -69,9 +70,10 @@ def _in_processes(task: Task, calls: Iterator[tuple[Any, ...]], workers: int, co
     )
     try:
         gc.freeze()  # a collection in a worker would touch, hence copy, every object of this process
-        given: deque[Future] = deque(
-            executor.submit(_run_task, *arguments) for arguments in islice(calls, AHEAD * workers)
-        )
+        with _without_ctrl_c():  # workers start at the first task
+            given: deque[Future] = deque(
+                executor.submit(_run_task, *arguments) for arguments in islice(calls, AHEAD * workers)
+            )
         gc.unfreeze()
         counted = 0
         while given:
@@ -94,8 +96,21 @@ def _in_processes(task: Task, calls: Iterator[tuple[Any, ...]], workers: int, co
         executor.shutdown(wait=True, cancel_futures=True)
 
 
+@contextlib.contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """Hold SIGINT back, here and in the processes that start meanwhile. It arrives afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker(task: Task, counter: Any, parent: int) -> None:
+    """Make this process a worker. It leaves Ctrl-C to its parent, which ends it."""
     global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     _worker = (task, counter)
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
 
