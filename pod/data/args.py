@@ -22,7 +22,7 @@ class DataArgs:
 
     sources: list[str] = field(default_factory=lambda: ["stdlib:", ESSAYS])
     """Where the documents are. Files, folders or patterns, local or by URL (s3://, gs://, https://):
-    jsonl, json, parquet, arrow, and text (txt, md, code, …), also compressed (.gz .zst .bz2 .xz);
+    jsonl, json, csv, parquet, arrow, and text (txt, md, code, …), also compressed (.gz .zst .bz2 .xz);
     MosaicML shards (a folder with index.json); `hub:<id>[:<config>][@<split>]` for a dataset of the
     Hugging Face hub; `stdlib:[<folder>]` for the source code of Python's standard library;
     `package:<import name>/<file>` for a file of an installed package. `#essays` or
@@ -32,7 +32,7 @@ class DataArgs:
     [3, 1]. They are scaled to sum 1. Empty = the sources are not told apart. When a source has too few
     tokens in an interval, the others fill it, and the report shows this."""
     text_field: str = "text"
-    """Name of the field that has the document's text, in jsonl, json, parquet, MDS and hub records."""
+    """Name of the field that has the document's text, in jsonl, json, csv, parquet, MDS and hub records."""
     token_field: str | None = None
     """Name of a field that has token ids, for data that is tokenized already (ProLong: `input_ids`). The
     ids are used as they are, without boundary tokens, and must come from the model's tokenizer. null =

@@ -190,7 +190,8 @@ def _file_or_shards(path: str) -> list[FoundFile]:
 
 
 def _unknown(path: str | Path) -> str:
-    return f"{path} has an unknown file type (known are jsonl, json, parquet, arrow, and text by its suffix)"
+    known = "jsonl, json, csv, parquet, arrow, and text by its suffix"
+    return f"{path} has an unknown file type (known are {known})"
 
 
 def _matches(path: str, include: tuple[str, ...]) -> bool:

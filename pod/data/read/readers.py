@@ -1,4 +1,4 @@
-"""Readers of single files: text, jsonl, json, parquet and arrow, plain or compressed (.gz, .zst, .bz2, .xz).
+"""Readers of single files: text, jsonl, json, csv, parquet, arrow, plain or compressed (.gz .zst .bz2 .xz).
 
 Each reader gives `Record`s one at a time and never holds more than the record at hand (tables: a small batch
 of rows, `.json`: one value).
@@ -7,6 +7,7 @@ of rows, `.json`: one value).
 import bz2
 import codecs
 import contextlib
+import csv
 import gzip
 import io
 import json
@@ -31,17 +32,19 @@ yaml yml toml ini cfg"""
 KINDS = {
     **dict.fromkeys(["", *(f".{name}" for name in _TEXTS.split())], "text"),
     **dict.fromkeys([".jsonl", ".jsonlines", ".ndjson"], "lines"),
-    **{f".{kind}": kind for kind in ("json", "parquet", "arrow", "mds")},
+    **{f".{kind}": kind for kind in ("json", "csv", "parquet", "arrow", "mds")},
 }
 """How files are read, by their suffix. A text is the whole file."""
 DAMAGE = (OSError, EOFError, UnicodeError, zlib.error, lzma.LZMAError)
 BUFFER_BYTES, ZSTD_BUFFER_BYTES = 2**20, 2**13
 JSON_BYTES = 256 * 2**20
 """Largest `.json` file that is one object or array: it is parsed whole."""
+CSV_FIELD_CHARACTERS = 256 * 2**20
+"""Longest field of a `.csv` file. A longer one is a quote that is never closed, as good as always."""
 
 
 def kind_of(path: str | Path) -> str:
-    """`parquet`, `arrow`, `lines`, `json`, `mds` or `text`, by the name alone.
+    """`parquet`, `arrow`, `lines`, `json`, `csv`, `mds` or `text`, by the name alone.
 
     What is unknown but wanted is text.
     """
@@ -89,6 +92,8 @@ def read_records(
                 yield from _read_lines(path, stream, fields, bad, start, stop)
         elif kind == "json":
             yield from _read_json(path, fields, bad)
+        elif kind == "csv":
+            yield from _read_csv(path, fields, bad)
         else:
             yield from _read_text(path, fields, bad)
 
@@ -282,6 +287,56 @@ def _read_json(path: Path, fields: Fields, bad: Bad) -> Iterator[Record]:
             bad(str(error))
             continue
         yield record
+
+
+def _read_csv(path: Path, fields: Fields, bad: Bad) -> Iterator[Record]:
+    """A `.csv` file: commas, double quotes, and a first row with the names of the fields."""
+    if fields.tokens is not None:
+        raise UnreadableFile(
+            f"{path} is csv, a table of texts, but data.token_field = {fields.tokens!r} asks for token ids"
+        )
+    csv.field_size_limit(CSV_FIELD_CHARACTERS)
+    number = 0
+    # Bytes that are not UTF-8 become lone surrogates, which are found in the field that is read.
+    with io.TextIOWrapper(open_bytes(path), "utf-8-sig", "surrogateescape", newline="") as stream:
+        rows = filter(None, csv.reader(stream, strict=True))  # without blank lines
+        try:
+            names = _csv_names(path, next(rows, [fields.text]), fields.text)
+            for number, row in enumerate(rows):
+                where = f"{path} row {number}"
+                try:
+                    record = fields.record(number, _csv_values(names, row, fields.text, where), where)
+                except BadRecord as error:
+                    bad(str(error))
+                    continue
+                yield record
+        except csv.Error as error:
+            raise UnreadableFile(f"{path} is not csv near row {number} ({one_line(error)})") from error
+
+
+def _csv_names(path: Path, names: list[str], text_field: str) -> list[str]:
+    """The names of the fields, checked."""
+    found = names.count(text_field)
+    if found == 1:
+        return names
+    seen = ", ".join(names[:12]).encode(errors="backslashreplace").decode()
+    raise UnreadableFile(
+        f"{path} has {found or 'no'} text fields {text_field!r}, expected one (fields seen: {seen}); set "
+        "data.text_field"
+    )
+
+
+def _csv_values(names: list[str], row: list[str], text_field: str, where: str) -> dict[str, str]:
+    """The fields of a row by name."""
+    if len(row) != len(names):
+        raise BadRecord(f"{where} has {len(row)} fields, the first row names {len(names)}")
+    values = dict(zip(names, row, strict=True))
+    if not values[text_field].isascii():
+        try:
+            values[text_field].encode()
+        except UnicodeEncodeError as error:
+            raise BadRecord(f"{where}: field {text_field!r} is not UTF-8") from error
+    return values
 
 
 def _holds_lines(stream: IO[bytes], limit: int) -> bool:

@@ -39,7 +39,7 @@ LISTED_RECORDS = 3
 """How many bad records of a file are named: one without the wanted field must not hide the others."""
 COMPRESSION = 4
 """Text is about this much larger than its compressed file."""
-READING_VERSION = 2
+READING_VERSION = 3
 """Raised when the same file would give other documents than before."""
 
 

@@ -17,7 +17,9 @@ from typing import Any, Literal
 
 from pydantic import PositiveInt
 
-from pod.eval.suites.ask_prompts import GridPrompt, PromptTask, Record, check_grid
+from pod.eval import answer
+from pod.eval.answer.budget import MethodRunner
+from pod.eval.suites.grid_tasks import GridPrompt, PromptTask, Record, check_grid
 from pod.eval.suites.haystack import (
     fitted,
     load_sentences,
@@ -167,6 +169,9 @@ class Niah(PromptTask):
         prompts = make_needle_prompts(run.tokenizer, sentences, options, run.recipe.seed, aware)
         default = _TOKENS_PER_NUMBER * options.needles if number else _TOKENS_OF_STATEMENT
         self.plan_prompts(prompts, options.new_tokens or default)
+
+    def ask_model(self, runner: MethodRunner, cache: Any, batch: list[NeedlePrompt]) -> list[Record]:
+        return answer.generate.generate(runner.model, self.run.tokenizer, cache, batch, self.new_tokens)
 
     def judge(self, prompt: NeedlePrompt, said: str) -> Record:
         score = recall(said, prompt.values) if prompt.names else statement_score(said)

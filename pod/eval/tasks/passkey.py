@@ -1,7 +1,6 @@
 """Passkey retrieval (Mohtashami & Jaggi 2023): a five-digit number hidden at some depth of repetitive text.
 
-A prompt is correct when the first number in the answer is the key, which is InfiniteBench's rule too.
-`PromptTask.ask_model` in `pod/eval/suites/ask_prompts.py` asks the model.
+An answer is correct when its first number is the key, which is InfiniteBench's rule too.
 """
 
 import bisect
@@ -11,7 +10,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from pod.eval.suites.ask_prompts import GridPrompt, PromptTask, Record
+from pod.eval import answer
+from pod.eval.answer.budget import MethodRunner
+from pod.eval.suites.grid_tasks import GridPrompt, PromptTask, Record
 from pod.eval.suites.haystack import Frame, make_frame
 
 TASK = (
@@ -40,7 +41,9 @@ def make_prompts(
     chat_template: bool = False,
     question_aware: bool = False,
 ) -> list[PasskeyPrompt]:
-    """Prompts of every length × depth × sample, at most one line of filler shorter than asked, in that order.
+    """A prompt for every length, depth and sample, in that order.
+
+    Each is at most one line of filler shorter than its length.
 
     Args:
         chat_template: put the question into the tokenizer's chat template; see `render` for the format
@@ -114,6 +117,9 @@ class Passkey(PromptTask):
 
     def longest(self) -> int:
         return max(self.args.passkey_lengths) + self.new_tokens
+
+    def ask_model(self, runner: MethodRunner, cache: Any, batch: list[PasskeyPrompt]) -> list[Record]:
+        return answer.generate.generate(runner.model, self.run.tokenizer, cache, batch, self.new_tokens)
 
     def judge(self, prompt: PasskeyPrompt, said: str) -> Record:
         return {"score": float(is_correct(said, prompt.key)), "target": prompt.key}

@@ -1,4 +1,4 @@
-"""The loss of a training step, and the module that the DeepSpeed engine wraps.
+"""The loss of a training step, its scale, and the module that the DeepSpeed engine wraps.
 
 The loss never needs the logits of the whole row. DeepSpeed's fused projection and cross entropy works
 through the tokens in chunks and keeps one fp32 log-sum-exp per token. During backward it computes the logits
@@ -11,10 +11,29 @@ import torch
 from torch import nn
 
 from pod.training import deepspeed_bridge as bridge
+from pod.training.args import TrainArgs
 
 MEBIBYTE = 2**20
 IGNORED_LABEL = -100
 """Label of a token that counts in no loss."""
+
+
+def loss_scale(args: TrainArgs, mesh: Any, num_labels: float) -> float:
+    """The factor of a rank's summed loss, so that gradients are those of the mean over all labels.
+
+    The loss of a step is the sum over all its labels (all ranks, all micro-batches), divided by their number.
+    The engine sums micro-batches and divides gradients by a number of ranks, which the factor undoes. With
+    `reduce_scatter`, stage 3 divides by the number of ranks (`stage3.py`, `__avg_scatter_grads`). Stages 1
+    and 2 divide by the number of ranks over the sequence-parallel size (`stage_1_and_2.py`,
+    `average_tensor`).
+
+    Args:
+        num_labels: labels of the step, over all ranks and micro-batches.
+
+    Example: 4 ranks of stage 3 and 8,192 labels give 4 / 8192.
+    """
+    divided_by = mesh.world_size if args.zero_stage == 3 else mesh.dp_size
+    return divided_by / num_labels
 
 
 class LossHead(nn.Module):

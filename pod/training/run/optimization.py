@@ -1,4 +1,4 @@
-"""How weights are updated: DeepSpeed's settings, the scale of gradients, AdamW, its learning rate."""
+"""How weights are updated: DeepSpeed's settings, AdamW, its learning rate."""
 
 import math
 from typing import Any
@@ -14,18 +14,11 @@ REDUCE_BUCKET_ELEMENTS = 50_000_000
 PREFETCH_ELEMENTS = 50_000_000
 
 
-def gradient_scale(args: TrainArgs, mesh: Any) -> float:
-    """The factor of a rank's loss that turns the gradients that DeepSpeed averages into sums.
-
-    With `reduce_scatter`, stage 3 divides by the number of ranks (`stage3.py`, `__avg_scatter_grads`).
-    Stages 1 and 2 divide by the number of ranks over the sequence-parallel size (`stage_1_and_2.py`,
-    `average_tensor`). Micro-batches are summed.
-    """
-    return float(mesh.world_size if args.zero_stage == 3 else mesh.dp_size)
-
-
 def deepspeed_config(args: TrainArgs) -> dict[str, Any]:
-    """Settings of DeepSpeed's engine. `reduce_scatter` fixes the scale of gradients: see `gradient_scale`."""
+    """Settings of DeepSpeed's engine.
+
+    `reduce_scatter` decides by which number the engine divides gradients. `loss.loss_scale` undoes that.
+    """
     reduce_dtype = "fp32" if args.reduce_dtype == "float32" else "bf16"
     cuda = torch.cuda.is_available()
     offloads = {"offload_optimizer": args.offload_optimizer, "offload_param": args.offload_parameters}

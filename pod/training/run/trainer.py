@@ -1,9 +1,8 @@
 """The training loop: `Trainer.train` makes all steps of a run, `Trainer.step` makes one.
 
 The loss of an optimizer step is the sum over all its labels (all ranks, all micro-batches), divided by their
-number. It therefore equals the loss of one process, however the rows are split. To this end, a rank's sum is
-divided by the global number of labels, and multiplied by the number of ranks over which ZeRO averages
-gradients (`optimization.gradient_scale`).
+number. It therefore equals the loss of one process, however the rows are split. `loss.loss_scale` is the
+factor of a rank's sum.
 """
 
 import math
@@ -25,10 +24,10 @@ from pod.training.observe.validation import HeldOutEvaluation
 from pod.training.run.activations import save_activations
 from pod.training.run.fused_layers import fuse_layers
 from pod.training.run.lora import add_lora, lora_settings
-from pod.training.run.loss import LanguageModelLoss
+from pod.training.run.loss import LanguageModelLoss, loss_scale
 from pod.training.run.loss_spikes import LossSpikeDetector
 from pod.training.run.mesh import Mesh, from_rank_0
-from pod.training.run.optimization import deepspeed_config, gradient_scale, learning_rate, make_optimizer
+from pod.training.run.optimization import deepspeed_config, learning_rate, make_optimizer
 from pod.training.run.run_control import Interrupted, RunControl
 from pod.training.run.start_weights import StartWeights
 from pod.training.run.step_batches import StepBatches, rows_per_step
@@ -190,8 +189,8 @@ class Trainer:
         self.engine.optimizer.set_lr(rate)
 
         self.engine.train()
-        divisor = max(num_labels, 1.0)
-        factor = gradient_scale(self.args, self.mesh) / divisor
+        divisor = max(num_labels, 1.0)  # a step without labels has a loss of 0
+        scale = loss_scale(self.args, self.mesh, divisor)
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         loss = math.nan
         for index, batch in enumerate(batches):
@@ -205,9 +204,9 @@ class Trainer:
                 # An infinite loss can have finite gradients, and a spike has them. NaN makes the engine skip
                 # this step.
                 if self.loss_spikes.is_spike(loss) or not math.isfinite(loss):
-                    factor = math.nan
+                    scale = math.nan
             self.control.alive("backward")
-            self.engine.backward(loss_sum * factor, scale_wrt_gas=False)
+            self.engine.backward(loss_sum * scale, scale_wrt_gas=False)
             self.control.alive("update")
             self.engine.step()
 

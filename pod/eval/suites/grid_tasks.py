@@ -1,7 +1,8 @@
-"""Tasks that ask prompts of several lengths: greedy answers through the method's cache.
+"""Base classes of tasks that ask prompts of several lengths, such as passkeys.
 
-`PromptTask.ask_model` asks a batch of prompts, for example of passkeys. `GridTask` turns the answers into
-samples, and into the bytes held at each length.
+`GridTask` asks its items in batches, each through a new cache of the method, and makes the payload: samples,
+bytes held at each length, the cells of a heat map. `PromptTask` is the common case: an item is one prompt
+and becomes one sample.
 """
 
 from abc import abstractmethod
@@ -17,11 +18,15 @@ from pod.eval.suites.task_base import Task, prompt_hash, scored_payload
 
 Record = dict[str, Any]
 Cell = tuple[int, float, int]
-"""A place in a grid: length, depth, number of the sample."""
+"""Where a prompt stands in a grid: length in tokens, depth from 0 to 1, number of the sample."""
 
 
 def check_grid(lengths: list[int], depths: list[float] | None = None) -> None:
-    """Check a grid. Raises ValueError for options that are no grid."""
+    """Refuse lengths below 2 tokens, depths outside [0, 1], empty lists, and values that occur twice.
+
+    Raises:
+        ValueError: it names the option and its value.
+    """
     if not lengths or any(length < 2 for length in lengths):
         raise ValueError(f"lengths is {lengths}, allowed are token counts of at least 2")
     if depths is not None and (not depths or any(not 0 <= depth <= 1 for depth in depths)):
@@ -33,11 +38,16 @@ def check_grid(lengths: list[int], depths: list[float] | None = None) -> None:
 
 @dataclass(frozen=True)
 class GridPrompt:
-    """One prompt: what was asked for (length in tokens, depth in [0, 1], sample number) and what came of it.
+    """A prompt of one cell of a grid.
 
     Attributes:
-        num_asked: tokens of the question, which is put when the text before it is compressed; 0: methods see
-            the question before they compress.
+        length: tokens that the grid asks for. The prompt may be a little shorter.
+        depth: where the hidden fact stands in the text, from 0 (start) to 1 (end).
+        sample: the number of the prompt among those of this length and depth.
+        text: the prompt.
+        token_ids: the prompt's tokens.
+        num_asked: tokens of the question at the prompt's end. Methods compress the text before the question
+            is read. 0: they see the question before they compress.
     """
 
     length: int
@@ -51,40 +61,44 @@ class GridPrompt:
     def of(
         cls, cell: Cell, text: str, encode: Callable[[str], Sequence[int]], question: int, *facts: Any
     ) -> Self:
-        """The prompt of a cell.
+        """The prompt of a cell, made from its text.
 
         Args:
-            question: the character where the question begins; 0: methods see it before they compress.
-            facts: further fields of a class of prompts.
+            encode: gives the token ids of a text.
+            question: the index of the character where the question begins. 0: methods see the question
+                before they compress.
+            facts: values of the fields that a subclass adds.
         """
         asked = answer.reading.tokens_from(encode, text, question)
         return cls(*cell, text, tuple(encode(text)), asked, *facts)
 
     @property
     def id(self) -> str:
-        """Its sample's name."""
+        """The name of its sample, for example `1024/0.5/0`."""
         return f"{self.length}/{self.depth}/{self.sample}"
 
 
 class GridTask(Task):
-    """A grid of lengths and depths: greedy answers through the method's cache.
+    """A task whose items have the lengths of a grid. Answers are greedy, through the method's cache.
 
-    Budgets and batches follow from an item's asked-for `length` alone, so that an answer depends on its item
-    only. The constructor ends in `plan`.
+    An item is what one row of a batch asks: a prompt, or a text with several questions. Budgets and batches
+    follow from an item's `length` alone. So an answer does not depend on the other items.
+
+    A subclass calls `plan` at the end of its constructor.
 
     Attributes:
-        kind, metric: of the payload.
+        kind, metric: see the payload in `pod/eval/suites/task_base.py`.
     """
 
     kind, metric = "binary", "accuracy"
 
     def plan(self, items: Sequence[Any], tokens: Callable[[Any], int], new_tokens: int) -> None:
-        """Set what is asked, and the span of each length.
+        """Set the items of the task, and compute the cache sizes that they need.
 
         Args:
-            items: what is asked in one go, in the order of their lengths.
-            tokens: gives the tokens of an item's longest prompt.
-            new_tokens: tokens generated behind it.
+            items: in the order of their lengths.
+            tokens: gives the number of tokens of an item's longest prompt.
+            new_tokens: tokens that are generated behind each prompt.
         """
         self.items, self.new_tokens = items, new_tokens
         longest: dict[int, int] = {}
@@ -95,32 +109,37 @@ class GridTask(Task):
 
     @abstractmethod
     def key(self, item: Any, room: int | str | None) -> str:
-        """What an item asks of a cache with this budget."""
+        """The key of an item's answer in the answer cache.
+
+        Args:
+            room: the budget of the method's cache (`MethodRunner.room`).
+        """
 
     @abstractmethod
     def ask_model(self, runner: MethodRunner, cache: Any, batch: list[Any]) -> list[Record]:
-        """The records of items of one length through a new cache."""
+        """Ask a batch of items of one length through a new cache; one record per item."""
 
     @abstractmethod
     def samples(self, item: Any, record: Record) -> list[Record]:
-        """The judged samples of an item."""
+        """The samples of an item, each with its score, from the record that `ask_model` gave."""
 
     @abstractmethod
     def settings(self) -> Record:
-        """What was asked, except for how much is answered."""
+        """How the task asked: prompt format, haystack, when the question is seen. For the report."""
 
     def metrics(self, samples: list[Record]) -> Record:
-        """Further metrics of the payload."""
+        """Further numbers for the payload, by name; see `pod/eval/suites/task_base.py`."""
         return {}
 
     def spans(self) -> list[Span]:
         return list(self.span.values())
 
     def batches(self, items: Sequence[Any]) -> list[list[Any]]:
-        """Batches of one asked-for length."""
+        """The items in batches of at most `eval.batch_size`. All items of a batch have one length."""
         return in_batches(items, self.args.batch_size, lambda item: item.length)
 
     def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> list[Record]:
+        """The record of every item, from the answer cache where it is there, else from the model."""
         return answer_cache.answers(
             self.items,
             key=lambda item: self.key(item, runner.room(self.span[item.length])),
@@ -129,6 +148,7 @@ class GridTask(Task):
         )
 
     def score(self, runner: MethodRunner, answers: list[Record]) -> Record:
+        """The payload: the samples of all items, and the bytes that were held at each length."""
         samples: list[Record] = [
             sample | {"budget_tokens": runner.budget(self.span[item.length])}
             for item, record in zip(self.items, answers, strict=True)
@@ -151,15 +171,26 @@ class GridTask(Task):
 
 
 class PromptTask(GridTask):
-    """A sample per prompt of a grid of lengths, depths and samples."""
+    """A grid task whose items are prompts: one prompt, one answer, one sample.
+
+    A subclass calls `plan_prompts` at the end of its constructor, and judges an answer in `judge`.
+    """
 
     def plan_prompts(self, prompts: Sequence[GridPrompt], new_tokens: int) -> None:
-        """`plan` of the prompts."""
+        """`plan` for prompts."""
         self.plan(prompts, lambda prompt: len(prompt.token_ids), new_tokens)
 
     @abstractmethod
     def judge(self, prompt: Any, said: str) -> Record:
-        """`score`, `target` and what else a sample says of an answer."""
+        """Score an answer.
+
+        Args:
+            prompt: the prompt, with the facts that it hides.
+            said: the answer's text.
+
+        Returns:
+            `score` (0 to 1), `target` (the right answer), and whatever else its sample shall hold.
+        """
 
     def token_counts(self, method: EvaluatedMethod) -> tuple[int, int]:
         steps = len(self.batches(self.items)) * self.new_tokens
@@ -167,9 +198,6 @@ class PromptTask(GridTask):
 
     def key(self, item: GridPrompt, room: int | str | None) -> str:
         return answer.reading.key_of_prompt(item, self.new_tokens, room)
-
-    def ask_model(self, runner: MethodRunner, cache: Any, batch: list[GridPrompt]) -> list[Record]:
-        return answer.generate.generate(runner.model, self.run.tokenizer, cache, batch, self.new_tokens)
 
     def samples(self, item: GridPrompt, record: Record) -> list[Record]:
         said = {name: record[name] for name in ("answer", "bytes", "decisions") if name in record}
@@ -187,11 +215,11 @@ class PromptTask(GridTask):
         ]
 
 
-def cells_of(records: list[Record]) -> list[Record]:
-    """Mean score and number of prompts per (length, depth), for the heat map, in the order of the samples."""
+def cells_of(samples: list[Record]) -> list[Record]:
+    """The cells of a heat map: mean score and number of samples per (length, depth), in their order."""
     found: dict[tuple[int, float], list[float]] = {}
-    for record in records:
-        found.setdefault((record["length"], record["depth"]), []).append(record["score"])
+    for sample in samples:
+        found.setdefault((sample["length"], sample["depth"]), []).append(sample["score"])
     return [
         {"length": length, "depth": depth, "value": sum(scores) / len(scores), "count": len(scores)}
         for (length, depth), scores in found.items()
