@@ -71,7 +71,7 @@ class Codes:
             new.copy_(held)
 
     def write(self, x: Tensor, start: int, mask: Tensor | None = None) -> None:
-        """Pack ``[b, h, m, d]`` into the slots from ``start`` on, those where ``mask`` ``[b, h, m]`` is True."""
+        """Pack ``[b, h, m, d]`` into the slots from ``start`` on, where ``mask`` ``[b, h, m]`` is True."""
         self.reserve(x, start + x.shape[2])
         for first, last in tiles(x, 0, x.shape[2], self.packing.group_size):
             packed = self.packing.pack(x[:, :, first:last])
