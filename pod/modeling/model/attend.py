@@ -1,8 +1,9 @@
 """One attention operation for prefill, chunks behind a filled cache, decoding, training and every method.
 
-``attend(q, tokens, lead, visibility)`` gives the output and the log-sum-exp of its logits. So parts of one
-softmax that were attended apart merge exactly (``merge``). Implementations are registered in
-``IMPLEMENTATIONS``. They run wherever torch runs, and travel with exported checkpoints.
+``attend(q, tokens, lead, visibility)`` gives the output and the log-sum-exp of its logits. With both, the
+results of several calls on disjoint tokens combine exactly into one softmax over all of them (``merge``).
+Implementations are registered in ``IMPLEMENTATIONS``. They run wherever torch runs, and are part of exported
+checkpoints.
 """
 
 import logging
@@ -17,12 +18,13 @@ from .sinks import Sink
 
 _log = logging.getLogger(__name__)
 Span = tuple[int, int]
+"""``(start, stop)``: the indices ``start … stop - 1``."""
 
 
 class TokenSource(Protocol):
-    """Keys or values that are no plain tensor ``[B, h, n, d]`` with column = position.
+    """Keys or values ``[B, h, n, d]``, ``n`` counting positions, that are not stored as such a tensor.
 
-    Rings and packed tokens are such sources.
+    Examples are rings (``kv_buffer.Recent``) and packed tokens (``packed.Packed``).
     """
 
     @property
@@ -31,15 +33,20 @@ class TokenSource(Protocol):
         ...
 
     def span(self, start: int, stop: int) -> Tensor:
-        """Tokens ``[B, h, stop - start, d]`` at these positions."""
+        """The tokens at positions ``start … stop - 1``, ``[B, h, stop - start, d]``."""
         ...
 
-    def heads(self, heads: Sequence[int]) -> "Source": ...
+    def heads(self, heads: Sequence[int]) -> "Source":
+        """The same for these heads only."""
+        ...
 
-    def rows(self, rows: slice) -> "Source": ...
+    def rows(self, rows: slice) -> "Source":
+        """The same for these rows of the batch only."""
+        ...
 
 
 Source = Tensor | TokenSource
+"""Keys or values ``[B, h, n, d]``."""
 SourceT = TypeVar("SourceT", bound=Source)
 
 
@@ -53,16 +60,16 @@ class Tokens(NamedTuple, Generic[SourceT]):
     values: SourceT
 
     def span(self, start: int, stop: int) -> "Tokens[Tensor]":
-        """The tokens from ``start`` to ``stop``: views where they are tensors."""
+        """The tokens ``start … stop - 1``: views where keys and values are tensors."""
         return Tokens(*(span(x, start, stop) for x in self))
 
 
 class SharedQK(NamedTuple):
-    """What heads that follow take from their leads for distant tokens (PoD, §2.2).
+    """Queries and keys of leads, with which followers compute their logits of distant tokens (PoD, §2.2).
 
     Attributes:
-        queries: ``[B, F·G, m, d]`` of the ``F`` KV heads that follow, rotated.
-        keys: ``[B, F, n, d]`` of these heads, rotated.
+        queries: ``[B, F·G, m, d]``, rotated: for each of ``F`` KV heads that follow, the queries of its lead.
+        keys: ``[B, F, n, d]``, rotated: for each of these KV heads, the keys of its lead.
     """
 
     queries: Tensor
@@ -73,13 +80,14 @@ class Visibility(NamedTuple):
     """Which of ``n`` tokens a query sees. The queries are the last ``m`` of the ``n`` positions.
 
     Attributes:
-        num_sink_tokens, num_recent_tokens: of the past, a query at position ``i`` sees ``j < n_s`` and
-            ``i - j < n_r``. ``n_r = None`` = all of the past. With a lead, the other tokens are seen through
-            it.
-        causal: False = every query sees all ``n`` tokens. They all came before the queries, in whatever order
-            they are.
-        positions: int ``[B, H, n]``, the positions of tokens that were selected, ascending. -1 = no token.
-        start: the position of the first query, where there are ``positions``.
+        num_sink_tokens, num_recent_tokens: ``n_s`` and ``n_r``. A query at position ``i`` sees the tokens
+            ``j <= i`` for which ``j < n_s`` or ``i - j < n_r``. ``n_r = None``: it sees every ``j <= i``. If
+            the call has a lead, the query sees the other tokens ``j <= i`` through the lead.
+        causal: False = every query sees all ``n`` tokens, in whatever order they are. All of them must have
+            come before the queries.
+        positions: int ``[B, H, n]``, ascending: the position of each token, where only some tokens are held.
+            -1 = no token. None = the position is the index.
+        start: the position of the first query. It is read only if there are ``positions``.
     """
 
     num_sink_tokens: int = 0
@@ -90,11 +98,19 @@ class Visibility(NamedTuple):
 
 
 CAUSAL = Visibility()
+"""A query sees itself and every token before it."""
 EVERYTHING = Visibility(causal=False)
+"""A query sees every token."""
 
 
 class Segment(NamedTuple):
-    """Tokens that see only each other: columns of queries and of keys in neighbouring rows of the batch."""
+    """Tokens that see only each other, such as a document, in one or several consecutive rows of the batch.
+
+    Attributes:
+        rows: the rows of the batch.
+        queries: the columns of the segment's queries, in each of these rows.
+        keys: the columns of its keys and values. The last ones belong to the tokens of the queries.
+    """
 
     rows: Span
     queries: Span
@@ -102,20 +118,20 @@ class Segment(NamedTuple):
 
     @property
     def past(self) -> int:
-        """Tokens before the first query."""
+        """How many tokens of the segment come before its first query."""
         return self.keys[1] - self.keys[0] - (self.queries[1] - self.queries[0])
 
     def slices(self, see: Visibility, has_lead: bool, cuts_windows: bool = True) -> Iterator["Slice"]:
-        """What the segment's queries see, in slices of which no mask grows with the segment.
+        """Cut what the segment's queries see into slices whose masks need no memory that grows with it.
 
-        Slices of the same rows belong to one softmax. Rows below ``h = n_s + n_r`` see every token before
-        them. Later rows see the window, the sinks, and through their lead the distant tokens
-        ``n_s <= j <= i - n_r``.
+        Slices of the same rows belong to one softmax. Queries at positions below ``n_s + n_r`` see every
+        token before them. A later query ``i`` sees the window, the sinks, and through its lead the distant
+        tokens ``n_s <= j <= i - n_r``.
 
         Args:
             see: what a query sees.
             has_lead: whether there is a lead.
-            cuts_windows: False = a window without sinks and lead is one slice of all rows.
+            cuts_windows: False = a window without sinks and lead becomes one slice of all rows.
         """
         (row, last_row), (column, last_column) = self.queries, self.keys
         n_s, n_r = see.num_sink_tokens, see.num_recent_tokens
@@ -135,13 +151,15 @@ class Segment(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Rows of queries on columns of keys.
+    """A block of logits: some queries (rows) times some keys (columns).
 
     Attributes:
-        lead: whether the lead's queries and keys are used.
+        rows: columns of the pass with the queries.
+        columns: columns of the tokens with the keys and values.
+        lead: whether the lead's queries and keys are used, instead of the own ones.
         causal: whether the mask is causal, aligned at the bottom right.
-        window: with a window of w tokens, only the w newest visible ones count.
-        mask: additive ``[rows, columns]``, where an implementation puts one in place of a window.
+        window: a number ``w`` = each row sees only the ``w`` newest of its visible columns. None = all.
+        mask: additive, ``[rows, columns]``. An implementation may set it in place of ``window``.
     """
 
     rows: Span
@@ -153,14 +171,14 @@ class Slice(NamedTuple):
 
 
 class Segments:
-    """The documents of a batch, or what each row of a cache holds and gets.
+    """All segments of a batch: its documents, or each cache row's old and new tokens.
 
     They are made once in a pass, for all of its layers.
 
     Attributes:
         all: every segment. Columns that are in no segment are padding and get a zero output.
         columns: how many columns the documents have, padding included. None = not known.
-        memo: what implementations derive from the segments, by a key of their own.
+        memo: the results of ``derived`` by key.
     """
 
     def __init__(self, segments: Sequence[Segment], columns: int | None = None):
@@ -169,12 +187,15 @@ class Segments:
 
     @classmethod
     def whole(cls, batch: int, num_queries: int, length: int) -> "Segments":
-        """One segment for all rows, which are alike."""
+        """One segment for all ``batch`` rows, each with ``num_queries`` queries behind older tokens.
+
+        ``length`` counts the tokens of a row, those of the queries included.
+        """
         return cls([Segment((0, batch), (0, num_queries), (0, length))])
 
     @classmethod
     def of_rows(cls, past: Sequence[int], counts: Sequence[int]) -> "Segments":
-        """Left-aligned rows: ``counts[b]`` new tokens behind ``past[b]``."""
+        """Segments of left-aligned rows: row ``b`` gets ``counts[b]`` new tokens behind its ``past[b]``."""
         pairs = list(zip(past, counts, strict=True))
         if len(set(pairs)) == 1:
             return cls.whole(len(pairs), pairs[0][1], sum(pairs[0]))
@@ -182,9 +203,13 @@ class Segments:
 
     @classmethod
     def of_documents(cls, doc_ids: Tensor, batch: int) -> "Segments":
-        """One segment for each run of equal ids ``[batch or 1, n]``, -1 = padding.
+        """One segment for each run of equal ids.
 
         The ids are copied to the host, which waits for the device.
+
+        Args:
+            doc_ids: ``[batch, n]``, or ``[1, n]`` for rows that are all alike. -1 = padding.
+            batch: rows of the batch.
         """
         found = []
         for i, row in enumerate(doc_ids.detach().cpu()):
@@ -196,7 +221,10 @@ class Segments:
         return cls(found, doc_ids.shape[1])
 
     def derived(self, key: Any, make: Callable[[], Any]) -> Any:
-        """``make()``, once for each key. Its tensors may serve a later pass that trains."""
+        """The result of ``make()``, which is called once for each key.
+
+        It runs outside of inference mode, so that its tensors may serve a later pass that trains.
+        """
         if key not in self.memo:
             with torch.inference_mode(False):
                 self.memo[key] = make()
@@ -204,7 +232,7 @@ class Segments:
 
 
 class Call(NamedTuple):
-    """A checked call of ``attend`` in which all heads play one role.
+    """Checked arguments of ``attend``, for heads that all have the same role.
 
     An implementation that takes no ``sink`` must refuse one.
     """
@@ -224,12 +252,12 @@ class Call(NamedTuple):
 
 
 class Implementation(NamedTuple):
-    """How attention runs, or decoding (``decode.DecodeCall``).
+    """One way to compute attention (``Call``), or attention of a decoded token (``decode.DecodeCall``).
 
     Attributes:
-        run: computes, for a ``Call``, the output ``[B, Hq, m, d]`` and the log-sum-exp ``[B, Hq, m]`` in at
-            least fp32. For a ``DecodeCall`` it writes to the call's ``out``.
-        unsupported: why it cannot run a call. None = it can.
+        run: takes a ``Call``, and returns the output ``[B, Hq, m, d]`` and the log-sum-exp ``[B, Hq, m]`` in
+            at least fp32. Or takes a ``DecodeCall``, and writes to the call's ``out``.
+        unsupported: takes a call, and returns the reason why it cannot run. None = it can.
     """
 
     run: Callable[[Any], Any]
@@ -237,20 +265,27 @@ class Implementation(NamedTuple):
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {}
-"""What ``PodConfig.attention_backend`` may name."""
+"""Implementations by the names that ``PodConfig.attention_backend`` takes."""
 AUTO_ORDER = ["grouped", "flash", "flex", "reference"]
-"""What ``auto`` tries, in this order. ``flex`` is there where ``pod.kernels`` is, and runs on CUDA only."""
+"""Implementations that ``auto`` tries, in this order.
+
+``flex`` exists only where ``pod.kernels`` is installed, and runs on CUDA only.
+"""
 _said: set[tuple[str, ...]] = set()
 
 
 def choose(what: str, table: Mapping[str, Any], order: Sequence[str], call: Any, backend: str) -> Any:
-    """The entry of an operation's table that will run.
+    """Choose the entry of an operation's table that will run.
 
-    With ``auto`` it is the first of ``order`` that can run. Else it is the one that was asked for, and no
-    other. Entries have ``unsupported``, which says why a call cannot run (None = it can).
+    Args:
+        what: name of the operation, for messages.
+        table: entries by name, each with an ``unsupported`` as ``Implementation`` has it.
+        order: names that ``auto`` tries, one after the other. Names that are not in the table are skipped.
+        call: arguments of the operation, for ``unsupported``.
+        backend: ``auto``, or the name of the one entry that may run.
 
     Raises:
-        ValueError: the name is unknown, the named entry cannot run, or nothing can that ``auto`` could take.
+        ValueError: the name is unknown, the named entry cannot run the call, or ``auto`` finds none that can.
     """
     if backend == "auto":
         q, refused = getattr(call, "q", call), {}
@@ -274,7 +309,7 @@ def choose(what: str, table: Mapping[str, Any], order: Sequence[str], call: Any,
 
 
 def _say_once(what: str, device: str, chosen: str, refused: Mapping[str, str]) -> None:
-    """Say once in a process what ``auto`` chose and why. It is a warning if it was not the first choice."""
+    """Log once in a process what ``auto`` chose and why: as a warning if it was not the first choice."""
     case = (what, device, chosen, *refused.values())
     if torch.compiler.is_compiling() or case in _said:
         return
@@ -285,11 +320,7 @@ def _say_once(what: str, device: str, chosen: str, refused: Mapping[str, str]) -
 
 
 def check_backend(name: str) -> None:
-    """Check that an implementation is registered.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Refuse a name that is neither ``auto`` nor in ``IMPLEMENTATIONS`` (``ValueError``)."""
     if name != "auto" and name not in IMPLEMENTATIONS:
         known = ", ".join(["auto", *sorted(IMPLEMENTATIONS)])
         raise ValueError(f"attention_backend = {name!r} is not available here; choose one of {known}")
@@ -306,28 +337,30 @@ def attend(
     roles: Roles | None = None,
     sink: Sink | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of ``m`` queries, the last of ``n`` positions, to ``n`` tokens.
+    """Attention of ``m`` queries to ``n`` tokens, the last ``m`` of which are those of the queries.
 
-    With a lead it is that of the paper's eqs. 3 and 4.
+    With a lead, it is PoD's attention (eqs. 3 and 4 of the paper).
 
     Args:
         q: ``[B, Hq, m, d]``, rotated. Query head ``i`` belongs to KV head ``i // G``, and ``Hq = G·H``.
         tokens: keys and values of the ``n`` tokens, those of the queries included (unless
             ``visibility.causal`` is False).
-        segments: documents, or rows of unlike length. None = all rows are alike.
+        lead: queries and keys of the leads, for heads that follow.
+        visibility: which tokens a query sees.
+        segments: documents, or rows of unequal length. None = all rows are alike.
         scale: factor on logits, ``1/sqrt(d)`` when None.
         backend: ``auto`` or the name of an implementation, which then runs or raises.
-        roles: which KV heads lead and see everything with their own keys, which follow ``lead``, and which
-            see the window of ``visibility`` only. None = all see what ``visibility`` says, through ``lead``
-            if there is one.
-        sink: a logit of every query head and a value of every KV head. They join each softmax, at every
-            position, of heads that keep their windows (with ``roles``) or of all heads (without). Padding
-            still gets nothing.
+        roles: the role of each KV head. Leads see everything with their own keys, followers see distant
+            tokens through ``lead``, and windows see only the window of ``visibility``. None = every head sees
+            what ``visibility`` says, and the other tokens through ``lead`` if there is one.
+        sink: a logit of every query head and a value of every KV head, which are added to each softmax at
+            every position. With ``roles``, this happens only in heads that keep their windows, without them
+            in all heads. Padding still gets a zero output.
 
     Returns:
-        The output ``[B, Hq, m, d]`` with gradients for all tensors, and the log-sum-exp ``[B, Hq, m]`` of the
-        logits in at least fp32. The log-sum-exp has gradients from ``reference`` only. Where a query sees
-        nothing, it is -inf and the output is zero.
+        The output ``[B, Hq, m, d]``, which has gradients for all tensors, and the log-sum-exp ``[B, Hq, m]``
+        of the logits in at least fp32, which has gradients only from ``reference``. Where a query sees
+        nothing, the output is zero and the log-sum-exp is -inf.
 
     Raises:
         ValueError: shapes do not fit, or the backend cannot run.
@@ -352,7 +385,7 @@ def attend(
 
 
 def _by_role(call: Call, roles: Roles) -> Iterator[tuple[Sequence[int], Call]]:
-    """A call for the heads of each role."""
+    """The KV heads of each role, with a call for these heads alone. Roles without heads are left out."""
     alone = call._replace(lead=None, sink=None)
     windows = alone
     if call.sink is not None and roles.windows:
@@ -365,10 +398,15 @@ def _by_role(call: Call, roles: Roles) -> Iterator[tuple[Sequence[int], Call]]:
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """One softmax over what several calls attended to.
+    """Combine the results of calls on disjoint tokens into that of one softmax over all of them.
 
-    It merges their outputs ``[B, Hq, m, d]`` and log-sum-exps to the output and log-sum-exp over all tokens.
-    Gradients need log-sum-exps that have gradients, as those of ``reference`` do.
+    Gradients are exact only if the log-sum-exps have gradients, as those of ``reference`` do.
+
+    Args:
+        parts: output ``[B, Hq, m, d]`` and log-sum-exp ``[B, Hq, m]`` of each call.
+
+    Returns:
+        The output and the log-sum-exp over all tokens, in the same shapes.
     """
     if len(parts) == 1:
         return parts[0]
@@ -380,7 +418,7 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def take_rows(x: Any, rows: Span) -> Any:
-    """These rows of the batch, as a view. None stays None."""
+    """The rows ``rows`` of a tensor or source, as a view. None stays None."""
     if x is None or rows == (0, x.shape[0]):
         return x
     return x[slice(*rows)] if isinstance(x, Tensor) else x.rows(slice(*rows))
@@ -389,30 +427,31 @@ def take_rows(x: Any, rows: Span) -> Any:
 def tile_elements(device: torch.device) -> int:
     """How many numbers to work on at a time.
 
-    On a CPU they stay in its cache as fp32. Elsewhere they take 256 MB, so that launches are few.
+    On a CPU, so many fp32 numbers (4 MiB) stay in its cache. Elsewhere they take 256 MiB, so that kernel
+    launches are few.
     """
     return 1 << 20 if device.type == "cpu" else 1 << 26
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What logits, norms and sums are computed in: fp32, or fp64 for fp64 inputs."""
+    """The dtype in which logits, norms and sums are computed: fp32, or fp64 for fp64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def takes_gradients(*tensors: Any) -> bool:
-    """Whether a gradient will be taken through one of these."""
+    """Whether autograd records operations on these: it is enabled, and one is a tensor that requires it."""
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
 def span(x: Source, start: int, stop: int) -> Tensor:
-    """Tokens ``[B, h, stop - start, d]``: a view of a tensor."""
+    """Tokens ``start … stop - 1`` as a tensor ``[B, h, stop - start, d]``: a view if ``x`` is a tensor."""
     return x[:, :, start:stop] if isinstance(x, Tensor) else x.span(start, stop)
 
 
 def take_heads(x: Any, heads: Sequence[int], groups: int = 1) -> Any:
-    """Heads ``heads`` (each ``groups`` wide) of ``[B, h, …]``.
+    """The heads ``heads`` of a tensor or source ``[B, h, …]``: a view if they are consecutive, else a copy.
 
-    They are a view when they are neighbours, else a copy.
+    With ``groups`` = ``G``, ``x`` is ``[B, G·h, …]``, and each KV head stands for its ``G`` query heads.
     """
     if not isinstance(x, Tensor):
         return x.heads(heads)
@@ -422,7 +461,12 @@ def take_heads(x: Any, heads: Sequence[int], groups: int = 1) -> Any:
 
 
 def merge_heads(parts: Sequence[tuple[Sequence[int], Tensor]], groups: int) -> Tensor:
-    """Inverse of ``take_heads`` over disjoint head sets: ``[B, Hq, …]`` in the order of the heads."""
+    """The inverse of ``take_heads``: put tensors of disjoint heads together, in ascending order of the heads.
+
+    Args:
+        parts: KV heads, ascending, and the tensor ``[B, groups·len(heads), …]`` of these heads.
+        groups: query heads per KV head.
+    """
     if len(parts) == 1:
         return parts[0][1]
     pieces = {}
@@ -432,6 +476,7 @@ def merge_heads(parts: Sequence[tuple[Sequence[int], Tensor]], groups: int) -> T
 
 
 def _check(call: Call, followers: Sequence[int]) -> None:
+    """Refuse shapes that do not fit each other, and impossible windows (``ValueError``)."""
     q, (keys, values) = call.q, call.tokens
     batch, heads, _, head_dim = shape = list(keys.shape)
     if _shape(values, keys) != shape or [batch, head_dim] != [q.shape[0], q.shape[3]] or q.shape[1] % heads:
@@ -451,10 +496,10 @@ def _check(call: Call, followers: Sequence[int]) -> None:
 
 
 def check_sink(sink: Sink, query_heads: int, heads: int, head_dim: int) -> None:
-    """Check that a sink is of all of these heads.
+    """Refuse a sink whose logits are not ``[query_heads]`` or values not ``[heads, head_dim]``.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the sink has other shapes.
     """
     found = list(sink.logits.shape), list(sink.values.shape)
     expected = [query_heads], [heads, head_dim]
@@ -466,9 +511,9 @@ def check_sink(sink: Sink, query_heads: int, heads: int, head_dim: int) -> None:
 
 
 def _shape(x: Source, like: Source) -> list[int]:
-    """The shape of ``x``.
+    """The shape of ``x``, with the number of tokens of ``like`` unless both are tensors.
 
-    Sources that are no tensors have room for more tokens than there are. That room does not count.
+    The reason: a source that is no tensor may have slots for more tokens than there are.
     """
     both = isinstance(x, Tensor) and isinstance(like, Tensor)
     return [*x.shape[:2], (x if both else like).shape[2], x.shape[3]]

@@ -1,4 +1,4 @@
-"""One new token per row: dense heads and heads that follow, in one call (paper §2.2, METHODS.md §1 fact 3).
+"""Attention of one new token per row, for all roles of heads in one call (paper §2.2, METHODS.md §1 fact 3).
 
 A lead writes the logits of its distant tokens once. The later layers of its block read these numbers (4 bytes
 per query head and token) instead of any distant key. This file has types, validation and dispatch.
@@ -18,17 +18,17 @@ from .sharing import Roles
 from .sinks import Sink
 
 _PROGRAMS_PER_PROCESSOR = 2  # as many as fit by registers, so that all run at once
-SPARE_COLUMNS = 64  # they are needed because the last tile of a row of logits is read as a whole
+SPARE_COLUMNS = 64  # columns beyond the tokens, because kernels read the last tile of a row of logits whole
 
 
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)
 def role_table(roles: Roles, device: torch.device) -> Tensor:
-    """The table of roles that kernels read, int32 ``[3, H]``.
+    """The roles of KV heads as a table that kernels read, int32 ``[3, H]``.
 
-    * Row 0: leads, then followers, then windows.
-    * Row 1: for the heads in this order, 1 for those that are in ``followed``.
-    * Row 2: their places in ``values``, or in ``near``.
+    * Row 0: the KV heads: leads, then followers, then windows.
+    * Row 1: 1 for a head of row 0 that is in ``roles.followed``, else 0.
+    * Row 2: the index of this head among the heads of ``DecodeCall.values``, or of ``near`` for windows.
     """
     order = roles.leads + roles.followers + roles.windows
     places = [(roles.windows if head in roles.windows else roles.held).index(head) for head in order]
@@ -38,14 +38,14 @@ def role_table(roles: Roles, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class DecodeBuffers:
-    """What one model's decoding reuses in all layers and steps. ``make_buffers`` makes it.
+    """Memory that a model's decoding uses again in every layer and step. ``make_buffers`` allocates it.
 
     Attributes:
         logits: ``[B, H, G, >= C]``, fp32 (fp64 for fp64 models). Column ``j`` of head ``h`` holds the scaled
             logit of distant token ``j``, written by the lead of ``h``'s block. The other columns are scratch.
-        distant_lse: ``[B, H, G]``, log-sum-exp of these columns, -inf when there is no distant token.
-        weights: private to ``grouped``: ``exp(logits - max)`` of distant tokens, so that followers need no
-            exponential.
+        distant_lse: ``[B, H, G]``, log-sum-exp of the logits of distant tokens; -inf if there is none.
+        weights: private to ``grouped``: ``exp(logits - max)`` of distant tokens, in the shape of ``logits``,
+            so that followers need no exponential. None on CUDA.
         weight_sums: private to ``grouped``: the sums of ``weights``, ``[B, H, G]``.
         partial_out: private to ``triton``: ``[2, B, P, G, d]`` fp32, results of its ``P`` programs per row.
         partial_lse: private to ``triton``: ``[3, B, P, G]`` fp32, log-sum-exps in base 2, of the two launches
@@ -61,12 +61,15 @@ class DecodeBuffers:
 
     @property
     def programs(self) -> int:
-        """Programs per row and launch."""
+        """``P``, the number of Triton programs per row and launch."""
         return self.partial_lse.shape[2]
 
 
 def num_programs(batch: int, kv_heads: int, device: torch.device) -> int:
-    """Programs per row of the batch: two on every multiprocessor, but at least one for every head."""
+    """How many Triton programs each row of the batch gets.
+
+    All rows together get two programs for every multiprocessor, but each row at least one for every KV head.
+    """
     if device.type != "cuda":
         return 3 * kv_heads
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -83,13 +86,20 @@ def make_buffers(
     device,
     programs: int | None = None,
 ) -> DecodeBuffers:
-    """Buffers for ``batch`` rows of at most ``capacity`` tokens.
+    """Allocate buffers for ``batch`` rows of at most ``capacity`` tokens.
 
-    The logits take ``4·B·H·G·capacity`` bytes.
+    The logits take ``4·B·H·G·capacity`` bytes (8 for fp64 models).
 
     Args:
-        programs: splits per row of the Triton kernel, all heads together, at least ``kv_heads``. None = the
-            device decides.
+        batch: rows, ``B``.
+        kv_heads: KV heads, ``H``.
+        groups: query heads per KV head, ``G``.
+        head_dim: channels of a head.
+        capacity: tokens of the longest row.
+        dtype: dtype of the model.
+        device: where to allocate.
+        programs: programs per row of the Triton kernel, for all heads together, at least ``kv_heads``.
+            None = as many as suit the device (``num_programs``).
 
     Raises:
         ValueError: fewer programs than KV heads.
@@ -119,25 +129,31 @@ class DecodeCall(NamedTuple):
 
     Attributes:
         q: ``[B, Hq, d]`` rotated queries, ``Hq = G·H``.
-        keys: ``[B, leads, C, d]``, slot = position. None when no head leads. May be ``Packed``.
-        window_keys: ``[B, followers, n_s + n_r, d]``. Token ``p`` is at slot ``p`` while ``p < n_s + n_r``,
-            later at ``n_s + (p - n_s) mod n_r``. None when no head follows. Never ``Packed``.
-        values: ``[B, leads + followers, C, d]``, heads in rising order. None when all heads keep their
-            windows. May be ``Packed``, with the ``packed_lengths`` of the keys.
+        keys: keys of the leads ``[B, leads, C, d]``, token ``p`` at slot ``p``. None when no head leads. May
+            be ``Packed``.
+        window_keys: own keys of the followers ``[B, followers, n_s + n_r, d]``. Token ``p`` is at slot ``p``
+            while ``p < n_s + n_r``, later at ``n_s + (p - n_s) mod n_r``. None when no head follows. Never
+            ``Packed``.
+        values: ``[B, leads + followers, C, d]``, heads in ascending order. None when all heads keep their
+            windows. May be ``Packed``, with the same ``packed_lengths`` as the keys.
         lengths: int32 or int64 ``[B]`` on the device of ``q``: tokens per row (at least 1). The new token is
             already stored and is counted. Slots behind a row's length may hold anything.
+        roles: the role of each KV head of the layer.
         buffers: from ``make_buffers``. Heads in ``roles.followed`` write ``buffers.logits`` and
-            ``buffers.distant_lse``.
+            ``buffers.distant_lse``, which followers in later layers read.
+        num_sink_tokens, num_recent_tokens: ``n_s`` and ``n_r``, the windows in tokens.
         scale: factor on logits, ``1/sqrt(d)`` when None.
-        tau: gate threshold (paper B.4). None = exact. A query head of a follower attends to its proximal
-            tokens alone if they hold the share ``sigmoid(lse_P - lse_D) >= tau``. Distant values are read
-            only by KV heads with a query head whose proximal tokens hold less.
-        out: ``[B, Hq, d]`` to write to.
-        rows: ``lengths`` on the host, for implementations that would otherwise wait for the device.
+        tau: threshold on the gate ``sigmoid(lse_P - lse_D)``, which is the share of attention that a query
+            head's proximal tokens hold (paper B.4). A follower's query head whose gate is at least ``tau``
+            attends to its proximal tokens alone. A KV head all of whose query heads do so reads no distant
+            value. None = every head attends to all tokens, which is exact.
+        out: ``[B, Hq, d]`` to write to. None = a new tensor.
+        rows: ``lengths`` on the host, for implementations that would otherwise wait for the device. None =
+            not known there.
         near: keys and values ``[B, windows, n_s + n_r, d]`` of the heads that keep their windows, with tokens
-            at the slots of ``window_keys``. None when there is no such head. Never ``Packed``.
-        sink: of all heads of the layer. It is read for the heads that keep their windows. None = they see
-            ``near`` alone.
+            at the same slots as in ``window_keys``. None when there is no such head. Never ``Packed``.
+        sink: logits and values for all heads of the layer. Only heads that keep their windows use it. None =
+            these heads see ``near`` alone.
     """
 
     q: Tensor
@@ -165,16 +181,20 @@ class DecodeCall(NamedTuple):
 DECODERS: dict[str, Implementation] = {}
 """Implementations by name: ``grouped`` of this folder, and what ``pod.kernels`` adds."""
 RECORDABLE: set[str] = {"triton"}
-"""Implementations that ask the device nothing, so that a CUDA graph can record them."""
+"""Names of implementations that never wait for the device, so that a CUDA graph can record them."""
 DECODE_ORDER: dict[str, list[str]] = {"cuda": ["triton", "grouped"]}
-"""What ``auto`` tries on a device type, fastest first. Devices that are not named use ``grouped``."""
+"""Implementations that ``auto`` tries on a type of device, fastest first. Other devices use ``grouped``."""
 
 
 def choose_decoder(call: DecodeCall, backend: str = "auto") -> Implementation:
-    """The implementation that will run.
+    """The implementation that will run a call.
+
+    Args:
+        call: the arguments of ``pod_decode``.
+        backend: ``auto`` or a name in ``DECODERS``.
 
     Raises:
-        ValueError: the one that was asked for cannot run.
+        ValueError: the backend is unknown or cannot run the call; or no backend can.
     """
     order = DECODE_ORDER.get(call.q.device.type, ["grouped"])
     return choose("decode", DECODERS, order, call, backend)
@@ -184,10 +204,10 @@ def choose_decoder(call: DecodeCall, backend: str = "auto") -> Implementation:
 def pod_decode(*arguments: Any, backend: str = "auto", **options: Any) -> Tensor:
     """Attention of the newest token of every row, ``[B, Hq, d]`` in the dtype of ``q``.
 
-    The arguments are those of ``DecodeCall``. Heads that lead attend to all tokens with their own keys. Heads
-    that follow take the logits of *distant* tokens ``n_s <= j < length - n_r`` from ``buffers.logits``, which
-    the lead of their block filled in this step. They take the other logits from ``window_keys``, make one
-    softmax over both, and use their own values. Heads that keep their windows attend to ``near``.
+    The arguments are those of ``DecodeCall``. Leads attend to all tokens with their own keys. Followers take
+    the logits of *distant* tokens ``n_s <= j < length - n_r`` from ``buffers.logits``, which their lead filled
+    in this step. They compute the other logits with ``window_keys``, make one softmax over both, and use
+    their own values. Heads that keep their windows attend to ``near``.
 
     Call the layers of a model in order, with the same ``buffers``, backend and lengths.
 
@@ -220,7 +240,7 @@ def _check(call: DecodeCall) -> None:
         ("near.values", near[1], roles.windows),
     ):
         slots = call.num_sink_tokens + call.num_recent_tokens
-        # a window that is not full may have room for its tokens only
+        # the tensor of a window that is not full may have slots for its present tokens only
         if x is not None and rows is not None:
             slots = min(slots, max(x.shape[2], *rows))
         _check_tensor(name, x, (batch, len(of), slots, head_dim), q)
@@ -241,7 +261,10 @@ def _check(call: DecodeCall) -> None:
 
 
 def _check_tensor(name: str, x: Stored | None, expected: tuple[int, ...], q: Tensor) -> None:
-    """A buffer of at least one head must have this shape, and the dtype and device of ``q``."""
+    """Refuse a tensor that has not this shape, or not the dtype and device of ``q`` (``ValueError``).
+
+    If no head is expected, nothing is checked.
+    """
     if not expected[1]:
         return
     if x is None or tuple(x.shape) != expected:

@@ -1,10 +1,18 @@
-"""Growing tensors that hold keys or values of a group of heads, token ``p`` of a row at a fixed slot.
+"""``KVBuffer``: growing tensors that hold the keys, or the values, of some KV heads of one layer.
+
+A *slot* is an index along the token dimension of such a tensor. Token ``p`` of a row has one fixed slot.
 
 A layer never makes a ``KVBuffer`` itself. It asks its ``KVQuantizer`` for one, and so works with packed keys
 and values as well.
 
 No code frees the tokens that fall out of a window. A window has a fixed number of slots, and
 ``KVBuffer.append`` writes a new token over the one that has just left it.
+
+**Pending and at rest.** Some buffers store older tokens in another form than the one in which they came:
+in 4 bits (``quantized.py``), or with fewer channels (ThinK). While a prompt is fed, all its tokens keep the
+model's dtype and are called *pending*. ``flush``, called when the prompt has ended, converts the older ones.
+From then on the buffer is *at rest*, and ``flush`` after each decoded token keeps it there. A plain
+``KVBuffer`` has one form only, so its ``flush`` does nothing.
 """
 
 import sys
@@ -25,9 +33,17 @@ _SLACK = 128
 
 
 def take_slots(x: Tensor, slots: Tensor) -> Tensor:
-    """A copy of the slots ``[B, h, w]`` of ``[B, h, n, d]``.
+    """Copy chosen tokens: ``out[b, h, i] = x[b, h, slots[b, h, i]]``.
 
-    Whole tokens are copied at a time, which on CPU is ten times as fast as ``gather``.
+    Whole tokens are copied at a time, which on CPU is ten times as fast as ``gather``. The slots are not
+    checked: one that is not below ``n`` may read a token of another head.
+
+    Args:
+        x: ``[B, h, n, d]``.
+        slots: int64 ``[B, h, w]``.
+
+    Returns:
+        ``[B, h, w, d]``.
     """
     batch, heads, n, head_dim = x.shape
     if x.stride()[2:] != (head_dim, 1) or x.stride(0) != heads * x.stride(1) or x.stride(1) % head_dim:
@@ -38,7 +54,17 @@ def take_slots(x: Tensor, slots: Tensor) -> Tensor:
 
 
 def places_of(slots: Tensor, room: int) -> Tensor:
-    """The slots ``[B, h, w]`` of ``[B, h, room, …]`` as numbers of its tokens, counted through all heads."""
+    """Turn slots of each head into indices into a tensor whose rows, heads and slots are flattened.
+
+    Slot ``s`` of head ``j`` of row ``b`` gets the index ``(b · h + j) · room + s``.
+
+    Args:
+        slots: int64 ``[B, h, w]``.
+        room: slots of each head in the tensor, which is ``[B, h, room, …]``.
+
+    Returns:
+        int64 ``[B, h, w]``.
+    """
     heads = numbers(slots.shape[0] * slots.shape[1], slots.device)
     return torch.add(slots, heads.view(*slots.shape[:2], 1), alpha=room)
 
@@ -46,21 +72,25 @@ def places_of(slots: Tensor, room: int) -> Tensor:
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
 def numbers(count: int, device: torch.device) -> Tensor:
-    """``0 … count-1``. It must not be written to."""
+    """``0 … count-1``, int64. The tensor is cached and shared, so it must not be written to."""
     return torch.arange(count, device=device)
 
 
 def first_and_last(first: int, last: int, length: int, device: torch.device) -> Tensor:
-    """The numbers of the first and the last so many of ``length`` tokens, int64 ``[first + last]``."""
+    """Indices of the ``first`` first and the ``last`` last of ``length`` tokens, int64 ``[first + last]``.
+
+    ``first_and_last(2, 3, 10, device)`` is ``[0, 1, 7, 8, 9]``.
+    """
     begin = torch.arange(first, device=device)
     end = torch.arange(length - last, length, device=device)
     return torch.cat((begin, end))
 
 
 def take_rows_of(holder: Any, index: Tensor) -> None:
-    """Replace every tensor ``[B, …]`` of ``holder`` by its rows ``index``.
+    """Replace every tensor ``[B, …]`` that ``holder`` has by the rows ``index`` of it.
 
-    The tensors are those in its attributes, in tuples there, and in objects there.
+    A tensor may be an attribute, an element of a tuple that is an attribute, or belong in the same way to an
+    object that is an attribute.
     """
     for name, value in list(vars(holder).items()):
         if isinstance(value, Tensor):
@@ -86,20 +116,32 @@ class _Replaced:
 
 
 def replaced() -> Any:
-    """For an attribute that is a tensor which the decode engine knows by its address, or has such tensors.
+    """Declare an attribute that holds a tensor, or a tuple of tensors, whose address the decode engine notes.
 
-    A new tensor has a new address, and the engine learns of it from the holder's ``version``. Writing into a
-    tensor leaves it where it is, and the version too. The class, or one above it, has ``version = 0``.
+    Assigning a new tensor changes the address, so it adds 1 to the ``version`` of the object, which the
+    engine reads. Writing into the tensor changes neither. The class, or a base class, must define
+    ``version = 0``.
     """
     return _Replaced()
 
 
 class KVBuffer:
-    """Keys or values ``[B, h, slots, d]``, in full or of a window.
+    """Keys or values ``[B, h, slots, d]`` of every token, or of a window.
 
-    In full, slot = position. A window is sinks, then a ring of recent tokens. The methods are what a layer
-    may do with a buffer, whatever the form in which a quantizer holds it. ``past`` and ``length`` are tokens
-    per row, equal in all rows. Only ``append_ragged`` takes rows that differ.
+    A buffer of every token has token ``p`` at slot ``p``, until ``keep`` drops tokens. A window holds the
+    first tokens (*sinks*), then a ring of recent tokens.
+
+    These methods are all that a layer may do with a buffer, whatever the form in which a quantizer holds it.
+    ``past`` and ``length`` count tokens per row, and are equal in all rows. Only ``append_ragged`` takes rows
+    that differ. Callers are layers, not users: a wrong argument is a bug, which is an ``AssertionError`` or
+    an error of torch.
+
+    Example, with one row, one head and ``d = 1``:
+
+        >>> buffer = KVBuffer(num_sink_tokens=1, num_recent_tokens=2)
+        >>> buffer.append(torch.tensor([0.0, 1, 2, 3]).view(1, 1, 4, 1), past=0)
+        >>> buffer.read(4).flatten()  # token 0 is the sink; tokens 2 and 3 are the ring
+        tensor([0., 3., 2.])
 
     Args:
         num_sink_tokens, num_recent_tokens: None stores every token. Otherwise slots ``0 … n_s-1`` hold the
@@ -108,20 +150,21 @@ class KVBuffer:
     Attributes:
         data: ``[B, h, slots reserved, d]``. Use ``read`` for the slots in use. None = nothing was ever
             written.
-        is_tight: whether ``keep`` follows every token. It would free room for later tokens at once, so none
-            is reserved.
+        is_tight: whether the layer calls ``keep`` after every token. ``keep`` frees unused slots, so that
+            reserving any for later tokens would be in vain.
+        has_window: whether the buffer is a window.
         version: how often a tensor of this object was replaced.
     """
 
     version = 0
     data: Tensor = replaced()
     num_croppable = sys.maxsize
-    """How many of the last tokens ``crop`` can forget, as far as their form goes.
+    """How many of the last tokens ``crop`` can forget, given the form in which they are stored.
 
-    What a ring overwrites, its layer knows.
+    Tokens that a ring has overwritten are not considered here: ``CacheLayer.most_croppable`` counts them.
     """
     num_ahead = sys.maxsize
-    """How many tokens can come before others take another form."""
+    """How many tokens can be decoded before ``flush`` would convert older ones to another form."""
 
     def __init__(self, num_sink_tokens: int | None = None, num_recent_tokens: int | None = None):
         self.is_tight = False
@@ -138,6 +181,7 @@ class KVBuffer:
 
     @property
     def is_empty(self) -> bool:
+        """Whether no token was ever written."""
         return self.data is None
 
     @property
@@ -147,32 +191,37 @@ class KVBuffer:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype in which ``read`` gives tokens."""
         return self.data.dtype
 
     @property
     def stored(self) -> Stored:
-        """What decoding reads: ``[B, h, slots reserved, d]``."""
+        """The tokens in the form that decoding reads, ``[B, h, slots reserved, d]``: a view, not a copy."""
         return self.data
 
     @property
     def target(self) -> Tensor:
-        """``[B, h, slots, d]``, to which an engine writes a decoded token."""
+        """The tensor ``[B, h, slots, d]`` into which a decode engine writes each decoded token itself."""
         return self.data
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether there are tokens, and no running prompt has tokens that will take another form."""
+        """Whether there are tokens and none of them is pending (see the top of this file).
+
+        Decode engines start only then, because ``flush`` would replace the tensors of pending tokens.
+        """
         return not self.is_empty
 
     def used_slots(self, length: int) -> int:
-        """Slots in use after ``length`` tokens."""
+        """The number of slots in use after ``length`` tokens."""
         return min(length, self.limit)
 
     def runs(self, start: int, stop: int, length: int) -> list[tuple[int, int, int]]:
-        """Where tokens ``start … stop-1`` of ``length`` are.
+        """The slots of tokens ``start … stop-1``, when ``length`` tokens have been written.
 
         Returns:
-            ``(position, slot, tokens)`` of each run of neighbours that are held.
+            ``(position, slot, tokens)`` of each run of tokens whose positions and slots are both consecutive.
+            Tokens that were overwritten are left out.
         """
         if length <= self.limit:
             found = [(start, start, stop - start)]
@@ -185,9 +234,10 @@ class KVBuffer:
         return [run for run in found if run[2] > 0]
 
     def reserve(self, slots: int) -> None:
-        """Hold room for ``slots`` tokens, so that the tensors stay where they are while it suffices.
+        """Allocate at least ``slots`` slots, so that the tensors keep their address up to so many tokens.
 
-        A window holds room for all that it can hold. The room is made at once, or when the first token comes.
+        A window allocates all slots that it can ever use, whatever ``slots`` is. In an empty buffer, the
+        allocation waits for the first token.
         """
         self._reserved = self.limit if self.has_window else slots
         if not self.is_empty:
@@ -203,7 +253,7 @@ class KVBuffer:
         return self.data
 
     def append(self, x: Tensor, past: int) -> None:
-        """Write ``[B, h, m, d]`` when every row has ``past`` tokens and gets ``m`` more.
+        """Write new tokens ``[B, h, m, d]`` behind the ``past`` tokens that every row has.
 
         In a full window, the new tokens overwrite those that fall out of it: token ``p`` takes the slot of
         token ``p - n_r``, unless that is one of the first ``n_s`` tokens, which stay. That is how a window
@@ -218,17 +268,22 @@ class KVBuffer:
             data[:, :, slot : slot + count] = x[:, :, position - past : position - past + count]
 
     def append_and_read(self, x: Tensor, past: int) -> Stored:
-        """Write a decoded token ``[B, h, 1, d]``, and give what it attends to.
+        """Write a decoded token ``[B, h, 1, d]``, and return the keys or values that it attends to.
 
-        That is ``stored``, or the slots in use of a window.
+        These are ``stored``, or the slots in use of a window.
         """
         self.append(x, past)
         return self.read(past + 1) if self.has_window else self.stored
 
     def append_ragged(self, x: Tensor, segments: Segments) -> None:
-        """Write the new tokens ``[B, h, m, d]`` of each row behind those that it has.
+        """Write new tokens ``[B, h, m, d]``, when rows have, or get, unequally many tokens.
 
-        ``segments`` say how many they are.
+        Args:
+            x: the new tokens of each row, left-aligned.
+            segments: how many tokens each row has, and how many it gets.
+
+        Raises:
+            ValueError: the buffer is a packed one, which takes only rows of one length.
         """
         if segments.all:
             data = self._grow(x, self.used_slots(max(segment.keys[1] for segment in segments.all)))
@@ -237,7 +292,7 @@ class KVBuffer:
             data[rows, :, slots] = x[rows, :, columns]
 
     def _places(self, segments: Segments) -> Tensor:
-        """Row, column in the pass and slot of every new token that the buffer will hold, int64 ``[3, t]``."""
+        """Row, column of ``x`` and slot of every new token that the buffer will hold, int64 ``[3, t]``."""
         found, step = [], torch.tensor([[0], [1], [1]])
         for segment in segments.all:
             past, length = segment.past, segment.keys[1]
@@ -248,76 +303,98 @@ class KVBuffer:
         return torch.cat(found, dim=1)
 
     def read(self, length: int) -> Tensor:
-        """The slots in use ``[B, h, used slots, d]``, after at most ``length`` tokens per row.
+        """The slots in use ``[B, h, used slots, d]``, when the longest row has ``length`` tokens.
 
-        It is a view, or a copy that the caller must not keep.
+        The result is a view or a copy, and is valid until the next write to the buffer.
         """
         return self.data[:, :, : self.used_slots(length)]
 
     def view(self, length: int) -> Source:
-        """The same for ``attend``, which reads what it needs.
+        """The slots in use as a source for ``attend``, which unpacks only the parts that it reads.
 
-        It gives the tokens as they are now, whatever is stored or packed later.
+        The source gives the tokens as they are now, even if tokens are appended or packed before it is read.
         """
         return self.read(length)
 
     def observe(self, q: Tensor, step: Any) -> None:
-        """Look at rotated queries ``[B, Hq, m, d]`` of a prompt's chunk, for forms that go by them."""
+        """Take note of the rotated queries ``[B, Hq, m, d]`` of a chunk of a prompt.
+
+        Only ThinK uses them: they decide which channels its keys lose. Here nothing happens.
+        """
 
     def flush(self, length: int) -> None:
-        """Bring the buffer into the form in which it rests: the prompt has ended, or a token was decoded."""
+        """Convert older tokens to the form in which they are stored for good, such as 4 bits.
+
+        The layer calls it when a prompt has ended and after every decoded token. The buffer is then at rest
+        (see the top of this file). Here nothing happens, because there is one form only.
+
+        Args:
+            length: tokens per row that were written, or that ``keep`` left.
+        """
 
     def keep(self, index: Tensor, length: int) -> None:
-        """Hold only the slots ``index`` ``[B, h, w]`` of the ``length`` in use, as slots ``0 … w-1``.
+        """Keep only chosen tokens and free all others. Slot ``index[b, h, i]`` becomes slot ``i``.
 
-        The rest is freed.
+        It is for buffers of ``KVQuantizer.tokens(…, evicts=True)``, not for windows.
+
+        Args:
+            index: int64 ``[B, h, w]``, the slots to keep, ascending in each head. They are not checked.
+            length: number of slots in use before the call. Afterwards ``w`` slots are in use.
         """
         self.data = take_slots(self.data, index)
 
     def keep_ends(self, first: int, last: int, length: int) -> None:
-        """Hold only the first and the last so many of the ``length`` slots in use."""
+        """``keep`` the ``first`` first and the ``last`` last of the ``length`` slots in use."""
         batch, heads, _, _ = self.shape
         index = first_and_last(first, last, length, self.tensors()[0].device)
         self.keep(index.expand(batch, heads, -1), length)
 
     def keep_places(self, places: Tensor, length: int) -> None:
-        """``keep`` of a tight buffer, by numbers ``[B, h, w]`` from ``places_of``.
+        """Do what ``keep`` does, given indices ``[B, h, w]`` from ``places_of(slots, length)``.
 
-        The numbers then serve several buffers.
+        So a layer computes the indices once for its keys and its values. The buffer must be tight
+        (``is_tight``), so that it has exactly ``length`` slots.
         """
         assert self.data.shape[2] == length, "a tight buffer has no room"
         flat = self.data.flatten(0, 2).index_select(0, places.flatten())
         self.data = flat.view(*places.shape, -1)
 
     def write(self, slots: Tensor, x: Tensor) -> None:
-        """Overwrite slots ``[B, h, c]`` with ``[B, h, c, d]``."""
+        """Overwrite slots ``[B, h, c]`` with the tokens ``[B, h, c, d]``."""
         self.data.scatter_(2, slots[..., None].expand_as(x), x.to(self.dtype))
 
     def crop(self, length: int) -> None:
-        """Forget the tokens behind the first ``length`` of each row.
+        """Forget all tokens of each row but the first ``length``.
 
-        Here later ones are written over them.
+        Here nothing needs to be done: later tokens are written over them.
         """
 
     def select_rows(self, index: Tensor) -> None:
-        """Keep, repeat or reorder rows of the batch."""
+        """Replace the batch by its rows ``index`` ``[B']``: keep, repeat or reorder rows."""
         take_rows_of(self, index)
 
     def tensors(self) -> list[Tensor]:
+        """All tensors that the buffer holds, as ``nbytes`` counts them."""
         return [] if self.is_empty else [self.data]
 
     def versioned(self) -> tuple[Any, ...]:
-        """The objects that hold the tensors.
+        """The objects that hold the tensors, each with a ``version``.
 
-        While no ``version`` changes, all tensors stay where they are.
+        While no ``version`` changes, no tensor changes its address.
         """
         return (self,)
 
     def check_tokens(self, lengths: Tensor, where: str) -> None:
-        """Check that the slots of all tokens of rows of ``lengths`` ``[B]`` are there and hold numbers.
+        """Check that the buffer has a slot for every token of every row, and that no token is NaN.
+
+        An empty buffer passes.
+
+        Args:
+            lengths: int64 ``[B]``, tokens of each row.
+            where: name of the buffer, with which the message begins.
 
         Raises:
-            AssertionError: they are not, or hold NaN.
+            AssertionError: the batch has another size, slots are missing, or a token holds NaN.
         """
         used = [self.used_slots(length) for length in lengths.tolist()]
         if not self.is_empty:
@@ -329,44 +406,51 @@ class KVBuffer:
                 assert not bool(tokens[row, :, :count].isnan().any()), f"{where}, row {row}: NaN"
 
     def check_integrity(self) -> None:
-        """Check the buffer itself. Raise ``AssertionError`` with what is wrong."""
+        """Check that the buffer agrees with itself: here, that it has no more slots than its window.
+
+        Raises:
+            AssertionError: it does not; the message says what is wrong.
+        """
         assert self.is_empty or self.shape[2] <= self.limit, f"{self.shape[2]} slots, at most {self.limit}"
 
 
 class KVQuantizer:
-    """How keys and values are held: it makes the buffers of a layer. This one holds them as computed.
+    """Makes the buffers of a layer, and so decides in which form keys and values are stored.
+
+    This class stores them in the model's dtype. Subclasses pack them or drop channels.
 
     Attributes:
-        is_in_place: whether tokens stay where they are while there is room, as the decode engine wants it.
-        comes_to_rest: whether ``flush`` brings the tokens of its buffers into another form.
+        is_in_place: whether tokens keep their address while their buffers have free slots. The decode engine
+            needs this.
+        comes_to_rest: whether ``flush`` converts tokens of its buffers to another form.
     """
 
     is_in_place: bool = True
     comes_to_rest = False
 
     def of_layer(self, layer_idx: int) -> "KVQuantizer":
-        """The quantizer of a layer, where layers differ."""
+        """The quantizer of layer ``layer_idx``, for quantizers that treat layers differently."""
         return self
 
     def in_place(self, capacity: int) -> "KVQuantizer":
-        """A quantizer whose buffers keep tokens in place, with room for ``capacity`` tokens.
+        """A quantizer whose buffers have slots for ``capacity`` tokens from the start, at fixed addresses.
 
         Raises:
-            ValueError: no decode kernel reads this form.
+            ValueError: no decode kernel reads the form in which this quantizer stores tokens.
         """
         return self
 
     def tokens(self, part: str, evicts: bool = False) -> KVBuffer:
-        """A buffer of tokens at slots 0, 1, ….
+        """A buffer of every token, at slots 0, 1, ….
 
         Args:
             part: ``keys`` or ``values``.
-            evicts: whether ``keep`` will be used.
+            evicts: whether the layer will call ``keep``.
         """
         return KVBuffer()
 
     def window(self, part: str, num_sink_tokens: int, num_recent_tokens: int) -> KVBuffer:
-        """A buffer of the first and the most recent tokens."""
+        """A buffer of the first ``num_sink_tokens`` and the last ``num_recent_tokens`` tokens."""
         return KVBuffer(num_sink_tokens, num_recent_tokens)
 
 
@@ -374,14 +458,14 @@ NATIVE = KVQuantizer()
 
 
 class Recent:
-    """Tokens of a window and the chunk behind it, in the order of their positions: a ``TokenSource``.
+    """Tokens of a window and of the chunk behind it, in the order of their positions: a ``TokenSource``.
 
-    What has left the window is read as zeros, which no query sees.
+    Tokens that have left the window read as zeros. No query sees them.
 
     Args:
         window: a buffer of sinks and a ring.
         new: ``[B, h, m, d]``, the chunk, not stored yet.
-        rows: ``(past, counts)`` of each row.
+        rows: ``(past, counts)`` of each row: tokens that it has, and tokens of the chunk.
     """
 
     def __init__(self, window: KVBuffer, new: Tensor, rows: Sequence[tuple[int, int]]):
@@ -395,21 +479,21 @@ class Recent:
         return batch, heads, max(self.past) + m, head_dim
 
     def rows(self, rows: slice) -> "Recent":
-        """These rows."""
+        """The same for these rows only."""
         part = copy(self)
         part.new, part.past = self.new[rows], self.past[rows]
         part.held = None if self.held is None else self.held[rows]
         return part
 
     def heads(self, heads: Sequence[int]) -> "Recent":
-        """These heads."""
+        """The same for these KV heads only, numbered as in ``new``."""
         part = copy(self)
         part.new = take_heads(self.new, heads)
         part.held = None if self.held is None else take_heads(self.held, heads)
         return part
 
     def span(self, start: int, stop: int) -> Tensor:
-        """Tokens ``[B, h, stop - start, d]``, with zeros behind the tokens of a shorter row."""
+        """Tokens at positions ``start … stop-1``, ``[B, h, stop - start, d]``; zeros behind a shorter row."""
         past = self.past[0]
         if len(set(self.past)) > 1:
             rows = [self.rows(slice(i, i + 1)).span(start, stop) for i in range(len(self.past))]

@@ -1,6 +1,6 @@
-"""What a model's own attention holds in one layer.
+"""Cache layers of a model's own attention: PoD, dense, windowed (``PodCacheLayer``), or cross-layer (CLA).
 
-That follows from a sharing plan (without one: a dense or a windowed layer), or from cross-layer attention.
+A dense model and window attention are PoD with a plan in which every head leads, or keeps its window.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,24 +20,36 @@ from .step import CacheLayer, Step
 
 
 class PodCacheLayer(CacheLayer):
-    """What a plan lets a layer hold (paper §2.2).
+    """One layer under a sharing plan (paper §2.2).
 
-    It holds full keys for leads, window keys for followers, and all values of both. For heads that keep their
-    windows it holds sinks and recent tokens. A dense model is the plan in which every head leads.
+    It holds the keys of every token for leads, those of the window for followers, and the values of every
+    token for both. For heads that keep their windows it holds sinks and recent tokens. A dense model is the
+    plan in which every head leads.
 
     A lead leaves its queries and keys for its followers in ``step.lead``. When decoding, it leaves the logits
     of distant tokens instead, so that no distant key is read twice in a step.
 
+    Args:
+        config: the model's configuration, with its sharing plan and windows.
+        layer_idx: index of the layer.
+        quantizer: makes the buffers.
+        extra_slots, tau: see the attributes.
+
     Attributes:
-        extra_slots: see ``CacheLayer``. They are for the rings of followers and windows.
-        tau: gate above which a follower's query head leaves out its distant tokens when decoding. None =
-            never.
-        capacity: tokens that buffers have room for from the start. Tokens come to rest there at once. 0 =
-            buffers grow as tokens come.
-        skips: None, or a list to note skips in. By row, it gets a tuple for each token decoded here: tokens
-            seen, and how many query heads and KV heads of followers had gates that reached ``tau``. These
-            numbers mean nothing where no token is distant. Noting reads window keys twice. An engine notes
-            nothing.
+        extra_slots: how many tokens that left the window the rings of followers and windows still hold, so
+            that as many can be taken back.
+        tau: threshold on the gate. A follower's query head whose gate reaches it leaves out its distant
+            tokens when decoding; see ``DecodeCall.tau``. None = never.
+        capacity: how many tokens buffers have slots for from the start. With a capacity, ``attend`` calls
+            ``flush`` itself, so that tokens come to rest at once. 0 = buffers grow as tokens come.
+        all_values: values of every token, for leads and followers.
+        lead_keys: keys of every token, for leads.
+        window_keys: keys of the window, for followers.
+        near_keys, near_values: keys and values of the window, for heads that keep their windows.
+        skips: statistics on ``tau``, one list per row. None = they are not recorded. Each token decoded here
+            adds a tuple: tokens seen, how many query heads of followers had a gate of at least ``tau``, and
+            in how many KV heads all of them did. The numbers mean nothing while no token is distant.
+            Recording them reads window keys twice. A decode engine records nothing.
         version: how often one of the buffers was replaced.
     """
 
@@ -81,7 +93,7 @@ class PodCacheLayer(CacheLayer):
         self.reserve(self.capacity)
 
     def reserve(self, capacity: int) -> None:
-        """Hold room for ``capacity`` tokens, so that the tensors stay where they are while it suffices."""
+        """Allocate slots for ``capacity`` tokens (0 = none). Up to so many, tensors keep their address."""
         self.capacity = capacity
         if not capacity:
             return
@@ -100,7 +112,7 @@ class PodCacheLayer(CacheLayer):
         return {name: buffer for name, (buffer, heads) in found.items() if heads}
 
     def versioned(self) -> tuple[Any, ...]:
-        """This layer, and what holds tensors in its buffers: see ``KVBuffer.versioned``."""
+        """This layer, and the objects that hold the tensors of its buffers; see ``KVBuffer.versioned``."""
         return self, *(item for buffer in self.kv_buffers().values() for item in buffer.versioned())
 
     # -- attention -------------------------------------------------------------------------------------------
@@ -113,7 +125,7 @@ class PodCacheLayer(CacheLayer):
         return out
 
     def attend_rotated(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        """Store and attend, for queries and keys that are already rotated."""
+        """Do what ``attend`` does, with queries and keys that are already rotated."""
         roles = self.roles
         if roles.held:
             append_new(self.all_values, take_heads(v, roles.held), step)
@@ -132,11 +144,13 @@ class PodCacheLayer(CacheLayer):
         return out
 
     def _append_windows(self, k: Tensor, v: Tensor, step: Step) -> None:
+        """Store the new tokens ``[B, H, m, d]`` in all windows: of followers, and of heads that keep them."""
         if self.roles.followers:
             append_new(self.window_keys, take_heads(k, self.roles.followers), step)
         self._append_near(k, v, step)
 
     def _append_near(self, k: Tensor, v: Tensor, step: Step) -> None:
+        """Store the new tokens ``[B, H, m, d]`` for heads that keep their windows."""
         if self.roles.windows:
             for buffer, x in ((self.near_keys, k), (self.near_values, v)):
                 append_new(buffer, take_heads(x, self.roles.windows), step)
@@ -146,18 +160,19 @@ class PodCacheLayer(CacheLayer):
         return Visibility(self.num_sink_tokens, self.num_recent_tokens)
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        """First pass over an empty cache: attention as without a cache."""
+        """Attention of the first pass over an empty cache: the same as without a cache."""
         followers = self.roles.followers
         lead = step.lead.take(followers, step.max_length) if followers else None
         options = {"scale": self.scale, "backend": step.backend, "roles": self.roles, "sink": step.sink}
         return attend(q, Tokens(k, v), lead, self._visibility, step.segments, **options)[0]
 
     def _attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        """Attention of any chunk behind any past, ragged or not."""
+        """Attention of a chunk when the cache holds tokens already; rows may have unequal lengths."""
         roles = filter(None, (self.roles.leads, self.roles.followers, self.roles.windows))
         return merge_heads([(heads, self._attend_role(heads, q, k, v, step)) for heads in roles], self.groups)
 
     def _attend_role(self, heads: Sequence[int], q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        """``_attend_chunk`` for the KV heads of one role."""
         lead = step.lead.take(heads, step.max_length) if heads == self.roles.followers else None
         see = CAUSAL if heads == self.roles.leads else self._visibility
         tokens, own, sink = self._tokens(heads, k, v, step), take_heads(q, heads, self.groups), None
@@ -167,7 +182,10 @@ class PodCacheLayer(CacheLayer):
         return attend(own, tokens, lead, see, step.segments, **options)[0]
 
     def _tokens(self, heads: Sequence[int], k: Tensor, v: Tensor, step: Step) -> Tokens:
-        """What the heads of a role hold. For windows: that, and the chunk ``k``, ``v`` behind it."""
+        """All tokens, old and new, that the heads of a role attend to with their own keys.
+
+        The chunk ``k``, ``v`` ``[B, H, m, d]`` is read only for windows, which do not hold it yet.
+        """
         k, v, roles, rows = take_heads(k, heads), take_heads(v, heads), self.roles, step.rows
         if heads == roles.windows:
             return Tokens(Recent(self.near_keys, k, rows), Recent(self.near_values, v, rows))
@@ -177,10 +195,7 @@ class PodCacheLayer(CacheLayer):
         return Tokens(Recent(self.window_keys, k, rows), values)
 
     def _decode(self, q: Tensor, step: Step) -> Tensor:
-        """Attention of one new token per row.
-
-        It reads lead keys, window keys, the leads' logits, values, and windows.
-        """
+        """Attention of one new token per row, ``[B, Hq, 1, d]``, which all buffers hold already."""
         roles = self.roles
         values = self.all_values.stored if roles.held else None
         if step.lead.buffers is None:
@@ -204,7 +219,7 @@ class PodCacheLayer(CacheLayer):
         return out
 
     def _decode_near(self, q: Tensor, step: Step) -> Tensor:
-        """Attention of one query per row, for the heads that keep their windows, to these windows."""
+        """Attention of one query per row to the windows, for the heads that keep them."""
         keys, values = (buffer.read(step.max_length) for buffer in (self.near_keys, self.near_values))
         out, lse, _ = attend_slots(take_heads(q, self.roles.windows, self.groups), keys, values, self.scale)
         if step.sink is None:
@@ -212,7 +227,7 @@ class PodCacheLayer(CacheLayer):
         return add_sink(out, lse, *step.sink.of_heads(self.roles.windows).columns())[0]
 
     def _gates(self, q: Tensor, window_keys: Tensor, step: Step) -> Tensor:
-        """The gates of the followers' query heads, ``[B, followers, G]``."""
+        """The gates ``sigmoid(lse_P - lse_D)`` of the followers' query heads, ``[B, followers, G]``."""
         heads, buffers = self.roles.followers, step.lead.buffers
         assert buffers is not None, "made in this pass"
         own = take_heads(q, heads, self.groups)
@@ -225,7 +240,10 @@ class PodCacheLayer(CacheLayer):
             self.skips = [list(self.skips[row]) for row in index.tolist()]
 
     def _window(self, buffer: KVBuffer, step: Step) -> Tensor:
-        """A window ``[B, h, n_s + n_r, d]`` as decoding reads it. If the ring is larger, it is a copy."""
+        """A window ``[B, h, n_s + n_r, d]`` with tokens at the slots that ``pod_decode`` expects.
+
+        With ``extra_slots``, whose rings are larger, it is a copy.
+        """
         held = buffer.read(step.max_length)
         if not self.extra_slots:
             return held
@@ -239,7 +257,7 @@ class PodCacheLayer(CacheLayer):
 
 
 def append_new(buffer: KVBuffer, x: Tensor, step: Step) -> None:
-    """Store the new tokens ``[B, h, m, d]`` of a pass."""
+    """Write the new tokens ``x`` ``[B, h, m, d]`` of a pass into a buffer, whether or not rows are alike."""
     if step.uniform_past is None:
         buffer.append_ragged(x, step.segments)
     else:
@@ -247,10 +265,14 @@ def append_new(buffer: KVBuffer, x: Tensor, step: Step) -> None:
 
 
 class ClaCacheLayer(PodCacheLayer):
-    """Cross-layer attention (Brandon et al., 2024): the lead of a block stores, its followers read.
+    """Cross-layer attention (Brandon et al., 2024): in a block of layers, only the first stores tokens.
 
-    Followers find their lead in ``step.layers``, so that rows can be regrouped and copied as for any other
-    layer.
+    The later layers have queries only, and attend to the tokens of the first one. They find it in
+    ``step.layers``, so that rows can be regrouped and copied as for any other layer.
+
+    Attributes:
+        source_layer: the layer whose tokens this one reads: the first of its block.
+        is_last_of_block: whether the next layer belongs to another block.
     """
 
     is_croppable = True
@@ -265,7 +287,7 @@ class ClaCacheLayer(PodCacheLayer):
         self.roles = roles_of(self.lead, layer_idx)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        """See ``CacheLayer.attend``. A follower gets ``k`` and ``v`` of no heads."""
+        """See ``CacheLayer.attend``. In a layer that stores nothing, ``k`` and ``v`` have no heads."""
         if self.source_layer == self.layer_idx:
             return super().attend(q, k, v, step)
         source, own = step.layers[self.source_layer], q.device
@@ -273,14 +295,15 @@ class ClaCacheLayer(PodCacheLayer):
         device = source.device if step.copies else own
         if device == own:
             return source.attend_again(q, step)
-        # queries and outputs travel, as they are one chunk; keys and values are all that was seen
+        # queries and outputs move between devices, being one chunk; keys and values are all tokens seen
         return source.attend_again(q.to(device), step.on(device, ())).to(own)
 
     def attend_again(self, q: Tensor, step: Step) -> Tensor:
-        """Attention of a follower's queries to what this lead stored in the same pass.
+        """Attention of a later layer's queries to the tokens that this layer holds.
 
         Args:
             q: ``[B, Hq, m, d]``, rotated.
+            step: the pass in which this layer stored its new tokens.
         """
         if step.num_new == 1 and step.all_real and not takes_gradients(q):
             return self._decode(q, step)
@@ -288,7 +311,7 @@ class ClaCacheLayer(PodCacheLayer):
         return attend(q, tokens, None, CAUSAL, step.segments, self.scale, step.chunk_backend)[0]
 
     def flush(self, step: Step) -> None:
-        """A lead's tokens come to rest when the last layer of its block has read them."""
+        """Flush a block's buffers when its last layer has read them, so that all its layers read the same."""
         if self.is_last_of_block:
             PodCacheLayer.flush(step.layers[self.source_layer], step)
 
@@ -298,4 +321,4 @@ LAYOUT_LAYERS: dict[str, Callable[..., PodCacheLayer]] = {
     "cla": ClaCacheLayer,
     "window": PodCacheLayer,
 }
-"""For each ``PodConfig.layout`` what makes its layer: ``(config, layer_idx, quantizer) -> CacheLayer``."""
+"""The class of cache layers for each ``PodConfig.layout``, made from config, layer index and quantizer."""

@@ -1,29 +1,29 @@
-"""Keys and values in 2, 4 or 8 bits, read as they are packed.
+"""Keys and values in 2, 4 or 8 bits: attention computes with them without unpacking them as a whole.
 
-This file has the format, the tensors that hold it, and the products with them.
+This file has the format, the tensors that hold it, and the products of queries and weights with them.
 
 **Numbers.** Quantization is asymmetric (as KIVI, Liu et al., 2024). A group is stored as codes
 ``0 … 2^bits - 1``, its *zero* (smallest value) and its *scale* (step between codes):
 ``x̂ = zero + code · scale``. Zero and scale are fp16 whatever the model's dtype. At 4 bits, a group of 32
-costs 5 bits per number, one of 64 costs 4.5.
+costs 5 bits per number, and a group of 64 costs 4.5.
 
 The fp16 zero is rounded down and the fp16 scale up, and codes are computed with the *rounded* ones. So every
-number lies inside the grid and ``|x - x̂| <= scale / 2``, also in groups far from zero and in constant ones.
-Numbers beyond the range of fp16 (±65504) saturate there. A scale below 6e-8 does not exist in fp16, which
-bounds what can be told apart.
+number lies between the lowest and the highest code, and ``|x - x̂| <= scale / 2``. This also holds in groups
+far from zero and in constant groups. Numbers beyond the range of fp16 (±65504) saturate there. fp16 has no
+scale below 6e-8, so numbers that differ by less become equal.
 
-Groups over channels divide ``head_dim``. The divisor nearest to ``group_size`` is taken, so that 80 channels
-make two groups of 40, and 112 make four of 28. There 4 bits cost 4.8 and 5.14.
+The size of a group over channels divides ``head_dim``: it is the divisor nearest to ``group_size``. So 80
+channels make two groups of 40, and 112 make four of 28. There 4 bits cost 4.8 and 5.14 bits per number.
 
-**What is packed when.** While a prompt runs, its tokens stay native. So attention inside it is exact and does
-not depend on its chunks. ``flush`` packs when the prompt ends and after every decoded token. Of ``n`` tokens
-held, the first ``P(n) = ⌊(n - residual) / group_size⌋ · group_size`` are then packed (none if negative).
-``residual`` to ``residual + group_size - 1`` tokens stay native, the same ones for keys and values. Tokens
-are packed once. ``keep`` copies codes.
+**When tokens are packed.** While a prompt runs, its tokens stay *native*: in the model's dtype. So attention
+inside it is exact and does not depend on its chunks. ``flush`` packs when the prompt ends and after every
+decoded token. Of ``n`` tokens held, the first ``P(n) = ⌊(n - residual) / group_size⌋ · group_size`` are then
+packed (none if negative). ``residual`` to ``residual + group_size - 1`` tokens stay native, the same ones for
+keys and values. A token is packed only once: ``keep`` copies codes and does not quantize again.
 
 **Products.** ``q · k̂ = (q ∘ scale) · code + q · zero`` and ``Σ w v̂ = Σ (w · scale) code + Σ w · zero``,
-counted from the middle code. Scales go into the small factor. Codes become floats a tile at a time, inside
-the processor's cache. Nothing else is unpacked.
+with codes counted from the middle code. The scales multiply the smaller factor, ``q`` or ``w``. Codes become
+floats a tile at a time, inside the processor's cache. Nothing else is unpacked.
 """
 
 import math
@@ -48,11 +48,11 @@ class Packing:
     """How numbers of ``[b, h, n, d]`` are grouped and packed.
 
     Attributes:
-        bits: 2, 4 or 8. Byte ``i`` holds ``P = 8 / bits`` codes, from its lowest bits on of the channels
-            ``i``, ``i + d/P``, ….
-        group_size: numbers that share a zero and a scale.
+        bits: 2, 4 or 8. Byte ``i`` of a token holds the codes of ``P = 8 / bits`` channels: ``i`` in its
+            lowest bits, then ``i + d/P``, and so on.
+        group_size: how many numbers share a zero and a scale. For groups over channels, see ``channels``.
         per_channel: True = a group is ``group_size`` consecutive tokens of one channel (``n`` must be a
-            multiple). False = it is ``channels`` consecutive channels of one token.
+            multiple). False = it is ``channels(d)`` consecutive channels of one token.
     """
 
     bits: int
@@ -61,25 +61,27 @@ class Packing:
 
     @property
     def shared(self) -> int:
-        """Tokens that share an entry of zeros and scales."""
+        """How many tokens share one entry of the tensors of zeros and scales."""
         return self.group_size if self.per_channel else 1
 
     def channels(self, head_dim: int) -> int:
-        """Channels of one token that share a zero and a scale.
+        """How many channels of one token share a zero and a scale: a divisor of ``head_dim``.
 
-        Their number divides ``head_dim``, see ``channel_group``.
+        It is 1 if groups run over tokens, else the divisor that ``channel_group`` gives.
         """
         return 1 if self.per_channel else channel_group(head_dim, self.group_size)
 
     @property
     def parts(self) -> int:
-        """Codes in a byte."""
+        """How many codes are in a byte."""
         return 8 // self.bits
 
     def allocate(self, like: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Zeros in the shapes that ``pack`` returns for ``slots`` tokens of ``[b, h, …, d]``.
+        """Codes, zeros and scales for ``slots`` tokens, in the shapes that ``pack`` returns, filled with 0.
 
-        The tokens must be whole groups.
+        Args:
+            like: ``[b, h, …, d]``, which gives the sizes and the device.
+            slots: number of tokens; per channel, a multiple of ``group_size``.
         """
         batch, heads, _, head_dim = like.shape
         entries = slots // self.shared, head_dim // self.channels(head_dim)
@@ -88,17 +90,17 @@ class Packing:
         return codes, zero, scale
 
     def _group(self, x: Tensor) -> tuple[Tensor, int]:
-        """A view with the numbers of a group along their own dimension, and that dimension."""
+        """A view of ``x`` in which each group lies along a dimension of its own, and that dimension."""
         if self.per_channel:
             return x.unflatten(2, (-1, self.group_size)), 3
         return x.unflatten(3, (-1, self.channels(x.shape[3]))), 4
 
     def pack(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Pack ``[b, h, n, d]``.
+        """Quantize ``[b, h, n, d]``.
 
         Returns:
-            Codes ``[b, h, n, d·bits/8]`` (uint8), zeros and scales. These two are ``[b, h, n, d/channels]``,
-            or per channel ``[b, h, n/g, d]``.
+            Codes ``[b, h, n, d·bits/8]`` (uint8), zeros and scales (fp16). Zeros and scales are
+            ``[b, h, n, d/channels]``, or per channel ``[b, h, n/group_size, d]``.
         """
         compute = compute_dtype(x.dtype)
         groups, dim = self._group(x.to(compute).clamp(-_HALF_MAX, _HALF_MAX))
@@ -113,7 +115,12 @@ class Packing:
         return reduce(torch.bitwise_or, parts), zero.squeeze(dim), scale.squeeze(dim)
 
     def unpack(self, packed: Sequence[Tensor], out: Tensor) -> None:
-        """Write ``x̂`` into ``out`` ``[b, h, n, d]``. It is computed in at least fp32."""
+        """Write ``x̂ = zero + code · scale`` into ``out`` ``[b, h, n, d]``, computed in at least fp32.
+
+        Args:
+            packed: codes, zeros and scales, as ``pack`` returns them.
+            out: where to write, in any floating dtype.
+        """
         compute = compute_dtype(out.dtype)
         for start, stop in tiles(out, 0, out.shape[2], self.group_size):
             codes = packed[0][:, :, start:stop]
@@ -134,9 +141,12 @@ def _half_below(x: Tensor) -> Tensor:
 
 
 def tiles(like: "Tensor | Packed", start: int, stop: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
-    """``[start, stop)`` in pieces of a multiple of ``multiple`` tokens of ``like`` ``[b, h, …, d]``.
+    """Cut the tokens ``[start, stop)`` of ``like`` ``[b, h, …, d]`` into tiles of about ``tile_elements``.
 
-    The last piece may be shorter.
+    Each tile has a multiple of ``multiple`` tokens, and at least so many; the last one may be shorter.
+
+    Returns:
+        ``(first, last)`` of each tile, which has the tokens ``first … last - 1``.
     """
     batch, heads, _, head_dim = like.shape
     size = max(1, tile_elements(like.device) // (batch * heads * head_dim * multiple)) * multiple
@@ -146,7 +156,7 @@ def tiles(like: "Tensor | Packed", start: int, stop: int, multiple: int = 1) -> 
 class Packed(NamedTuple):
     """Keys or values ``[B, h, C, d]`` as attention reads them: the first tokens packed, the newest native.
 
-    Token ``p`` of row ``b`` is ``zero + code · scale`` for ``p < packed_lengths[b]``. The others stand in
+    Token ``p`` of row ``b`` is ``zero + code · scale`` for ``p < packed_lengths[b]``. Later tokens are in
     ``tail``.
 
     Attributes:
@@ -155,12 +165,12 @@ class Packed(NamedTuple):
             ``Packing.channels``.
         tail: ``[B, h, R, d]`` in the model's dtype, token ``p`` at slot ``(p - tail_start) mod R``.
         packed_lengths: int32 ``[B]``, or ``[B, h]`` where heads differ (only without ``per_channel``).
-        group_size: numbers that share a zero and a scale. Without ``per_channel`` they are as many as the
-            divisor of d nearest to it.
+        group_size: how many numbers share a zero and a scale. Without ``per_channel`` it is the divisor of d
+            nearest to ``group_size``.
         per_channel: True = groups run over tokens (keys). False = they run over channels (values).
-        bounds: two numbers known on the host, the first not above the smallest of ``packed_lengths``, the
-            second not below the largest.
-        tail_start: 0 for a ring, which kernels want.
+        bounds: two numbers known on the host. The first is at most the smallest of ``packed_lengths``, the
+            second at least the largest.
+        tail_start: position of the token at slot 0 of ``tail``. Kernels need 0, which a ring has.
     """
 
     codes: Tensor
@@ -189,16 +199,17 @@ class Packed(NamedTuple):
 
     @property
     def packing(self) -> Packing:
+        """The format of ``codes``, ``zero`` and ``scale``."""
         bits = 8 * self.codes.shape[3] // self.tail.shape[3]
         return Packing(bits=bits, group_size=self.group_size, per_channel=self.per_channel)
 
     def rows(self, rows: slice) -> "Packed":
-        """These rows of the batch, as views."""
+        """The same for these rows of the batch only, as views."""
         names = "codes", "zero", "scale", "tail", "packed_lengths"
         return self._replace(**{name: getattr(self, name)[rows] for name in names})
 
     def heads(self, heads: slice | Sequence[int]) -> "Packed":
-        """These heads: views if they are neighbours, else copies."""
+        """The same for these heads only: views if their numbers are consecutive, else copies."""
         if not isinstance(heads, slice) and heads[-1] - heads[0] == len(heads) - 1:
             heads = slice(heads[0], heads[-1] + 1)
         parts = {name: getattr(self, name)[:, heads] for name in ("codes", "zero", "scale", "tail")}
@@ -206,9 +217,10 @@ class Packed(NamedTuple):
         return self._replace(**parts, packed_lengths=lengths)
 
     def span(self, start: int, stop: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A copy of tokens ``[B, h, stop - start, d]``, by default in the model's dtype.
+        """Unpack tokens ``start … stop - 1``: a copy ``[B, h, stop - start, d]``.
 
-        It is computed in at least fp32. Slots without a token hold garbage.
+        It is computed in at least fp32, and returned in ``dtype`` (None = the model's). Positions at which a
+        row has no token hold garbage.
         """
         lowest, highest = self.bounds
         out = self.tail.new_empty(*self.shape[:2], stop - start, self.shape[3], dtype=dtype or self.dtype)
@@ -225,7 +237,7 @@ class Packed(NamedTuple):
         return out
 
     def _unpack(self, start: int, stop: int, out: Tensor) -> None:
-        """Write packed tokens from any ``start`` on. Groups of tokens are unpacked whole."""
+        """Unpack tokens ``start … stop - 1`` into ``out``, even if they begin or end inside a group."""
         shared = self.packing.shared
         first, last = start // shared, -(-stop // shared)
         groups = self.zero[:, :, first:last], self.scale[:, :, first:last]
@@ -240,7 +252,7 @@ class Packed(NamedTuple):
     # -- products --------------------------------------------------------------------------------------------
 
     def scores(self, q: Tensor, out: Tensor) -> None:
-        """Write ``q · k̂`` of the first ``n`` tokens to ``out``.
+        """Write the products ``q · k̂`` with the first ``n`` tokens into ``out``.
 
         Args:
             q: ``[B, h, G, d]``, fp32 or fp64.
@@ -255,7 +267,7 @@ class Packed(NamedTuple):
             out[..., first:stop] = q @ tokens.transpose(2, 3)
 
     def weighted(self, weights: Tensor, start: int, stop: int) -> Tensor:
-        """Weighted sums ``[B, h, G, d]`` of tokens ``start … stop - 1``.
+        """Weighted sums ``Σ w v̂`` of tokens ``start … stop - 1``, ``[B, h, G, d]``.
 
         Args:
             weights: ``[B, h, G, stop - start]``, fp32 or fp64.
@@ -267,10 +279,7 @@ class Packed(NamedTuple):
         return out if isinstance(out, Tensor) else weights.new_zeros(*weights.shape[:3], self.shape[3])
 
     def _natives(self, start: int, stop: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, int, int]]:
-        """The tokens of ``[start, stop)`` in pieces ``[B, h, last - first, d]``.
-
-        Each comes with its ``first`` and ``last``.
-        """
+        """Tokens ``[start, stop)`` as floats, in pieces ``(tokens [B, h, last - first, d], first, last)``."""
         native, room = min(max(self.bounds[1], start), stop), self.tail.shape[2]
         for first, last in tiles(self, start, native):
             yield self.span(first, last, dtype), first, last
@@ -281,9 +290,9 @@ class Packed(NamedTuple):
             native = last
 
     def _room(self, like: Tensor, tokens: int) -> Tensor:
-        """Memory for the numbers of a tile, kept from tile to tile.
+        """Memory for the floats of one tile, used for every tile in turn.
 
-        New pages would cost as much as the numbers.
+        Allocating it anew for each tile would take as long as computing the floats.
         """
         first = next(iter(tiles(self, 0, tokens, self.group_size)))
         return like.new_empty(first[1] * math.prod((*self.shape[:2], self.shape[3])))
@@ -291,9 +300,9 @@ class Packed(NamedTuple):
     def _numbers(self, start: int, stop: int, room: Tensor) -> Tensor:
         """Codes ``c`` as floats ``(c - 2^(bits-1)) · 2^(8-bits)``, ``[P, B, h, n, d/P]``.
 
-        There are ``P`` codes to a byte. They count from the middle code, because sums of codes and of zeros
-        would be far larger than what they add up to, and lose as many digits. The result is valid until the
-        next call.
+        ``P`` is the number of codes in a byte. Codes are counted from the middle code. Counted from 0, the
+        sum over codes and the sum over zeros would both be far larger than their total, and digits would be
+        lost. The result lies in ``room``, so it is valid until the next call.
         """
         codes, bits = self.codes[:, :, start:stop], self.packing.bits
         numbers = into = codes.new_empty(self.packing.parts, *codes.shape)
@@ -309,9 +318,9 @@ class Packed(NamedTuple):
         return room[: numbers.numel()].view(numbers.shape).copy_(numbers.view(torch.int8))
 
     def _middle_and_scale(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What the number 0 stands for, and the step between numbers.
+        """The value that the float 0 of ``_numbers`` stands for, and the value of a difference of 1.
 
-        Both are ``[B, h, n/g, d]`` per channel, else ``[B, h, d/g, n]``.
+        Both are ``[B, h, n/g, d]`` per channel, else ``[B, h, d/g, n]``, with ``g`` numbers in a group.
         """
         entries = slice(start // self.packing.shared, stop // self.packing.shared)
         found = (x[:, :, entries] for x in (self.zero, self.scale))
@@ -322,6 +331,7 @@ class Packed(NamedTuple):
         return zero.add_(scale, alpha=2 ** (bits - 1)), scale.mul_(2.0 ** (bits - 8))
 
     def _channel_scores(self, q: Tensor, out: Tensor) -> None:
+        """``scores`` of packed tokens, for groups over tokens."""
         parts, group = self.packing.parts, self.group_size
         middle, scale = self._middle_and_scale(0, out.shape[3], q.dtype)
         out = out.unflatten(3, (-1, group))
@@ -339,9 +349,11 @@ class Packed(NamedTuple):
                 out[:, :, :, entries].add_(product.transpose(2, 3)[:, :, :groups])
 
     def _units(self, x: Tensor) -> Tensor:
-        """Turn entries ``[B, h, d/g, n]`` into those of runs of channels, ``[U, P, B, h, n]``.
+        """Turn entries of groups ``[B, h, d/g, n]`` into entries of runs of channels, ``[U, P, B, h, n]``.
 
-        A run lies within one group and one part.
+        A run is the largest number of consecutive channels that never crosses the border of a group, nor of
+        the ``P`` parts of ``d/P`` channels whose codes have the same place in their bytes. A part has ``U``
+        runs.
         """
         part = self.shape[3] // self.packing.parts
         group = self.shape[3] // x.shape[2]
@@ -350,6 +362,7 @@ class Packed(NamedTuple):
         return x.unflatten(2, (self.packing.parts, part // unit)).permute(3, 2, 0, 1, 4)
 
     def _token_scores(self, q: Tensor, out: Tensor) -> None:
+        """``scores`` of packed tokens, for groups over channels."""
         middle, scale = self._middle_and_scale(0, out.shape[3], q.dtype)
         torch.matmul(q.unflatten(3, (middle.shape[2], -1)).sum(4), middle, out=out)
         scale = self._units(scale)
@@ -362,6 +375,7 @@ class Packed(NamedTuple):
                 out[..., first:last].add_((products * steps.unsqueeze(3)).sum(0))
 
     def _weighted(self, weights: Tensor, start: int, stop: int) -> Tensor:
+        """``weighted`` of packed tokens, for groups over channels."""
         middle, scale = self._middle_and_scale(start, stop, weights.dtype)
         rows = _rows_of_four(weights)
         scaled = _product(rows, self._units(scale).unsqueeze(4))  # [U, P, B, h, G, n]
@@ -382,18 +396,18 @@ class Packed(NamedTuple):
 
 
 def _rows_of_four(x: Tensor) -> Tensor:
-    """``[B, h, G, n]``, with a row of zeros more where the last four rows lack one.
+    """``x`` ``[B, h, G, n]`` with one more row of zeros if ``G`` is 3, 7, 11, ….
 
-    A matrix product takes longer for three such rows than for four.
+    A matrix product of ``4i + 3`` rows takes longer than one of ``4i + 4``.
     """
     return F.pad(x, (0, 0, 0, 1)) if x.shape[2] % 4 == 3 else x
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """``x * y``, contiguous whatever the strides of both."""
+    """``x * y`` as a contiguous tensor, whatever strides ``x`` and ``y`` have."""
     shape = torch.broadcast_shapes(x.shape, y.shape)
     return torch.mul(x, y, out=x.new_empty(shape))
 
 
 Stored = Tensor | Packed
-"""Keys or values ``[B, h, C, d]``."""
+"""Keys or values ``[B, h, C, d]``, native or packed."""

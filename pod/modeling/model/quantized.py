@@ -1,4 +1,6 @@
-"""Buffers whose old tokens are packed to 2, 4 or 8 bits. The newest stay as they came (``packed.py``).
+"""Buffers whose old tokens are packed to 2, 4 or 8 bits. The newest stay *native*: in the model's dtype.
+
+``packed.py`` has the format and says when tokens are packed. *Pending* and *at rest*: see ``kv_buffer.py``.
 
 Keys of a buffer that never evicts are grouped per channel over ``group_size`` consecutive tokens, because
 keys have outlier channels. Values, keys of evicting buffers and keys in windows are grouped per token over
@@ -22,13 +24,14 @@ _SLACK = 128  # tensors grow by 1/128 of their length
 
 
 class Codes:
-    """Packed tokens at slots 0, 1, …, in tensors that grow: codes, zeros, scales.
+    """Packed tokens at slots 0, 1, …, in tensors that grow.
 
     Args:
         limit: the most slots that there may be. None = any number.
-        capacity: slots reserved when the first token comes.
+        capacity: slots allocated when the first token is written.
 
     Attributes:
+        tensors: codes, zeros and scales, as ``Packing.pack`` returns them. Empty before the first token.
         version: how often the tensors were replaced.
     """
 
@@ -41,18 +44,19 @@ class Codes:
 
     @property
     def slots(self) -> int:
-        """Tokens that there is room for."""
+        """How many slots are allocated, used or not."""
         return self.tensors[0].shape[2] if self.tensors else 0
 
     def _at(self, start: int, stop: int) -> list[Tensor]:
+        """Codes, zeros and scales of slots ``start … stop - 1``, as views."""
         shared = self.packing.shared
         entries = slice(start // shared, stop // shared)
         return [x[:, :, slice(start, stop) if i == 0 else entries] for i, x in enumerate(self.tensors)]
 
     def reserve(self, like: Tensor, slots: int) -> None:
-        """Make room for ``slots`` tokens of ``[b, h, …, d]``.
+        """Allocate at least ``slots`` slots for tokens ``[b, h, …, d]``, and copy those held.
 
-        Beyond what was reserved before, it is 1/128 more, in whole groups.
+        Up to ``capacity``, all of it is allocated. Beyond it, 1/128 more than ``slots``, at most ``limit``.
         """
         if slots <= self.slots:
             return
@@ -67,10 +71,7 @@ class Codes:
             new.copy_(held)
 
     def write(self, x: Tensor, start: int, mask: Tensor | None = None) -> None:
-        """Pack ``[b, h, m, d]`` into the slots from ``start`` on.
-
-        With a mask ``[b, h, m]``, it does so only where the mask is True.
-        """
+        """Pack ``[b, h, m, d]`` into the slots from ``start`` on, where ``mask`` ``[b, h, m]`` is True."""
         self.reserve(x, start + x.shape[2])
         for first, last in tiles(x, 0, x.shape[2], self.packing.group_size):
             packed = self.packing.pack(x[:, :, first:last])
@@ -82,16 +83,16 @@ class Codes:
         self.packing.unpack(self._at(start, start + out.shape[2]), out)
 
     def keep(self, index: Tensor) -> None:
-        """Hold only the slots ``index`` ``[b, h, w]``. Per token only.
+        """Keep only the slots ``index`` ``[b, h, w]`` and free all others. Codes are not quantized again.
 
-        Codes are copied, not quantized again.
+        It is for groups over channels only: tokens of a group over tokens cannot be separated.
         """
         assert not self.packing.per_channel, "tokens of a group share its scale"
         held = self.tensors if index.shape[2] else ()
         self.tensors = tuple(x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[3])) for x in held)
 
     def overwrite(self, slots: Tensor, x: Tensor, mask: Tensor) -> None:
-        """Pack ``[b, h, c, d]`` into slots ``[b, h, c]`` where ``mask`` is True. Per token only."""
+        """Pack ``[b, h, c, d]`` into slots ``[b, h, c]`` where ``mask`` is True (groups over channels)."""
         assert not self.packing.per_channel, "tokens of a group share its scale"
         if not self.tensors:
             return
@@ -102,12 +103,16 @@ class Codes:
 class Newest:
     """The native tokens of a buffer, at positions ``first … stop - 1``: pending, or at rest in a ring.
 
+    Pending tokens lie in a tensor that grows. At rest they are few, in a ring that keeps its address.
+
     Args:
-        room: slots of the ring. Position ``p`` stands at ``p mod room``, always at the same address.
+        room: slots of the ring. Position ``p`` is at slot ``p mod room``.
+        start: position of the first token that will be appended.
 
     Attributes:
-        pending: ``[b, h, slots, d]``, the tokens in order from the first slot on. None = at rest. Slots that
-            were read are written no more.
+        ring: ``[b, h, room, d]``. None = the tokens were never at rest.
+        pending: ``[b, h, slots, d]``, the tokens in order from slot 0 on. None = at rest. A slot that was
+            read is never written again, so views that were given out stay valid.
         version: how often one of the tensors was replaced.
     """
 
@@ -130,7 +135,7 @@ class Newest:
 
     @property
     def data(self) -> Tensor:
-        """``[b, h, slots, d]``, in which the tokens stand now."""
+        """The tensor ``[b, h, slots, d]`` that holds the tokens now: ``pending`` or the ring."""
         if self.pending is not None:
             return self.pending[:, :, : len(self)]
         assert self.ring is not None, "empty buffer"
@@ -138,17 +143,18 @@ class Newest:
 
     @property
     def start(self) -> int:
-        """The offset of slots: position ``p`` stands at slot ``(p - start) mod slots``."""
+        """Position of the token at slot 0 of ``data``: position ``p`` is at ``(p - start) mod slots``."""
         return 0 if self.pending is None else self.first
 
     def view(self, first: int, stop: int) -> Tensor:
-        """Tokens ``[b, h, stop - first, d]`` in order: a view if they are pending, else a copy."""
+        """Tokens ``first … stop - 1``, ``[b, h, stop - first, d]``: a view if pending, else a copy."""
         assert self.first <= first <= stop <= self.stop
         if self.pending is not None:
             return self.pending[:, :, first - self.first : stop - self.first]
         return self.data[:, :, torch.arange(first, stop, device=self.data.device) % self.room]
 
     def append(self, x: Tensor) -> None:
+        """Append ``[b, h, m, d]``: a single token to the ring if a slot is free there, else as pending."""
         stop, held = self.stop + x.shape[2], len(self)
         if self.pending is None and self.ring is not None and x.shape[2] == 1 and held < self.room:
             self.ring[:, :, self.stop % self.room] = x[:, :, 0]
@@ -157,7 +163,7 @@ class Newest:
         self.stop = stop
 
     def _make_room(self, x: Tensor, slots: int) -> Tensor:
-        """``pending`` with at least so many slots. When it grows, it gets 1/128 more."""
+        """Make the tokens pending, in ``slots`` slots (1/128 more if they grow), and return ``pending``."""
         if self.pending is None or self.pending.shape[2] < slots:
             slack = slots // _SLACK if self.tensors() else 0
             grown = x.new_zeros(*x.shape[:2], slots + slack, x.shape[3])
@@ -167,7 +173,7 @@ class Newest:
         return self.pending
 
     def replace(self, x: Tensor, first: int) -> None:
-        """Hold ``x`` at positions ``first …`` instead."""
+        """Replace all tokens by ``x`` ``[b, h, m, d]``, pending, the first of them at position ``first``."""
         self.pending, self.first, self.stop = x, first, first + x.shape[2]
 
     def crop(self, stop: int) -> None:
@@ -176,7 +182,7 @@ class Newest:
         self.stop = min(self.stop, stop)
 
     def rest(self, first: int) -> None:
-        """Free what stands before ``first``, and put the others into the ring."""
+        """Bring the tokens to rest: free those before position ``first``, move the others into the ring."""
         assert self.stop - first <= self.room
         if self.pending is not None:
             rest = self.view(first, self.stop)
@@ -187,7 +193,7 @@ class Newest:
         self.first = first
 
     def write(self, positions: Tensor, x: Tensor, mask: Tensor) -> None:
-        """Overwrite positions ``[b, h, c]`` with ``[b, h, c, d]`` where ``mask`` is True."""
+        """Overwrite positions ``[b, h, c]`` with ``[b, h, c, d]`` where ``mask`` is True; see ``_put``."""
         _put(self.data, (positions - self.start) % max(1, self.data.shape[2]), x, mask)
 
     def tensors(self) -> list[Tensor]:
@@ -195,9 +201,10 @@ class Newest:
 
 
 class _PackedBuffer(KVBuffer):
-    """What the buffers of this file share: codes, and the newest tokens.
+    """Base of the buffers of this file: packed tokens in ``codes``, native ones in ``newest``.
 
-    Slots are those of the native buffer.
+    A token has the same slot as in a ``KVBuffer`` with the same arguments. At least the ``residual`` newest
+    tokens stay native.
     """
 
     def __init__(self, codes: Codes, residual: int, num_sink_tokens=None, num_recent_tokens=None):
@@ -207,7 +214,7 @@ class _PackedBuffer(KVBuffer):
 
     @property
     def length(self) -> int:
-        """Tokens per row that are held; for a window, those that were seen."""
+        """Tokens per row that are held. A window counts all tokens that were appended to it."""
         return self.newest.stop
 
     @property
@@ -226,12 +233,12 @@ class _PackedBuffer(KVBuffer):
 
     @property
     def num_croppable(self) -> int:
-        """See ``KVBuffer``. Native tokens can be taken back."""
+        """See ``KVBuffer``. Only native tokens can be taken back."""
         return len(self.newest)
 
     @property
     def num_ahead(self) -> int:
-        """See ``KVBuffer``. A group of tokens is packed when the ring would be full."""
+        """See ``KVBuffer``. A group of tokens is packed as soon as the ring of native tokens is full."""
         return self.newest.room - len(self.newest) - 1
 
     def crop(self, length: int) -> None:
@@ -241,7 +248,7 @@ class _PackedBuffer(KVBuffer):
         return self.stored
 
     def num_packed(self, length: int) -> int:
-        """``P(length)``: how many slots are packed when ``length`` tokens have been flushed."""
+        """``P(length)`` of ``packed.py``: tokens behind the sinks that are packed after ``flush(length)``."""
         past_sinks = length - self.num_sink_tokens - self.residual
         return max(0, past_sinks // self.packing.group_size) * self.packing.group_size
 
@@ -259,15 +266,20 @@ class _PackedBuffer(KVBuffer):
 
 
 class PackedTokens(_PackedBuffer):
-    """Every token held, at slots 0, 1, …. See ``KVBuffer`` for the methods.
+    """A buffer of every token, at slots 0, 1, …. See ``KVBuffer`` for the methods.
 
-    ``packed_lengths`` ``[b]`` says how many of them are packed. ``keep`` can leave one head with more packed
-    tokens than another. Then it is ``[b, h]``: slots below ``newest.first`` are packed in every head, slots
-    from ``packed_stop`` on are native in every head, and those between are one or the other.
+    The first tokens are packed, the others native. ``keep`` can leave one head with more packed tokens than
+    another. Slots below ``newest.first`` are packed in every head, and slots from ``packed_stop`` on are
+    native in every head. A slot between these two is packed in some heads and native in others.
 
     Args:
-        capacity: tokens whose codes are reserved at once and stay where they are. 0 = codes grow as tokens
-            come.
+        capacity: number of tokens whose codes are allocated from the start, at a fixed address. 0 = the
+            tensors of codes grow as tokens come.
+
+    Attributes:
+        packed_lengths: how many tokens are packed, int32 ``[b]``, or ``[b, h]`` while heads differ. None = no
+            token was ever packed, and no capacity was given.
+        packed_stop: the largest of ``packed_lengths``, or a number above it.
     """
 
     packed_lengths: Tensor | None = replaced()
@@ -279,23 +291,23 @@ class PackedTokens(_PackedBuffer):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """``(b, h, slots, d)``, with the slots in use or, with a capacity, those reserved."""
+        """``(b, h, slots, d)``. The slots are those in use or, with a capacity, those allocated."""
         batch, heads, used, head_dim = super().shape
         return batch, heads, self.codes.slots if self.is_static else used, head_dim
 
     @property
     def is_static(self) -> bool:
-        """Whether tokens stay where they are, as kernels want it."""
+        """Whether a capacity was given, so that tokens keep their address, as decode kernels need."""
         return self.codes.capacity > 0
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether no prompt is running. The tokens of a running prompt are pending."""
+        """See ``KVBuffer``. Without a capacity, tokens stay pending until the first of them are packed."""
         return not self.is_empty and self.newest.pending is None
 
     @property
     def stored(self) -> Tensor | Packed:
-        """What attention reads: a native tensor while nothing is packed. Valid until the buffer changes."""
+        """What attention reads, valid until the buffer changes: a native tensor while nothing is packed."""
         if self.packed_lengths is None:
             return self.newest.view(0, self.length)
         codes, zero, scale = self.codes.tensors
@@ -305,12 +317,12 @@ class PackedTokens(_PackedBuffer):
 
     @property
     def target(self) -> Tensor:
-        """``[b, h, R, d]``, to which a decoded token is written."""
+        """The ring ``[b, h, R, d]`` of native tokens, to which a decode engine writes each decoded token."""
         assert self.is_at_rest, "a prompt is running"
         return self.newest.data
 
     def reserve(self, slots: int) -> None:
-        """Hold codes for ``slots`` tokens, in a buffer that has a capacity."""
+        """Raise the capacity to ``slots`` tokens, and allocate their codes if there are codes already."""
         self.codes.capacity = max(self.codes.capacity, slots)
         if self.codes.tensors:
             self.codes.reserve(self.newest.data, self.codes.capacity)
@@ -323,26 +335,27 @@ class PackedTokens(_PackedBuffer):
             self._start_packing(x)
 
     def _start_packing(self, x: Tensor) -> None:
+        """Allocate codes and ``packed_lengths`` for tokens ``[b, h, …, d]``, if there are none yet."""
         self.codes.reserve(x, max(1, self.codes.capacity))
         if self.packed_lengths is None:
             self.packed_lengths = torch.zeros(x.shape[0], dtype=torch.int32, device=x.device)
 
     def read(self, length: int) -> Tensor:
-        """``[b, h, length, d]``: a view while nothing is packed, else a copy."""
+        """The first ``length`` tokens, ``[b, h, length, d]``: a view while nothing is packed, else a copy."""
         stored = self.stored
         return stored.span(0, length) if isinstance(stored, Packed) else stored[:, :, :length]
 
     def _is_native(self, first: int, stop: int) -> Tensor | None:
-        """``[b, h, stop - first]``, whether these slots are native. None where heads do not differ."""
+        """Whether slots ``first … stop - 1`` are native, ``[b, h, stop - first]``. None where heads agree."""
         if self.packed_lengths is None or self.packed_lengths.ndim == 1:
             return None
         return torch.arange(first, stop, device=self.packed_lengths.device) >= self.packed_lengths[..., None]
 
     def flush(self, length: int) -> None:
-        """Pack what left the residual window of the ``length`` tokens held."""
+        """Pack the oldest native tokens, so that ``P(length)`` tokens are packed; see ``packed.py``."""
         if self.is_empty:
             return
-        self.newest.stop = length  # an engine writes to the ring itself
+        self.newest.stop = length  # a decode engine writes into the ring without a call of append
         first, stop = self.newest.first, self.num_packed(length)
         if stop <= first and self.newest.pending is None:
             return  # most decoded tokens end here
@@ -356,17 +369,14 @@ class PackedTokens(_PackedBuffer):
             self.newest.rest(max(first, stop))
 
     def _set_lengths(self, least: int) -> None:
-        """Note that at least ``least`` tokens are packed now."""
+        """Record that at least ``least`` tokens of every head are packed now."""
         assert self.packed_lengths is not None
         self.packed_lengths.clamp_(min=least)
         if self.packed_stop == least and self.packed_lengths.ndim == 2:
             self.packed_lengths = self.packed_lengths[:, 0].clone()
 
     def keep(self, index: Tensor, length: int) -> None:
-        """Hold only the slots ``index`` ``[b, h, w]``, which must ascend.
-
-        Packed ones are copied, not packed again.
-        """
+        """See ``KVBuffer.keep``. Codes are copied, not quantized again."""
         assert length == self.length and not self.is_static, "capacity is for caches that drop no token"
         newest, old_first = self.newest.view(self.newest.first, length), self.newest.first
         first = 0
@@ -383,10 +393,10 @@ class PackedTokens(_PackedBuffer):
         self.newest.replace(take_slots(newest, slots) if slots.shape[2] else newest[:, :, :0].clone(), first)
 
     def _bounds_after(self, counts: Tensor, dropped: int, held: int) -> tuple[int, int]:
-        """The least and the most packed tokens of a head, when each head dropped and holds so many.
+        """A lower and an upper bound on the packed tokens of a head, after ``keep`` dropped so many of each.
 
-        A decoded token pushes one out. Then the host waits for no device, and takes the nearest bounds that
-        it knows. Otherwise it reads ``counts`` ``[b, h]``, the numbers of packed tokens.
+        If one was dropped, as after a decoded token, the bounds follow from the old ones and the ``held``
+        tokens, and the host need not wait for the device. Otherwise the host reads ``counts`` ``[b, h]``.
         """
         if dropped == 1:
             return max(0, self.newest.first - 1), min(self.packed_stop, held)
@@ -397,7 +407,7 @@ class PackedTokens(_PackedBuffer):
         self.keep(places % length, length)
 
     def write(self, slots: Tensor, x: Tensor) -> None:
-        """Overwrite slots ``[b, h, c]`` with ``[b, h, c, d]``. Only packed ones are packed anew."""
+        """See ``KVBuffer.write``. A token written to a packed slot is packed, one to a native slot is not."""
         assert not self.is_static, "capacity is for caches that merge no token"
         lengths = 0 if self.packed_lengths is None else self.packed_lengths.view(slots.shape[0], -1, 1)
         is_native = slots >= lengths
@@ -420,15 +430,15 @@ class PackedTokens(_PackedBuffer):
 
 
 class QuantizedWindow(_PackedBuffer):
-    """First tokens, then a ring of recent ones.
+    """A window, that is sinks and then a ring of recent tokens, of which the older recent ones are packed.
 
-    Sinks and the newest tokens are native, the rest of the ring is packed. ``P(n)`` counts from the last
-    sink. Packed tokens have a ring of their own of ``num_recent_tokens - residual`` slots, since the newest
-    ``residual`` are never in it. ``read`` puts everything into the slots of the native buffer.
+    Sinks and the newest tokens are native. ``P(n)`` counts tokens from the last sink on. Packed tokens have a
+    ring of their own with ``num_recent_tokens - residual`` slots, since the newest ``residual`` are never in
+    it. ``read`` puts every token into the slot that it has in a native ``KVBuffer``.
     """
 
     sinks: Tensor | None = replaced()
-    """The first tokens, ``[b, h, <= num_sink_tokens, d]``."""
+    """The first tokens, ``[b, h, <= num_sink_tokens, d]``. None = nothing was ever written."""
 
     def __init__(self, packing: Packing, residual: int, num_sink_tokens: int, num_recent_tokens: int):
         self.ring = num_recent_tokens - residual  # slots of the packed ring
@@ -454,7 +464,7 @@ class QuantizedWindow(_PackedBuffer):
 
     @property
     def num_croppable(self) -> int:
-        """See ``KVBuffer``. Native tokens can be taken back; sinks too while nothing is packed."""
+        """See ``KVBuffer``. Only native tokens can be taken back; sinks only while nothing is packed."""
         return self.length if self.newest.first == self.num_sink_tokens else len(self.newest)
 
     def crop(self, length: int) -> None:
@@ -463,13 +473,13 @@ class QuantizedWindow(_PackedBuffer):
             self.sinks = self.sinks[:, :, :length]
 
     def _oldest(self) -> int:
-        """Position of the oldest token in the ring."""
+        """Position of the oldest recent token that the window still holds."""
         return max(self.num_sink_tokens, self.length - self.num_recent_tokens)
 
     def _runs(self, first: int, stop: int, *sizes: int) -> Iterator[tuple[slice, int]]:
-        """``[first, stop)`` cut where a ring of any of these sizes wraps.
+        """Cut the positions ``[first, stop)`` wherever a ring of one of these sizes wraps.
 
-        Gives each run's positions and its place behind the last sink.
+        Each run is given as its positions and the distance of the first one from the last sink.
         """
         while first < stop:
             behind = first - self.num_sink_tokens
@@ -478,7 +488,7 @@ class QuantizedWindow(_PackedBuffer):
             first = end
 
     def read(self, length: int) -> Tensor:
-        """A copy ``[b, h, used slots, d]`` after ``length`` tokens per row, in the native buffer's slots."""
+        """See ``KVBuffer.read``. It is always a copy, and ``length`` must be that of every row."""
         assert length == self.length and self.sinks is not None
         out = self.sinks.new_empty(self.shape)
         out[:, :, : self.sinks.shape[2]] = self.sinks
@@ -490,11 +500,12 @@ class QuantizedWindow(_PackedBuffer):
         return out
 
     def _slots(self, out: Tensor, positions: slice, behind: int) -> Tensor:
+        """The slots of ``out`` for a run of ``_runs``, as a view."""
         start = self.num_sink_tokens + behind % self.num_recent_tokens
         return out[:, :, start : start + positions.stop - positions.start]
 
     def flush(self, length: int) -> None:
-        """Pack what left the residual window."""
+        """Pack the oldest native tokens, so that ``P(length)`` tokens were packed; see ``packed.py``."""
         stop = self.num_sink_tokens + self.num_packed(length)
         if self.is_empty or stop <= self.newest.first:
             return
@@ -507,11 +518,11 @@ class QuantizedWindow(_PackedBuffer):
 
 
 def _put(target: Tensor, slots: Tensor, x: Tensor, mask: Tensor) -> None:
-    """Write ``[b, h, c, d]`` into slots ``[b, h, c]`` where ``mask`` is True.
+    """Write tokens ``x`` ``[b, h, c, d]`` into slots ``[b, h, c]`` of ``target``, where ``mask`` is True.
 
-    The host does not wait to learn where that is. In other places, a token of the same head that is written
-    is written once more. In a head without such a token, a slot gets what it has. Tokens of one slot must be
-    equal.
+    If a slot occurs twice in a head, its tokens must be equal. The host does not wait to learn where the mask
+    is True, so every entry writes something. An entry whose mask is False repeats one of its head whose mask
+    is True. In a head without any, it writes the token that is in its slot already.
     """
     if not target.shape[2]:
         return
@@ -526,15 +537,15 @@ def _put(target: Tensor, slots: Tensor, x: Tensor, mask: Tensor) -> None:
 
 @dataclass(frozen=True)
 class GroupQuantizer(KVQuantizer):
-    """Makes buffers of ``bits`` bits per number. See the top of this file.
+    """Makes buffers whose old tokens take ``bits`` bits per number. See the top of this file.
 
     Attributes:
         bits: 2, 4 or 8.
-        group_size: numbers that share a scale, and tokens packed at a time. Over channels, numbers that share
-            a scale are as many as the divisor of ``head_dim`` nearest to it.
-        residual: newest tokens that stay native.
-        capacity: tokens whose codes are reserved, for buffers that stay where they are (windows are rings
-            already and stay native). 0 = buffers grow.
+        group_size: how many tokens are packed at a time, and how many numbers share a scale. In groups over
+            channels, the divisor of ``head_dim`` nearest to ``group_size`` is how many share a scale.
+        residual: how many of the newest tokens stay native at least.
+        capacity: number of tokens whose codes are allocated from the start, in buffers that keep their
+            address. Windows keep their address anyway, and are native then. 0 = buffers grow.
     """
 
     bits: int
@@ -560,7 +571,7 @@ class GroupQuantizer(KVQuantizer):
         return PackedTokens(packing, self.residual, self.capacity)
 
     def window(self, part: str, num_sink_tokens: int, num_recent_tokens: int) -> KVBuffer:
-        """A window's buffer, native when the ring is not larger than what a packed one holds natively."""
+        """See ``KVQuantizer.window``. Native with a capacity, or if all of its tokens would stay native."""
         if self.capacity or num_recent_tokens <= self.residual + self.group_size:
             return KVBuffer(num_sink_tokens, num_recent_tokens)
         packing = Packing(self.bits, self.group_size, per_channel=False)
@@ -568,13 +579,13 @@ class GroupQuantizer(KVQuantizer):
 
 
 def make_quantizer(name: str, bits: int, config: PodConfig, group_size: int, residual: int) -> KVQuantizer:
-    """The quantizer of a method of the codec axis, such as ``int4``, for a model.
+    """The quantizer of a method such as ``int4``, for a model.
 
-    The usual ``group_size`` serves every ``head_dim`` (see ``channel_group``). Another one is taken as it is,
-    or refused.
+    The default ``group_size``, ``GROUP_SIZE``, serves every ``head_dim`` (see ``channel_group``). Any other
+    one must divide ``head_dim``, unless it is at least ``head_dim``. ``name`` begins the messages of errors.
 
     Raises:
-        ValueError: sizes do not fit each other or the model's ``head_dim``.
+        ValueError: the codes of a head do not fill whole bytes, or ``group_size`` does not fit ``head_dim``.
     """
     head_dim = config.head_dim
     check_bits(bits, head_dim, name)

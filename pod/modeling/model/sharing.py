@@ -1,6 +1,8 @@
-"""The plan of a model: whether each (layer, KV head) leads, follows or keeps its window.
+"""The sharing plan of a model: for each layer and KV head, how it attends to *distant* tokens.
 
-That is what it does about distant tokens.
+Distant tokens are those that are neither sinks (the first ``n_s`` tokens) nor recent (the last ``n_r``); the
+others are *proximal*. A head either *leads*: it holds all its keys. Or it *follows* a lead below: it computes
+attention to distant tokens with the lead's queries and keys. Or it *keeps its window*: it does not see them.
 """
 
 import json
@@ -14,13 +16,14 @@ from typing import Any
 
 SCHEMA_VERSION = 4
 _READABLE = (1, 2, 3, SCHEMA_VERSION)
-"""Schemas that are read. 1 has no windows, no order of heads and no bits. 2 has no sizes of windows. 3 knows
-only sinks that are tokens."""
+"""Schemas of plan files that ``SharingPlan.load`` reads. 1 has no windows, no order of heads and no bits. 2
+has no sizes of windows. 3 knows only sinks that are tokens."""
 _FIRST_WITH_WINDOWS = 3
 SINKS = ("tokens", "constant", "none")
-"""What stands for the first tokens in a head that keeps its window: stored tokens, or a logit and a value
-that no token has, or nothing."""
-GROUP_SIZE, RESIDUAL = 32, 128  # a quantizer's numbers that share a scale, and newest tokens that stay native
+"""Kinds of sinks in a head that keeps its window. ``tokens``: it stores the first tokens. ``constant``: a
+learned or measured logit and value take their place. ``none``: it has neither."""
+# defaults of a quantizer: how many numbers share a scale, and how many of the newest tokens stay native
+GROUP_SIZE, RESIDUAL = 32, 128
 NATIVE_TOKENS = RESIDUAL + (GROUP_SIZE - 1) / 2  # an average, since tokens are packed a group at a time
 BITS = (16, 8, 4)
 """Bits per number that a plan may give a layer. 16 = as the model computes."""
@@ -36,9 +39,9 @@ window only)."""
 
 @lru_cache(maxsize=256)
 def channel_group(head_dim: int, group_size: int = GROUP_SIZE) -> int:
-    """Channels of one token that share a zero and a scale: the divisor of ``head_dim`` nearest to the size.
+    """How many channels of a token share a zero and a scale: the divisor of ``head_dim`` nearest to the size.
 
-    It is the nearest by ratio, and the smaller one of two that are equally near. 64, 96 and 128 channels make
+    Nearest is meant by ratio; of two that are equally near, it is the smaller. 64, 96 and 128 channels make
     groups of 32, 80 make groups of 40, 112 make groups of 28, and a head of 16 channels is one group.
     """
     divisors = [size for size in range(1, head_dim + 1) if head_dim % size == 0]
@@ -46,14 +49,14 @@ def channel_group(head_dim: int, group_size: int = GROUP_SIZE) -> int:
 
 
 def bits_per_number(bits: int, head_dim: int | None = None) -> tuple[float, float]:
-    """Bits that a stored number of keys and of values takes, its share of the fp16 zero and scale included.
+    """Bits that one number takes, its share of the fp16 zero and scale included: in keys, and in values.
 
-    A group of keys is ``GROUP_SIZE`` tokens of one channel, a group of values ``channel_group`` channels of
-    one token.
+    A group of keys is ``GROUP_SIZE`` tokens of one channel. A group of values is ``channel_group`` channels
+    of one token. So 4 bits take 5.0 in keys, and 4.8 in values of a head of 80 channels.
 
     Args:
         bits: 16, 8 or 4. 16 bits have no groups.
-        head_dim: of the model. None = one that ``GROUP_SIZE`` divides.
+        head_dim: channels of a head. None = a number that ``GROUP_SIZE`` divides.
     """
     if bits == 16:
         return 16.0, 16.0
@@ -62,13 +65,14 @@ def bits_per_number(bits: int, head_dim: int | None = None) -> tuple[float, floa
 
 
 def check_bits(bits: int, head_dim: int, name: str) -> None:
-    """Raise ``ValueError`` unless the codes of a head fill whole bytes.
+    """Raise ``ValueError`` unless ``head_dim`` codes of so many bits fill whole bytes.
 
-    This is the one rule about which bits a model can hold.
+    No other rule limits the bits in which a model's keys and values can be held.
 
     Args:
-        bits: per code, 2, 4 or 8.
-        name: what asks for them, for the message.
+        bits: 2, 4 or 8 per code.
+        head_dim: channels of a head.
+        name: the method or setting that asks for these bits. The message begins with it.
     """
     if head_dim * bits % 8:
         raise ValueError(
@@ -79,19 +83,19 @@ def check_bits(bits: int, head_dim: int, name: str) -> None:
 
 @dataclass(frozen=True)
 class Roles:
-    """KV heads of a layer by what they hold and see, all in rising order.
+    """The KV heads of one layer, sorted by what they hold and see. Each field is in ascending order.
 
-    These are fields, not properties, because every layer of every token reads them.
+    ``held`` and ``num_heads`` are fields, not properties, because every layer reads them for every token.
 
     Attributes:
         leads: heads that hold and see every token, with their own keys.
-        followers: heads that hold own values of every token, and own keys of proximal ones. Their distant
-            logits are the lead's.
+        followers: heads that hold own values of every token, and own keys of proximal tokens. Their logits of
+            distant tokens are those of their lead.
         followed: leads of this layer that a later layer follows.
         windows: heads that hold keys and values of sinks and recent tokens, and nothing else.
-        last: followers whose block ends here.
+        last: followers that no later layer of their block follows up: their block ends in this layer.
         held: leads and followers, which hold the values of every token.
-        num_heads: KV heads of the layer.
+        num_heads: number of KV heads of the layer.
     """
 
     leads: tuple[int, ...]
@@ -111,7 +115,7 @@ class Roles:
 
 @lru_cache(maxsize=4096)
 def roles_of(lead: Lead, layer: int) -> Roles:
-    """The roles of a layer's KV heads under a plan ``[L][H]``."""
+    """The roles of the KV heads of layer ``layer``, under the plan ``lead`` ``[L][H]``."""
     row = lead[layer]
     leads = [head for head, owner in enumerate(row) if owner == layer]
     windows = [head for head, owner in enumerate(row) if owner is None]
@@ -123,22 +127,22 @@ def roles_of(lead: Lead, layer: int) -> Roles:
 
 
 def is_followed(lead: Sequence[Sequence[int | None]], layer: int, head: int) -> bool:
-    """Whether a later layer follows the lead that this KV head has had last, in this layer or below."""
+    """Whether a layer above ``layer`` belongs to the latest block of KV head ``head`` up to ``layer``."""
     above = next((row[head] for row in lead[layer + 1 :] if row[head] is not None), None)
     return above is not None and above <= layer
 
 
 @dataclass(frozen=True)
 class SinkConstants:
-    """The constants that stand for the first tokens, by layer.
+    """Logits and values of constant sinks, for each layer.
 
-    A layer in which no head keeps its window has None. Heads stand in the order of the plan's model. In the
-    rows of a layer, heads that lead or follow have numbers that nothing reads.
+    A layer in which no head keeps its window has None. Heads are in the order that the plan's ``head_order``
+    gives. Heads that lead or follow also have numbers, which nothing reads.
 
     Attributes:
         logits: ``[L][Hq]``, the scaled logit of each query head.
         values: ``[L][H][d]``, the value of each KV head.
-        trained: whether they come from trained weights, and not from a file of a plan.
+        trained: True = they come from trained weights. False = they come from a plan file.
     """
 
     logits: tuple[tuple[float, ...] | None, ...]
@@ -154,7 +158,7 @@ class SinkConstants:
         object.__setattr__(self, "values", tuple(values))
 
     def refusal(self, lead: Lead, head_dim: int | None) -> str | None:
-        """Why these are no constants of a plan ``[L][H]``. None when they are."""
+        """Why these constants do not fit a plan ``[L][H]``, as text for a message. None = they fit."""
         if (len(self.logits), len(self.values)) != (len(lead), len(lead)):
             return f"of {len(self.logits)} and {len(self.values)} layers, the plan has {len(lead)}"
         heads = len(lead[0])
@@ -177,38 +181,45 @@ class SinkConstants:
 
 @dataclass(frozen=True)
 class SharingPlan:
-    """What every (layer, KV head) pair of a model does about distant tokens.
+    """For every layer and KV head of a model: whether it leads, follows or keeps its window.
 
-    ``lead[layer][kv_head]`` is the layer that the head follows (paper §2.1, Algorithm 1: the lowest layer of
-    a block of consecutive layers), or its own layer when it leads, or None when it keeps its window: sinks
-    and recent tokens only, as RazorAttention's and DuoAttention's other heads do. A lead stores all keys and
-    values, a follower all values and window keys. Windows may stand between the layers of a block. They
-    belong to no block.
+    ``lead[layer][kv_head]`` is one of three things:
+
+    * the head's own layer: it leads. It stores all keys and values.
+    * a layer below: it follows the head of the same number there. It stores all values, and the keys of its
+      window. A lead and its followers are a *block* of consecutive layers (paper §2.1, Algorithm 1).
+    * None: it keeps its window. It stores and sees only sinks and recent tokens, like those heads of
+      RazorAttention and DuoAttention that do not retrieve. Such layers may lie between the layers of a block,
+      and belong to no block.
+
+    For example, in ``SharingPlan(lead=[[0, 0], [0, None], [2, 0]])`` KV head 0 follows layer 0 in layer 1 and
+    leads in layer 2. KV head 1 keeps its window in layer 1 and follows layer 0 in layer 2.
+
+    Plans are equal if their ``lead``, ``head_order`` and ``bits`` are.
 
     Args:
         lead: ``[L][H]`` integers or None.
         provenance: how the plan was found (model, data, n, q, N, costs, algorithm …), as free-form JSON.
-        head_order: ``[L][Hq]``, which query head of the original weights stands at each place of the plan's
-            model. Query heads of a KV head stay together, so the order of KV heads follows. None = as in the
-            original.
+        head_order: ``[L][Hq]``: for each query head of the plan's model, its number in the original weights.
+            Query heads of a KV head stay together, so the order of KV heads follows. None = the original
+            order.
         bits: per layer, the bits in which ``pod.make_cache`` holds the keys and values of every token: 16 (as
             the model computes), 8 or 4. Windows stay native. None = 16 everywhere.
         num_sink_tokens, num_recent_tokens: the windows that the plan was made for, in tokens.
-            ``pod.load_model`` takes them. None = not recorded. Plans with the same roles, order and bits are
-            equal whatever their windows.
-        head_dim: channels of a head of the model that the plan was made for. What packed values cost depends
-            on it (``bits_per_number``). None = not recorded. It is no part of equality either.
-        sinks: what stands for the first tokens in heads that keep their windows. ``tokens``:
-            ``num_sink_tokens`` stored tokens. ``constant``: a logit of each query head and a value of each KV
-            head, which take no slot and count at every position. ``none``: nothing. None = as
-            ``num_sink_tokens`` says, where it is recorded. It is no part of equality.
-        sink_constants: the constants of a plan with constant sinks. None = not measured yet, or the weights
-            have them. They are no part of equality.
+            ``pod.load_model`` uses them unless it is given others. None = not recorded.
+        head_dim: channels of a head of the model that the plan was made for. The bytes of packed values
+            depend on it (``bits_per_number``). None = not recorded.
+        sinks: the kind of sinks in heads that keep their windows. ``tokens``: the first ``num_sink_tokens``
+            tokens are stored. ``constant``: a logit of each query head and a value of each KV head, which
+            take no slot and are added at every position. ``none``: no sinks. None = ``tokens`` or ``none``
+            according to ``num_sink_tokens``, or not recorded if that is not.
+        sink_constants: the constants of a plan with constant sinks. None = not measured yet, or the model's
+            weights have them.
 
     Raises:
         ValueError: rows of unequal length, a lead above its layer, a lead that does not lead itself, a block
-            whose layers are not consecutive, an order that parts the query heads of a KV head, other bits,
-            impossible windows, or sinks that contradict them.
+            whose layers are not consecutive, an order that separates the query heads of a KV head, other
+            bits, impossible windows, or sinks that contradict the windows.
     """
 
     lead: Lead
@@ -293,9 +304,9 @@ class SharingPlan:
 
     @classmethod
     def of_leads(cls, leads: Sequence[Sequence[int]], num_key_value_heads: int) -> "SharingPlan":
-        """The plan in which the heads ``leads[layer]`` lead and all others keep their windows.
+        """The plan in which the KV heads ``leads[layer]`` lead and all others keep their windows.
 
-        RazorAttention and DuoAttention have such plans.
+        RazorAttention and DuoAttention have such plans. ``ValueError`` for a KV head that does not exist.
         """
         heads = range(num_key_value_heads)
         for layer, row in enumerate(leads):
@@ -311,8 +322,8 @@ class SharingPlan:
     def cla(cls, num_layers: int, num_key_value_heads: int, factor: int = 2) -> "SharingPlan":
         """Cross-layer attention (Brandon et al., 2024): blocks of ``factor`` whole layers.
 
-        For 2 they are (0, 1), (2, 3), …. A number of layers that ``factor`` does not divide leaves a shorter
-        last block.
+        With a factor of 2, the blocks are layers (0, 1), (2, 3), …. If ``factor`` does not divide the number
+        of layers, the last block is shorter. ``ValueError`` for a factor below 1.
         """
         if factor < 1:
             raise ValueError(f"cla shares between factor >= 1 layers, got factor = {factor}")
@@ -335,12 +346,12 @@ class SharingPlan:
 
     @cached_property
     def is_dense(self) -> bool:
-        """Whether every head leads, in the bits that the model computes in."""
+        """Whether every head leads, and every layer holds 16 bits."""
         return self.num_leads == self.num_pairs and not self.packs
 
     @property
     def packs(self) -> bool:
-        """Whether a layer holds fewer bits than the model computes in."""
+        """Whether some layer holds 8 or 4 bits."""
         return self.bits is not None and set(self.bits) != {16}
 
     @property
@@ -372,22 +383,22 @@ class SharingPlan:
     def asymptotic_saving(self) -> float:
         """Share of 16-bit KV bytes saved as the sequence grows without bound.
 
-        All of a window's bytes are saved, half (the keys) of a follower's, and what fewer bits save of the
-        rest. This is not for a ``cla`` layout, whose followers store nothing: it saves ``share_followers``.
+        A head that keeps its window saves all of its bytes, and a follower half: its keys. Fewer bits save a
+        part of the rest. A ``cla`` layout, whose followers store nothing, saves ``share_followers`` instead.
         """
         return 1 - self._held(float("inf"))
 
     def saving(
         self, n: int, num_sink_tokens: int | None = None, num_recent_tokens: int | None = None
     ) -> float:
-        """Share of 16-bit KV bytes saved at ``n`` tokens, when sinks and recent tokens are proximal.
+        """Share of 16-bit KV bytes saved at ``n`` tokens, the bytes of windows included.
 
         Args:
             n: tokens of the sequence, at least 1.
             num_sink_tokens, num_recent_tokens: windows in tokens. None = those that the plan was made for.
 
         Raises:
-            ValueError: n < 1, or no windows are given and none recorded.
+            ValueError: n < 1, or windows are neither given nor recorded in the plan.
         """
         if n < 1:
             raise ValueError(f"saving is defined for n >= 1 tokens, got n = {n}")
@@ -406,11 +417,11 @@ class SharingPlan:
         num_recent_tokens: int | None = None,
         sinks: str | None = None,
     ) -> dict[str, Any]:
-        """The windows of a model under this plan, by name: those given, else the plan's, else None.
+        """Both windows of a model under this plan, by name: those given, else the plan's, else None.
 
-        Windows other than the plan's give a ``UserWarning``. It names both, and what both save at the length
-        that the plan was made at, where the plan says it. With ``sinks`` other than the plan's, the plan's
-        first tokens do not count.
+        Windows other than the plan's give a ``UserWarning``. It names both, and if the plan records the
+        length that it was made for, also what both save there. If ``sinks`` is given and is not the plan's,
+        the plan's ``num_sink_tokens`` is not used.
         """
         own: dict[str, Any] = {
             "num_sink_tokens": self.num_sink_tokens,
@@ -430,7 +441,7 @@ class SharingPlan:
         return chosen
 
     def _other_windows(self, sinks: int, recent: int) -> str:
-        """What to say about windows that are not the plan's."""
+        """The text of a warning that these windows, in tokens, are not the plan's."""
         said = (
             f"windows of {sinks} first and {recent} last tokens, the plan was made for "
             f"{self.num_sink_tokens} and {self.num_recent_tokens}"
@@ -446,7 +457,7 @@ class SharingPlan:
         return said + ": leave num_sink_tokens and num_recent_tokens out to take the plan's"
 
     def _held(self, n: float) -> float:
-        """Share of the dense 16-bit bytes of ``n`` tokens that buffers of every token hold."""
+        """Bytes of the buffers of every token (not of windows) at ``n`` tokens, as a share of dense bytes."""
         total = 0.0
         for layer, row in enumerate(self.lead):
             bits = 16 if self.bits is None else self.bits[layer]
@@ -459,7 +470,7 @@ class SharingPlan:
         return total / (2 * self.num_pairs)
 
     def blocks(self, head: int) -> list[list[int]]:
-        """The blocks of one KV head, each a list of consecutive layers, lead first. Windows are in none."""
+        """The blocks of one KV head, each as a list of its layers, lead first. Windows are in no block."""
         blocks: list[list[int]] = []
         for layer in range(self.num_layers):
             if self.lead[layer][head] == layer:
@@ -477,7 +488,7 @@ class SharingPlan:
             )
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write JSON with a schema version, through a temporary name so that a partial file never appears."""
+        """Write JSON with a schema version. It is renamed when complete, so that no partial file appears."""
         content: dict[str, Any] = {"schema": SCHEMA_VERSION, "lead": self.lead}
         for name in _OPTIONAL:
             if getattr(self, name) is not None:
@@ -492,9 +503,10 @@ class SharingPlan:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "SharingPlan":
-        """Read a plan. A ``ValueError`` names the file and what is wrong with it.
+        """Read a plan that ``save`` wrote.
 
-        Older files have their windows in the provenance only, and are read so.
+        Files of schemas 1 and 2 have their windows in the provenance only, and are read from there. A
+        ``ValueError`` names the file and what is wrong with it.
         """
         try:
             with open(path, encoding="utf-8") as file:
@@ -516,10 +528,13 @@ class SharingPlan:
 
 
 def kind_of_sinks(sinks: str | None, num_sink_tokens: int | None) -> str | None:
-    """One of ``SINKS``, as given. None becomes what the number of first tokens says, where it is known.
+    """The kind of sinks, one of ``SINKS``, from a kind and a number of sink tokens; either may be None.
+
+    A number above 0 means ``tokens``, and 0 means ``none`` unless the kind is ``constant``. Without a number,
+    the kind is returned as given.
 
     Raises:
-        ValueError: an unknown kind, or first tokens are stored although the kind has none.
+        ValueError: the kind is unknown, or it is ``constant`` or ``none`` but the number is above 0.
     """
     if sinks is not None and sinks not in SINKS:
         raise ValueError(f"sinks = {sinks!r} is unknown: choose {', '.join(SINKS)}")
@@ -534,7 +549,7 @@ def kind_of_sinks(sinks: str | None, num_sink_tokens: int | None) -> str | None:
 
 
 def _read_constants(content: dict[str, Any]) -> SinkConstants | None:
-    """The constants of a plan.json. Raises ``ValueError`` for what is no table of numbers."""
+    """The constants in a plan.json, if it has any. ``ValueError`` if they are no tables of numbers."""
     tables = content.get("sink_logits"), content.get("sink_values")
     if tables == (None, None):
         return None
@@ -548,7 +563,7 @@ def _read_constants(content: dict[str, Any]) -> SinkConstants | None:
 
 
 def check_head_order(order: Sequence[Sequence[int]], num_layers: int, num_key_value_heads: int) -> None:
-    """Check that ``order`` ``[L][Hq]`` permutes the query heads of each layer and parts no KV head's.
+    """Check that ``order`` ``[L][Hq]`` permutes each layer's query heads, those of a KV head together.
 
     Raises:
         ValueError: it does not.
@@ -569,6 +584,7 @@ def check_head_order(order: Sequence[Sequence[int]], num_layers: int, num_key_va
 
 
 def _as_rows(lead: Sequence[Sequence[int | None]]) -> Lead:
+    """``lead`` as tuples. ``ValueError`` for rows of unequal length, and for values but integers and None."""
     try:
         rows = tuple(map(tuple, lead))
     except TypeError:

@@ -1,13 +1,13 @@
-"""A constant sink: one logit per query head and one value per KV head in the place of the first tokens.
+"""A constant sink: one logit per query head and one value per KV head, instead of stored first tokens.
 
-Let ``o`` be the output and ``l`` the log-sum-exp of what a query sees, ``s`` the sink's logit and ``u`` its
-value. The share of the sink is ``p = sigmoid(s - l)``. With the sink, the output is ``(1 - p) o + p u`` and
-the log-sum-exp is ``logaddexp(l, s)``. Every implementation of attention that gives a log-sum-exp gets its
-sink here.
+Let ``o`` be the output and ``l`` the log-sum-exp of the tokens that a query sees, ``s`` the sink's logit and
+``u`` its value. The share of the sink is ``p = sigmoid(s - l)``. With the sink, the output is
+``(1 - p) o + p u`` and the log-sum-exp is ``logaddexp(l, s)``. So a sink can be added to the result of any
+implementation of attention that gives a log-sum-exp.
 
 Flash's backward, run with the output and the log-sum-exp of the whole softmax, gives the gradients of
-queries, keys and values. The gradients of the sink are made from the same two tensors: ``du = sum p g`` and
-``ds = sum p <g, u - out>`` for the gradient ``g`` of the output.
+queries, keys and values. The gradients of the sink follow from the same two tensors: ``du = sum p g`` and
+``ds = sum p <g, u - out>``, with the gradient ``g`` of the output.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 _TILE_ELEMENTS = {"cpu": 1 << 20}
-"""How many numbers of the output are merged at a time, because they are widened to the log-sum-exp's dtype.
+"""How many numbers of the output are merged at a time, by type of device. Others take 2^24 (64 MiB).
 
-Devices that are not listed take 2^24 (64 MiB).
+The number is limited because these numbers are copied to the wider dtype of the log-sum-exp.
 """
 
 
@@ -33,10 +33,10 @@ def is_constant(name: str) -> bool:
 
 
 class SinkReader(nn.Module):
-    """Gives the sink's parameters as tensors of this pass.
+    """Copies the sink's two parameters, so that the copies can be used anywhere in the pass.
 
-    It is a module of its own, because ZeRO-3 gathers weights when a module runs, and attention itself has no
-    such hooks (``drop_shared_qk_hooks``).
+    It is a module of its own because of ZeRO-3, which gathers a module's weights only while the module runs.
+    The attention module itself has no such hooks (``drop_shared_qk_hooks``).
     """
 
     def forward(self, logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,7 +44,7 @@ class SinkReader(nn.Module):
 
 
 class Sink(NamedTuple):
-    """What stands for the first tokens.
+    """A constant sink of some heads of one layer.
 
     Attributes:
         logits: ``[Hq]``, one scaled logit per query head.
@@ -63,22 +63,21 @@ class Sink(NamedTuple):
         return Sink(logits[index].flatten(), self.values[index])
 
     def columns(self) -> tuple[Tensor, Tensor]:
-        """Logits ``[Hq, 1]`` and values ``[Hq, 1, d]``, which broadcast to a log-sum-exp and an output."""
+        """Logits ``[Hq, 1]`` and values ``[Hq, 1, d]``, to broadcast to a log-sum-exp and an output."""
         groups = len(self.logits) // len(self.values)
         return self.logits[:, None], self.values.repeat_interleave(groups, dim=0)[:, None]
 
 
 def add_sink(out: Tensor, lse: Tensor, logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Add a sink to the result of a softmax, as if one softmax had seen the sink too.
+    """Add a sink to the result of attention, as if its softmax had included the sink.
 
-    ``logits`` and ``values`` broadcast to ``lse`` and ``out``. Where a query saw nothing, nothing is added.
-    The result is differentiable in every argument.
+    Where a query saw nothing, nothing is added. The result is differentiable in every argument.
 
     Args:
         out: ``[…, d]``, the output without the sink.
         lse: ``[…]``, its log-sum-exp.
-        logits: of the sink.
-        values: of the sink.
+        logits: the sink's logits, in a shape that broadcasts to ``lse``.
+        values: the sink's values, in a shape that broadcasts to ``out``.
 
     Returns:
         The output and the log-sum-exp with the sink.
@@ -93,9 +92,9 @@ def add_sink(out: Tensor, lse: Tensor, logits: Tensor, values: Tensor) -> tuple[
 
 
 def merge_sink(out: Tensor, lse: Tensor, sink: Sink | None) -> tuple[Tensor, Tensor]:
-    """Merge the sink into ``out`` ``[B, Hq, n, d]`` and ``lse`` ``[B, Hq, n]``, in place, a tile at a time.
+    """Add a sink to ``out`` ``[B, Hq, n, d]`` and ``lse`` ``[B, Hq, n]``, in place, a tile at a time.
 
-    It makes no gradients. Without a sink nothing changes.
+    Autograd cannot differentiate this: see ``sink_gradients``. Without a sink nothing changes.
     """
     if sink is None:
         return out, lse
@@ -109,10 +108,10 @@ def sink_gradients(sink: Sink, grad_out: Tensor, out: Tensor, lse: Tensor) -> tu
     """The gradients of the sink's logits ``[Hq]`` and values ``[H, d]``.
 
     Args:
-        sink: whose gradients are asked for.
-        grad_out: the gradient of ``out``.
-        out: the output with the sink merged in.
-        lse: the log-sum-exp with the sink merged in.
+        sink: the sink that was added.
+        grad_out: the gradient of ``out``, ``[B, Hq, n, d]``.
+        out: the output with the sink added, ``[B, Hq, n, d]``.
+        lse: the log-sum-exp with the sink added, ``[B, Hq, n]``.
     """
     wide = lse.dtype
     logits, values = (x.to(wide) for x in sink.columns())
@@ -131,6 +130,7 @@ def sink_gradients(sink: Sink, grad_out: Tensor, out: Tensor, lse: Tensor) -> tu
 
 
 def _tiles(out: Tensor) -> Iterator[slice]:
+    """Cut the ``n`` queries of ``out`` ``[B, Hq, n, d]`` into slices of about ``_TILE_ELEMENTS`` numbers."""
     batch, heads, n, head_dim = out.shape
     tile = max(1, _TILE_ELEMENTS.get(out.device.type, 1 << 24) // max(1, batch * heads * head_dim))
     return (slice(start, start + tile) for start in range(0, n, tile))

@@ -22,12 +22,13 @@ from .sinks import Sink
 
 @dataclass
 class Selection:
-    """What a lead that holds chosen tokens leaves for its followers in a pass.
+    """Tokens that a lead holds, for the followers in later layers, when the lead dropped others (SnapKV).
 
     Attributes:
-        positions: ``[B, n]``, the positions of the chosen tokens, ascending.
-        scored: when decoding, logits ``[B, G, n]``, and ``[B, n]`` that says which tokens are proximal.
-        kept: slots ``[B, w]`` that the lead chose when the prompt ended. None = all.
+        positions: ``[B, n]``, the positions of the tokens held, ascending.
+        scored: when decoding, the lead's logits ``[B, G, n]``, and bool ``[B, n]``: True = a token is
+            proximal. Else None.
+        kept: slots ``[B, w]`` that the lead chose to keep when the prompt ended. None = all.
     """
 
     positions: Tensor
@@ -35,7 +36,7 @@ class Selection:
     kept: Tensor | None = None
 
     def move(self, device: torch.device) -> None:
-        """Put the tensors onto a device."""
+        """Move the tensors to a device, in place."""
         self.positions = self.positions.to(device)
         if self.scored is not None:
             logits, near = self.scored
@@ -46,15 +47,15 @@ class Selection:
 
 @dataclass
 class LeadState:
-    """What the leads of a pass leave for the layers that follow them, by KV head.
+    """What the leads of a pass hand to their followers in later layers. Dictionaries are by KV head.
 
     Attributes:
-        queries: ``[B, G, m, d]``, as they were when the lead attended.
-        keys: ``[B, 1, n, d]``, as they were when the lead attended.
-        buffers: when decoding, the logits of distant tokens and what belongs to them.
-        selections: for leads that choose the tokens of their blocks.
-        read: for leads that choose what a decoded token reads: slots ``[B, G, n]`` (None = all), and the
-            logits there.
+        queries: the lead's queries ``[B, G, m, d]``, rotated, as they were when it attended.
+        keys: the lead's keys ``[B, 1, n, d]``, rotated, as they were when it attended.
+        buffers: when decoding, the logits of distant tokens; see ``DecodeBuffers``.
+        selections: for methods whose leads choose the tokens that their block holds (SnapKV).
+        read: for methods whose leads choose the tokens that a decoded token reads (Quest): slots
+            ``[B, G, n]`` (None = all), and the lead's logits there.
     """
 
     queries: dict[int, Tensor] = field(default_factory=dict)
@@ -64,18 +65,17 @@ class LeadState:
     read: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
     def take(self, heads: Sequence[int], length: int) -> SharedQK:
-        """The lead queries and keys of these KV heads and ``length`` tokens, for all heads of a call."""
+        """The leads' queries, and keys of the first ``length`` tokens, for followers at these KV heads."""
         tensors = [span(self.keys[head], 0, length) for head in heads]
         return SharedQK(torch.cat([self.queries[head] for head in heads], 1), torch.cat(tensors, 1))
 
     def move(self, device: torch.device, length: int, heads: Container[int]) -> None:
-        """Put what these KV heads left onto a device, and forget the rest: no later layer asks for it.
+        """Move what the leads at these KV heads left to a device, and forget that of all other KV heads.
 
         Args:
-            device: where to put it.
-            length: tokens of the longest row. Keys in another form than a tensor move as tensors of so many
-                tokens.
-            heads: the KV heads.
+            device: where to move it.
+            length: tokens of the longest row. Keys that are no tensor are turned into one of so many tokens.
+            heads: the KV heads that later layers will ask for.
         """
         self.queries = {head: q.to(device) for head, q in self.queries.items() if head in heads}
         kept = {head: keys for head, keys in self.keys.items() if head in heads}
@@ -94,9 +94,9 @@ class LeadState:
 
 
 def buffers_on(buffers: DecodeBuffers, device: torch.device, heads: Container[int]) -> DecodeBuffers:
-    """Buffers of the same sizes on another device, with what these KV heads left in them.
+    """Buffers of the same sizes on another device, with the numbers of these KV heads.
 
-    The rest is scratch.
+    The numbers of other heads, and all partial results, are not copied.
     """
     moved: dict[str, Tensor | None] = {}
     for name in ("logits", "distant_lse", "weights", "weight_sums"):
@@ -116,10 +116,10 @@ def buffers_on(buffers: DecodeBuffers, device: torch.device, heads: Container[in
 
 @dataclass
 class Agreed:
-    """What the first layer that asks decides for all layers of a pass, whatever their devices.
+    """A decision that the first layer of a pass takes for all layers, on whatever devices they are.
 
     Attributes:
-        sizes: tokens that every layer keeps.
+        sizes: how many tokens every layer and KV head keeps, ``[L][H]``. None = not decided yet.
     """
 
     sizes: Sequence | None = None
@@ -130,29 +130,30 @@ class Step:
     """What the layers of a cache share during one pass over new tokens.
 
     Attributes:
-        layers: the cache's layers; in a group of rows, the group's layers.
+        layers: the cache's layers. In the pass of a group of rows, the layers of that group.
         past: ``[B]`` real tokens per row before the pass.
         counts: ``[B]`` real tokens that the pass feeds per row.
         num_new: ``m``, width of the left-aligned chunk (rows with fewer tokens end in garbage).
         columns: columns of the pass as the caller fed them, padding included.
-        uniform_past: the common value of ``past`` when all rows agree and every row feeds ``m`` tokens. Else
-            None.
+        uniform_past: the value of ``past`` if it is the same in all rows and every row feeds ``m`` tokens.
+            Else None.
         ends_prompt: whether the prompt, or a chunk after which the method compresses, is complete after this
             pass.
         all_real: whether no row feeds padding in this pass.
         is_decode: whether this is one new token behind a non-empty cache, outside an announced prompt.
-        starts: ``[B]``, the column of the pass at which each row's first token of this chunk stands. None =
-            the chunk is the whole pass.
-        schedule, chunk_index, is_last_chunk: the method's chunks of this prompt, the one being fed, and
-            whether it is the prompt's last. None, 0, True for methods that do not chunk.
-        ropes, backend: the model sets them.
-        sink: what stands for the first tokens in heads that keep their windows. The layer that attends now
-            sets its own. None = nothing.
-        lead: what lead layers leave for their followers.
-        groups: the passes of groups of rows, with the rows ``[b]`` of each.
-        agreed: what the first layer that asks decides for all.
-        copies: the pass as layers on other devices see it, by device, with this one. Empty while all layers
-            lie on one device.
+        starts: ``[B]``, the column of the pass with each row's first token of this chunk. None = the chunk is
+            the whole pass.
+        schedule, chunk_index, is_last_chunk: the method's plan of the chunks of this prompt, the index of the
+            chunk that is being fed, and whether it is the last one. None, 0, True for methods that do not
+            chunk.
+        ropes, backend: the rotation of each layer, and the name of the attention backend. The model sets
+            them.
+        sink: the constant sink of the layer that attends now, which sets it. None = it has none.
+        lead: what leads hand to their followers.
+        groups: the pass of each group of rows, with the indices ``[b]`` of its rows in the batch.
+        agreed: what the first layer decides for all layers.
+        copies: the copies of this pass for other devices, by device, and this one itself. Empty while all
+            layers are on one device.
     """
 
     layers: list
@@ -177,12 +178,12 @@ class Step:
     copies: dict[torch.device, "Step"] = field(init=False, default_factory=dict, repr=False)
 
     def on(self, device: torch.device, heads: Container[int] | None = None) -> "Step":
-        """The pass as layers on a device see it. What leads left for their followers moves there.
+        """The copy of this pass for layers on ``device``. Tensors that leads left for followers move there.
 
         Args:
             device: the device of the layers.
-            heads: KV heads whose leads have followers to come. None = any. What other heads left is
-                forgotten.
+            heads: KV heads whose leads still have followers in later layers. None = any. What the leads of
+                other heads left is forgotten.
         """
         if device == self.past.device and not self.copies:
             return self
@@ -193,7 +194,7 @@ class Step:
         return found
 
     def _at(self, device: torch.device) -> "Step":
-        """The copy of the pass for a device."""
+        """The copy of the pass for a device, made when it is first needed."""
         self.copies.setdefault(self.past.device, self)
         if device not in self.copies:
             self.copies[device] = self._copy(device)
@@ -216,7 +217,7 @@ class Step:
 
     @property
     def sizes(self) -> Sequence | None:
-        """Tokens that every layer keeps, where the first layer that asks decides for all."""
+        """How many tokens every layer and KV head keeps; see ``Agreed``."""
         return self.agreed.sizes
 
     @sizes.setter
@@ -235,7 +236,7 @@ class Step:
 
     @cached_property
     def rows(self) -> list[tuple[int, int]]:
-        """``(past, counts)`` of every row. It is read from the device once in a pass."""
+        """``(past, counts)`` of every row, as integers. They are read from the device once in a pass."""
         if self.uniform_past is not None:
             return [(self.uniform_past, self.num_new)] * self.past.shape[0]
         past, counts = torch.stack((self.past, self.counts)).tolist()
@@ -243,7 +244,7 @@ class Step:
 
     @cached_property
     def segments(self) -> Segments:
-        """What every row holds and gets, for ``attend``."""
+        """Each row's old and new tokens, for ``attend``."""
         return Segments.of_rows(*zip(*self.rows, strict=True))
 
     @cached_property
@@ -258,91 +259,92 @@ class Step:
 
     @property
     def chunk_backend(self) -> str:
-        """The backend that attends behind a past.
+        """The backend for a chunk behind tokens that are held: ``auto``, unless ``reference`` was set.
 
-        There tokens may have a form that the backend which was asked for does not take.
+        Tokens that are held may be in a form, such as packed, that the backend which was set does not take.
         """
         return self.backend if self.is_fresh or self.backend == "reference" else "auto"
 
     def merging_backend(self, *tensors: Tensor) -> str:
-        """The backend that attends parts of one softmax.
+        """The backend for calls whose results ``attend.merge`` combines.
 
-        Where a gradient is taken, it is one whose log-sum-exps have gradients.
+        If one of the tensors takes a gradient, it is ``reference``, whose log-sum-exps have gradients.
         """
         return "reference" if self.backend == "reference" or takes_gradients(*tensors) else "auto"
 
 
 class CacheLayer(CacheLayerMixin):
-    """One layer of a cache.
+    """One layer of a cache, and the interface of a method.
 
-    A method implements ``attend``, ``clear`` and ``kv_buffers``, and ``flush`` if it compresses.
+    A method implements ``attend``, ``clear`` and ``kv_buffers``. If it drops tokens, it overrides ``flush``.
     """
 
     is_compileable = False
     is_croppable = False
-    """Whether tokens can be taken back.
+    """Whether ``crop`` can take tokens back.
 
-    Every class says so for itself, as ``crop`` knows nothing of what a class adds.
+    It is not inherited: every subclass must set it, because ``crop`` knows nothing of what a subclass adds.
     """
     extra_slots = 0
-    """How many tokens a ring holds behind its window, so that as many can be taken back."""
+    """How many tokens that left the window a ring still holds, so that as many can be taken back."""
 
     def __init_subclass__(cls, **kwargs) -> None:
         super().__init_subclass__(**kwargs)
         cls.is_croppable = vars(cls).get("is_croppable", False)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        """Store the new tokens and attend.
+        """Store the new tokens, and compute the attention of their queries.
 
         Args:
             q: ``[B, Hq, m, d]``, not rotated.
             k, v: ``[B, H, m, d]``, not rotated.
-            step: positions, rotation and what lead layers share.
+            step: positions, rotation, and what leads hand to followers.
 
         Returns:
-            ``[B, Hq, m, d]``.
+            The output ``[B, Hq, m, d]``.
         """
         raise NotImplementedError
 
     def flush(self, step: Step) -> None:
-        """Compress.
+        """Compress, if a prompt has ended (``step.ends_prompt``) or a token was decoded (``step.is_decode``).
 
-        It is called after ``attend``, and with ``num_new`` 0 when a prompt ends without a new token of these
-        rows. Nothing is to be done unless ``step.ends_prompt`` or ``step.is_decode``. Then buffers come to
-        rest.
+        It is called after every ``attend``. It is also called, with ``num_new`` 0, when a prompt ends without
+        a new token of these rows. Here it calls ``KVBuffer.flush`` of every buffer; a method that drops
+        tokens does that first.
         """
         if step.ends_prompt or step.is_decode:
             for buffer in self.kv_buffers().values():
                 buffer.flush(step.max_length)
 
     def kv_buffers(self) -> dict[str, Any]:
-        """Every buffer that the layer has, by the name of the part that it counts towards.
+        """Every buffer of the layer, by the part of ``nbytes_by_part`` that its bytes count towards.
 
-        Where a part has several buffers, their names are ``part of x``.
+        If several buffers belong to one part, their names are ``part of x``, with any ``x``.
         """
         return {}
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that the layer holds, with the name of the part it counts towards."""
+        """Every tensor that the layer holds, with the name of the part that its bytes count towards."""
         for name, buffer in self.kv_buffers().items():
             yield from ((name.partition(" of ")[0], tensor) for tensor in buffer.tensors())
 
     @property
     def device(self) -> torch.device | None:
-        """Where the layer's tensors are. None while it has none."""
+        """The device of the layer's tensors. None while it has none."""
         return next((tensor.device for _, tensor in self.parts()), None)
 
     def select_rows(self, index: Tensor) -> None:
-        """Keep, repeat or reorder rows of the batch."""
+        """Replace the batch by its rows ``index`` ``[B']``: keep, repeat or reorder rows."""
         for buffer in self.kv_buffers().values():
             buffer.select_rows(index)
 
     def most_croppable(self, length: int, longest: int) -> int:
-        """How many of the last tokens of rows of ``length`` can be taken back.
+        """How many of the last tokens of a row can be taken back.
 
         Args:
-            length: tokens of the rows now.
-            longest: tokens that the rows had before a ``crop``. They have been written over older ones.
+            length: tokens of the row now.
+            longest: the most tokens that the row has ever had, before it was cropped. The tokens behind
+                ``length`` are gone, but in a ring they have overwritten older ones.
         """
         if not self.is_croppable:
             return 0
@@ -355,9 +357,13 @@ class CacheLayer(CacheLayerMixin):
         return most
 
     def most_ahead(self, length: int) -> int:
-        """How many tokens behind the next one can be fed in a pass and taken back, as if they never came.
+        """How many tokens a pass may feed behind the next one, if all of these may have to be taken back.
 
-        -1 = never again.
+        Taking them back leaves the layer as if they had never been fed. -1 = the next token itself already
+        overwrites or packs one that does not come back.
+
+        Args:
+            length: tokens of the rows now.
         """
         most = min(buffer.num_ahead for buffer in self.kv_buffers().values()) - 1
         for buffer in self.kv_buffers().values():
@@ -367,15 +373,19 @@ class CacheLayer(CacheLayerMixin):
         return most
 
     def crop(self, length: int) -> None:
-        """Forget the tokens behind the first ``length`` of each row."""
+        """Forget all tokens of each row but the first ``length``."""
         if self.is_croppable:  # else there is nothing to take back
             for buffer in self.kv_buffers().values():
                 buffer.crop(length)
 
     def check_integrity(self, where: str, lengths: Tensor | None) -> None:
-        """Check that the buffers hold rows of ``lengths`` ``[B]`` tokens.
+        """Check that the buffers hold as many rows and tokens as the cache counts.
 
-        What a method drops is its own affair.
+        For a method that drops tokens, only the number of rows is checked.
+
+        Args:
+            where: name of the layer, with which messages begin.
+            lengths: ``[B]``, tokens of each row. None = the cache is empty.
 
         Raises:
             AssertionError: they do not.
@@ -390,13 +400,13 @@ class CacheLayer(CacheLayerMixin):
                 assert held <= {len(lengths)}, f"{where}: {name} holds {held} rows, the cache {len(lengths)}"
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget all tokens, and make empty buffers."""
         raise NotImplementedError
 
     def _refuse(self, *args, **kwargs) -> Any:
         raise ValueError("only PodForCausalLM fills a PoD cache: pass none (load_model of pod-kv converts)")
 
-    # What transformers asks of a layer is refused.
+    # Models of transformers would call these methods; they raise ValueError.
     lazy_initialization = update = get_mask_sizes = get_seq_length = _refuse
 
     def get_max_length(self) -> int:
@@ -413,8 +423,8 @@ class Compaction:
     Attributes:
         mask: ``[B, n]`` bool, True = token.
         counts: ``[B]`` real tokens per row.
-        index: ``[B, m]``, the column of the t-th real token of each row, ``m = max(counts, 1)``. The tail of
-            shorter rows holds arbitrary columns and must be ignored.
+        index: ``[B, m]``, the column of the t-th real token of each row, ``m = max(1, *counts)``. In a row
+            with fewer tokens, the last entries are arbitrary columns and must be ignored.
     """
 
     mask: Tensor
@@ -423,19 +433,19 @@ class Compaction:
 
     @property
     def doc_ids(self) -> Tensor:
-        """``[B, m]``: 0 for real tokens, -1 behind them."""
+        """``[B, m]``: 0 for the real tokens of a row, -1 for the columns behind them."""
         behind = torch.arange(self.index.shape[1], device=self.index.device) >= self.counts[:, None]
         return -behind.long()
 
     def scatter(self, x: Tensor) -> Tensor:
-        """``[B, m, c]`` back to ``[B, n, c]`` with zeros on padding."""
+        """Put left-aligned tokens ``[B, m, c]`` back into their columns ``[B, n, c]``; padding gets zeros."""
         mask = self.mask.to(x.device)  # the last layer may lie on another device than the first
         rank = (mask.long().cumsum(1) - 1).clamp(min=0)
         restored = x.gather(1, rank[..., None].expand(-1, -1, x.shape[-1]))
         return restored.masked_fill(~mask[..., None], 0.0)
 
     def padded_positions(self, past: Tensor | int) -> Tensor:
-        """``[B, n]``, the position of each column's token in its row, after ``past`` tokens per row."""
+        """``[B, n]``, the position of each column's token in its row, counted on from ``past`` per row."""
         start = past[:, None] if isinstance(past, Tensor) else past
         return self.mask.long().cumsum(1) - 1 + start
 
@@ -466,10 +476,17 @@ def compaction_of(attention_mask: Tensor, n: int) -> Compaction | None:
 
 
 def check_positions(position_ids: Tensor, expected: Tensor, attention_mask: Tensor | None) -> None:
-    """Check that positions of a caller are those that mask and cache imply, wherever there is a token.
+    """Check that a caller's ``position_ids`` are those that follow from the mask and the cache.
+
+    Columns of padding are not checked.
+
+    Args:
+        position_ids: ``[B, n]``, or a shape that broadcasts to it.
+        expected: ``[B, n]``, the positions that follow from mask and cache.
+        attention_mask: ``[B, columns]``, of which the last ``n`` are read. None = no padding.
 
     Raises:
-        ValueError: one of them is another.
+        ValueError: a token has another position; the message names the first such token.
     """
     given, expected = torch.broadcast_tensors(position_ids.to(expected.device), expected)
     wrong = given != expected
