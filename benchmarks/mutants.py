@@ -206,17 +206,17 @@ MUTANTS = {
             "angles = (position_ids[:, None, :, None, None] * 2).to",
         ),
         Mutant(
-            "pod/modeling/model/kv_buffer.py",
+            "pod/modeling/model/window_buffer.py",
             "first, wrap = max(start, n_s, length - n_r)",
             "first, wrap = max(start, n_s, length - n_r + 1)",
         ),
         Mutant(
-            "pod/modeling/model/kv_buffer.py",
+            "pod/modeling/model/window_buffer.py",
             "(begin, n_s + (begin - n_s) % n_r, end - begin)",
             "(begin, n_s + begin % n_r, end - begin)",
         ),
         Mutant(
-            "pod/modeling/model/kv_buffer.py",
+            "pod/modeling/model/window_buffer.py",
             "chunk = self.new[:, :, max(start - past, 0)",
             "chunk = self.new[:, :, max(start - past - 1, 0)",
         ),

@@ -11,6 +11,7 @@ from pod.modeling.model.cache import PodCache
 from pod.modeling.model.kv_buffer import KVBuffer
 from pod.modeling.model.layout import PodCacheLayer
 from pod.modeling.model.rows import GroupedCache
+from pod.modeling.model.window_buffer import WindowBuffer
 
 _CHUNK = 1 << 26  # random numbers written to a buffer at a time
 # Standard deviation of window keys whose logits drown those of distant tokens, also when queries are small.
@@ -79,12 +80,11 @@ def _append_random(
         like: has the dtype and the device of the numbers.
     """
     batch, heads, _, head_dim = buffer.shape
-    # A packed window still counts what it drops, so that only a plain one may leave tokens out.
-    overwrites = type(buffer) is KVBuffer and buffer.has_window
     size = max(1, _CHUNK // (batch * heads * head_dim) // 64) * 64
     for first in range(1, length, size):
         rows = min(size, length - first)
-        if first > 1 and overwrites and first + rows <= length - buffer.num_recent_tokens:
+        # A packed window still counts what it drops, so that only a plain one may leave tokens out.
+        if type(buffer) is WindowBuffer and 1 < first <= length - buffer.num_recent_tokens - rows:
             continue
         x = like.new_empty(batch, heads, rows, head_dim).normal_(generator=generator)
         buffer.append(x * factor, first)

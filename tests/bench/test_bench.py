@@ -32,6 +32,7 @@ from pod.measure.fill import fill
 from pod.measure.race import Runner
 from pod.modeling.model.decode import DECODERS
 from pod.modeling.model.kv_buffer import KVBuffer
+from pod.modeling.model.window_buffer import WindowBuffer
 from pod.recipe import Recipe, field_docs, fields_of, load_recipe
 
 WINDOWS = (2, 6)
@@ -274,13 +275,14 @@ def test_bytes_held_are_those_of_a_real_cache(lead):
 @pytest.mark.parametrize(("lead", "method"), [(LEAD, FULL), (LEAD, POD), (ROLES, POD)])
 def test_filled_caches_have_random_numbers_in_every_used_slot(lead, method, monkeypatch, length):
     monkeypatch.setattr(fill_module, "_CHUNK", 64 * 2 * 2 * 16)  # 64 tokens at a time
-    written, append = {}, KVBuffer.append
+    written, appends = {}, {kind: kind.append for kind in (KVBuffer, WindowBuffer)}
 
     def recorded(buffer, x, past):
         written.setdefault(id(buffer), set()).update(range(past, past + x.shape[2]))
-        append(buffer, x, past)
+        appends[type(buffer)](buffer, x, past)
 
-    monkeypatch.setattr(KVBuffer, "append", recorded)
+    for kind in appends:
+        monkeypatch.setattr(kind, "append", recorded)
     bench = make_bench(lead)
     cache, note = make_cache(bench, method, length, 400, "auto")
     fill(bench.model_of(method), cache, 2, length)

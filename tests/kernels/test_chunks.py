@@ -22,8 +22,8 @@ from pod.modeling.model.attend import (
     merge,
     take_heads,
 )
-from pod.modeling.model.kv_buffer import KVBuffer, Recent
 from pod.modeling.model.sharing import Roles
+from pod.modeling.model.window_buffer import Recent, WindowBuffer
 
 NAN = float("nan")
 BACKENDS = ["reference", "flash", "emulated"]
@@ -153,7 +153,7 @@ def test_tokens_of_a_window(rows, see, backend):
     exact = truth(rows, see, q, k, v, q_lead, k_lead, 0.4)
 
     def recent(x, heads):
-        buffer, x = KVBuffer(see[0], see[1]), x[:, heads].nan_to_num(7.0)
+        buffer, x = WindowBuffer(see[0], see[1]), x[:, heads].nan_to_num(7.0)
         if max(past):
             buffer.append_ragged(x[:, :, : max(past)], Segments.of_rows([0] * len(past), past))
         chunk = torch.stack(

@@ -9,10 +9,15 @@ import pytest
 import torch
 
 from pod.modeling.model.attend import Segments
-from pod.modeling.model.kv_buffer import KVBuffer, Recent
+from pod.modeling.model.kv_buffer import KVBuffer
+from pod.modeling.model.window_buffer import Recent, WindowBuffer
 
 KINDS = [(None, None), (0, 1), (0, 7), (3, 5), (9, 2)]
 """(n_s, n_r), None = every token is kept."""
+
+
+def buffer_of(sinks, recent):
+    return KVBuffer() if sinks is None else WindowBuffer(sinks, recent)
 
 
 def held_positions(length, sinks, recent):
@@ -27,8 +32,8 @@ def test_rows_of_unlike_length_hold_what_lists_hold(sinks, recent, seed):
     They come in chunks with other numbers of tokens in every row, some with none. Slots are those of rows
     that are alike.
     """
-    chance, buffer, past = random.Random(seed), KVBuffer(sinks, recent), [0, 0, 0]
-    alike = [KVBuffer(sinks, recent) for _ in past]
+    chance, buffer, past = random.Random(seed), buffer_of(sinks, recent), [0, 0, 0]
+    alike = [buffer_of(sinks, recent) for _ in past]
     tokens = torch.randn(3, 2, 90, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     for _ in range(8):
         counts = [chance.randint(0, 10) for _ in past]
@@ -54,7 +59,7 @@ def test_rows_of_unlike_length_hold_what_lists_hold(sinks, recent, seed):
 def test_recent_tokens_and_the_chunk_are_read_in_order(sinks, recent):
     tokens = torch.randn(1, 2, 40, 4, dtype=torch.float64)
     for past in (0, 1, sinks, sinks + recent, 23, 31):
-        buffer = KVBuffer(sinks, recent)
+        buffer = WindowBuffer(sinks, recent)
         if past:
             buffer.append(tokens[:, :, :past], 0)
         source = Recent(buffer, tokens[:, :, past:37], [(past, 37 - past)])

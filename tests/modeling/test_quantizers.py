@@ -17,9 +17,10 @@ from oracles_quantizers import NaiveBuffer, naive_channels, naive_token
 from rule_bytes import buffer_nbytes, rule_nbytes
 
 import pod
-from pod.modeling.model.kv_buffer import KVBuffer
+from pod.modeling.model.group_quantizer import GroupQuantizer
 from pod.modeling.model.packed import Packing
-from pod.modeling.model.quantized import GroupQuantizer, QuantizedWindow
+from pod.modeling.model.quantized import QuantizedWindow
+from pod.modeling.model.window_buffer import WindowBuffer
 
 
 def randn(*shape, seed=0, dtype=torch.float64):
@@ -200,7 +201,7 @@ def test_random_operations_on_a_window(seed):
     residual = chance.choice([0, 3])
     recent = residual + size + chance.randrange(1, 9)
     quantizer = GroupQuantizer(4, size, residual)
-    buffer, native = quantizer.window("keys", sinks, recent), KVBuffer(sinks, recent)
+    buffer, native = quantizer.window("keys", sinks, recent), WindowBuffer(sinks, recent)
     assert isinstance(buffer, QuantizedWindow) and buffer.is_empty
     tokens = [[[] for _ in range(heads)] for _ in range(rows)]  # [vector, packed?]
     length = 0

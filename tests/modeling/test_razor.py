@@ -12,8 +12,8 @@ from rule_bytes import rule_nbytes
 import pod
 from pod.modeling.methods.razor import CompensationToken
 from pod.modeling.methods.sliding import SlidingTokens, Tokens
-from pod.modeling.model.kv_buffer import NATIVE
-from pod.modeling.model.quantized import GroupQuantizer
+from pod.modeling.model.group_quantizer import GroupQuantizer
+from pod.modeling.model.kv_quantizer import NATIVE
 from pod.modeling.retrieval_heads import RetrievalHeads, plan_of_heads
 
 HEADS = [[0], [], [1], [0, 1], []]

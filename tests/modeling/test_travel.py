@@ -128,8 +128,8 @@ def test_what_does_not_belong_together_is_refused_in_one_line(tools, tmp_path):
     refused("is not a cache that pod.save_cache wrote")
     for change, message in (
         (
-            lambda metadata: metadata.update(facts=metadata["facts"].replace('"schema": 3', '"schema": 7')),
-            "schema 7, this version reads 3",
+            lambda metadata: metadata.update(facts=metadata["facts"].replace('"schema": 4', '"schema": 7')),
+            "schema 7, this version reads 4",
         ),
         (
             lambda metadata: metadata.update(facts=metadata["facts"].replace('"KVBuffer"', '"Popen"')),
@@ -160,7 +160,7 @@ def test_a_state_needs_its_own_kind_of_cache(tools):
         wa.from_state(full.state())
     state = full.state()
     state.facts["schema"] = 0
-    with pytest.raises(ValueError, match="schema 0, this version reads 3"):
+    with pytest.raises(ValueError, match="schema 0, this version reads 4"):
         pod.make_cache(model).from_state(state)
 
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import pod
 from pod.commands import explore
-from pod.modeling.model.quantized import make_quantizer
+from pod.modeling.model.group_quantizer import make_quantizer
 from pod.modeling.model.sharing import SharingPlan, bits_per_number, channel_group
 from pod.models import resolve_model
 from pod.plan.exploration import check_model

@@ -19,7 +19,7 @@ from typing import Any
 from pod.modeling.model.cache import PodCache
 from pod.modeling.model.config import LAYOUTS, PodConfig
 from pod.modeling.model.generation import planned_quantizer
-from pod.modeling.model.kv_buffer import NATIVE, KVQuantizer
+from pod.modeling.model.kv_quantizer import NATIVE, KVQuantizer
 from pod.modeling.model.rows import FixedChunks, GroupedCache
 from pod.modeling.model.step import CacheLayer
 from pod.notation import Spec, parse

@@ -19,8 +19,8 @@ from pod.modeling.methods.base import Builder, Request
 from pod.modeling.model.cache import PodCache
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.generation import own_cache
-from pod.modeling.model.kv_buffer import KVQuantizer
-from pod.modeling.model.quantized import make_quantizer
+from pod.modeling.model.group_quantizer import make_quantizer
+from pod.modeling.model.kv_quantizer import KVQuantizer
 from pod.registry import METHODS
 
 

@@ -22,7 +22,8 @@ from pod.modeling.methods.ranking import best_slots
 from pod.modeling.model.attend import Tokens, attend, compute_dtype, takes_gradients
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.grouped import attend_slots
-from pod.modeling.model.kv_buffer import NATIVE, KVBuffer, KVQuantizer
+from pod.modeling.model.kv_buffer import KVBuffer
+from pod.modeling.model.kv_quantizer import NATIVE, KVQuantizer
 from pod.modeling.model.layout import PodCacheLayer
 from pod.modeling.model.step import Step
 

@@ -24,7 +24,8 @@ from pod.modeling.methods.ranking import EndAttention, Ranking, best_slots
 from pod.modeling.model.attend import Segments, Tokens, attend, take_heads
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.grouped import attend_slots, slot_logits, weigh_slots
-from pod.modeling.model.kv_buffer import KVBuffer, KVQuantizer, first_and_last
+from pod.modeling.model.kv_buffer import KVBuffer, first_and_last
+from pod.modeling.model.kv_quantizer import KVQuantizer
 from pod.modeling.model.layout import PodCacheLayer
 from pod.modeling.model.packed import Stored
 from pod.modeling.model.sinks import add_sink

@@ -15,8 +15,10 @@ from pod.modeling.methods.base import Builder, Request, cache_of
 from pod.modeling.model.attend import EVERYTHING, Tokens, attend, compute_dtype, merge, takes_gradients
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.grouped import attend_slots
-from pod.modeling.model.kv_buffer import KVBuffer, KVQuantizer, Recent, take_rows_of
+from pod.modeling.model.kv_buffer import KVBuffer, take_rows_of
+from pod.modeling.model.kv_quantizer import KVQuantizer
 from pod.modeling.model.step import CacheLayer, Step
+from pod.modeling.model.window_buffer import Recent
 
 Biased = tuple[Tokens[Tensor], float]
 """Tokens, and the number that is added to their logits."""

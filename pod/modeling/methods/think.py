@@ -23,7 +23,8 @@ from pod.modeling.methods.shared_selection import SharedSelectionLayer
 from pod.modeling.model.attend import compute_dtype
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.grouped import write_scores
-from pod.modeling.model.kv_buffer import KVBuffer, KVQuantizer
+from pod.modeling.model.kv_buffer import KVBuffer
+from pod.modeling.model.kv_quantizer import KVQuantizer
 from pod.modeling.model.step import Step
 
 

@@ -24,10 +24,10 @@ from pod.modeling.model.attend import (
 )
 from pod.modeling.model.config import PodConfig
 from pod.modeling.model.grouped import attend_slots
-from pod.modeling.model.kv_buffer import Recent
 from pod.modeling.model.layout import PodCacheLayer
 from pod.modeling.model.sharing import SharingPlan
 from pod.modeling.model.step import Step
+from pod.modeling.model.window_buffer import Recent
 
 
 def with_windows(config: PodConfig, num_sink_tokens: int, num_recent_tokens: int) -> PodConfig:

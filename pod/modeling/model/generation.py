@@ -16,9 +16,9 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from .cache import PodCache
 from .config import PodConfig
-from .kv_buffer import NATIVE, KVQuantizer
+from .group_quantizer import make_quantizer
+from .kv_quantizer import NATIVE, KVQuantizer
 from .layout import LAYOUT_LAYERS
-from .quantized import make_quantizer
 from .rows import GroupedCache
 from .sharing import GROUP_SIZE, RESIDUAL
 

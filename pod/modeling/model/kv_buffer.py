@@ -2,11 +2,8 @@
 
 A *slot* is an index along the token dimension of such a tensor. Token ``p`` of a row has one fixed slot.
 
-A layer never makes a ``KVBuffer`` itself. It asks its ``KVQuantizer`` for one, and so works with packed keys
-and values as well.
-
-No code frees the tokens that fall out of a window. A window has a fixed number of slots, and
-``KVBuffer.append`` writes a new token over the one that has just left it.
+A layer never makes a ``KVBuffer`` itself. It asks its ``KVQuantizer`` (``kv_quantizer.py``) for one, and so
+works with packed keys and values as well. ``window_buffer.py`` has the buffer of a window.
 
 **Pending and at rest.** Some buffers store older tokens in another form than the one in which they came:
 in 4 bits (``quantized.py``), or with fewer channels (ThinK). While a prompt is fed, all its tokens keep the
@@ -16,8 +13,6 @@ From then on the buffer is *at rest*, and ``flush`` after each decoded token kee
 """
 
 import sys
-from collections.abc import Sequence
-from copy import copy
 from functools import lru_cache
 from typing import Any
 
@@ -25,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .attend import Segments, Source, take_heads
+from .attend import Segments, Source
 from .packed import Stored
 
 # a buffer grows by 1/128 of its length: that is under 1 % of the bytes, and appending stays cheap
@@ -126,33 +121,20 @@ def replaced() -> Any:
 
 
 class KVBuffer:
-    """Keys or values ``[B, h, slots, d]`` of every token, or of a window.
+    """Keys or values ``[B, h, slots, d]`` of every token.
 
-    A buffer of every token has token ``p`` at slot ``p``, until ``keep`` drops tokens. A window holds the
-    first tokens (*sinks*), then a ring of recent tokens.
+    Token ``p`` is at slot ``p``, until ``keep`` drops tokens.
 
     These methods are all that a layer may do with a buffer, whatever the form in which a quantizer holds it.
     ``past`` and ``length`` count tokens per row, and are equal in all rows. Only ``append_ragged`` takes rows
     that differ. Callers are layers, not users: a wrong argument is a bug, which is an ``AssertionError`` or
     an error of torch.
 
-    Example, with one row, one head and ``d = 1``:
-
-        >>> buffer = KVBuffer(num_sink_tokens=1, num_recent_tokens=2)
-        >>> buffer.append(torch.tensor([0.0, 1, 2, 3]).view(1, 1, 4, 1), past=0)
-        >>> buffer.read(4).flatten()  # token 0 is the sink; tokens 2 and 3 are the ring
-        tensor([0., 3., 2.])
-
-    Args:
-        num_sink_tokens, num_recent_tokens: None stores every token. Otherwise slots ``0 … n_s-1`` hold the
-            first tokens and slot ``n_s + (p - n_s) mod n_r`` holds token ``p``: older tokens are overwritten.
-
     Attributes:
         data: ``[B, h, slots reserved, d]``. Use ``read`` for the slots in use. None = nothing was ever
             written.
         is_tight: whether the layer calls ``keep`` after every token. ``keep`` frees unused slots, so that
             reserving any for later tokens would be in vain.
-        has_window: whether the buffer is a window.
         version: how often a tensor of this object was replaced.
     """
 
@@ -166,18 +148,17 @@ class KVBuffer:
     num_ahead = sys.maxsize
     """How many tokens can be decoded before ``flush`` would convert older ones to another form."""
 
-    def __init__(self, num_sink_tokens: int | None = None, num_recent_tokens: int | None = None):
+    has_window = False
+    """Whether the buffer holds only a window of the tokens (``WindowBuffer``)."""
+    num_sink_tokens = 0
+    """Number of first tokens that a window keeps for good. Without a window, 0."""
+    limit: int = sys.maxsize
+    """The most slots that the buffer can have: those of its window, or else any number."""
+
+    def __init__(self) -> None:
         self.is_tight = False
-        self.has_window = num_recent_tokens is not None
-        self.num_sink_tokens = num_sink_tokens or 0
-        self.num_recent_tokens = num_recent_tokens or 0
         self._reserved = 0
         self.data = None  # pyright: ignore[reportAttributeAccessIssue]
-
-    @property
-    def limit(self) -> int:
-        """The number of slots of a window. Without a window, more than any sequence has."""
-        return self.num_sink_tokens + self.num_recent_tokens if self.has_window else sys.maxsize
 
     @property
     def is_empty(self) -> bool:
@@ -214,7 +195,7 @@ class KVBuffer:
 
     def used_slots(self, length: int) -> int:
         """The number of slots in use after ``length`` tokens."""
-        return min(length, self.limit)
+        return length
 
     def runs(self, start: int, stop: int, length: int) -> list[tuple[int, int, int]]:
         """The slots of tokens ``start … stop-1``, when ``length`` tokens have been written.
@@ -223,25 +204,16 @@ class KVBuffer:
             ``(position, slot, tokens)`` of each run of tokens whose positions and slots are both consecutive.
             Tokens that were overwritten are left out.
         """
-        if length <= self.limit:
-            found = [(start, start, stop - start)]
-        else:
-            n_s, n_r = self.num_sink_tokens, self.num_recent_tokens
-            first, wrap = max(start, n_s, length - n_r), stop - (stop - n_s) % n_r
-            recent = ((first, min(wrap, stop)), (max(first, wrap), stop))
-            found = [(start, start, min(stop, n_s) - start)]
-            found += [(begin, n_s + (begin - n_s) % n_r, end - begin) for begin, end in recent]
-        return [run for run in found if run[2] > 0]
+        return [(start, start, stop - start)] if stop > start else []
 
     def reserve(self, slots: int) -> None:
         """Allocate at least ``slots`` slots, so that the tensors keep their address up to so many tokens.
 
-        A window allocates all slots that it can ever use, whatever ``slots`` is. In an empty buffer, the
-        allocation waits for the first token.
+        In an empty buffer, the allocation waits for the first token.
         """
-        self._reserved = self.limit if self.has_window else slots
+        self._reserved = slots
         if not self.is_empty:
-            self._grow(self.data, self._reserved)
+            self._grow(self.data, slots)
 
     def _grow(self, like: Tensor, slots: int) -> Tensor:
         if self.is_empty:
@@ -253,19 +225,12 @@ class KVBuffer:
         return self.data
 
     def append(self, x: Tensor, past: int) -> None:
-        """Write new tokens ``[B, h, m, d]`` behind the ``past`` tokens that every row has.
-
-        In a full window, the new tokens overwrite those that fall out of it: token ``p`` takes the slot of
-        token ``p - n_r``, unless that is one of the first ``n_s`` tokens, which stay. That is how a window
-        forgets; nothing is freed. ``runs`` gives the slots.
-        """
-        length = past + x.shape[2]
+        """Write new tokens ``[B, h, m, d]`` behind the ``past`` tokens that every row has."""
         if self.is_tight and not self.is_empty and past == self.data.shape[2]:
             self.data = torch.cat((self.data, x), dim=2)
             return
-        data = self._grow(x, self.used_slots(length))
-        for position, slot, count in self.runs(past, length, length):
-            data[:, :, slot : slot + count] = x[:, :, position - past : position - past + count]
+        length = past + x.shape[2]
+        self._grow(x, length)[:, :, past:length] = x
 
     def append_and_read(self, x: Tensor, past: int) -> Stored:
         """Write a decoded token ``[B, h, 1, d]``, and return the keys or values that it attends to.
@@ -273,7 +238,7 @@ class KVBuffer:
         These are ``stored``, or the slots in use of a window.
         """
         self.append(x, past)
-        return self.read(past + 1) if self.has_window else self.stored
+        return self.stored
 
     def append_ragged(self, x: Tensor, segments: Segments) -> None:
         """Write new tokens ``[B, h, m, d]``, when rows have, or get, unequally many tokens.
@@ -406,102 +371,8 @@ class KVBuffer:
                 assert not bool(tokens[row, :, :count].isnan().any()), f"{where}, row {row}: NaN"
 
     def check_integrity(self) -> None:
-        """Check that the buffer agrees with itself: here, that it has no more slots than its window.
+        """Check that the buffer agrees with itself. Here there is nothing to check.
 
         Raises:
             AssertionError: it does not; the message says what is wrong.
         """
-        assert self.is_empty or self.shape[2] <= self.limit, f"{self.shape[2]} slots, at most {self.limit}"
-
-
-class KVQuantizer:
-    """Makes the buffers of a layer, and so decides in which form keys and values are stored.
-
-    This class stores them in the model's dtype. Subclasses pack them or drop channels.
-
-    Attributes:
-        is_in_place: whether tokens keep their address while their buffers have free slots. The decode engine
-            needs this.
-        comes_to_rest: whether ``flush`` converts tokens of its buffers to another form.
-    """
-
-    is_in_place: bool = True
-    comes_to_rest = False
-
-    def of_layer(self, layer_idx: int) -> "KVQuantizer":
-        """The quantizer of layer ``layer_idx``, for quantizers that treat layers differently."""
-        return self
-
-    def in_place(self, capacity: int) -> "KVQuantizer":
-        """A quantizer whose buffers have slots for ``capacity`` tokens from the start, at fixed addresses.
-
-        Raises:
-            ValueError: no decode kernel reads the form in which this quantizer stores tokens.
-        """
-        return self
-
-    def tokens(self, part: str, evicts: bool = False) -> KVBuffer:
-        """A buffer of every token, at slots 0, 1, ….
-
-        Args:
-            part: ``keys`` or ``values``.
-            evicts: whether the layer will call ``keep``.
-        """
-        return KVBuffer()
-
-    def window(self, part: str, num_sink_tokens: int, num_recent_tokens: int) -> KVBuffer:
-        """A buffer of the first ``num_sink_tokens`` and the last ``num_recent_tokens`` tokens."""
-        return KVBuffer(num_sink_tokens, num_recent_tokens)
-
-
-NATIVE = KVQuantizer()
-
-
-class Recent:
-    """Tokens of a window and of the chunk behind it, in the order of their positions: a ``TokenSource``.
-
-    Tokens that have left the window read as zeros. No query sees them.
-
-    Args:
-        window: a buffer of sinks and a ring.
-        new: ``[B, h, m, d]``, the chunk, not stored yet.
-        rows: ``(past, counts)`` of each row: tokens that it has, and tokens of the chunk.
-    """
-
-    def __init__(self, window: KVBuffer, new: Tensor, rows: Sequence[tuple[int, int]]):
-        self.window, self.new, self.past = window, new, [past for past, _ in rows]
-        self.held = None if window.is_empty else window.read(max(self.past))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """``(B, h, n, d)``, with the ``n`` of the longest row."""
-        batch, heads, m, head_dim = self.new.shape
-        return batch, heads, max(self.past) + m, head_dim
-
-    def rows(self, rows: slice) -> "Recent":
-        """The same for these rows only."""
-        part = copy(self)
-        part.new, part.past = self.new[rows], self.past[rows]
-        part.held = None if self.held is None else self.held[rows]
-        return part
-
-    def heads(self, heads: Sequence[int]) -> "Recent":
-        """The same for these KV heads only, numbered as in ``new``."""
-        part = copy(self)
-        part.new = take_heads(self.new, heads)
-        part.held = None if self.held is None else take_heads(self.held, heads)
-        return part
-
-    def span(self, start: int, stop: int) -> Tensor:
-        """Tokens at positions ``start … stop-1``, ``[B, h, stop - start, d]``; zeros behind a shorter row."""
-        past = self.past[0]
-        if len(set(self.past)) > 1:
-            rows = [self.rows(slice(i, i + 1)).span(start, stop) for i in range(len(self.past))]
-            return torch.cat([F.pad(row, (0, 0, 0, stop - start - row.shape[2])) for row in rows])
-        chunk = self.new[:, :, max(start - past, 0) : max(stop - past, 0)]
-        if start >= past or self.held is None:
-            return chunk
-        out = self.new.new_zeros(*self.new.shape[:2], min(stop, past) - start, self.new.shape[3])
-        for position, slot, count in self.window.runs(start, min(stop, past), past):
-            out[:, :, position - start : position - start + count] = self.held[:, :, slot : slot + count]
-        return torch.cat((out, chunk), dim=2)

@@ -13,10 +13,12 @@ from .attend import CAUSAL, Tokens, Visibility, attend, merge_heads, take_heads,
 from .config import PodConfig
 from .decode import make_buffers, pod_decode
 from .grouped import attend_slots
-from .kv_buffer import NATIVE, KVBuffer, KVQuantizer, Recent, replaced, take_slots
+from .kv_buffer import KVBuffer, replaced, take_slots
+from .kv_quantizer import NATIVE, KVQuantizer
 from .sharing import roles_of
 from .sinks import add_sink
 from .step import CacheLayer, Step
+from .window_buffer import Recent
 
 
 class PodCacheLayer(CacheLayer):

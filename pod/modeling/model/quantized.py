@@ -8,17 +8,15 @@ channels, because tokens of a per-channel group can only leave together.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .attend import Segments
-from .config import PodConfig
-from .kv_buffer import KVBuffer, KVQuantizer, replaced, take_slots
+from .kv_buffer import KVBuffer, replaced, take_slots
 from .packed import Packed, Packing, tiles
-from .sharing import GROUP_SIZE, check_bits
+from .window_buffer import WindowBuffer
 
 _SLACK = 128  # tensors grow by 1/128 of their length
 
@@ -207,8 +205,8 @@ class _PackedBuffer(KVBuffer):
     tokens stay native.
     """
 
-    def __init__(self, codes: Codes, residual: int, num_sink_tokens=None, num_recent_tokens=None):
-        super().__init__(num_sink_tokens, num_recent_tokens)
+    def _hold(self, codes: Codes, residual: int) -> None:
+        """Begin with no tokens: ``codes`` for older ones, a ring for the newest ones."""
         self.codes, self.packing, self.residual = codes, codes.packing, residual
         self.newest = Newest(residual + self.packing.group_size, start=self.num_sink_tokens)
 
@@ -285,7 +283,8 @@ class PackedTokens(_PackedBuffer):
     packed_lengths: Tensor | None = replaced()
 
     def __init__(self, packing: Packing, residual: int, capacity: int = 0):
-        super().__init__(Codes(packing, capacity=capacity), residual)
+        super().__init__()
+        self._hold(Codes(packing, capacity=capacity), residual)
         self.packed_lengths = None
         self.packed_stop = 0
 
@@ -429,7 +428,7 @@ class PackedTokens(_PackedBuffer):
             assert slots >= stop - first, f"{slots} slots hold {stop - first} native tokens"
 
 
-class QuantizedWindow(_PackedBuffer):
+class QuantizedWindow(_PackedBuffer, WindowBuffer):
     """A window, that is sinks and then a ring of recent tokens, of which the older recent ones are packed.
 
     Sinks and the newest tokens are native. ``P(n)`` counts tokens from the last sink on. Packed tokens have a
@@ -441,8 +440,9 @@ class QuantizedWindow(_PackedBuffer):
     """The first tokens, ``[b, h, <= num_sink_tokens, d]``. None = nothing was ever written."""
 
     def __init__(self, packing: Packing, residual: int, num_sink_tokens: int, num_recent_tokens: int):
+        super().__init__(num_sink_tokens, num_recent_tokens)
         self.ring = num_recent_tokens - residual  # slots of the packed ring
-        super().__init__(Codes(packing, limit=self.ring), residual, num_sink_tokens, num_recent_tokens)
+        self._hold(Codes(packing, limit=self.ring), residual)
         assert num_recent_tokens > self.newest.room and not packing.per_channel
         self.sinks = None
 
@@ -533,66 +533,3 @@ def _put(target: Tensor, slots: Tensor, x: Tensor, mask: Tensor) -> None:
         x = x.gather(2, columns[..., None].expand_as(x))
     places = slots.clamp(max=target.shape[2] - 1)[..., None].expand(-1, -1, -1, target.shape[3])
     target.scatter_(2, places, torch.where(mask[..., None], x.to(target.dtype), target.gather(2, places)))
-
-
-@dataclass(frozen=True)
-class GroupQuantizer(KVQuantizer):
-    """Makes buffers whose old tokens take ``bits`` bits per number. See the top of this file.
-
-    Attributes:
-        bits: 2, 4 or 8.
-        group_size: how many tokens are packed at a time, and how many numbers share a scale. In groups over
-            channels, the divisor of ``head_dim`` nearest to ``group_size`` is how many share a scale.
-        residual: how many of the newest tokens stay native at least.
-        capacity: number of tokens whose codes are allocated from the start, in buffers that keep their
-            address. Windows keep their address anyway, and are native then. 0 = buffers grow.
-    """
-
-    bits: int
-    group_size: int
-    residual: int
-    capacity: int = 0
-    comes_to_rest = True
-
-    @property
-    def is_in_place(self) -> bool:
-        return self.capacity > 0
-
-    def in_place(self, capacity: int) -> KVQuantizer:
-        if self.bits != 4:
-            raise ValueError(
-                "no decode engine here: it serves full and pod caches in the model's dtype or in 4 bits; "
-                "leave capacity out"
-            )
-        return replace(self, capacity=capacity)
-
-    def tokens(self, part: str, evicts: bool = False) -> KVBuffer:
-        packing = Packing(self.bits, self.group_size, per_channel=part == "keys" and not evicts)
-        return PackedTokens(packing, self.residual, self.capacity)
-
-    def window(self, part: str, num_sink_tokens: int, num_recent_tokens: int) -> KVBuffer:
-        """See ``KVQuantizer.window``. Native with a capacity, or if all of its tokens would stay native."""
-        if self.capacity or num_recent_tokens <= self.residual + self.group_size:
-            return KVBuffer(num_sink_tokens, num_recent_tokens)
-        packing = Packing(self.bits, self.group_size, per_channel=False)
-        return QuantizedWindow(packing, self.residual, num_sink_tokens, num_recent_tokens)
-
-
-def make_quantizer(name: str, bits: int, config: PodConfig, group_size: int, residual: int) -> KVQuantizer:
-    """The quantizer of a method such as ``int4``, for a model.
-
-    The default ``group_size``, ``GROUP_SIZE``, serves every ``head_dim`` (see ``channel_group``). Any other
-    one must divide ``head_dim``, unless it is at least ``head_dim``. ``name`` begins the messages of errors.
-
-    Raises:
-        ValueError: the codes of a head do not fill whole bytes, or ``group_size`` does not fit ``head_dim``.
-    """
-    head_dim = config.head_dim
-    check_bits(bits, head_dim, name)
-    if group_size != GROUP_SIZE and group_size < head_dim and head_dim % group_size:
-        fitting = [size for size in range(2, head_dim + 1) if head_dim % size == 0]
-        raise ValueError(
-            f"{name}: group_size = {group_size} does not divide head_dim = {head_dim}; leave it out, or "
-            f"choose one of {', '.join(map(str, fitting))}"
-        )
-    return GroupQuantizer(bits, group_size, residual)

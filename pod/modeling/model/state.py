@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from .kv_buffer import KVBuffer
 from .step import CacheLayer
 
-SCHEMA = 3
+SCHEMA = 4
 PACKAGES = {__name__.rpartition(".")[0]}
 """Packages whose classes a cache consists of."""
 
