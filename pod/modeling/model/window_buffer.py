@@ -96,7 +96,7 @@ class Recent:
         rows: ``(past, counts)`` of each row: tokens that it has, and tokens of the chunk.
     """
 
-    def __init__(self, window: WindowBuffer, new: Tensor, rows: Sequence[tuple[int, int]]):
+    def __init__(self, window: KVBuffer, new: Tensor, rows: Sequence[tuple[int, int]]):
         self.window, self.new, self.past = window, new, [past for past, _ in rows]
         self.held = None if window.is_empty else window.read(max(self.past))
 
