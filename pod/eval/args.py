@@ -82,8 +82,8 @@ class EvalArgs:
     after it, as when several questions follow. Applies to passkey, niah and the suites of pod."""
 
     unsafe_code: bool = False
-    """Allow tasks to run code that the model wrote without a sandbox: lm-eval's humaneval, and
-    pod_humaneval where bubblewrap is not installed. Only for machines where such code can do no harm."""
+    """Allow tasks to run the model's own code without a sandbox: lm-eval's humaneval, and pod_humaneval where
+    bubblewrap is not installed. Only for machines where such code can do no harm."""
 
     pod_model: str | None = None
     """Folder of the trained PoD export. null = where `pod export` writes it, <output_dir>/export."""
