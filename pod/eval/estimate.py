@@ -29,7 +29,7 @@ def estimate(recipe: "Recipe", gpus: Gpus | None = None) -> str:
     Args:
         gpus: GPUs to assume; None = those of this machine.
     Raises:
-        ValueError: for an unknown task, with the nearest.
+        ValueError: for an unknown task, naming the nearest.
     """
     lines = ["Tokens per method (prompt tokens in parallel, decode steps one token per row at a time):"]
     others = [name for name in recipe.eval.tasks if name not in _BY_SETTINGS]
@@ -68,7 +68,7 @@ def _layout(recipe: "Recipe", gpus: Gpus, load: Load | None) -> list[str]:
     They are made from the models' configurations alone.
 
     Args:
-        load: what caches will hold; None where the tasks were not built, so that the recipe must tell it.
+        load: what caches will hold; None if the tasks were not built: it is then estimated from the recipe.
     """
     import torch
 

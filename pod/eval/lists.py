@@ -46,7 +46,7 @@ def _chosen(kind: str, names: Sequence[str], blocks: dict[str, str]) -> list[str
 def list_tasks(names: Sequence[str] = ()) -> str:
     """Tasks with their options, as text: all of them, or the named ones.
 
-    All of them are our own tasks, the suites in `pod/eval/suites`, and a line about lm-eval's tasks.
+    The whole list has our own tasks, the suites in `pod/eval/suites`, and a line about lm-eval's own tasks.
 
     Raises:
         ValueError: for a name that is neither our own task nor a suite or one of its tasks, naming the

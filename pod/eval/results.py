@@ -131,9 +131,9 @@ def code_identity(*more: str) -> str:
     """A digest (16 hex digits) of the code and the versions that can change a method's answers.
 
     It covers the versions of the libraries in `_DECISIVE`, the facts of the methods (not their titles), and
-    the code of the models, families, kernels, caches and budgets, and of `pod.eval.answer`.
-    It does not cover comments, docstrings and layout; nor the code that makes prompts (they are in an
-    answer's key), scores answers or draws.
+    the code of the models, families, kernels, caches and budgets, and of answering (`ANSWERING`, and two
+    files of `pod.eval.lm`). It does not cover comments, docstrings and layout; nor the code that makes
+    prompts (they are in an answer's key), scores answers or draws pictures.
 
     Args:
         more: glob patterns of further source files, relative to the folder of the package `pod`.

@@ -43,7 +43,7 @@ def evaluate(recipe: "Recipe", log: Log = print_now) -> dict[str, dict]:
 
     Its steps:
 
-    * *answer* asks the models what is not answered yet (<output_dir>/eval/answers).
+    * *answer* computes the missing answers with the models and keeps them in <output_dir>/eval/answers.
     * *score* computes <output_dir>/eval/<method>.json from the answers.
     * *report* writes report.html, report.md and report.csv.
 

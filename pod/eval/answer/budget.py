@@ -23,7 +23,7 @@ LENGTH_CLASS = 64  # tokens
 def length_class(length: int) -> int:
     """A sample's length rounded up to a multiple of 64 tokens. Its budget is taken at this length.
 
-    So few budgets and cache sizes exist, however ragged the lengths are.
+    So there are few budgets and cache sizes, however ragged the lengths of samples are.
     """
     return -(-length // LENGTH_CLASS) * LENGTH_CLASS
 

@@ -159,7 +159,8 @@ class Models:
     def _reference_kind(self) -> str | None:
         """The kind of the PoD model whose bytes budgets follow.
 
-        It is one that is compared anyway, else the cheapest to get. None without a plan and an export.
+        It is one that is compared anyway, else the cheapest to get. None if there is neither a plan nor an
+        export.
         """
         for kind in ("adapted", "unadapted"):
             if kind in self.kinds:
@@ -208,8 +209,8 @@ class Models:
     def _place(self, source: Source) -> tuple[str, dict[str, Any]]:
         """Where a model's weights lie.
 
-        Returns: their folder; and the name of the file in it, as an argument, where the dense weights are in
-        GGUF.
+        Returns: their folder (or hub id); and further arguments of the loader: `gguf_file`, the name of a
+            file in that folder, if the dense weights are in GGUF, else none.
         """
         file = self.recipe.model.gguf_file if source.path is None else None
         return source.path or self.dense_path, {"gguf_file": file} if file else {}

@@ -15,7 +15,7 @@ from pod.eval.lm.requests import Encoded, span_of
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredContext:
-    """A context and the continuations that are scored after one prefill of it. Names call it a unit.
+    """A *unit*: a context and the continuations that are scored after one prefill of it.
 
     Attributes:
         context, continuations: token ids.

@@ -19,7 +19,7 @@ _ROUNDS = 8  # pieces of text that are joined anew may encode to a few tokens mo
 
 
 class Unanswerable(ValueError):
-    """Why a prompt is not asked, in one line."""
+    """A prompt cannot be asked. The message says why in one line; the request is then skipped."""
 
 
 def shorten(

@@ -395,7 +395,7 @@ def _rank(method: str) -> tuple[int, str, float, str]:
 
 
 def _task_order(entries: list[Entry]) -> list[str]:
-    """Every task that a row measured, was refused or failed, in the order of the recipes."""
+    """Every task that was measured, refused or failed in any row, in the order of the recipes."""
     tasks: dict[str, None] = {}
     for entry in entries:
         asked = (entry.content.get("config") or {}).get("tasks", [])

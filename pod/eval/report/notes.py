@@ -99,7 +99,7 @@ def origin(comparison: Comparison) -> list[str]:
 
 
 def overview_notes(comparison: Comparison) -> list[str]:
-    """What the overview's columns mean, with the numbers of these runs."""
+    """Sentences that explain the columns of the overview, with the numbers of these runs."""
     length = common_length(comparison.entries)
     held = [(entry, row) for entry in comparison.entries if (row := bytes_at(entry, length))]
     savings = [saving_of(row) for entry, row in held if entry.method != BASE]

@@ -97,7 +97,7 @@ class Table:
 
     @property
     def ours(self) -> set[int]:
-        """Numbers of the rows that stand out."""
+        """Numbers of the rows that are highlighted (`_OURS`)."""
         return {number for number, row in enumerate(self.rows) if row[0].text.partition(" · ")[0] in _OURS}
 
     def texts(self) -> list[dict[str, str]]:

@@ -26,7 +26,7 @@ _ENGLISH = {
 _MEMBERS = {**CATEGORIES, "longbench_14": _ENGLISH, "ruler": {**_RULER, "qa": ["qa_1", "qa_2"]}}
 _TRAINED = {"wa_cpt": "wa+cpt", "window": "wa+cpt"}  # names in eval.models that cannot be the paper's
 _HEADS = ["task", "method", "paper's setting", "paper", "paper's Δ", "ours", "ours: value", "ours: Δ"]
-_OPEN_ROWS = 12  # longer tables stand behind a line that opens them
+_OPEN_ROWS = 12  # longer tables are folded until a click opens them
 _LENGTH = re.compile(r"_\d+k$")
 _STANDARD = ("mmlu", "hellaswag", "arc_easy", "arc_challenge", "humaneval")
 

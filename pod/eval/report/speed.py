@@ -23,7 +23,7 @@ _PART_NAMES = {
 
 
 def speed_blocks(runs: list[ReportedRun]) -> list[Block]:
-    """Tables of speed and memory, and largest batches, per run."""
+    """For every run, the tables of its speeds, memory and largest batches."""
     blocks: list[Block] = []
     for run in runs:
         if not run.speed:

@@ -1,6 +1,7 @@
 """Write report.html, report.md and report.csv from the results of one or several runs.
 
-One self-contained page: readable on a phone and on paper, sortable by a few lines of script, without network.
+The HTML is one self-contained page without network. It is readable on a phone and on paper, and a few lines
+of script sort its tables.
 """
 
 import csv

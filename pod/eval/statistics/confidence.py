@@ -46,7 +46,10 @@ class Estimate:
         return None if self.low is None or self.high is None else [self.low, self.high]
 
     def mapped(self, change: Callable[[float], float]) -> "Estimate":
-        """The estimate of ``change`` of the number, a rising function, as ``exp`` of a mean of logarithms."""
+        """This estimate with ``change``, a rising function, applied to its value and interval.
+
+        An example is ``exp`` of a mean of logarithms.
+        """
         ends = [None if end is None else change(end) for end in (self.low, self.high)]
         return replace(self, value=change(self.value), low=ends[0], high=ends[1])
 

@@ -166,7 +166,7 @@ def make_options(task: type[Task], values: dict[str, Any], name: str | None = No
 def prompt_hash(prompt: Any) -> str:
     """SHA-256 of a prompt's text (lone surrogates allowed) or token ids, 16 hex digits.
 
-    It shows across runs that equal prompts are equal.
+    It shows whether the prompts of two runs are equal.
     """
     text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

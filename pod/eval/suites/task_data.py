@@ -105,7 +105,7 @@ def load_tokenizer(metadata: dict[str, Any] | None = None) -> Any:
         )
     given = metadata or {}
     variables = template_arguments(given.get("enable_thinking"), given.get("chat_template_args"))
-    # the model class has warned of unused ones
+    # no warning of unused variables here: the model class has given it
     return with_template_variables(
         pod.load_tokenizer(name), variables, "chat_template_args", lambda line: None
     )

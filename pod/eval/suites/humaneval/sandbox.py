@@ -17,13 +17,14 @@ from typing import Any
 
 _DISK_BYTES = 64 << 20
 _CLONE3, _CLONE_THREAD, _X32 = 435, 0x10000, 0x40000000
-# audit number; system calls that only make processes; the system call that makes threads, too
+# audit number of the machine; system calls that make processes only; the one that also makes threads
 _MACHINES = {
     "x86_64": (0xC000003E, (57, 58), 56),
     "aarch64": (0xC00000B7, (), 220),
 }
-_ALLOW, _DENY = 0x7FFF0000, 0x00050001  # allowed; EPERM
-_ABSENT = 0x00050026  # ENOSYS, after which the C library takes the older call
+# results of the filter: allow a call, refuse it with EPERM, or with ENOSYS (the C library then uses clone)
+_ALLOW, _DENY = 0x7FFF0000, 0x00050001
+_ABSENT = 0x00050026
 
 
 def _no_processes() -> bytes:

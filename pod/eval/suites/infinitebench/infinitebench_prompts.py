@@ -49,7 +49,8 @@ TASKS = {
 }
 """All tasks but Math.Calc.
 
-Its answer is as long as its prompt (30,000 new tokens), and no model of the official table solves it.
+An answer to Math.Calc is as long as its prompt (30,000 new tokens), and no model of the official table solves
+it.
 """
 
 PAPER_TASKS = ["longbook_sum_eng", "longbook_qa_eng", "longbook_choice_eng", "passkey", "number_string"]

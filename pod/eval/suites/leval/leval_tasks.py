@@ -23,7 +23,7 @@ TERMS = {
 }
 FIELDS = ("input", "instructions", "outputs", "evaluation")
 BY_METRIC = ("exam", "f1", "rouge")  # the other rows are for human or model judges
-EXAMPLES = ("gsm100",)  # its document is always the same worked examples, no text that is asked about
+EXAMPLES = ("gsm100",)  # the document is the same worked examples in every row, not a text with questions
 
 
 def rows(file: str, **metadata: Any) -> dict[str, Any]:

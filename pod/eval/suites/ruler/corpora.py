@@ -36,7 +36,7 @@ class Question:
 
 
 def essay_words() -> list[str]:
-    """The essays as words."""
+    """The words of Paul Graham's essays, in order."""
     return _essay_words(_file("PaulGrahamEssays.json"))
 
 

@@ -24,7 +24,7 @@ from pod.eval.suites.ruler import corpora
 from pod.eval.suites.ruler.ruler_prompts import NEEDLE, NOISE, PROMPTS, RulerTask
 
 _DEPTHS = [round(100 * place / 39) for place in range(40)]  # percent, official: 40 depths from 0 to 100
-_SMALL_LENGTH = 4096  # below it the official generators count words less often
+_SMALL_LENGTH = 4096  # below it the official lists of words repeat words less often
 _EXAMPLE_TOKENS = 500  # limit of variable tracking's one example
 
 
