@@ -1,4 +1,5 @@
-"""How models and caches are judged, in one report, at equal bytes.
+"""Measure models and cache methods, and compare them in one report at equal bytes.
 
-Measured are perplexity by position, passkey retrieval, bytes and speed.
+It measures perplexity by position, passkey retrieval, bytes and speed; more tasks are in `tasks` and
+`suites`, and lm-eval adds its own. Start reading in `runner.py`.
 """

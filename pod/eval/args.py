@@ -54,26 +54,27 @@ class EvalArgs:
     lists the files). null = read them from the Hugging Face hub."""
 
     limit: PositiveInt | None = None
-    """Samples per lm-eval task, for a quick look: the first ones. null = all."""
+    """Use only so many samples of each lm-eval task, the first ones, for a quick look. null = all."""
 
     chat_template: Literal["auto", "on", "off"] = "auto"
     """Whether lm-eval prompts are put into the tokenizer's chat template: `on`, `off`, or `auto` = as each
     task defines it (off where it defines nothing)."""
 
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables for the tokenizer's chat template, by name, wherever a task uses the template: for example
-    `{enable_thinking: false}` for Qwen3. Which variables there are depends on the template; one that it does
-    not use gives a warning that lists those it uses. Other variables mean other answers and other results."""
+    """Variables for the tokenizer's chat template, by name, for example `{enable_thinking: false}` for Qwen3.
+    They apply wherever a task uses the template. Which variables there are depends on the template; one that
+    it does not use gives a warning that lists those it uses. Answers and results with other variables are
+    kept apart."""
 
     too_long: Literal["truncate", "skip", "error"] = "truncate"
-    """What to do with lm-eval prompts that are longer than the model reads: `truncate` (as the task
-    defines it, else in the middle), `skip` (counted in the report), or `error` before anything is
-    computed."""
+    """What to do with lm-eval prompts that are longer than the model reads: `truncate` (as the task defines
+    it; in the middle where the task defines nothing), `skip` (counted in the report), or `error` (end before
+    anything is computed)."""
 
     max_length: PositiveInt | None = None
-    """Longest sequence of lm-eval tasks, in tokens, for example 131072. null = what every compared model
-    reads. Methods whose model reads less are left out; streamingllm, lm_infinite, fm, im and imdc read
-    any length."""
+    """Longest sequence of lm-eval tasks, in tokens, for example 131072. null = the smallest limit of the
+    compared models. Methods whose model reads less are left out; streamingllm, lm_infinite, fm, im and imdc
+    read any length."""
 
     question_aware: bool = False
     """Whether a method sees the question when it compresses the text. true: text and question are
@@ -81,8 +82,8 @@ class EvalArgs:
     after it, as when several questions follow. Applies to passkey, niah and the suites of pod."""
 
     unsafe_code: bool = False
-    """Allow tasks to run code that the model wrote without a sandbox: lm-eval's humaneval, and
-    pod_humaneval where bubblewrap is not installed. Only for machines where such code can do no harm."""
+    """Allow tasks to run the model's own code without a sandbox: lm-eval's humaneval, and pod_humaneval where
+    bubblewrap is not installed. Only for machines where such code can do no harm."""
 
     pod_model: str | None = None
     """Folder of the trained PoD export. null = where `pod export` writes it, <output_dir>/export."""
@@ -140,9 +141,9 @@ class EvalArgs:
     files), report (write the page). score and report need no model and take seconds."""
 
     device: str = "auto"
-    """Torch device, for example cuda:1. auto = cuda when there is a GPU, else cpu; a model that one GPU does
-    not hold lies on as many of this rank's GPUs as it needs. balanced, sequential = on all of them, by equal
-    shares or filled one after the other."""
+    """Torch device, for example cuda:1. auto = cuda when there is a GPU, else cpu; a model that does not fit
+    on one GPU is spread over as many of this rank's GPUs as it needs. balanced = spread every model over all
+    GPUs of this rank in equal shares. sequential = fill these GPUs one after the other."""
 
     def __post_init__(self) -> None:
         check_names("method", self.methods, find_method)
@@ -156,7 +157,7 @@ class EvalArgs:
         for name in self.models:
             if not name.isidentifier() or name in ("dense", "unadapted", "adapted"):
                 raise ValueError(f"eval.models: {name!r} must be a word other than dense, unadapted, adapted")
-        # options may also name methods that are not asked for now: a run may be narrower than its recipe
+        # method_options may name methods that are not in eval.methods: a run may compare fewer of them
         own = {find_method(name).name: options for name, options in self.method_options.items()}
         if len(own) < len(self.method_options):
             raise ValueError(f"method_options names one method twice: {', '.join(self.method_options)}")
@@ -170,13 +171,13 @@ class EvalArgs:
             )
 
     def asked_when(self) -> str:
-        """For tables: whether methods knew the question."""
+        """Text for tables: whether methods knew the question when they compressed the text."""
         return (
             "seen when the text is compressed" if self.question_aware else "put after the text is compressed"
         )
 
     def template_settings(self) -> dict[str, Any]:
-        """The chat template's variables, for identities and results; empty where none are set."""
+        """`chat_template_kwargs` as an entry of identities and results; an empty mapping if none are set."""
         return {"chat_template_kwargs": self.chat_template_kwargs} if self.chat_template_kwargs else {}
 
     def longest_speed_run(self) -> int:

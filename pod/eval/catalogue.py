@@ -20,9 +20,9 @@ _WRITTEN = (
 
 
 def combinations(name: str) -> dict[str, str | None]:
-    """Every spec that joins a method with one method of another axis.
+    """Join a method with each method of another axis, and say which pairs are refused.
 
-    Returns: the reason why a spec is refused, by spec; None for a spec that is allowed.
+    Returns: a reason by spec; None for a spec that is allowed, as in `{"pod+snapkv": None}`.
     """
     method = METHODS[name]
     found = {}
@@ -37,7 +37,11 @@ def combinations(name: str) -> dict[str, str | None]:
 
 
 def describe(width: int = 110) -> str:
-    """Every method: source, what it frees, parameters with defaults and units, combinations and refusals."""
+    """The catalogue as text, at most `width` columns wide.
+
+    For every method it gives the source, what the method frees, its parameters with defaults and units, and
+    what it combines with and what not.
+    """
     lines = []
     for axis, what in AXES.items():
         lines += [f"{axis.capitalize()}: {what}", ""]

@@ -1,4 +1,4 @@
-"""How much an evaluation will feed to the models, and how they will lie on GPUs, before any is loaded."""
+"""Estimate, before any model is loaded, how many tokens models will read and on which GPUs they will lie."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,12 +24,12 @@ def estimate(recipe: "Recipe", gpus: Gpus | None = None) -> str:
     several GPUs, they say which layers of each model will lie on which GPU.
 
     Tasks other than perplexity, passkey and efficiency are built as the evaluation would build them, and
-    their prompts are counted.
+    their prompts are counted. Where they cannot be built, a line says why.
 
     Args:
         gpus: GPUs to assume; None = those of this machine.
     Raises:
-        ValueError: for an unknown task, with the nearest.
+        ValueError: for an unknown task, naming the nearest.
     """
     lines = ["Tokens per method (prompt tokens in parallel, decode steps one token per row at a time):"]
     others = [name for name in recipe.eval.tasks if name not in _BY_SETTINGS]
@@ -63,10 +63,12 @@ def _gpus_here() -> Gpus | None:
 
 
 def _layout(recipe: "Recipe", gpus: Gpus, load: Load | None) -> list[str]:
-    """How each kind of model that the methods need lies on the GPUs, from configurations alone.
+    """Lines that say how each kind of model that the methods need lies on the GPUs.
+
+    They are made from the models' configurations alone.
 
     Args:
-        load: None where tasks could not be built.
+        load: what caches will hold; None if the tasks were not built: it is then estimated from the recipe.
     """
     import torch
 
@@ -88,7 +90,11 @@ def _layout(recipe: "Recipe", gpus: Gpus, load: Load | None) -> list[str]:
 
 
 def _built(recipe: "Recipe", names: list[str]) -> tuple["Inputs | None", list[str]]:
-    """The inputs of an evaluation of these tasks; or a line that says why they cannot be counted."""
+    """Build the tasks as an evaluation would.
+
+    Returns: the inputs of the evaluation and no line; or None and a line that says why the prompts of these
+    tasks cannot be counted. Without tasks: None and no line.
+    """
     if not names:
         return None, []
     from pod.eval.lm.index import check_known
@@ -105,7 +111,10 @@ def _built(recipe: "Recipe", names: list[str]) -> tuple["Inputs | None", list[st
 
 
 def token_counts(args: EvalArgs, name: str) -> tuple[int, int]:
-    """(prompt tokens, decode steps of a batch) that a method takes for perplexity, passkey and efficiency."""
+    """(prompt tokens, decode steps) of a method for perplexity, passkey and efficiency.
+
+    A decode step decodes one token in every row of a batch.
+    """
     method = find_method(name)
     prompt = steps = 0
     if "perplexity" in args.tasks:

@@ -16,11 +16,11 @@ _WIDTH = 100
 
 
 def list_methods(names: Sequence[str] = ()) -> str:
-    """The text: methods of `pod.make_cache` with their parameters, all or those of the given names.
+    """The methods of `pod.make_cache` with their parameters, as text: all of them, or the named ones.
 
     `pod-unadapted` has the parameters of `pod`; it is the same method on the dense weights.
 
-    Raises: ValueError for a name that is no method, with the nearest one.
+    Raises: ValueError for a name that is no method, naming the nearest one.
     """
     text = describe()
     if not names:
@@ -44,13 +44,13 @@ def _chosen(kind: str, names: Sequence[str], blocks: dict[str, str]) -> list[str
 
 
 def list_tasks(names: Sequence[str] = ()) -> str:
-    """The text: tasks with their options, all or those of the given names.
+    """Tasks with their options, as text: all of them, or the named ones.
 
-    It lists our own tasks, the suites in `pod/eval/suites`, and what lm-eval adds.
+    The whole list has our own tasks, the suites in `pod/eval/suites`, and a line about lm-eval's own tasks.
 
     Raises:
-        ValueError: for a name that is none of these, with the nearest one. Tasks of lm-eval itself are not
-            looked up.
+        ValueError: for a name that is neither our own task nor a suite or one of its tasks, naming the
+            nearest one. Tasks of lm-eval itself are not looked up.
     """
     own, suites = _own_tasks(), _suites()
     options = "\n".join(["Options of every task of lm-eval and of the suites:", *explain(LmTask.Options, "")])
@@ -75,7 +75,7 @@ def list_tasks(names: Sequence[str] = ()) -> str:
 
 
 def _own_tasks() -> dict[str, str]:
-    """Task → what it measures, and its options."""
+    """By the name of a task: what it measures, and its options, as text."""
     blocks = {}
     for name in task_base.names():
         task = task_base.task_class(name)
@@ -88,7 +88,7 @@ def _own_tasks() -> dict[str, str]:
 
 
 def _suites() -> dict[str, str]:
-    """Suite → the names of its tasks."""
+    """By the name of a suite: the names of its tasks, as text."""
     blocks = {}
     for suite, found in suite_configs().items():
         tasks = textwrap.fill(", ".join(sorted(found)), _WIDTH, break_on_hyphens=False)

@@ -1,9 +1,9 @@
-"""How each paper set the methods of its tables, as far as it prints it: `eval.preset`.
+"""`eval.preset`: the options that each paper gave the methods of its tables, as far as the paper prints them.
+
+A preset sets no budgets: a budget is written behind a method's name, as in `snapkv@4096`. An option whose
+value depends on the model (SimLayerKV's threshold) must be set in the recipe.
 
 This file needs the standard library only.
-
-Budgets are no option of a method: they stand behind its name, as `snapkv@4096`. What depends on the model
-(SimLayerKV's threshold) stands in the recipe.
 """
 
 from collections.abc import Sequence
@@ -49,13 +49,18 @@ PRESETS: dict[str, dict[str, Options]] = {
 
 
 def with_preset(preset: str | None, methods: Sequence[str], own: dict[str, Options]) -> dict[str, Options]:
-    """Options by method.
+    """The options of each method, from three sources.
 
-    A paper's options come last. The recipe's `own` go before them, and what stands in a method's name goes
-    before both.
+    Options that the recipe sets or that are written in a method's name override those of the preset. The
+    recipe and the name may not give one option two values.
 
+    Args:
+        preset: a key of `PRESETS`; None = no preset.
+        methods: names as in `eval.methods`.
+        own: the recipe's `eval.method_options`.
+    Returns: {method name: options}, without the methods that have no options.
     Raises:
-        ValueError: for an unknown preset, with the nearest, and for two values of one option.
+        ValueError: for an unknown preset, naming the nearest, and for an option with two values.
     """
     if preset is not None and preset not in PRESETS:
         raise unknown("preset", preset, PRESETS)

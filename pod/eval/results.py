@@ -1,8 +1,8 @@
-"""Result files, one JSON per method, and what tells one code from another.
+"""Result files, one JSON per method, and a digest of the code that can change answers.
 
-`<output_dir>/eval/<method>.json` holds `parts`, one per task that was ever scored for this very row. A row
-is one model, with its options and the plan behind its bytes. Parts are made of the answers in
-`pod.eval.answer.answer_cache`, and can be made again at any time.
+`<output_dir>/eval/<method>.json` describes one *row*: a method with its options, its model, and the plan and
+windows that its byte budget follows. It holds `parts`, one per task that was ever scored for this row. A part
+is computed from the answers in `pod.eval.answer.answer_cache`, and can be computed again at any time.
 """
 
 import ast
@@ -24,9 +24,9 @@ SCHEMA_VERSION = 2
 _DECISIVE = ("torch", "transformers", "lm-eval", "flash-attn")
 _PACKAGE = Path(__file__).resolve().parents[1]
 ANSWERING = ("answer_cache", "gates", "generate", "reading", "score")
-"""Files of `pod.eval.answer` that decide what is said.
+"""Files of `pod.eval.answer` whose code can change an answer.
 
-What the others decide (method, model, budget) stands in an answer's key or in the name of its cache.
+What the other files decide (method, model, budget) is part of an answer's key or of its cache's name.
 """
 _CODE = (
     *("families.py", "models.py", "notation.py", "registry/combine.py"),
@@ -35,20 +35,25 @@ _CODE = (
     *(f"eval/lm/{name}.py" for name in ("batches", "model")),
 )
 _WORDS = ("title", "frees", "paper", "url", "refuses_pod")
-"""What a method's entry in the registry says for readers alone."""
+"""Fields of a method's entry in the registry that are text for readers and change no answer."""
 
 
 class RunResults:
     """The result file of a method, written after every part.
 
-    Parts of a file with another `row` (another model, plan or option) are `left_out`: they can be scored
-    again where their answers are kept. An existing file of another schema or method is replaced, and so is an
-    unreadable one.
+    The parts of an existing file are kept if its `row` is the same. If its row is another (another model,
+    plan or option), its parts are left out; they can be scored again where their answers are kept. A file of
+    another schema or method is replaced, and so is an unreadable one.
 
     Args:
         path: the JSON file.
-        header: what is the same for all parts (method, config …); its `row` is among them.
-        writes: False on ranks that only help.
+        method: the method's name.
+        header: fields that are the same for all parts (title, spec, config …), `row` among them.
+        writes: False on ranks that only help: they write no file.
+
+    Attributes:
+        left_out: names of the parts of the existing file that are left out.
+        content: what the file holds.
     """
 
     def __init__(self, path: str | os.PathLike, method: str, header: dict[str, Any], writes: bool = True):
@@ -76,12 +81,12 @@ class RunResults:
         self.write()
 
     def finish(self) -> None:
-        """Mark the run finished."""
+        """Mark the run finished, without errors, and write the file."""
         self.content |= {"status": "finished", "failed": {}}
         self.write()
 
     def fail(self, part: str, error: Exception) -> None:
-        """Record the error of a part in one line. Parts that finished stay."""
+        """Record the error of a part in one line, mark the run failed, and write. Finished parts stay."""
         self.content["failed"][part] = one_line(error)
         self.content["status"] = "failed"
         self.write()
@@ -93,7 +98,10 @@ class RunResults:
 
 
 def result_files(folder: str | os.PathLike) -> Iterator[tuple[str, dict]]:
-    """File name and content of every result file of a folder, of any schema, one at a time."""
+    """File name and content of every result file of a folder, of any schema, one at a time.
+
+    JSON files that name no method are skipped.
+    """
     for file in sorted(Path(folder).glob("*.json")):
         content = read_mapping(file)
         if content and content.get("method"):
@@ -107,9 +115,10 @@ def fingerprint(inputs: Any) -> str:
 
 
 def with_files(options: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of a method, with the content of files in place of their names (as `razor`'s `heads`).
+    """Parameters of a method, in which a digest of a file's content replaces the file's name.
 
-    A file may change under its name, and may be the same under another.
+    An example is `razor`'s `heads`. So a file that changed counts as another one, and a renamed file counts
+    as the same.
     """
     return {
         name: ["file", content_of(value)] if isinstance(value, str) and Path(value).is_file() else value
@@ -119,15 +128,15 @@ def with_files(options: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def code_identity(*more: str) -> str:
-    """A digest of what decides answers besides the question.
+    """A digest (16 hex digits) of the code and the versions that can change a method's answers.
 
-    That is: the versions of the libraries under it, the facts of the methods (not their titles), and the code
-    of the model, its families, kernels, caches, budgets and of asking.
-    Comments, docstrings and layout do not count. What makes prompts does not count either (prompts are in an
-    answer's key), nor does what scores or draws.
+    It covers the versions of the libraries in `_DECISIVE`, the facts of the methods (not their titles), and
+    the code of the models, families, kernels, caches and budgets, and of answering (`ANSWERING`, and two
+    files of `pod.eval.lm`). It does not cover comments, docstrings and layout; nor the code that makes
+    prompts (they are in an answer's key), scores answers or draws pictures.
 
     Args:
-        more: patterns of further sources, below the package.
+        more: glob patterns of further source files, relative to the folder of the package `pod`.
     """
     files = sorted({file for pattern in (*_CODE, *more) for file in _PACKAGE.glob(pattern)})
     sources = [[file.relative_to(_PACKAGE).as_posix(), _meaning(file)] for file in files]
@@ -137,14 +146,14 @@ def code_identity(*more: str) -> str:
 
 
 def _decisive_facts(method: Method) -> dict[str, Any]:
-    """What decides answers in a method's entry of the registry: all but words for readers."""
+    """The fields of a method's entry in the registry that can change answers: all but `_WORDS`."""
     facts = {key: value for key, value in vars(method).items() if key not in _WORDS}
     facts["parameters"] = {name: parameter.default for name, parameter in method.parameters.items()}
     return facts
 
 
 def _meaning(file: Path) -> str:
-    """A digest of what a Python file does."""
+    """A digest of a Python file that ignores comments, docstrings and layout."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
@@ -156,8 +165,8 @@ def _meaning(file: Path) -> str:
 def one_line(error: BaseException) -> str:
     """The message of an error as one line.
 
-    Without a message it is the error's class. For an unexpected kind of error the class stands before the
-    message.
+    Without a message it is the error's class. The class stands before the message of any error that is
+    neither a ValueError nor an OSError: such an error was not expected.
     """
     text = " ".join(str(error).split())
     if isinstance(error, (ValueError, OSError)) and text:

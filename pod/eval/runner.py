@@ -43,8 +43,8 @@ def evaluate(recipe: "Recipe", log: Log = print_now) -> dict[str, dict]:
 
     Its steps:
 
-    * *answer* asks the models what is not answered yet (<output_dir>/eval/answers).
-    * *score* makes <output_dir>/eval/<method>.json of the answers.
+    * *answer* computes the missing answers with the models and keeps them in <output_dir>/eval/answers.
+    * *score* computes <output_dir>/eval/<method>.json from the answers.
     * *report* writes report.html, report.md and report.csv.
 
     A method that fails is recorded in its file, and the others go on. Under torchrun every rank answers a
@@ -99,7 +99,8 @@ class Inputs:
     """What an evaluation works with. All of it is checked, and nothing is computed yet.
 
     Attributes:
-        models: loaded when they are first needed.
+        models: each model is loaded when it is first needed.
+        tokenizer: that of the dense model.
         tasks: by name, in the recipe's order, with their samples.
         method_runners: the methods by name, each with its model, its options and its caches.
         store: the answers of all methods.
@@ -179,8 +180,8 @@ def _check_lengths(args: "EvalArgs", models: Models, tasks: Mapping[str, Task]) 
     """Refuse lengths that models cannot read.
 
     Raises:
-        ValueError: for a task that no method can be fed, and for speeds that some method cannot be measured
-            at.
+        ValueError: when a task's longest sequence is too long for the models of all methods, and when the
+            longest sequence of the speed run is too long for the model of any method.
     """
     methods = [find_method(name) for name in args.methods]
     for name, task in tasks.items():
@@ -200,7 +201,7 @@ def _check_lengths(args: "EvalArgs", models: Models, tasks: Mapping[str, Task]) 
 
 
 def _check_options(args: "EvalArgs") -> None:
-    """Raise ValueError for an option that a method does not have or take."""
+    """Raise ValueError for a parameter that a method does not have, and for a value it does not allow."""
     for name in args.method_options:
         method = find_method(name)
         if method.spec is None:
@@ -211,14 +212,17 @@ def _check_options(args: "EvalArgs") -> None:
 
 
 def _budgets(args: "EvalArgs", models: Models, tasks: Mapping[str, Task], store: AnswerFolder) -> ByteBudgets:
-    """PoD's bytes at every length at which bytes are compared. They are measured when they are needed."""
+    """The budgets that follow PoD's bytes, for every length at which bytes are compared.
+
+    PoD's bytes are measured when a budget is first needed.
+    """
     kind = models.reference_kind
     if kind is None:
         return ByteBudgets(models.bytes_per_token())
     lengths = {span.length for task in tasks.values() for span in task.spans()}
     if SPEED_RUN in args.tasks:
         lengths |= {*args.efficiency_lengths, *speed_options(args).lengths()}
-    # what a cache holds does not depend on what is answered: it is not measured again where answers are
+    # reuse=True whatever eval.reuse says: how many bytes a cache holds does not depend on any answer
     answer_cache = store.answers_of("bytes", {"code": code_identity()}, reuse=True)
     load = functools.partial(models.get, kind)
     measure = measure_once(answer_cache, models.reference_layout(), load, lengths)
@@ -230,11 +234,12 @@ def _method_runner(
 ) -> MethodRunner:
     """A method of the recipe, with its model, its options and its caches.
 
-    One forward pass may differ from the method's decode path: with options of its own (the gate skip of
-    PoD, say), or with a plan that packs. `one_shot` is then False. The dense weights under a plan are PoD,
-    whatever the recipe calls them.
+    `one_shot` is True only where one forward pass surely equals the method's decode path. It is False where
+    the method has options (the gate skip of PoD, say), and where the model's plan packs keys and values into
+    fewer bits. A model of `eval.models` under a plan counts as PoD here, whatever its name.
 
-    razor finds the heads that were searched for this recipe, kvzip its requests.
+    Two parameters are filled in where the recipe does not set them: razor gets as `heads` the file that
+    `pod explore` wrote for this recipe, and kvzip gets its requests.
     """
     found, given = find_method(name), recipe.eval.method_options.get(name, {})
     exact = found.one_shot or (found.spec is None and models.sources[found.model].plan is not None)
@@ -257,13 +262,11 @@ def refusal(models: Models, method: EvaluatedMethod, task: Task) -> str | None:
 
 
 def check_caches(runner: MethodRunner, task: Task) -> None:
-    """Make every cache that a task will use, before any measuring.
-
-    Errors come at once: a method that cannot run the model, a wrong option, or a budget below the method's
-    minimum.
+    """Make every cache that a task will use, before any measuring, so that errors come at once.
 
     Raises:
-        ValueError: it names the method and the task.
+        ValueError: for a method that cannot run the model, a wrong option, or a budget below the method's
+            minimum. The message names the method and the task.
     """
     method, chunks = runner.method, dict[int | None, Any]()
     for span in task.spans():
@@ -271,8 +274,8 @@ def check_caches(runner: MethodRunner, task: Task) -> None:
             budget, prompt = runner.budget(span), task.prompt_of(method, span)
             if budget not in chunks:
                 chunks[budget] = getattr(runner.trial(span), "chunks", None)
-            # A method may compress chunk by chunk. This checks that everywhere in such a prompt it has a
-            # chunk left to read.
+            # A method may compress chunk by chunk. It raises ValueError here when its budget leaves a chunk
+            # of this prompt without a token to read.
             if chunks[budget] is not None and prompt > 0:
                 chunks[budget].start_prompt(prompt, 0, [SimpleNamespace(held=0)])
         except ValueError as error:
@@ -285,7 +288,7 @@ def check_caches(runner: MethodRunner, task: Task) -> None:
 
 
 def open_results(inputs: Inputs, runner: MethodRunner, log: Log = print_now) -> RunResults:
-    """The result file of a method, with what earlier runs scored for this very row."""
+    """The result file of a method, with the parts that earlier runs scored for the same row."""
     method, models, args = runner.method, inputs.models, inputs.recipe.eval
     header = {"title": method.title, "spec": method.spec, "seed": inputs.recipe.seed, "config": asdict(args)}
     follows = method.fills_pod_bytes or method.spec == "pod"
@@ -306,7 +309,7 @@ def open_results(inputs: Inputs, runner: MethodRunner, log: Log = print_now) -> 
 
 
 def answers_of(inputs: Inputs, runner: MethodRunner) -> AnswerCache:
-    """The answers of a method: of this model, these options and this code."""
+    """The answer cache of a method with its model and its options, under the present code."""
     method = runner.method
     identity = {
         "spec": method.spec,
@@ -319,11 +322,12 @@ def answers_of(inputs: Inputs, runner: MethodRunner) -> AnswerCache:
 
 
 def measure(inputs: Inputs, runner: MethodRunner, task: Task) -> dict[str, Any]:
-    """What a method's answers to a task come to. What is missing is answered first, if the folder is open.
+    """Score a method's answers to a task. Missing answers are computed first, if `inputs.store` is open.
 
     Returns: the task's part of a result file.
     Raises:
-        Unanswered: when a closed folder lacks an answer. Whatever goes wrong in answering is raised as it is.
+        Unanswered: when an answer is missing and `inputs.store` is closed. Any error while answers are
+            computed is raised as it is.
     """
     with answers_of(inputs, runner).asked_by(task.name) as answer_cache:
         answers = task.answer(runner, answer_cache)
@@ -342,9 +346,11 @@ def describe_model(inputs: Inputs, runner: MethodRunner) -> dict[str, Any]:
 
 
 def _score_saved(inputs: Inputs, name: str, results: RunResults, log: Log) -> list[str]:
-    """Score the tasks whose answers are all there. What a task refuses is noted.
+    """Score the tasks whose answers are all saved.
 
-    Returns: the names of the other tasks.
+    Tasks that cannot measure the method are logged and noted in its result file as `refused`.
+
+    Returns: the names of the tasks that still need answers.
     """
     args, runner = inputs.recipe.eval, inputs.method_runners[name]
     pending, refused = [], {}
@@ -362,7 +368,10 @@ def _score_saved(inputs: Inputs, name: str, results: RunResults, log: Log) -> li
 
 
 def _is_saved(inputs: Inputs, runner: MethodRunner, task: Task, results: RunResults, log: Log) -> bool:
-    """Whether the answers to a task are all there; if so they are scored."""
+    """Score a task if its answers are all saved and may be used again (`eval.reuse`).
+
+    Returns: whether it was scored.
+    """
     if not inputs.recipe.eval.reuse or answers_of(inputs, runner).is_empty:
         return False
     try:
@@ -379,7 +388,10 @@ def _is_saved(inputs: Inputs, runner: MethodRunner, task: Task, results: RunResu
 
 
 def _score(inputs: Inputs, runner: MethodRunner, task: Task, results: RunResults) -> dict[str, Any]:
-    """Measure a task and keep its part of the result file. Returns the part."""
+    """Measure a task and return its part of the result file.
+
+    The part is stored if the step `score` is among `eval.steps`.
+    """
     part = measure(inputs, runner, task)
     model = describe_model(inputs, runner)
     if "score" in inputs.recipe.eval.steps:
@@ -389,7 +401,7 @@ def _score(inputs: Inputs, runner: MethodRunner, task: Task, results: RunResults
 
 
 def _answer_and_score(inputs: Inputs, name: str, tasks: list[str], results: RunResults, log: Log) -> None:
-    """Answer what is missing and score it. One task's failure does not lose the others."""
+    """Compute the missing answers to these tasks, and score each. A failed task does not stop the others."""
     runner = inputs.method_runners[name]
     for title in tasks:
         task, began = inputs.tasks[title], time.perf_counter()
@@ -424,9 +436,9 @@ def _raise_failures(recipe: "Recipe", results: Mapping[str, RunResults]) -> None
 
 
 def measure_speeds(inputs: Inputs, results: Mapping[str, RunResults], log: Log = print_now) -> None:
-    """Measure the speeds of all methods, as a part of each one's results.
+    """Measure the speeds of all methods side by side, and store each as a part of its method's results.
 
-    Errors of methods that failed stand there, too.
+    A method's error is recorded in its results, and the others go on.
     """
     from pod.eval.speed import task as speed
 
@@ -457,7 +469,7 @@ def check_speeds(inputs: Inputs) -> None:
 
 
 def _is_raced(inputs: Inputs, results: Mapping[str, RunResults]) -> bool:
-    """Whether the speeds of all methods are known, from one race."""
+    """Whether the results already hold the speeds of all methods, measured side by side in one run."""
     from pod.eval.speed.task import is_known
 
     return is_known(
@@ -466,7 +478,7 @@ def _is_raced(inputs: Inputs, results: Mapping[str, RunResults]) -> bool:
 
 
 def speed_run(inputs: Inputs, log: Log = print_now) -> "SpeedRun":
-    """What the speeds are measured of."""
+    """The recipe, PoD's layout and the methods, as the speed measurement takes them."""
     from pod.eval.speed.task import SpeedRun  # this loads torch
 
     return SpeedRun(inputs.recipe, inputs.models.reference_layout(), inputs.method_runners, log)

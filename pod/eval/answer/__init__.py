@@ -1,7 +1,7 @@
-"""What a method says to a prompt: the folder of answers, and everything that runs a model to get one.
+"""Answers of methods to prompts: the folder that keeps them, and everything that runs a model to get one.
 
-Tasks name its files as `answer.reading`. That loads them when they are first used: making a list of tasks
-needs no torch.
+Tasks write `answer.reading`, `answer.score` and so on. Such a file is imported when its name is first used,
+so that making a list of tasks needs no torch.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Answers, kept for good: what a method says to a prompt is computed once, whoever asks for it again.
+"""Answers, kept for good: a method's answer to a prompt is computed once, whichever task asks for it again.
 
 `<output_dir>/eval/answers/` is an `AnswerFolder`, and each `<method>.<digest>/` in it is an `AnswerCache`. It
 holds the answers of one method with its options, on one model, by one version of the code that answers;
@@ -6,8 +6,8 @@ holds the answers of one method with its options, on one model, by one version o
 removed.
 
 An answer's key is a digest of what was asked (prompt, budget, generation settings) and not of who asked. So
-tasks that share a prompt share its answer, a longer list of samples adds to it, and scores are functions of
-what stands here.
+tasks that share a prompt share its answer, a run with more samples computes only the new ones, and scores are
+computed from these files alone.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class Unanswered(RuntimeError):
 
 
 class Answer(NamedTuple):
-    """What was said, the machine that said it, and how long it took (seconds)."""
+    """The record of an answer, the machine that computed it, and how long that took (seconds)."""
 
     record: Record
     environment: Record
@@ -54,7 +54,7 @@ class Answer(NamedTuple):
 
 
 def key_of(*asked: Any) -> str:
-    """The key of what was asked: 32 hex digits over its canonical JSON."""
+    """The key of what was asked: 32 hex digits of the SHA-256 of its canonical JSON."""
     text = json.dumps(asked, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
@@ -62,7 +62,10 @@ def key_of(*asked: Any) -> str:
 def in_batches(
     items: Sequence[T], size: int, kind: Callable[[T], object] = lambda item: None
 ) -> list[list[T]]:
-    """Batches of at most `size` neighbours of one kind. Kinds stand in the order of their first item."""
+    """Batches of at most `size` items of one kind, in order. Kinds come in the order of their first item.
+
+    Of `aabba` with the letter as the kind and size 2 it makes `aa`, `a`, `bb`.
+    """
     groups: dict[object, list[T]] = {}
     for item in items:
         groups.setdefault(kind(item), []).append(item)
@@ -73,11 +76,11 @@ class AnswerFolder:
     """A folder of answer caches.
 
     Args:
-        folder: None: nothing is kept beyond this process.
-        reuse: False answers everything again (later answers count).
+        folder: None = nothing is kept beyond this process.
+        reuse: False = compute every answer again. Of answers with one key the latest counts.
 
     Attributes:
-        is_open: False (see `closed`): its answer caches give what they hold, and answer nothing.
+        is_open: whether missing answers are computed. False inside `closed`.
     """
 
     def __init__(self, folder: Path | None, ranks: "Ranks", reuse: bool = True):
@@ -89,7 +92,7 @@ class AnswerFolder:
 
         Args:
             identity: JSON that changes with whatever can change an answer besides what is asked.
-            reuse: of this answer cache, where it is not the folder's.
+            reuse: overrides the folder's `reuse` for this answer cache; None = the folder's.
         """
         name = f"{safe_name(method)}.{fingerprint(identity)[:12]}"
         # memory holds the answers of one method at a time
@@ -101,7 +104,7 @@ class AnswerFolder:
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
-        """Within, nothing is answered: what an answer cache lacks raises `Unanswered`."""
+        """Inside the block no answer is computed: a missing one raises `Unanswered`."""
         before, self.is_open = self.is_open, False
         try:
             yield
@@ -126,7 +129,7 @@ class AnswerCache:
 
     @contextlib.contextmanager
     def asked_by(self, task: str) -> Iterator["AnswerCache"]:
-        """Questions within are those of a task."""
+        """Inside the block, answers are asked for by `task`: the progress bar and `account` go by it."""
         self.label, self._asked = f"{self.method}: {task}", set()
         try:
             yield self
@@ -135,7 +138,7 @@ class AnswerCache:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was answered yet. It is the same on every rank."""
+        """Whether it holds no answer that may be used. It is the same on every rank."""
         return not self._load()
 
     def answers(
@@ -147,18 +150,18 @@ class AnswerCache:
     ) -> list[Record]:
         """A record per item, in the order of `items`, the same on every rank.
 
-        What stands here is not computed again.
+        Records that this answer cache holds are not computed again.
 
         Args:
-            key: what is asked by an item (`key_of`). Items of one key get one answer.
-            batches: puts items into batches. Ranks share whole batches, and a batch stands in one line. A run
-                that goes on after a kill or on other ranks computes the batches that are missing as they were
-                planned, so that answers have the same bits.
+            key: the key of an item (`key_of`). Items of one key get one answer.
+            batches: puts items into batches. Each rank computes whole batches, and writes each as one line. A
+                run that goes on after a kill, or on another number of ranks, computes the missing batches as
+                they were planned, so that answers have the same bits.
             compute: the records of a batch (JSON types), one per item.
         Raises:
-            Unanswered: in a closed folder.
-            AnswerError: on several ranks, on all of them, when `compute` fails on one. On one rank, what
-                `compute` raises is raised as it is. What was answered before stays.
+            Unanswered: when an answer is missing and the folder is closed.
+            AnswerError: with several ranks, when `compute` fails on one of them; all of them raise it. With
+                one rank, the error of `compute` is raised as it is. Answers computed before stay.
         """
         known, keys = self._load(), [key(item) for item in items]
         unique = dict(zip(keys, items, strict=True))
@@ -171,6 +174,7 @@ class AnswerCache:
         return [known[name].record for name in keys]
 
     def _answer(self, left: list[list[T]], key: Any, compute: Any) -> None:
+        """Compute the batches `left` on all ranks, and let every rank know all answers."""
         mine: list[Record] = []
         failure: Exception | None = None
         try:
@@ -204,17 +208,17 @@ class AnswerCache:
                 began, names = time.perf_counter(), [key(item) for item in batch]
                 line: Record = {"answers": dict(zip(names, compute(batch), strict=True))}
                 line["seconds"] = round(time.perf_counter() - began, 3)
-                # kept as the file holds it, so that an answer that is read back is the same (tuples, keys
-                # that are numbers)
+                # read back from JSON, so that it equals what a later run reads (lists for tuples, keys that
+                # are text)
                 found.append(json.loads(write(line)))
                 if self.ranks.world_size == 1:
-                    self._take(found[-1:])  # what follows may fail
+                    self._take(found[-1:])  # at once, because the next batch may fail
                 bar.update(len(batch))
         return found
 
     @contextlib.contextmanager
     def _file(self) -> Iterator[Callable[[Record], str]]:
-        """This rank's file, to which lines are appended whole. It begins with the machine that writes."""
+        """A function that appends whole lines to this rank's file. The first line of a run is its machine."""
         if self.folder is None:
             yield json.dumps
             return
@@ -242,16 +246,16 @@ class AnswerCache:
     # -- reading -------------------------------------------------------------------------------------------
 
     def _load(self) -> dict[str, Answer]:
-        """Every answer by key, which the first rank reads once. Empty where all are asked for anew."""
+        """Every known answer by key. The first rank reads the files once; without `reuse` nothing is read."""
         if self._known is None:
             self._known = {}
             self._take(self.ranks.from_first(self._read() if self.ranks.is_first and self._reuse else []))
         return self._known
 
     def _read(self) -> list[Record]:
-        """The whole lines of every run of every rank, whatever number of ranks wrote them.
+        """The undamaged lines of all files, whatever number of ranks wrote them.
 
-        Runs are sorted by the time at which they began.
+        They are sorted by the time at which their run began, so that later answers override earlier ones.
         """
         runs: list[list[Record]] = []
         for file in sorted(self.folder.glob("*.jsonl")) if self.folder is not None else ():
@@ -272,10 +276,10 @@ class AnswerCache:
                 self._known[name] = Answer(record, self._environment, line["seconds"] / len(answers))
 
     def account(self) -> Record:
-        """What a result says of the answers that the task asked for.
+        """What a result says of the answers that were asked for inside `asked_by`.
 
-        It gives the machine and time of the latest, the seconds that all took, and the method's `decisions`,
-        by name the mean per layer.
+        Returns: `environment`, the machine and time of the latest answer; `seconds` that all took; and where
+            the method decided anything, its `decisions`: by name the mean per layer.
         """
         came = [self._load()[name] for name in sorted(self._asked)]
         machines = [answer.environment for answer in came if answer.environment]
@@ -286,7 +290,10 @@ class AnswerCache:
 
 
 def means(said: list[dict[str, list[float | None]]]) -> dict[str, list[float | None]]:
-    """By name, the mean per layer of the numbers that are known."""
+    """The mean of several records of decisions: by name, a number per layer.
+
+    It is the mean of the numbers that are not None, and None where there are none.
+    """
     found = {}
     for name in said[0]:
         layers = (
@@ -299,7 +306,8 @@ def means(said: list[dict[str, list[float | None]]]) -> dict[str, list[float | N
 def _planned(items: list[T], key: Any, missing: set[str], batches: Any) -> list[list[T]]:
     """The batches to compute.
 
-    Planned batches of which nothing is known stay as they are. What the others lack is put into new batches.
+    A planned batch without any answer stays as it is. The missing items of the other batches are put into new
+    batches.
     """
     whole, rest = [], []
     for batch in batches(items):

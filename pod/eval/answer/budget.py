@@ -1,6 +1,7 @@
-"""Equal bytes, and caches made with them.
+"""Token budgets at which methods hold as many bytes as PoD, and caches made with them.
 
-What PoD really holds at a length gives the token budget with which a token-dropping method holds as much.
+The bytes that PoD's cache really holds at a length are measured. They give the token budget with which a
+token-dropping method holds as many bytes.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,17 +23,17 @@ LENGTH_CLASS = 64  # tokens
 def length_class(length: int) -> int:
     """A sample's length rounded up to a multiple of 64 tokens. Its budget is taken at this length.
 
-    So few budgets and cache sizes exist, however ragged the lengths are.
+    So there are few budgets and cache sizes, however ragged the lengths of samples are.
     """
     return -(-length // LENGTH_CLASS) * LENGTH_CLASS
 
 
 @dataclass(frozen=True, order=True)
 class Span:
-    """A cache that will be used.
+    """The size of a cache that will be used.
 
     Attributes:
-        length: tokens that it reaches.
+        length: tokens that the cache has seen at the end.
         fed: how many of them are fed after the prompt.
     """
 
@@ -45,8 +46,8 @@ class ByteBudgets:
 
     Args:
         bytes_per_token: of the dense model.
-        measure: gives the bytes by part of one sequence at each of some lengths (`measure_bytes`). It is
-            asked when they are needed. None without a PoD model.
+        measure: from lengths to the bytes that one sequence holds at each, by part of the cache (as
+            `measure_bytes` gives them). It is called when they are needed. None without a PoD model.
     """
 
     def __init__(
@@ -72,10 +73,12 @@ class ByteBudgets:
         """Budget of a method (tokens per KV head and layer) that fills PoD's bytes.
 
         The bytes are compared when the sequence has reached the span's length. A method that keeps every
-        token fed after the prompt gets so many slots less for its prompt, so that the *largest* number of
+        token fed after the prompt gets as many fewer slots for its prompt, so that the *largest* number of
         bytes it ever holds is PoD's.
 
         Returns: the length itself where PoD holds every key and value: nothing is dropped then.
+        Raises:
+            ValueError: when PoD's bytes leave no token for the prompt.
         """
         held = self.pod_bytes(span.length)
         assert held is not None, "methods that follow PoD's bytes are refused where there is no PoD model"
@@ -96,6 +99,8 @@ class ByteBudgets:
         Args:
             budget: tokens that a token-dropping method got.
             held: bytes of the caches that were used (the largest counts); empty when none was used.
+        Returns: `bytes` held, `pod_bytes` and `dense_bytes` at this length, the ratio `bytes_over_pod`, and
+            the `saving` as a share of the dense bytes. None for what is not known.
         """
         own = max(held, default=0)
         dense = self.bytes_per_token * length
@@ -115,9 +120,9 @@ class MethodRunner:
     """A method under test: its model, and its caches of every size.
 
     Args:
-        load: gives the model.
+        load: returns the model.
         options: parameters of its caches.
-        budgets: what a budget follows that is not the method's own.
+        budgets: the budgets that follow PoD's bytes, for a method without a budget of its own.
     """
 
     def __init__(
@@ -138,10 +143,11 @@ class MethodRunner:
         return None if budget is None else budget.of_prompt(span.length - span.fed)
 
     def room(self, span: Span) -> int | str | None:
-        """The budget that a cache is made with.
+        """The argument `budget` of `pod.make_cache` for a cache of this size.
 
-        A share stands as it is written; each row takes it of its own prompt. There is no limit where the
-        budget follows PoD's bytes and PoD has dropped nothing yet.
+        Returns: a number of tokens; or a share as the recipe writes it (`25%`), which each row takes of its
+            own prompt; or `NO_LIMIT` where the budget follows PoD's bytes and PoD has dropped nothing yet;
+            or None for a method that takes no budget.
         """
         if self.method.budget is not None:
             return self.method.budget.tokens or str(self.method.budget)
@@ -154,9 +160,10 @@ class MethodRunner:
         return self._new_cache(rooms if len(set(rooms)) > 1 else next(iter(rooms), None))
 
     def trial(self, span: Span) -> Any:
-        """A cache whose budget is in tokens.
+        """A cache to check a budget with, before any measuring. A share of the prompt is turned into tokens.
 
-        It refuses a share of the prompt that is less than the method takes.
+        Raises:
+            ValueError: for a budget below the method's minimum, even if it is written as a share.
         """
         room = self.room(span)
         return self._new_cache(self.budget(span) if isinstance(room, str) else room)
@@ -172,12 +179,14 @@ class MethodRunner:
 def measure_once(
     answer_cache: AnswerCache, layout: Any, load: Callable[[], Any], lengths: Iterable[int]
 ) -> Callable[[list[int]], dict[int, dict[str, int]]]:
-    """`measure_bytes` of the PoD model, with what was measured before taken from an answer cache.
+    """A function that gives PoD's bytes at some lengths, as `measure_bytes` does.
+
+    It keeps them in an answer cache, and measures only the lengths that are not there.
 
     Args:
         layout: JSON that changes with whatever changes the bytes.
-        load: gives the model.
-        lengths: those that will be asked for. What is missing of them is measured in one pass.
+        load: returns the PoD model.
+        lengths: all lengths that will be asked for. The missing ones are measured together, in one pass.
     """
     every = set(lengths)
 

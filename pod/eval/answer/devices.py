@@ -1,4 +1,4 @@
-"""On which devices the models of an evaluation lie: on those of this rank, or on paper on any."""
+"""On which devices the models of an evaluation lie: those of this rank, or GPUs that `--dry-run` assumes."""
 
 import re
 from collections.abc import Mapping
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from pod.modeling.model.config import PodConfig
 
 SPREADS = ("balanced", "sequential")
-"""What `eval.device` may say beside `auto` and a device.
+"""Values of `eval.device` beside `auto` and a device.
 
-It says how to spread the layers over all devices of this rank.
+They say how to spread a model's layers over all devices of this rank.
 """
 _GIB = 2**30
 
@@ -25,7 +25,7 @@ def rank_devices(asked: str) -> "list[torch.device]":
     Args:
         asked: `eval.device`.
     Raises:
-        ValueError: for what is no device.
+        ValueError: when it is neither `auto`, nor one of `SPREADS`, nor a device.
     """
     import torch
 
@@ -51,7 +51,7 @@ def rank_devices(asked: str) -> "list[torch.device]":
 
 
 class Gpus(NamedTuple):
-    """GPUs that `--dry-run` shall assume: how many, and GiB of each."""
+    """GPUs that `--dry-run` assumes: their number, and the GiB of each."""
 
     count: int
     gib: float
@@ -157,10 +157,7 @@ def layout_lines(
 
 
 def cache_bytes(config: "PodConfig", tokens: int, bytes_per_number: int) -> list[int]:
-    """Bytes of each layer's keys and values for one row of so many tokens.
-
-    They are counted as the model's own cache holds them.
-    """
+    """Bytes of each layer's keys and values, as the model's own cache holds them for one row of `tokens`."""
     from pod.modeling.model.sharing import bits_per_number, roles_of
 
     plan = config.sharing_plan
@@ -179,9 +176,13 @@ def cache_bytes(config: "PodConfig", tokens: int, bytes_per_number: int) -> list
 
 
 def longest_of(config: "PodConfig", args: Any) -> int:
-    """Tokens of the longest sequence that a recipe's settings alone tell.
+    """Tokens of the longest sequence, from the recipe's settings alone.
 
-    Its own tasks tell it; for other tasks it is what the model reads.
+    They tell it for perplexity, passkey and efficiency. For every other task it is `eval.max_length`, else
+    the most that the model reads.
+
+    Args:
+        args: the recipe's section `eval`.
     """
     known: dict[str, Any] = {
         "perplexity": args.text_length,

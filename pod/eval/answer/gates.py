@@ -1,6 +1,6 @@
-"""How much PoD's gate lets decoding leave out (`tau`, PoD appendix B.4).
+"""Count how much of attention PoD's gate lets decoding skip (`tau`, PoD appendix B.4).
 
-A cache's layers count it; it is told as shares of heads and of attention.
+A cache's layers note it while tokens are decoded. `skipped` counts heads and multiply-adds from these notes.
 """
 
 from typing import Any
@@ -9,11 +9,11 @@ Counts = dict[str, list[float | None]]
 
 
 def watch(cache: Any) -> Any:
-    """Let the layers of a new cache note what gates skip, where it has a `tau`. `skipped` reads the notes.
+    """Let the layers of a new cache note what gates skip, if it has a `tau`. `skipped` reads the notes.
 
-    Returns: the cache.
+    Returns: the same cache.
     """
-    for one in getattr(cache, "budget_caches", ()):  # their layers are made when rows come
+    for one in getattr(cache, "budget_caches", ()):  # their layers are made when the first rows come
         one.make_child = lambda *arguments, make=one.make_child: _watched(make(*arguments))
     for layer in cache.layers:
         _watched(layer)
@@ -29,8 +29,12 @@ def _watched(layer: Any) -> Any:
 def skipped(layers: list[Any], row: int, end: int) -> Counts:
     """What one row has skipped: by name a number per layer. It is empty where nothing was noted.
 
-    Tokens of the row up to the `end`-th count, if they were decoded and had distant tokens before them.
+    Only tokens that were decoded with distant tokens before them count.
 
+    Args:
+        layers: those of a cache that `watch` got.
+        row: number of the row in the batch.
+        end: only the row's first `end` tokens count.
     Returns:
         heads, groups: query heads of followers, and their KV heads.
         heads_skipped, groups_skipped: those whose gate reached tau. A group counts when all its query heads

@@ -27,17 +27,18 @@ def generate(
     seed: str = "",
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """The record of every prompt of a batch (left padding) through `cache`, a new one.
+    """Answer a batch of prompts (left padding) through `cache`, which must be new.
 
-    A record has the `answer`, what was `held` at its end, and what was `decided`. A question of its own is
-    put behind the compressed text.
+    A prompt's question, if it has one, is read behind the compressed text.
 
     Args:
-        new_tokens: at most so many.
+        new_tokens: tokens of an answer, at most.
         until: strings that end an answer, beside the end of text as the model and the tokenizer know it.
             None: only the model's own end of text does, as in stock generate().
         seed: decides what is sampled, so that a restarted run samples the same answers.
         options: further arguments of generate(); greedy unless they say `do_sample`.
+    Returns: a record per prompt: the `answer`, what the cache held at its end (`reading.held`), and what the
+        method decided (`reading.decided`).
     """
     gates.watch(cache)
     before, questions = in_parts(prompts)
@@ -59,9 +60,9 @@ def generate_behind(
     seed: str = "",
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """The records (see `generate`) of answers to questions behind what `cache` holds. The cache is used up.
+    """Answer questions behind what `cache` holds; see `generate`. The cache is used up.
 
-    The questions are one prompt more for the method, as in a conversation.
+    To the method the questions are one more prompt, as in a conversation.
 
     Args:
         mask: [B, n] of what the cache has seen; None for a new one.
@@ -111,7 +112,7 @@ def end_ids(model: Any, tokenizer: Any, stops: Sequence[str] | None) -> list[int
     token.
 
     Args:
-        stops: None: only those of the generation config.
+        stops: None = only the ids of the generation config.
     """
     configured = model.generation_config.eos_token_id
     found = list(configured) if isinstance(configured, (list, tuple)) else [configured]
@@ -128,9 +129,9 @@ def _ends(
     """Ids and strings that end an answer.
 
     Args:
-        at_once: False under `min_new_tokens`. Stop strings of one token are then ids, because stock
-            generate() keeps back only ids until so many tokens stand. (LongBench's samsum ends at a line
-            break, but not before it has begun.)
+        at_once: False with `min_new_tokens`. Stop strings of one token then become ids, because stock
+            generate() suppresses only ids until so many tokens are generated. (LongBench's samsum ends at a
+            line break, but not before it has begun.)
     """
     if until is None:
         return end_ids(model, tokenizer, None), []

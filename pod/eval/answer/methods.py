@@ -27,11 +27,10 @@ class EvaluatedMethod:
             model itself.
         model: `dense` (recipe.model.path), `unadapted` (the same weights under the plan, no training),
             `adapted` (the PoD export) or a name in eval.models.
-        takes_budget: it drops or skips tokens, so it is given the budget that fills the bytes that `pod`
-            holds.
+        takes_budget: whether it drops or skips tokens, and so takes a budget.
         title: what it does, in a few words.
-        budget: tokens, or a share of each prompt. None for a method that takes a budget: as many as fill
-            PoD's bytes.
+        budget: tokens, or a share of each prompt. If it is None and the method takes a budget, the method
+            gets as many tokens as fill the bytes that `pod` holds.
         options: parameters that stand in its name, as `simlayerkv[threshold=0.8]`.
     """
 
@@ -60,11 +59,11 @@ class EvaluatedMethod:
 UNADAPTED = "pod-unadapted"
 """The name of PoD on the dense weights."""
 BASE = "full"
-"""What every method is held against."""
+"""The name of the method that every other method is compared with."""
 TRAINED = "model:dense_trained"
-"""The dense model trained on the tokens of PoD's adaptation.
+"""The name of the dense model trained on the tokens of PoD's adaptation.
 
-Where it is a row, PoD's adapted weights are held against it.
+Where a report has its row, PoD's adapted weights are compared with it.
 """
 
 
@@ -99,21 +98,20 @@ def _all_alone() -> dict[str, EvaluatedMethod]:
 
 
 METHODS = _all_alone()
-"""The methods that a part of a name may be, in the order of a report's rows."""
+"""Every method that may be a part of a method's name, by its own name, in the order of a report's rows."""
 
 
 def find_method(name: str) -> EvaluatedMethod:
-    """The method that a text writes (`pod.notation`).
+    """The method that a text such as `pod+snapkv[window=16]+int4@25%` names (see `pod.notation`).
 
-    Its `name` is in canonical spelling: `pod+snapkv[window=16]+int4@25%`.
-
-    Where a method drops tokens and has no budget, or the budget `pod`, it gets as many as fill the bytes that
-    PoD holds. So `snapkv@pod` is `snapkv`. `model:cla` is a model of its own, of `eval.models`.
-    `pod-unadapted` is the plan on the dense weights.
+    Its `name` is in canonical spelling. A method that drops tokens and has no budget, or the budget `pod`,
+    gets as many tokens as fill the bytes that PoD holds; so `snapkv@pod` is `snapkv`. `model:cla` is the
+    model `cla` of `eval.models` with its own layout. `pod-unadapted` is the plan on the dense weights.
 
     Raises:
-        ValueError: naming the nearest method there is. Whether the parts go together, and which parameters
-            they have, is for `pod.make_cache` to say.
+        ValueError: for an unknown method, naming the nearest; for a model's name that is not allowed; for a
+            budget of a method that takes none. Whether the parts go together, and which parameters they
+            have, is checked by `pod.make_cache`.
     """
     written = parse(name)
     if written.names[0].startswith("model:"):
@@ -136,7 +134,7 @@ def find_method(name: str) -> EvaluatedMethod:
 
 
 def _axis(part: str) -> int:
-    """The place of a part's axis in a name."""
+    """The position of a part's axis in `AXES`. The parts of a name are sorted by it."""
     name = "pod" if part == UNADAPTED else part
     return list(AXES).index(registry.METHODS[name].axis)
 
@@ -152,10 +150,10 @@ def _own_model(name: str) -> EvaluatedMethod:
 
 
 def _joined(parts: list[EvaluatedMethod], plain: str) -> EvaluatedMethod:
-    """One method of several parts.
+    """The method that several parts make together.
 
     Args:
-        plain: their names, with the methods inside them.
+        plain: its name without parameters and budget, but with inner methods, as `imdc(snapkv)+int4`.
     """
     first = parts[0]
     if plain == first.name:
@@ -174,8 +172,8 @@ def _joined(parts: list[EvaluatedMethod], plain: str) -> EvaluatedMethod:
 def safe_name(name: str) -> str:
     """A method's name as a file name.
 
-    `imdc(snapkv)[function=sqrt]@25%` → `imdc_snapkv__function=sqrt_@25p`. Long names, and those with other
-    characters than these, end in digits of their own.
+    `imdc(snapkv)[function=sqrt]@25%` → `imdc_snapkv__function=sqrt_@25p`. A name of more than 120 characters,
+    or with characters other than letters, digits and `_.,=+@-()[]:%`, ends in a digest of the name.
     """
     text = name.replace("%", "p")
     safe = re.sub(r"[^\w.,=+@-]", "_", text)
@@ -185,11 +183,15 @@ def safe_name(name: str) -> str:
 
 
 def check_names(kind: str, names: object, find: Callable[[str], object]) -> None:
-    """Check the names of a list in the `eval` section.
+    """Refuse a list of the `eval` section that is empty, repeats a name, or has a name that is not known.
 
+    Two names that would give result files of one name count as a repetition.
+
+    Args:
+        kind: `method` or `task`, for messages.
+        find: raises ValueError for a name that is not known.
     Raises:
-        ValueError: for what `find` does not know, an empty list, repetitions, and names whose files would be
-            one.
+        ValueError: for such a list.
     """
     if not isinstance(names, list) or not names:
         raise ValueError(f"eval.{kind}s must be a list of at least one {kind}, got {names!r}")
@@ -200,7 +202,10 @@ def check_names(kind: str, names: object, find: Callable[[str], object]) -> None
 
 
 def with_requests(method: EvaluatedMethod, options: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """The options of a method. KVzip gets its requests in the words of this tokenizer unless it has them."""
+    """The options of a method, to which `repeat_ids` is added for kvzip unless it is among them.
+
+    These are KVzip's requests to repeat a text, as token ids of this tokenizer.
+    """
     if "kvzip" not in parts_of(method) or "repeat_ids" in options:
         return options
     from pod.modeling.methods.kvzip import repeat_ids  # this loads torch
@@ -209,5 +214,5 @@ def with_requests(method: EvaluatedMethod, options: dict[str, Any], tokenizer: A
 
 
 def parts_of(method: EvaluatedMethod) -> tuple[str, ...]:
-    """The names of its parts as `pod.make_cache` takes them. Empty for a model with its own layout."""
+    """The names of a method's parts as `pod.make_cache` takes them. Empty for a model with its own layout."""
     return () if method.spec is None else parse(method.spec).names

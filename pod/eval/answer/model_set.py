@@ -37,7 +37,7 @@ def _check_there(path: str) -> None:
     """Check at once that a model is there, without the hub's retries.
 
     Raises:
-        ValueError: for a model that is neither a folder, nor kept from the hub, nor on the hub.
+        ValueError: for a model that is neither a folder, nor in the local cache of the hub, nor on the hub.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
@@ -53,7 +53,7 @@ def _check_there(path: str) -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """What a model is made of.
+    """What a model is loaded from.
 
     Attributes:
         path: the folder of an export; None: the dense weights.
@@ -73,11 +73,14 @@ class Models:
     `eval.models`.
 
     Attributes:
-        load: what caches will hold. By it models are spread over several GPUs. It is set when tasks are
-            known; until then it is None.
+        load: what caches will hold. It decides how models are spread over several GPUs. It is set when tasks
+            are known; until then it is None.
+        kinds: the kinds that the methods of the recipe need, sorted.
+        sources: by kind, what the model is loaded from.
+        reference_kind: the kind of the PoD model whose bytes budgets follow; None without one.
 
     Raises:
-        ValueError: at once, when a kind that the methods of the recipe need cannot be had.
+        ValueError: at once, when a model or plan that the methods of the recipe need is missing or wrong.
     """
 
     load: Load | None = None
@@ -154,7 +157,11 @@ class Models:
             raise ValueError("method 'pod-unadapted' needs a plan: run `pod explore` or set model.plan")
 
     def _reference_kind(self) -> str | None:
-        """Which PoD model tells the bytes: one that is compared anyway, else the cheapest to have."""
+        """The kind of the PoD model whose bytes budgets follow.
+
+        It is one that is compared anyway, else the cheapest to get. None if there is neither a plan nor an
+        export.
+        """
         for kind in ("adapted", "unadapted"):
             if kind in self.kinds:
                 return kind
@@ -185,6 +192,7 @@ class Models:
         return pod.load_model(path, source.plan, **where, **options, **windows, **file).eval()
 
     def _target(self, source: Source) -> Any:
+        """The configuration that a model will have once it is loaded, with its plan and windows."""
         from pod.modeling.loading import target_config
 
         path, file = self._place(source)
@@ -201,8 +209,8 @@ class Models:
     def _place(self, source: Source) -> tuple[str, dict[str, Any]]:
         """Where a model's weights lie.
 
-        Returns: their folder; and the name of the file in it, as an argument, where the dense weights are in
-        GGUF.
+        Returns: their folder (or hub id); and further arguments of the loader: `gguf_file`, the name of a
+            file in that folder, if the dense weights are in GGUF, else none.
         """
         file = self.recipe.model.gguf_file if source.path is None else None
         return source.path or self.dense_path, {"gguf_file": file} if file else {}
@@ -215,9 +223,9 @@ class Models:
         return PreTrainedConfig.get_config_dict(path, **file)[0]
 
     def packs(self, kind: str) -> bool:
-        """Whether the plan of a kind of model holds fewer bits than the model computes in.
+        """Whether a kind of model stores keys or values in fewer bits than it computes in.
 
-        The model is not loaded for that.
+        Its plan or configuration tells it; the model is not loaded.
         """
         if (plan := self.sources[kind].plan) is not None:
             return pod.SharingPlan.load(plan).packs
@@ -233,7 +241,7 @@ class Models:
     def max_length(self) -> int:
         """The longest sequence (tokens) that lm-eval's prompts are cut to, the same for all methods.
 
-        It is `eval.max_length`, else what every model that is compared reads.
+        It is `eval.max_length`, else the smallest limit of the models that are compared.
 
         Raises:
             ValueError: when no model says how much it reads.
@@ -284,7 +292,7 @@ class Models:
 
     @functools.cached_property
     def devices(self) -> list[Any]:
-        """The devices of this rank. A model that the first one does not hold lies on several."""
+        """The devices of this rank. A model that does not fit on the first one is spread over several."""
         return rank_devices(self.recipe.eval.device)
 
     @property
@@ -297,7 +305,7 @@ class Models:
         return pod.load_tokenizer(self.dense_path, gguf_file=self.recipe.model.gguf_file)
 
     def identity(self, kind: str) -> Any:
-        """What a result of this kind of model depends on: files, plan, windows, dtype."""
+        """What a result of this kind of model depends on: files, plan, windows, dtype, attention backend."""
         args, source = self.recipe.model, self.sources[kind]
         path, file = self._place(source)
         plan = None if source.plan is None else plan_of(source.plan)
@@ -312,7 +320,7 @@ class Models:
         return config.get("num_sink_tokens", 16), config.get("num_recent_tokens", 4080)
 
     def reference_layout(self) -> Any:
-        """What PoD's bytes depend on: the plan with its bits, windows, dtype.
+        """What PoD's bytes depend on: the plan with its bits, windows, dtype. None without a PoD model.
 
         Training changes none of them.
         """

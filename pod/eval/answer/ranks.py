@@ -16,11 +16,12 @@ _TIMEOUT = datetime.timedelta(days=2)  # a rank with long prompts keeps the othe
 class Ranks:
     """This process among its peers: `rank` (global), `local_rank`, `world_size`.
 
-    It starts torch.distributed (gloo) when the environment asks for more than one rank and nobody has started
-    it.
+    It starts torch.distributed (gloo) if the environment asks for more than one rank and torch.distributed
+    does not run yet.
 
     Raises:
-        ValueError: when the environment is not whole.
+        ValueError: when WORLD_SIZE, RANK or LOCAL_RANK is no whole number, when WORLD_SIZE is 0, or when RANK
+            is missing or not below WORLD_SIZE.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes files and talks."""
+        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     def share(self, items: list[Any]) -> list[Any]:
@@ -63,9 +64,9 @@ class Ranks:
         return items[self.rank :: self.world_size]
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every rank, in the order of ranks, on every rank.
+        """The `value` of every rank, in the order of ranks, on every rank.
 
-        Plain data only (JSON types, numbers, tuples).
+        It must be plain data (JSON types, numbers, tuples).
         """
         if self.world_size == 1:
             return [value]
@@ -81,10 +82,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def first_alone(self) -> Iterator[None]:
-        """Rank 0 works alone within, while the others wait in `close`.
-
-        It asks them nothing, as if it were the only one.
-        """
+        """Inside the block rank 0 works alone, as if it were the only rank. The others wait in `close`."""
         assert self.is_first, "the other ranks have nothing to do here"
         size, self.world_size = self.world_size, 1
         try:

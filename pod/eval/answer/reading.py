@@ -1,6 +1,6 @@
-"""Prompts through a cache: a text is read and compressed, then asked about.
+"""Feed prompts through a cache: a text is read and compressed, and the question is read after that.
 
-So it is in use, where nobody knows the question beforehand.
+This is how caches are used in practice, where nobody knows the question beforehand.
 """
 
 import copy
@@ -17,7 +17,7 @@ from pod.eval.answer.answer_cache import key_of
 class Asked(Protocol):
     """A prompt as token ids. The last ``num_asked`` of them are the question.
 
-    0: the whole prompt is compressed at once.
+    If it is 0, there is no separate question: the whole prompt is compressed at once.
     """
 
     @property
@@ -28,7 +28,10 @@ class Asked(Protocol):
 
 
 def tokens_from(encode: Callable[[str], Sequence[int]], text: str, start: int) -> int:
-    """How many tokens of a text stand from the character ``start`` on. A token that spans it counts."""
+    """Number of a text's tokens from the character ``start`` on, a token across ``start`` included.
+
+    It is 0 when ``start`` is not inside the text.
+    """
     return max(1, len(encode(text)) - len(encode(text[:start]))) if 0 < start < len(text) else 0
 
 
@@ -43,20 +46,17 @@ def left_padded(
 
 
 def branch(cache: Any) -> Any:
-    """A copy of a cache, with the same content.
-
-    Tensors are copied; the model's configuration is shared.
-    """
+    """A copy of a cache. Its tensors are copied; the model's configuration is shared."""
     return copy.deepcopy(cache, {id(cache.config): cache.config})
 
 
 class Seen(NamedTuple):
-    """What a cache has seen, and what comes next. Its last token is held out, or nothing is.
+    """What a cache has seen, and what the next token is predicted from: `last` or `hidden`.
 
     Attributes:
-        mask: [B, n] of what the cache has seen.
-        last: [B, 1] tokens that were held out; None where nothing was.
-        hidden: [B, 1, D] from which the next token is predicted, where nothing was held out.
+        mask: [B, n], the attention mask of what the cache has seen.
+        last: [B, 1], the last tokens, if they were held out; they must be fed next. Else None.
+        hidden: [B, 1, D], the last hidden states, if no token was held out. Else None.
     """
 
     mask: Tensor
@@ -64,7 +64,7 @@ class Seen(NamedTuple):
     hidden: Tensor | None
 
     def after(self, tokens: Tensor) -> "Seen":
-        """What a cache has seen that was fed `tokens` [B, m] but the last, which is held out."""
+        """The `Seen` after `tokens` [B, m], of which the cache was fed all but the last. That is held out."""
         fed = tokens.shape[1] - (self.last is None)
         return Seen(torch.cat([self.mask, self.mask.new_ones(len(tokens), fed)], 1), tokens[:, -1:], None)
 
@@ -79,12 +79,11 @@ def read(
     hold_out: bool,
     prompt_columns: int | None = None,
 ) -> Seen:
-    """Feed prompts (token ids, left padding) to a new cache, as one prompt each, after which it compresses.
+    """Feed each row to a new cache as one prompt (token ids, left padding). The cache compresses them.
 
     Args:
-        hold_out: without the last token of each, so that already that token is read behind the compressed
-            cache.
-        prompt_columns: tokens of the prompts where they go on behind these.
+        hold_out: do not feed the last token of each row. It is fed later, to the compressed cache.
+        prompt_columns: number of tokens of the whole prompts, if the rows are only their beginnings.
     """
     assert not hold_out or all(len(row) > 1 for row in rows), "one token alone cannot be held out"
     device = next(model.parameters()).device
@@ -146,12 +145,12 @@ def _waiting(cache: Any) -> list[Any]:
 def decided(cache: Any, new: Tensor | None = None, pad: int = 0) -> list[dict[str, Any]]:
     """What a method decided for each row: `decisions`, by name a number per layer (None: not decided).
 
-    A method that says none gives nothing. SimLayerKV gives lazy (0 or 1) and mass, D2O variance and tokens,
-    PoD with a tau what `gates.skipped` counts.
+    SimLayerKV gives lazy (0 or 1) and mass, D2O variance and tokens, PoD with a tau what `gates.skipped`
+    counts. The mapping of a row is empty for a method that decides nothing.
 
     Args:
         new: the rows' answers [B, m] that were generated last.
-        pad: what stands behind an answer that ended before others; it counts for nothing.
+        pad: the id that fills an answer that ended before others; these tokens are not counted.
     """
     ends = cache.lengths if new is None else cache.lengths - (new == pad).long().cummax(dim=1).values.sum(1)
     found: list[dict[str, Any]] = [{} for _ in ends]
@@ -167,9 +166,9 @@ def decided(cache: Any, new: Tensor | None = None, pad: int = 0) -> list[dict[st
 
 
 def held(cache: Any) -> list[dict[str, int]]:
-    """What is held for each row: `bytes` and `held_tokens`.
+    """What a cache holds for each row: `bytes` and `held_tokens`.
 
-    `held_tokens` counts what the longest of the rows that share its tensors has seen.
+    Rows that share tensors hold as much as the longest of them: `held_tokens` is what that one has seen.
     """
     lengths = cache.lengths.tolist()
     shared = [group.rows for group in getattr(cache, "groups", ())] or [range(len(lengths))]
@@ -178,9 +177,9 @@ def held(cache: Any) -> list[dict[str, int]]:
 
 
 def in_parts(prompts: Sequence[Asked]) -> tuple[list[tuple[int, ...]] | None, list[tuple[int, ...]]]:
-    """What is read first, and what is read then.
+    """The texts and the questions of prompts, as token ids.
 
-    The first is None when a prompt has no question of its own.
+    If any prompt has no question of its own, the texts are None and whole prompts stand for the questions.
     """
     if not all(prompt.num_asked for prompt in prompts):
         return None, [prompt.token_ids for prompt in prompts]
@@ -189,9 +188,9 @@ def in_parts(prompts: Sequence[Asked]) -> tuple[list[tuple[int, ...]] | None, li
 
 
 def key_of_prompt(prompt: Asked, new_tokens: int, room: int | str | None) -> str:
-    """The key of what `generate` is asked for a greedy answer.
+    """The key, in an answer cache, of a prompt that `generate` answers greedily.
 
     Args:
-        room: the budget of its cache.
+        room: the budget of its cache (`MethodRunner.room`).
     """
     return key_of("greedy", prompt.token_ids, prompt.num_asked, new_tokens, room)

@@ -3,13 +3,14 @@
 A context is read *without its last token* and compressed. Then that token is fed, and behind it the true
 tokens, one at a time as in generation. So the first scored token is already predicted from the compressed
 cache. (Scoring in one forward pass, as is common, would let every token see the whole context.) Choices of a
-benchmark, the ends of perplexity's position buckets, predictions and streamed texts are all scored so.
+benchmark, the ends of perplexity's position buckets, predictions and streamed texts are all scored this way.
 
 A long text may be streamed: its first tokens are the prompt, and every token behind them is scored. Methods
 whose mask is the same for a chunk and for single tokens then take chunks (`takes_chunks`: equal to the decode
 path by test). For methods that compress while they read (im, imdc, fm; `prefill=streaming`) the whole text is
-one prompt. A token is then scored given the memory so far and what stands before it in its own chunk. The
-first token of a chunk is scored given the chunk before, which is compressed behind it (IMDC §4.4, Figure 5).
+one prompt. A token is then predicted from the memory so far and the tokens before it in its own chunk. The
+first token of a chunk is predicted from the whole previous chunk, which is compressed only afterwards (IMDC
+§4.4, Figure 5).
 """
 
 from collections.abc import Callable, Sequence
@@ -41,10 +42,10 @@ class TokenScores(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """What came of one context.
+    """The scores of one context's continuations.
 
     Attributes:
-        continuations: `TokenScores` [m] of each.
+        continuations: `TokenScores` [m] of each continuation of m tokens.
         held: `bytes` and `held_tokens` at the end of the longest continuation.
         decided: what the method decided about the context (`reading.decided`).
     """
@@ -63,15 +64,15 @@ def score(
     pad: int = 0,
     max_rows: int | None = None,
 ) -> list[Scored]:
-    """The scores of continuations of contexts through `cache`, a new one, which is used up.
+    """Score continuations of contexts through `cache`, which must be new and is used up.
 
-    Every context is fed once and compressed. The cache is then branched: each branch reads one continuation
-    of a context. A context of a single token (BOS) cannot be held out of itself; where there is one, all
-    contexts must be of one token.
+    Every context is fed once, without its last token, and compressed. The cache is then branched: each branch
+    reads one continuation of a context. A context of a single token (BOS) is fed whole, because nothing would
+    be left without its last token; if one context is so short, all must be.
 
     Args:
         contexts: token ids.
-        continuations: of each context, at least one, as token ids.
+        continuations: for each context its continuations, at least one, as token ids.
         pad: id that fills shorter rows.
         max_rows: branches that run together; None = all.
     """
@@ -98,7 +99,7 @@ def score(
 
 
 def _take(cache: Any, seen: Seen, rows: list[int]) -> Seen:
-    """Let a cache hold these rows of what it has seen, in this order. A row may come several times."""
+    """Select rows of a cache and of what it has seen, in this order. A row may be selected several times."""
     if rows == list(range(len(seen.mask))):
         return seen
     index = torch.tensor(rows, device=seen.mask.device)
@@ -174,9 +175,9 @@ def score_bucket(model: Any, cache: Any, tokens: Tensor, bucket: Bucket) -> list
 
 
 def forward_error(model: Any, cache: Any, tokens: Tensor, bucket: Bucket, checked: int) -> float:
-    """Largest difference in nats between the two ways of scoring a bucket.
+    """Largest difference (nats) between log-probabilities of one forward pass and of the decode path.
 
-    It is taken over the bucket's last `checked` tokens of `tokens` [B, n].
+    It is taken over the bucket's last `checked` tokens of each row of `tokens` [B, n].
     """
     short = Bucket(start=bucket.start, end=bucket.end, first=max(bucket.first, bucket.end - checked))
     (by_forward,) = score_by_forward(model, tokens[:, : bucket.end], [short])
@@ -195,7 +196,7 @@ def predict_by_forward(model: Any, tokens: Tensor, last: int) -> Tensor:
 
 
 def predict_by_decode(model: Any, cache: Any, tokens: Tensor, last: int) -> Tensor:
-    """The same through `cache`, a new one, as in generation."""
+    """The predictions of `predict_by_forward`, but made through `cache`, a new one, as in generation."""
     ends = [[row] for row in tokens[:, -last:].tolist()]
     found = score(model, cache, tokens[:, :-last].tolist(), ends)
     return torch.stack([one.continuations[0].likeliest for one in found])
@@ -205,7 +206,7 @@ def predict_by_decode(model: Any, cache: Any, tokens: Tensor, last: int) -> Tens
 def predict_by_window(model: Any, tokens: Tensor, last: int, window: int, rows_at_once: int) -> Tensor:
     """Predictions [B, last] of the last tokens of `tokens` [B, n] from the nearest `window` tokens only.
 
-    Nothing else is fed for each prediction.
+    Each prediction is a forward pass over these tokens alone; `rows_at_once` of them run together.
     """
     end = tokens.shape[1]
     pieces = torch.stack([tokens[:, p - window : p] for p in range(end - last, end)], dim=1)
@@ -237,9 +238,10 @@ def chunk_of(method: EvaluatedMethod, chunk_size: int, options: dict[str, Any]) 
 
 
 def ends_of(prompt: int, length: int, every: int, common: int) -> tuple[int, ...]:
-    """Positions at which sums are kept.
+    """The ends of the intervals over which `score_stream` sums, as positions in tokens.
 
-    They are every `every` tokens behind the prompt, `common` (where some methods stop), and `length`.
+    There is one every `every` tokens behind the prompt, one at `common` (where some methods stop), and one at
+    `length`.
     """
     ends = {*range(prompt + every, length, every), common, length}
     return tuple(sorted(end for end in ends if prompt < end <= length))
@@ -255,7 +257,9 @@ def score_stream(
     chunk: int,
     reads_on: bool = False,
 ) -> tuple[list[Tensor], list[list[int]]]:
-    """Summed NLL of every interval from position `prompt` on between `ends`, and the bytes held at its end.
+    """Summed NLL of every interval of a stream, and the bytes held at its end.
+
+    The intervals are `[prompt, ends[0])`, `[ends[0], ends[1])` and so on.
 
     Args:
         cache: a new one. The first `prompt` tokens of `tokens` [B, n] are its context.

@@ -1,4 +1,5 @@
 """lm-eval through a compressed cache.
 
-It has lm-eval's model class, its requests and batches, and its tasks as tasks of an evaluation.
+This folder has the model class that lm-eval calls, lm-eval's requests and their batches, and lm-eval's tasks
+as tasks of an evaluation.
 """

@@ -15,9 +15,10 @@ from pod.eval.lm.requests import Encoded, span_of
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredContext:
-    """A context and the continuations that are scored after one prefill of it.
+    """A *unit*: a context and the continuations that are scored after one prefill of it.
 
     Attributes:
+        context, continuations: token ids.
         owners: for each continuation the number of its request.
     """
 
@@ -27,14 +28,14 @@ class ScoredContext:
 
     @property
     def span(self) -> Span:
-        """The cache that it needs."""
+        """The size of the cache that it needs."""
         return span_of(len(self.context), max(len(ids) for ids in self.continuations))
 
     @property
     def holds_out(self) -> bool:
-        """Whether a context token can be held out of the prompt.
+        """Whether the last context token can be held out of the prompt.
 
-        A context of one token (BOS) is the whole prompt.
+        It cannot if the context is one token (BOS), because that is the whole prompt.
         """
         return len(self.context) > 1
 
@@ -42,11 +43,12 @@ class ScoredContext:
 def units_of(encoded: Sequence[Encoded], one_shot: bool = False) -> list[ScoredContext]:
     """Scoring requests as units. Skipped requests are left out.
 
-    Choices of one document with one context share their context. Whole texts are cut into blocks.
+    The choices of a document that have the same context are one unit. Whole texts are cut into blocks, each a
+    unit.
 
     Args:
-        one_shot: for a forward pass without a cache: every continuation has a unit of its own, and whole
-            texts are cut into windows.
+        one_shot: make units for a forward pass without a cache: every continuation is a unit of its own, and
+            whole texts are cut into windows.
     """
     found: dict[Any, tuple[tuple[int, ...], list[tuple[int, ...]], list[int]]] = {}
     for number, item in enumerate(encoded):
@@ -63,7 +65,7 @@ def units_of(encoded: Sequence[Encoded], one_shot: bool = False) -> list[ScoredC
 def unit_batches(units: Sequence[ScoredContext], batch_size: int) -> list[list[ScoredContext]]:
     """Batches of at most `batch_size` continuations, unless one unit has more. The longest come first.
 
-    Every row's cache has its own budget.
+    Units of different lengths may share a batch, because every row of a cache has its own budget.
     """
     groups: dict[bool, list[list[ScoredContext]]] = {}
     for unit in sorted(units, key=lambda unit: unit.span, reverse=True):
@@ -87,11 +89,14 @@ def generation_batches(items: Sequence[Encoded], batch_size: int) -> list[list[E
 def forward_batches(
     units: Sequence[ScoredContext], batch_size: int, in_order: bool
 ) -> list[list[ScoredContext]]:
-    """Units of one continuation that one forward pass scores together.
+    """Batches of units with one continuation each, which one forward pass scores together.
 
-    They are the very batches of lm-eval's HFLM, because bits depend on them. Requests that differ only in the
-    last token of their continuation are one row. Rows are sorted by length, the longest first. Windows of
-    whole texts stay in order.
+    They equal the batches of lm-eval's HFLM, because the last bits of a score depend on its batch. Units that
+    differ only in the last token of their continuation are one row. Rows are sorted by length, the longest
+    first.
+
+    Args:
+        in_order: keep the order of the units, as for windows of whole texts.
     """
     if in_order:
         return in_batches(units, batch_size)
@@ -109,7 +114,7 @@ def forward_batches(
 
 
 def spans_of(encoded: Sequence[Encoded]) -> set[Span]:
-    """Every cache that a model class will ask for to answer these requests. None of them may be skipped."""
+    """The sizes of all caches that a model class needs for these requests, none of which may be skipped."""
     generated = {item.span for item in encoded if item.kind == "generate_until"}
     scored = units_of([item for item in encoded if item.kind != "generate_until"])
     return generated | {unit.span for unit in scored}

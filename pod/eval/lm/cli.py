@@ -15,8 +15,8 @@ def main(argv: Sequence[str]) -> None:
     """Run lm-eval's `cli_evaluate()` on `argv` (everything behind `lm-eval`).
 
     `--model pod` is the default, and our tasks are known. Under torchrun every rank runs the whole pipeline
-    and answers its share of the requests; rank 0 prints and writes. For wrong input it ends the process with
-    code 2 and one line.
+    and answers its share of the requests; rank 0 prints and writes. Wrong input ends the process with code 2
+    and a message of one line.
     """
     from lm_eval.__main__ import cli_evaluate
 

@@ -1,7 +1,7 @@
-"""The model `pod` of lm-eval's command line. It takes a cache method from lm-eval's model arguments.
+"""The model `pod` of lm-eval's command line. Its cache method comes from lm-eval's model arguments.
 
-`--model_args pretrained=…,method=snapkv[window=16]@25%` are the arguments of `CommandLM`. Importing this
-module registers it.
+`--model_args pretrained=…,method=snapkv[window=16]@25%` gives the arguments of `CommandLM`. Importing this
+module registers that class with lm-eval.
 """
 
 import functools
@@ -35,11 +35,12 @@ def make_runner(
     """A method on a loaded model.
 
     Args:
-        method: `method_of` the model.
-        reference: a model with the sharing plan, for a budget that fills PoD's bytes.
+        method: what `method_of` returns for this model.
+        reference: a model with the sharing plan, for a budget that fills PoD's bytes; None = no such budget.
         options: parameters beside those in the method's name.
     Raises:
-        ValueError: for whatever does not go together. One cache is made at once to find out.
+        ValueError: when the method cannot run this model, or does not take these parameters. One cache is
+            made at once to find out.
     """
     options = method.options | (options or {})
     # one forward equals the decode path only without gate skip (tau) and without a plan that packs
@@ -53,7 +54,7 @@ def make_runner(
 
 
 def method_of(model: Any, name: str | None) -> EvaluatedMethod:
-    """The method that `name` writes; without a name, the layout of the model itself."""
+    """The method that a text such as `snapkv@25%` names; without a name, the layout of the model itself."""
     own = model.config.own_method
     if name is None or name == own:
         return EvaluatedMethod(name=own, spec=None, model="dense", one_shot=True)
@@ -152,7 +153,7 @@ class CommandLM(PodLM):
         super().__init__(runner, encoder, int(batch_size), answer_cache)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes into its results. No network is asked."""
+        """What lm-eval writes into its results about the model. It is found without a network."""
         return {
             "model_num_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "model_dtype": str(self.model.dtype),
@@ -179,9 +180,10 @@ def _tokenizer(pretrained: str, gguf_file: str | None, variables: dict[str, Any]
 
 
 def _device(asked: str | None, ranks: Ranks) -> str:
-    """The device for what lm-eval's command line asks.
+    """The device for the one that lm-eval's command line asks for.
 
-    It asks for cuda:0 by itself. That means a GPU where there is one, and for each rank its own.
+    By itself the command line asks for cuda:0. So a cuda device, or none, means: the CPU where there is no
+    GPU, each rank's own GPU where there are several ranks, and else the device as it is written.
     """
     if asked is not None and not asked.startswith("cuda"):
         return asked
@@ -191,10 +193,13 @@ def _device(asked: str | None, ranks: Ranks) -> str:
 
 
 def _reference(model: Any, plan: str | None, method: EvaluatedMethod, windows: dict[str, Any]) -> Any:
-    """A model that tells PoD's bytes.
+    """The PoD model whose bytes a budget follows; None if the method's budget follows no bytes.
 
-    It is the model itself when it has a plan. Else it has the same weights under `plan`, with the plan's
+    It is the model itself if that has a plan. Else it has the same weights under `plan`, with the plan's
     windows where none are given.
+
+    Raises:
+        ValueError: when the method needs a budget, and there is neither a budget nor a plan.
     """
     if not method.fills_pod_bytes:
         return None
@@ -210,7 +215,7 @@ def _reference(model: Any, plan: str | None, method: EvaluatedMethod, windows: d
 
 
 def _check_no_thoughts(variables: dict[str, Any]) -> None:
-    """Raise ValueError where the model is asked to think.
+    """Raise ValueError for `enable_thinking=True`.
 
     lm-eval itself takes that only with a token that ends the thoughts.
     """

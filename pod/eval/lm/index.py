@@ -1,7 +1,6 @@
-"""Which tasks lm-eval has, and how they are loaded.
+"""Which tasks lm-eval has, those of `pod/eval/suites` included, and how they are loaded.
 
-Those of `pod/eval/suites` are included. They are loaded quietly, with local data, and with errors in one
-line.
+They are loaded without lm-eval's notes, from local data if there is any, and with errors of one line.
 """
 
 import contextlib
@@ -36,7 +35,7 @@ class Rule:
         truncation: the part that is dropped of a prompt that is too long: its middle, start or end, a part of
             its document (`doc["document"]`, see `pod.eval.lm.lm_prompts`), or none.
         keep: the end of a document that stays: start or end.
-        max_prompt_tokens: the longest prompt (tokens), whatever the model reads; None = what the model reads.
+        max_prompt_tokens: the longest prompt (tokens), even if the model reads more; None = all it reads.
         metric: the primary one, `name` or `name,filter`.
         kind: `score`, `binary` or `nll`.
         average: of a group: `samples` (each counts alike), `tasks` (each leaf task counts alike) or `members`
@@ -60,7 +59,7 @@ class Rule:
 
 
 def rule_of(metadata: Any) -> Rule:
-    """The rule of a task. A task that says nothing (lm-eval's own) has the default."""
+    """The rule in a task's metadata. A task without one (lm-eval's own) has the default rule."""
     given = metadata.get("pod") if isinstance(metadata, dict) else None
     known = Rule.__dataclass_fields__
     return Rule(**{key: value for key, value in (given or {}).items() if key in known})
@@ -74,10 +73,10 @@ def own_rule(name: str) -> Rule:
 
 
 def check_known(names: list[str]) -> None:
-    """Check that this package or lm-eval has all of these tasks.
+    """Refuse names of tasks that neither this package nor lm-eval has.
 
     Raises:
-        ValueError: for the first name that neither has, with the nearest that there is.
+        ValueError: for the first such name, naming the nearest task that there is.
     """
     ours = {*task_base.names(), SPEED_RUN, *(name for found in suite_configs().values() for name in found)}
     others = set(names) - ours
@@ -94,9 +93,9 @@ def check_known(names: list[str]) -> None:
 
 
 def _in_files_of_lm_eval(names: set[str]) -> set[str]:
-    """The names that a file of lm-eval says in so many words.
+    """The names that lm-eval's files literally contain as the name of a task, group or tag.
 
-    Reading these files is quicker: the index of all that lm-eval has takes ten seconds to make.
+    Searching the files is quick; making the index of all tasks of lm-eval takes ten seconds.
     """
     said = rf"""["']?({"|".join(map(re.escape, names))})["']?\s*$"""
     key = r"""^["']?(?:(?:task|group|tag)["']?: *|tag["']?:(?:\s+- .*)*\s+- )"""
@@ -112,8 +111,9 @@ class Loaded:
     """A task, group or tag of lm-eval.
 
     Attributes:
-        leaves: leaf tasks by name, in order.
+        leaves: leaf tasks (tasks that are no groups) by name, in order.
         share: of each leaf in the mean; None where each sample counts alike.
+        is_group: whether it is a group, or a tag of several tasks.
     """
 
     name: str
@@ -155,7 +155,11 @@ def load(name: str, metadata: dict[str, Any]) -> Loaded:
 
 
 def _shares(group: Any) -> dict[str, float] | None:
-    """How much each leaf counts: as the group's rules say, else as lm-eval does it, else alike."""
+    """The share of each leaf in the group's mean; None where each sample counts alike.
+
+    The group's rule decides it (`Rule.average`). Without one, samples count alike where lm-eval weights by
+    size, else leaves do.
+    """
     by_size = any(item.weight_by_size for item in group.aggregate_metric_list or [])
     average = rule_of(group.metadata).average or ("samples" if by_size else "tasks")
     if average == "samples":
@@ -174,10 +178,10 @@ def _shares(group: Any) -> dict[str, float] | None:
 
 
 def lm_eval_file() -> str:
-    """The file that lm-eval is installed in.
+    """The path of lm-eval's `__init__.py`. lm-eval is not imported.
 
     Raises:
-        ValueError: where it is not installed.
+        ValueError: when lm-eval is not installed.
     """
     spec = importlib.util.find_spec("lm_eval")
     if spec is None or spec.origin is None:
@@ -189,7 +193,7 @@ def lm_eval_file() -> str:
 
 @functools.cache
 def task_manager(with_lm_eval: bool) -> Any:
-    """The index of tasks. lm-eval's own index takes ten seconds to make, so ours is a separate one."""
+    """The index of our tasks, or of ours and lm-eval's. The second takes ten seconds to make."""
     lm_eval_file()
     from lm_eval.tasks import TaskManager
 
@@ -213,7 +217,7 @@ def in_one_line(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_logger(name: str) -> Iterator[None]:
-    """A logger that says nothing but errors."""
+    """Inside the block the logger of this name logs errors only."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -225,7 +229,7 @@ def quiet_logger(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """lm-eval without its notes on every task, and without a progress bar for every list of prompts."""
+    """Inside the block lm-eval logs errors only, and shows no progress bar for every list of prompts."""
     import lm_eval.api.task
     from datasets.utils import logging as bars
 

@@ -1,11 +1,11 @@
 """Prompts that are too long: drop their middle, start, end or a part of their document until they fit.
 
-Text comes in, and text goes out.
+These functions take a text and return a text.
 
 A document is cut by the rule of L-Eval (An et al., ACL 2024; Baselines/*-test.py of
-github.com/OpenLMLab/LEval). Words are dropped from one end, down to as many words as there are tokens of
-room, then 250 fewer until it fits. Instructions and question stay whole. L-Eval measures the document alone.
-Here the whole prompt is measured, so that it never exceeds what the model reads.
+github.com/OpenLMLab/LEval). As many of its words stay as tokens of room are left, then 250 words fewer at a
+time until the prompt fits. Instructions and question stay whole. L-Eval measures the document alone. Here the
+whole prompt is measured, so that it never exceeds what the model reads.
 """
 
 import bisect
@@ -19,7 +19,7 @@ _ROUNDS = 8  # pieces of text that are joined anew may encode to a few tokens mo
 
 
 class Unanswerable(ValueError):
-    """Why a prompt is not asked, in one line."""
+    """A prompt cannot be asked. The message says why in one line; the request is then skipped."""
 
 
 def shorten(
@@ -33,7 +33,7 @@ def shorten(
     document: str | None = None,
     keep: Literal["start", "end"] = "start",
 ) -> str:
-    """The text within `room` tokens.
+    """A text that is too long, shortened to at most `room` tokens.
 
     Args:
         drop: `middle` (both ends stay, half of the room each, as the official LongBench and InfiniteBench
@@ -44,7 +44,7 @@ def shorten(
         document: the document within the text.
         keep: which end of the document stays.
     Raises:
-        Unanswerable: when what may not be dropped exceeds the room.
+        Unanswerable: when the parts that may not be dropped have more than `room` tokens.
     """
     if drop == "document":
         if not document:
@@ -66,9 +66,10 @@ def shorten(
 
 
 class _Pieces:
-    """A text's tokens as pieces of the text.
+    """Cuts a text between its tokens.
 
-    Decoding a part of a character's bytes would break it; offsets keep characters whole.
+    A token may hold only some of a character's bytes, and decoding it would break the character. Offsets of
+    a fast tokenizer keep characters whole.
     """
 
     def __init__(self, tokenizer: Any, text: str):
@@ -78,17 +79,22 @@ class _Pieces:
         self.offsets = found["offset_mapping"] if has_offsets else None
 
     def first(self, tokens: int) -> str:
+        """The text of the first `tokens` tokens."""
         if self.offsets is None:
             return self.tokenizer.decode(self.ids[:tokens])
         return self.text[: self.offsets[tokens - 1][1]] if tokens else ""
 
     def last(self, tokens: int) -> str:
+        """The text of the last `tokens` tokens."""
         if self.offsets is None:
             return self.tokenizer.decode(self.ids[len(self.ids) - tokens :])
         return self.text[self.offsets[-tokens][0] :] if tokens else ""
 
     def without(self, drop: str, kept: int) -> str:
-        """What stays when `kept` tokens stay. An odd token of a dropped middle goes, too."""
+        """The text of the `kept` tokens that stay when its middle, start or end is dropped.
+
+        Where the middle is dropped and `kept` is odd, one token less stays.
+        """
         if drop == "middle":
             return self.first(kept // 2) + self.last(kept // 2)
         return self.last(kept) if drop == "start" else self.first(kept)
@@ -97,9 +103,10 @@ class _Pieces:
 def cut_document(
     prompt: str, document: str, keep: Literal["start", "end"], room: int, count: Callable[[str], int]
 ) -> str:
-    """The prompt with as many words (between single blanks) of its document as fit.
+    """The prompt with about as many words (between single blanks) of its document as fit.
 
-    A text with hardly a blank is cut by characters.
+    If not even the smallest number of words that is tried fits, as in a text with hardly a blank, the
+    document is cut by characters.
 
     Args:
         prompt: the final text, chat template included.

@@ -26,7 +26,7 @@ class LmOptions:
     """Number of examples before the question. null = the task's own number."""
 
     limit: PositiveInt | None = None
-    """Use only the first samples of each task; this is their number. null = eval.limit."""
+    """Use only so many samples of each task, the first ones. null = eval.limit."""
 
     metric: str | None = None
     """The metric for tables and intervals, for example exact_match or exact_match,flexible-extract. null =
@@ -41,8 +41,8 @@ def make_lm_tasks(run: task_base.Run, names: list[str]) -> dict[str, Task]:
     """A task per name. A group or tag of lm-eval is one task.
 
     Raises:
-        ValueError: for a name that neither this package nor lm-eval knows, with the nearest, and for whatever
-            a task lacks.
+        ValueError: for a name that neither this package nor lm-eval knows, naming the nearest, and for a task
+            that cannot be run (no data, no chat template …).
     """
     lm_index.check_known(names)
     tasks: dict[str, Task] = {}
@@ -92,10 +92,10 @@ class LmTask(Task):
                 self._build(leaf)
 
     def _leaf(self, name: str, task: Any) -> Leaf:
-        """What is known of a leaf task before its prompts.
+        """A leaf task with its rule and metric, before its prompts are built.
 
         Raises:
-            ValueError: for what cannot be run.
+            ValueError: for a task with pictures or sound, and for a metric or chat template that is missing.
         """
         if getattr(task, "MULTIMODAL", False):
             raise ValueError(f"task {name} asks about pictures or sound, which these models do not read")
@@ -111,7 +111,7 @@ class LmTask(Task):
     def _chat(self, rule: lm_index.Rule) -> bool:
         """Whether the prompts of a leaf go into the chat template.
 
-        A tokenizer without one is an error only when the template is asked for.
+        A tokenizer without a template is an error only if `eval.chat_template` is `on`.
         """
         has = bool(getattr(self.run.tokenizer, "chat_template", None))
         if self.args.chat_template == "on" and not has:
@@ -124,7 +124,7 @@ class LmTask(Task):
     def _prompts(self, leaf: Leaf) -> None:
         """Build the requests of a leaf.
 
-        They are the same ones every time: a seed draws the few-shot examples.
+        They are the same ones every time, because the few-shot examples are drawn with a fixed seed.
         """
         leaf.task.set_fewshot_seed(seed=_FEWSHOT_SEED)
         leaf.task.build_all_requests(
@@ -138,9 +138,9 @@ class LmTask(Task):
         )
 
     def _build(self, leaf: Leaf) -> None:
-        """Encode the prompts of a leaf and keep what the checks need: sizes and counts.
+        """Encode the prompts of a leaf and keep only their sizes and counts, which the checks need.
 
-        The prompts themselves are made again.
+        The prompts are built again when they are answered.
         """
         from pod.eval.lm.batches import spans_of
 
@@ -159,7 +159,7 @@ class LmTask(Task):
             unseen = any(item.num_asked for item in answered)
             leaf.question = self.args.asked_when() if unseen else "seen when the text is compressed"
         leaf.tokens = token_counts(answered, self.args.batch_size)
-        leaf.task._instances = None  # prompts of 100,000 tokens: only one leaf's are kept at a time
+        leaf.task._instances = None  # prompts may have 100,000 tokens: keep those of one leaf at a time
 
     def spans(self) -> list[Span]:
         return sorted({span for leaf in self.leaves.values() for span in leaf.spans})
@@ -172,7 +172,7 @@ class LmTask(Task):
         return sum(prompt for prompt, _ in counts), sum(steps for _, steps in counts)
 
     def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> dict[str, Answered]:
-        """What lm-eval logs about the samples of each leaf, whose requests our model class answers."""
+        """By leaf, what lm-eval logs about its samples when our model class answers the requests."""
         from pod.eval.lm.model import PodLM
 
         lm = PodLM(runner, self.encoder, self.args.batch_size, answer_cache)

@@ -1,4 +1,4 @@
-"""The language model class of lm-eval for every method.
+"""The language model class that lm-eval calls, for every method.
 
 The compressed cache is used in generation *and* in scoring.
 """
@@ -31,22 +31,22 @@ _Stock: Any = HFLM  # lm-eval's decorator hides its type
 
 
 class PodLM(LM):
-    """A model under a method, for lm-eval. It is loaded when something is not answered yet.
+    """A model under a method, for lm-eval. The model is loaded when the first missing answer is computed.
 
     Every rank runs lm-eval's pipeline as if it were alone (rank 0 of 1). Only the batches of requests are
-    shared, so that results are the same on any number of ranks.
+    divided among the ranks, so that results are the same on any number of ranks.
 
     Args:
-        runner: the method. One forward without a cache scores it where that equals its decode path
-            (`EvaluatedMethod.one_shot`).
-        encoder: text to token ids; the one that rendered this run's chat templates.
+        runner: the method. Where one forward pass without a cache equals its decode path
+            (`EvaluatedMethod.one_shot`), that pass scores.
+        encoder: turns text into token ids; it must be the one that rendered this run's chat templates.
         batch_size: sequences that run together.
-        answer_cache: what keeps the answers; default: this process's memory.
+        answer_cache: keeps the answers; default: this process's memory.
 
     Attributes:
         records: by request key: prompt_tokens, prompt_hash, dropped_tokens, skipped, budget_tokens, bytes
             (held at the end per sequence) and held_tokens (that the cache had seen then). The last three are
-            None where one forward without a cache scores.
+            None where one forward pass without a cache scores.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class PodLM(LM):
 
     @property
     def model(self) -> Any:
-        """The model itself."""
+        """The torch model, which is loaded when it is first needed."""
         return self.runner.model
 
     @property
     def one_shot(self) -> bool:
-        """Whether one forward without a cache scores."""
+        """Whether one forward pass without a cache scores."""
         return self.runner.method.one_shot
 
     @functools.cached_property
@@ -85,7 +85,7 @@ class PodLM(LM):
 
     @contextmanager
     def rules(self, rule: Rule) -> Iterator[None]:
-        """Requests within belong to one task, which has this truncation and chat rule."""
+        """Inside the block all requests belong to one task, whose prompts are treated by `rule`."""
         before, self._rule, self.records = self._rule, rule, {}
         try:
             yield
@@ -124,7 +124,7 @@ class PodLM(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The name of finished prompts for `--cache_requests`.
+        """The name under which lm-eval's `--cache_requests` keeps finished prompts.
 
         Other template variables make other prompts, and so another name.
         """
@@ -136,7 +136,8 @@ class PodLM(LM):
         """Refuse lm-eval's own cache of answers.
 
         Raises:
-            ValueError: for a `--use_cache`, because its keys name the prompt only.
+            ValueError: when lm-eval was given `--use_cache`, because the keys of that cache name the prompt
+                only.
         """
         if cache_hook.dbdict is not None:
             raise ValueError(
@@ -148,9 +149,9 @@ class PodLM(LM):
     # -- answers ---------------------------------------------------------------------------------------------
 
     def _encode(self, requests: Sequence[Any]) -> list[Encoded]:
-        """The requests as token ids, by the rule of their task.
+        """The requests as token ids.
 
-        The rule is the one that is set, else the one in the task's YAML.
+        Prompts are treated by the rule that `rules` set, else by the one in the task's configuration.
         """
         encoded = self.encoder.requests(requests, self._rule)
         skipped = Counter(item.skipped for item in encoded if item.skipped)
@@ -159,9 +160,9 @@ class PodLM(LM):
         return encoded
 
     def _score(self, encoded: list[Encoded], whole_texts: bool) -> list[tuple[float, bool]]:
-        """For each request the sum in nats, and whether it is greedy. A skipped one has (-inf, False).
+        """For each request its log-likelihood (nats), and whether greedy decoding would produce it.
 
-        The sums of a text in blocks add up.
+        A text that is scored in blocks has the sum over its blocks. A skipped request has (-inf, False).
         """
         totals = [(-float("inf"), False) if item.skipped else (0.0, True) for item in encoded]
         batches: Callable[[list[ScoredContext]], list[list[ScoredContext]]]
@@ -194,9 +195,9 @@ class PodLM(LM):
         return key_of("decode", unit.context, unit.continuations, self.runner.room(unit.span))
 
     def _keep(self, item: Encoded, answers: list[tuple[Span, dict[str, Any]]]) -> None:
-        """Keep the record of a request.
+        """Keep the record of a request in `records`.
 
-        A text in blocks has caches of several sizes, one for each part; the largest counts.
+        A text that is scored in blocks has a cache of another size for each block; the largest counts.
         """
         held: list[dict[str, Any]] = [
             a | {"budget_tokens": self.runner.budget(span)} for span, a in answers if a["bytes"] is not None
@@ -210,7 +211,7 @@ class PodLM(LM):
         }
 
     def _generate(self, items: list[Encoded]) -> list[dict[str, Any]]:
-        """Answers of a batch. New tokens and settings are those of its first request, as of all others."""
+        """Answers of a batch. All its requests have the same number of new tokens and the same settings."""
         cache, first = self.runner.cache(*(item.span for item in items)), items[0]
         return generate(
             self.model,

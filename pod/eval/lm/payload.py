@@ -1,6 +1,6 @@
-"""From what lm-eval logs about its samples to the payload that every task has.
+"""Make a task's payload from the samples that lm-eval logs.
 
-See `pod.eval.suites.task_base` for payloads.
+`pod.eval.suites.task_base` says what a payload is.
 """
 
 import json
@@ -24,16 +24,18 @@ _OF_ALL = {"bits_per_byte", "bleu", "brier_score", "chrf", "f1", "likelihood", "
 
 @dataclass
 class Leaf:
-    """A leaf task of lm-eval with what its prompts came to.
+    """A leaf task of lm-eval (a task that is no group), with the sizes and counts of its prompts.
 
     Attributes:
+        task: lm-eval's object.
+        rule: how its prompts are treated.
         metric: (name, filter or None for the first).
         kind: of the payload.
         spans: of every cache that it needs.
         lengths: length class by document.
         longest: tokens read at most.
-        question: for tables, whether methods see what is asked when they compress; None where nothing is
-            asked.
+        question: text for tables: whether methods see the question when they compress; None where there is no
+            question.
         tokens: see `token_counts`.
     """
 
@@ -50,13 +52,16 @@ class Leaf:
 
 
 def token_counts(encoded: list[Any], batch_size: int) -> dict[bool, tuple[int, int]]:
-    """(prompt tokens, decode steps of a batch) of requests, for two ways of scoring.
+    """(prompt tokens, decode steps) of requests, for two ways of scoring.
 
-    Returns: by True: one forward for each request; by False: through the decode path.
+    A decode step decodes one token in every row of a batch.
+
+    Returns: under True, for scoring each request by one forward pass; under False, for scoring through the
+        decode path.
     """
 
     def steps(fed: list[int]) -> int:
-        """Steps of batches of like rows. Each batch takes as many as its longest row."""
+        """Decode steps of batches of rows of similar length. A batch takes as many as its longest row."""
         return sum(sorted(fed, reverse=True)[::batch_size])
 
     contexts = {(item.unit, item.context): len(item.context) for item in encoded}
@@ -67,10 +72,12 @@ def token_counts(encoded: list[Any], batch_size: int) -> dict[bool, tuple[int, i
 
 
 def primary_metric(name: str, task: Any, rule: Rule, asked: str | None) -> tuple[tuple[str, str | None], str]:
-    """The metric (and its filter) that stands for the task, and its kind.
+    """The metric (and its filter) that stands for the task, and the kind of its payload.
 
+    Args:
+        asked: the metric that the recipe names, `name` or `name,filter`; None = the task's own.
     Raises:
-        ValueError: for a metric that the task does not have, or that is no number per sample.
+        ValueError: for a metric that the task does not have, and for one that gives no number per sample.
     """
     wanted, has = asked or rule.metric, list(task.aggregation())
     if wanted is None:
@@ -95,7 +102,7 @@ def primary_metric(name: str, task: Any, rule: Rule, asked: str | None) -> tuple
 
 
 def _kind_of(metric: str, task: Any) -> str:
-    """The kind of a payload. It is `binary` only where lm-eval itself makes nothing but 0 and 1."""
+    """The kind of a payload. It is `binary` only where lm-eval's own scores are all 0 or 1."""
     if metric in _PERPLEXITIES:
         return "nll"
     plain = task.config.process_results is None
@@ -116,8 +123,9 @@ def leaf_payload(
     Args:
         logged: samples as lm-eval logs them, one per document and filter.
         records: by request key, from our model class.
-        prefix: put before the ids of samples, in a group.
-        settings: of the run.
+        budgets: they state the bytes of PoD and of the dense model.
+        prefix: put before the ids of samples; in a group it is the name of the task.
+        settings: of the run; they are added to the payload's settings.
     """
     metric, filtered = leaf.metric
     filtered = filtered or (logged[0]["filter"] if logged else None)
@@ -151,7 +159,7 @@ def leaf_payload(
 
 
 def largest(rows: Iterable[dict[str, Any]], *names: str) -> dict[str, Any]:
-    """The largest number of every name. None where no row has one."""
+    """By name, the largest number in these rows; None where no row has a number."""
     known = {name: [row[name] for row in rows if row[name] is not None] for name in names}
     return {name: max(found, default=None) for name, found in known.items()}
 
@@ -171,16 +179,20 @@ def _sample(leaf: Leaf, row: Mapping[str, Any], asked: list[dict[str, Any]], met
 
 
 def _cluster(leaf: Leaf, doc: Any) -> dict[str, str]:
-    """What a sample shares with others of its task.
+    """The `cluster` of a sample: what it shares with others of its task. Empty if its row has none.
 
-    It is the row's `cluster`, as in `pod/eval/suites`, made different from that of other tasks.
+    It is the row's `cluster` (suites in `pod/eval/suites` set it) behind the name of the task, so that tasks
+    share no cluster.
     """
     shared = doc.get("cluster") if isinstance(doc, Mapping) else None
     return {} if shared is None else {"cluster": f"{leaf.name}/{shared}"}
 
 
 def _answer(leaf: Leaf, row: Mapping[str, Any]) -> dict[str, Any]:
-    """What the model said: the text; or of choices the likeliest, with all log-likelihoods (nats)."""
+    """The model's answer: a generated text, or the likeliest choice with all log-likelihoods (nats).
+
+    It is None for a text that is scored whole.
+    """
     if leaf.task.OUTPUT_TYPE == "generate_until":
         return {"answer": row["resps"][0][0], "filtered": _plain(row["filtered_resps"][0])}
     if leaf.task.OUTPUT_TYPE == "loglikelihood_rolling":
@@ -191,7 +203,7 @@ def _answer(leaf: Leaf, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON holds it."""
+    """A value as it comes back from JSON: numpy's numbers become Python's, other objects their text."""
     text = json.dumps(
         value, default=lambda other: other.item() if isinstance(other, np.generic) else str(other)
     )
@@ -199,7 +211,7 @@ def _plain(value: Any) -> Any:
 
 
 def _bytes_rows(leaf: Leaf, samples: list[dict[str, Any]], budgets: ByteBudgets) -> list[dict[str, Any]]:
-    """What the caches held, by length class."""
+    """Rows that state what the caches held, one for each length class."""
     rows = []
     for length in sorted({sample["length"] for sample in samples if sample["length"]}):
         same = [sample for sample in samples if sample["length"] == length]
@@ -212,11 +224,12 @@ def _bytes_rows(leaf: Leaf, samples: list[dict[str, Any]], budgets: ByteBudgets)
 
 
 def _correct_early_ends(stated: dict[str, Any], tokens: int) -> None:
-    """Compare what was held with a dense cache of the tokens that were there.
+    """Correct the row `stated`, whose length is a length class, for the tokens that caches really had seen.
 
-    Answers may end long before the last new token. PoD's bytes are known at the length class only, so their
-    ratio is left out where what was held is not near it: answers may end early, and rows of a batch hold what
-    its longest row does.
+    Caches may see fewer tokens, because answers may end long before the last new token; or more, because rows
+    of a batch hold what its longest row does. The saving is then taken over a dense cache of the tokens that
+    were seen. PoD's bytes are known at the length class only, so their ratio is left out where the two
+    numbers of tokens differ by more than 5 %.
     """
     dense = stated["dense_bytes"] // stated["length"] * tokens
     if stated["bytes"] is not None:
@@ -245,7 +258,7 @@ def _settings(leaf: Leaf, filtered: str | None, samples: list[dict[str, Any]]) -
 def _other_metrics(
     leaf: Leaf, rows: Sequence[Mapping[str, Any]], primary: tuple[str, str | None]
 ) -> dict[str, dict[str, Any]]:
-    """Every number but the primary one, over the answered samples, as the task aggregates it."""
+    """Every metric but the primary one over the answered samples, aggregated as the task does it."""
     values: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for row in rows:
         for name in row["metrics"]:
@@ -263,10 +276,13 @@ def _other_metrics(
 
 
 def group_payload(loaded: Loaded, payloads: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """One payload for a group: the mean over its leaf tasks, each with its share, and a value per subtask.
+    """One payload for a group: the mean of its leaf tasks, weighted by their shares, and each task's value.
 
+    Args:
+        payloads: of the leaf tasks, by name.
     Raises:
-        ValueError: when the members cannot be averaged.
+        ValueError: when the leaf tasks cannot be averaged: one measures perplexity, or higher is better in
+            only some of them.
     """
     parts = list(payloads.values())
     kinds, higher = {part["kind"] for part in parts}, {part["higher_is_better"] for part in parts}
@@ -292,7 +308,7 @@ def group_payload(loaded: Loaded, payloads: dict[str, dict[str, Any]]) -> dict[s
 
 
 def _weights(loaded: Loaded, payloads: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """The share of each subtask that has a sample. They add to 1."""
+    """The weight of each subtask that has a sample. Weights add to 1."""
     counts = {name: len(part["samples"]) for name, part in payloads.items() if part["samples"]}
     shares = counts if loaded.share is None else {name: loaded.share[name] for name in counts}
     total = sum(shares.values())
@@ -300,7 +316,7 @@ def _weights(loaded: Loaded, payloads: dict[str, dict[str, Any]]) -> dict[str, f
 
 
 def _common(settings: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all members share. What differs is `by task`; counts add up."""
+    """One mapping for the settings of all members. A setting that differs is `by task`; counts are added."""
     values = {key: [row[key] for row in settings] for key in settings[0]}
     alike = {
         key: same[0] if all(one == same[0] for one in same) else "by task" for key, same in values.items()

@@ -1,10 +1,10 @@
-"""Requests of lm-eval as token ids: encoded as lm-eval does it, shortened by the task's own rule.
+"""Turn requests of lm-eval into token ids, and shorten prompts that are too long by the task's own rule.
 
 This needs a tokenizer and no model.
 
-Encoding equals `lm_eval.models.huggingface.HFLM` (lm-eval 0.4.13, MIT) for whatever fits the model. What does
-not fit is shortened here, and not by dropping its start: that would lose the beginning-of-sequence token and,
-in a chat template, the system message.
+A prompt that fits the model is encoded exactly as `lm_eval.models.huggingface.HFLM` does it (lm-eval 0.4.13,
+MIT). HFLM drops the start of a longer prompt, and loses with it the beginning-of-sequence token and, in a
+chat template, the system message. Here the task's rule says which part is dropped.
 """
 
 from collections import Counter
@@ -31,16 +31,17 @@ class Encoded:
 
     Attributes:
         key: its id within a run: request type, task, document, index, repeat.
-        unit: what it belongs to. Choices of one document with one context are scored from one prefill.
+        kind: lm-eval's type: `generate_until`, `loglikelihood` or `loglikelihood_rolling`.
+        unit: the same for all choices of one document with one context: one prefill scores them.
         context, continuation: token ids. A generation has no continuation.
         windows: for a text scored whole (`loglikelihood_rolling`): pairs of context and continuation that
             follow one another.
         new_tokens: tokens to generate at most.
         settings: of the generation, normalized by lm-eval.
-        num_asked: tokens at the end of the context that ask about the text before them. They are put when
-            that text is compressed. 0: all is compressed at once.
+        num_asked: tokens at the end of the context that are its question. They are read after the text before
+            them is compressed. 0 = the whole context is compressed at once.
         dropped: tokens by which the prompt was shortened.
-        skipped: why it is not answered.
+        skipped: why the request is not answered; None if it is.
     """
 
     key: str
@@ -57,7 +58,7 @@ class Encoded:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The context, as `pod.eval.answer.reading` calls it."""
+        """The context, by the name that `pod.eval.answer.reading.Asked` needs."""
         return self.context
 
     @property
@@ -76,14 +77,15 @@ class Encoded:
 
     @property
     def span(self) -> Span:
-        """The cache for a generation."""
+        """The size of the cache for a generation."""
         return span_of(len(self.context), 0, self.new_tokens)
 
     def blocks(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Context and continuation pairs that a compressed cache scores.
+        """Pairs of context and continuation that a compressed cache scores.
 
-        A text that is scored whole is cut into blocks. Each is scored after the compression of everything
-        before it: 1 token, then as many as stand before it, then `BLOCK` at a time.
+        A text that is scored whole is cut into blocks. Each block is scored after everything before it is
+        compressed. Blocks have as many tokens as stand before them, so they double from 1 token up to
+        `BLOCK` tokens.
         """
         if self.kind != "loglikelihood_rolling":
             return [(self.context, self.continuation)]
@@ -98,25 +100,25 @@ class Encoded:
 
 
 def span_of(context: int, continuation: int, new_tokens: int = 0) -> Span:
-    """The cache for a context and its longest continuation, or for its new tokens (all in tokens).
+    """The size of the cache for a context and its longest continuation or its new tokens (all in tokens).
 
-    The request alone decides it, so that its budget does not depend on what else is in its batch. The length
-    is a length class; the number of scored tokens is a power of two.
+    The request alone decides it, so that its budget does not depend on the other requests in its batch. The
+    length is rounded up to a length class (`length_class`), the number of scored tokens to a power of two.
 
     Scoring holds the last context token out of the prompt and never feeds the last scored token. Generation
     never feeds its last token.
     """
     if continuation:  # there are many lengths; they are rounded up, so that few sizes exist
         return Span(length_class(context + continuation - 1), 1 << (continuation - 1).bit_length())
-    # new_tokens is the same for a whole task; rounding it up would take bytes from methods that keep every
-    # new token
+    # new_tokens is the same for a whole task, so it is not rounded up: that would take bytes from the prompt
+    # in methods that keep every new token
     return Span(length_class(context + new_tokens - 1), new_tokens - 1)
 
 
 def request_keys(requests: Iterable[Any]) -> list[str]:
     """The ids of lm-eval's instances within a run, in order: type, task, document, index (choice), repeat.
 
-    lm-eval repeats the same object for `repeats: k`; occurrences are counted to tell these apart.
+    With `repeats: k`, lm-eval gives the same object k times; the last number counts them.
     """
     seen, keys = Counter(), []
     for request in requests:
@@ -127,14 +129,15 @@ def request_keys(requests: Iterable[Any]) -> list[str]:
 
 
 class RequestEncoder:
-    """Text to token ids under a length limit.
+    """Turns lm-eval's requests into token ids under a length limit.
 
     Args:
         tokenizer: of the model.
         max_length: the longest sequence that the model reads (tokens).
         too_long: what happens to prompts that exceed it: `truncate` by the task's rule, `skip`, or `error`.
-        question_aware: methods see questions when they compress. Else the end of a generation's prompt that
-            its document's `asked` names is put behind the compressed rest.
+        question_aware: whether methods see questions when they compress. If not, the question of a generation
+            (the end of its prompt, from the text `asked` of its document on) is read after the text before it
+            is compressed.
     """
 
     def __init__(
@@ -150,7 +153,7 @@ class RequestEncoder:
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context: BOS, else EOS.
+        """The token before a text that has no context: BOS, else EOS.
 
         Raises:
             ValueError: when the tokenizer has neither.
@@ -175,9 +178,9 @@ class RequestEncoder:
         """Every request, in order.
 
         Args:
-            rule: of their task. None: for each request the one in its configuration.
+            rule: of their task. None = for each request the rule in its task's configuration.
         Raises:
-            ValueError: for a prompt that is too long where that is an error.
+            ValueError: for a prompt that is too long, if `too_long` is `error`.
         """
         keys = request_keys(requests)
         return [self.request(request, rule, key) for request, key in zip(requests, keys, strict=True)]
@@ -217,9 +220,9 @@ class RequestEncoder:
         )
 
     def _num_asked(self, request: Any, text: str) -> int:
-        """Tokens of the question at the end of a prompt.
+        """Number of tokens of the question at the end of a prompt.
 
-        It is 0 where no question is named, and where methods may see it.
+        It is 0 where the document names no question, and where methods may see it (`question_aware`).
         """
         question = str((request.doc or {}).get("asked") or "").strip()
         if self.question_aware or not question:
@@ -261,7 +264,7 @@ class RequestEncoder:
     def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Ids of a context and of its continuation.
 
-        Both are encoded together and split where the context alone ends (lm-eval's way).
+        Both are encoded together, and split after as many ids as the context alone has (lm-eval's way).
         """
         if not context:
             ids = self.encode(continuation, special=False)
@@ -275,10 +278,12 @@ class RequestEncoder:
         return ids, whole[len(ids) :] if context else whole
 
     def _fit(self, request: Any, text: str, tokens: int, rule: Rule, room: int) -> tuple[str, int]:
-        """A prompt of `tokens` within `room` and the rule's own limit, and the tokens that it lost.
+        """A prompt shortened to `room` tokens and to the rule's own limit, and the number of tokens it lost.
 
+        Args:
+            tokens: number of tokens of `text`.
         Raises:
-            Unanswerable: when it may not be shortened.
+            Unanswerable: when it is too long and may not be shortened.
         """
         if rule.max_prompt_tokens is not None:
             room = min(room, rule.max_prompt_tokens)
@@ -312,8 +317,8 @@ class RequestEncoder:
     def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The messages in the tokenizer's chat template.
 
-        When no generation prompt is added, a last message of the assistant is left open. A template that
-        knows no system role gets its text before the user's first message.
+        When no generation prompt is added, a last message of the assistant is left open. If the template has
+        no system role, the system message is put before the user's first message.
 
         Raises:
             ValueError: when the tokenizer has no chat template.

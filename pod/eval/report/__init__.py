@@ -1,4 +1,4 @@
-"""From result files to one page in HTML, Markdown and CSV.
+"""Turn result files into one report in HTML, Markdown and CSV.
 
-The page has a comparison of methods, tables, pictures, and published numbers.
+The report compares methods in tables and pictures, and puts published numbers next to ours.
 """

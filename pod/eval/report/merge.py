@@ -1,6 +1,6 @@
-"""Result files of one or several runs as one comparison.
+"""Read the result files of one or several runs and make one comparison of them.
 
-A comparison has rows, tasks, and every method against `full` on the same samples.
+A comparison has rows (methods) and tasks. It compares every method with `full` on the same samples.
 """
 
 import os
@@ -24,12 +24,12 @@ _DENSE = ("dense", "unadapted")
 Part = str | int | None
 """A subtask by name, a position bucket by number, or the whole task."""
 Tasks = tuple[Any, ...]
-"""Task names; a tuple among them counts as one, by its mean.
+"""Names of tasks whose mean is taken. A tuple among them counts as one task, by its own mean.
 
-The mean of categories is a tuple of tuples.
+So the mean of a suite's categories is a tuple of tuples.
 """
 Question = tuple[int, Tasks, Part]
-"""Row, tasks, part."""
+"""A comparison that a page shows: id of the row, tasks, part."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class ReportedRun:
 
     @property
     def speed(self) -> dict[str, dict[str, Any]]:
-        """What the latest race of several measured, by method."""
+        """The speeds of the latest measurement, by method. Methods that it did not measure are left out."""
         parts = {
             name: of["parts"][SPEED_RUN] for name, of in self.results.items() if SPEED_RUN in of["parts"]
         }
@@ -68,10 +68,13 @@ class Entry:
     """One row of the comparison: a method of a model, with the tasks that one or several runs measured.
 
     Attributes:
-        parts, refused, failed: by task.
-        sources: the run of every part.
-        speed: speeds of all its runs, by length.
-        decoding: the same after prompts that were not read.
+        label: what the report calls it.
+        content: the first of its result files.
+        run: the run of that file.
+        parts, refused, failed: by task, its payload, why it was not run, and its error.
+        sources: by task, the run that measured it.
+        speed: speeds of all its runs, a row per length.
+        decoding: decode speeds after longer prompts that were not read, a row per length.
     """
 
     label: str
@@ -115,10 +118,11 @@ class Comparison:
         return [entry for entry in self.entries if task in entry.parts]
 
     def base_of(self, entry: Entry, task: str) -> Entry | None:
-        """The `full` that a row is held against.
+        """The row that a row is compared with on a task.
 
-        It is the one of its own run, else the one of the same dense model, else the only one there is. For
-        PoD's adapted weights it is the dense model that saw the same tokens, where that was measured.
+        It is a row of the method `full`. For PoD's adapted weights it is the dense model trained on the same
+        tokens, if that was measured. Of several such rows it is the one of the same run, else the one of the
+        same dense model; if there is only one, it is that one. Else None.
         """
         rows = self.measured(task)
         adapted = (entry.content.get("model") or {}).get("kind") == "adapted"
@@ -134,10 +138,10 @@ class Comparison:
         return bases[0] if len(bases) == 1 else None
 
     def against(self, entry: Entry, tasks: Tasks, part: Part = None) -> Against | None:
-        """The row against its base on a task, on a part of it, or on the mean of several.
+        """Compare a row with its base on a task, on a part of it, or on the mean of several.
 
-        Marks of the overview hold for the whole overview, those of the details for all details. What a page
-        does not ask has no mark.
+        The p values are adjusted over all comparisons of the overview together, and over all comparisons of
+        the details together. A comparison that is in neither has no mark.
 
         Returns: None for the base itself, and where nothing can be paired.
         """
@@ -148,11 +152,11 @@ class Comparison:
         return self._judged[key] if key in self._judged else self._against(entry, tasks, part)
 
     def _overview(self) -> Iterator[tuple[Entry, Tasks, Part]]:
-        """Every row on every task. The tasks of a suite count as one."""
+        """The comparisons of the overview: every row on every task. The tasks of a suite count as one."""
         return ((entry, tasks, None) for entry in self.entries for tasks in self.columns().values())
 
     def _details(self) -> Iterator[tuple[Entry, Tasks, Part]]:
-        """Tasks and categories of suites, subtasks of groups, positions of perplexity."""
+        """The other comparisons: tasks and categories of suites, subtasks of groups, position buckets."""
         for groups in filter(None, map(categories_of, self.columns().values())):
             members = tuple(found for found, _ in groups.values())
             yield from ((entry, asked, None) for entry in self.entries for asked in (*members, members))
@@ -164,9 +168,9 @@ class Comparison:
                 yield from ((entry, (task,), number) for number in range(len(payload.get("buckets") or ())))
 
     def columns(self) -> dict[str, tuple[str, ...]]:
-        """What the overview compares, by title, in the order of the recipes.
+        """The tasks that the overview compares, by the title of their column, in the order of the recipes.
 
-        These are the tasks that were measured. Tasks of a suite stand together.
+        Only measured tasks are there. The tasks of a suite share a column.
         """
         found: dict[str, list[str]] = {}
         for task in self.tasks:
@@ -191,10 +195,10 @@ class Comparison:
 
 
 def payload_of(entry: Entry, tasks: Tasks, part: Part = None) -> Payload | None:
-    """What a row has on a task, on a part of it, or on the mean of several.
+    """The payload of a row on a task, on a part of it, or on the mean of several; None if it has none.
 
     Args:
-        part: a subtask by name, or a position bucket by number.
+        part: a subtask by name, or a position bucket by number; None = the whole task.
     """
     payload = combined(entry, tasks)
     if payload is None or part is None:
@@ -216,9 +220,13 @@ def payload_of(entry: Entry, tasks: Tasks, part: Part = None) -> Payload | None:
 
 
 def merge(folders: Iterable[str | os.PathLike]) -> Comparison:
-    """Read the runs.
+    """Read runs and make one comparison of them.
 
-    A method of the same model whose tasks do not overlap becomes one row, else it has a row per run.
+    Two runs of a method share one row if its model, plan and options are the same and no task was measured in
+    both. Else each run has a row of its own.
+
+    Args:
+        folders: output folders of runs, or their `eval` folders.
 
     Raises:
         ValueError: when a folder holds no results.
@@ -247,10 +255,12 @@ def merge(folders: Iterable[str | os.PathLike]) -> Comparison:
 def read_run(folder: str | os.PathLike, shared: dict[Any, Any] | None = None) -> ReportedRun:
     """A run's results from its output folder or its `eval` folder.
 
-    What is of another dense model than the newest file is left out.
+    Files of another dense model than the newest file's are left out.
 
     Args:
-        shared: columns of samples that other runs brought, by content (`Samples`).
+        shared: columns of samples of other runs, by content (see `Samples`).
+    Raises:
+        ValueError: when the folder holds no results.
     """
     place = Path(folder) / "eval"
     if not any(place.glob("*.json")):
@@ -328,13 +338,12 @@ def base_name(method: str) -> str:
 
 
 def held_rows(entry: Entry, task: str | None = None) -> list[dict[str, Any]]:
-    """Bytes by length (tokens) of a row, of one task or of all, where they are known.
+    """The rows of stated bytes of a row, of one task or of all, if the bytes are known.
 
-    A dense cache's bytes and PoD's are known without measuring.
+    The bytes of a dense cache and of PoD's are known even if no cache was measured.
 
-    Returns: rows with two more keys. `held_tokens` says at how many tokens the bytes were measured, as
-    answers
-        may end before the length. `dense` says what a dense cache holds there.
+    Returns: rows with two more keys. `held_tokens` is the number of tokens at which the bytes were measured,
+        because answers may end before the length. `dense` is the bytes of a dense cache of so many tokens.
     """
     parts = [entry.parts[task]] if task else list(entry.parts.values())
     rows = [row for part in parts for row in part.get("bytes") or []]
@@ -351,18 +360,18 @@ def held_rows(entry: Entry, task: str | None = None) -> list[dict[str, Any]]:
 
 
 def byte_share(entry: Entry, task: str) -> float | None:
-    """Bytes held as a share of the dense cache's, over all lengths of a task.
+    """Bytes held as a share of the dense cache's bytes, over all lengths of a task.
 
-    Returns: None when they were not measured.
+    Returns: None if the bytes are not known.
     """
     rows = held_rows(entry, task)
     return sum(row["bytes"] for row in rows) / sum(row["dense"] for row in rows) if rows else None
 
 
 def _goes_with(entry: Entry, content: dict[str, Any]) -> bool:
-    """Whether a run's results continue a row of an earlier run.
+    """Whether a result file of a further run belongs to a row of earlier runs.
 
-    They do with the same method, model, plan and options (`row`), and with other tasks.
+    It does if method, model, plan and options (`row`) are the same, and no task was measured in both.
     """
     for key in ("method", "row"):
         if content.get(key) is None or entry.content.get(key) != content[key]:
@@ -371,10 +380,10 @@ def _goes_with(entry: Entry, content: dict[str, Any]) -> bool:
 
 
 def _rank(method: str) -> tuple[int, str, float, str]:
-    """Order of the rows.
+    """The sort key of a method's row.
 
-    Methods stand as pod.eval.answer.methods lists them; combinations and models come after. Growing budgets
-    stand together.
+    Methods come in the order of pod.eval.answer.methods, combinations and models after them. Budgets of one
+    method come together, the smallest first.
     """
     order = [BASE, TRAINED, *METHODS]
     name, budget = cut_budget(method)
@@ -386,7 +395,7 @@ def _rank(method: str) -> tuple[int, str, float, str]:
 
 
 def _task_order(entries: list[Entry]) -> list[str]:
-    """Every task that a row measured, was refused or failed, in the order of the recipes."""
+    """Every task that was measured, refused or failed in any row, in the order of the recipes."""
     tasks: dict[str, None] = {}
     for entry in entries:
         asked = (entry.content.get("config") or {}).get("tasks", [])

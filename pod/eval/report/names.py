@@ -1,6 +1,6 @@
-"""What the names of tasks say: a task's suite, its place there, and what papers average.
+"""What the names of tasks say: a task's suite, its name there, and its category.
 
-Papers average tasks by category, before they average again.
+Papers average the tasks of a category first, and then the categories.
 """
 
 import re
@@ -15,7 +15,7 @@ CATEGORIES = {
     "longbench": {name: tuple(tasks) for name, tasks in _LONGBENCH.items()},
     "leval": {name: tuple(GROUPS[f"pod_leval_{group}"]) for name, group in _LEVAL.items()},
 }
-"""Categories of a suite's tasks. Papers average over each."""
+"""By suite and category, the tasks that papers average."""
 
 
 def parts_of(task: str) -> tuple[str, str] | None:
@@ -40,14 +40,14 @@ def short_name(task: str) -> str:
 
 
 def plain(name: str) -> str:
-    """A name as text."""
+    """A name for readers: `pod_ruler_4k` → `ruler 4k`."""
     return name.removeprefix("pod_").replace("_", " ")
 
 
 def categories_of(tasks: tuple[str, ...]) -> dict[str, tuple[tuple[str, ...], int]]:
-    """(tasks, how many the category has in all) for each category of a suite's tasks.
+    """For each category of a suite: those of `tasks` that it has, and how many tasks it has in all.
 
-    It is empty where fewer than two categories have tasks.
+    The result is empty if fewer than two categories have any of the tasks.
     """
     suite = (suite_of(tasks[0]) or "").removeprefix("pod_")
     found = {}

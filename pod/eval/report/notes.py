@@ -1,7 +1,4 @@
-"""The sentences of a report: which there are, and the facts behind them.
-
-How they read stands in `notes.jinja`.
-"""
+"""The facts behind the sentences of a report. Their wording is in `notes.jinja`."""
 
 from typing import Any
 
@@ -22,7 +19,12 @@ TEMPLATES.globals |= {"saving_of": saving_of, "speed_of": speed_of}
 
 
 def sentences(name: str, **facts: Any) -> list[str]:
-    """The sentences of a macro of `notes.jinja`."""
+    """The sentences that a macro of `notes.jinja` makes of some facts.
+
+    Args:
+        name: of the macro.
+        facts: its arguments.
+    """
     text = str(getattr(TEMPLATES.get_template("notes.jinja").module, name)(**facts))
     return [line for line in text.splitlines() if line]
 
@@ -46,9 +48,9 @@ def headline(comparison: Comparison) -> str:
 
 
 def _packed(rows: dict[str, Entry], length: int) -> dict[str, float]:
-    """Share of the dense bytes that 4 bits keep, alone and under PoD, at a length.
+    """The bytes of `pod+int4` and of `int4` as shares of the dense bytes, at a length.
 
-    It is empty unless both were measured at this length.
+    The result is empty unless both were measured at this length.
     """
     found = {}
     for method in ("pod+int4", "int4"):
@@ -60,7 +62,10 @@ def _packed(rows: dict[str, Entry], length: int) -> dict[str, float]:
 
 
 def _gains_and_losses(comparison: Comparison, shown: Entry) -> dict[str, list[str]]:
-    """Every task or suite of the row by its verdict, losses first."""
+    """By verdict, a text for every task or suite of a row. Losses come first.
+
+    The verdicts are `worse`, `better`, an empty text for neither, and `alone` without a comparison.
+    """
     found: dict[str, list[str]] = {"worse": [], "better": [], "": [], "alone": []}
     mixed = 0 < len(_against_trained(comparison, shown)) < len(shown.parts)
     for title, tasks in comparison.columns().items():
@@ -74,13 +79,13 @@ def _gains_and_losses(comparison: Comparison, shown: Entry) -> dict[str, list[st
 
 
 def _against_trained(comparison: Comparison, entry: Entry) -> list[str]:
-    """The tasks in which a row is held against the dense model trained on the same tokens."""
+    """The tasks in which a row is compared with the dense model trained on the same tokens."""
     bases = {task: comparison.base_of(entry, task) for task in entry.parts}
     return [task for task, base in bases.items() if base is not None and base.method == TRAINED]
 
 
 def origin(comparison: Comparison) -> list[str]:
-    """Models of every run; and machine, versions, commit and date of what was measured last."""
+    """Sentences about every run: its models, and machine, versions, commit and date of its latest part."""
     found = []
     for run in comparison.runs:
         contents = list(run.results.values())
@@ -94,7 +99,7 @@ def origin(comparison: Comparison) -> list[str]:
 
 
 def overview_notes(comparison: Comparison) -> list[str]:
-    """What the overview's columns mean, with the numbers of these runs."""
+    """Sentences that explain the columns of the overview, with the numbers of these runs."""
     length = common_length(comparison.entries)
     held = [(entry, row) for entry in comparison.entries if (row := bytes_at(entry, length))]
     savings = [saving_of(row) for entry, row in held if entry.method != BASE]
@@ -113,7 +118,7 @@ def overview_notes(comparison: Comparison) -> list[str]:
 
 
 def warnings(comparison: Comparison) -> list[str]:
-    """What a reader must know before comparing rows."""
+    """Sentences that a reader must know before comparing rows: prompts, settings or versions that differ."""
     worlds: dict[str, set[str]] = {}
     contents = [content for run in comparison.runs for content in run.results.values()]
     for content in contents:
@@ -130,7 +135,7 @@ def warnings(comparison: Comparison) -> list[str]:
 
 
 def differing_settings(comparison: Comparison, task: str) -> list[str]:
-    """Settings of a task that two runs did not share, with their values."""
+    """The settings of a task in which two runs differ, each with its values, as text."""
     by_run: dict[str, dict[str, set[str]]] = {}
     for entry in comparison.measured(task):
         seen = by_run.setdefault(entry.sources[task].label, {})
@@ -148,7 +153,8 @@ def differing_settings(comparison: Comparison, task: str) -> list[str]:
 def _unpaired(comparison: Comparison, task: str) -> dict[tuple[Any, ...], list[str]]:
     """Rows that are compared on a part of their samples only, and rows that cannot be compared.
 
-    Returns: labels of rows by cause: (base, common samples, samples of one side).
+    Returns: labels of rows by cause: (label of the base, number of common samples, number of samples of one
+        side only). A number is None without a comparison, the label without a base.
     """
     causes: dict[tuple[Any, ...], list[str]] = {}
     methods = {entry.method for entry in comparison.measured(task)}
@@ -163,15 +169,16 @@ def _unpaired(comparison: Comparison, task: str) -> dict[tuple[Any, ...], list[s
 
 
 def _environments(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Where and when the parts of a result file were measured.
+    """The environments (machine, versions, time) in which the parts of a result file were measured.
 
-    A run that only kept its parts wrote the file's own entry, so that one counts only where parts have none.
+    The file's own entry counts only if no part has one: it may come from a later run that measured nothing
+    new.
     """
     own = [part["environment"] for part in content["parts"].values() if part.get("environment")]
     return own or [content["environment"]]
 
 
 def _commit_text(environment: dict[str, Any]) -> str:
-    """Ten digits of the commit, with `+` where files differed from it."""
+    """Ten digits of the commit, with a `+` if files of the package differed from it."""
     name = environment["commit"] or "unknown"
     return name[:10] + ("+" if name.endswith("+") else "")

@@ -1,6 +1,6 @@
-"""Blocks of a report (tables, notes, pictures) and their two forms.
+"""Blocks of a report (tables, notes, pictures), and how they are written as HTML and as Markdown.
 
-The forms are one self-contained HTML page, and Markdown (`page.*.jinja`).
+The HTML is one self-contained page. The templates are `page.*.jinja`.
 """
 
 import base64
@@ -27,10 +27,11 @@ class Cell:
     """One value of a table.
 
     Attributes:
-        small: lines under it (an interval).
-        sort: what the column is sorted by.
-        tone: the verdict that a line of the cell ends with, in words.
-        shade: background, a colour or a bar.
+        text: the value as it is printed.
+        small: lines in small print under it, for example an interval.
+        sort: the number that the column is sorted by.
+        tone: the verdict in words, with which one line of the cell ends.
+        shade: the background as CSS, a colour or a bar.
     """
 
     text: str
@@ -51,9 +52,13 @@ def cell(
     ends: Sequence[float] | None = None,
     shade: str = "",
 ) -> Cell:
-    """A number as a pattern or a function prints it, sorted by its value; a dash for None.
+    """The cell of a number, sorted by the number; a dash for None.
 
-    Its interval stands under it, if it has one.
+    Args:
+        form: a pattern or a function that prints the number.
+        small: lines under it, if there are no `ends`.
+        ends: its interval, which is printed under it in the same form.
+        shade: background.
     """
     text = form.format if isinstance(form, str) else form
     interval = f"[{', '.join(map(text, ends))}]" if ends else small
@@ -77,10 +82,10 @@ def bar(share: float) -> str:
 
 @dataclass
 class Table:
-    """Heads and rows, with a title.
+    """A table with a title.
 
     Attributes:
-        columns: the heads.
+        columns: the headings of the columns.
         kind: `cards` (few rows, many facts) makes a card of every row on a phone. In a `matrix` the first
             column stays while the rest scrolls. A `map` has shaded cells and stands beside others.
     """
@@ -92,11 +97,11 @@ class Table:
 
     @property
     def ours(self) -> set[int]:
-        """Numbers of the rows that stand out."""
+        """Numbers of the rows that are highlighted (`_OURS`)."""
         return {number for number, row in enumerate(self.rows) if row[0].text.partition(" · ")[0] in _OURS}
 
     def texts(self) -> list[dict[str, str]]:
-        """What stands in every row, by head."""
+        """The text of every row's cells, by the heading of their column."""
         return [dict(zip(self.columns, map(_oneline, row), strict=True)) for row in self.rows]
 
 
@@ -105,7 +110,7 @@ class Notes:
     """Sentences as a list.
 
     Attributes:
-        alarm: something went wrong.
+        alarm: whether they say that something went wrong.
     """
 
     lines: list[str]
@@ -114,7 +119,7 @@ class Notes:
 
 
 def listed(lines: list[str], alarm: bool = False) -> "list[Block]":
-    """Sentences as a list, if there are any."""
+    """A block of sentences; no block if there are no sentences."""
     return [Notes(lines, alarm)] if lines else []
 
 
@@ -133,16 +138,16 @@ class Picture:
 
     @property
     def source(self) -> str:
-        """The picture itself, as an address (a `data:` URL)."""
+        """The picture as a `data:` URL."""
         kind, data = ("svg+xml", self.data.encode()) if isinstance(self.data, str) else ("png", self.data)
         return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 @dataclass
 class Section:
-    """A headed part of the report. It is left out when it has no blocks.
+    """A part of the report with a heading. It is left out when it has no blocks.
 
-    Inside another section it is a line that opens its blocks; on paper they are open.
+    Inside another section only its title shows, and a click opens its blocks; on paper they are open.
     """
 
     title: str
@@ -158,7 +163,7 @@ def render(form: str, title: str, lead: str, origin: list[str], sections: list[S
 
     Args:
         lead: the result in a sentence or two.
-        origin: models, machine, versions.
+        origin: sentences about models, machine and versions.
         sections: those without blocks are left out.
     """
     shown = [section for section in sections if section.blocks]
@@ -168,7 +173,7 @@ def render(form: str, title: str, lead: str, origin: list[str], sections: list[S
 
 
 def _groups(blocks: list[Block]) -> list[tuple[str, list[Block]]]:
-    """Neighbouring blocks of one kind, which may share a grid."""
+    """Neighbouring blocks of one kind together, because they may share a grid: (kind, blocks)."""
     return [(kind, list(found)) for kind, found in itertools.groupby(blocks, key=lambda block: block.kind)]
 
 
@@ -178,7 +183,7 @@ def _breakable(text: str) -> Markup:
 
 
 def _oneline(cell: Cell) -> str:
-    """All of a cell, as it stands between two bars of a Markdown table."""
+    """A cell's text and small print in one line, for a Markdown table."""
     return " ".join([cell.text, *cell.small.split()]).strip().replace("|", "\\|")
 
 

@@ -1,6 +1,6 @@
-"""Published results (papers/*.csv beside this file), and ours next to them.
+"""Published results (papers/*.csv beside this file), and our results next to them.
 
-Ours stand there where model, benchmark, task and method are the same.
+A result of ours stands beside a published one of the same model, benchmark, task and method.
 """
 
 import csv
@@ -26,17 +26,17 @@ _ENGLISH = {
 _MEMBERS = {**CATEGORIES, "longbench_14": _ENGLISH, "ruler": {**_RULER, "qa": ["qa_1", "qa_2"]}}
 _TRAINED = {"wa_cpt": "wa+cpt", "window": "wa+cpt"}  # names in eval.models that cannot be the paper's
 _HEADS = ["task", "method", "paper's setting", "paper", "paper's Δ", "ours", "ours: value", "ours: Δ"]
-_OPEN_ROWS = 12  # longer tables stand behind a line that opens them
+_OPEN_ROWS = 12  # longer tables are folded until a click opens them
 _LENGTH = re.compile(r"_\d+k$")
 _STANDARD = ("mmlu", "hellaswag", "arc_easy", "arc_challenge", "humaneval")
 
 
 class Published(NamedTuple):
-    """One printed number.
+    """One number of a paper's table: a row of a CSV file.
 
     Attributes:
         value: as printed.
-        metric: `score` is 0 to 100; anything else names its unit.
+        metric: `score` (0 to 100), or the unit of the value.
     """
 
     paper: str
@@ -95,7 +95,7 @@ def _model_key(name: str) -> str:
 
 
 def paper_name(method: str) -> str:
-    """What papers call a method.
+    """The name that papers give to a method of ours.
 
     `snapkv@25%` is `snapkv`, `model:cla` is `cla`, `model:wa_cpt` and `model:window` are `wa+cpt`.
     """
@@ -104,10 +104,10 @@ def paper_name(method: str) -> str:
 
 
 def blocks(comparison: Comparison, published: list[Published], model: str | None = None) -> list[Block]:
-    """A table per published table of a model that was measured.
+    """A table of ours for each published table whose model was measured.
 
     Args:
-        model: the paper's name of the model, for every run. None: the models' paths tell it.
+        model: the paper's name of the model, for every run. None = it is found from the models' paths.
     """
     found: list[Block] = []
     paths = list(dict.fromkeys(run.dense_path for run in comparison.runs if run.dense_path))
@@ -167,8 +167,7 @@ def _ours(
 ) -> tuple[float | None, float | None, str]:
     """Our number for a published one, its change against full, and a note.
 
-    The number is None when we did not measure it. For bytes and speeds it is the number at the longest
-    length.
+    The number is None if it was not measured. Bytes and speeds are those at the longest length.
     """
     timed, held = speed_of(entry), bytes_at(entry, None)
     if row.task == "decode" and timed:
@@ -189,13 +188,13 @@ def _ours(
 
 
 def relative_drop(averages: list[tuple[float | None, float | None]]) -> float | None:
-    """Mean of what each benchmark's average loses against full's, relative to it.
+    """The mean over benchmarks of `1 - method / full`, the relative loss of a benchmark's average.
 
-    This is "Perf" of PoD Table 5, as Table 1's numbers give it.
+    This is "Perf" of PoD Table 5, as it follows from the numbers of Table 1.
 
     Args:
-        averages: (method, full) of each benchmark.
-    Returns: None where one was not measured.
+        averages: (average of the method, average of full) for each benchmark.
+    Returns: None if one of them was not measured.
     """
     drops = [1 - own / full for own, full in averages if own is not None and full]
     return sum(drops) / len(drops) if len(drops) == len(averages) else None
@@ -204,9 +203,11 @@ def relative_drop(averages: list[tuple[float | None, float | None]]) -> float | 
 def _with_full(
     entries: list[Entry], entry: Entry, groups: list[list[str]]
 ) -> tuple[float | None, float | None]:
-    """Mean (0 to 1) over groups of the means of their tasks, of a row and of full of the same model.
+    """Mean score (0 to 1) of a row, and that of `full` on the same model. Each is None if it lacks a task.
 
-    Each is None where a task is missing.
+    Args:
+        groups: names of tasks, as `_values` has them. The tasks of a group are averaged first, then the
+            groups.
     """
     bases = (other for other in entries if other.method == BASE and other is not entry)
     same = (other for other in bases if entry.run.dense_path in (None, other.run.dense_path))
@@ -218,9 +219,10 @@ def _with_full(
 
 
 def _leaves(row: Published, published: list[Published]) -> list[list[str]]:
-    """The tasks behind a published number: means of means.
+    """The tasks behind a published number, in groups: the number is the mean of the groups' means.
 
-    An average is over everything else that the table prints for the model.
+    A published average is the mean of all other numbers of its benchmark and setting that the table prints
+    for the method.
     """
     if row.task != "average" or row.benchmark == "niah":
         return [_members(row.benchmark, row.task)]
@@ -248,7 +250,7 @@ _TABLE_1 = [  # the averages of PoD Table 1: means of these categories
 
 
 def _values(entry: Entry) -> dict[str, float]:
-    """Our scores (0 to 1) as `benchmark/task`, parts of groups included."""
+    """Our scores (0 to 1) by `benchmark/task`, subtasks of groups included."""
     values: dict[str, float] = {}
     for task, part in entry.parts.items():
         if part["kind"] == "nll":

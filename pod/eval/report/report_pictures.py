@@ -41,10 +41,10 @@ def _canvas(height: float) -> tuple[Figure, Axes]:
 
 
 def _finished(figure: Figure, axes: Axes, x_label: str, y_label: str) -> str:
-    """The figure as SVG text.
+    """The figure as SVG text, with its labels and a legend.
 
-    The names of lines stand above, and the canvas grows by them. They have as many columns as the longest
-    name leaves room for.
+    The legend stands above the axes, and the canvas grows by its height. It has as many columns as fit beside
+    each other, given the longest name.
     """
     axes.set(xlabel=x_label, ylabel=y_label)
     axes.grid(alpha=0.25)
@@ -67,7 +67,7 @@ def _svg(figure: Figure) -> str:
 
 
 def color(method: str) -> str:
-    """The same colour for a method in every picture, whatever its budget and run."""
+    """The colour of a method: the same in every picture, whatever its budget and run."""
     name, _ = cut_budget(method.partition(" · ")[0])
     return COLORS.get(name) or _SPARE_COLORS[sum(map(ord, name)) % len(_SPARE_COLORS)]
 
@@ -89,12 +89,12 @@ def _log_if_wide(axes: Axes, values: list[float]) -> None:
 
 @_styled
 def perplexity_by_position(curves: dict[str, list[dict]]) -> str:
-    """Perplexity of each span of positions with 95 % intervals.
+    """Perplexity of each position bucket with 95 % intervals.
 
-    Methods stand side by side in the span's slot.
+    Each bucket has a slot on the x axis, where the methods stand side by side.
 
     Args:
-        curves: buckets by method.
+        curves: by method, the `buckets` of its payload.
     """
     figure, axes = _canvas(3.3)
     ends = sorted({bucket["end"] for buckets in curves.values() for bucket in buckets})
@@ -116,12 +116,12 @@ def perplexity_by_position(curves: dict[str, list[dict]]) -> str:
 def score_over_bytes(points: list[dict[str, Any]], y_label: str, higher_is_better: bool) -> str:
     """Score against the share of the dense cache's bytes.
 
-    Each point stands where it was measured. Its name stands at the right, joined to it by a thin line. A
-    dotted line shows the best measured value at these bytes or fewer; it is no verdict.
+    A thin line joins each point with its name at the right. A dotted line shows the best measured value at
+    these bytes or fewer. It is no verdict: chance may explain a difference.
 
     Args:
         points: {label, family, share, value, ci95 or None}, in row order. Points of one family (a method at
-            several budgets) are joined. Points of one place are one marker with all their names.
+            several budgets) are joined. Points with equal coordinates are one marker with all their names.
     """
     figure, axes = _canvas(3.8)
     best = best_so_far(points, higher_is_better)
@@ -149,9 +149,12 @@ def score_over_bytes(points: list[dict[str, Any]], y_label: str, higher_is_bette
 
 
 def _names_at_the_right(figure: Figure, axes: Axes, names: dict[tuple[float, float], str]) -> None:
-    """Names in a column beside the axes, in the order of their points' heights.
+    """Print the names of points in a column beside the axes, in the order of the points' heights.
 
-    No name stands on another.
+    Names do not overlap.
+
+    Args:
+        names: by the coordinates of a point.
     """
     inside = max(figure.get_figheight() - 0.8, _LINE * len(names))
     figure.set_figheight(inside + 0.8)
@@ -170,9 +173,9 @@ def _names_at_the_right(figure: Figure, axes: Axes, names: dict[tuple[float, flo
 
 
 def best_so_far(points: list[dict[str, Any]], higher_is_better: bool) -> list[dict[str, Any]]:
-    """By growing bytes, the points whose measured value beats every point of fewer bytes.
+    """In the order of their bytes, the points with a better measured value than every point of fewer bytes.
 
-    This is no verdict: nobody asks whether chance explains the difference.
+    This is no verdict: chance may explain the difference.
     """
     sign = 1 if higher_is_better else -1
     best: list[dict[str, Any]] = []
@@ -210,7 +213,7 @@ def curve(curves: dict[str, dict[str, Any]]) -> str:
 def training_curve(metrics: Path) -> str | None:
     """Loss over steps from metrics.jsonl (`step`, `loss`), raw and as a running mean.
 
-    Returns: None when there is too little.
+    Returns: None if fewer than two steps have a loss.
     """
     points = []
     for line in metrics.read_text(encoding="utf-8").splitlines():

@@ -1,7 +1,7 @@
 """The tables of a report.
 
-They show methods by tasks, one task in detail, tasks of a suite, heat maps, and whatever a payload brings
-along.
+There are the overview (methods by tasks), one task in detail, the tasks of a suite, heat maps, and tables of
+any other values.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,10 +31,11 @@ _Row = tuple[str, str, Tasks, Part]  # its name, small text, and the tasks and p
 
 
 def number(value: float, digits: int, sign: str = "", unit: str = "") -> str:
-    """So many decimals, or `<0.01` for what would round to nothing.
+    """A number with `digits` decimals; `<0.01` (for two digits) instead of a value that would round to zero.
 
     Args:
-        sign: "+" to print it.
+        sign: "+" prints the sign of positive numbers, too.
+        unit: is put behind the number.
     """
     least = 10.0**-digits
     if 0 < abs(value) < least / 2:
@@ -49,34 +50,39 @@ def percent(value: float, sign: str = "", unit: str = "%") -> str:
 
 
 def value_text(payload: Payload, value: float) -> str:
-    """Scores as 0 to 100, perplexity with two decimals."""
+    """The text of a payload's value: scores as 0 to 100, perplexity with two decimals."""
     if payload["kind"] != "nll":
         return percent(value, unit="")
     return f"{value:.2f}" if payload["metric"] == "perplexity" else f"{value:.4g}"
 
 
 def delta_text(against: Against, value: float | None = None) -> str:
-    """A change (default: the measured one): of perplexity in percent, of scores in points."""
+    """The text of a change: of perplexity in percent, of scores in points.
+
+    Args:
+        value: the change; None = the measured one.
+    """
     return percent(against.delta if value is None else value, "+", "%" if against.relative else "")
 
 
 def change_lines(against: Against) -> list[str]:
-    """The change with the verdict, in words, and its 95 % interval."""
+    """Two texts: the change with its verdict in words, and its 95 % interval."""
     ends = against.estimate.interval
     interval = "" if ends is None else f"[{', '.join(delta_text(against, end) for end in ends)}]"
     return [f"{delta_text(against)} {against.mark}".rstrip(), interval]
 
 
 def p_text(value: float) -> str:
-    """A p value."""
+    """The text of a p value."""
     return "p < 0.001" if value < 0.001 else f"p = {value:.2g}"
 
 
 def column_form(values: Sequence[float], share: bool) -> Callable[[float], str]:
-    """How all numbers of a column are printed: in one unit, with as many decimals for all.
+    """A function that prints every number of a column in the same unit with the same number of decimals.
 
     Args:
-        share: they are shares or changes, which are printed in percent.
+        values: the numbers of the column.
+        share: whether they are shares or changes, which are printed in percent.
     """
     if share:
         return percent
@@ -111,9 +117,9 @@ def change_cell(against: Against | None) -> Cell:
 
 
 def result_cell(comparison: Comparison, entry: Entry, tasks: Tasks, part: Part = None) -> Cell:
-    """A row's number on a task, on a part of it or on the mean of several, over its change.
+    """A row's value on a task, on a part of it or on the mean of several, with its change under it.
 
-    Where there is no number, the cell says why.
+    Where there is no value, the cell says why.
     """
     payload = payload_of(entry, tasks, part)
     if payload is None or payload["value"] is None:
@@ -150,24 +156,24 @@ def overview(comparison: Comparison) -> Table:
 
 
 def common_length(entries: list[Entry]) -> int | None:
-    """The longest length (tokens) at which every row that has bytes has them."""
+    """The longest length (tokens) at which the bytes of all rows are known, rows without any bytes aside."""
     lengths = [found for entry in entries if (found := {row["length"] for row in _whole_rows(entry)})]
     return max(set.intersection(*lengths), default=None) if lengths else None
 
 
 def _whole_rows(entry: Entry) -> list[dict[str, Any]]:
-    """Stated bytes of caches that reached their length.
+    """The stated bytes of a row's caches that reached their length.
 
-    Where answers ended early, their rows count only if there are no others.
+    If none did, because answers ended early, these are the stated bytes of all its caches.
     """
     rows = held_rows(entry)
     return [row for row in rows if row["held_tokens"] >= row["length"]] or rows
 
 
 def bytes_at(entry: Entry, length: int | None) -> dict[str, Any] | None:
-    """The stated bytes at a length, else at the row's longest.
+    """A row's stated bytes at `length`; if there are none, those at its longest length; None without any.
 
-    They are the largest where several tasks state them.
+    Where several tasks state bytes at a length, the largest count.
     """
     rows = _whole_rows(entry)
     return max(rows, key=lambda row: (row["length"] == length, row["length"], row["bytes"]), default=None)
@@ -176,7 +182,8 @@ def bytes_at(entry: Entry, length: int | None) -> dict[str, Any] | None:
 def saving_of(row: dict[str, Any]) -> float:
     """Share of the dense bytes that is saved.
 
-    What an empty answer or bookkeeping adds counts as nothing saved.
+    It is never negative: a cache may hold a few bytes more than a dense one, for an empty answer or for
+    bookkeeping.
     """
     return max(0.0, 1 - row["bytes"] / row["dense"])
 
@@ -192,12 +199,12 @@ def _byte_cells(entry: Entry, length: int | None) -> list[Cell]:
 
 
 def speed_of(entry: Entry) -> dict[str, Any]:
-    """Speeds of a row at the longest length of its runs' speed measurements. Empty without any."""
+    """Speeds of a row at the longest length at which its runs measured speeds. Empty without any."""
     return max(entry.speed, key=lambda row: row["length"], default={})
 
 
 def median(value: Any) -> Any:
-    """A number, or the median of several repeats."""
+    """The median of a mapping with `median` (several repeats); any other value as it is."""
     return value.get("median") if isinstance(value, dict) else value
 
 
@@ -236,7 +243,7 @@ def _task_row(comparison: Comparison, entry: Entry, task: str, binary: bool) -> 
 
 
 def _metric_cells(payloads: list[Payload], name: str) -> list[Cell]:
-    """A further metric of all rows, in one unit: 0 to 100 where it is a share in every row."""
+    """The cells of a further metric in all rows, in one unit: 0 to 100 if it is a share in every row."""
     found = [(payload.get("metrics") or {}).get(name, {}) for payload in payloads]
     values = [value for one in found if (value := one.get("value")) is not None]
     raw = any(payload["kind"] == "nll" for payload in payloads)
@@ -247,9 +254,9 @@ def _metric_cells(payloads: list[Payload], name: str) -> list[Cell]:
 
 
 def suite_table(comparison: Comparison, tasks: tuple[str, ...]) -> Table:
-    """Tasks of a suite as rows, each cell with Δ to full.
+    """Tasks of a suite as rows, methods as columns, each cell with Δ to full.
 
-    After the tasks come the suite's categories and the mean of those. The mean of all tasks stands last.
+    After the tasks come the suite's categories and the mean of the categories. The mean of all tasks is last.
     """
     entries = [entry for entry in comparison.entries if any(task in entry.parts for task in tasks)]
     metrics = {task: comparison.measured(task)[0].parts[task]["metric"] for task in tasks}
@@ -265,9 +272,10 @@ def suite_table(comparison: Comparison, tasks: tuple[str, ...]) -> Table:
 
 
 def part_table(comparison: Comparison, task: str) -> list[Table]:
-    """Parts of a task as rows, methods as columns, each with Δ to full on the same samples.
+    """Parts of a task as rows, methods as columns, each cell with Δ to full on the same samples.
 
-    Parts are the subtasks of a group, and positions of perplexity where all methods have the same.
+    Parts are the subtasks of a group, and the position buckets of perplexity if all methods have the same
+    ones. A task without parts has no table.
     """
     parts = {entry.label: entry.parts[task] for entry in reversed(comparison.measured(task))}
     inner = {name: one for part in parts.values() for name, one in (part.get("subtasks") or {}).items()}
@@ -293,7 +301,7 @@ def _by_method(comparison: Comparison, head: str, entries: list[Entry], rows: li
 
 
 def heat_maps(comparison: Comparison, task: str) -> list[Table]:
-    """Depth × length of every method whose payload has cells."""
+    """A heat map of depth × length for every method whose payload has `cells`."""
     maps = {e.label: cells for e in comparison.measured(task) if (cells := e.parts[task].get("cells"))}
     everywhere = [found for cells in maps.values() for found in cells]
     lengths, depths = (sorted({found[key] for found in everywhere}) for key in ("length", "depth"))
@@ -312,9 +320,13 @@ def _heat_cell(share: float | None) -> Cell:
 
 
 def plain_table(rows: list[dict[str, Any]], heads: dict[str, str], title: str) -> Table:
-    """Values of any kind by key, a column in one unit.
+    """A table of any values, each column in one unit.
 
     Shares and changes are printed in percent, but not in the first column, which names the rows.
+
+    Args:
+        rows: values by key.
+        heads: by key, the heading of its column.
     """
     forms: dict[str, str | Callable[[float], str]] = {}
     for key, head in heads.items():

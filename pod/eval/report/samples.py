@@ -1,6 +1,6 @@
-"""Samples of a result file as a report holds them.
+"""Samples of result files in little memory: only the keys that a report reads, kept by column.
 
-It keeps what the report reads of them, by column, however many methods there are.
+A report may read the samples of many methods at once.
 """
 
 from array import array
@@ -8,15 +8,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 READ = ("id", "score", "tokens", "prompt_hash", "subtask", "cluster", "buckets")
-"""What judgements and tables read of a sample. Answers and targets stay in the file."""
+"""The keys of a sample that comparisons and tables read. Answers and targets stay in the file."""
 
 
 class Samples(Sequence[dict[str, Any]]):
-    """Rows that are made when they are asked for. They have what the given rows had of `READ`.
+    """Samples that are made when they are read. Each has the keys in `READ` that its row had.
 
     Args:
-        shared: columns of other files, by content. Methods that answered the same samples hold ids and prompt
-            hashes once.
+        rows: the samples of a result file.
+        shared: columns of all files so far, by content; new ones are added. So ids and prompt hashes are held
+            only once for methods that answered the same samples.
     """
 
     def __init__(self, rows: Sequence[dict[str, Any]], shared: dict[Any, Any]):

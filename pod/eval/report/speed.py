@@ -1,6 +1,6 @@
 """The speed and memory part of a report.
 
-Speeds of one run were measured in one process, in turns. They are compared within a run only.
+The methods of one run were measured in one process, in turns. Speeds are compared within a run only.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from pod.eval.report.page import Block, Cell, Table, bar, cell, listed
 from pod.eval.report.report_tables import median, plain_table
 
 Parts = dict[str, dict[str, Any]]
-"""The part `efficiency` of every method of a race."""
+"""By method, the part `efficiency` of its result file. All are from one run."""
 
 
 _PART_NAMES = {
@@ -19,11 +19,11 @@ _PART_NAMES = {
     "near_values": "values in windows",
     "window_keys": "followers' near keys",
 }
-"""Names for buffers whose own names say less to a reader."""
+"""What a report calls buffers of a cache whose own names say too little."""
 
 
 def speed_blocks(runs: list[ReportedRun]) -> list[Block]:
-    """Tables of speed and memory, and largest batches, per run."""
+    """For every run, the tables of its speeds, memory and largest batches."""
     blocks: list[Block] = []
     for run in runs:
         if not run.speed:
@@ -36,7 +36,7 @@ def speed_blocks(runs: list[ReportedRun]) -> list[Block]:
 
 
 def _by_length(parts: Parts) -> list[list[tuple[str, dict[str, Any]]]]:
-    """Methods with their rows, by length."""
+    """For every length, the methods measured at it with their rows."""
     rows = [(name, row) for name, part in parts.items() for row in part["lengths"]]
     lengths = dict.fromkeys(row["length"] for _, row in rows)
     return [[(name, row) for name, row in rows if row["length"] == length] for length in lengths]
@@ -78,9 +78,9 @@ def speed_table(parts: Parts, title: str = "") -> Table:
 
 
 def decoding_table(parts: Parts, name: str) -> Table:
-    """Decoding after longer prompts, where it was measured.
+    """Speed of decoding after longer prompts; empty if it was not measured.
 
-    No prompt was read: the caches hold random tokens.
+    No prompt was read for it: the caches hold random tokens.
     """
     heads = {"method": "method", "length": "prompt tokens", "decode_tokens_per_second": "tokens/s"}
     heads |= {"speed_over_full": "× full", "bytes": "KV MB", "bytes_over_full": "of full's bytes"}
@@ -93,7 +93,7 @@ def decoding_table(parts: Parts, name: str) -> Table:
 
 
 def memory_tables(parts: Parts, name: str) -> list[Block]:
-    """Peak memory of reading the prompt and of decoding, with its parts, where it was measured."""
+    """Peak memory of reading the prompt and of decoding, and its parts; empty if it was not measured."""
     heads = {"method": "method", "length": "prompt tokens", "weights": "weights MB", "phase": "phase"}
     heads |= {part: f"{part} MB" for part in ("peak", "activations")} | {"kv": "KV MB"}
     rows, ways = [], set()
@@ -112,9 +112,9 @@ def memory_tables(parts: Parts, name: str) -> list[Block]:
 
 
 def batch_table(parts: Parts, name: str) -> Table:
-    """The largest batch of every method and the longest prompt, where they were measured.
+    """The largest batch and the longest prompt of every method; empty if they were not measured.
 
-    A row stands for a method and a (prompt, generated) pair.
+    There is a row for each method and pair (prompt tokens, generated tokens).
     """
     heads = {"method": "method", "asked": "prompt + new", "limit": "limit", "batch": "largest batch"}
     heads |= {"batch_over_full": "× full", "tokens_per_second": "tokens/s"}

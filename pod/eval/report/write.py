@@ -1,6 +1,7 @@
 """Write report.html, report.md and report.csv from the results of one or several runs.
 
-One self-contained page: readable on a phone and on paper, sortable by a few lines of script, without network.
+The HTML is one self-contained page without network. It is readable on a phone and on paper, and a few lines
+of script sort its tables.
 """
 
 import csv
@@ -52,8 +53,10 @@ def write_merged(
     """Write one report of several runs into the folder `out`.
 
     Args:
-        papers: folder of CSV files as in papers/ beside this file.
-        model: the papers' name of the model, where its path does not tell.
+        folders: output folders of runs, or their `eval` folders.
+        papers: folder of CSV files as in papers/ beside this file; None = those.
+        model: the papers' name of the model, if its path does not tell it.
+        more: further sections.
     Returns: the path of the HTML page.
     Raises:
         ValueError: when a folder holds no results.
@@ -75,7 +78,7 @@ def write_merged(
 
 
 def sections(comparison: Comparison) -> list[Section]:
-    """What was measured: overview, bytes, every task, speed."""
+    """The sections about what was measured: overview, failures, warnings, bytes, every task, speed."""
     summary: list[Block] = [report_tables.overview(comparison), Notes(notes.overview_notes(comparison))]
     found = [
         Section("Methods side by side", summary),
@@ -92,7 +95,7 @@ def sections(comparison: Comparison) -> list[Section]:
 
 
 def task_blocks(comparison: Comparison, task: str) -> list[Block]:
-    """Everything about one task."""
+    """Everything about one task: its tables, pictures and settings."""
     entries = comparison.measured(task)
     blocks: list[Block] = [
         report_tables.task_table(comparison, task),
@@ -111,14 +114,17 @@ def task_blocks(comparison: Comparison, task: str) -> list[Block]:
 
 
 def suite_blocks(comparison: Comparison, tasks: tuple[str, ...]) -> list[Block]:
-    """A suite: its table, its picture over bytes, and its tasks, each behind a line that opens it."""
+    """A suite: its table, its picture over bytes, and a section that a click opens for each of its tasks."""
     blocks: list[Block] = [report_tables.suite_table(comparison, tasks)]
     blocks += _over_bytes(_points(comparison, tasks), "mean score of the tasks")
     return blocks + [Section(short_name(task), task_blocks(comparison, task)) for task in tasks]
 
 
 def _overall_bytes(comparison: Comparison) -> list[Block]:
-    """Mean score over all tasks on which every row has a score, against bytes."""
+    """The picture of mean scores over bytes, over all tasks on which every row has a score.
+
+    Tasks in which rows had different prompts are left out.
+    """
     scored = tuple(
         task
         for task in comparison.tasks
@@ -132,7 +138,7 @@ def _overall_bytes(comparison: Comparison) -> list[Block]:
 
 
 def _points(comparison: Comparison, tasks: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Share of the dense bytes and value of every row that has both."""
+    """The points of `report_pictures.score_over_bytes`: one for every row whose value and bytes are known."""
     points = []
     for entry in comparison.entries:
         payload = combined(entry, tasks)
@@ -151,7 +157,7 @@ def _points(comparison: Comparison, tasks: tuple[str, ...]) -> list[dict[str, An
 
 
 def _over_bytes(points: list[dict[str, Any]], label: str) -> list[Block]:
-    """The picture of points, if they differ in bytes."""
+    """The picture of points over bytes, if there are at least three and they differ in bytes."""
     if len(points) < 3 or len({round(point["share"], 3) for point in points}) < 2:
         return []
     svg = report_pictures.score_over_bytes(points, label, points[0]["higher_is_better"])
@@ -159,7 +165,7 @@ def _over_bytes(points: list[dict[str, Any]], label: str) -> list[Block]:
 
 
 def _curves(comparison: Comparison, task: str) -> list[Block]:
-    """Curves of one name are drawn together, a line per method."""
+    """Pictures of the payloads' curves. Curves with the same title share one, with a line per method."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for entry in comparison.measured(task):
         for line in entry.parts[task].get("curves") or []:
@@ -168,7 +174,7 @@ def _curves(comparison: Comparison, task: str) -> list[Block]:
 
 
 def _run_pictures(recipe: "Recipe") -> list[Section]:
-    """Pictures that other steps of the run left behind: similarity and plan, training loss."""
+    """Sections with pictures from other steps of the run: similarity and plan, training loss."""
     files = sorted(recipe.plan_dir.glob("*.png"))  # these pictures say themselves what they show
     plans: list[Block] = [Picture(file.read_bytes(), file.stem.replace("_", " ")) for file in files]
     metrics = recipe.train_dir / "metrics.jsonl"
@@ -181,7 +187,7 @@ def _run_pictures(recipe: "Recipe") -> list[Section]:
 
 
 def csv_text(comparison: Comparison) -> str:
-    """One line per method and task, with everything that the page says about it."""
+    """The report as CSV: a line per row and task with its value, change, samples and bytes."""
     out = io.StringIO()
     asked = ((entry, task) for entry in comparison.entries for task in comparison.tasks)
     rows = [_csv_row(comparison, e, t) for e, t in asked if t in {*e.parts, *e.refused, *e.failed}]
@@ -192,7 +198,7 @@ def csv_text(comparison: Comparison) -> str:
 
 
 def _csv_row(comparison: Comparison, entry: Entry, task: str) -> dict[str, Any]:
-    """Whatever there is about a task, in the order of the columns; None for the rest."""
+    """The line of a row and task, by column. Numbers that are not known are None."""
     part: dict[str, Any] = entry.parts.get(task) or {}
     against = comparison.against(entry, (task,)) if part else None
     longest = max(held_rows(entry, task), key=lambda row: row["length"], default={}) if part else {}

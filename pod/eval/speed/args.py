@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from pod.eval.args import EvalArgs
 
 NAME = "efficiency"
-"""The task.
+"""The task's name, and the name of its part of every method's result file.
 
-It is a part of every method's result file, and only compares within one race, in one process.
+Its numbers can be compared only within one run, where one process measures all methods in turns.
 """
 
 
@@ -53,7 +53,7 @@ class SpeedOptions:
 
     @property
     def memory_limit(self) -> int | None:
-        """Bytes."""
+        """The memory limit in bytes; None = all memory of the GPU."""
         return None if self.memory_limit_gib is None else int(self.memory_limit_gib * 2**30)
 
     def lengths(self) -> set[int]:

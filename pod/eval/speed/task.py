@@ -30,11 +30,13 @@ _MEMORY_STEPS = 4  # decoded tokens whose peak memory is measured
 
 @dataclass(frozen=True)
 class SpeedRun:
-    """What is measured.
+    """What the speed measurement works with.
 
     Attributes:
+        recipe: its section `eval` says what is measured.
         layout: JSON that changes with PoD's bytes.
         method_runners: the methods by name, each with its model and its caches.
+        log: takes lines about progress.
     """
 
     recipe: "Recipe"
@@ -54,9 +56,9 @@ class SpeedRun:
 
 
 def measure_speed(run: SpeedRun) -> tuple[dict[str, dict[str, Any]], dict[str, Exception]]:
-    """The speeds of all methods side by side.
+    """Measure the speeds of all methods side by side.
 
-    Returns: the part of each method's result file; and errors by method, of those that failed.
+    Returns: by method, its part of its result file; and by method that failed, its error.
     """
     began, errors = time.perf_counter(), dict[str, Exception]()
     lengths = [_race(run, length, errors) for length in run.args.efficiency_lengths]
@@ -76,7 +78,7 @@ def measure_speed(run: SpeedRun) -> tuple[dict[str, dict[str, Any]], dict[str, E
 
 
 def _own(rows: list[dict[str, dict]], name: str) -> list[dict]:
-    """A method's rows."""
+    """The rows of one method."""
     return [row[name] for row in rows if name in row]
 
 
@@ -90,10 +92,10 @@ def row_of(run: SpeedRun) -> str:
 
 
 def is_known(run: SpeedRun, parts: Sequence[dict[str, Any] | None]) -> bool:
-    """Whether all methods raced before, in one race, as they are now.
+    """Whether the speeds of all methods are known, from one run with the present settings, side by side.
 
     Args:
-        parts: of every method's result file; None where there is none.
+        parts: the part `efficiency` of every method's result file; None where there is none.
     """
     known = [part for part in parts if part is not None]
     if not run.args.reuse or not known or len(known) < len(parts):
@@ -103,7 +105,7 @@ def is_known(run: SpeedRun, parts: Sequence[dict[str, Any] | None]) -> bool:
 
 
 def check(run: SpeedRun) -> None:
-    """Make every cache that methods with a budget will use.
+    """Make, as a check, every cache that methods with a budget will use.
 
     Raises:
         ValueError: for a budget below a method's minimum.
@@ -116,7 +118,7 @@ def check(run: SpeedRun) -> None:
 
 
 def headline(parts: Mapping[str, dict[str, Any]]) -> str:
-    """Tokens per second at the last length in a few words."""
+    """Tokens per second of every method at the last length, in a few words."""
     last = {name: part["lengths"][-1] for name, part in parts.items() if part["lengths"]}
     rates = [
         f"{name} {row['decode_tokens_per_second']['median']:.1f} at {row['length']}"
@@ -157,9 +159,9 @@ def _race(run: SpeedRun, length: int, errors: dict[str, Exception]) -> dict[str,
 
 
 def _race_filled(run: SpeedRun, length: int, errors: dict[str, Exception]) -> dict[str, dict[str, Any]]:
-    """Decoding at a length that no prompt was read for: a row per method whose cache can be filled.
+    """Race decoding at a length without reading a prompt: caches are filled with random tokens instead.
 
-    Methods that fail are added to `errors`.
+    Returns: a row per method whose cache can be filled so. Methods that fail are added to `errors`.
     """
     runners = []
     for one in map(race.Runner, run.args.methods):
@@ -229,9 +231,10 @@ def _largest_batches(
 
 
 def _longest_prompts(run: SpeedRun, errors: dict[str, Exception]) -> dict[str, dict[str, Any]]:
-    """The longest prompt of every method, as rows with a batch of one row each.
+    """The longest prompt of every method that fits as one row.
 
-    `batch_over_full` is the ratio of tokens.
+    In the rows of the result, `batch` is 1 (0 if not even the shortest prompt fits), and `batch_over_full` is
+    the ratio of prompt tokens.
     """
     step, limit, most = (
         run.options.longest_prompt,
@@ -256,7 +259,7 @@ def _longest_prompts(run: SpeedRun, errors: dict[str, Exception]) -> dict[str, d
 def _searched(
     run: SpeedRun, measured: Callable[[MethodRunner], dict[str, Any]], errors: dict[str, Exception]
 ) -> dict[str, dict[str, Any]]:
-    """A row per method. Methods that fail are added to `errors`."""
+    """A row per method, made by `measured`. Methods that fail are added to `errors`."""
     rows: dict[str, dict[str, Any]] = {}
     for one in map(race.Runner, run.args.methods):
         with one.trying():
@@ -268,9 +271,13 @@ def _searched(
 
 
 def speeds(runner: race.Runner, base: race.Runner | None, steps: int) -> dict[str, Any]:
-    """Seconds to the first token and tokens per second, and the ratios to `base`.
+    """Seconds to the first token and tokens per second of a method, and the ratios to `base`.
 
     Numbers are the median, min and max over the repeats. Ratios are taken round by round.
+
+    Args:
+        base: the method `full`; None if it is not measured.
+        steps: tokens that are decoded in a round.
     """
     first = spread(runner.prompt_seconds)
     found: dict[str, Any] = {"time_to_first_token_seconds": first["median"], "time_to_first_token": first}
@@ -281,7 +288,7 @@ def speeds(runner: race.Runner, base: race.Runner | None, steps: int) -> dict[st
 
 
 def decode_speeds(runner: race.Runner, base: race.Runner | None, steps: int) -> dict[str, Any]:
-    """Tokens per second of decoding, and the ratio to `base`.
+    """Tokens per second of decoding, and the ratio to `base`; for the arguments see `speeds`.
 
     Numbers are the median, min and max over the repeats. The ratio is taken round by round.
     """
@@ -293,5 +300,5 @@ def decode_speeds(runner: race.Runner, base: race.Runner | None, steps: int) -> 
 
 
 def _ratios(theirs: list[float], own: list[float]) -> dict[str, float | int]:
-    """How many times as fast as `theirs` our own times are, round by round."""
+    """The spread of `theirs / own` (seconds), taken round by round: above 1 our own are faster."""
     return spread([other / mine for other, mine in zip(theirs, own, strict=True)])

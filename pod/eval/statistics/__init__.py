@@ -1,1 +1,1 @@
-"""What samples say: estimates with intervals, and which differences are more than chance."""
+"""Estimates from samples with their intervals, and which differences are more than chance."""

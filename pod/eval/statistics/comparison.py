@@ -1,8 +1,8 @@
-"""Payloads as estimates, and one method against another.
+"""Compute the estimate of a payload, and compare one method with another.
 
-This is the only place that says better, worse, or neither.
+Only this file decides whether a method is better, worse, or neither.
 
-A *payload* is what a task says of a method: ``kind`` (``nll``, ``binary`` or ``score``), ``metric``,
+A *payload* is a task's result for a method: ``kind`` (``nll``, ``binary`` or ``score``), ``metric``,
 ``samples``, and for groups ``subtasks`` with their weights.
 """
 
@@ -18,19 +18,22 @@ from pod.eval.statistics.confidence import Estimate
 Payload = dict[str, Any]
 Mark = Literal["", "better", "worse"]
 CHANCE = 0.05
-"""A mark is given below this, for all comparisons of a page together."""
+"""A comparison is marked as better or worse if its adjusted p value (`Against.adjusted`) is below this."""
 
 
 @dataclass(frozen=True)
 class Against:
-    """A method against its base on the samples that both answered, with equal prompts.
+    """A method compared with its base on the samples that both answered, with equal prompts.
 
     Attributes:
+        base: label of the base.
         relative: the estimate is the relative change of perplexity; else it is the difference of the scores
             (0 to 1).
-        gained, lost: number of 0/1 samples that only the method got right, and that only the base got right.
+        common: number of samples that are compared.
+        unpaired: number of samples of either side whose id the other side does not have.
         left_out: number of common sample ids that were not compared, by reason.
-        adjusted: the p value for all comparisons of the page together (Holm); None where there is none.
+        gained, lost: number of 0/1 samples that only the method got right, and that only the base got right.
+        adjusted: the p value adjusted for all comparisons of the page (Holm); None where there is none.
     """
 
     base: str
@@ -46,11 +49,12 @@ class Against:
 
     @property
     def delta(self) -> float:
+        """The change: relative to the base's perplexity, or in points of 0 to 1."""
         return self.estimate.value
 
     @property
     def mark(self) -> Mark:
-        """Better or worse, where chance hardly explains it over the whole page."""
+        """`better` or `worse` if the adjusted p value is below `CHANCE`, else an empty text."""
         if self.adjusted is None or self.adjusted >= CHANCE or not self.delta:
             return ""
         return "better" if (self.delta > 0) == self.higher_is_better else "worse"
@@ -74,7 +78,7 @@ def perplexity_of(sums: Sequence[float], counts: Sequence[int]) -> dict[str, Any
 def perplexity_change(sums: Sequence[float], base_sums: Sequence[float], counts: Sequence[int]) -> Estimate:
     """Relative change of perplexity on the same tokens: 0.05 = 5 % above the base.
 
-    Easy and hard sequences cancel.
+    It is taken over the differences within sequences, so that it does not matter how hard a sequence is.
     """
     gaps = [own - base for own, base in zip(sums, base_sums, strict=True)]
     return confidence.mean(gaps, counts).mapped(math.expm1)
@@ -94,9 +98,11 @@ def estimate_of(payload: Payload) -> Estimate | None:
 
 
 def compare(own: Payload, base: Payload, label: str) -> Against | None:
-    """One payload against another on their common samples.
+    """Compare one payload with another on their common samples.
 
-    Returns: None when they are of different kinds or metrics, or share no samples.
+    Args:
+        label: of the base.
+    Returns: None when they have different kinds, metrics or filters, or share no samples.
     """
     if any(own[key] != base[key] for key in ("kind", "metric")) or _filter(own) != _filter(base):
         return None
@@ -122,7 +128,7 @@ def compare(own: Payload, base: Payload, label: str) -> Against | None:
         estimate=estimate,
         higher_is_better=own["higher_is_better"],
         common=len(pairs),
-        # counts every sample that has none of its id on the other side
+        # every sample whose id the other side does not have
         unpaired=len(own["samples"]) + len(base["samples"]) - 2 * (len(pairs) + sum(left_out.values())),
         left_out=left_out,
         gained=sum(gap > 0 for gap in gaps) if binary else None,
@@ -131,7 +137,7 @@ def compare(own: Payload, base: Payload, label: str) -> Against | None:
 
 
 def judged(found: dict[Any, Against | None]) -> dict[Any, Against | None]:
-    """The comparisons of a page, each with its p value for all of them together."""
+    """The comparisons of a page, each with its p value adjusted for all of them (`confidence.holm`)."""
     known = {key: one for key, one in found.items() if one is not None and one.estimate.p is not None}
     values = confidence.holm([one.estimate.p or 0.0 for one in known.values()])
     pairs = zip(known.items(), values, strict=True)
@@ -139,7 +145,10 @@ def judged(found: dict[Any, Against | None]) -> dict[Any, Against | None]:
 
 
 def paired_samples(own: Payload, base: Payload) -> tuple[list[tuple[dict, dict]], dict[str, int]]:
-    """Samples with one id on both sides, and how many of those were left out, by reason."""
+    """Pairs of samples with the same id and the same prompt.
+
+    Returns: the pairs, and the number of common ids that were left out, by reason.
+    """
     others = {sample["id"]: sample for sample in base["samples"]}
     pairs, left_out = [], Counter[str]()
     for sample in own["samples"]:
@@ -156,10 +165,7 @@ def paired_samples(own: Payload, base: Payload) -> tuple[list[tuple[dict, dict]]
 
 
 def _over_strata(payload: Payload, samples: list[dict], of: Any) -> Estimate:
-    """An estimate of the samples.
-
-    For a group it is the mean of its tasks' estimates, with their weights.
-    """
+    """The estimate `of(samples)`; for a group, the weighted mean of the estimates of its tasks."""
     names = [sample.get("subtask") for sample in samples]
     if any(name is None for name in names):
         return of(samples)

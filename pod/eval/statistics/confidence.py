@@ -1,14 +1,14 @@
 """Means, shares and differences with 95 % intervals and p values, without resampling.
 
 Samples that ask about one text are no more independent than the tokens of a text are. They form a *cluster*,
-and clusters are what is counted.
+and clusters are counted instead of samples.
 
-* Means without bounds take Student's t over clusters, because percentile bootstraps of a few sequences cover
-  77 % where they say 95 %.
-* Scores of 0 to 1 and paired differences of 0/1 samples take score intervals, which have a width at 0 and at
-  1.
-* Weighted means of several tasks join the two (MOVER: Zou and Donner, 2008; degrees of freedom after
-  Satterthwaite).
+* Means of numbers without bounds get intervals from Student's t over clusters. Percentile bootstraps of a few
+  sequences would cover 77 % where they say 95 %.
+* Means of scores from 0 to 1, and paired differences of 0/1 samples, get score intervals. Their width is not
+  zero at means of 0 and 1.
+* Weighted means of several tasks join intervals of both kinds (MOVER: Zou and Donner, 2008; degrees of
+  freedom after Satterthwaite).
 """
 
 import math
@@ -30,7 +30,7 @@ class Estimate:
 
     Attributes:
         low, high: 95 % interval; None where nothing can be said, as with a single cluster.
-        p: two-sided probability of so large a value when the true one is 0; None with the interval.
+        p: two-sided probability of a value at least so large if the true one is 0; None without an interval.
         freedom: degrees of freedom of the interval; infinite = normal.
     """
 
@@ -46,7 +46,10 @@ class Estimate:
         return None if self.low is None or self.high is None else [self.low, self.high]
 
     def mapped(self, change: Callable[[float], float]) -> "Estimate":
-        """After a rising function of the number, as ``exp`` of a mean of logarithms."""
+        """This estimate with ``change``, a rising function, applied to its value and interval.
+
+        An example is ``exp`` of a mean of logarithms.
+        """
         ends = [None if end is None else change(end) for end in (self.low, self.high)]
         return replace(self, value=change(self.value), low=ends[0], high=ends[1])
 
@@ -58,6 +61,7 @@ def critical(freedom: float = math.inf) -> float:
 
 
 def _p_of(ratio: float, freedom: float = math.inf) -> float:
+    """The two-sided p value of a ratio of an estimate to its standard error."""
     tail = special.stdtr(freedom, -ratio) if math.isfinite(freedom) else special.ndtr(-ratio)
     return min(1.0, 2 * float(tail))
 
@@ -70,8 +74,8 @@ def mean(
     """``Σ values / Σ counts`` with Student's t over clusters (the linearised ratio; Cochran, 1977, §6.4).
 
     Args:
-        values: of each sample, or sums over its ``counts`` (default 1) tokens.
-        clusters: what each sample belongs to (default: samples are independent).
+        values: the value of each sample, or the sum over its ``counts`` tokens (default: 1 each).
+        clusters: the cluster that each sample belongs to (default: samples are independent).
     """
     sums, sizes = by_cluster(values, counts, clusters)
     number, value = len(sums), float(sums.sum() / sizes.sum())
@@ -88,8 +92,8 @@ def mean(
 def share(scores: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Estimate:
     """The mean of scores of 0 to 1, or the share of 0/1 scores that are 1, with its interval.
 
-    The interval is Wilson's (1927), for as many 0/1 trials as the scores are worth. Scores on another scale
-    have the mean's t interval.
+    The interval is Wilson's (1927), for as many 0/1 trials as the scores are worth (`_worth`). Scores outside
+    0 to 1 get the t interval of `mean`.
     """
     if min(scores) < 0 or max(scores) > 1:
         return mean(scores, None, clusters)
@@ -99,12 +103,16 @@ def share(scores: Sequence[float], clusters: Sequence[Hashable] | None = None) -
 
 
 def _worth(residuals: np.ndarray, variance: float, clusters: Sequence[Hashable] | None) -> float:
-    """How many independent samples of such a variance the samples are worth.
+    """The number of independent samples of this variance that would be as informative as these samples.
 
     It is the number of their clusters over the design effect (Kish, 1965). The effect is drawn towards 1 as
-    if one more cluster said so, because few clusters may look alike by chance: t intervals of scores that
-    pile up at 0 or 1 cover 93 % where they say 95 %. One cluster is one trial, and no cluster says more than
-    its samples apart.
+    if there were one more cluster with an effect of 1, because few clusters may look alike by chance: t
+    intervals of scores that pile up at 0 or 1 cover 93 % where they say 95 %. One cluster counts as one
+    trial. A cluster never counts for more than its samples would as independent ones.
+
+    Args:
+        residuals: the samples' scores minus their mean.
+        variance: of one independent sample.
     """
     sums, _ = by_cluster(residuals, None, clusters)
     number = len(sums)
@@ -132,8 +140,9 @@ def paired_share(
 ) -> Estimate:
     """The difference of two shares on the same 0/1 samples.
 
-    The interval is Tango's score interval (1998), the test McNemar's exact test (1947). With clusters, both
-    count as many samples as the clusters are worth, and the test is the score test.
+    The interval is Tango's score interval (1998), and the p value is that of McNemar's exact test (1947).
+    With clusters, both count as many samples as the clusters are worth (`_worth`), and the p value is that of
+    the score test.
     """
     gaps = np.asarray(own, dtype=np.float64) - np.asarray(base, dtype=np.float64)
     value, trials = float(gaps.mean()), len(gaps)
@@ -149,15 +158,18 @@ def paired_share(
 
 
 def tango(gained: float, lost: float, trials: float) -> tuple[float, float]:
-    """95 % score interval of ``(gained - lost) / trials``, paired.
+    """95 % score interval of the paired difference ``(gained - lost) / trials``.
 
-    It holds all differences that a score test does not refuse.
+    It holds all differences that a score test does not reject.
     """
     return -_tango_high(lost, gained, trials), _tango_high(gained, lost, trials)
 
 
 def _tango_high(gained: float, lost: float, trials: float) -> float:
-    """The upper end, by bisection: the statistic falls from the estimate to 1."""
+    """The upper end of Tango's interval.
+
+    It is found by bisection between the estimate and 1: in this range a greater difference fits less well.
+    """
     low, high = (gained - lost) / trials, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -173,7 +185,9 @@ def _tango_high(gained: float, lost: float, trials: float) -> float:
 def mcnemar(gained: int, lost: int) -> float:
     """Two-sided exact p value: are two methods right equally often on the same 0/1 samples?
 
-    Samples on which both agree say nothing.
+    Args:
+        gained, lost: number of samples that only the one, and only the other, got right. Samples on which
+            both agree do not matter.
     """
     return min(1.0, 2 * float(special.bdtr(min(gained, lost), gained + lost, 0.5)))
 
@@ -183,7 +197,8 @@ def paired_mean(
 ) -> Estimate:
     """The difference of two means of scores of 0 to 1 on the same samples.
 
-    The interval is Student's t over the gaps. Where there is no gap, the interval says what could hide there.
+    The interval is Student's t over the differences of samples, cut to -1 to 1. Where all samples are equal,
+    it is the score interval of `paired_share`, whose width is not zero.
     """
     gaps = np.asarray(own, dtype=np.float64) - np.asarray(base, dtype=np.float64)
     if not gaps.any():
@@ -222,9 +237,9 @@ def _joined(halves: list[tuple[float, float, float]]) -> tuple[float, float]:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p values that hold for all comparisons together (Holm, 1979).
+    """p values adjusted for several comparisons (Holm, 1979), in the order given.
 
-    The chance of one false mark on a page stays below the level.
+    If every adjusted value below a level is marked, the chance of even one false mark stays below the level.
     """
     order, adjusted = np.argsort(p_values), np.empty(len(p_values))
     steps = np.arange(len(order), 0, -1) * np.asarray(p_values)[order]
@@ -233,7 +248,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def clusters_of(samples: Sequence[Mapping[str, Any]]) -> list[Hashable] | None:
-    """What each sample belongs to: its ``cluster``, else itself.
+    """The cluster of each sample: its ``cluster``, else one of its own.
 
     Returns: None when no two samples share a cluster.
     """

@@ -1,4 +1,4 @@
-"""What is asked: one folder per suite with its tasks, prompts and scorers, and needles in haystacks.
+"""Benchmarks: one folder per suite with its tasks, prompts and scorers, and what needle tasks share.
 
 `README.md` lists the suites.
 """

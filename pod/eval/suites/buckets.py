@@ -35,7 +35,9 @@ def position_buckets(length: int, min_context: int, scored_tokens: int) -> list[
 def token_counts(
     buckets: list[Bucket], texts: int, length: int, batch_size: int, one_shot: bool
 ) -> tuple[int, int]:
-    """(prompt tokens, decode steps of a batch) that texts of `length` tokens take.
+    """(prompt tokens, decode steps) that texts of `length` tokens take.
+
+    A decode step decodes one token in every row of a batch.
 
     Args:
         one_shot: one forward pass scores all buckets.

@@ -1,4 +1,4 @@
-"""What the suites ask, as lm-eval's configurations.
+"""The tasks and groups of the suites, as configurations of lm-eval.
 
 They are made in memory from a table per suite; no file is written.
 """
@@ -15,12 +15,16 @@ from pod.eval.suites.replaced import replaced
 Config = dict[str, Any]
 Row = dict[str, Any]
 Scorer = Callable[[Row, list[str]], dict[str, float]]
-"""lm-eval's `process_results`: a row and what was answered, in a list, to numbers by name."""
+"""The type of lm-eval's `process_results`: from a row and a list with its answer to numbers by metric."""
 FOLDER = Path(__file__).parent
 
 
 def scorer(metric: str, value: Callable[[str, Row], float]) -> Scorer:
-    """Scores an answer to a row by the metric's name, and as `score`, which groups average."""
+    """A `Scorer` that gives one number under two names: the metric's, and `score`, which groups average.
+
+    Args:
+        value: the number, from the answer and its row.
+    """
 
     def score(doc: Row, results: list[str]) -> dict[str, float]:
         found = value(results[0], doc)
@@ -43,16 +47,17 @@ def task_config(
     metadata: dict[str, Any] | None = None,
     **more: Any,
 ) -> Config:
-    """A task that generates an answer and scores it.
+    """The configuration of a task that generates an answer and scores it.
 
     Args:
-        rows: lm-eval's `custom_dataset`.
-        score: lm-eval's `process_results`.
+        rows: makes the data set (lm-eval's `custom_dataset`).
+        score: scores an answer (lm-eval's `process_results`).
         prompt, target: key of a row, or a template.
-        metrics: means of what `score` returns, the primary one first.
+        new_tokens: tokens of an answer, at most.
+        metrics: names of numbers that `score` returns, the primary one first. A task reports their means.
         rules: content of `metadata.pod` (see `pod.eval.lm.index.Rule`).
         generation: settings of the generation besides greedy and `new_tokens`.
-        metadata: what else `rows` is given.
+        metadata: further arguments of `rows`.
         more: other settings of lm-eval.
     """
     return {
@@ -82,10 +87,11 @@ def task_config(
 
 
 def group_config(prefix: str, end: str, members: Iterable[str], average: str | None = None) -> Config:
-    """The group `prefix + end` of the tasks or groups `prefix_member`, scored by their means of `score`.
+    """The configuration of the group `prefix + end`, whose value is the mean of its members' `score`.
 
     Args:
-        average: `members` where each direct member counts alike; else each task counts alike.
+        members: its members are the tasks or groups `{prefix}_{member}`.
+        average: `members` = each direct member counts alike; None = each task counts alike.
     """
     return {
         "group": prefix + end,
@@ -118,7 +124,7 @@ def find_config(name: str) -> tuple[str, Config] | None:
 def known_to_lm_eval() -> Iterator[None]:
     """Inside the block every `TaskManager` that is made knows our tasks and groups.
 
-    A user's own tasks and groups of the same name go before ours.
+    A user's own tasks and groups override ours of the same name.
     """
     from lm_eval.tasks._index import TaskIndex
 

@@ -1,4 +1,4 @@
-"""Long texts with facts hidden in them: what the needle tasks have in common.
+"""Long texts with facts hidden in them, for all needle tasks.
 
 A haystack is running text (essays, or a user's files) cut to a length in tokens. Needles stand on lines of
 their own at sentence boundaries. The wording follows the harness that papers on KV caches use: the frame
@@ -23,13 +23,18 @@ ASK = " Based on the content of the book, Question: "
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[a-z][.!?])(?=[A-Z])")
 _CHARACTERS_PER_TOKEN = 8  # more than any tokenizer of English needs, so that a haystack is long enough
-_NEAR = 0.999  # a prompt with this share of the length is long enough
+_NEAR = 0.999  # a prompt that fills this share of the length is long enough
 _CONTENT = "\x02content\x03"  # stands for the user message while a chat template is filled
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands before and after the haystack, and how the whole is tokenized."""
+    """The text before and after a haystack, and how the whole prompt is tokenized.
+
+    Attributes:
+        before, after: texts; a chat template is part of them.
+        add_special_tokens: whether the tokenizer adds special tokens. A chat template has its own.
+    """
 
     tokenizer: Any
     before: str
@@ -50,15 +55,18 @@ def make_frame(
     where: str,
     to_answer: str = "\n",
 ) -> Frame:
-    """What stands before and after a text, and `answer`, the beginning of the answer.
+    """The frame around a text. It ends with the beginning of the answer.
 
     Args:
-        chat_template: all but the answer is one user message of the tokenizer's template.
+        before, after: texts around it.
+        answer: the beginning of the answer.
+        chat_template: whether everything before the answer is put as one user message into the tokenizer's
+            chat template.
         where: the option's name, for messages.
-        to_answer: what leads to the answer in plain text.
+        to_answer: without a chat template, the text between `after` and `answer`.
 
     Raises:
-        ValueError: when there is no template.
+        ValueError: when `chat_template` is True and the tokenizer has no template.
     """
     if not chat_template:
         return Frame(tokenizer, before, f"{after}{to_answer}{answer}".rstrip(), True)
@@ -71,10 +79,9 @@ def make_frame(
 
 
 def question_frame(tokenizer: Any, question: str, answer: str, chat_template: bool, where: str) -> Frame:
-    """The text around a haystack (see `make_frame`).
+    """The frame around a haystack, with a question behind it (see `make_frame`).
 
     Args:
-        question: stands behind the haystack.
         answer: the beginning of the answer.
     """
     after = f"{CLOSE}{ASK}{question}"
@@ -82,11 +89,12 @@ def question_frame(tokenizer: Any, question: str, answer: str, chat_template: bo
 
 
 def load_sentences(sources: Sequence[str] | None, longest: int, where: str) -> list[str]:
-    """Sentences of the haystack's text in order, at least enough for `longest` tokens when there is as much.
+    """The sentences of the haystack's text, in order. They are enough for `longest` tokens if the text is.
 
     Args:
-        sources: files, folders or anything else that `data.sources` takes; None: Paul Graham's essays, as in
+        sources: files, folders or anything else that `data.sources` takes; None = Paul Graham's essays, as in
             the original test.
+        longest: tokens of the longest haystack.
         where: the option's name, for messages.
 
     Raises:
@@ -116,16 +124,17 @@ def load_sentences(sources: Sequence[str] | None, longest: int, where: str) -> l
 def fitted(
     frame: Frame, sentences: list[str], start: int, needles: list[str], depths: list[float], length: int
 ) -> str:
-    """A prompt of at most `length` tokens, and hardly less.
-
-    It has the frame, text of whole words, and the needles at their depths in it (0 to 1).
+    """A prompt of at most `length` tokens, and hardly fewer: frame, text of whole words, and needles.
 
     Args:
         sentences: the sentences of the whole text.
-        start: the first sentence that is used. After the last sentence the text goes on with the first.
+        start: number of the first sentence that is used. After the last sentence the text goes on with the
+            first.
+        needles: the hidden facts.
+        depths: where each needle stands in the text, 0 (start) to 1 (end).
 
     Raises:
-        ValueError: when the frame and the needles alone are longer.
+        ValueError: when the frame and the needles alone have more than `length` tokens.
     """
 
     def text(words: int) -> str:
@@ -143,7 +152,7 @@ def fitted(
 
 
 def _first(words: int, sentences: Iterator[str]) -> list[str]:
-    """The first sentences of an endless row of them, `words` words in all."""
+    """The next sentences, `words` words in all. The last one may be cut."""
     kept = []
     while words > 0:
         parts = next(sentences).split(" ")
@@ -173,22 +182,22 @@ def place(sentences: list[str], needles: list[str], depths: list[float]) -> str:
 
 
 def spread_depths(depth: float, needles: int) -> list[float]:
-    """Where several needles stand.
+    """The depths of several needles.
 
-    The first stands at `depth`, the others at equal steps behind it, none at the very end. So does
-    `insert_needles` of gkamradt/LLMTest_NeedleInAHaystack.
+    The first is `depth`. The others follow at equal steps, none at the very end, as `insert_needles` of
+    gkamradt/LLMTest_NeedleInAHaystack places them.
     """
     return [depth + index * (1 - depth) / needles for index in range(needles)]
 
 
 def start_of(seed: int, sample: int, sentences: list[str]) -> int:
-    """The sentence with which a sample's haystack begins.
+    """The number of the sentence with which a sample's haystack begins: drawn, but 0 for sample 0.
 
-    Sample 0 begins with the text, as the original test does.
+    The original test, too, begins with the beginning of the text.
     """
     return 0 if sample == 0 else random.Random(f"{seed}/haystack/{sample}").randrange(len(sentences))
 
 
 def numbers_in(text: str) -> list[str]:
-    """Every run of digits, commas between groups of three removed."""
+    """Every run of digits in a text, with commas between groups of three removed: `1,234` is `1234`."""
     return re.findall(r"[0-9]+", re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text))

@@ -1,8 +1,4 @@
-"""Prompts built to a length.
-
-Here are the number of tokens of a text, the largest size that fits, and rows that are made when they are
-read.
-"""
+"""Build prompts to a length: count tokens, find the largest size that fits, make rows when they are read."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,20 +7,20 @@ NAMES = {f"{thousands}k": 1024 * thousands for thousands in (1, 2, 4, 8, 16, 32,
 """Lengths in tokens by the names that tasks carry."""
 
 BUILT = {"num_fewshot": 0, "repeats": 1, "fewshot_config": {"samples": []}}
-"""Settings of tasks whose rows are built when they are read.
+"""lm-eval's settings for tasks whose rows are built when they are read (`Rows`).
 
-Without other examples, lm-eval reads every row as an example for a prompt.
+The empty list of examples matters: without it lm-eval would read every row to draw few-shot examples.
 """
 
 _CHAT_SLACK = 4  # tokens that the borders of a chat template may add when they meet the text
 
 
 class Rows(Sequence):
-    """Rows of a data set that are built one by one.
+    """Rows of a data set that are built one by one, when they are read.
 
-    So 500 prompts of 128K tokens cost nothing until they are read.
+    So 500 prompts of 128K tokens cost nothing at the start.
 
-    It has what lm-eval asks of a data set: length, index, iteration, `features`.
+    The class has what lm-eval needs of a data set: length, index, iteration, `features`.
 
     Args:
         count: number of rows.
@@ -60,10 +56,7 @@ def count_tokens(tokenizer: Any, text: str) -> int:
 
 
 def chat_tokens(tokenizer: Any) -> int:
-    """Tokens that the tokenizer's chat template adds to one user message; 0 without a template.
-
-    The number is an upper bound.
-    """
+    """Tokens that the tokenizer's chat template adds to one user message, at most; 0 without a template."""
     if not getattr(tokenizer, "chat_template", None):
         return 0
     message = [{"role": "user", "content": "x"}]
@@ -86,11 +79,11 @@ def largest_fit(
 
     Args:
         tokens_of: tokens of the prompt of a size; roughly increasing.
-        smallest, largest: the sizes that make sense.
-        guess: where to begin.
-        near: a prompt of at least this share of `room` is large enough.
+        smallest, largest: the range of sizes; None = no largest.
+        guess: the size to try first.
+        near: stop at a prompt that fills at least this share of `room`.
     Raises:
-        ValueError: when even the smallest does not fit.
+        ValueError: when even the prompt of the smallest size does not fit.
     """
     low, used = smallest, tokens_of(smallest)
     if used > room:
@@ -115,8 +108,12 @@ def largest_fit(
 def _next_size(low: int, used: int, high: int | None, beyond: int, room: int, attempt: int) -> int:
     """The next size to try.
 
-    Between two known sizes it interpolates linearly, and every third time takes the middle. Beyond the only
-    known size it goes on in proportion.
+    Between a size that fits and one that does not, it is interpolated linearly, and every third time it is
+    the middle. When no size is known that does not fit, the size grows in proportion.
+
+    Args:
+        low, used: the largest size that fits, and its tokens.
+        high, beyond: the smallest size that does not fit, and its tokens; None and 0 if unknown.
     """
     if high is None or not beyond:
         return low + max(1, round(low * (room - used) / max(1, used)))

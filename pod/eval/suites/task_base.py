@@ -1,11 +1,11 @@
 """What a task is.
 
 A task knows its samples and the cache sizes that they need. It asks a method for its answers, and makes one
-payload of them. Our own tasks and those of lm-eval (`pod.eval.lm.lm_tasks`) are alike to the evaluation.
+payload of them. An evaluation treats our own tasks and those of lm-eval (`pod.eval.lm.lm_tasks`) alike.
 
-Our own task is a file in the folder `pod/eval/tasks` with one subclass of `Task` whose `name` is the file's
-name; nothing else has to know it. The payload's keys are the same for every task, so that tables, intervals
-and comparisons are made in one place:
+To add a task, write a file in the folder `pod/eval/tasks` with one subclass of `Task` whose `name` is the
+file's name; it is registered nowhere else. The payload's keys are the same for every task, so that tables,
+intervals and comparisons are made in one place:
 
     kind              `nll` (samples hold sums of nats and token counts), `binary` (0 or 1) or
                       `score` (0 to 1)
@@ -15,11 +15,12 @@ and comparisons are made in one place:
     samples           one per answered sample: id, score (nll: sum in nats, with tokens), prompt_tokens,
                       prompt_hash; answer, target, budget_tokens and bytes where the task has them; optionally
                       cluster: what several samples share, such as a text that all of them ask about.
-                      Intervals draw clusters, not samples
+                      Intervals count clusters, not samples, as independent
     skipped           one per sample that was not answered: id, reason
     bytes             rows of `ByteBudgets.stated`, one per length
     settings          what the task did: prompt format, truncation, lengths …
     metrics           optional: other numbers by name, {value, ci95}
+    curves            optional: what `curve` returns, one per curve
 """
 
 import hashlib
@@ -49,7 +50,7 @@ class NoOptions:
 
 @dataclass(frozen=True)
 class Run:
-    """What tasks are made from: a recipe, the models that are compared, and the dense one's tokenizer."""
+    """What tasks are made from: a recipe, the compared models, and the dense model's tokenizer."""
 
     recipe: "Recipe"
     models: "Models"
@@ -69,7 +70,7 @@ class Task(ABC):
 
     Attributes:
         name: how recipes call the task.
-        title: what a table's head says.
+        title: the heading of the task in tables.
         about: what the task measures, one sentence for `pod eval --list-tasks`.
         Options: dataclass of `eval.task_options.<name>`, one docstring per field.
     """
@@ -90,20 +91,23 @@ class Task(ABC):
     def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> Any:
         """A method's answers to the samples, as `score` takes them.
 
-        They stand in the method's answer cache. What is missing is asked through `answer_cache.answers`,
-        and only that may load a model.
+        They come from `answer_cache.answers`, which computes only the missing ones. Nothing else here may
+        load a model.
         """
 
     @abstractmethod
     def score(self, runner: MethodRunner, answers: Any) -> dict[str, Any]:
-        """The payload of a method's answers: a function of nothing else."""
+        """The payload of a method's answers. It is computed from them without asking the model again."""
 
     @abstractmethod
     def token_counts(self, method: EvaluatedMethod) -> tuple[int, int]:
-        """(prompt tokens, decode steps of a batch) that a method takes at most."""
+        """(prompt tokens, decode steps) that a method takes at most.
+
+        A decode step decodes one token in every row of a batch.
+        """
 
     def prompt_of(self, method: EvaluatedMethod, span: Span) -> int:
-        """Tokens of the prompt of one of these caches."""
+        """Tokens of the prompt in a cache of this size, one of `spans`."""
         return span.length - span.fed
 
     def longest(self) -> int:
@@ -118,7 +122,7 @@ class Task(ABC):
         return None
 
     def headline(self, payload: dict[str, Any]) -> str:
-        """The result in a few words."""
+        """The result in a few words, as `17 of 20 correct`."""
         if payload["value"] is None:
             return f"no sample answered, {len(payload['skipped'])} skipped"
         if payload["kind"] == "binary":
@@ -129,13 +133,13 @@ class Task(ABC):
 
 
 def names() -> list[str]:
-    """Every task of the folder `pod/eval/tasks`. Imports none of them."""
+    """The names of all tasks in the folder `pod/eval/tasks`, sorted. None of them is imported."""
     folder = Path(__file__).parents[1] / "tasks"
     return sorted(module.name for module in pkgutil.iter_modules([str(folder)]))
 
 
 def task_class(name: str) -> type[Task]:
-    """The class of one of these tasks."""
+    """The class of a task in the folder `pod/eval/tasks`."""
     module = importlib.import_module(f"pod.eval.tasks.{name}")
     found = [
         value
@@ -147,9 +151,10 @@ def task_class(name: str) -> type[Task]:
 
 
 def make_options(task: type[Task], values: dict[str, Any], name: str | None = None) -> Any:
-    """`eval.task_options` of a task as its dataclass.
+    """The options of a task, as an instance of its dataclass `Options`.
 
     Args:
+        values: what the recipe says in `eval.task_options`.
         name: how the recipe calls the task, when that is not the class's name.
 
     Raises:
@@ -161,7 +166,7 @@ def make_options(task: type[Task], values: dict[str, Any], name: str | None = No
 def prompt_hash(prompt: Any) -> str:
     """SHA-256 of a prompt's text (lone surrogates allowed) or token ids, 16 hex digits.
 
-    It shows across runs that equal prompts are equal.
+    It shows whether the prompts of two runs are equal.
     """
     text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
@@ -178,9 +183,13 @@ def scored_payload(
     higher_is_better: bool | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """A payload from its samples: the number and its interval over independent clusters.
+    """A payload from its samples, with `value` and its interval `ci95` over independent clusters.
 
-    Higher is better, except for `nll`, unless `higher_is_better` says otherwise.
+    Args:
+        kind, metric, samples, skipped, settings: keys of the payload (see the top of this file).
+        bytes_rows: the payload's `bytes`.
+        higher_is_better: None = True, but False for the kind `nll`.
+        more: further keys of the payload.
     """
     found = estimate_of({"kind": kind, "samples": samples, "subtasks": more.get("subtasks")})
     return {
@@ -198,11 +207,16 @@ def scored_payload(
 
 
 def gate_metrics(counts: dict[str, list[Any]]) -> dict[str, Any]:
-    """Means of `answer.gates.skipped` as metrics.
+    """What PoD's gate skipped, as the `metrics` of a payload.
 
-    The shares are of the followers' query heads, of the followers' KV heads, of the attention of PoD without
-    skipping, and of the dense model's attention; the last one includes what PoD saves anyway. There are none
-    where no decoded token had distant ones.
+    * `query heads that skip`: share of the followers' query heads.
+    * `KV heads unread`: share of the followers' KV heads.
+    * `attention saved`: share of the attention of PoD without skipping.
+    * `saved over dense`: share of the dense model's attention, including what PoD saves without skipping.
+
+    Args:
+        counts: by name, the means per layer of what `answer.gates.skipped` counts.
+    Returns: no metric where no decoded token had distant tokens before it.
     """
     if not any(counts.get("heads", ())):
         return {}
@@ -219,11 +233,12 @@ def gate_metrics(counts: dict[str, list[Any]]) -> dict[str, Any]:
 def curve(
     rows: list[dict[str, Any]], x: str, y: str, interval: str | None = None, **more: Any
 ) -> dict[str, Any]:
-    """A curve of a payload.
+    """A curve of a payload, with a point for every row.
 
     Args:
-        x, y: keys of `rows`.
-        interval: key of the band around the curve, which is drawn where every row has one.
+        x, y: keys of `rows`, for the coordinates of a point.
+        interval: key of `rows`, for the band [low, high] around the curve. It is drawn only if every row has
+            one.
         more: title, x_label, y_label, log_x.
     """
     ends = [row[interval] for row in rows if interval and row[interval]]

@@ -1,13 +1,11 @@
-"""Where the data of a benchmark comes from.
-
-It is the official files in a local folder, or the same files from the hub.
+"""Read the data of a benchmark: its official files from a local folder, or the same files from the hub.
 
 The folder is `eval.data_dir` of a recipe (`use` sets it) or, for lm-eval's own command line, the environment
 variable POD_EVAL_DATA. It holds one folder per suite. With a folder nothing is ever downloaded. Without one
 the files come from the hub (plain files only: no script of a data set is ever run).
 
-Tasks of lm-eval itself: a copy of the hub's data set in `<data_dir>/<owner>/<name>` replaces the download.
-The copy is what `hf download --repo-type dataset OWNER/NAME --local-dir …` writes:
+For tasks of lm-eval itself, a copy of the hub's data set in `<data_dir>/<owner>/<name>` replaces the
+download. The copy is what `hf download --repo-type dataset OWNER/NAME --local-dir …` writes:
 `[<subset>/|data/]<split>*.parquet`. Files in the other formats with the same stems work, too.
 """
 
@@ -40,6 +38,8 @@ _AGAIN = ": copy it again"
 
 @dataclass(frozen=True)
 class _Used:
+    """What `use` has set."""
+
     folder: Path | None = None
     tokenizer: Any = None
     unsafe_code: bool = False
@@ -54,9 +54,9 @@ def use(folder: str | os.PathLike | None, tokenizer: Any = None, unsafe_code: bo
     """Inside the block, set where data comes from and how it is used.
 
     Args:
-        folder: where data is read from; None: POD_EVAL_DATA, else the hub.
-        tokenizer: builds prompts of a length.
-        unsafe_code: run what a model wrote even without a sandbox.
+        folder: where data is read from; None = the folder POD_EVAL_DATA, else the hub.
+        tokenizer: for tasks that build prompts to a length.
+        unsafe_code: let a model's code run even without a sandbox.
     """
     token = _used.set(_Used(None if folder is None else Path(folder), tokenizer, unsafe_code))
     try:
@@ -66,7 +66,7 @@ def use(folder: str | os.PathLike | None, tokenizer: Any = None, unsafe_code: bo
 
 
 def unsafe_code() -> bool:
-    """Whether the user allowed to run what a model wrote without a sandbox."""
+    """Whether the user allowed a model's code to run without a sandbox."""
     return _used.get().unsafe_code
 
 
@@ -87,7 +87,7 @@ def data_dir() -> Path | None:
 
 
 def load_tokenizer(metadata: dict[str, Any] | None = None) -> Any:
-    """The tokenizer of the model under test, for tasks whose prompts have a length.
+    """The tokenizer of the model under test, for tasks that build prompts to a length.
 
     In an evaluation it is the run's tokenizer. Under lm-eval's command line it is the tokenizer of the model
     arguments (`tokenizer`, else `pretrained`), which lm-eval passes to `custom_dataset` functions with the
@@ -105,7 +105,7 @@ def load_tokenizer(metadata: dict[str, Any] | None = None) -> Any:
         )
     given = metadata or {}
     variables = template_arguments(given.get("enable_thinking"), given.get("chat_template_args"))
-    # the model class has warned of unused ones
+    # no warning of unused variables here: the model class has given it
     return with_template_variables(
         pod.load_tokenizer(name), variables, "chat_template_args", lambda line: None
     )
@@ -126,17 +126,16 @@ def load_rows(
     Args:
         suite: folder in `data_dir`, the benchmark's short name.
         file: path in that folder, as the official release calls it; its ending says the format (see FORMATS).
-        hub_id: data set on the hub, for runs without a local folder; None when the file is on no hub.
+        hub_id: data set on the hub, for runs without a local folder; None if the hub does not have the file.
         hub_file: path in the hub's repository, `file` by default. `data.zip/data/qasper.jsonl` is a member of
-            an archive. Locally, too, the archive, or what was unpacked of it, may lie in the suite's folder
-            instead of the file.
-        fields: what every row must have.
-        filled: whether these fields must also not be empty.
-        name: what a row is called where one lacks them.
+            an archive. The local folder, too, may hold the archive or its unpacked members instead of `file`.
+        fields: keys that every row must have.
+        filled: whether their values must also not be empty.
+        name: what the error message calls a row, for example `story`.
 
     Raises:
-        ValueError: in one line. It names the file, where it was looked for and how to provide it, or says
-            what is wrong in it.
+        ValueError: in one line. For a missing file it says where the file was looked for and how to provide
+            it; for a damaged one, what is wrong in it.
     """
     path, member = _find(suite, file, hub_id, hub_file or file)
     rows = (
@@ -150,7 +149,7 @@ def load_rows(
 
 
 def _find(suite: str, file: str, hub_id: str | None, hub_file: str) -> tuple[Path, str]:
-    """Where a data file is, and which member of that archive it is, if it is one."""
+    """The path of a data file and an empty text; or the path of an archive and the name of its member."""
     archive, _, member = hub_file.partition(".zip/")
     archive += ".zip" if member else ""
 
@@ -185,13 +184,13 @@ def _find(suite: str, file: str, hub_id: str | None, hub_file: str) -> tuple[Pat
 def text_id(text: str) -> str | None:
     """SHA-256 of a text, 16 hex digits; None for no text.
 
-    It is the `cluster` of the rows that ask about the text, which intervals draw together.
+    It is the `cluster` of all rows that ask about the text: intervals count them as one.
     """
     return prompt_hash(text) if text else None
 
 
 def dataset(rows: list[dict[str, Any]], split: str = "test") -> dict[str, Any]:
-    """Rows as what lm-eval's `custom_dataset` functions return. Keys that a row lacks are None.
+    """Rows in the form that lm-eval's `custom_dataset` functions return. Keys that a row lacks are None.
 
     Raises:
         ValueError: when there is no row.
@@ -206,7 +205,12 @@ def dataset(rows: list[dict[str, Any]], split: str = "test") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _readable(what: str, then: str = "") -> Iterator[None]:
-    """Turn what a reader says of a damaged file into one line: what is wrong, and what to do then."""
+    """Turn errors while a damaged file is read into a ValueError of one line.
+
+    Args:
+        what: what is wrong.
+        then: what the user can do, at the end of the line.
+    """
     try:
         yield
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
@@ -214,6 +218,7 @@ def _readable(what: str, then: str = "") -> Iterator[None]:
 
 
 def _member(archive: Path, member: str) -> bytes:
+    """The content of a member of a zip archive."""
     with _readable(f"{archive} is not a complete zip archive", _AGAIN), zipfile.ZipFile(archive) as opened:
         if member in opened.namelist():
             return opened.read(member)
@@ -221,6 +226,7 @@ def _member(archive: Path, member: str) -> bytes:
 
 
 def _parse(name: str, content: bytes) -> list[dict[str, Any]]:
+    """The rows of a file. The ending of its name says the format."""
     if name.endswith(".gz"):
         name = name.removesuffix(".gz")
         with _readable(f"{name} is not a complete gzip file", _AGAIN):
@@ -273,10 +279,7 @@ def _json_rows(name: str, text: str) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def local_datasets() -> Iterator[None]:
-    """Inside the block tasks of lm-eval read their data from the local folder, when there is one.
-
-    See `data.use`.
-    """
+    """Inside the block tasks of lm-eval read their data from the local folder, if there is one (`use`)."""
     from lm_eval.api.task import ConfigurableTask
 
     original = ConfigurableTask.download
@@ -303,7 +306,7 @@ def local_datasets() -> Iterator[None]:
 
 
 class Splits(dict):
-    """Data sets by split. Asking for a split that is not there raises an error of one line."""
+    """Data sets by split. Reading a split that is not there raises a ValueError of one line."""
 
     def __init__(self, task: str, where: Path, found: dict[str, Any]):
         super().__init__(found)
@@ -320,14 +323,18 @@ class Splits(dict):
 def read_dataset(task: str, path: str, subset: str | None) -> Splits:
     """The splits of a local copy of a hub data set, each a `datasets.Dataset`.
 
+    Args:
+        task: name of the task, for messages.
+        path: the data set, `owner/name`.
+        subset: of the data set; None = it has none.
     Raises:
-        ValueError: names the folder where a copy was looked for.
+        ValueError: when there is no copy; the message names the folder where it should be.
     """
     folder = data_dir()
     assert folder is not None
     root = folder / path
     places = [(root / "data", None), (root, None)]
-    if subset:  # MMLU's: all subjects in one folder, with the subject in every row
+    if subset:  # MMLU has all subjects in one folder, with the subject in every row
         places = [(root / subset, None), (root / "all", subset)]
     for place, subject in places:
         if found := _data_sets(place, subject):
@@ -341,10 +348,10 @@ def read_dataset(task: str, path: str, subset: str | None) -> Splits:
 
 
 def _data_sets(place: Path, subject: str | None) -> dict[str, Any]:
-    """Data sets by split, the first part of a file's name. Empty where there is no such folder.
+    """Data sets by split, which is the first part of a file's name. Empty if there is no such folder.
 
     Args:
-        subject: take only the rows of this subject.
+        subject: read only the rows of this subject; None = all.
     """
     rows: dict[str, list[dict[str, Any]]] = {}
     for file in sorted(place.glob("*")):

@@ -1,4 +1,4 @@
-"""Tasks that read texts: `eval.text`, or what training never sees, or sources of their own."""
+"""Tasks that read texts: their own sources, or `eval.text`, or else text that training never sees."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,16 +11,16 @@ Record = dict[str, Any]
 
 
 class TextTask(Task):
-    """Texts, each answered by itself.
+    """A task over texts of equal length, each answered by itself.
 
-    Options may say `text`, `length` (tokens) and `sequences`. The defaults are `eval.text`,
-    `eval.text_length` and `eval.text_sequences`.
+    A task's options may have the fields `text`, `length` (tokens) and `sequences`. Without them,
+    `eval.text`, `eval.text_length` and `eval.text_sequences` count.
 
     Attributes:
         text: the tokens of the texts [N, n]. Each starts with a document where documents are long enough.
 
     Raises:
-        ValueError: when the text is too short, with what is there.
+        ValueError: when there is too little text; the message says how much there is.
     """
 
     def __init__(self, run: Any, options: Any):
@@ -52,11 +52,12 @@ class TextTask(Task):
         compute: Callable[[Any], list[Record]],
         end: int | None = None,
     ) -> list[Record]:
-        """A record per text.
+        """A record per text. Only those that are not in `answer_cache` are computed.
 
         Args:
-            asked: what decides the record besides the tokens before `end`.
+            asked: everything that decides a record besides the text's tokens before `end`.
             compute: returns the records of texts [B, n].
+            end: number of tokens that are read of each text; None = all.
         """
         return answer_cache.answers(
             list(range(len(self.text))),
@@ -66,9 +67,11 @@ class TextTask(Task):
         )
 
     def samples(self, rows: Iterable[Record], end: int | None = None) -> list[Record]:
-        """Samples of a payload: what each of `rows` says of its text before `end`, and more.
+        """Samples of a payload: each of `rows`, with its id and the number and hash of its text's tokens.
 
-        More: its id, the tokens of its text, and their hash.
+        Args:
+            rows: one for each text.
+            end: number of tokens that were read of each text; None = all.
         """
         texts = zip(self.text[:, :end].tolist(), rows, strict=True)
         return [

@@ -1,6 +1,6 @@
-"""What several scorers share.
+"""Text metrics that several scorers share.
 
-They share the best over references, the words of a text by SQuAD's rule, the F1 of two bags of words, and
+They are the best score over references, the words of a text by SQuAD's rule, the F1 of two bags of words, and
 ROUGE.
 """
 
@@ -26,12 +26,12 @@ def best(metric: Callable[[str, str], float], prediction: str, references: Itera
 
 
 def words(text: str) -> list[str]:
-    """The words without punctuation and (lower-case) articles; letter case stays."""
+    """The words of a text without punctuation and (lower-case) articles; letter case stays."""
     return _ARTICLES.sub(" ", text.translate(_PUNCTUATION)).split()
 
 
 def letters_zh(text: str) -> str:
-    """Lower case, no punctuation of either language, no blanks."""
+    """A Chinese text in lower case, without English and Chinese punctuation and without blanks."""
     return "".join(text.lower().translate(_BOTH_PUNCTUATIONS).split())
 
 

@@ -1,11 +1,12 @@
 """Prediction consistency: how often is the next token the one that the dense model predicts?
 
-The dense model predicts from the full context.
+The dense model predicts each of the last tokens of long texts (100 in the paper) from the full context. Texts
+are fed as they are, without a prompt around them. What is compared with these predictions:
 
-For `full` by window size (PoD Table 7 and Figure 1c): the share of the last 100 tokens of long texts, fed as
-they are, whose prediction stays the same when the model is fed only its nearest tokens. For every other
-method: the same share for the method at its bytes. The paper does not say whether the window cuts the text or
-the attention of every layer, which `wa@N` does.
+* For the method `full`: the dense model's predictions when it is fed only the nearest tokens, by the size of
+  this window (PoD Table 7 and Figure 1c). The paper does not say whether its window cuts the text or the
+  attention of every layer. Here it cuts the text; the method `wa@N` cuts the attention.
+* For every other method: its own predictions, at its bytes.
 """
 
 from dataclasses import field
@@ -39,7 +40,7 @@ class ConsistencyOptions:
     """Number of texts (paper: 1000)."""
 
     predictions: PositiveInt = 100
-    """The predictions of the last tokens of each text are compared. This is their number (paper: 100)."""
+    """Number of tokens at the end of each text whose predictions are compared (paper: 100)."""
 
     windows: list[PositiveInt] = field(default_factory=lambda: [256, 512, 1024])
     """Window sizes in tokens for the method `full` (paper: 256 to 4096)."""
@@ -84,7 +85,7 @@ class Consistency(TextTask):
         return self.options.length
 
     def token_counts(self, method: EvaluatedMethod) -> tuple[int, int]:
-        """Also those of the dense reference."""
+        """See `Task.token_counts`. The tokens that the dense reference reads are included."""
         options = self.options
         prompt = 2 * options.length
         if method.name == "full":
@@ -93,7 +94,7 @@ class Consistency(TextTask):
         return options.sequences * prompt, 0 if method.one_shot else batches * options.predictions
 
     def _windows_of(self, method: EvaluatedMethod) -> list[int]:
-        """Window sizes that are measured with a method: with `full` alone."""
+        """Window sizes to measure with a method: those of the options for `full`, none for the others."""
         return self.options.windows if method.name == "full" else []
 
     def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> list[Record]:
@@ -129,9 +130,10 @@ class Consistency(TextTask):
         )
 
     def _compare(self, runner: MethodRunner, rows: Any, span: Span, windows: list[int]) -> list[Record]:
-        """A record per text of [B, n].
+        """A record for each text of `rows` [B, n].
 
-        It holds the share of identical predictions, of the method and by window, and the bytes.
+        Returns: `score` (share of identical predictions), `windows` (the same share for each window), `bytes`
+        (that the method's cache held; None where no cache was used).
         """
         dense, last, scores = self.run.models.get("dense"), self.options.predictions, answer.score
         reference, held = scores.predict_by_forward(dense, rows, last), [None] * len(rows)

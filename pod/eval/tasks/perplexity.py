@@ -13,11 +13,11 @@ from pod.eval.suites.task_base import scored_payload
 from pod.eval.suites.text import Record, TextTask
 
 _CHECKED_TOKENS = 8
-"""A method that is scored in one pass also decodes so many tokens, to compare the two on the real model."""
+"""Tokens that a method scored in one pass also decodes, to compare the two scores on the real model."""
 
 
 class Perplexity(TextTask):
-    """Perplexity of every position bucket and in total, per-sequence sums, bytes held while scoring."""
+    """Perplexity of every position bucket and in total, NLL sums of texts, and bytes held while scoring."""
 
     name = "perplexity"
     title = "perplexity"
@@ -40,7 +40,7 @@ class Perplexity(TextTask):
         return token_counts(self.buckets, *sizes, method.one_shot)
 
     def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> Record:
-        """The records of all texts, and what `forward_error` found where one pass scores."""
+        """The `records` of all texts, and a `check` of the decode path where one pass scores, else None."""
         spans, one_shot = zip(self.buckets, self.spans(), strict=True), runner.method.one_shot
         asked = [[bucket.first, bucket.end, runner.room(span)] for bucket, span in spans]
         records = self.records(answer_cache, ["perplexity", asked], lambda rows: self._read(runner, rows))
@@ -58,10 +58,10 @@ class Perplexity(TextTask):
         }
 
     def _read(self, runner: MethodRunner, rows: Any) -> list[Record]:
-        """A record per sequence of [B, n].
+        """A record for each text of `rows` [B, n].
 
-        It holds the summed NLL (nats) and the bytes of each bucket, and the mean over buckets of what was
-        decided.
+        Returns: `sums` (NLL in nats) and `held` (bytes) of each bucket; and where the method decides anything
+        about a text (`reading.decided`), its `decisions`, averaged over buckets.
         """
         if runner.method.one_shot:
             found = answer.score.score_by_forward(runner.model, rows, self.buckets)
@@ -73,7 +73,7 @@ class Perplexity(TextTask):
         for bucket, span in zip(self.buckets, self.spans(), strict=True):
             cache = answer.gates.watch(runner.cache(span))
             found = answer.score.score_bucket(runner.model, cache, rows, bucket)
-            # told at the end: what a gate skips is counted while tokens are decoded
+            # read after scoring: what a gate skips is counted while tokens are decoded
             said = answer.reading.decided(cache)
             for row, one in enumerate(found):
                 nll = -one.continuations[0].logprobs
@@ -106,9 +106,9 @@ class Perplexity(TextTask):
         )
 
     def _check_decode_path(self, runner: MethodRunner, answer_cache: AnswerCache) -> Record:
-        """The proof on this very model that one pass equals the decode path.
+        """How far the scores of one pass are from those of the decode path on the real model.
 
-        It uses the end of the shortest bucket with distant tokens.
+        It is measured at the end of the first bucket that has distant tokens.
         """
         return answer_cache.answers(
             [0],

@@ -2,8 +2,8 @@
 
 D2O Figure 6 (on PG-19 there); IMDC Figures 5 and 8, Table 4.
 
-Any long text will do: files of PG-19's test books in `text`, else what perplexity is measured on.
-`pod.eval.answer.score` says how it is scored.
+Any long text will do. The option `text` may name files of PG-19's test books; by default the text is that of
+the task perplexity. `pod.eval.answer.score` says how a stream is scored.
 """
 
 import math
@@ -37,7 +37,7 @@ class StreamNllOptions:
     """Number of texts. The confidence intervals are over texts."""
 
     prompt_tokens: AtLeast2 = 256
-    """The first tokens of each text serve as a prompt; this is their number. They are not scored, and methods
+    """Number of tokens at the start of each text that serve as its prompt. They are not scored, and methods
     that compress a prompt do so after them."""
 
     every: PositiveInt = 256
@@ -56,8 +56,13 @@ class StreamNll(TextTask):
     """Perplexity over the tokens that every method reads, NLL and bytes by position as curves.
 
     Texts may be longer than a model's limit. The value then covers the part up to the smallest limit of the
-    compared methods (and of the PoD model that tells the bytes). This part is the same for all. Methods that
-    allow it go on, and their curve and a metric of its own show the rest.
+    compared methods (and of the PoD model whose bytes budgets follow). This part is the same for all. Methods
+    without a limit read on to the end of the text; their curves and a metric of its own show that part.
+
+    Attributes:
+        limit: that smallest limit (tokens).
+        common: tokens of each text that every method reads.
+        ends: positions (tokens) up to which NLL is summed; see `pod.eval.answer.score.ends_of`.
     """
 
     name = "stream_nll"
@@ -101,7 +106,7 @@ class StreamNll(TextTask):
         return None
 
     def _end(self, method: EvaluatedMethod) -> int:
-        """Where a method stops (tokens)."""
+        """Number of tokens of each text that a method reads."""
         return self.options.length if method.unbounded else self.common
 
     def _fed(self, method: EvaluatedMethod) -> tuple[int, bool]:
@@ -114,7 +119,7 @@ class StreamNll(TextTask):
         return self._end(method) - 1 if self._fed(method)[1] else super().prompt_of(method, span)
 
     def _ends(self, method: EvaluatedMethod) -> tuple[int, ...]:
-        """Where the sums of a method are kept (tokens)."""
+        """The positions of `ends` that a method reaches (tokens)."""
         last = self._end(method)
         return tuple(end for end in self.ends if end <= last)
 
@@ -124,7 +129,7 @@ class StreamNll(TextTask):
         return self.records(answer_cache, asked, lambda rows: self._stream(runner, rows, ends), ends[-1])
 
     def _stream(self, runner: MethodRunner, rows: Any, ends: tuple[int, ...]) -> list[Record]:
-        """A record per text of [B, n]: summed NLL (nats) and bytes of every interval."""
+        """A record for each text of `rows` [B, n]: the summed NLL (nats) and the bytes of every interval."""
         where = rows, self.options.prompt_tokens, ends, *self._fed(runner.method)
         sums, held = answer.score.score_stream(runner.model, runner.cache(self.spans()[0]), *where)
         sums_by_text = zip(*(total.tolist() for total in sums), strict=True)
@@ -163,7 +168,7 @@ class StreamNll(TextTask):
         )
 
     def _stopped(self, method: EvaluatedMethod) -> str | None:
-        """Why a method did not read the whole text."""
+        """Why a method did not read the whole text; None if it did."""
         if self._end(method) == self.options.length:
             return None
         return (
@@ -172,10 +177,10 @@ class StreamNll(TextTask):
         )
 
     def _beyond(self, tokens: int, sums: list[float]) -> dict[str, Record]:
-        """Perplexity of what only this method read.
+        """Perplexity of the tokens that only methods without a limit read, as a metric.
 
         Args:
-            tokens: tokens of each text that only this method read.
+            tokens: number of these tokens in each text.
             sums: their summed NLL (nats), one sum per text.
         """
         if not tokens:
@@ -184,7 +189,7 @@ class StreamNll(TextTask):
         return {"perplexity beyond the model's limit": found}
 
     def _curves(self, ends: tuple[int, ...], records: list[Record]) -> list[Record]:
-        """Curves of the means over texts at the end of every interval.
+        """Three curves with a point at the end of every interval, each a mean over texts.
 
         They show the cumulative NLL, the NLL within the interval, and the bytes per text.
         """

@@ -1,4 +1,5 @@
 """CoQA: conversational questions about a story.
 
-It is asked as lm-eval's own task of that name, and with every turn as in the official evaluation.
+One task asks the last question of each story, as lm-eval's task `coqa`; the other asks every question, as the
+official evaluation.
 """

@@ -1,4 +1,4 @@
-"""CoQA's tasks: the rows, one per question asked, and their scores.
+"""CoQA's tasks: their rows (one per question that is asked) and their scores.
 
 The scores follow the rules of the official evaluate-v1.0.py (stanfordnlp.github.io/coqa; rules of SQuAD 2.0).
 
@@ -72,7 +72,7 @@ def exact(reference: str, answer: str) -> float:
 
 
 def f1(reference: str, answer: str) -> float:
-    """F1 of the words; 1 or 0 when one of them has none."""
+    """F1 of the words. If one of the texts has no words: 1 if neither has any, else 0."""
     wanted, given = words(reference.lower()), words(answer.lower())
     if not wanted or not given:
         return float(wanted == given)
@@ -80,10 +80,10 @@ def f1(reference: str, answer: str) -> float:
 
 
 def over_references(metric: Metric, references: list[str], answer: str) -> float:
-    """The mean, over every reference left out in turn, of the best score against the others.
+    """The score of an answer against several references.
 
-    So an answer is measured as each human answer is: against the other humans. A single reference stands for
-    itself.
+    Each reference is left out in turn, and the best scores against the others are averaged. So an answer is
+    measured as each human answer is: against the other humans. A single reference is not left out.
     """
     if len(references) == 1:
         return metric(references[0], answer)
@@ -92,7 +92,7 @@ def over_references(metric: Metric, references: list[str], answer: str) -> float
 
 
 def target(doc: Row) -> list[str]:
-    """The references without repetitions (letter case aside), as lm-eval takes them; officially all count."""
+    """The references without repetitions (letter case aside), as lm-eval uses them; officially all count."""
     found: dict[str, str] = {}
     for reference in doc["references"]:
         found.setdefault(reference.lower(), reference)

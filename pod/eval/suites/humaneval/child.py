@@ -1,12 +1,12 @@
 """The two processes of `execution.run_solution`.
 
-One holds the solution and answers calls. The other runs the tests and decides.
+The process `solve` holds the solution and answers calls. The process `judge` runs the tests and decides.
 
 Standard library only. The file is never imported but run by its path:
 `child.py solve|judge CPU_SECONDS MEMORY_BYTES`. Each process reads what to run as the first line (JSON) of
-its standard input. Then they talk in lines: a call is the `repr` of its arguments, a reply {"value": repr} or
-{"error": text}. What a solution returns comes back as a literal of plain data, so that nothing of its process
-can reach the judge's process, which holds the tests.
+its standard input. Then the two talk in lines: a call is the `repr` of its arguments, a reply is
+{"value": repr} or {"error": text}. What a solution returns comes back as a literal of plain data, so that no
+object of its process can reach the judge's process, which holds the tests.
 """
 
 import ast
@@ -40,7 +40,10 @@ def set_limits(cpu_seconds: float, memory_bytes: int) -> None:
 
 
 def take_streams() -> tuple[TextIO, TextIO]:
-    """Keep standard input and output for the talk alone. What a program reads and prints goes nowhere."""
+    """The streams from and to the other process: the real standard input and output.
+
+    A program that is run here afterwards reads nothing, and what it prints goes nowhere.
+    """
     talk = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     quiet = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1):
@@ -49,13 +52,13 @@ def take_streams() -> tuple[TextIO, TextIO]:
 
 
 def say(stream: TextIO, what: Any) -> None:
-    """One line of JSON."""
+    """Write one line of JSON and send it."""
     stream.write(json.dumps(what) + "\n")
     stream.flush()
 
 
 def solve(source: str, name: str, calls: TextIO, replies: TextIO) -> None:
-    """Run the program once, then its function `name` for each call."""
+    """Run the program once, then call its function `name` for each line of `calls`."""
     scope: dict[str, Any] = {}
     try:
         exec(compile(source, "<solution>", "exec"), scope)
@@ -69,7 +72,7 @@ def solve(source: str, name: str, calls: TextIO, replies: TextIO) -> None:
 
 
 def judge(setup: str, test: str, name: str, replies: TextIO, calls: TextIO) -> None:
-    """Run the official tests on a function that asks the other process.
+    """Run the official tests on a function that calls the solution in the other process.
 
     Raises:
         Refused: for a failed call.
@@ -98,7 +101,10 @@ def judge(setup: str, test: str, name: str, replies: TextIO, calls: TextIO) -> N
 
 
 def main() -> None:
-    """The judge ends with code 0 when the tests pass; else the last line of its standard error says why."""
+    """Run as one of the two processes.
+
+    The judge ends with code 0 if the tests pass; else the last line of its standard error says why.
+    """
     role, cpu_seconds, memory_bytes = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
     heard, said = take_streams()
     asked = json.loads(heard.readline())

@@ -1,6 +1,6 @@
-"""Does a function that a model wrote pass its tests?
+"""Find out whether a function that a model wrote passes its tests.
 
-It runs in a sandbox, apart from the tests (see `child`).
+The function runs in a sandbox, in another process than the tests (see `child`).
 """
 
 import contextlib
@@ -18,22 +18,21 @@ from pod.eval.suites import task_data
 from pod.eval.suites.humaneval import sandbox
 
 PASSED = "passed"
-# The official time limit. Theirs is of the clock, ours is of the CPU, so that a busy machine fails no
-# program.
+# The official time limit. Officially it is clock time; here it is CPU time, so that no program fails because
+# the machine is busy.
 CPU_SECONDS = 3.0
 MEMORY_BYTES = 4 << 30
-_CLOCK_SECONDS = 30.0  # a program that sleeps
+_CLOCK_SECONDS = 30.0  # ends a program that sleeps
 _CHILD = Path(__file__).with_name("child.py")
-_ENDED = 3  # exit code of a judge to which the solution's process does not reply any more (`child`)
+_ENDED = 3  # exit code of a judge whose solution ended before it replied (`child`)
 _TIMED_OUT = {code for number in (signal.SIGPROF, signal.SIGXCPU) for code in (-number, number + 128)}
 
 
 def check_permission() -> None:
-    """Check that code that a model wrote may run here.
+    """Refuse to run a model's code without a sandbox, unless the user allows it.
 
     Raises:
-        ValueError: where such code cannot be shut in and the user did not allow to run it all the same
-            (`eval.unsafe_code`).
+        ValueError: when bubblewrap does not work here and `eval.unsafe_code` is not set.
     """
     if not sandbox.available() and not task_data.unsafe_code():
         raise ValueError(
@@ -51,13 +50,17 @@ def run_solution(
     cpu_seconds: float = CPU_SECONDS,
     memory_bytes: int = MEMORY_BYTES,
 ) -> str:
-    """What becomes of the official `test` on the function `name` of `prompt` + `completion`.
+    """Run the official `test` on the function `name` of the program `prompt` + `completion`.
 
-    Test and solution each run in a process of their own with no more than the CPU time and address space
-    given. Without bubblewrap these limits are all there is.
+    Test and solution each run in a process of their own, with limits on CPU time and address space. Without
+    bubblewrap these limits are the only protection.
 
+    Args:
+        cpu_seconds: limit of each process.
+        memory_bytes: address space of each process.
     Returns:
-        `passed`, `timed out`, `failed: …` or `died: …`.
+        `passed`, `timed out`, `failed: …` (a test or the solution raised an error), or `died: …` (the process
+        of the solution ended before it replied).
 
     Raises:
         ValueError: see `check_permission`.

@@ -1,6 +1,7 @@
 """HumanEval's tasks.
 
-Nothing runs and nothing is loaded from the network on import (lm-eval's own task does both).
+Importing this file runs no code of a model and loads nothing from the network. (Importing lm-eval's own task
+does both.)
 """
 
 from typing import Any
@@ -26,18 +27,18 @@ def rows(**metadata: Any) -> dict[str, Any]:
 
 
 def pass_at_1(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """1 when the completed function passes its tests."""
+    """1 if the completed function passes its tests, else 0."""
     found = run_solution(doc["prompt"], results[0], doc["test"], doc["entry_point"])
     return {"pass@1": float(found == PASSED)}
 
 
 def pass_at_1_instruct(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """The same for an answer in a chat, which ends its code with a fence."""
+    """`pass_at_1` of an answer in a chat, of which only the code up to the closing fence counts."""
     return pass_at_1(doc, [results[0].partition("```")[0]])
 
 
 def target(doc: dict[str, Any]) -> str:
-    """What the completion must pass."""
+    """The tests that the completion must pass, as code."""
     return f"{doc['test']}\ncheck({doc['entry_point']})"
 
 
@@ -75,7 +76,7 @@ def _task(name: str, score: Any, prompt: str, chat: bool, source: str, **more: A
         new_tokens=1024,
         generation={"until": ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]},
         metrics=("pass@1",),
-        # truncation: a problem without its middle is another problem
+        # no truncation: a problem without its middle is another problem
         rules={
             "chat_template": chat,
             "truncation": "none",

@@ -1,7 +1,7 @@
-"""A process under bubblewrap.
+"""Run a process in a sandbox (bubblewrap).
 
-It sees a Python that it cannot change, an empty folder in memory, and itself. It has no user's file, no
-network and no fork.
+The process sees a Python that it cannot change, an empty folder in memory, and of all processes only itself.
+It has none of the user's files, no network, and cannot start processes.
 """
 
 import functools
@@ -17,23 +17,24 @@ from typing import Any
 
 _DISK_BYTES = 64 << 20
 _CLONE3, _CLONE_THREAD, _X32 = 435, 0x10000, 0x40000000
-# audit number; system calls that only make processes; the system call that makes threads, too
+# audit number of the machine; system calls that make processes only; the one that also makes threads
 _MACHINES = {
     "x86_64": (0xC000003E, (57, 58), 56),
     "aarch64": (0xC00000B7, (), 220),
 }
-_ALLOW, _DENY = 0x7FFF0000, 0x00050001  # allowed; EPERM
-_ABSENT = 0x00050026  # ENOSYS, after which the C library takes the older call
+# results of the filter: allow a call, refuse it with EPERM, or with ENOSYS (the C library then uses clone)
+_ALLOW, _DENY = 0x7FFF0000, 0x00050001
+_ABSENT = 0x00050026
 
 
 def _no_processes() -> bytes:
-    """A seccomp filter (linux/filter.h) that lets threads begin and processes not.
+    """A seccomp filter (linux/filter.h) that allows new threads and refuses new processes.
 
-    RLIMIT_NPROC does not hold for root.
+    The limit RLIMIT_NPROC would not do, because it does not hold for root.
     """
     machine, forks, clone = _MACHINES[platform.machine()]
     load, equal, at_least, any_bit, leave = 0x20, 0x15, 0x35, 0x45, 0x06
-    # instruction, operand, where to if so, where to if not; None goes on with the next step
+    # instruction, operand, where to jump if it holds, where if not; None = go on with the next step
     steps: list[tuple[int, int, Any, Any]] = [
         (load, 4, None, None),
         (equal, machine, None, _DENY),
@@ -55,13 +56,18 @@ def _no_processes() -> bytes:
 
 
 def start(command: Sequence[str], seen: Path, **options: Any) -> subprocess.Popen[Any]:
-    """Start a command under bubblewrap; seen: a file that it may read; options: of `Popen`."""
+    """Start a command under bubblewrap.
+
+    Args:
+        seen: a file that the command may read.
+        options: of `Popen`.
+    """
     apart = "--unshare-all --unshare-user --disable-userns --cap-drop ALL --die-with-parent --new-session"
-    # the empty folder before the rest, which may lie in the real /tmp
+    # the empty /tmp comes before the other mounts, because they may lie in the real /tmp
     places = f"--proc /proc --dev /dev --size {_DISK_BYTES} --tmpfs /tmp --chdir /tmp"
     system = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", sys.base_prefix, sys.prefix, str(seen)]
     binds = [word for path in system for word in ("--ro-bind-try", path, path)]
-    # else root, even without capabilities, writes /proc/sys
+    # without these, root could write to /proc/sys even without capabilities
     fixed = "--remount-ro /proc --remount-ro /dev --remount-ro /"
     with tempfile.TemporaryFile() as rules:
         rules.write(_no_processes())
@@ -73,7 +79,7 @@ def start(command: Sequence[str], seen: Path, **options: Any) -> subprocess.Pope
 
 @functools.cache
 def available() -> bool:
-    """Whether bwrap (0.8 or newer) is there and the system lets it work."""
+    """Whether bwrap (0.8 or newer) is installed and works on this system."""
     if shutil.which("bwrap") is None or platform.machine() not in _MACHINES:
         return False
     nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)

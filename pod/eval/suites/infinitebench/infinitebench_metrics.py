@@ -19,28 +19,29 @@ _DEBUG_PREFIXES = ("answer is:", "is:", "answer:", "correct option is:")
 
 
 def first_number(prediction: str, label: Any) -> float:
-    """PassKey, NumberString: the first run of digits is the answer."""
+    """PassKey, NumberString: whether the first run of digits is the answer."""
     found = re.search(r"[0-9]+", prediction)
     return float((found.group() if found else "") == _first(label))
 
 
 def word(prediction: str, label: Any) -> float:
-    """KV: the value is one of the words."""
+    """KV: whether the value is one of the words."""
     return float(_first(label) in _words(prediction, "\n:\"'.,?!{}"))
 
 
 def dialogue(prediction: str, label: Any) -> float:
-    """En.Dia: the (upper-case) name is one of the words."""
+    """En.Dia: whether the (upper-case) name is one of the words when these are put in upper case."""
     return float(_first(label) in [name.upper() for name in _words(prediction, "\n:\"'.,?!{}")])
 
 
 def choice(prediction: str, label: Sequence[str]) -> float:
-    """En.MC: the first letter if it is one of A–D.
+    """En.MC: whether the prediction chooses the right option.
 
-    Else what follows "answer is:" and the like, else the first word of these letters.
+    Its choice is its first character if that is one of A to D; else what follows "answer is:" and the like;
+    else the first word that is a piece of "ABCD". A prediction that is the text of the option is right, too.
 
     Args:
-        label: [text, letter].
+        label: [text, letter] of the right option.
     """
     text = prediction.strip()
     if not text:
@@ -59,12 +60,13 @@ def choice(prediction: str, label: Sequence[str]) -> float:
 
 
 def debug(prediction: str, label: Sequence[str]) -> float:
-    """Code.Debug: the letter with a period or colon at the start, or what follows "answer is:" and the like.
+    """Code.Debug: whether the prediction chooses the right function.
 
-    What follows may be the letter or the function name.
+    It must begin with the letter and a period or colon; or the letter or the function name must follow
+    "answer is:" and the like.
 
     Args:
-        label: [function name, letter].
+        label: [function name, letter] of the right function.
     """
     name, letter = label[0], label[1]
     text = prediction.strip()
@@ -77,7 +79,7 @@ def debug(prediction: str, label: Sequence[str]) -> float:
 
 
 def code_run(prediction: str, label: Any) -> float:
-    """Code.Run: the last word is the number."""
+    """Code.Run: whether the last word is the right number."""
     said = _words(prediction, "\n.`'\":")
     try:
         return float(bool(said) and int(said[-1]) == _first(label))
@@ -86,7 +88,7 @@ def code_run(prediction: str, label: Any) -> float:
 
 
 def math_find(prediction: str, label: Any) -> float:
-    """Math.Find: the first number, whole or decimal, is the answer."""
+    """Math.Find: whether the first number, whole or decimal, is the answer."""
     found = re.search(r"\d+\.\d+|\d+", prediction)
     return float(found is not None and float(found.group()) == _first(label))
 
@@ -137,14 +139,14 @@ def _words(text: str, marks: str) -> list[str]:
 
 
 def _squeeze(text: str, marks: str) -> str:
-    """Marks as blanks, no two blanks together."""
+    """A text with `marks` replaced by blanks, and runs of blanks by one."""
     return re.sub(" {2,}", " ", text.translate(str.maketrans(dict.fromkeys(marks, " "))))
 
 
 def _after(text: str, prefixes: Sequence[str]) -> str | None:
-    """What follows the first of the prefixes that occurs, without the one sign behind it.
+    """The text behind a prefix and the one character after it, for the first of the prefixes that occurs.
 
-    None when none occurs.
+    Returns: None if none of them occurs.
     """
     for prefix in prefixes:
         place = text.find(prefix)

@@ -1,4 +1,4 @@
-"""The tasks of InfiniteBench, their prompts word for word, and how a row becomes one.
+"""The tasks of InfiniteBench, their prompts word for word, and how a row becomes a prompt.
 
 Source: github.com/OpenBMB/InfiniteBench (MIT), commit 88b3daa, src/{prompt,eval_utils}.py. The prompts are
 `yarn_mistral_templates`, which every open model in the official table was given. They were given without a
@@ -23,8 +23,9 @@ class BenchTask:
     Attributes:
         new_tokens: tokens that are generated, the official number.
         metric: the score's name.
-        binary: whether a score is 0 or 1.
-        count: rows of a task that is built at a length; None for one that is read from `<name>.jsonl`.
+        binary: whether every score is 0 or 1.
+        count: number of rows, for a task that is built at a length; None for one that is read from
+            `<name>.jsonl`.
     """
 
     new_tokens: int
@@ -48,7 +49,8 @@ TASKS = {
 }
 """All tasks but Math.Calc.
 
-Its answer is as long as its prompt (30,000 new tokens), and no model of the official table solves it.
+An answer to Math.Calc is as long as its prompt (30,000 new tokens), and no model of the official table solves
+it.
 """
 
 PAPER_TASKS = ["longbook_sum_eng", "longbook_qa_eng", "longbook_choice_eng", "passkey", "number_string"]
@@ -59,7 +61,7 @@ def prompt(task: str, row: dict[str, Any]) -> str:
     """The prompt of a row in the official format {context or content, input, answer, options}.
 
     Raises:
-        ValueError: for another format.
+        ValueError: for a row in another format.
     """
     try:
         return TEMPLATES[task].format(**_fields(task, row))
@@ -68,12 +70,16 @@ def prompt(task: str, row: dict[str, Any]) -> str:
 
 
 def asked(task: str, row: dict[str, Any]) -> str:
-    """What stands behind the text in the prompt of a row."""
+    """The part of a row's prompt behind its text, with the question."""
     return TEMPLATES[task].partition("{context}")[2].format(**_fields(task, row))
 
 
 def answer(task: str, row: dict[str, Any]) -> Any:
-    """What a prediction is compared with: for a choice [text, letter], else the row's answer as it is."""
+    """What a prediction is compared with: for a choice [text, letter], else the row's answer as it is.
+
+    Raises:
+        ValueError: for a row without an answer, or with an answer that is none of its options.
+    """
     given = row.get("answer")
     if given is None:
         raise ValueError(_wrong_row(task, row, "lacks 'answer'"))

@@ -1,6 +1,6 @@
 """InfiniteBench's tasks at every length: eleven tasks and two groups per length, and their scores.
 
-Rows are read from the official files or built.
+Rows are read from the official files; those of synthetic tasks are built to the length.
 """
 
 import random
@@ -28,12 +28,12 @@ def rows(**metadata: Any) -> dict[str, Any]:
     """The data set of a task.
 
     Args:
-        metadata: `infinitebench` of the configuration {task, length, seed}. `infinitebench_truncation` =
-            middle builds at the paper's 128K what is built, and drops its middle, keys in it included, down
-            to the length.
+        metadata: its `infinitebench` {task, length, seed} is from the configuration. With
+            `infinitebench_truncation` = middle, prompts of synthetic tasks are built to the paper's 128K, and
+            their middle is dropped down to the length, even if the key is in it.
 
     Raises:
-        ValueError: for another truncation.
+        ValueError: for any other value of `infinitebench_truncation`.
     """
     settings = metadata["infinitebench"]
     task = settings["task"]
@@ -49,7 +49,7 @@ def rows(**metadata: Any) -> dict[str, Any]:
 
 
 def read_rows(task: str) -> Rows:
-    """The rows {id, prompt, answer, cluster} of a task with a file.
+    """The rows {id, prompt, asked, answer, cluster} of a task with a file.
 
     Raises:
         ValueError: when the file is missing or in another format.
@@ -72,11 +72,11 @@ def read_rows(task: str) -> Rows:
 
 
 def build_rows(task: str, length: int, tokenizer: Any, seed: int = 42, whole: int | None = None) -> Rows:
-    """The rows {id, prompt, answer} of a synthetic task, built when they are read.
+    """The rows {id, prompt, asked, answer} of a synthetic task, built when they are read.
 
     Args:
         length: tokens of prompt and answer together.
-        whole: tokens that both have before the prompt's middle is dropped.
+        whole: tokens of both together before the prompt's middle is dropped; None = nothing is dropped.
 
     Raises:
         ValueError: when no prompt fits.

@@ -3,8 +3,8 @@
 Source of the rules: github.com/OpenBMB/InfiniteBench (MIT), commit 88b3daa,
 data/construct_synthetic_dataset.py.
 
-The code is written anew and seeded. Sizes come from the model's tokenizer instead of fixed counts. A size
-counts lines of noise, pairs, numbers or functions.
+The code is written anew and seeded. The *size* of a sample is its number of lines of noise, pairs, numbers or
+functions. It follows from a length in tokens of the model's tokenizer; officially it is a fixed number.
 """
 
 import random
@@ -33,7 +33,7 @@ def row(task: str, rng: random.Random, index: int, size: int) -> dict[str, Any]:
 
 
 def depth(index: int) -> float:
-    """Where the key of passkey and number_string stands, 0 (start) to 1 (end)."""
+    """The depth of the key in the sample `index` of passkey and number_string, 0 (start) to 1 (end)."""
     return index * _DEPTH_STEP % _DEPTHS / (_DEPTHS - 1)
 
 
@@ -58,7 +58,7 @@ def _hidden(sentence: str, key: str, question: str, index: int, size: int) -> di
 
 def _kv_retrieval(rng: random.Random, index: int, size: int) -> dict[str, Any]:
     pairs = [(_uuid(rng), _uuid(rng)) for _ in range(size)]
-    # official: the place moves from start to end over 500 samples
+    # officially, too, the pair that is asked for moves from start to end over 500 samples
     place = min(size - 1, index * size // 500)
     key, value = pairs[place]
     inside = ", ".join(f'"{name}": "{content}"' for name, content in pairs)
@@ -80,7 +80,7 @@ def _math_find(rng: random.Random, index: int, size: int) -> dict[str, Any]:
 
 
 def _found(target: str, numbers: list[int]) -> int | float:
-    """What is asked of a list; ranks count different numbers."""
+    """The answer for a list: its median, or the number of a rank. Equal numbers have one rank."""
     if "median" in target:
         return statistics.median(numbers)
     place = 1 if "second" in target else 2 if "third" in target else 0

@@ -1,8 +1,7 @@
 """Scores of one L-Eval answer, 0 to 1, by the official rules.
 
-They are those of Evaluation/{auto_eval,em,f1,rouge}.py of github.com/OpenLMLab/LEval (cd34b05).
-
-The rules are the official ones with their corners; the code is our own (theirs is under GPL-3.0).
+The rules, with all their oddities, are those of Evaluation/{auto_eval,em,f1,rouge}.py of
+github.com/OpenLMLab/LEval (cd34b05). The code is our own (theirs is under GPL-3.0).
 """
 
 import re
@@ -17,10 +16,10 @@ _CODE_PHRASES = ("will be", "of the code", "is", "would be", "the value of", "th
 
 
 def exact_match(answer: str, target: str) -> float:
-    """1 or 0; for targets of option letters also 0.25.
+    """Whether an answer meets its target: 1 or 0; for targets of option letters also 0.25.
 
-    An answer gets 0.25 when it holds only right letters, but not all. Other targets count as met when both
-    are equal as numbers, or else when the target is within the answer, both without case and blanks.
+    An answer of option letters gets 0.25 when it has only right letters, but not all. If both texts are
+    numbers, they must be equal. Else the answer must contain the target, both in lower case without blanks.
     """
     wanted = " ".join(words(target))
     if set(wanted) <= set(LETTERS):
@@ -46,7 +45,7 @@ def target_letters(target: str) -> str:
 def one_letter(answer: str) -> str:
     """The option that an answer names: its first A, B, C or D.
 
-    A guess (A) when there is none, `None` for an empty answer.
+    An answer without one counts as a guess (A), an empty answer is `None` (a text).
     """
     if not answer.strip():
         return "None"
@@ -58,8 +57,9 @@ def one_letter(answer: str) -> str:
 def several_letters(answer: str) -> str:
     """The options that an answer names, sorted (Coursera).
 
-    They are the leading letters, else the letters that stand as options, else the first run of letters. A
-    guess (A) when there is none, `None` for an empty answer.
+    They are the leading letters of the answer if there are several; else its leading letter and all letters
+    before a blank, period or bracket; else its first run of the letters A to D. An answer without one counts
+    as a guess (A), an empty answer is `None` (a text).
     """
     if not answer.strip():
         return "None"
@@ -83,7 +83,7 @@ def _leading_letters(text: str) -> str:
 def number(text: str) -> str:
     """The digits of the word after `The answer is`; decimals are cut off.
 
-    Without that phrase: the digits of the last word with a digit in the first paragraph.
+    Without that phrase they are the digits of the last word with a digit in the first paragraph.
     """
     match = re.search(r"The answer is (\S+)", text)
     if match:
@@ -103,10 +103,9 @@ def code_text(text: str) -> str:
 
 
 def code_output(answer: str, target: str) -> str:
-    """The part of an answer that names the program's output.
+    """The part of an answer that names the program's output: at most three words more than the target has.
 
-    It has as many words as the target and three more: the first ones after `the final output`, else the last
-    ones.
+    They are the first words after `the final output`; without that phrase, the last words of the answer.
     """
     most = len(target.split()) + 3
     answer = code_text(answer)
@@ -117,7 +116,7 @@ def code_output(answer: str, target: str) -> str:
 
 
 def judgement(answer: str) -> str:
-    """`true` or `false`, whichever word of the answer holds one first; `<error>` when none does."""
+    """`true` or `false`, whichever occurs first in a word of the answer; `<error>` if neither does."""
     for word in answer.lower().partition(FACT_MARK)[0].split():
         for value in ("true", "false"):
             if value in word:
@@ -126,9 +125,10 @@ def judgement(answer: str) -> str:
 
 
 def judgement_target(target: str, part: str) -> str:
-    """The reference of one part of a `True [fact: False]` pair.
+    """One part of a reference such as `True [fact: False]`.
 
-    The part is `loyalty` to the document, or `fact` of the real world.
+    Args:
+        part: `loyalty` (to the document: `true` in the example) or `fact` (of the real world: `false`).
     """
     loyalty, _, fact = target.lower().partition(FACT_MARK)
     return loyalty.strip() if part == "loyalty" else fact[:-1].strip()

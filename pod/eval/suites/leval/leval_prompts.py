@@ -20,7 +20,7 @@ _IN_WORLD = "based on the real-world knowledge and facts up until your last trai
 
 
 def system_prompt(task: str) -> str:
-    """What stands before the document: the system message of a chat, the start of a plain prompt."""
+    """The text before the document: the system message of a chat, or the start of a plain prompt."""
     return SYSTEM.get(task, SYSTEM["open"])
 
 
@@ -28,8 +28,8 @@ def user_prompt(task: str, document: str, instruction: str, words: int) -> str:
     """The user's message.
 
     Args:
-        words: length of the reference, which open-ended tasks are told (length-instruction-enhanced
-            evaluation).
+        words: number of words of the reference. The prompts of open-ended tasks name it
+            (length-instruction-enhanced evaluation).
     """
     if task in PLAIN:
         return f"{document}\n\n{instruction}"
@@ -45,7 +45,7 @@ def user_prompt(task: str, document: str, instruction: str, words: int) -> str:
 
 
 def answer_prefix(task: str) -> str:
-    """How the answer begins."""
+    """The beginning of the answer, which the model continues; empty for some tasks."""
     return "\nAnswer:" if task in SYSTEM and task not in PLAIN else ""
 
 

@@ -23,15 +23,15 @@ TERMS = {
 }
 FIELDS = ("input", "instructions", "outputs", "evaluation")
 BY_METRIC = ("exam", "f1", "rouge")  # the other rows are for human or model judges
-EXAMPLES = ("gsm100",)  # its document is always the same worked examples, no text that is asked about
+EXAMPLES = ("gsm100",)  # the document is the same worked examples in every row, not a text with questions
 
 
 def rows(file: str, **metadata: Any) -> dict[str, Any]:
     """The samples of one task for lm-eval's `custom_dataset`.
 
     A document with k questions is k samples. Rows for human or model judges are left out, as the official
-    scorer does it. A sample of `sci_fi` is two: is it so in the document (`loyalty`), and is it so in the
-    world (`fact`), asked without the document.
+    scorer does it. A question of `sci_fi` is two samples: whether it is so in the document (`loyalty`), and,
+    without the document, whether it is so in the real world (`fact`).
 
     Args:
         file: `Exam/coursera.jsonl` or `Generation/news_summ.jsonl` …
@@ -83,9 +83,11 @@ def _samples(task: str, document: str, instruction: str, target: str) -> list[di
 
 
 def _closed(answer_of: Callable[[str, str], str], target_of: Callable[[str], str]) -> Scorer:
-    """A scorer that tells whether an answer says what the reference says.
+    """A scorer that compares what an answer says with what the reference says, by `exact_match`.
 
-    What the answer says may depend on the reference.
+    Args:
+        answer_of: what an answer says, from the answer and the reference.
+        target_of: what the reference says.
     """
 
     def value(answer: str, row: Row) -> float:
@@ -105,16 +107,16 @@ f1 = scorer("qa_f1", lambda answer, row: qa_f1(answer, row["target"]))
 
 
 def judgement(doc: Row, results: list[str]) -> dict[str, float]:
-    """True or false (sci_fi); the parts also by themselves.
+    """The score of a true-or-false answer (sci_fi), also under the name of its part (`loyalty` or `fact`).
 
-    The score is the mean of both parts, as officially.
+    The task's score is the mean over samples of both parts, as officially.
     """
     value = leval_metrics.exact_match(leval_metrics.judgement(results[0]), doc["target"])
     return {"exact_match": value, "score": value, doc["part"]: value}
 
 
 def rouge(doc: Row, results: list[str]) -> dict[str, float]:
-    """Open-ended summaries; the score is rougeL."""
+    """rouge1, rouge2 and rougeL of an open-ended summary; the score is rougeL."""
     values = leval_metrics.rouge(results[0], doc["target"])
     return {**values, "score": values["rougeL"]}
 
@@ -126,8 +128,9 @@ class LEvalTask:
     Attributes:
         folder: folder of its data.
         metrics: its metrics; the first is the primary one.
+        kind: of its payload: `binary` or `score`.
         chat: whether the prompt is put into a chat template, by the official rule.
-        keep: the end of the document that stays when it is too long.
+        keep: which end of a document that is too long stays: `start` or `end`.
     """
 
     folder: str

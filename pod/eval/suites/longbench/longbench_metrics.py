@@ -1,8 +1,8 @@
 """The scorer of LongBench, by the rules of its `metrics.py` and `eval.py`.
 
 Source: github.com/THUDM/LongBench, commit 2e00731, MIT. Every metric maps (prediction, reference) to 0..1. A
-sample's score is the best over its references. What looks odd is a rule of the official scorer that its
-published numbers depend on; a comment says so at that place.
+sample's score is the best over its references. Some rules look odd, but the published numbers depend on them;
+a comment names each of them.
 """
 
 import difflib
@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 from pod.eval.suites.words import bag_f1, letters_zh
 
-# The package walks back through an alignment by recursion. From more than this many words on, LongBench's
-# eval.py runs out of stack, swallows the error and scores 0. This was measured with Python 3.11, whose limit
-# is 1,000 frames. Chinese texts stand one frame deeper.
+# The package rouge finds a common subsequence by recursion, one frame a step. With more steps than these
+# LongBench's eval.py runs out of stack, swallows the error and scores 0. This was measured with Python 3.11,
+# whose limit is 1,000 frames. For Chinese texts the recursion begins one frame deeper.
 RECURSION_STEPS = 990
 
 Metric = Callable[[str, str], float]
@@ -23,9 +23,8 @@ Metric = Callable[[str, str], float]
 def first_line(prediction: str) -> str:
     """The part of an answer to a few-shot prompt that is scored: its first line that is not empty.
 
-    Few-shot prompts are those of trec, triviaqa, samsum and lsht.
-
-    Spaces count as a line; the official scorer strips line ends only.
+    Few-shot prompts are those of trec, triviaqa, samsum and lsht. A line of spaces is not empty, because the
+    official scorer strips line ends only.
     """
     return prediction.lstrip("\n").split("\n")[0]
 
@@ -60,7 +59,7 @@ def rouge_l(prediction: str, reference: str, longest_walk: int = RECURSION_STEPS
 def rouge_l_zh(prediction: str, reference: str) -> float:
     """`rouge_l` over jieba's words.
 
-    A Chinese full stop ends no sentence here, so that most texts are one sentence.
+    A Chinese full stop does not end a sentence here, so that most texts are one sentence.
     """
     return rouge_l(" ".join(_cut(prediction)), " ".join(_cut(reference)), RECURSION_STEPS - 1)
 
@@ -74,7 +73,7 @@ def code_similarity(prediction: str, reference: str) -> float:
 
 
 def code_similarity_levenshtein(prediction: str, reference: str) -> float:
-    """`code_similarity` as scored where python-Levenshtein is installed beside fuzzywuzzy."""
+    """`code_similarity` as the official scorer computes it when python-Levenshtein is installed, too."""
     return levenshtein_ratio(_first_code_line(prediction), reference) / 100
 
 
@@ -85,15 +84,16 @@ def count(prediction: str, reference: str) -> float:
 
 
 def retrieval(prediction: str, reference: str) -> float:
-    """`count` with the number of a reference `Paragraph 7` or `段落7`."""
+    """`count` with the number in the reference, which reads `Paragraph 7` or `段落7`."""
     return count(prediction, re.findall(r"(?:Paragraph |段落)(\d+)", reference)[0])
 
 
 def classification(prediction: str, reference: str, classes: Sequence[str]) -> float:
-    """1 / the number of classes that the prediction names when the right one is among them, else 0.
+    """1 / n when the prediction names n classes with the right one among them, else 0.
 
-    A named class that is part of the right one's name does not count. The official loop removes such classes
-    from the list that it walks through, which skips the class after each removed one. So does this loop.
+    A named class whose name is part of the right one's name does not count. The official loop removes such
+    classes from the list while it walks through it, and so skips the class after each removed one. This loop
+    does the same.
     """
     named = [name for name in classes if name in prediction]
     index = 0
@@ -107,8 +107,8 @@ def classification(prediction: str, reference: str, classes: Sequence[str]) -> f
 def fuzz_ratio(left: str, right: str) -> int:
     """`fuzz.ratio` of fuzzywuzzy 0.18.0 alone, in percent: what LongBench's requirements install.
 
-    That is difflib's matching blocks. In references of 200 characters and more, its "popular" characters
-    match nothing.
+    It compares by the matching blocks of difflib. In references of 200 characters and more, the characters
+    that difflib calls "popular" match nothing.
     """
     if left == right:
         return 100
@@ -147,10 +147,10 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def _common_subsequence(rows: list[str], columns: list[str]) -> tuple[list[str], int]:
-    """A longest common subsequence, and the steps that lead back through the table to it.
+    """A longest common subsequence, and the number of steps back through the table in which it is found.
 
-    Which of several subsequences is found decides the union over sentences. Hence the preference is the
-    package's: a match, else up when that is strictly longer, else left.
+    Several may be equally long, and which of them is found changes the union over sentences. So the steps are
+    those of the package: a match, else up when that is strictly longer, else left.
     """
     table = [[0] * (len(columns) + 1)]
     for word in rows:

@@ -49,7 +49,7 @@ def rows(file: str, **metadata: Any) -> dict[str, Any]:
 
 
 def asked(task: str, question: str) -> str:
-    """What stands behind the text in a prompt."""
+    """The part of a prompt behind its text, with the question."""
     return PROMPTS[task].partition("{context}")[2].replace("{input}", question)
 
 
@@ -57,8 +57,9 @@ def _scorer(name: str, metric: Callable[..., float], first_line: bool = False, *
     """A scorer that takes the best of `metric` over a row's answers.
 
     Args:
-        first_line: see `longbench_metrics.first_line`.
-        fields: fields of a row that the metric takes, too.
+        name: of the metric.
+        first_line: score only the first line of an answer (`longbench_metrics.first_line`).
+        fields: fields of a row that are further arguments of the metric.
     """
 
     def value(answer: str, row: Row) -> float:
@@ -70,9 +71,9 @@ def _scorer(name: str, metric: Callable[..., float], first_line: bool = False, *
 
 
 def by_length(scorer: Scorer) -> Scorer:
-    """The same scorer for LongBench-E.
+    """The same scorer for LongBench-E: it also gives the score under the name of the sample's length group.
 
-    There each sample also counts for its group by its official length (words; characters in Chinese).
+    The group is that of the official length (words; characters in Chinese).
     """
 
     def score(doc: Row, results: list[str]) -> dict[str, float]:
@@ -96,7 +97,7 @@ accuracy_retrieval_zh = _scorer("accuracy", longbench_metrics.retrieval)
 
 
 def edit_similarity(doc: Row, results: list[str]) -> dict[str, float]:
-    """Both readings of edit similarity; the official one is the score."""
+    """Edit similarity without and with python-Levenshtein. The score is the one without, the official one."""
     readings = (longbench_metrics.code_similarity, longbench_metrics.code_similarity_levenshtein)
     value, other = (words.best(reading, results[0], doc["answers"]) for reading in readings)
     return {"edit_similarity": value, "score": value, "edit_similarity_levenshtein": other}
@@ -107,8 +108,11 @@ class LongBenchTask:
     """One of the 21 tasks.
 
     Attributes:
-        metric: the scorer's primary one.
-        chat: put the prompt into a chat template (the official rule).
+        new_tokens: tokens of an answer, at most.
+        metric: the scorer's primary metric.
+        chat: whether the prompt is put into a chat template, by the official rule.
+        stop_at_line_end: whether an answer ends at the first line end.
+        in_e: whether LongBench-E has the task, too.
     """
 
     new_tokens: int
@@ -169,7 +173,7 @@ def configs() -> list[Config]:
 
 
 def _task(name: str, task: LongBenchTask, in_e: bool = False) -> Config:
-    """LongBench-E differs by its rows and its length groups."""
+    """The configuration of a task. In LongBench-E it has other rows, and metrics by length group."""
     prompt = PROMPTS[name.removesuffix("_e") if in_e else name]
     both = ("edit_similarity_levenshtein",) if task.metric == "edit_similarity" else ()
     return task_config(
@@ -179,7 +183,7 @@ def _task(name: str, task: LongBenchTask, in_e: bool = False) -> Config:
         prompt=prompt.replace("{context}", "{{context}}").replace("{input}", "{{input}}"),
         target="answers",
         new_tokens=task.new_tokens,
-        # the first token of an answer of one line is no line end
+        # an answer of one line may not begin with a line end
         generation={"min_new_tokens": 1, "until": ["\n"]} if task.stop_at_line_end else None,
         metrics=(task.metric, "score", *both, *(LENGTH_GROUPS if in_e else ())),
         rules={"chat_template": task.chat, "truncation": "middle", "kind": "score", **TERMS},
@@ -188,9 +192,10 @@ def _task(name: str, task: LongBenchTask, in_e: bool = False) -> Config:
 
 
 def _categories() -> list[Config]:
-    """Groups per category of LongBench.
+    """The groups of each category of LongBench.
 
-    They are the category, its English tasks where it has others, too, and its tasks of LongBench-E.
+    They are the category (no ending), its English tasks if it also has Chinese ones (`_en`), and its tasks of
+    LongBench-E (`_e`).
     """
     found = dict(CATEGORIES)
     for category, names in CATEGORIES.items():
@@ -203,9 +208,9 @@ def _categories() -> list[Config]:
 def _groups() -> list[Config]:
     """The groups of several categories.
 
-    In LongBench, LongBench-E and the 14 tasks of PoD (Table 1) a category counts once, whatever its number of
-    tasks. In the others each task counts: the 15 of RazorAttention (Table 3), the 16 of D2O (Table 1) and of
-    SimLayerKV (Table 1).
+    In LongBench, LongBench-E and the 14 tasks of PoD (Table 1) each category counts alike, whatever its
+    number of tasks. In the other groups each task counts alike: the 15 of RazorAttention (Table 3), the 16 of
+    D2O (Table 1) and of SimLayerKV (Table 1).
     """
     has_others = [name for name, names in CATEGORIES.items() if set(names) & set(CHINESE)]
     english = [f"{name}_en" if name in has_others else name for name in CATEGORIES if name != "synthetic"]

@@ -24,8 +24,9 @@ class Question:
     """A question and its documents.
 
     Attributes:
+        text: the question.
         documents: numbers of the documents that hold the answer.
-        related: numbers of the other documents that the data set gives with them.
+        related: numbers of the other documents that the data set gives with the question.
     """
 
     text: str
@@ -35,18 +36,18 @@ class Question:
 
 
 def essay_words() -> list[str]:
-    """The essays as words."""
+    """The words of Paul Graham's essays, in order."""
     return _essay_words(_file("PaulGrahamEssays.json"))
 
 
 def questions(source: str) -> tuple[list[Question], list[str]]:
-    """Questions and documents of `squad` or `hotpotqa`, in the file's order."""
+    """The questions of `squad` or `hotpotqa` in the file's order, and their documents, sorted."""
     return _questions(source, _file(f"{source}.json"))
 
 
 @functools.cache
 def words(kind: str) -> list[str]:
-    """`nouns`, `adjectives` or `verbs` of wonderwords.
+    """One of the word lists of wonderwords: `nouns`, `adjectives` or `verbs`.
 
     Raises:
         ValueError: when the package is missing.
@@ -65,10 +66,10 @@ def vocabulary() -> list[str]:
 
 
 def _file(name: str) -> Path:
-    """Where a file of the release is.
+    """The path of a file of the release.
 
     Raises:
-        ValueError: names the file and the two ways to provide it.
+        ValueError: when it is missing; the message says the two ways to provide it.
     """
     folder = task_data.data_dir()
     local = folder / "ruler" / name if folder is not None else None
@@ -93,9 +94,9 @@ def _essay_words(path: Path) -> list[str]:
 
 
 Together = tuple[list[str], list[tuple[str, list[str], list[str]]]]
-"""Texts that a data set gives together, and what it asks about them.
+"""Texts that a data set gives together, and its questions about them.
 
-What it asks: the question, its answers, and the texts that hold the answers.
+A question is a triple: the question, its answers, and the texts that hold the answers.
 """
 
 

@@ -1,10 +1,11 @@
-"""The samples of RULER's tasks at a size.
+"""Build the samples of RULER's tasks at a size.
 
-They are what the official generators build, from a random number generator of the sample's own.
+The *size* of a sample is the number of things that fill its prompt: words of essays, lines of noise, distinct
+words, coded words, or documents. `pod.eval.suites.lengths.largest_fit` finds the size that fits a length.
+Samples are what the official generators build, but each is drawn from a random number generator of its own.
 
 Source of the rules: github.com/NVIDIA/RULER (Apache-2.0), scripts/data/synthetic/*.py, commit c3f5e3b. The
-code is written anew. A size counts what fills the prompt: words of essays, lines of noise, distinct words,
-coded words, documents.
+code is written anew.
 """
 
 import functools
@@ -23,7 +24,7 @@ from pod.eval.suites.ruler import corpora
 from pod.eval.suites.ruler.ruler_prompts import NEEDLE, NOISE, PROMPTS, RulerTask
 
 _DEPTHS = [round(100 * place / 39) for place in range(40)]  # percent, official: 40 depths from 0 to 100
-_SMALL_LENGTH = 4096  # below it the official generators count words less often
+_SMALL_LENGTH = 4096  # below it the official lists of words repeat words less often
 _EXAMPLE_TOKENS = 500  # limit of variable tracking's one example
 
 
@@ -32,9 +33,9 @@ class Sample:
     """One sample.
 
     Attributes:
-        prompt: the question.
-        prefix: how the answer begins.
-        answers: what must be found.
+        prompt: the whole prompt, with its question in the last line.
+        prefix: the beginning of the answer, which the model continues.
+        answers: texts that the answer must contain.
     """
 
     prompt: str
@@ -49,11 +50,11 @@ class Needles:
     The other lines are noise, sentences of essays, or needles of other keys.
 
     Attributes:
-        haystack: noise, essay or needle.
+        haystack: what the other lines are: noise, essay or needle.
         key_kind, value_kind: words, numbers (7 digits) or uuids.
-        num_keys: needles with keys of their own.
-        num_values: values of each key.
-        num_queries: keys that are asked for.
+        num_keys: number of keys.
+        num_values: number of values of each key, each in a needle of its own.
+        num_queries: number of keys whose values are asked for.
     """
 
     haystack: str
@@ -65,6 +66,7 @@ class Needles:
 
     @property
     def smallest(self) -> int:
+        """See `Generator`."""
         return 40 if self.haystack == "essay" else self.num_keys * self.num_values + 1
 
     def sample(self, rng: random.Random, index: int, size: int) -> Sample:
@@ -116,7 +118,7 @@ class Needles:
 
 
 class VariableTracking:
-    """Chains of assignments between lines of noise, behind one worked example of at most 500 tokens."""
+    """A chain of assignments between lines of noise, behind one worked example of at most 500 tokens."""
 
     def __init__(self, tokenizer: Any, length: int, num_hops: int = 4):
         self.num_hops, self.smallest = num_hops, num_hops + 1
@@ -150,7 +152,7 @@ class VariableTracking:
 
 
 class CommonWords:
-    """A numbered list in which ten words stand more often than the others, behind one worked example."""
+    """A numbered list in which ten words occur more often than the others, behind one worked example."""
 
     smallest, num_common = 20, 10
 
@@ -180,9 +182,9 @@ class CommonWords:
 
 
 class FrequentWords:
-    """Coded words whose counts fall as 1/rank².
+    """Words of random letters whose counts fall as 1/rank².
 
-    The most frequent word is noise ('...'). The next three are asked for.
+    The most frequent word is noise ('...'). The next three are the answer.
     """
 
     smallest, letters = 60, 6
@@ -203,13 +205,12 @@ class FrequentWords:
 
 
 class Documents:
-    """Questions of SQuAD or HotpotQA among documents that do not answer them.
+    """Questions of SQuAD or HotpotQA about documents, most of which do not hold the answer.
 
-    A size is the number of documents.
-
-    The documents that hold the answer come first into the set, then the documents that the data set gives
-    with them, then any others. (Officially all ten of a HotpotQA question come at once, about 1,400 tokens,
-    so that no prompt fits a shorter length.)
+    A size is the number of documents. The documents that hold the answer are always among them. Then the
+    documents that the data set gives with the question are added, then any others, and all are shuffled.
+    (The official generator always takes all ten documents of a HotpotQA question, about 1,400 tokens, so that
+    no prompt fits a shorter length.)
     """
 
     def __init__(self, source: str):
@@ -235,15 +236,19 @@ class Documents:
 
 
 Generator = Needles | VariableTracking | CommonWords | FrequentWords | Documents
-"""Each has `smallest`, the least size that a task has, and `sample`: equal arguments give equal samples."""
+"""What builds the samples of a task.
+
+Each class has `smallest`, the least size of a sample, and `sample(rng, index, size)`, which builds the sample
+`index` at a size. Equal arguments and random states give equal samples.
+"""
 
 
 def make_generator(task: RulerTask, tokenizer: Any, length: int, room: int) -> Generator:
-    """What makes the samples of a task.
+    """The generator of a task.
 
     Args:
-        length: tokens of prompt and answer.
-        room: tokens for the prompt.
+        length: tokens of prompt and answer together.
+        room: tokens of the prompt, at most.
     """
     make: dict[str, Callable[..., Generator]] = {
         "niah": Needles,

@@ -20,9 +20,9 @@ class RulerPrompt:
     """The prompt of a task.
 
     Attributes:
-        text: the question with its {context}.
-        prefix: how the answer begins.
-        new_tokens: how many tokens are generated.
+        text: the template of the prompt, with {context} and other fields.
+        prefix: the template of the beginning of the answer.
+        new_tokens: number of tokens that are generated.
     """
 
     text: str
@@ -35,9 +35,9 @@ class RulerTask:
     """One of the thirteen tasks.
 
     Attributes:
-        prompt: key of PROMPTS and of the generators.
+        prompt: key of PROMPTS, and of the generators in `generators.make_generator`.
         options: options of its generator.
-        metric: string_match_all (share of the answers found) or string_match_part (any of them found).
+        metric: string_match_all (share of the answers that are found) or string_match_part (1 if any is).
         binary: whether a sample's score is 0 or 1.
     """
 
@@ -74,4 +74,4 @@ TASKS = {
 }
 _KINDS = ("niah_single", "niah_multikey", "niah_multivalue", "niah_multiquery", "cwe", "fwe", "qa", "vt")
 TYPES = {kind: [task for task in TASKS if task.startswith(kind)] for kind in _KINDS}
-"""The eight columns of SimLayerKV's Table 3, whose average is the mean of the columns."""
+"""Tasks by kind: the eight columns of SimLayerKV's Table 3, whose average is the mean of the columns."""

@@ -1,6 +1,6 @@
 """RULER's tasks at every length: thirteen tasks and their groups per length, their rows and scores.
 
-The prompts of the rows fill the length, whatever the tokenizer. For one seed they are the same everywhere.
+The prompts of the rows fill the length with any tokenizer. Equal seeds give equal prompts on every machine.
 
 Source of the scorers' rules: github.com/NVIDIA/RULER (Apache-2.0),
 scripts/eval/{evaluate.py,synthetic/constants.py}.
@@ -16,7 +16,7 @@ from pod.eval.suites.lengths import BUILT, NAMES, Rows, chat_tokens, count_token
 from pod.eval.suites.ruler.generators import Documents, make_generator
 from pod.eval.suites.ruler.ruler_prompts import PROMPTS, TASKS, TYPES
 
-ANY_LENGTH = 4096  # length of the tasks without a length in their name, when `ruler_length` says nothing
+ANY_LENGTH = 4096  # length of the tasks without a length in their name, unless `ruler_length` sets it
 FIELDS = ("index", "input", "asked", "prefix", "answers", "length")
 _NEAR = 0.97  # a prompt that fills this share of its length is not made again
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -26,8 +26,10 @@ def rows(**metadata: Any) -> dict[str, Any]:
     """The data set of a task.
 
     Args:
-        metadata: `ruler` of the configuration {task, length, samples, seed}. `ruler_length`, `ruler_samples`
-            and `ruler_seed` (lm-eval's `--metadata`) go before it.
+        metadata: its `ruler` {task, length, samples, seed} is from the configuration. `ruler_length`,
+            `ruler_samples` and `ruler_seed` (lm-eval's `--metadata`) override it.
+    Raises:
+        ValueError: for one of these three that is no whole number, is negative, or is 0 (a seed may be 0).
     """
     settings = metadata["ruler"]
     chosen = {key: metadata.get(f"ruler_{key}", settings[key]) for key in ("length", "samples", "seed")}
@@ -46,12 +48,13 @@ def make_rows(task: str, length: int, tokenizer: Any, seed: int = 42, count: int
 
     Args:
         task: key of TASKS.
-        length: tokens of prompt, answer and, where the tokenizer has one, chat template together. Prompts do
-            not change with the use of the template.
-        count: number of samples (the official 500; question answering has no more than its questions).
+        length: tokens of prompt, answer and, if the tokenizer has one, chat template together. The template
+            counts even if it is not used, so that prompts are the same with and without it.
+        count: number of samples (500 officially; question answering has at most one per question).
 
     Returns:
-        Rows {index, input, prefix, answers, length (tokens of input and prefix)}.
+        Rows {index, input, asked (the question in input), prefix, answers, length (tokens of input and
+        prefix)}.
 
     Raises:
         ValueError: when data are missing or no prompt fits the length.
@@ -92,9 +95,9 @@ def make_rows(task: str, length: int, tokenizer: Any, seed: int = 42, count: int
 
 
 def found(prediction: str, row: Row) -> float:
-    """The share of the answers that stand in the prediction, whatever their case.
+    """The share of the answers that the prediction contains, letter case aside.
 
-    Control characters are line ends.
+    Control characters in the prediction count as line ends.
     """
     text = _CONTROL.sub("\n", prediction.strip()).strip().lower()
     return sum(answer.lower() in text for answer in row["answers"]) / len(row["answers"])
@@ -105,10 +108,9 @@ score_part = scorer("string_match_part", lambda prediction, row: float(found(pre
 
 
 def configs() -> list[Config]:
-    """The configurations.
+    """The tasks and the group of all tasks, for every length of `NAMES` and once for a length that is set.
 
-    For every length, and for any length, there are the tasks and the group of all tasks. For every length
-    there are groups by kind, too.
+    For every length of `NAMES` there are also groups by kind.
     """
     found = []
     for prefix, length in [
@@ -147,7 +149,7 @@ def _task(name: str, task: str, length: int) -> Config:
 def _by_type(prefix: str) -> list[Config]:
     """Groups of the kinds that have several tasks, and one group of all kinds.
 
-    The latter is the mean over eight kinds instead of thirteen tasks, as in SimLayerKV's Table 3.
+    The value of the latter is the mean of eight kinds instead of thirteen tasks, as in SimLayerKV's Table 3.
     """
     several = {kind: tasks for kind, tasks in TYPES.items() if len(tasks) > 1}
     kinds = [kind if kind in several else tasks[0] for kind, tasks in TYPES.items()]
