@@ -7,22 +7,23 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 LISTED_SKIPS = 20
+"""Unreadable files and records that a report names."""
 LISTED_ORIGINS = 200
+"""Different origins that a report counts one by one."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text with where it came from.
-
-    `name` is a file, `file:record` or `hub id:record`.
-
-    A document that is tokenised already has its ids in `tokens`, uint32 [n], and no text.
-    """
+    """One text, and where it came from."""
 
     text: str
+    """The text; empty for a document that came as token ids."""
     source: str
+    """The source as the user wrote it in `data.sources`."""
     name: str
+    """Where it was read: a file, `file:record` or `hub id:record`."""
     tokens: np.ndarray | None = None
+    """Token ids, uint32 [n], of a document that was tokenised already; None for a text."""
     origin: str = ""
     """The record's own `source` field (Dolma, mixtures made by others), empty when there is none."""
 
@@ -32,21 +33,21 @@ class SourceReport:
     """What one source (or a part of it) gave, for the manifest."""
 
     source: str
-    """The spec as the user wrote it."""
+    """The source as the user wrote it in `data.sources`."""
     files: int = 0
     """Files opened (hub data sets: 1)."""
     documents: int = 0
     """Documents with text."""
     characters: int = 0
-    """Their characters."""
+    """Characters of these documents."""
     empty: int = 0
     """Documents without any text, left out."""
     skipped: int = 0
-    """Files left out or left early because they cannot be read."""
+    """Files that cannot be read, or only up to a damaged place."""
     records_skipped: int = 0
     """Records left out because they are damaged, too long or without the wanted field."""
     skipped_files: list[str] = field(default_factory=list)
-    """The first of both with the reason."""
+    """The first 20 unreadable files and records, each with the reason."""
     filtered: int = 0
     """Documents that `document_filter` left out."""
     origins: dict[str, int] = field(default_factory=dict)
@@ -54,11 +55,11 @@ class SourceReport:
 
     @property
     def skips(self) -> int:
-        """Unreadable files and records."""
+        """Number of unreadable files and records."""
         return self.skipped + self.records_skipped
 
     def check_any(self) -> None:
-        """Raise `ValueError` for a source without any document: its name or the filter must be wrong."""
+        """Raise `ValueError` when no document was read: the source's name or the filter must be wrong."""
         if self.documents:
             return
         detail = f" ({self.skipped_files[0]})" if self.skipped_files else ""
@@ -74,7 +75,11 @@ class SourceReport:
         self._name(reason)
 
     def skip_record(self, reason: str, is_listed: bool) -> None:
-        """Count an unreadable record of a file that is read on."""
+        """Count an unreadable record of a file whose other records are read.
+
+        Args:
+            is_listed: also name the record in `skipped_files`.
+        """
         self.records_skipped += 1
         if is_listed:
             self._name(reason)

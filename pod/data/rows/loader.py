@@ -26,11 +26,14 @@ if TYPE_CHECKING:
     import torch
 
 IGNORED_LABEL = -100
+"""The label of a position that the loss leaves out."""
 OPEN_SHARDS = 64
 """Shards that stay mapped at a time. Each holds three file descriptors; a process often may have 1,024."""
 
 
 class _Shard(NamedTuple):
+    """The arrays of one shard, as `pod.data.rows.manifest` describes them."""
+
     tokens: np.ndarray
     lengths: np.ndarray
     starts: np.ndarray
@@ -63,8 +66,9 @@ class PackedDataset:
         vocab_size: the model's size. It must cover every token id, else the data is refused.
 
     Raises:
-        ValueError: in one line, for a missing or foreign manifest, a missing or truncated file, and data
-            prepared for another tokenizer.
+        ValueError: in one line: the manifest is missing or not ours, a file is missing or truncated, or the
+        data
+            was prepared for another tokenizer or a larger vocabulary.
     """
 
     def __init__(
@@ -149,9 +153,10 @@ class PackedDataset:
         return RowCursor(len(self), seed=seed, position=position)
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths of the documents of a row, int32 [documents], and its tokens, [context].
+        """Lengths of the documents of a row, int32 [documents], and its tokens, [context], padding included.
 
         Raises:
+            IndexError: for a row that does not exist.
             ValueError: for a damaged row.
         """
         number, at = self._locate(index)
