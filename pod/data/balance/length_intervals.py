@@ -83,8 +83,8 @@ class ShareReport:
 def bounds_of(args: DataArgs) -> list[int]:
     """Tokens at which each length interval starts, and at the end the context length.
 
-    They follow from `intervals` or `shortest_interval`. Example: `shortest_interval=1024` and a context of 4,096
-    tokens give [1, 1024, 2048, 4096].
+    They follow from `intervals` or `shortest_interval`. Example: `shortest_interval=1024` and a context of
+    4,096 tokens give [1, 1024, 2048, 4096].
     """
     if args.intervals:
         return [1, *args.intervals, args.context_length]
