@@ -73,8 +73,8 @@ class WindowAttention(nn.Module):
             max_position=max_position_embeddings,
             rope_parameters=config.rope_parameters,
         )
-        # The linear layers above have checked that the ranks divide the heads. When there are fewer KV heads than
-        # ranks, each KV head is repeated on several ranks.
+        # The linear layers above have checked that the ranks divide the heads. When there are fewer KV heads
+        # than ranks, each KV head is repeated on several ranks.
         query_heads = num_heads // ranks
         key_value_heads = max(1, num_kv_heads // ranks)
         self.sizes = [heads * self.head_dim for heads in (query_heads, key_value_heads, key_value_heads)]
