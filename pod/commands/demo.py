@@ -28,6 +28,7 @@ from pod.schema import to_yaml
 from pod.verbosity import is_quiet
 
 BIN = Path(sys.executable).parent
+"""Folder with the programs of this Python, such as `deepspeed`."""
 RESOLVED = "demo_recipe.yaml"
 """The file in a demo's output_dir that holds its recipe with every field.
 
@@ -37,6 +38,7 @@ RANKS = 2  # the smallest number with which ZeRO and Ulysses have something to d
 # A step has this time to save and to end by itself; then it gets SIGTERM.
 _CTRL_C_SECONDS = 30
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore::FutureWarning"}
+"""Environment variables that silence libraries in the steps. Those that are set already keep their value."""
 
 
 class DemoStep(NamedTuple):

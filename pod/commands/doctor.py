@@ -30,11 +30,13 @@ OPTIONAL = {
     "wandb": "train.tracker=wandb: pip install wandb",
     "tensorboard": "train.tracker=tensorboard: pip install tensorboard",
 }
+"""Optional packages: name → what needs the package, and how to install it."""
 TOOLS = {
     "c++": "DeepSpeed compiles its CPU optimizer with it: install a C++ compiler such as g++",
     "nvcc": "needed on GPU machines only for train.offload_optimizer=cpu: install the CUDA toolkit",
     "bwrap": "sandbox for the code that models write in HumanEval: install bubblewrap",
 }
+"""Optional programs: name → what needs the program, and what to install."""
 
 
 def start() -> None:

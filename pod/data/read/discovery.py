@@ -139,6 +139,14 @@ def hub_spec(place: str) -> tuple[str, str | None, str] | None:
 
 
 def _folder_files(folder: Path, include: tuple[str, ...], outside: frozenset[str] = CACHES) -> Files:
+    """The files of a folder and of all folders below it, MosaicML shards among them.
+
+    Args:
+        outside: names of folders that are not read.
+
+    Raises:
+        ValueError: there is no file that can be read.
+    """
     files = Files()
     folders = list(_walk(folder, files.unreadable, outside))
     indexed = {

@@ -108,6 +108,7 @@ class Fields:
             raise BadRecord(too_long(where, num_bytes, self.max_bytes))
 
     def _origin(self, values: Mapping[str, Any]) -> str:
+        """The first text in one of ORIGIN_FIELDS; empty without one."""
         for name in ORIGIN_FIELDS:
             origin = values.get(name)
             if isinstance(origin, str) and name != self.text:
@@ -115,6 +116,7 @@ class Fields:
         return ""
 
     def _token_record(self, place: int, values: Any, where: str) -> Record:
+        """`record` for data that is tokenised already."""
         assert self.tokens is not None
         ids = _field(values, self.tokens, where, "token_field")
         tokens = token_ids(ids if ids is not None else [], f"{where}: field {self.tokens!r}")
@@ -191,6 +193,7 @@ def document_bounds(values: Any, length: int, where: str) -> np.ndarray:
 
 
 def _whole_numbers(values: Any, where: str, expected: str) -> np.ndarray:
+    """`values` as an array of whole numbers. Raises BadRecord when they are ragged or of another type."""
     try:
         array = np.asarray(values)
     except (ValueError, OverflowError) as error:  # ragged lists
@@ -203,6 +206,7 @@ def _whole_numbers(values: Any, where: str, expected: str) -> np.ndarray:
 
 
 def _field(values: Any, name: str, where: str, setting: str) -> Any:
+    """The field `name` of a record. Raises BadRecord when it is missing; the message names data.`setting`."""
     if not isinstance(values, Mapping):
         raise BadRecord(f"{where} is a {type(values).__name__}, expected an object with a field {name!r}")
     try:

@@ -175,6 +175,7 @@ class PackedDataset:
         return own, row
 
     def _locate(self, index: int) -> tuple[int, int]:
+        """Number of the shard that holds row `index`, and number of the row in it."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} does not exist: {self.path} has {len(self)} rows")
         index %= len(self)
@@ -186,6 +187,7 @@ class PackedDataset:
         return _Shard(*(open_array(self.path, self.manifest, shard, name) for name in SHARD_ARRAYS))
 
     def _check_request(self, tokenizer_sha256: str | None, vocab_size: int | None) -> None:
+        """Refuse data of another tokenizer, and token ids beyond the model's vocabulary (ValueError)."""
         if tokenizer_sha256 is not None and tokenizer_sha256 != self.manifest["tokenizer_sha256"]:
             raise ValueError(
                 f"{self.path} was prepared with another tokenizer (sha256 "

@@ -28,8 +28,10 @@ MANIFEST_NAME = "manifest.json"
 MANIFEST_CHECKSUM = "manifest_sha256"
 SHARD_ARRAYS = ("tokens", "lengths", "starts")
 REPAIR = "prepare the data again with `pod data`"
+"""What messages about damaged data advise."""
 _NUMBERS = ("context_length", "num_rows", "num_documents", "num_tokens", "vocab_size", "pad_token_id")
 _REQUIRED = {**dict.fromkeys(_NUMBERS, int), "tokenizer_sha256": str, "id": str, "shards": list}
+"""Keys that every manifest must have, with the types of their values."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

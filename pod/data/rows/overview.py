@@ -24,6 +24,7 @@ LEFT_OUT = (
     ("skipped_long", "longer than the context"),
     ("dropped_short", "pieces that are too short"),
 )
+"""Names in the manifest's `policies`, and how the overview words them."""
 _OF_SOURCES = (
     ("empty", "empty"),
     ("records_skipped", "unreadable records"),

@@ -68,6 +68,7 @@ def in_order(
 
 
 def _in_processes(task: Task, calls: Iterator[tuple[Any, ...]], workers: int, count: Count) -> Iterator[Any]:
+    """`in_order` with more than one worker."""
     # Forked processes share the loaded tokenizer and start in milliseconds. Elsewhere the task must be
     # picklable.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
