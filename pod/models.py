@@ -37,17 +37,18 @@ class ModelArgs:
     """Floating-point type of the loaded weights. Training has its own: train.dtype."""
 
     attention_backend: str = "auto"
-    """Implementation of attention: `auto` picks the fastest that works here; `flash`, `flex`, `triton` or
-    `reference` by name. A named one that cannot run is an error."""
+    """Implementation of attention: `auto` picks the fastest that works here; `flash`, `flex`, `triton` and
+    `reference` name one. A named implementation that cannot run is an error."""
 
     flash_attention: Literal["fa2", "fa3", "fa4"] | None = None
-    """FlashAttention that runs on GPUs: `fa2` comes with PyTorch, `fa3` needs the package flash-attn-3 and
-    a Hopper GPU, `fa4` flash-attn-4 and a Hopper or Blackwell GPU. One that cannot run is an error. null =
-    the environment variable POD_FLASH_ATTENTION, else fa2."""
+    """Version of FlashAttention on GPUs: `fa2` comes with PyTorch, `fa3` needs the package flash-attn-3 and
+    a Hopper GPU, `fa4` needs flash-attn-4 and a Hopper or Blackwell GPU. A version that cannot run is an
+    error. null = the environment variable POD_FLASH_ATTENTION, else fa2."""
 
     num_sink_tokens: NonNegativeInt | None = None
     """First tokens of a document that every head sees with its own query and key (paper: 16). null = the
-    plan's value, else the checkpoint's, else 16. With sinks constant or none it is 0."""
+    plan's value, else the checkpoint's, else 16. It is 0 with layout=window, and with sinks constant or
+    none."""
 
     sinks: Literal["tokens", "constant", "none"] | None = None
     """What stands for the first tokens in heads that keep a window. `tokens`: the first num_sink_tokens
@@ -56,8 +57,8 @@ class ModelArgs:
 
     num_recent_tokens: PositiveInt | None = None
     """Last tokens, the current one included, that every head sees with its own query and key (paper:
-    4080). Smaller windows save more memory. null = the plan's value, else the checkpoint's, else 4080.
-    Another value than the plan was made for gives a warning."""
+    4080). Smaller windows save more memory. null = the plan's value, else the checkpoint's, else 4080 (4096
+    with layout=window). Another value than the plan was made for gives a warning."""
 
     plan: str | None = None
     """Path of a plan.json. null = <output_dir>/plan/plan.json, when it exists and layout is auto or pod."""
@@ -305,7 +306,7 @@ def cache_dir() -> Path:
 
 
 def _local_or_hub(path: str) -> str:
-    """A folder with `~` expanded, or a hub id as it is. Raises ValueError for a folder that does not exist."""
+    """A folder with `~` expanded, or a hub id as it is. Raises ValueError for a missing folder."""
     expanded = os.path.expanduser(path)
     # A hub id that is accepted here has an owner: exactly one slash.
     is_path = expanded.startswith((".", os.sep)) or expanded.count("/") != 1

@@ -204,7 +204,7 @@ def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = 
 
     Args:
         path: the recipe; None means all defaults.
-        overrides: their values are YAML.
+        overrides: each is `section.field=value`; the value is YAML.
 
     Raises:
         ValueError: one line names the file or the key, and what is allowed.
@@ -230,7 +230,7 @@ def _find_recipe(path: Path) -> Path:
 
 
 def _apply_override(content: dict[str, Any], override: str) -> None:
-    """Put one `a.b=value` into the mapping."""
+    """Set one override, such as `train.max_steps=10`, in the content of a recipe file."""
     name, sign, text = override.partition("=")
     *sections, last = name.strip().split(".")
     if not sign or not all([*sections, last]):
@@ -278,7 +278,7 @@ def _read_recipe(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 def _find_extended(folder: Path, name: str, above: tuple[Path, ...]) -> Path:
     """The recipe `name`, with or without .yaml: in `folder`, else as `--config` finds it.
 
-    Never one of `above`, the recipes that extend this one.
+    The result is never one of `above`, the recipes that extend this one.
     """
     beside = (folder / name, folder / f"{name}.yaml")
     found = (file for file in beside if file.is_file() and file.resolve() not in above)

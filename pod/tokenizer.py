@@ -37,9 +37,8 @@ def load_tokenizer(source: Any, **places: Any) -> Any:
     Args:
         source: folder, hub id or name of a model as in ``load_model``. It may also be a GGUF file, or a
             ``tokenizer.json``, which is read with the ``tokenizer_config.json`` beside it if there is one.
-        places: more arguments of transformers' ``from_pretrained`` (``gguf_file``, ``revision``, ``token``
-        …).
-            None counts as not given.
+        places: more arguments of transformers' ``from_pretrained``, such as ``gguf_file``, ``revision`` or
+            ``token``. None counts as not given.
 
     Raises:
         ValueError: there is no tokenizer, or it is damaged; the message is one line.

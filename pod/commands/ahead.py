@@ -56,7 +56,7 @@ def check_lengths(recipe: Recipe) -> list[str]:
 
 
 def _lengths(recipe: Recipe) -> Iterator[tuple[str, int]]:
-    """Name and tokens of every setting that makes a command after `pod data` read so long a text."""
+    """Name and value, in tokens, of each setting that says how long a text the model must read."""
     yield "data.context_length", recipe.data.context_length
     if recipe.model.layout in ("auto", "pod"):
         yield "explore.sequence_length", recipe.explore.sequence_length
@@ -117,7 +117,7 @@ def _on_steps(recipe: Recipe, manifest: dict[str, Any]) -> Iterator[str]:
 
 
 def _on_held_out(recipe: Recipe, manifest: dict[str, Any]) -> Iterator[str]:
-    """Lines where explore, eval or the evaluation during training needs more held-out text than there is."""
+    """A line for each reader of the held-out text (explore, eval, training) that needs more than there is."""
     held_out = manifest.get("held_out") or {}
     tokens, explore, evaluated = held_out.get("tokens", 0), recipe.explore, recipe.eval
     asked = {}

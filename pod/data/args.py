@@ -72,8 +72,8 @@ class DataArgs:
     """Tokens at which the first length interval starts. The next ones start at 2x, 4x, … of it, up to the
     context length."""
     intervals: list[int] = field(default_factory=list)
-    """Tokens at which the length intervals start, for example [1024, 8192]. Empty = powers of two from
-    `shortest_interval`."""
+    """Tokens at which the length intervals start, for example [1024, 8192]. Empty =
+    `shortest_interval` and its doublings."""
     short_documents: Literal["keep", "drop"] = "keep"
     """Documents shorter than `shortest_interval`: `keep` puts them into an interval of their own, `drop`
     leaves them out."""

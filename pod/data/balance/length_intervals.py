@@ -28,7 +28,7 @@ class IntervalReport:
     """One length interval [low, high) (the last one [low, high]) before and after the draw."""
 
     low: int
-    """Shortest document in tokens."""
+    """Tokens of the shortest document that belongs to the interval."""
     high: int
     """First length of the next interval; in the last interval the longest document."""
     documents_before: int = 0

@@ -44,11 +44,11 @@ class Files:
     found: list[FoundFile] = field(default_factory=list)
     """The files to read."""
     tolerate: bool = False
-    """Skip unreadable files whatever the policy (deliberately broken files of the standard library)."""
+    """Skip unreadable files even with `unreadable="error"`: the standard library has some on purpose."""
     left_out: list[str] = field(default_factory=list)
-    """Files that stand beside MosaicML shards and are not read, each with the reason."""
+    """Files beside MosaicML shards, and notes beside records. They are not read; each has the reason."""
     unreadable: list[str] = field(default_factory=list)
-    """Folders whose files cannot be listed, each with the reason."""
+    """Folders that cannot be listed, and files of an unknown type, each with the reason."""
 
 
 def files_of(place: str, include: tuple[str, ...] = ()) -> Files:
@@ -87,8 +87,8 @@ def files_of(place: str, include: tuple[str, ...] = ()) -> Files:
 def check_places(sources: Iterable[str]) -> None:
     """Refuse local sources that do not exist, and patterns that no file matches.
 
-    This takes no time: hub names and URLs are not looked up, folders are not listed, and a pattern is
-    searched only until its first file.
+    This is quick: hub names and URLs are not looked up, folders are not listed, and a pattern is searched
+    only until its first file.
 
     Args:
         sources: sources without fragments, as `files_of` takes them.

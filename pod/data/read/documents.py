@@ -25,7 +25,7 @@ class Document:
     tokens: np.ndarray | None = None
     """Token ids, uint32 [n], of a document that was tokenised already; None for a text."""
     origin: str = ""
-    """The record's own `source` field (Dolma, mixtures made by others), empty when there is none."""
+    """The record's own field `source` or `domain` (Dolma, mixtures made by others); empty without one."""
 
 
 @dataclass
@@ -37,25 +37,25 @@ class SourceReport:
     files: int = 0
     """Files opened (hub data sets: 1)."""
     documents: int = 0
-    """Documents with text."""
+    """Documents that hold something and passed the filter."""
     characters: int = 0
     """Characters of these documents."""
     empty: int = 0
     """Documents without any text, left out."""
     skipped: int = 0
-    """Files that cannot be read, or only up to a damaged place."""
+    """Files that are left out, or are read up to a damaged place only."""
     records_skipped: int = 0
     """Records left out because they are damaged, too long or without the wanted field."""
     skipped_files: list[str] = field(default_factory=list)
-    """The first 20 unreadable files and records, each with the reason."""
+    """The first 20 of these files and records, each with the reason."""
     filtered: int = 0
     """Documents that `document_filter` left out."""
     origins: dict[str, int] = field(default_factory=dict)
-    """Documents by the `source` field of their records."""
+    """Origin → number of its documents."""
 
     @property
     def skips(self) -> int:
-        """Number of unreadable files and records."""
+        """Number of files and records that were left out."""
         return self.skipped + self.records_skipped
 
     def check_any(self) -> None:
@@ -70,7 +70,7 @@ class SourceReport:
         )
 
     def skip(self, reason: str) -> None:
-        """Count an unreadable file."""
+        """Count a file that is left out, for this reason."""
         self.skipped += 1
         self._name(reason)
 

@@ -14,8 +14,7 @@ def imported_filter(name: str) -> Callable[[Document], bool]:
     """The function that `module:function` names.
 
     Raises:
-        ValueError: the name is not `module:function`, the module cannot be imported, or it has no such
-        function.
+        ValueError: the name is not `module:function`, the module cannot be imported, or has no such function.
     """
     module, colon, function = name.partition(":")
     if not (module and colon and function):

@@ -110,8 +110,7 @@ def read_shard(shard: MdsShard, fields: Fields, bad: Bad) -> Iterator[Record]:
     Hashes that an index may hold are not compared: reading would take twice as long.
 
     Raises:
-        UnreadableFile: the shard's size differs from the index, or its offsets, sizes or samples do not add
-        up.
+        UnreadableFile: the shard's size differs from the index, or its offsets and sizes do not add up.
     """
     path = Path(shard.path)
     decoders = _decoders(shard, fields)

@@ -22,9 +22,8 @@ def load_documents(sources: Iterable[str], **settings: Any) -> Iterator[Document
         settings: settings of the recipe's `data` section.
 
     Raises:
-        ValueError: in one line: a source does not exist or holds no text, or, with `unreadable="error"`, a
-        file
-            or record cannot be read.
+        ValueError: in one line: a source does not exist or holds no text; or, with `unreadable="error"`, a
+            file or record cannot be read.
     """
     args = DataArgs(sources=list(sources), **settings)
     work_shards = plan_work_shards(args)

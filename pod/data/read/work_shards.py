@@ -117,9 +117,8 @@ def plan_work_shards(args: DataArgs) -> list[WorkShard]:
     """The work shards of all sources, in reading order.
 
     Raises:
-        ValueError: in one line: a source does not exist, or, with `unreadable="error"`, has files of an
-        unknown type
-            or folders that cannot be listed.
+        ValueError: in one line: a source does not exist; or, with `unreadable="error"`, it has files of an
+            unknown type or folders that cannot be listed.
     """
     work_shards = []
     for source, spec in enumerate(args.sources):

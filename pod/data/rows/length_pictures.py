@@ -25,7 +25,7 @@ def draw_lengths(manifest: dict[str, Any], path: Path) -> None:
         OSError: when it cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure  # a figure that no window and no global state knows of
+    from matplotlib.figure import Figure  # unlike a figure of pyplot, it has no window and no global state
 
     intervals = manifest["intervals"]
     width = max(8.0, INCHES_PER_BAR * len(intervals) + 1.5)
@@ -47,7 +47,7 @@ def draw_lengths(manifest: dict[str, Any], path: Path) -> None:
     )
     below.set_xlabel("document length [tokens]")
     buffer = io.BytesIO()
-    # without the version of matplotlib, which would make the same picture differ
+    # The version of matplotlib is left out: with it, equal pictures would be different files.
     figure.savefig(buffer, format="png", metadata={"Software": None})
     atomic_write_bytes(path, buffer.getvalue())
 

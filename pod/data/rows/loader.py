@@ -67,8 +67,7 @@ class PackedDataset:
 
     Raises:
         ValueError: in one line: the manifest is missing or not ours, a file is missing or truncated, or the
-        data
-            was prepared for another tokenizer or a larger vocabulary.
+            data was prepared for another tokenizer or a larger vocabulary.
     """
 
     def __init__(

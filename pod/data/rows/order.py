@@ -80,7 +80,7 @@ class RowCursor:
         return rows
 
     def state_dict(self) -> dict[str, int]:
-        """What a checkpoint stores."""
+        """The state as a checkpoint stores it."""
         return {"position": self.position, "seed": self.seed, "num_rows": self.num_rows}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

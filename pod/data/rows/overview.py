@@ -31,6 +31,7 @@ _OF_SOURCES = (
     ("skipped", "files not read, or read in part"),
     ("filtered", "document_filter"),
 )
+"""Names in the manifest's report of each source, and how the overview words them."""
 
 
 def overview(data: PackedDataset, rows: int = 0, tokenizer: Any = None) -> str:

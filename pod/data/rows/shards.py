@@ -25,7 +25,7 @@ from pod.data.rows.manifest import (
 from pod.files import atomic_dir, sha256_file, write_json
 
 DEFAULT_SHARD_BYTES = 128 * 2**20
-"""Bytes of tokens in one shard, at most."""
+"""Bytes of tokens in one shard, at most. A shard has one row at least."""
 HEADER_BYTES = 128
 """Size of the `.npy` header of every array."""
 

@@ -1,8 +1,7 @@
 """One preparation: its settings, its tokenizer, its work shards in the order of reading, and its work folder.
 
-    <output_dir>.work/work.json       the request that the work is for; work for another request is only
-    removed
-                                      with `overwrite`
+    <output_dir>.work/work.json       the request that the work is for; work for another request is removed
+                                      with `overwrite` only
     <output_dir>.work/unit-*.bin      kept tokens, one file per finished work shard
     <output_dir>.work/shard-*.json    manifest entries of finished shards
     <output_dir>.work/rows/           the shards, renamed to <output_dir> at the end

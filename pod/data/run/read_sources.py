@@ -26,9 +26,9 @@ BATCH_CHARACTERS = 1_000_000
 BATCH_DOCUMENTS = 256
 """Most documents in a batch."""
 PRUNE_TOKENS = 1 << 22
-"""A process that reads a work shard adds at least this many tokens before it drops some again."""
+"""Tokens, at least, that a process adds from its work shard before it drops those that are not needed."""
 PRUNE_SHARE = 16
-"""All kept pieces are pruned when the number of work shards read has grown by one part in so many."""
+"""The kept pieces are pruned whenever the number of work shards read has grown by one 16th."""
 LEAST_WORK_SHARDS = 16
 """Fewest work shards to read, if there are so many. Fewer would be no fair sample of the sources."""
 
