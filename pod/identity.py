@@ -33,7 +33,7 @@ def content_of(path: str | os.PathLike) -> str:
 def plan_of(path: str | os.PathLike) -> list:
     """What a plan decides: roles, order of heads, bits, and constants that stand for the first tokens.
 
-    Two plans with equal lists give the same model, however they were made.
+    How the plan was made is no part of it. Neither are its windows.
 
     Raises:
         ValueError: the file is no plan.

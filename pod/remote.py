@@ -47,7 +47,8 @@ def remote_files(url: str) -> list[str]:
 def remote_state(url: str) -> tuple[int, int]:
     """The size of a file in bytes, and a number that changes when its content changes.
 
-    The number is made of what the server reports (`_VERSION_KEYS`). The result is (-1, 0) for a missing file.
+    The number is made of what the server reports (`_VERSION_KEYS`). If it reports nothing of this, the number
+    never changes. The result is (-1, 0) for a missing file.
     """
     with _asked(url) as (system, path):
         try:

@@ -144,10 +144,7 @@ def _config_of(source: str | os.PathLike[str], places: Mapping[str, Any]) -> dic
 
 
 def _is_mistral(source: str | os.PathLike[str], config: Mapping[str, Any], places: Mapping[str, Any]) -> bool:
-    """Whether transformers would take mistral-common's tokenizer for this checkpoint.
-
-    It would do so if that package is installed.
-    """
+    """Whether transformers takes mistral-common's tokenizer for this checkpoint where that is installed."""
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, get_tokenizer_config
 
     mistral = "MistralCommon"
