@@ -79,7 +79,7 @@ def _asked(url: str) -> Iterator[tuple[Any, str]]:
 
     try:
         yield url_to_fs(url)
-    except Exception as error:  # each kind of place has its own classes of errors
+    except Exception as error:  # each file system has its own classes of errors
         said = " ".join(str(error).split())[:200]
         raise ValueError(
             f"{url} cannot be read ({type(error).__name__}: {said}): "

@@ -1,4 +1,4 @@
-"""Equal tokens per length interval (the training recipe of METHODS.md §1).
+"""Equal tokens per length interval, as in the training data of the PoD paper (arXiv:2412.02252, §3).
 
 Here are the intervals, their quotas, and the choice of pieces that meet a quota.
 """
