@@ -1,4 +1,4 @@
-"""Load a PoD export with nothing but torch and transformers, check it, and let it write.
+"""Load a PoD export with nothing but torch and transformers, check its logits, and generate some text.
 
     python examples/load_export.py runs/demo/export [runs/demo/export_check.safetensors]
 

@@ -1,10 +1,10 @@
-"""Load an export of `pod export --format vllm` with vLLM, and let it write. It runs where vLLM is installed.
+"""Load an export of `pod export --format vllm` with vLLM, and generate text. It runs where vLLM is installed.
 
     python examples/serve_vllm.py runs/demo-vllm/export-vllm [float32]
 
-The second argument is the type that the engine computes in. On CPUs without bfloat16 units, float32 is much
-faster. `vllm serve runs/demo-vllm/export-vllm` starts a server with OpenAI's interface. docs/serving.md has
-the installation.
+The second argument is the number format in which the engine computes. On CPUs without bfloat16 units, float32
+is much faster. `vllm serve runs/demo-vllm/export-vllm` starts a server with OpenAI's interface.
+docs/serving.md has the installation.
 """
 
 import sys

@@ -39,7 +39,8 @@ __all__ = [
     "save_cache",
 ]
 
-# A name is imported when it is first used, so that `--help` of a launcher needs no torch.
+# Modules below `pod`, each with the public names that it defines. A name is imported when it is first used,
+# so that `--help` of a launcher needs no torch.
 _HOMES = {
     "modeling.cache_files": ("load_cache", "save_cache"),
     "modeling.loading": ("load_adapter", "load_model"),
@@ -72,7 +73,7 @@ _AUTO = "transformers.models.auto.modeling_auto"
 class _WithAutoClasses(MetaPathFinder):
     """Registers our classes with ``AutoModelForCausalLM`` as soon as somebody imports it.
 
-    Until then, nothing of transformers is needed.
+    Until then, transformers need not be imported.
     """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""`python -m pod COMMAND …` does what the command `pod` does, with the interpreter that is named."""
+"""`python -m pod COMMAND …` runs the command `pod` with that Python interpreter."""
 
 from pod.commands import main
 

@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_verbosity(parser: argparse.ArgumentParser) -> None:
-    """Add `-q` and `-v`. The result is `verbosity`, which is None when neither is given."""
+    """Add `-q` and `-v`, which set `verbosity` to "quiet" or "verbose" (None when neither is given)."""
     either = parser.add_mutually_exclusive_group()
     quiet = "print warnings and errors only; results are still written to their files"
     verbose = "also print the messages of libraries, and a traceback with each error"

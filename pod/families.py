@@ -1,9 +1,11 @@
-"""The model families that load: how their configuration becomes ours, and where their weights stand.
+"""The model families that can be loaded: how their configuration becomes ours, and how weights are named.
 
-Each family is one row. ``fixed`` holds what the family's modeling file fixes without a field of its
-configuration. ``reads`` holds what the family calls by another name. Fields of the same name and meaning are
-taken over as they are. The decoder knows no families, only fields of ``PodConfig``. This file knows only what
-others wrote.
+Each family is one row of ``FAMILIES``. ``fixed`` holds what the family's modeling file fixes without a field
+of its configuration. ``reads`` holds what the family calls by another name. Fields of the same name and
+meaning are taken over as they are.
+
+The decoder knows no families, only fields of ``PodConfig``. The names and values in this file come from the
+configurations and checkpoints of others; none of them is our choice.
 """
 
 from collections.abc import Callable, Container, Mapping
@@ -21,8 +23,8 @@ class Family(NamedTuple):
     """How a configuration of transformers becomes ours.
 
     Attributes:
-        fixed: fields of ``PodConfig`` that all models of the family share.
-        reads: fields of ``PodConfig`` as functions of the family's configuration.
+        fixed: fields of ``PodConfig`` that have the same value in all models of the family.
+        reads: fields of ``PodConfig``, each with a function that computes it from the family's configuration.
         required: fields of the family's configuration, each with the one value that the decoder supports.
     """
 
@@ -32,10 +34,10 @@ class Family(NamedTuple):
 
 
 def _windows(source: Any) -> list[int | None] | None:
-    """``PodConfig.layer_windows``: the window of each layer that slides, and None for the other layers.
+    """``PodConfig.layer_windows``: the window in tokens of each sliding layer, and None for the other layers.
 
-    All layers slide where the configuration names no layer types. The result is None where no window is
-    shorter than the model's context.
+    Where the configuration names no layer types, all layers slide. Where no window is shorter than the
+    model's context, the result is None for the whole model.
     """
     window = source.sliding_window
     types = getattr(source, "layer_types", None) or ["sliding_attention"] * source.num_hidden_layers
@@ -45,7 +47,7 @@ def _windows(source: Any) -> list[int | None] | None:
 
 
 def _dense_layers(source: Any) -> list[int]:
-    """``PodConfig.mlp_only_layers`` of Qwen3-MoE."""
+    """``PodConfig.mlp_only_layers`` of Qwen3-MoE: the layers whose feed-forward part has no experts."""
     step, given = source.decoder_sparse_step, source.mlp_only_layers
     return [layer for layer in range(source.num_hidden_layers) if layer in given or (layer + 1) % step]
 
@@ -139,21 +141,23 @@ _STORED: dict[str, list[tuple[str, ...]]] = {
         ("block_sparse_moe.experts.{}.w2.weight",),
     ],
 }
-"""Where a decoder layer's weight stands in a checkpoint that does not have it under its own name.
+"""Other names under which a checkpoint may store a decoder layer's weight. ``{}`` is the number of an expert.
 
-That is so for the fused weights of Phi-3, and for files of Qwen3-MoE and Mixtral.
+Phi-3 has fused weights, and files of Qwen3-MoE and Mixtral have one weight per expert.
 """
 OTHER_PARTS = "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."
-"""The parts that are left out of models that also see. Their text part is ``language_model``."""
+"""Prefixes of the weights that are left out of models with vision. Their text part is ``language_model``."""
 
 
 def stored_names(name: str, have: Container[str], config: Any) -> list[str]:
-    """The names of the checkpoint's weights of which the decoder's weight ``name`` is made.
+    """The names of the weights in a checkpoint that make up the decoder's weight ``name``.
 
-    It is one name, or one per expert and part.
+    It is one name, or one per expert and part (gate, up). Where the checkpoint has no such weight, the result
+    is ``name`` itself.
 
     Args:
         have: the names of all weights in the checkpoint.
+        config: a ``PodConfig``, which gives the number of experts.
     """
     if name in have:
         return [name]
@@ -176,7 +180,7 @@ def read_weight(name: str, read: Callable[[str], Tensor], have: Container[str], 
     together.
 
     Args:
-        read: gives the weight that the checkpoint has under a name.
+        read: returns the weight that the checkpoint stores under a name.
         have: the names of all weights in the checkpoint.
     """
     stored = stored_names(name, have, config)

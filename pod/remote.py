@@ -12,21 +12,21 @@ from pathlib import Path
 from typing import Any
 
 _VERSION_KEYS = "ETag", "etag", "Content-MD5", "md5Hash", "Last-Modified", "LastModified", "mtime", "updated"
-"""Names under which a place reports something that changes when the file changes."""
+"""Keys under which a file system of fsspec may report something that changes when the file changes."""
 
 
 def is_remote(place: str) -> bool:
-    """Whether `place` is a URL."""
+    """Whether `place`, a source that may also be a local path, is a URL."""
     return "://" in place
 
 
 def remote_files(url: str) -> list[str]:
-    """The URLs of the file, of the files that a pattern matches, or of all files below a folder.
+    """The URLs of the files that a URL names: of one file, or all that match a pattern or lie below a folder.
 
     The URL of a folder ends in a slash. The result is sorted, and has no hidden files.
 
     Raises:
-        ValueError: there is no such file, or the place cannot be asked; the message is one line.
+        ValueError: there is no such file, or the server cannot be asked; the message is one line.
     """
     with _asked(url) as (system, path):
         if url.endswith("/"):
@@ -45,9 +45,10 @@ def remote_files(url: str) -> list[str]:
 
 
 def remote_state(url: str) -> tuple[int, int]:
-    """The size of a file in bytes, and a number that changes with its content as far as its place tells.
+    """The size of a file in bytes, and a number that changes when its content changes.
 
-    It is (-1, 0) for a file that is missing.
+    The number is made of what the server reports (`_VERSION_KEYS`). If it reports nothing of this, the number
+    never changes. The result is (-1, 0) for a missing file.
     """
     with _asked(url) as (system, path):
         try:
@@ -78,7 +79,7 @@ def _asked(url: str) -> Iterator[tuple[Any, str]]:
 
     try:
         yield url_to_fs(url)
-    except Exception as error:  # each kind of place has its own classes of errors
+    except Exception as error:  # each file system has its own classes of errors
         said = " ".join(str(error).split())[:200]
         raise ValueError(
             f"{url} cannot be read ({type(error).__name__}: {said}): "

@@ -1,7 +1,11 @@
-"""A dataclass of dataclasses from YAML and back, with every key, type and range checked.
+"""Recipes as nested dataclasses: built from YAML with every key, type and range checked, and written as YAML.
 
-It also gives the documentation of the fields for `--help`. pydantic converts and checks. What it finds is
-told in one line: which field, what came, what is allowed.
+`explain` also gives the documentation of the fields for `--help`. pydantic converts and checks. What it finds
+becomes an error of one line: which field, what came, what is allowed.
+
+Three words of this file: a *section* is a dataclass that `section` decorates. A *path* is a list of keys that
+leads to a setting, as pydantic reports it: `("model", "num_sink_tokens")`. A *place* is the same path as
+users write it: `model.num_sink_tokens`.
 """
 
 import dataclasses
@@ -24,23 +28,37 @@ from pod.notation import split
 
 _Section = TypeVar("_Section")
 Share = Annotated[float, Field(ge=0, le=1)]
+"""Type of a field: a number from 0 to 1."""
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+"""Type of a field: a number from 0 up to, but not including, 1."""
 AtLeast2 = Annotated[int, Field(ge=2)]
+"""Type of a field: a whole number of 2 or more."""
 
 _SETTINGS = ConfigDict(
     coerce_numbers_to_str=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
 )
+"""How pydantic builds a section.
+
+A number is accepted for a text. Unknown keys, NaN and infinity are errors. The string under a field is its
+description.
+"""
 _UNKNOWN = "unexpected_keyword_argument"
+"""The type that pydantic gives to an error about a key that the section does not have."""
 _VERY_NEAR = 0.8
-"""Likeness of a mistyped name and the right one, from 0 to 1, from which no other name needs to be shown."""
+"""How alike a mistyped key and a valid one must be, from 0 to 1, for the message to name this one key alone.
+
+Where no valid key is so much alike, the message lists all keys of the section as well.
+"""
 
 
 @typing.dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
 def section(cls: type[_Section]) -> type[_Section]:
-    """Make a dataclass for recipes: it takes keyword arguments only, and converts and checks them.
+    """Decorate a class as a section of a recipe: a dataclass that converts and checks its keyword arguments.
 
-    Its `__post_init__` checks what types and ranges cannot say, and raises `ValueError`. The message begins
-    with a field's name where it is about one field.
+    The class may have a `__post_init__` for what types and ranges cannot say. It raises `ValueError`. A
+    message about one field begins with the name of the field: `rank is 0: …`.
+
+    Constructing the section raises `ValueError` of one line for a wrong key, type or value.
     """
     cls._prepared = model_validator(mode="before")(_prepared)  # type: ignore[attr-defined]
     made: Any = checked_dataclass(kw_only=True, config=_SETTINGS)(cls)
@@ -58,10 +76,13 @@ def section(cls: type[_Section]) -> type[_Section]:
 
 
 def build(cls: Any, content: Any, where: str = "") -> Any:
-    """The section `cls` from a mapping as YAML gave it.
+    """Build a section from a mapping that was read from YAML.
 
     Args:
-        where: dotted name of this place in the recipe, for messages.
+        cls: a class that `section` decorates.
+        content: the mapping; None gives a section with all defaults.
+        where: dotted name of the section, with which messages name its fields: `model`. Empty for a whole
+            recipe.
 
     Raises:
         ValueError: a key, a type or a value is wrong.
@@ -76,7 +97,7 @@ def to_yaml(recipe: Any, fields: Collection[str] | None = None) -> str:
     """A recipe or a section as the YAML that builds it again.
 
     Args:
-        fields: the fields to write; None means all.
+        fields: names of the outermost fields to write; None means all.
     """
     content = to_jsonable_python(recipe)
     shown = {name: value for name, value in content.items() if fields is None or name in fields}
@@ -84,10 +105,10 @@ def to_yaml(recipe: Any, fields: Collection[str] | None = None) -> str:
 
 
 def _prepared(cls: type, given: Any) -> Any:
-    """What pydantic shall convert.
+    """Prepare the content of a section for pydantic.
 
-    An empty section becomes one of defaults, and comma-separated texts become lists. Truth values are refused
-    as numbers.
+    An empty section, as `model:` with nothing below it, becomes one with all defaults. A text with commas
+    becomes a list where the field is a list. `true` and `false` are refused where the field is a number.
     """
     if isinstance(given, ArgsKwargs):
         return ArgsKwargs((), _prepared(cls, given.kwargs))
@@ -98,6 +119,7 @@ def _prepared(cls: type, given: Any) -> Any:
 
 
 def _prepared_value(name: Any, value: Any, hint: Any) -> Any:
+    """One value of a section, prepared as `_prepared` says. `hint` is the type of its field."""
     kinds = _kinds(hint)
     if isinstance(value, bool) and kinds & {int, float}:
         raise ValueError(f"{name} is {value}: it should be a number")
@@ -120,7 +142,12 @@ def _split_commas(text: str) -> list[str]:
 
 
 def _told(error: ValidationError, cls: type, where: str) -> str:
-    """The first of pydantic's findings in one line, unknown keys before others."""
+    """Tell one of pydantic's findings in one line: an unknown key if there is any, else the first finding.
+
+    Args:
+        cls: the section that was built.
+        where: its dotted name, as in `build`.
+    """
     found: Any = min(error.errors(), key=lambda one: one["type"] != _UNKNOWN)
     *outer, name = found["loc"] or ("",)
     kind, value = found["type"], found["input"]
@@ -141,13 +168,13 @@ def _told(error: ValidationError, cls: type, where: str) -> str:
 
 
 def _place(where: str, path: Sequence[str | int]) -> str:
-    """The dotted name of a place: `many[0].rate`."""
+    """Join a section's dotted name and a path: `train` and `["many", 0, "rate"]` → `train.many[0].rate`."""
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in path]
     return (where + "".join(parts)).removeprefix(".")
 
 
 def _section_at(cls: Any, path: Sequence[str | int]) -> Any:
-    """The type at a place inside the section `cls`."""
+    """The type at the end of a path inside the section `cls`: `["model"]` in `Recipe` gives `ModelArgs`."""
     for part in path:
         inner = get_args(cls)
         if dataclasses.is_dataclass(cls):
@@ -158,7 +185,14 @@ def _section_at(cls: Any, path: Sequence[str | int]) -> Any:
 
 
 def _located(message: str, cls: Any, place: str) -> str:
-    """A message with its place: `num_sink_tokens is -1` → `model.num_sink_tokens is -1`."""
+    """Name the section in a message: `num_sink_tokens is -1` → `model.num_sink_tokens is -1`.
+
+    A message that does not begin with a field's name gets the section in front: `model: …`.
+
+    Args:
+        cls: the section that raised the message.
+        place: its dotted name.
+    """
     if not place or message.startswith(place):
         return message
     first = re.split(r"\W", message, maxsplit=1)[0]
@@ -166,10 +200,17 @@ def _located(message: str, cls: Any, place: str) -> str:
 
 
 def _unknown_key(key: Any, cls: type, place: str) -> str:
-    """The message that a section has no field ``key``. It names the nearest field, or the key's new name.
+    """The message about a key that a section does not have. It shows which key was probably meant.
 
-    At the top of a recipe, the fields of all sections are compared. Where none is very near, the fields of
-    the section are listed.
+    A key of an older version, which the section's `former_names` lists, is answered with its new name. Any
+    other key is compared with the fields of the section and of the sections inside it: at the top of a
+    recipe, `num_sink_tokens` is answered with `model.num_sink_tokens`. Where no field is very much alike
+    (`_VERY_NEAR`), the message also lists the fields of the section.
+
+    Args:
+        key: the unknown key.
+        cls: the section.
+        place: dotted name of the section; empty for the whole recipe.
     """
     of_section = f" in {place}" if place else ""
     former_names = getattr(cls, "former_names", {})
@@ -187,11 +228,12 @@ def _unknown_key(key: Any, cls: type, place: str) -> str:
 
 
 def nearest(word: Any, known: Sequence[Any] | dict[str, str], cutoff: float = 0.5) -> str:
-    """` (did you mean 'x'?)`, or nothing when no known name is near.
+    """Suggest the known name that is most like `word`: ` (did you mean 'x'?)`. Empty when none is near.
 
     Args:
-        known: names; a dict maps what to compare with to what to show.
-        cutoff: the least likeness of a name that is shown, from 0 to 1, as difflib measures it.
+        word: what the user wrote.
+        known: the valid names. A dict maps each name that is compared to the text that is shown for it.
+        cutoff: how alike `word` and the name must be, from 0 to 1, as difflib measures it.
     """
     names = known if isinstance(known, dict) else {str(choice): str(choice) for choice in known}
     match = difflib.get_close_matches(str(word), list(names), n=1, cutoff=cutoff)
@@ -199,9 +241,9 @@ def nearest(word: Any, known: Sequence[Any] | dict[str, str], cutoff: float = 0.
 
 
 class Loader(yaml.SafeLoader):
-    """Reads decimal numbers only, and refuses duplicate keys.
+    """Reads the YAML of recipes: numbers are decimal, and a key that occurs twice is an error.
 
-    `1e-5` is a float; PyYAML's rules of YAML 1.1 make it a string.
+    `1e-5` is a float here. PyYAML follows YAML 1.1, where it is a string.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
@@ -220,7 +262,7 @@ _NUMBERS = {
         r"|[-+]?\.inf$|\.nan$"
     ),
 }
-"""The texts that stand for a number. YAML 1.1 also takes 010 for 8 and 1:30 for 90."""
+"""Patterns of the texts that are numbers, by type. YAML 1.1 would also read 010 as 8, and 1:30 as 90."""
 Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in known if tag.rsplit(":", 1)[1] not in _NUMBERS]
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -243,7 +285,13 @@ Dumper.add_representer(list, _dump_list)
 
 
 def explain(cls: Any, where: str, skip_sections: bool = False) -> list[str]:
-    """Lines for `--help`: the dotted name, type, default and documentation of each field."""
+    """Lines for `--help`: the dotted name, type, default and documentation of each field.
+
+    Args:
+        cls: a section.
+        where: its dotted name; empty for a whole recipe.
+        skip_sections: leave out the fields that are sections themselves.
+    """
     lines, docs, indent = [], field_docs(cls), " " * 6
     for name, item in cls.__pydantic_fields__.items():
         hint, default = hints_of(cls)[name], "required"

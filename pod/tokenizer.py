@@ -19,11 +19,11 @@ _NO_NETWORK = (
 _ENOUGH = ("tokenizer.json", "tokenizer.model")
 """Files each of which is enough for a tokenizer, whatever the family."""
 _NOT_ENOUGH = ("tekken.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
-"""Files of tokenizers that only some of the families can read, or none."""
+"""Files from which a tokenizer can be made for some families only, or for none."""
 _LIMIT = "model_vocab_size"
-"""The attribute that marks a tokenizer with more tokens than its model."""
+"""Attribute of a tokenizer that has more tokens than its model: the size of the model's vocabulary."""
 _VARIABLES = "chat_template_kwargs"
-"""The attribute that marks a tokenizer whose chat template gets variables."""
+"""Attribute of a tokenizer whose chat template always gets variables: these, by name."""
 
 
 def load_tokenizer(source: Any, **places: Any) -> Any:
@@ -37,8 +37,8 @@ def load_tokenizer(source: Any, **places: Any) -> Any:
     Args:
         source: folder, hub id or name of a model as in ``load_model``. It may also be a GGUF file, or a
             ``tokenizer.json``, which is read with the ``tokenizer_config.json`` beside it if there is one.
-        places: where it is, as ``from_pretrained`` of transformers takes it (``gguf_file``, ``revision``,
-            ``token`` …).
+        places: more arguments of transformers' ``from_pretrained``, such as ``gguf_file``, ``revision`` or
+            ``token``. None counts as not given.
 
     Raises:
         ValueError: there is no tokenizer, or it is damaged; the message is one line.
@@ -72,9 +72,9 @@ def _loaded(source: str | os.PathLike[str], load: Callable[..., Any], **places: 
 
 
 def _check_not_empty(tokenizer: Any) -> None:
-    """Raise ValueError for a tokenizer of special tokens alone.
+    """Raise ValueError for a tokenizer that has special tokens only.
 
-    transformers makes such a tokenizer where a class finds none of its files.
+    transformers returns such a tokenizer, without an error, when its class finds none of its files.
     """
     words = set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()) - set(tokenizer.all_special_tokens)
     if not words:
@@ -144,10 +144,7 @@ def _config_of(source: str | os.PathLike[str], places: Mapping[str, Any]) -> dic
 
 
 def _is_mistral(source: str | os.PathLike[str], config: Mapping[str, Any], places: Mapping[str, Any]) -> bool:
-    """Whether transformers would take mistral-common's tokenizer for this checkpoint.
-
-    It would do so if that package is installed.
-    """
+    """Whether transformers takes mistral-common's tokenizer for this checkpoint where that is installed."""
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, get_tokenizer_config
 
     mistral = "MistralCommon"
@@ -162,9 +159,9 @@ def _is_mistral(source: str | os.PathLike[str], config: Mapping[str, Any], place
 def limit_to_model(tokenizer: Any, vocab_size: int) -> Any:
     """Change a tokenizer so that it refuses texts with tokens that the model does not have, and return it.
 
-    These are the ids of `vocab_size` and more: the model has no embedding for them. Such tokens are often
-    added later and never trained: a padding token, or those of a chat template. A tokenizer without such ids
-    stays as it is.
+    The model has embeddings for ids below `vocab_size` only. Tokenizers often have a few more tokens, which
+    were added later and never trained: a padding token, or those of a chat template. A tokenizer without such
+    tokens stays as it is.
     """
     if max(tokenizer.get_vocab().values(), default=0) >= vocab_size and not hasattr(tokenizer, _LIMIT):
         setattr(tokenizer, _LIMIT, vocab_size)
@@ -173,7 +170,7 @@ def limit_to_model(tokenizer: Any, vocab_size: int) -> Any:
 
 
 def _checked_encoding(tokenizer: Any, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `encode` makes of a text or texts. Ids are checked where they are text, not padding."""
+    """Call `encode`, and check the ids that it returns with `check_ids`. Padding is not checked."""
     found = encode(*args, **kwargs)
     ids, mask = found["input_ids"], found.get("attention_mask")
     if hasattr(ids, "tolist"):
@@ -221,7 +218,8 @@ def model_vocabulary(tokenizer: Any) -> int:
 def pad_id(tokenizer: Any, default: int = 0) -> int:
     """The id to pad with: the tokenizer's padding, else its end of text, else `default`.
 
-    The model has this id. It is masked.
+    An id for which the model has no embedding is passed over. Padding is masked, so its meaning does not
+    matter.
     """
     limit = getattr(tokenizer, _LIMIT, None)
     for name in ("pad_token_id", "eos_token_id"):
@@ -272,7 +270,7 @@ def template_variables(tokenizer: Any) -> dict[str, Any]:
 def _arguments_of_template(tokenizer: Any) -> set[str]:
     """The arguments that ``apply_chat_template`` takes for itself.
 
-    `tools` and `documents` are none of them: they reach the template.
+    `tools` and `documents` do not count: they are handed on to the template, like variables.
     """
     parameters = inspect.signature(tokenizer.apply_chat_template).parameters.values()
     named = {one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD}
@@ -280,7 +278,7 @@ def _arguments_of_template(tokenizer: Any) -> set[str]:
 
 
 def _unused(tokenizer: Any, variables: Mapping[str, Any]) -> str | None:
-    """What to say of variables that the chat template does not use; None when it uses them all."""
+    """The warning about variables that the chat template does not use; None when it uses them all."""
     if not getattr(tokenizer, "chat_template", None):
         return f"the tokenizer has no chat template, so {', '.join(variables)} changes nothing"
     used = _used_by_template(tokenizer)
@@ -304,10 +302,14 @@ def _used_by_template(tokenizer: Any) -> set[str]:
 
 
 def template_arguments(enable_thinking: Any, chat_template_args: Any) -> dict[str, Any]:
-    """Variables for a chat template from lm-eval's model arguments.
+    """Variables for a chat template from lm-eval's model arguments, by name.
+
+    Args:
+        enable_thinking: True or False, which becomes the variable of this name; None leaves it out.
+        chat_template_args: more variables, by name, or None.
 
     Raises:
-        ValueError: a value has another type.
+        ValueError: an argument has another type.
     """
     if enable_thinking is not None and not isinstance(enable_thinking, bool):
         raise ValueError(f"enable_thinking={enable_thinking!r}: give true or false")

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Start one rank of launch/slurm/train.sbatch. It sets the variables of torch.distributed from those of Slurm.
+# Start one rank of launch/slurm/train.sbatch, with the variables of torch.distributed set from those of Slurm.
 set -eu
 export RANK=$SLURM_PROCID
 export LOCAL_RANK=$SLURM_LOCALID

@@ -32,9 +32,9 @@ INSTALL = "run `pip install .` in a clone of the repository"
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as in a shell."""
 CONTINUING = ("data", "explore", "train", "eval", "demo")
-"""Commands that keep what is finished, so that the same command continues after Ctrl-C.
+"""Commands that keep finished work, so that the same command continues after Ctrl-C.
 
-Their subcommands do not.
+Their subcommands keep nothing.
 """
 
 
@@ -90,9 +90,12 @@ def overview() -> str:
 
 
 def start(name: str) -> None:
-    """Run one of the commands: its module's own `start`, else its `main`.
+    """Run one of the commands: its module's own `start`, or `main` with the recipe where it has none.
 
-    Ends the process with code 130 after Ctrl-C.
+    Ends the process with code 130 after Ctrl-C, and with code 2 when a package is missing.
+
+    Args:
+        name: a key of COMMANDS.
     """
     try:
         command = importlib.import_module(f"pod.commands.{COMMANDS[name][0]}")
@@ -116,7 +119,7 @@ def start(name: str) -> None:
 
 
 def interrupted(name: str) -> str:
-    """What a command prints after Ctrl-C."""
+    """What the command `name` prints after Ctrl-C: whether the same command would continue its work."""
     if name not in CONTINUING or " ".join([name, *sys.argv[1:2]]) in SUBCOMMANDS:
         return "interrupted"
     return "interrupted; run the same command again to continue"
@@ -140,7 +143,9 @@ def note_on_data(recipe: Any) -> None:
 def run_recipe(command: ModuleType) -> None:
     """Call a module's `main` with the recipe of the command line.
 
-    The module's SECTIONS name the sections of the recipe that it reads.
+    The module's SECTIONS name the sections of the recipe that it reads. Its docstring is the text of
+    `--help`. It may also have the functions `estimate`, `add_arguments` and `check_arguments` (see
+    `pod.recipe.run`).
     """
     from pod.recipe import run
 

@@ -1,6 +1,7 @@
-"""Tell early what the commands after `pod data` would refuse.
+"""What the commands after `pod data` would refuse, told early.
 
-It is told before the hours that the rows take, or right after them.
+Rows that the model cannot read are refused before they are prepared, which can take hours. `pod data` prints
+the other lines when the rows are done.
 """
 
 from collections.abc import Iterator
@@ -11,9 +12,9 @@ from pod.recipe import Recipe
 
 
 def longest_context(model: ModelArgs) -> int | None:
-    """The most tokens that the model of a recipe reads, extended as the recipe says.
+    """The longest context in tokens of a recipe's model, after the extension that the recipe sets.
 
-    It is None where the model's configuration cannot be read here.
+    It is None where the model's configuration cannot be read here, or does not name its context.
     """
     from pod.training.run.longer_context import change_rope
     from pod.training.run.start_model import source_config
@@ -29,10 +30,11 @@ def longest_context(model: ModelArgs) -> int | None:
 
 
 def check_lengths(recipe: Recipe) -> list[str]:
-    """Lines about lengths of the recipe that the model cannot read.
+    """A line that names the lengths in the recipe that are too long for its model, or no line.
 
     Raises:
-        ValueError: the rows themselves are too long for the model; one line names all lengths that are.
+        ValueError: the rows themselves are too long, and data.tokenizer is not set. One line names all
+            lengths that are too long.
     """
     longest = longest_context(recipe.model)
     if longest is None:
@@ -54,7 +56,7 @@ def check_lengths(recipe: Recipe) -> list[str]:
 
 
 def _lengths(recipe: Recipe) -> Iterator[tuple[str, int]]:
-    """Name and tokens of every length that the commands after this one ask the model to read."""
+    """Name and value, in tokens, of each setting that says how long a text the model must read."""
     yield "data.context_length", recipe.data.context_length
     if recipe.model.layout in ("auto", "pod"):
         yield "explore.sequence_length", recipe.explore.sequence_length
@@ -64,9 +66,10 @@ def _lengths(recipe: Recipe) -> Iterator[tuple[str, int]]:
 
 
 def notes_on_rows(recipe: Recipe, manifest: dict[str, Any]) -> list[str]:
-    """Lines about what the prepared rows and the held-out text lack.
+    """Lines about rows and held-out text that explore, train and eval of the same recipe need and do not get.
 
-    They are compared with what explore, train and eval of the same recipe need.
+    Args:
+        manifest: the manifest of the prepared data.
     """
     return [
         f"note: {line}"
@@ -89,7 +92,7 @@ def _on_windows(recipe: Recipe) -> Iterator[str]:
 
 
 def _on_steps(recipe: Recipe, manifest: dict[str, Any]) -> Iterator[str]:
-    """A line when the steps of the training do not fit the rows that there are."""
+    """A line when the prepared rows do not fill the steps of the training, or are too few for its tokens."""
     train, length, rows = recipe.train, manifest["context_length"], manifest["num_rows"]
     each = train.tokens_per_step or length
     if each % length:
@@ -114,7 +117,7 @@ def _on_steps(recipe: Recipe, manifest: dict[str, Any]) -> Iterator[str]:
 
 
 def _on_held_out(recipe: Recipe, manifest: dict[str, Any]) -> Iterator[str]:
-    """Lines about held-out text that explore, eval or the evaluation during training ask for and lack."""
+    """A line for each reader of the held-out text (explore, eval, training) that needs more than there is."""
     held_out = manifest.get("held_out") or {}
     tokens, explore, evaluated = held_out.get("tokens", 0), recipe.explore, recipe.eval
     asked = {}

@@ -20,10 +20,19 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 import pod
 
 ALLOWED = 2e-5
+"""Largest difference of the logits that is allowed, relative to the largest logit."""
 
 
 @torch.no_grad()
 def main(folder: str, length: int, out: Path) -> None:
+    """Compare an export with `pod.load_model`, and write the result. Exits with code 1 when they differ.
+
+    Args:
+        folder: the export.
+        length: tokens of the prompt, which is a text of this package.
+        out: the JSON file to write. The prompt and its last logits go beside it, with the suffix
+            .safetensors.
+    """
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     text = " ".join(Path(pod.__file__).with_name("recipe.py").read_text(encoding="utf-8").split())
     prompt = torch.tensor([tokenizer(text)["input_ids"][:length]])
@@ -48,7 +57,7 @@ def main(folder: str, length: int, out: Path) -> None:
 
 
 def answer(model: Any, prompt: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-    """The logits of a prompt, and the 16 tokens that the model generates after it."""
+    """The logits [1, n, vocabulary] of a prompt [1, n], and the 16 tokens that the model generates next."""
     generated = model.generate(prompt, max_new_tokens=16, do_sample=False)
     return model(prompt).logits, generated[0, prompt.shape[1] :].tolist()
 

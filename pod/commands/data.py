@@ -25,7 +25,7 @@ SUBCOMMANDS = ("verify", "inspect")
 
 
 def estimate(recipe: Recipe) -> str:
-    """Text for `--dry-run`: length intervals, tokens and disk space."""
+    """Text for `--dry-run`: notes on lengths, then length intervals, tokens, disk space, memory and time."""
     from pod.commands.ahead import check_lengths
     from pod.data.run.prepare import estimate as estimate_data
 
@@ -52,8 +52,8 @@ def main(recipe: Recipe, overwrite: bool = False) -> None:
     from pod.models import resolve_model
     from pod.tokenizer import load_tokenizer
 
-    # Finished rows stay when their sources are gone. Otherwise the sources are checked before the hub is
-    # asked.
+    # Finished rows are kept even when their sources are gone. Where there are none, the sources are checked
+    # first, before the hub is asked for the model.
     if not (recipe.data_dir / MANIFEST_NAME).exists():
         check_places(split_fragment(source)[0] for source in recipe.data.sources)
     notes = check_lengths(recipe)

@@ -28,6 +28,7 @@ from pod.schema import to_yaml
 from pod.verbosity import is_quiet
 
 BIN = Path(sys.executable).parent
+"""Folder with the programs of this Python, such as `deepspeed`."""
 RESOLVED = "demo_recipe.yaml"
 """The file in a demo's output_dir that holds its recipe with every field.
 
@@ -37,6 +38,7 @@ RANKS = 2  # the smallest number with which ZeRO and Ulysses have something to d
 # A step has this time to save and to end by itself; then it gets SIGTERM.
 _CTRL_C_SECONDS = 30
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore::FutureWarning"}
+"""Environment variables that silence libraries in the steps. Those that are set already keep their value."""
 
 
 class DemoStep(NamedTuple):
@@ -44,7 +46,9 @@ class DemoStep(NamedTuple):
 
     name: str
     title: str
+    """What the step does, in the words that are printed before it starts."""
     command: list[str]
+    """The program and its arguments."""
 
 
 def steps_of(recipe: Recipe, config: Path, ranks: int = RANKS) -> list[DemoStep]:
@@ -52,6 +56,7 @@ def steps_of(recipe: Recipe, config: Path, ranks: int = RANKS) -> list[DemoStep]
 
     Args:
         config: the file that holds the resolved recipe.
+        ranks: processes of the training.
     """
 
     def pod(name: str, *more: str) -> list[str]:
@@ -118,9 +123,9 @@ def main(recipe: Recipe, config: str = "demo") -> None:
 
 
 def put_away_other_training(recipe: Recipe) -> None:
-    """Rename the folder of a training by another recipe, which this demo would otherwise continue.
+    """Rename the training folder when it was made with another recipe: this demo would otherwise continue it.
 
-    The other steps notice changes themselves.
+    Steps other than training notice a changed recipe themselves.
     """
     made_from = Path(recipe.output_dir) / "trained_by.yaml"
     wanted = to_yaml(recipe, {"seed", "model", "explore", "data", "train"})
@@ -132,7 +137,7 @@ def put_away_other_training(recipe: Recipe) -> None:
 
 
 def put_away_other_data(recipe: Recipe) -> None:
-    """Rename the folder of rows prepared with other settings, which `pod data` would not replace."""
+    """Rename the folder of rows when it was made with other settings: `pod data` would not replace it."""
     from pod.data.rows.manifest import read_manifest
 
     try:
@@ -172,7 +177,7 @@ def run_command(command: list[str], has_gpu: bool) -> int:
 
 
 def summary(recipe: Recipe) -> str:
-    """The beginning of the report, the loss, and how exactly the export loads."""
+    """The first part of the report, the first and last loss, and how far the export's logits differ."""
     metrics = (recipe.train_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     losses = [row["loss"] for row in map(json.loads, metrics) if "loss" in row]
     error = read_json(Path(recipe.output_dir) / "export_check.json")["relative_logit_error"]
@@ -185,13 +190,16 @@ def summary(recipe: Recipe) -> str:
 
 
 FOR_VLLM = "explore.target=vllm", "model.sinks=constant", "model.num_sink_tokens=0"
-"""The settings of a demo whose plan vLLM runs."""
+"""The settings (`--set`) that give a demo a plan which vLLM can run."""
 
 
 def how_to_serve(recipe: Recipe, config: str) -> str:
     """The commands that serve the demo's export with vLLM.
 
-    Where vLLM cannot run it, the result is the command of a demo whose export vLLM runs.
+    Where vLLM cannot run its plan, the result is the command of another demo, whose plan vLLM can run.
+
+    Args:
+        config: the recipe as the command line names it.
     """
     from pod.export import check_servable, serve_command
     from pod.modeling.model.config import PodConfig

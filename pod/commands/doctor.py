@@ -1,8 +1,7 @@
 """Check the installation: required and optional packages, compiler, GPUs, and where files are kept.
 
 Each line begins with ok (found), bad (a required package is missing or has the wrong version) or - (an
-optional
-package is missing; the line tells what needs it). The exit code is 1 when a line is bad."""
+optional package is missing; the line tells what needs it). The exit code is 1 when a line is bad."""
 
 import importlib.metadata
 import os
@@ -31,11 +30,13 @@ OPTIONAL = {
     "wandb": "train.tracker=wandb: pip install wandb",
     "tensorboard": "train.tracker=tensorboard: pip install tensorboard",
 }
+"""Optional packages: name → what needs the package, and how to install it."""
 TOOLS = {
     "c++": "DeepSpeed compiles its CPU optimizer with it: install a C++ compiler such as g++",
     "nvcc": "needed on GPU machines only for train.offload_optimizer=cpu: install the CUDA toolkit",
     "bwrap": "sandbox for the code that models write in HumanEval: install bubblewrap",
 }
+"""Optional programs: name → what needs the program, and what to install."""
 
 
 def start() -> None:
@@ -54,7 +55,7 @@ def say(mark: str, name: str, text: str) -> None:
 
 
 def packages() -> list[str]:
-    """Print the packages that pod-kv requires. Returns what is wrong with them."""
+    """Print the packages that pod-kv requires. Returns a line for each that is missing or does not fit."""
     say("", "pod-kv", f"{pod.__version__}, Python {platform.python_version()}, {platform.platform()}")
     needs = requirements()
     wrong = [] if needs else [f"pod-kv is not installed in this Python: {INSTALL}"]
@@ -68,10 +69,10 @@ def packages() -> list[str]:
 
 
 def requirements() -> list[Requirement]:
-    """What pod-kv needs without extras. Empty where pod-kv is not installed.
+    """The packages that pod-kv needs without extras. Empty where pod-kv is not installed.
 
-    It is read from the metadata of the installation, and in a clone also from pyproject.toml: the metadata of
-    a clone that was installed with `pip install -e` do not change when the clone is updated.
+    They are read from the metadata of the installation, and in a clone also from pyproject.toml: the metadata
+    of a clone that was installed with `pip install -e` do not change when the clone is updated.
     """
     try:
         lines = importlib.metadata.requires("pod-kv") or []
@@ -106,7 +107,7 @@ def installed(name: str) -> str | None:
 
 
 def parts() -> list[str]:
-    """Print the devices. Returns what torch and DeepSpeed lack."""
+    """Print the devices and the attention backends. Returns a line for each part that cannot work."""
     if not (installed("torch") and installed("deepspeed")):
         return []
     import torch
@@ -129,7 +130,7 @@ def parts() -> list[str]:
 
 
 def attention_backends() -> str:
-    """The names that `model.attention_backend` may have."""
+    """The names that `model.attention_backend` may have, as one line of text."""
     from pod.modeling.model.attend import AUTO_ORDER, IMPLEMENTATIONS
 
     by_name = sorted({*IMPLEMENTATIONS} - {*AUTO_ORDER})

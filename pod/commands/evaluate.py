@@ -77,7 +77,7 @@ def _gpus(text: str) -> Any:
 
 
 class List(argparse.Action):
-    """The action of `--list-methods` and `--list-tasks`: print all, or those that are named, and stop."""
+    """The action of `--list-methods` and `--list-tasks`: print those that are named, or all, and stop."""
 
     def __call__(self, parser, namespace: object, values: Any, option_string: str | None = None) -> None:
         from pod.eval import lists

@@ -4,8 +4,8 @@ A KV head can reuse the attention of a lower layer (it follows) or keep only rec
 command measures on long held-out text how much each choice changes the output of the head's layer. The plan
 saves explore.target_saving of the bytes at the lowest total cost. The results are in <output_dir>/plan:
 plan.json, summary.txt, the measured costs (plan_costs.safetensors), the lowest cost of every saving
-(pareto.json) and pictures. Measured costs serve again: another --target-saving or --roles takes seconds. An
-interrupted run continues. Several processes (torchrun or deepspeed) share the work.
+(pareto.json) and pictures. Costs are measured once: the command with another --target-saving or --roles takes
+seconds. An interrupted run continues. Several processes (torchrun or deepspeed) share the work.
 
   pod explore --config demo --target-saving 0.5
 
@@ -14,8 +14,9 @@ The plans of the PoD paper, from the similarity of attention rows:
   pod explore --config demo --cost similarity --roles follow                  lowest total cost
   pod explore --config demo --cost similarity --roles follow --algorithm greedy --threshold 0.5   Algorithm 1
 
-Plans that vLLM runs (`pod export --format vllm`): whole layers lead or keep their window, in numbers that
-waste no memory there, and a constant stands for the first tokens. The report says what vLLM will hold:
+Plans that vLLM runs (`pod export --format vllm`): all heads of a layer lead, or all keep a window. The
+numbers of these layers waste no memory in vLLM. A constant stands for the first tokens. The report says what
+vLLM will hold:
 
   pod explore --config demo --target vllm --target-saving 0.5 --set model.num_sink_tokens=null
 
@@ -64,7 +65,7 @@ def main(recipe: Recipe) -> None:
 
 
 def note_on_leads(plan: Any, explore: Any) -> None:
-    """Tell when the target left no head that keeps distant tokens, so that the model reads its windows only.
+    """Print a note when no head of the plan keeps distant tokens: the model then reads its windows only.
 
     Args:
         plan: the SharingPlan that was chosen.
@@ -81,7 +82,7 @@ def note_on_leads(plan: Any, explore: Any) -> None:
 
 
 def note_on_training(recipe: Recipe) -> None:
-    """Warn when the newest checkpoint was trained with another plan. That training and its export keep it."""
+    """Warn when the newest checkpoint was trained with another plan, which its training and export keep."""
     from pod.modeling.model.sharing import SharingPlan
     from pod.training.checkpoint.newest import latest_checkpoint
     from pod.training.checkpoint.run_identity import plan_sha256
@@ -100,7 +101,7 @@ def note_on_training(recipe: Recipe) -> None:
 
 
 def compares_razor(recipe: Recipe) -> bool:
-    """Whether eval.methods names razor without a file of heads."""
+    """Whether eval.methods names razor, and eval.method_options gives it no file of heads."""
     from pod.eval.answer.methods import find_method, parts_of
 
     options = recipe.eval.method_options
@@ -158,9 +159,12 @@ def write_summary(exploration: Any, choice: Any) -> str:
 
 
 def keep_other_plan(path: Path, plan: Any) -> None:
-    """Keep the plan that stands at `path` under another name, unless it is the same plan.
+    """Before a new plan is written to `path`, keep a different one that is there under another name.
 
-    A training or an export may need it.
+    A training or an export may need the old plan.
+
+    Args:
+        plan: the SharingPlan that is about to be written.
     """
     from pod.modeling.model.sharing import SharingPlan
 

@@ -18,6 +18,12 @@ SECTIONS = "model", "export"
 
 
 def main(recipe: Recipe) -> None:
+    """Export the checkpoint that section `export` names (by default the newest), and print where it is.
+
+    Raises:
+        ValueError: there is no checkpoint, it was trained with another plan than model.plan, or adapters are
+            asked for in vLLM's format.
+    """
     import pod
     from pod.export import export, export_adapter, serve_command
     from pod.models import resolve_model

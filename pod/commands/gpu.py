@@ -1,7 +1,4 @@
-"""What a command settles before it computes attention on GPUs.
-
-It settles the version of FlashAttention, and tells what this machine lacks.
-"""
+"""Before a command computes on GPUs: choose FlashAttention's version, and check what this machine lacks."""
 
 import sys
 from typing import Any
@@ -13,12 +10,12 @@ from pod.recipe import Recipe, rank
 def prepare(recipe: Recipe, device: str = "auto", reads: bool = True, decodes: bool = False) -> None:
     """Activate the FlashAttention that the recipe or the environment names, and check this machine.
 
-    A GPU machine on which the reference would read prompts is refused. There is a warning where tokens would
-    be decoded without Triton's kernels.
+    A GPU machine is refused when prompts would be read by the slow reference attention. There is a warning
+    when tokens would be decoded without Triton's kernels.
 
     Args:
         device: the command's own setting; `auto` is a GPU where there is one.
-        reads: whether the command reads texts.
+        reads: whether the command reads texts with the recipe's model.
         decodes: whether the command decodes tokens.
 
     Raises:

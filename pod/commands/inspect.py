@@ -19,6 +19,7 @@ from pod.schema import one_line
 from pod.verbosity import is_quiet, printing
 
 WHOLE, DAMAGED = 0, 1
+"""Exit codes: the data is undamaged, or damaged."""
 DESCRIPTION = """Check a folder of prepared data, as `pod data` writes it (verify), \
 or show what it contains (inspect).
 

@@ -13,8 +13,7 @@ model.layout selects the kind of model: PoD, dense, CLA or window attention.
   pod train --config NAME --dry-run --ranks 8 --device h100                    memory and time, without a GPU
 
 Ctrl-C, SIGTERM and SIGUSR1 save a checkpoint and end the run; the same command continues it exactly. The exit
-code is
-130 after Ctrl-C, and 0 after the other two."""
+code is 130 after Ctrl-C, and 0 after the other two."""
 
 import argparse
 import shlex
@@ -57,7 +56,10 @@ def next_command(config: str | None, changes: Sequence[str]) -> str:
 
 
 def make_passkeys(recipe: Recipe) -> list[Any]:
-    """Tokenized passkey prompts for the evaluation during training."""
+    """Tokenized passkey prompts for the evaluation during training: train.eval_passkeys of them.
+
+    Each is 16 tokens shorter than a row, and the keys lie at evenly spread depths.
+    """
     count = recipe.train.eval_passkeys
     if not count:
         return []
@@ -74,6 +76,7 @@ def make_passkeys(recipe: Recipe) -> list[Any]:
 
 
 def estimate(recipe: Recipe) -> str:
+    """Text for `--dry-run`: layout, memory and time, on this machine or the one that the options name."""
     from pod.training.predict.layout_search import this_machine
     from pod.training.predict.step_time import get_device
     from pod.training.run.start import estimate
@@ -86,9 +89,9 @@ def estimate(recipe: Recipe) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--max-hours 11.5` for `--set train.max_hours=11.5`, and options for `--dry-run`.
+    """Add `--max-hours 11.5` for `--set train.max_hours=11.5`, and the options of estimates.
 
-    The latter name the machines that the estimate shall assume.
+    With `--dry-run`, `--ranks`, `--ranks-per-node` and `--device` name the machines to estimate for.
     """
     hours = (
         "save and end before so many hours have passed, for example 11.5; same as --set train.max_hours=HOURS"

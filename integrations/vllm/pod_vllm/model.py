@@ -23,11 +23,11 @@ from vllm.model_executor.utils import set_weight_attrs
 
 
 class WindowAttention(nn.Module):
-    """The attention of one layer. It takes the arguments that `LlamaDecoderLayer` gives.
+    """The attention of one layer. `LlamaDecoderLayer` makes it, and decides its arguments.
 
     Attributes:
-        sinks: the logits of the sink, `[query heads of this rank]`, or None.
-        q_norm, k_norm: the norms of heads (Qwen3), or None.
+        sinks: the logits of the sink, `[query heads of this rank]`; None in a layer without a sink.
+        q_norm, k_norm: the norms of the queries and keys of each head (Qwen3), or None.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class WindowAttention(nn.Module):
             max_position=max_position_embeddings,
             rope_parameters=config.rope_parameters,
         )
-        # The layers above have checked that the ranks divide the heads. When there are fewer KV heads than
-        # ranks, they are repeated on several ranks.
+        # The linear layers above have checked that the ranks divide the heads. When there are fewer KV heads
+        # than ranks, each KV head is repeated on several ranks.
         query_heads = num_heads // ranks
         key_value_heads = max(1, num_kv_heads // ranks)
         self.sizes = [heads * self.head_dim for heads in (query_heads, key_value_heads, key_value_heads)]
@@ -111,14 +111,14 @@ class WindowAttention(nn.Module):
 
 
 class WindowDecoderLayer(LlamaDecoderLayer):
-    """Llama's layer with the attention above."""
+    """Llama's layer with `WindowAttention`."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: Any = None) -> None:
         super().__init__(vllm_config, prefix, config, attn_layer_type=WindowAttention)
 
 
 class PodServedForCausalLM(LlamaForCausalLM):
-    """Llama's model with the layers above. Weights have Llama's names, and norms of heads have Qwen3's."""
+    """Llama's model with `WindowDecoderLayer`. Weights have Llama's names, norms of heads Qwen3's names."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=WindowDecoderLayer)

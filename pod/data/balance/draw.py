@@ -13,24 +13,27 @@ from pod.data.balance.sampling_keys import ORDER, hash_of_seed, splitmix64
 
 @dataclass
 class Drawn:
-    """The drawn pieces, and how the draw went."""
+    """The drawn pieces, and reports about the draw."""
 
     pieces: np.ndarray
-    """PIECE [n] in the order of training; repeated ones come several times."""
+    """PIECE [n], in the order of packing. A piece that is drawn several times is listed as often."""
     intervals: list[IntervalReport]
+    """One report per length interval."""
     shares: list[ShareReport]
-    """By interval, then source."""
+    """One report per source in each interval, sorted by interval, then source."""
     counted: Counted
-    """What everything that was read holds."""
+    """Numbers of pieces and tokens in everything that was read, drawn or not."""
 
 
 def draw(reservoir: Reservoir, args: DataArgs, seed: int) -> Drawn:
-    """Draw from the kept pieces by `target_tokens`, `exhausted` and `weights`.
+    """Draw the training pieces from those that the reservoir kept.
 
-    The order is a second sampling key over all drawn pieces. The draw is deterministic in `seed`.
+    The settings `target_tokens`, `exhausted` and `weights` decide how many tokens come from each interval and
+    source. The drawn pieces are then put in random order, by a second sampling key. The result depends on the
+    kept pieces, the settings and `seed` alone.
 
     Raises:
-        ValueError: when nothing can be drawn.
+        ValueError: nothing can be drawn, or an interval without documents is needed (see `set_quotas`).
     """
     pieces, group = reservoir.training()
     counted = reservoir.counted(len(args.sources))
@@ -62,27 +65,37 @@ def draw(reservoir: Reservoir, args: DataArgs, seed: int) -> Drawn:
 
 @dataclass
 class _Group:
-    """The pieces that compete for one quota: those of an interval, with weights those of one source in it."""
+    """The pieces that compete for one quota: those of an interval, or of one source in it with weights."""
 
     source: int
+    """Index of the source in `sources`; 0 without weights."""
     high: int
     """Upper bound of the interval in tokens."""
     tokens: int
+    """Tokens of all pieces."""
     whole: int
-    """How often all pieces are drawn, before `quota` tokens are drawn once more."""
+    """How often all pieces are drawn, before `quota` more tokens are drawn."""
     quota: int
+    """Tokens to draw after the whole passes."""
 
     def freedom(self) -> tuple[int, int]:
-        """A sort key: groups that can best make up for what the others miss come last.
+        """A sort key: groups with a freer choice of pieces come later.
 
-        Those are the groups with much to choose and much to leave.
+        They can make up for the tokens that the earlier groups miss. A choice is free when many tokens are to
+        be drawn and many are left over.
         """
         return min(self.quota, self.tokens - self.quota), self.source
 
     def draw(self, lengths: np.ndarray, carry: int) -> list[np.ndarray]:
-        """Positions of the drawn pieces among the group's pieces, pass after pass.
+        """Draw from the group's pieces.
 
-        `carry` tokens more than the quota are wanted.
+        Args:
+            lengths: tokens of the group's pieces, [n], sorted by sampling key.
+            carry: tokens that the earlier groups of the interval missed; they are drawn here beyond the
+                quota.
+
+        Returns:
+            Positions of the drawn pieces, one array for each pass: `whole` times all pieces, then the choice.
         """
         everything = np.arange(len(lengths))
         wanted = self.quota + carry
@@ -95,7 +108,11 @@ class _Group:
 def _groups(
     report: IntervalReport, shares: list[ShareReport], supply: np.ndarray, args: DataArgs
 ) -> list[_Group]:
-    """The groups of an interval with their quotas; fills in the quotas of its shares."""
+    """The groups of an interval with their quotas. Also sets `quota` and `ran_dry` of each of its `shares`.
+
+    Args:
+        supply: kept tokens of each group in the interval, [groups].
+    """
     total = int(supply.sum())
     whole, rest = 0, report.quota
     if args.exhausted == "repeat" and total:
@@ -115,7 +132,7 @@ def _groups(
 def _reports(
     reservoir: Reservoir, counted: Counted, args: DataArgs
 ) -> tuple[list[IntervalReport], list[list[ShareReport]]]:
-    """The intervals and, in each, the sources, with what everything that was read holds of them."""
+    """A report for each interval, and for each source in each interval, with the numbers of what was read."""
     bounds, total = reservoir.groups.bounds, sum(args.weights)
     shape = reservoir.groups.intervals, reservoir.groups.sources, len(args.sources)
     documents, tokens = (
@@ -144,7 +161,13 @@ def _count(
     shares: list[list[ShareReport]],
     reservoir: Reservoir,
 ) -> None:
-    """Add what was drawn to the reports."""
+    """Add the drawn documents and tokens to the reports.
+
+    Args:
+        drawn: (number of the pass, positions of the pieces drawn in it).
+        pieces: the kept pieces, to which the positions refer.
+        group: the group of each kept piece.
+    """
     size = len(shares[0])
     for _, positions in drawn:
         at = (group[positions] // reservoir.groups.sources) * size + pieces["source"][positions]

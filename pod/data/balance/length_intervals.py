@@ -1,4 +1,4 @@
-"""Equal tokens per length interval (the training recipe of METHODS.md §1).
+"""Equal tokens per length interval, as in the training data of the PoD paper (arXiv:2412.02252, §3).
 
 Here are the intervals, their quotas, and the choice of pieces that meet a quota.
 """
@@ -14,11 +14,13 @@ import numpy as np
 from pod.data.args import DataArgs
 
 TOLERANCE = 0.001
-"""Share of a quota: when less is missing, no better choice of the last pieces is looked for."""
+"""Share of a quota that may be missing before `choose` looks for a better choice of the last pieces."""
 NOTED_DEVIATION = 0.005
 """Share of an interval's quota that may be missing without a note."""
 _RESERVE = 32
+"""Most pieces on each side of the end of a draw that may be exchanged."""
 _SUBSET_BYTES = 32 * 2**20
+"""Memory in bytes that the sums of these pieces may take, roughly."""
 
 
 @dataclass
@@ -26,16 +28,19 @@ class IntervalReport:
     """One length interval [low, high) (the last one [low, high]) before and after the draw."""
 
     low: int
-    """Shortest document in tokens."""
+    """Tokens of the shortest document that belongs to the interval."""
     high: int
     """First length of the next interval; in the last interval the longest document."""
     documents_before: int = 0
+    """Documents read."""
     tokens_before: int = 0
+    """Tokens of the documents read."""
     documents_after: int = 0
     """Documents drawn; repeated ones count each time."""
     tokens_after: int = 0
+    """Tokens drawn."""
     quota: int = 0
-    """Tokens asked for."""
+    """Tokens that the draw should take."""
     ran_dry: bool = False
     """The interval holds fewer tokens than an equal share of the target."""
     passes: float = 0.0
@@ -43,35 +48,44 @@ class IntervalReport:
 
     @property
     def name(self) -> str:
-        """`1K–2K`"""
+        """The bounds as text, such as `1K–2K`."""
         return interval_name(self.low, self.high)
 
     def as_dict(self) -> dict[str, Any]:
-        """For the manifest."""
+        """The report as the manifest stores it: the name and all fields."""
         return {"name": self.name, **asdict(self)}
 
 
 @dataclass
 class ShareReport:
-    """One source in one interval."""
+    """One source in one length interval, before and after the draw."""
 
     interval: str
+    """Name of the interval."""
     source: int
     """Index in `sources`."""
     weight: float | None
-    """Share of the interval's tokens asked for, all sources together 1; None without weights."""
+    """Share of the interval's tokens that the source should give (all sources: 1); None without weights."""
     documents_before: int = 0
+    """Documents read."""
     tokens_before: int = 0
+    """Tokens of the documents read."""
     documents_after: int = 0
+    """Documents drawn; repeated ones count each time."""
     tokens_after: int = 0
+    """Tokens drawn."""
     quota: int = 0
-    """Tokens asked for after dry sources left theirs to the others; 0 without weights."""
+    """Tokens that the draw should take, after dry sources left theirs to the others; 0 without weights."""
     ran_dry: bool = False
     """The source holds fewer tokens of the interval than its weight asks for."""
 
 
 def bounds_of(args: DataArgs) -> list[int]:
-    """Lower bounds of the intervals and the context, by `intervals` or `shortest_interval`."""
+    """Tokens at which each length interval starts, and at the end the context length.
+
+    They follow from `intervals` or `shortest_interval`. Example: `shortest_interval=1024` and a context of
+    4,096 tokens give [1, 1024, 2048, 4096].
+    """
     if args.intervals:
         return [1, *args.intervals, args.context_length]
     doublings = max(1, math.ceil(math.log2(args.context_length / args.shortest_interval)))
@@ -79,15 +93,20 @@ def bounds_of(args: DataArgs) -> list[int]:
 
 
 def interval_of(lengths: np.ndarray, bounds: list[int]) -> np.ndarray:
-    """Interval number of each length; int64. A length equal to the context belongs to the last interval."""
+    """Interval number of each length; int64. A length equal to the context belongs to the last interval.
+
+    Args:
+        lengths: tokens, [n].
+        bounds: as `bounds_of` gives them.
+    """
     return np.clip(np.searchsorted(bounds, lengths, side="right") - 1, 0, len(bounds) - 2)
 
 
 def kept_quotas(supply: np.ndarray, args: DataArgs) -> list[int]:
-    """Tokens of each group that a draw may still ask for.
+    """Tokens of each group that the draw may need in the end, in the order of the groups.
 
-    When a group has more, the amount never rises when supply is added. So what lies beyond it can be
-    forgotten.
+    A group that already has more tokens than this number will not need more of them later: for such a group
+    the number never rises when more documents are read. So its tokens beyond the number can be dropped.
 
     Args:
         supply: the tokens that are known so far, [intervals, groups in each].
@@ -117,7 +136,8 @@ def set_quotas(reports: list[IntervalReport], supply: np.ndarray, args: DataArgs
         supply: the tokens of each interval that are kept, [intervals].
 
     Raises:
-        ValueError: when nothing, or not what is asked, can be drawn.
+        ValueError: there are no documents at all; or an interval is empty, and `exhausted` is not
+            `redistribute`.
     """
     if not supply.sum():
         raise ValueError(
@@ -142,7 +162,16 @@ def set_quotas(reports: list[IntervalReport], supply: np.ndarray, args: DataArgs
 
 
 def fill_equally(supply: np.ndarray, total: int) -> np.ndarray:
-    """Quotas that sum to min(total, supply): an equal level for all, capped by what each interval has."""
+    """Divide `total` tokens equally among intervals, but give none more than it has.
+
+    Example: a total of 120 for intervals with 10, 100 and 100 tokens gives 10, 55 and 55.
+
+    Args:
+        supply: the tokens of each interval, int64 [intervals].
+
+    Returns:
+        The quotas, int64 [intervals]. Their sum is `total`, or all of `supply` if that is less.
+    """
     quotas = np.zeros_like(supply)
     left = min(total, int(supply.sum()))
     while left > 0:
@@ -156,13 +185,17 @@ def fill_equally(supply: np.ndarray, total: int) -> np.ndarray:
 
 
 def share_out(quota: int, supply: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Whole tokens for each source: `quota` in the ratio of `weights`.
+    """Divide `quota` among sources in the ratio of `weights`, in whole tokens.
 
-    What a source lacks goes to the others in their ratio. The sum is min(quota, sum of supply). The
-    arithmetic is exact. Single tokens that do not divide go to the first sources with room.
+    A source that has fewer tokens than its share gives all it has. The others give the missing tokens, in the
+    ratio of their weights. The sum is min(quota, sum of supply). The arithmetic is exact. The few tokens that
+    are left after rounding down go to the first sources that have more.
+
+    Args:
+        supply: the tokens that each source has.
     """
     given = [math.floor(share) for share in _shares(quota, supply, weights)]
-    # Fewer single tokens than sources with room are left.
+    # Rounding down leaves fewer tokens than there are sources that can give one more.
     left = min(quota, sum(supply)) - sum(given)
     room = [number for number, most in enumerate(supply) if given[number] < most]
     for number in room[:left]:
@@ -190,15 +223,18 @@ def _shares(quota: int, supply: Sequence[int], weights: Sequence[float]) -> list
 
 
 def choose(lengths: np.ndarray, quota: int, longest: int) -> np.ndarray:
-    """Positions (ascending, int64) of pieces that together have nearly, never more than, `quota` tokens.
+    """Choose pieces that together have nearly `quota` tokens, and never more.
 
-    The head that fits is taken. When more than 0.1 % of the quota is missing, the `reserve(longest)` pieces
-    before and behind the head's end are chosen anew. Their choice has the largest sum that fits. It leaves
-    out, from the last piece to the first, whatever it can do without.
+    Pieces are taken from the first one on, as many as fit. When more than 0.1 % of the quota is then missing,
+    the last `reserve(longest)` pieces that were taken and as many pieces after them are chosen anew, so that
+    their sum is the largest that fits. Of equally good choices, the one with the earlier pieces is taken.
 
     Args:
         lengths: the lengths in the order of the draw.
         longest: the upper bound of the interval.
+
+    Returns:
+        Positions of the chosen pieces, ascending, int64.
     """
     totals = np.cumsum(lengths, dtype=np.int64)
     count = int(np.searchsorted(totals, quota, side="right"))
@@ -213,17 +249,17 @@ def choose(lengths: np.ndarray, quota: int, longest: int) -> np.ndarray:
 
 
 def reserve(longest: int) -> int:
-    """How many pieces before and behind the end of a draw may be exchanged.
+    """How many pieces before and behind the end of a draw may be exchanged: 4 to 32.
 
-    They are few when the pieces are so long that sums need memory.
+    There are fewer for longer pieces, because `_fullest` needs more memory for their sums.
     """
     return max(4, min(_RESERVE, math.isqrt(2 * _SUBSET_BYTES // longest)))
 
 
 def _fullest(lengths: list[int], room: int) -> list[int]:
-    """Positions whose lengths have the largest sum ≤ `room`.
+    """Positions whose lengths have the largest sum of at most `room` tokens.
 
-    Where there is a choice, positions at the end are left out.
+    Of choices with the same sum, the one that leaves out positions at the end is taken.
     """
     mask = (1 << (room + 1)) - 1
     reachable = [1]  # bit s of entry i: some of the first i lengths sum to s
@@ -241,9 +277,11 @@ def _fullest(lengths: list[int], room: int) -> list[int]:
 def balance_report(
     args: DataArgs, intervals: list[IntervalReport], shares: list[ShareReport]
 ) -> dict[str, Any]:
-    """How equal the intervals came out.
+    """How equal the intervals came out, as the manifest stores it under `balance`.
 
-    The notes name each interval or source that ran dry or misses its quota.
+    Returns:
+        `equal_share_tokens`, `largest_deviation` (relative to that share), and `notes`: lines that name each
+        interval or source that ran dry, and each interval that misses its quota by more than 0.5 %.
     """
     after = [interval.tokens_after for interval in intervals]
     share = max(1, share_of(args, len(intervals)))
@@ -279,7 +317,7 @@ def balance_report(
 
 
 def interval_name(low: int, high: int) -> str:
-    """`1K–2K`"""
+    """Text for an interval from `low` to `high` tokens: 1024 and 2048 give `1K–2K`."""
     return f"{_short(low)}–{_short(high)}"
 
 

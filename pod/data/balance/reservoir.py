@@ -1,9 +1,10 @@
-"""What the draw may need of all that was read so far: in each group the pieces of the smallest sampling keys.
+"""Keeps what the draw may need of all documents: in each group the pieces with the smallest sampling keys.
 
-A group is a length interval; with weights it is one source in an interval. While documents are added, the
-shares of the groups in `target_tokens` are known better and better, and more pieces compete for them. So the
+A group is a length interval; with weights it is one source in an interval. The more documents are added, the
+better the shares of the groups in `target_tokens` are known, and the more pieces compete for them. So the
 limits below which a piece is kept only ever fall. What is kept therefore depends on the set of documents
-alone, not on when they came or what was dropped before. It never holds more than the target and a reserve.
+alone, not on when they came or what was dropped before. The reservoir never holds more than the target and a
+reserve.
 """
 
 from __future__ import annotations
@@ -21,25 +22,31 @@ from pod.data.balance.sampling_keys import sampling_keys_of
 from pod.data.tokens.token_file import PIECE
 
 ALL = np.uint64(2**64 - 1)
+"""The limit of a group of which nothing has been dropped yet."""
 HELD_OUT_SHARE = 0.2
 """Share of the documents that can be held out at most, so that a small corpus keeps text to train on."""
 SAMPLE = 1024
-"""How many pieces that are too short or too long to train are kept, to tell how many there are."""
+"""How many of the pieces that are left out for their length are kept, to estimate how many there are."""
 COPIES = 256
-"""How many equal pieces are counted."""
+"""How many equal pieces are kept at most, to count the copies."""
 
 
 class LengthGroups:
     """The groups among which sampling keys decide, numbered by interval, then source.
 
-    Behind them follow the groups that are no part of the draw.
+    Behind them follow groups that take no part in the draw: too short, too long, held out.
 
     Attributes:
-        bounds: starts of the intervals and the context.
-        least: tokens of the shortest piece.
+        bounds: starts of the intervals in tokens, then the context length.
+        least: tokens of the shortest piece that can be drawn.
+        sources: number of sources that are told apart; 1 without weights.
+        intervals: number of length intervals.
+        count: number of groups that can be drawn from.
         short: number of the group of pieces below `least`.
         long: number of the group of documents that `long_documents="skip"` leaves out.
-        held: first number of the held-out text.
+        held: number of the first group of held-out text; there is one for each of `sources`.
+        total: number of all groups.
+        skips_long: whether `long_documents` is "skip".
     """
 
     def __init__(self, args: DataArgs):
@@ -54,7 +61,12 @@ class LengthGroups:
         self.skips_long = args.long_documents == "skip"
 
     def of(self, pieces: np.ndarray, place: int) -> np.ndarray:
-        """Group of each piece, int64 [n], when documents below `place` are held out."""
+        """Group of each piece, int64 [n].
+
+        Args:
+            pieces: PIECE [n].
+            place: limit of the held-out split: documents whose `PIECE["place"]` is below it are held out.
+        """
         source = pieces["source"].astype(np.int64) if self.sources > 1 else np.zeros(len(pieces), np.int64)
         group = interval_of(pieces["length"], self.bounds) * self.sources + source
         group[pieces["length"] < self.least] = self.short
@@ -65,38 +77,44 @@ class LengthGroups:
         return group
 
     def ends(self, group: int) -> list[int]:
-        """Shortest and longest length of a group."""
+        """The bounds in tokens of a group's length interval: its start and the start of the next one."""
         return self.bounds[group // self.sources :][:2]
 
 
 @dataclass
 class Limits:
-    """Largest sampling key kept in each group, uint64 [all groups], and the place of the held-out text.
-
-    Documents below the place are held out.
-    """
+    """The limits that decide which pieces are kept, and which documents are held out."""
 
     sampling_keys: np.ndarray
+    """Largest sampling key that is kept in each group, uint64 [all groups]."""
     place: int
+    """Documents whose `PIECE["place"]` is below this number are held out."""
 
 
 class Counted(NamedTuple):
-    """How many pieces and tokens everything that was read holds.
+    """Numbers of pieces and tokens in everything that was read.
 
-    The numbers are exact where nothing was dropped. Elsewhere they follow from the share that is kept.
+    They are exact for groups of which nothing was dropped. For the others they are estimated from the share
+    that was kept.
     """
 
     documents: np.ndarray
-    """Pieces, float64 [all groups, sources]; whole documents where they are left out for their length."""
+    """Pieces, float64 [all groups, sources]. Documents that are left out as too long count once each."""
     tokens: np.ndarray
+    """Tokens, float64 [all groups, sources]."""
     copies: int
+    """Pieces that equal another piece which was read."""
 
 
 class Reservoir:
-    """The pieces that a draw of all that was added may need, and the pieces held out.
+    """The pieces that the draw may need of all documents that were added, and the pieces held out.
 
     Args:
-        limits: the limits of more documents than are added here.
+        args: settings of the recipe's `data` section.
+        seed: seed of the sampling keys.
+        held_out_tokens: tokens of whole documents to hold out of the draw.
+        limits: limits to start from, which another reservoir found from other documents of the same sources.
+            None keeps everything at first.
     """
 
     def __init__(self, args: DataArgs, seed: int, held_out_tokens: int, limits: Limits | None = None):
@@ -114,7 +132,7 @@ class Reservoir:
         self._added: list[np.ndarray] = []
 
     def cut(self, documents: np.ndarray) -> np.ndarray:
-        """Cut documents of any length into pieces and a rest.
+        """Cut each document into pieces of the context length; its last piece has the tokens that remain.
 
         Documents and pieces are both PIECE records; the documents have digests in place of sampling keys.
         """
@@ -129,7 +147,14 @@ class Reservoir:
         return pieces
 
     def may_need(self, digests: np.ndarray, places: np.ndarray, most: np.ndarray, source: int) -> np.ndarray:
-        """Whether any piece of documents of at most `most` tokens can be kept, bool [n]; all arrays [n]."""
+        """Whether any piece of each document may be kept, bool [n]. Other documents need not be tokenised.
+
+        Args:
+            digests: digests of the documents, uint64 [n].
+            places: their places in the held-out split, uint64 [n].
+            most: tokens that they have at most, int64 [n].
+            source: index of the source of all of them.
+        """
         context = self.args.context_length
         reach = self._reach(source)
         if reach[0] == ALL:
@@ -141,12 +166,12 @@ class Reservoir:
         found = sampling_keys <= reach[interval_of(longest, self.groups.bounds)]
         wanted[number[found]] = True
         if self.groups.skips_long:
-            # One that is too long must be seen to be counted.
+            # A document that may be too long must be tokenised, so that it is counted.
             wanted |= most > context
         return wanted
 
     def _reach(self, source: int) -> np.ndarray:
-        """Largest sampling key kept of a piece of at most each interval's length, uint64 [intervals]."""
+        """For each interval, the largest sampling key kept in it or in a shorter one, uint64 [intervals]."""
         groups = self.groups
         sampling_keys = self.limits.sampling_keys[: groups.count].reshape(groups.intervals, groups.sources)
         return np.maximum.accumulate(sampling_keys[:, source if groups.sources > 1 else 0])
@@ -159,7 +184,7 @@ class Reservoir:
         self._added.append(pieces)
 
     def prune(self) -> None:
-        """Find the limits anew and drop what lies above."""
+        """Lower the limits as far as all pieces added until now allow, and drop the pieces above them."""
         groups, limits = self.groups, self.limits
         pieces = np.concatenate([self.pieces, *self._added])
         self._added = []
@@ -191,20 +216,20 @@ class Reservoir:
             last = start + self._needed(number, lengths[start:stop], quotas)
             if last < stop:
                 limits[number] = min(limits[number], sampling_keys[last - 1])
-        # Pieces that are too short are known if the first interval would keep them: all documents reach that
-        # one.
+        # `may_need` compares every document with the limit of the first interval at least. So too short
+        # pieces are sure to be seen only below that limit, and only these may be counted.
         shortest = [groups.short, *range(groups.sources)]
         limits[groups.short] = limits[shortest].min()
 
     @property
     def is_full(self) -> bool:
-        """Whether every group and the held-out text have all that is asked for, and more to choose from."""
+        """Whether the held-out text is complete, and every group has more pieces than the draw can need."""
         return self.held_out_full and bool((self.limits.sampling_keys[: self.groups.count] < ALL).all())
 
     def training(self) -> tuple[np.ndarray, np.ndarray]:
         """The kept pieces that may be drawn and their groups, both [n].
 
-        There are no copies, also not between sources with weights.
+        Copies are left out. With weights, so are copies of pieces in another source.
         """
         own = np.flatnonzero((self.group < self.groups.count) & ~self.pieces["copy"])
         if self.args.deduplicate and self.groups.sources > 1:
@@ -212,17 +237,17 @@ class Reservoir:
         return self.pieces[own], self.group[own]
 
     def held_out(self) -> list[np.ndarray]:
-        """The pieces of each held-out document, in the order of their places."""
+        """The pieces of each held-out document. Documents are sorted by their place in the held-out split."""
         held = self.pieces[(self.group >= self.groups.held) & ~self.pieces["copy"]]
         if self.args.deduplicate:
-            # also between sources with weights
+            # With weights, also copies between sources.
             held = held[np.unique(held["sampling_key"], return_index=True)[1]]
         held = held[np.lexsort((held["start"], held["work_shard"]))]
         documents = np.split(held, np.flatnonzero(held["first"])[1:]) if len(held) else []
         return sorted(documents, key=lambda pieces: (int(pieces["place"][0]), int(pieces["sampling_key"][0])))
 
     def counted(self, num_sources: int) -> Counted:
-        """Pieces and tokens of all that was added, held-out text in its own group."""
+        """Count the pieces and tokens of all that was added. Held-out text has its own groups."""
         limits = self.limits.sampling_keys
         share = np.where(limits < ALL, limits / 2.0**64, 1.0)[self.group]
         sampled = (limits[self.group] == ALL) | (self.pieces["sampling_key"] < limits[self.group])
@@ -250,9 +275,9 @@ class Reservoir:
         return copy, at - np.maximum.accumulate(np.where(copy, 0, at))
 
     def _hold_out(self, pieces: np.ndarray) -> None:
-        """Lower the held-out limit to the documents that are needed.
+        """Lower the held-out limit until only as many documents are held out as are needed.
 
-        Each document counts with the context's length at most.
+        A document counts with the tokens of its first piece, so with the context length at most.
         """
         own = pieces[pieces["first"] & (pieces["place"] < self.limits.place)]
         own = own[np.unique(own["sampling_key"], return_index=True)[1]]
@@ -260,7 +285,7 @@ class Reservoir:
         total = np.cumsum(own["length"], dtype=np.int64)
         last = int(np.searchsorted(total, self.held_out_tokens))
         if last < len(own):
-            # All documents of one place stand on one side.
+            # + 1: documents with the same place are all held out, or none of them.
             self.limits.place, self.held_out_full = int(own["place"][last]) + 1, True
 
     def _needed(self, number: int, lengths: np.ndarray, quotas: list[int]) -> int:
@@ -268,15 +293,15 @@ class Reservoir:
         if number >= self.groups.count:
             return SAMPLE
         high = self.groups.ends(number)[1]
-        # The groups before it leave less than one piece to a group. Else the last of them that is not dry had
-        # taken it.
+        # The draw may carry over tokens from the groups before this one, but less than one piece: if it were
+        # more, the last of them that is not dry had drawn another piece.
         most = quotas[number] + high
         that_fit = int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), most, side="right"))
         return that_fit + 1 + reserve(high)
 
 
 def _cuts(lengths: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where each piece comes from: (number of the document, number of the piece in it), int64 [pieces].
+    """For each piece: the number of its document, and its number within the document, both int64 [pieces].
 
     Args:
         lengths: tokens of the documents, [n].

@@ -6,7 +6,7 @@ A piece's key is a hash of its document's digest and the seed.
 import numpy as np
 
 SAMPLING_KEY, ORDER, WORK_SHARDS = 1, 2, 0
-"""What a hash of the seed is for. Pass n of the draw is ordered by ORDER + n."""
+"""Purposes for which `hash_of_seed` makes a number. Pass n of the draw is ordered by ORDER + n."""
 
 
 def splitmix64(values: np.ndarray | int) -> np.ndarray:
@@ -26,9 +26,13 @@ def hash_of_seed(seed: int, purpose: int) -> np.uint64:
 
 
 def sampling_keys_of(digests: np.ndarray, cuts: np.ndarray, seed: int) -> np.ndarray:
-    """Sampling keys, uint64 [n], of the `cuts`-th pieces of documents with `digests`.
+    """Sampling keys of pieces, uint64 [n].
 
-    Sampling keys are equal for equal texts and different from cut to cut.
+    Pieces of equal texts have equal keys, and the pieces of one document have different ones.
+
+    Args:
+        digests: the digest of each piece's document, uint64 [n].
+        cuts: the number of each piece within its document, from 0, [n].
     """
     keys = splitmix64(digests ^ splitmix64(cuts.astype(np.uint64)))
     return splitmix64(keys ^ hash_of_seed(seed, SAMPLING_KEY))
@@ -37,8 +41,8 @@ def sampling_keys_of(digests: np.ndarray, cuts: np.ndarray, seed: int) -> np.nda
 def work_shard_order(sources: np.ndarray, seed: int) -> np.ndarray:
     """The order in which work shards are read, int64 [n].
 
-    The work shards of a source come in random order, evenly spread over the whole. So at every moment about
-    the same share of each source is read, and what is read is a fair sample of all.
+    The work shards of each source come in random order, evenly spread over the whole reading. So at every
+    moment about the same share of each source has been read, and what has been read is a fair sample of all.
 
     Args:
         sources: the source that each work shard belongs to, [n].

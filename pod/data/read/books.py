@@ -1,6 +1,6 @@
-"""Long texts that are one record: split without loss where the source asks for it.
+"""Splits a long text that is one record, such as a book, into essays or chapters if the source asks for it.
 
-They are split into essays or chapters.
+No character is lost.
 """
 
 import re
@@ -17,9 +17,11 @@ Splitter = Callable[[str], list[str]]
 
 
 def split_fragment(source: str) -> tuple[str, Splitter | None]:
-    """The place of a source spec, and how its `#essays` or `#chapters=<characters>` splits texts.
+    """Cut the fragment, `#essays` or `#chapters=<characters>`, off a source.
 
-    The latter is None without a fragment.
+    Returns:
+        The source without its fragment, and the function that splits each of its texts; None without a
+        fragment.
     """
     match = _FRAGMENT.search(source)
     if match is None:
@@ -41,9 +43,10 @@ def split_essays(text: str) -> list[str]:
 
 
 def split_chapters(text: str, characters: int) -> list[str]:
-    """Pieces of at most `characters`; nothing is lost.
+    """Split into pieces of at most `characters`; nothing is lost.
 
-    Each ends at the last paragraph, line or word that fits.
+    A piece ends after the last paragraph in its second half, else after the last line or the last word there,
+    else after `characters`.
     """
     pieces, start = [], 0
     while len(text) - start > characters:

@@ -1,6 +1,7 @@
-"""Source specs → files in a fixed order.
+"""Which files a source names, in a fixed order.
 
-A spec names files, folders, globs, URLs, MosaicML folders, the standard library or packages.
+A source is a file, a folder, a glob, a URL, a MosaicML folder, the standard library or a file of a package.
+In this file a *place* is a source without its fragment: `texts/a.json` of `texts/a.json#essays`.
 """
 
 import glob
@@ -21,13 +22,16 @@ from pod.remote import is_remote, remote_files
 _NOTES = re.compile(
     r"(readme|licen[cs]e|copying|notice|citation|changelog|dataset_?card)[\w-]*(\.(md|txt|rst|cff))?"
 )
+"""Names of files that describe a data set. Beside records they are not read."""
 CACHES = frozenset({"__pycache__"})
+"""Names of folders that are not read."""
 STDLIB_OUTSIDE = CACHES | {"site-packages", "dist-packages"}
+"""Names of folders inside the standard library's folder that are not read."""
 MDS_INDEX = "index.json"
 
 
 class FoundFile(NamedTuple):
-    """A file of a source. When it belongs to a MosaicML data set, `shard` says how it is read."""
+    """A file of a source. For a file of a MosaicML data set, `shard` says how it is read; else it is None."""
 
     path: str
     shard: MdsShard | None = None
@@ -38,19 +42,24 @@ class Files:
     """The files of a source in reading order."""
 
     found: list[FoundFile] = field(default_factory=list)
+    """The files to read."""
     tolerate: bool = False
-    """Skip unreadable files whatever the policy (deliberately broken files of the standard library)."""
+    """Skip unreadable files even with `unreadable="error"`: the standard library has some on purpose."""
     left_out: list[str] = field(default_factory=list)
-    """Files that stand beside MosaicML shards and are not read, each with the reason."""
+    """Files beside MosaicML shards, and notes beside records. They are not read; each has the reason."""
     unreadable: list[str] = field(default_factory=list)
-    """Folders whose files cannot be listed, each with the reason."""
+    """Folders that cannot be listed, and files of an unknown type, each with the reason."""
 
 
 def files_of(place: str, include: tuple[str, ...] = ()) -> Files:
-    """The files of a source that is not of the hub.
+    """The files of a source. Sources on the Hugging Face hub are not files (see `hub_spec`).
+
+    Args:
+        place: the source without its fragment.
+        include: patterns of the names of files to read; empty = all files of a known type.
 
     Raises:
-        ValueError: in one line, when there are none.
+        ValueError: in one line: the source does not exist, or has no file that can be read.
     """
     if place.startswith("stdlib:"):
         folder = Path(sysconfig.get_paths()["stdlib"], place.removeprefix("stdlib:"))
@@ -78,13 +87,14 @@ def files_of(place: str, include: tuple[str, ...] = ()) -> Files:
 def check_places(sources: Iterable[str]) -> None:
     """Refuse local sources that do not exist, and patterns that no file matches.
 
-    Hub names and URLs pass unread. Folders are not listed, and patterns only as far as their first file.
+    This is quick: hub names and URLs are not looked up, folders are not listed, and a pattern is searched
+    only until its first file.
 
     Args:
-        sources: places, as `files_of` takes them, without the fragments of `DataArgs.sources`.
+        sources: sources without fragments, as `files_of` takes them.
 
     Raises:
-        ValueError: in one line.
+        ValueError: one of them does not exist or matches no file; the message is one line.
     """
     for place in sources:
         if place.startswith("stdlib:") or is_remote(place) or hub_spec(place) is not None:
@@ -120,7 +130,7 @@ def _absent(place: str) -> ValueError:
 
 
 def hub_spec(place: str) -> tuple[str, str | None, str] | None:
-    """(id, config, split) of `hub:<id>[:<config>][@<split>]`, None for anything local."""
+    """(id, config, split) of a source `hub:<id>[:<config>][@<split>]`; None for any other source."""
     if not place.startswith("hub:"):
         return None
     rest, _, split = place.removeprefix("hub:").partition("@")
@@ -129,6 +139,14 @@ def hub_spec(place: str) -> tuple[str, str | None, str] | None:
 
 
 def _folder_files(folder: Path, include: tuple[str, ...], outside: frozenset[str] = CACHES) -> Files:
+    """The files of a folder and of all folders below it, MosaicML shards among them.
+
+    Args:
+        outside: names of folders that are not read.
+
+    Raises:
+        ValueError: there is no file that can be read.
+    """
     files = Files()
     folders = list(_walk(folder, files.unreadable, outside))
     indexed = {
@@ -143,8 +161,8 @@ def _folder_files(folder: Path, include: tuple[str, ...], outside: frozenset[str
     seen = set()
     for parent, names in folders:
         for shard in indexed.get(parent, []):
-            # The index of a merged data set names the shards of the folders below, which also have their own
-            # index.
+            # The index of a merged data set names the shards of the folders below it, which have an index of
+            # their own too.
             if shard.path not in seen and _matches(shard.path, include):
                 files.found.append(shard)
             seen.add(shard.path)
@@ -161,9 +179,13 @@ def _folder_files(folder: Path, include: tuple[str, ...], outside: frozenset[str
 
 
 def _found(paths: list[str], include: tuple[str, ...], beside_shards: bool = False) -> Files:
-    """Which of the files of a folder or glob are read.
+    """Which files of a folder or a glob are read.
 
-    They are the files of a known kind, without notes about the records beside them.
+    They are the files that `include` names. Without it, they are the files of a known type, but no README,
+    licence or the like beside records, and nothing beside MosaicML shards.
+
+    Args:
+        beside_shards: whether the files lie beside MosaicML shards.
     """
     if include:
         return Files([one for path in paths if _matches(path, include) for one in _file_or_shards(path)])
@@ -205,10 +227,14 @@ def _shards(folder: Path, index: dict) -> list[FoundFile]:
 def _walk(
     folder: str | Path, unreadable: list[str], outside: frozenset[str], above: frozenset[str] = frozenset()
 ) -> Iterator[tuple[str, list[str]]]:
-    """(folder, its file names) in a fixed order, without hidden files and the folders named in `outside`.
+    """(folder, its file names) of a folder and all folders below it, in a fixed order, without hidden ones.
 
-    Links to folders are followed, but not to a folder in `above`, which has real paths. What cannot be listed
-    is named in `unreadable`.
+    Links to folders are followed, except to a folder that contains them.
+
+    Args:
+        unreadable: gets a message for each folder that cannot be listed.
+        outside: names of folders that are left out.
+        above: real paths of the folders that contain this one.
     """
     real = os.path.realpath(folder)
     if real in above:

@@ -7,24 +7,25 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 LISTED_SKIPS = 20
+"""Unreadable files and records that a report names."""
 LISTED_ORIGINS = 200
+"""Different origins that a report counts one by one."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text with where it came from.
-
-    `name` is a file, `file:record` or `hub id:record`.
-
-    A document that is tokenised already has its ids in `tokens`, uint32 [n], and no text.
-    """
+    """One text, and where it came from."""
 
     text: str
+    """The text; empty for a document that came as token ids."""
     source: str
+    """The source as the user wrote it in `data.sources`."""
     name: str
+    """Where it was read: a file, `file:record` or `hub id:record`."""
     tokens: np.ndarray | None = None
+    """Token ids, uint32 [n], of a document that was tokenised already; None for a text."""
     origin: str = ""
-    """The record's own `source` field (Dolma, mixtures made by others), empty when there is none."""
+    """The record's own field `source` or `domain` (Dolma, mixtures made by others); empty without one."""
 
 
 @dataclass
@@ -32,33 +33,33 @@ class SourceReport:
     """What one source (or a part of it) gave, for the manifest."""
 
     source: str
-    """The spec as the user wrote it."""
+    """The source as the user wrote it in `data.sources`."""
     files: int = 0
     """Files opened (hub data sets: 1)."""
     documents: int = 0
-    """Documents with text."""
+    """Documents that hold something and passed the filter."""
     characters: int = 0
-    """Their characters."""
+    """Characters of these documents."""
     empty: int = 0
     """Documents without any text, left out."""
     skipped: int = 0
-    """Files left out or left early because they cannot be read."""
+    """Files that are left out, or are read up to a damaged place only."""
     records_skipped: int = 0
     """Records left out because they are damaged, too long or without the wanted field."""
     skipped_files: list[str] = field(default_factory=list)
-    """The first of both with the reason."""
+    """The first 20 of these files and records, each with the reason."""
     filtered: int = 0
     """Documents that `document_filter` left out."""
     origins: dict[str, int] = field(default_factory=dict)
-    """Documents by the `source` field of their records."""
+    """Origin → number of its documents."""
 
     @property
     def skips(self) -> int:
-        """Unreadable files and records."""
+        """Number of files and records that were left out."""
         return self.skipped + self.records_skipped
 
     def check_any(self) -> None:
-        """Raise `ValueError` for a source without any document: its name or the filter must be wrong."""
+        """Raise `ValueError` when no document was read: the source's name or the filter must be wrong."""
         if self.documents:
             return
         detail = f" ({self.skipped_files[0]})" if self.skipped_files else ""
@@ -69,12 +70,16 @@ class SourceReport:
         )
 
     def skip(self, reason: str) -> None:
-        """Count an unreadable file."""
+        """Count a file that is left out, for this reason."""
         self.skipped += 1
         self._name(reason)
 
     def skip_record(self, reason: str, is_listed: bool) -> None:
-        """Count an unreadable record of a file that is read on."""
+        """Count an unreadable record of a file whose other records are read.
+
+        Args:
+            is_listed: also name the record in `skipped_files`.
+        """
         self.records_skipped += 1
         if is_listed:
             self._name(reason)

@@ -14,7 +14,7 @@ def imported_filter(name: str) -> Callable[[Document], bool]:
     """The function that `module:function` names.
 
     Raises:
-        ValueError: when it cannot be imported or is none.
+        ValueError: the name is not `module:function`, the module cannot be imported, or has no such function.
     """
     module, colon, function = name.partition(":")
     if not (module and colon and function):
@@ -33,10 +33,13 @@ def imported_filter(name: str) -> Callable[[Document], bool]:
 
 
 def passes(document_filter: Callable[[Document], bool], name: str, document: Document) -> bool:
-    """The filter's verdict.
+    """Whether the user's filter keeps a document.
+
+    Args:
+        name: the filter as `module:function`, for messages.
 
     Raises:
-        ValueError: when it fails or returns something else than True or False.
+        ValueError: the filter raises an error, or returns something other than True or False.
     """
     try:
         verdict = document_filter(document)

@@ -9,29 +9,34 @@ from pod.data.read.records import Bad, BadRecord, Fields, Record, UnreadableFile
 
 
 class HubShard(NamedTuple):
-    """A run of a data set's records, in the order of its stream."""
+    """Consecutive records of a hub data set: one of `count` parts of its stream."""
 
     name: str
+    """Hub id of the data set, or a local folder."""
     config: str | None
+    """Its configuration; None for the default."""
     split: str
+    """Its split, such as `train`."""
     revision: str | None = None
     """Commit of the data set, the same for everything that is read; None for a folder of this machine."""
     index: int = 0
+    """Number of this shard, from 0."""
     count: int = 1
+    """Number of shards in the data set."""
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """The shard's name in error messages."""
         config = f" config {self.config!r}" if self.config else ""
         part = f" shard {self.index}" if self.count > 1 else ""
         return f"hub data set {self.name!r}{config} split {self.split!r}{part}"
 
 
 def hub_shards(name: str, config: str | None, split: str) -> list[HubShard]:
-    """The shards that the stream of a data set consists of, as it stands now.
+    """The shards of a data set at its present commit.
 
     Raises:
-        ValueError: when there is none.
+        ValueError: the data set cannot be found or read.
     """
     whole = HubShard(name, config, split)
     with _named(whole, [0]):
@@ -41,9 +46,10 @@ def hub_shards(name: str, config: str | None, split: str) -> list[HubShard]:
 
 
 def read_hub(shard: HubShard, fields: Fields, bad: Bad) -> Iterator[Record]:
-    """Records of a shard.
+    """Records of a shard. Records that cannot be used are reported to `bad`.
 
-    A connection that breaks off is a `ValueError`, whatever the policy for unreadable files.
+    Raises:
+        ValueError: the connection broke off. `unreadable="skip"` does not skip this.
     """
     number = [0]
     with _named(shard, number):
@@ -65,7 +71,7 @@ def read_hub(shard: HubShard, fields: Fields, bad: Bad) -> Iterator[Record]:
 
 
 def revision_of(name: str) -> str | None:
-    """The commit that data set `name` of the hub stands at."""
+    """The present commit of data set `name` on the hub; None for a local folder."""
     from huggingface_hub import HfApi
 
     return None if Path(name).is_dir() else HfApi().dataset_info(name).sha
@@ -81,6 +87,7 @@ def _load(shard: HubShard) -> Any:
 
 @contextmanager
 def _named(shard: HubShard, number: list[int]) -> Iterator[None]:
+    """Turn errors of the block into a ValueError of one line that names the shard and record `number[0]`."""
     try:
         yield
     except (UnreadableFile, BadRecord):

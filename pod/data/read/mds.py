@@ -2,9 +2,10 @@
 
 A data set is a folder with `index.json` and `.mds` shards, plain or compressed.
 
-A shard has the number of samples n, then n + 1 offsets where samples start and the last one ends, then a JSON
-header, then the samples. All numbers are little-endian uint32. A sample has the sizes of its columns that
-have no fixed size, then the columns' bytes.
+A shard begins with the number of samples n. Then come n + 1 offsets in bytes: where each sample starts, and
+where the last one ends. Then come a JSON header and the samples. All these numbers are little-endian uint32.
+A sample begins with the sizes of those of its columns that have no fixed size, and then has the bytes of all
+columns.
 
 Source: the MDS format of github.com/mosaicml/streaming (version 2).
 """
@@ -26,15 +27,17 @@ ARRAY_TYPES = {
     8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 18: "<f2",
     32: "<u4", 33: "<i4", 34: "<f4", 64: "<u8", 65: "<i8", 66: "<f8",
 }  # fmt: skip
-"""The type of an array by its first byte, when the type is not fixed."""
+"""NumPy's type of an array whose encoding does not fix it, by the array's first byte."""
 
 
 class MdsColumn(NamedTuple):
-    """A column of a shard; `size` in bytes when it is fixed."""
+    """A column of a shard."""
 
     name: str
     encoding: str
+    """How its values are stored: `str`, `json`, `ndarray:…` or another."""
     size: int | None
+    """Bytes of each value; None where they differ."""
 
 
 class MdsShard(NamedTuple):
@@ -43,11 +46,14 @@ class MdsShard(NamedTuple):
     path: str
     """The file to read: the decompressed one if it exists."""
     names: tuple[str, ...]
-    """All files that are this shard."""
+    """The paths under which this shard may lie, decompressed and compressed."""
     columns: tuple[MdsColumn, ...]
     samples: int
+    """Number of samples."""
     raw_bytes: int
+    """Size of the shard when it is decompressed."""
     file_bytes: int
+    """Size of the file to read."""
 
 
 def read_index(path: Path) -> dict[str, Any] | None:
@@ -65,7 +71,7 @@ def mds_shards(folder: Path, index: dict[str, Any]) -> list[MdsShard]:
     """The shards that `index` of `folder` names.
 
     Raises:
-        ValueError: for another version or format than MDS 2.
+        ValueError: the index is not of MDS version 2, is incomplete, or names a shard outside its folder.
     """
     where = folder / "index.json"
     if index["version"] != 2:
@@ -84,7 +90,8 @@ def _shard(folder: Path, entry: dict[str, Any], where: Path) -> MdsShard:
     for path in paths:
         if os.path.relpath(path, folder).startswith(".."):
             raise ValueError(f"{where} names a shard outside its folder: {path}")
-    # What is there counts; when nothing is, the file that was published is named as missing.
+    # The first file that exists is read. When none does, the compressed one, as published, is named as
+    # missing.
     chosen = next((number for number, path in enumerate(paths) if os.path.isfile(path)), len(paths) - 1)
     columns = zip(entry["column_names"], entry["column_encodings"], entry["column_sizes"], strict=True)
     return MdsShard(
@@ -103,7 +110,7 @@ def read_shard(shard: MdsShard, fields: Fields, bad: Bad) -> Iterator[Record]:
     Hashes that an index may hold are not compared: reading would take twice as long.
 
     Raises:
-        UnreadableFile: when the shard's size differs from the index, or the content does not add up.
+        UnreadableFile: the shard's size differs from the index, or its offsets and sizes do not add up.
     """
     path = Path(shard.path)
     decoders = _decoders(shard, fields)
@@ -153,7 +160,14 @@ def _sample_sizes(stream: IO[bytes], shard: MdsShard) -> np.ndarray:
 def _read_sample(
     stream: IO[bytes], size: int, shard: MdsShard, decoders: dict[str, Decoder], fields: Fields, where: str
 ) -> dict[str, Any]:
-    """The wanted columns of the next sample. What is above the limit is passed over without being held."""
+    """The wanted columns of the next sample, by name.
+
+    A column above the limit is passed over and never held in memory.
+
+    Raises:
+        BadRecord: a wanted column is too long, or does not fit its encoding.
+        UnreadableFile: the shard is damaged.
+    """
     fixed = [column.size for column in shard.columns]
     num_variable = sum(not one for one in fixed)
     variable = iter(np.frombuffer(_exactly(stream, 4 * num_variable, shard), "<u4").tolist())
@@ -196,9 +210,9 @@ Decoder = Callable[[bytes], Any]
 
 
 def _decoders(shard: MdsShard, fields: Fields) -> dict[str, Decoder]:
-    """Decoder of each wanted column.
+    """Decoder of each wanted column, by the column's name.
 
-    What nobody asks for, and an origin that is no text, is passed over and may be of any kind.
+    Other columns, and origins that are not text, are passed over. They may have any encoding.
     """
     return {
         one.name: _decoder(one, shard)
@@ -222,10 +236,11 @@ def _decoder(column: MdsColumn, shard: MdsShard) -> Decoder:
 
 
 def _array_decoder(details: str, column: MdsColumn, shard: MdsShard) -> Decoder:
-    """Decoder of arrays: [type] [shape] [values].
+    """Decoder of arrays, which are stored as [type] [shape] [values].
 
-    The type is 1 byte; it is absent when the type is fixed. The shape is one byte (axes × 4 + log2 of bytes
-    per number), then the numbers; it is absent when the shape is fixed.
+    The type is one byte. It is absent when the encoding fixes the type. The shape is one byte (axes × 4 +
+    log2 of the bytes per number), then the number of each axis. It is absent when the encoding fixes the
+    shape.
     """
     name, _, axes = details.partition(":")
     try:

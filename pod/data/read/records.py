@@ -19,31 +19,32 @@ ORIGIN_FIELDS = ("source", "domain")
 
 
 class UnreadableFile(ValueError):
-    """A file that is damaged or of another encoding or format. The message names it in one line."""
+    """A file is damaged, or has another encoding or format. The message names it in one line."""
 
 
 class BadRecord(ValueError):
-    """A record that is damaged, too long or without the wanted field.
+    """A record is damaged, too long, or lacks the wanted field.
 
-    The message names its file and place in one line.
+    The message names the file, and where in it the record is, in one line.
     """
 
 
 class Record(NamedTuple):
-    """What one record holds: a text, or token ids with the bounds of their documents.
-
-    Token ids are uint32 [n], bounds int64 [documents, 2].
-    """
+    """What one record holds: a text, or token ids with the bounds of their documents."""
 
     place: int | None
-    """Its number in the file, or the byte where its line starts when only a part of the file is read.
+    """Number of the record in its file. If only a part of the file is read, the byte where its line starts.
 
-    None: the record is the file.
+    None: the whole file is one record.
     """
     text: str
+    """The text; empty for a record of token ids."""
     tokens: np.ndarray | None = None
+    """Token ids, uint32 [n]; None for a record of text."""
     bounds: np.ndarray | None = None
+    """[start, stop) of each document in `tokens`, int64 [documents, 2]; None: they are one document."""
     origin: str = ""
+    """Where the record's own field says that it comes from (ORIGIN_FIELDS); empty without one."""
 
 
 Bad = Callable[[str], None]
@@ -55,12 +56,16 @@ It counts the record, or raises, by the policy of the caller.
 
 @dataclass(frozen=True)
 class Fields:
-    """Which fields of a record are read, and how long it may be."""
+    """Which fields of a record are read, and how long a record may be."""
 
     text: str = "text"
+    """Name of the field with the text."""
     tokens: str | None = None
+    """Name of the field with token ids, which are then read in place of the text."""
     bounds: str | None = None
+    """Name of the field with [start, stop) pairs of the documents in the token ids."""
     max_bytes: int = 16 * 2**20
+    """Most bytes of a text (UTF-8) or of token ids (4 bytes each)."""
 
     @classmethod
     def from_args(cls, args: DataArgs) -> Fields:
@@ -69,20 +74,26 @@ class Fields:
 
     @property
     def content(self) -> str:
-        """The field with the document itself."""
+        """Name of the field with the document itself: token ids or text."""
         return self.tokens or self.text
 
     @property
     def names(self) -> list[str]:
-        """All fields that are read where they exist."""
+        """Names of all fields that are read. A record may lack those that tell its origin."""
         wanted = [self.content, *([self.bounds] if self.bounds else []), *ORIGIN_FIELDS]
         return list(dict.fromkeys(wanted))
 
     def record(self, place: int, values: Any, where: str) -> Record:
-        """The record of a mapping of fields.
+        """Make a record from its fields.
+
+        Args:
+            place: number of the record, or byte where it starts (see `Record.place`).
+            values: the fields by name.
+            where: the file and the record, as messages begin.
 
         Raises:
-            BadRecord: when it cannot be used.
+            BadRecord: `values` is no mapping, lacks the wanted field, or has something else in it; or the
+                record is too long.
         """
         if self.tokens is not None:
             return self._token_record(place, values, where)
@@ -97,6 +108,7 @@ class Fields:
             raise BadRecord(too_long(where, num_bytes, self.max_bytes))
 
     def _origin(self, values: Mapping[str, Any]) -> str:
+        """The first text in one of ORIGIN_FIELDS; empty without one."""
         for name in ORIGIN_FIELDS:
             origin = values.get(name)
             if isinstance(origin, str) and name != self.text:
@@ -104,6 +116,7 @@ class Fields:
         return ""
 
     def _token_record(self, place: int, values: Any, where: str) -> Record:
+        """`record` for data that is tokenised already."""
         assert self.tokens is not None
         ids = _field(values, self.tokens, where, "token_field")
         tokens = token_ids(ids if ids is not None else [], f"{where}: field {self.tokens!r}")
@@ -116,21 +129,27 @@ class Fields:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message without line breaks, at most 200 characters."""
+    """An error's message without line breaks, cut after 200 characters."""
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
 def too_long(where: str, num_bytes: int | None, limit: int) -> str:
-    """The message for a record above the limit. `num_bytes` None: its length is not known."""
+    """The message about a record above the limit.
+
+    Args:
+        where: the file and the record.
+        num_bytes: length of the record; None where it is not known.
+        limit: data.max_record_bytes.
+    """
     size = f"{num_bytes:,} bytes, more than" if num_bytes is not None else "more bytes than"
     return f"{where} has {size} data.max_record_bytes = {limit:,}"
 
 
 def text_of(values: Any, text_field: str, where: str) -> str:
-    """The text of one record. A null text is an empty one.
+    """The text of one record. A text that is null counts as empty.
 
     Raises:
-        BadRecord: when there is no text; it names the fields seen.
+        BadRecord: the field is missing (the message names the fields that exist), or does not hold a text.
     """
     text = _field(values, text_field, where, "text_field")
     if text is None:
@@ -144,7 +163,7 @@ def token_ids(values: Any, where: str) -> np.ndarray:
     """Token ids as uint32 [n].
 
     Raises:
-        BadRecord: for what is no list of whole numbers from 0 to 2**32 - 1.
+        BadRecord: `values` is not a list of whole numbers from 0 to 2**32 - 1.
     """
     ids = _whole_numbers(values, where, "token ids")
     if ids.ndim != 1:
@@ -157,10 +176,10 @@ def token_ids(values: Any, where: str) -> np.ndarray:
 
 
 def document_bounds(values: Any, length: int, where: str) -> np.ndarray:
-    """[start, stop) pairs as int64 [documents, 2], ascending, inside `length` tokens and apart.
+    """[start, stop) pairs as int64 [documents, 2].
 
     Raises:
-        BadRecord: when they are not so.
+        BadRecord: the pairs do not ascend, overlap, or reach beyond `length` tokens.
     """
     bounds = _whole_numbers(values, where, "[start, stop) pairs").astype(np.int64)
     if bounds.size == 0:
@@ -174,6 +193,7 @@ def document_bounds(values: Any, length: int, where: str) -> np.ndarray:
 
 
 def _whole_numbers(values: Any, where: str, expected: str) -> np.ndarray:
+    """`values` as an array of whole numbers. Raises BadRecord when they are ragged or of another type."""
     try:
         array = np.asarray(values)
     except (ValueError, OverflowError) as error:  # ragged lists
@@ -186,6 +206,7 @@ def _whole_numbers(values: Any, where: str, expected: str) -> np.ndarray:
 
 
 def _field(values: Any, name: str, where: str, setting: str) -> Any:
+    """The field `name` of a record. Raises BadRecord when it is missing; the message names data.`setting`."""
     if not isinstance(values, Mapping):
         raise BadRecord(f"{where} is a {type(values).__name__}, expected an object with a field {name!r}")
     try:

@@ -1,9 +1,9 @@
 """Documents from any source.
 
 Sources are files, folders, lists, MosaicML and hub data sets, the standard library and installed packages.
-`load_documents` turns source specs (see `DataArgs.sources`) into a stream of `Document`. Only the record at
-hand is held in memory. What cannot be read is an error that names the file, or is counted, by the policy of
-the caller.
+`load_documents` turns sources (see `DataArgs.sources`) into a stream of `Document`. Only one record at a time
+is held in memory. A record or file that cannot be read is an error that names the file, or is counted and
+left out: `unreadable` decides.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,8 +22,8 @@ def load_documents(sources: Iterable[str], **settings: Any) -> Iterator[Document
         settings: settings of the recipe's `data` section.
 
     Raises:
-        ValueError: in one line, for a source that does not exist or holds no text and, with
-            `unreadable="error"`, for any unreadable file.
+        ValueError: in one line: a source does not exist or holds no text; or, with `unreadable="error"`, a
+            file or record cannot be read.
     """
     args = DataArgs(sources=list(sources), **settings)
     work_shards = plan_work_shards(args)

@@ -8,6 +8,7 @@ from typing import Any
 from pod.data.read.records import Bad, BadRecord, Fields, Record, UnreadableFile, one_line
 
 ROWS_AT_A_TIME = 64
+"""Rows of a parquet file that are held in memory."""
 
 
 def read_table(path: Path, kind: str, fields: Fields, bad: Bad) -> Iterator[Record]:
@@ -16,8 +17,12 @@ def read_table(path: Path, kind: str, fields: Fields, bad: Bad) -> Iterator[Reco
     Arrow files may have either IPC layout: stream, as `datasets` writes it, or random access. Only the wanted
     columns are read.
 
+    Args:
+        kind: "parquet" or "arrow".
+        bad: called with the reason for each row that cannot be used.
+
     Raises:
-        UnreadableFile: for damage or when the wanted column does not exist.
+        UnreadableFile: the file is damaged, or has no column of the wanted name.
     """
     import pyarrow
 
@@ -42,6 +47,7 @@ def read_table(path: Path, kind: str, fields: Fields, bad: Bad) -> Iterator[Reco
 
 @contextmanager
 def _batches(path: Path, kind: str, fields: Fields) -> Iterator[Iterator[Any]]:
+    """Yield the file's rows as batches of pyarrow that have the wanted columns only."""
     import pyarrow
     import pyarrow.parquet
 

@@ -1,8 +1,8 @@
-"""Sources cut into work shards: a work shard is the work that one process reads at a time.
+"""Cuts sources into work shards: a work shard is what one process reads at a time.
 
-A work shard is a run of small files, one large file, a range of a large jsonl file, a MosaicML shard or a
-shard of a hub data set. The cut depends on nothing but the files and the target. Reading all work shards one
-after the other gives the documents in the order of the sources and of their files' names.
+It is a run of small files, one large file, a range of a large jsonl file, a MosaicML shard or a shard of a
+hub data set. How sources are cut depends on the files and data.target_tokens only. Reading all work shards
+one after the other gives the documents in the order of the sources and of their files' names.
 """
 
 import hashlib
@@ -28,31 +28,34 @@ from pod.data.read.records import Bad, Fields, Record, UnreadableFile
 from pod.remote import is_remote, remote_state
 
 WORK_SHARDS_PER_SOURCE = 64
-"""Work shards that a source has at least, if the smallest sizes allow, so that many processes have work."""
+"""Fewest work shards of a source, so that many processes have work. A small source has fewer."""
 SMALLEST_GROUP_BYTES, GROUP_BYTES = 2**20, 32 * 2**20
-"""Text in a run of small files."""
+"""Limits in bytes of the text in a run of small files: the smallest and the largest that is chosen."""
 SMALLEST_RANGE_BYTES, RANGE_BYTES = 2**20, 64 * 2**20
-"""Bytes in a range of a large jsonl file."""
+"""Bytes in a range of a large jsonl file: the smallest and the largest that is chosen."""
 BYTES_PER_TARGET_TOKEN = 0.25
-"""Limit of a work shard's size, so that reading can stop soon after the target is reached."""
+"""Most bytes in a work shard per token of the target, so that reading can stop soon after the target."""
 LISTED_RECORDS = 3
-"""How many bad records of a file are named: one without the wanted field must not hide the others."""
+"""Bad records that are named of one file. If all of them were, they would leave no space for other files."""
 COMPRESSION = 4
-"""Text is about this much larger than its compressed file."""
+"""Text is about this many times larger than its compressed file."""
 READING_VERSION = 3
-"""Raised when the same file would give other documents than before."""
+"""To be raised when a change of the readers makes other documents of the same file."""
 
 
 class FilePart(NamedTuple):
-    """A file as it was when the work shard was planned, or the bytes [start, stop) of it."""
+    """A file, or the bytes [start, stop) of it, as it was when the work shard was planned."""
 
     path: str
     size: int
     """Bytes; -1 = missing or no regular file."""
     mtime_ns: int
+    """Time of its last change in nanoseconds; for a URL, the number that `remote_state` gives."""
     start: int = 0
     stop: int | None = None
+    """None: the whole file is read."""
     shard: MdsShard | None = None
+    """How a shard of a MosaicML data set is read; None for other files."""
 
     @property
     def text_bytes(self) -> int:
@@ -65,7 +68,7 @@ class FilePart(NamedTuple):
         return max(self.size, 0) * (COMPRESSION if packed else 1)
 
     def check_unchanged(self) -> None:
-        """Raise `ValueError` when the file has been changed since."""
+        """Raise `ValueError` when the file has been changed since the work shard was planned."""
         if _state(self.path) != (self.size, self.mtime_ns):
             raise ValueError(f"{self.path} was changed while the data was prepared: start again")
 
@@ -75,17 +78,19 @@ class WorkShard:
     """What one process reads at a time; can be pickled."""
 
     source: int
-    """Its place in `args.sources`."""
+    """Index of its source in `args.sources`."""
     spec: str
     """The source as the user wrote it."""
     files: tuple[FilePart, ...] = ()
+    """The files to read, in order; empty for a hub data set."""
     hub: HubShard | None = None
+    """The shard to read of a hub data set."""
     tolerate: bool = False
-    """Skip unreadable files whatever the policy."""
+    """Skip unreadable files even with `unreadable="error"`."""
     left_out: tuple[str, ...] = ()
     """Files of the source that are not read at all, each with the reason. The first work shard names them."""
     split: str = ""
-    """The fragment of the source: how its texts are split."""
+    """The fragment of the source without `#`, which says how its texts are split: `essays`; or empty."""
 
     @property
     def text_bytes(self) -> int:
@@ -93,13 +98,13 @@ class WorkShard:
         return sum(one.text_bytes for one in self.files)
 
     def is_lenient(self, args: DataArgs) -> bool:
-        """Whether what cannot be read is counted and left out."""
+        """Whether files and records that cannot be read are counted and left out, and not an error."""
         return args.unreadable == "skip" or self.tolerate
 
     def fingerprint(self) -> str:
-        """64 hex digits of what is read: paths, sizes, times of change, ranges, hub shard and fragment.
+        """64 hex digits made of what is read: paths, sizes, times of change, ranges, hub shard and fragment.
 
-        The settings are not in it.
+        The settings are no part of it.
         """
         paths = [one.path if is_remote(one.path) else os.path.abspath(one.path) for one in self.files]
         parts = [[*one[1:5], one.shard and one.shard[2:]] for one in self.files]
@@ -112,7 +117,8 @@ def plan_work_shards(args: DataArgs) -> list[WorkShard]:
     """The work shards of all sources, in reading order.
 
     Raises:
-        ValueError: in one line, for a source that does not exist.
+        ValueError: in one line: a source does not exist; or, with `unreadable="error"`, it has files of an
+            unknown type or folders that cannot be listed.
     """
     work_shards = []
     for source, spec in enumerate(args.sources):
@@ -137,11 +143,13 @@ def plan_work_shards(args: DataArgs) -> list[WorkShard]:
 def read_work_shard(work_shard: WorkShard, args: DataArgs, report: SourceReport) -> Iterator[Document]:
     """The documents of a work shard, in order, without empty ones.
 
-    What is left out goes into `report`, and so do the files read.
+    Args:
+        report: gets the number of files read, and everything that is left out. The documents are for the
+            caller to count.
 
     Raises:
-        ValueError: in one line, with `unreadable="error"` for everything that cannot be read, and always for
-            a file that has changed since the work shard was planned.
+        ValueError: in one line: a file has changed since the work shard was planned; or, with
+            `unreadable="error"`, a file or record cannot be read.
     """
     for reason in work_shard.left_out:
         report.skip(reason)
@@ -156,7 +164,8 @@ def _read_file(
 ) -> Iterator[Document]:
     """The documents of a file.
 
-    A damaged file ends them, or raises under the strict policy. A changed file always raises.
+    At damage, reading of the file ends, or raises ValueError with `unreadable="error"`. A changed file always
+    raises ValueError.
     """
     if part.start == 0:
         report.files += 1
@@ -173,7 +182,7 @@ def _read_file(
             given += 1
             yield document
     except UnreadableFile as error:
-        part.check_unchanged()  # then this is why
+        part.check_unchanged()  # if the file was changed, that is the reason to name
         _leave_out(error, work_shard, args, report)
         return
     part.check_unchanged()
@@ -199,7 +208,7 @@ def _read_hub_shard(
 
 
 def _policy(work_shard: WorkShard, args: DataArgs, report: SourceReport) -> Bad:
-    """What happens to the bad records of one file: they are counted, or the first one ends the reading."""
+    """The function to call for each bad record of a file: it counts the record, or raises UnreadableFile."""
 
     def stop(reason: str) -> None:
         raise UnreadableFile(reason)
@@ -213,7 +222,7 @@ def _policy(work_shard: WorkShard, args: DataArgs, report: SourceReport) -> Bad:
 
 
 def _leave_out(error: UnreadableFile, work_shard: WorkShard, args: DataArgs, report: SourceReport) -> None:
-    """Count a file that cannot be read, or raise `ValueError` under the strict policy."""
+    """Count a file that cannot be read, or raise `ValueError` with `unreadable="error"`."""
     if not work_shard.is_lenient(args):
         raise ValueError(f"{error}; repair or remove it, or set data.unreadable=skip") from error
     report.skip(str(error))
@@ -233,7 +242,7 @@ def _not_empty(documents: Iterator[Document], report: SourceReport) -> Iterator[
 
 
 def _records(part: FilePart, fields: Fields, bad: Bad) -> tuple[str, Iterator[Record]]:
-    """What the names of a file's records begin with, and the records."""
+    """The text with which the names of a file's records begin, and the records."""
     if part.shard is not None:
         return f"{part.path}:", read_shard(part.shard, fields, bad)
     if is_remote(part.path):
@@ -245,7 +254,8 @@ def _records(part: FilePart, fields: Fields, bad: Bad) -> tuple[str, Iterator[Re
 def _documents(prefix: str, records: Iterator[Record], spec: str, bad: Bad) -> Iterator[Document]:
     """The documents of a file's records.
 
-    A record is one document, or the documents that the bounds of token ids or the source's fragment say.
+    A record is one document. A record of token ids with bounds, and a text whose source has a fragment, is
+    several.
 
     Args:
         prefix: what the names of the records begin with.
@@ -266,7 +276,7 @@ def _documents(prefix: str, records: Iterator[Record], spec: str, bad: Bad) -> I
 def _documents_of_tokens(
     record: Record, tokens: np.ndarray, name: str, spec: str, bad: Bad
 ) -> Iterator[Document]:
-    """The documents of a record of token ids; ids outside their bounds are a bad record."""
+    """The documents of a record of token ids. Ids that lie in no document are reported to `bad`."""
     if record.bounds is None:
         yield Document("", spec, name, tokens, record.origin)
         return
@@ -279,7 +289,14 @@ def _documents_of_tokens(
 
 
 def _groups(files: Files, target_tokens: int | None, may_cut: bool) -> Iterator[tuple[FilePart, ...]]:
-    """The files of a source as runs of consecutive small ones. Ranges, shards and large files stand alone."""
+    """The files of a source in groups, each for one work shard.
+
+    Consecutive small files form a group. A large file, a range of a large jsonl file and a MosaicML shard are
+    groups of their own.
+
+    Args:
+        may_cut: whether large jsonl files may be read in ranges.
+    """
     whole = [FilePart(one.path, *_state(one.path), shard=one.shard) for one in files.found]
     share = sum(one.text_bytes for one in whole) // WORK_SHARDS_PER_SOURCE
     if target_tokens is not None:
@@ -305,7 +322,7 @@ def _groups(files: Files, target_tokens: int | None, may_cut: bool) -> Iterator[
 
 
 def _ranges(part: FilePart, range_bytes: int) -> list[FilePart]:
-    """A large plain jsonl file in ranges; empty for every other file."""
+    """The ranges of a large plain jsonl file on this machine; empty for every other file."""
     whole = is_compressed(part.path) or is_remote(part.path)
     if part.size <= range_bytes or kind_of(part.path) != "lines" or whole:
         return []
@@ -314,9 +331,9 @@ def _ranges(part: FilePart, range_bytes: int) -> list[FilePart]:
 
 
 def _state(path: str) -> tuple[int, int]:
-    """Size [bytes] and time of change [ns].
+    """Size in bytes and time of the last change in nanoseconds; for a URL as in `remote_state`.
 
-    (-1, 0) for what is missing or no regular file (unreadable when its turn comes).
+    (-1, 0) for a path that is missing or no regular file. It counts as unreadable when its turn comes.
     """
     if is_remote(path):
         return remote_state(path)

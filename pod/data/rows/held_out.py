@@ -1,6 +1,6 @@
-"""Text that training never sees, beside the prepared rows.
+"""Held-out text: whole documents beside the prepared rows, which training never sees.
 
-It also gives long sequences of that text, for similarity search and perplexity.
+`long_sequences` cuts it, or other documents, into the long sequences that `pod explore` and perplexity need.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,9 +20,11 @@ HELD_OUT_TOKENS, HELD_OUT_LENGTHS = "held_out.tokens.bin", "held_out.lengths.npy
 
 
 def write_held_out(folder: Path, documents: Iterable[np.ndarray], vocab_size: int) -> dict[str, Any]:
-    """Write the held-out documents, ids [n] each, beside the rows.
+    """Write the held-out documents into the folder of the rows. Returns their manifest entry.
 
-    Returns their manifest entry: counts and checksums.
+    Args:
+        documents: token ids of each document, [n].
+        vocab_size: decides the type of the ids on disk (see `token_dtype`).
     """
     dtype, lengths = token_dtype(vocab_size), []
     with open(folder / HELD_OUT_TOKENS, "wb") as stream:
@@ -43,13 +45,17 @@ def write_held_out(folder: Path, documents: Iterable[np.ndarray], vocab_size: in
 
 
 def held_out_documents(path: str | Path, tokenizer: Any = None) -> list[np.ndarray]:
-    """The held-out documents of prepared data, ids [n] each, mapped from their file.
+    """The held-out documents of prepared data: token ids [n] of each, mapped from the file.
 
-    They come in the order of their places.
+    They are sorted by their place in the held-out split, a hash of their first words.
+
+    Args:
+        path: a folder that `pod data` wrote.
+        tokenizer: the tokenizer that must have made the data; None does not check this.
 
     Raises:
-        ValueError: in one line, for a folder without prepared data, for damaged files, for data of another
-            `tokenizer`, and for tokens that its model does not have.
+        ValueError: in one line: the folder has no prepared data, files are damaged, another tokenizer made
+            the data, or a document has tokens that the tokenizer's model lacks.
     """
     folder = Path(path)
     manifest = read_manifest(folder)
@@ -63,7 +69,7 @@ def held_out_documents(path: str | Path, tokenizer: Any = None) -> list[np.ndarr
 
 
 def map_held_out(folder: Path, manifest: dict[str, Any]) -> list[np.ndarray]:
-    """`held_out_documents` of a folder whose manifest is read."""
+    """Like `held_out_documents`, for a manifest that was read already. Tokenizers are not compared."""
     held_out = manifest.get("held_out") or {}
     if not held_out.get("documents"):
         return []
@@ -85,9 +91,9 @@ def map_held_out(folder: Path, manifest: dict[str, Any]) -> list[np.ndarray]:
 
 
 def source_documents(sources: Sequence[str], tokenizer: Any) -> list[np.ndarray]:
-    """The documents of text sources (as in `data.sources`), ids [n] each.
+    """Token ids [n], uint32, of each document of text sources, which are written as in `data.sources`.
 
-    They are tokenised as the tokenizer does by itself.
+    The boundary tokens are those that the tokenizer adds by itself. Equal texts give one document.
     """
     boundary, encoder = BoundaryTokens.from_policy("tokenizer", tokenizer), Encoder(tokenizer)
     texts = dict.fromkeys(document.text for document in load_documents(sources))
@@ -100,12 +106,12 @@ def long_sequences(
 ) -> np.ndarray:
     """`num_sequences` disjoint sequences of `sequence_length` tokens, int64 [num_sequences, sequence_length].
 
-    Documents of at least that length come first, one sequence from the start of each, then their further
-    pieces. What is still missing is made of the rest, concatenated and cut. All are in random order,
-    deterministic in `seed`.
+    The documents are taken in a random order that `seed` decides. First comes one sequence from the start of
+    each document that is long enough, then the second sequence of each, and so on. If these are too few, the
+    short documents and the ends of the long ones are concatenated and cut into the missing sequences.
 
     Raises:
-        ValueError: when there is too little text.
+        ValueError: the documents have too few tokens.
     """
     rng = np.random.default_rng(np.random.SeedSequence([seed, sequence_length]))
     documents = [documents[index] for index in rng.permutation(len(documents))]

@@ -14,17 +14,18 @@ if TYPE_CHECKING:
 
 PICTURE_NAME = "lengths.png"
 BEFORE, AFTER, DRY, WANTED = "#9aa5b1", "#1f6f8b", "#d98e04", "#c0392b"
+"""Colours: tokens read, tokens drawn, drawn in an interval that ran dry, and the line of equal shares."""
 INCHES_PER_BAR = 1.1
 
 
 def draw_lengths(manifest: dict[str, Any], path: Path) -> None:
-    """Write a PNG from the manifest's `intervals`: above what the sources hold, below what was drawn.
+    """Write a PNG of the manifest's `intervals`: the tokens read in the upper part, those drawn in the lower.
 
     Raises:
         OSError: when it cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure  # a figure that no window and no global state knows of
+    from matplotlib.figure import Figure  # unlike a figure of pyplot, it has no window and no global state
 
     intervals = manifest["intervals"]
     width = max(8.0, INCHES_PER_BAR * len(intervals) + 1.5)
@@ -46,7 +47,7 @@ def draw_lengths(manifest: dict[str, Any], path: Path) -> None:
     )
     below.set_xlabel("document length [tokens]")
     buffer = io.BytesIO()
-    # without the version of matplotlib, which would make the same picture differ
+    # The version of matplotlib is left out: with it, equal pictures would be different files.
     figure.savefig(buffer, format="png", metadata={"Software": None})
     atomic_write_bytes(path, buffer.getvalue())
 
@@ -69,7 +70,7 @@ def _bars(axis: Axes, intervals: list[dict[str, Any]], when: str, what: str) -> 
 
 
 def short_number(value: float) -> str:
-    """1234567 → `1.23M`; three digits at most."""
+    """A number as text of at most three digits: 1234567 → `1.23M`."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * size:  # 999,999 is 1M, not 1e+03k
             return f"{value / size:.3g}{unit}"
@@ -77,5 +78,5 @@ def short_number(value: float) -> str:
 
 
 def short_bytes(num_bytes: float) -> str:
-    """1234567 → `1.23MB`"""
+    """A number of bytes as text: 1234567 → `1.23MB`."""
     return short_number(num_bytes).replace("B", "G") + "B"

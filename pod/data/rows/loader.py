@@ -26,11 +26,14 @@ if TYPE_CHECKING:
     import torch
 
 IGNORED_LABEL = -100
+"""The label of a position that the loss leaves out."""
 OPEN_SHARDS = 64
 """Shards that stay mapped at a time. Each holds three file descriptors; a process often may have 1,024."""
 
 
 class _Shard(NamedTuple):
+    """The arrays of one shard, as `pod.data.rows.manifest` describes them."""
+
     tokens: np.ndarray
     lengths: np.ndarray
     starts: np.ndarray
@@ -63,8 +66,8 @@ class PackedDataset:
         vocab_size: the model's size. It must cover every token id, else the data is refused.
 
     Raises:
-        ValueError: in one line, for a missing or foreign manifest, a missing or truncated file, and data
-            prepared for another tokenizer.
+        ValueError: in one line: the manifest is missing or not ours, a file is missing or truncated, or the
+            data was prepared for another tokenizer or a larger vocabulary.
     """
 
     def __init__(
@@ -149,9 +152,10 @@ class PackedDataset:
         return RowCursor(len(self), seed=seed, position=position)
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths of the documents of a row, int32 [documents], and its tokens, [context].
+        """Lengths of the documents of a row, int32 [documents], and its tokens, [context], padding included.
 
         Raises:
+            IndexError: for a row that does not exist.
             ValueError: for a damaged row.
         """
         number, at = self._locate(index)
@@ -170,6 +174,7 @@ class PackedDataset:
         return own, row
 
     def _locate(self, index: int) -> tuple[int, int]:
+        """Number of the shard that holds row `index`, and number of the row in it."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} does not exist: {self.path} has {len(self)} rows")
         index %= len(self)
@@ -181,6 +186,7 @@ class PackedDataset:
         return _Shard(*(open_array(self.path, self.manifest, shard, name) for name in SHARD_ARRAYS))
 
     def _check_request(self, tokenizer_sha256: str | None, vocab_size: int | None) -> None:
+        """Refuse data of another tokenizer, and token ids beyond the model's vocabulary (ValueError)."""
         if tokenizer_sha256 is not None and tokenizer_sha256 != self.manifest["tokenizer_sha256"]:
             raise ValueError(
                 f"{self.path} was prepared with another tokenizer (sha256 "

@@ -28,8 +28,10 @@ MANIFEST_NAME = "manifest.json"
 MANIFEST_CHECKSUM = "manifest_sha256"
 SHARD_ARRAYS = ("tokens", "lengths", "starts")
 REPAIR = "prepare the data again with `pod data`"
+"""What messages about damaged data advise."""
 _NUMBERS = ("context_length", "num_rows", "num_documents", "num_tokens", "vocab_size", "pad_token_id")
 _REQUIRED = {**dict.fromkeys(_NUMBERS, int), "tokenizer_sha256": str, "id": str, "shards": list}
+"""Keys that every manifest must have, with the types of their values."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -41,7 +43,7 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     """The checked manifest of data folder `path`.
 
     Raises:
-        ValueError: when it is missing, foreign or of another schema version.
+        ValueError: it is missing, incomplete, not written by this program, or of another schema version.
     """
     path = Path(path)
     file = path / MANIFEST_NAME
@@ -64,14 +66,14 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
 
 
 def pieces(manifest: dict[str, Any]) -> str:
-    """What the rows hold: documents, or pieces where long ones were cut."""
+    """The word for what the rows hold: "documents", or "pieces" where long documents were cut."""
     return "pieces" if (manifest.get("policies") or {}).get("cut_pieces") else "documents"
 
 
 def data_id(manifest: dict[str, Any]) -> str:
-    """16 hex digits that stand for the content of all files.
+    """16 hex digits made of the names and checksums of all files.
 
-    They are the same for the same rows and held-out text, wherever these lie.
+    Equal rows and held-out text have the same digits, in whichever folder they lie.
     """
     files = sorted((entry["file"], entry["sha256"]) for entry in listed_files(manifest))
     return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
@@ -95,9 +97,10 @@ def check_manifest_bytes(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def listed_files(content: Any) -> Iterator[dict[str, Any]]:
-    """Every `{"file", "bytes", "sha256"}` inside a manifest, in its order.
+    """Every `{"file", "bytes", "sha256"}` inside a manifest, in its order: shards, held-out text and others.
 
-    They are the shards and whatever else was prepared.
+    Args:
+        content: a manifest, or a part of one.
     """
     if isinstance(content, dict) and content.keys() >= {"file", "bytes", "sha256"}:
         yield content
@@ -107,12 +110,13 @@ def listed_files(content: Any) -> Iterator[dict[str, Any]]:
 
 
 def check_file(folder: Path, entry: dict[str, Any], verify: bool) -> Path:
-    """The file of a manifest entry.
+    """Check that the file of a manifest entry has the recorded size. Returns its path.
 
-    It has the recorded size and, with `verify`, the recorded checksum.
+    Args:
+        verify: also compare the checksum, which reads the whole file.
 
     Raises:
-        ValueError: when it has not.
+        ValueError: the file is missing, lies outside the folder, or is not as recorded.
     """
     file = folder / entry["file"]
     if file.parent != folder:
@@ -131,7 +135,7 @@ def open_array(folder: Path, manifest: dict[str, Any], shard: dict[str, Any], na
     """Array `name` of a shard, memory-mapped and read-only.
 
     Raises:
-        ValueError: when it is not what the manifest describes.
+        ValueError: it cannot be read, or its shape or type is not what the manifest says.
     """
     file = folder / shard[name]["file"]
     try:
@@ -151,6 +155,7 @@ def open_array(folder: Path, manifest: dict[str, Any], shard: dict[str, Any], na
 
 
 def _is_complete(shard: Any) -> bool:
+    """Whether a shard's manifest entry has its counts, and one file for each of the three arrays."""
     if not isinstance(shard, dict) or not {"rows", "documents", *SHARD_ARRAYS} <= shard.keys():
         return False
     return all(len(list(listed_files(shard[name]))) == 1 for name in SHARD_ARRAYS)

@@ -8,10 +8,13 @@ import numpy as np
 
 @lru_cache(maxsize=4)
 def epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """Permutation of `range(num_rows)`, int64 read-only, a function of (num_rows, seed, epoch) only.
+    """The order of the rows in one epoch: a permutation of `range(num_rows)`, int64, read-only.
 
-    It sorts raw PCG64 output, which NumPy keeps stable across releases (`Generator.permutation` is not). So a
-    run can be resumed after an upgrade.
+    It depends on (num_rows, seed, epoch) only. It sorts raw PCG64 output, which NumPy keeps stable across
+    releases (`Generator.permutation` is not). So a run can be resumed after an upgrade.
+
+    Raises:
+        ValueError: `seed` or `epoch` is below 0.
     """
     if seed < 0 or epoch < 0:
         raise ValueError(f"seed and epoch must be >= 0, got seed={seed}, epoch={epoch}")
@@ -44,12 +47,16 @@ class RowCursor:
             raise ValueError(f"the row cursor must be >= 0, got {self.position}")
 
     def peek(self, count: int, data_parallel_rank: int = 0, data_parallel_size: int = 1) -> np.ndarray:
-        """Row indices that this data-parallel rank reads of the next `count` rows.
+        """The rows that this data-parallel rank reads among the next `count` rows, without moving the cursor.
 
-        The indices are int64 [count / data_parallel_size].
+        Rank r reads the r-th contiguous block of count / data_parallel_size rows. All ranks of one
+        sequence-parallel group pass the same `data_parallel_rank` and read the same rows.
 
-        Rank r takes the r-th contiguous block. All ranks of one sequence-parallel group pass the same
-        `data_parallel_rank` and read the same rows.
+        Returns:
+            Indices of the rows, int64 [count / data_parallel_size].
+
+        Raises:
+            ValueError: the rank does not exist, or `count` is no multiple of data_parallel_size.
         """
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(f"data-parallel rank {data_parallel_rank} is not in 0..{data_parallel_size - 1}")
@@ -67,13 +74,13 @@ class RowCursor:
         )
 
     def take(self, count: int, data_parallel_rank: int = 0, data_parallel_size: int = 1) -> np.ndarray:
-        """`peek`, then advance by `count` rows (the whole step's, not this rank's share)."""
+        """Like `peek`, but then the cursor moves by `count` rows: those of all ranks, not of this one."""
         rows = self.peek(count, data_parallel_rank, data_parallel_size)
         self.position += count
         return rows
 
     def state_dict(self) -> dict[str, int]:
-        """What a checkpoint stores."""
+        """The state as a checkpoint stores it."""
         return {"position": self.position, "seed": self.seed, "num_rows": self.num_rows}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

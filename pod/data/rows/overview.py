@@ -12,8 +12,11 @@ from pod.data.rows.loader import PackedDataset
 from pod.data.rows.manifest import pieces
 
 LISTED_ORIGINS = 12
+"""Origins that are shown of each source."""
 LISTED_DOCUMENTS = 8
+"""Documents that are shown of each sample row."""
 LISTED_IDS = 12
+"""Token ids that are shown of the beginning and of the end of a document."""
 SHOWN_CHARACTERS = 60
 """Characters that are shown of the beginning and of the end of a document."""
 LEFT_OUT = (
@@ -21,16 +24,18 @@ LEFT_OUT = (
     ("skipped_long", "longer than the context"),
     ("dropped_short", "pieces that are too short"),
 )
+"""Names in the manifest's `policies`, and how the overview words them."""
 _OF_SOURCES = (
     ("empty", "empty"),
     ("records_skipped", "unreadable records"),
     ("skipped", "files not read, or read in part"),
     ("filtered", "document_filter"),
 )
+"""Names in the manifest's report of each source, and how the overview words them."""
 
 
 def overview(data: PackedDataset, rows: int = 0, tokenizer: Any = None) -> str:
-    """`data` in lines of text.
+    """What prepared data holds, as several lines of text.
 
     Args:
         rows: number of sample rows, spread evenly over the data.
@@ -45,7 +50,7 @@ def overview(data: PackedDataset, rows: int = 0, tokenizer: Any = None) -> str:
 
 
 def left_out(manifest: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """(reason, documents) for everything that the sources hold and the rows do not."""
+    """(reason, number) for all documents, records and files of the sources that are not in the rows."""
     read = manifest.get("read") or {}
     for name, reason in _OF_SOURCES:
         if count := sum(source.get(name, 0) for source in read.get("sources") or []):
@@ -58,9 +63,9 @@ def left_out(manifest: dict[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def clean(text: str) -> str:
-    """Text on one line, with everything that a terminal would act upon spelled out.
+    """Text on one line: characters that a terminal would act upon are shown as escapes, such as `\\n`.
 
-    That is line breaks, escapes and direction marks.
+    These are line breaks, escape sequences and direction marks.
     """
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 

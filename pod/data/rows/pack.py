@@ -6,16 +6,22 @@ import numpy as np
 
 
 def best_fit_rows(lengths: np.ndarray, context_length: int, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows by best-fit decreasing, `window` documents at a time.
+    """Pack documents into rows by best-fit decreasing, `window` documents at a time.
 
-    Returns (documents int64 [N], starts int64 [rows + 1]). Row r holds the documents numbered
-    `documents[starts[r] : starts[r + 1]]`. Within a window the longest document goes first, each into the
-    fullest row that still holds it. Rows with room stay open for the next window (at most `window` of them;
-    the fullest are closed first). Every document is in exactly one row. Ties: the earlier document, the
-    earlier row. Rows are numbered in the order in which they are closed.
+    Of each window, the longest document is placed first. A document goes into the fullest row that still has
+    space for it. Rows that are not full stay open for the next window: at most `window` of them, the fullest
+    are closed first. Every document is in exactly one row. Of equally long documents the earlier one is
+    placed first; of equally full rows the earlier one is taken.
 
     Args:
-        lengths: [N] in tokens, each in 1..context_length.
+        lengths: tokens of each document, [N], from 1 to context_length.
+
+    Returns:
+        (documents int64 [N], starts int64 [rows + 1]). Row r holds the documents numbered
+        `documents[starts[r] : starts[r + 1]]`. Rows are numbered in the order in which they are closed.
+
+    Raises:
+        ValueError: a document is empty or longer than a row.
     """
     _check(lengths, context_length)
     rows = _PackedRows(context_length)
@@ -34,7 +40,7 @@ def best_fit_rows(lengths: np.ndarray, context_length: int, window: int) -> tupl
 
 
 def one_per_row(lengths: np.ndarray, context_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of one document each, in the order given; as `best_fit_rows`."""
+    """Put each document into a row of its own, in the order given. Returns and raises as `best_fit_rows`."""
     _check(lengths, context_length)
     return np.arange(len(lengths)), np.arange(len(lengths) + 1)
 
@@ -43,8 +49,8 @@ class _PackedRows:
     """The rows while they are filled.
 
     Attributes:
-        open: (room in tokens, row) of each open row, the fullest first.
-        closed: the other rows, in the order in which they were closed.
+        open: (free tokens, number of the row) of each open row, the fullest first.
+        closed: the numbers of the other rows, in the order in which they were closed.
     """
 
     def __init__(self, context_length: int):
@@ -53,9 +59,9 @@ class _PackedRows:
         self.closed: list[int] = []
 
     def place(self, length: int) -> int:
-        """The row that takes a document: the fullest open one with room for it, else a new one.
+        """Put a document of `length` tokens into a row, and return the number of the row.
 
-        A row that is then full is closed.
+        It is the fullest open row with enough free tokens, else a new one. A row that is then full is closed.
         """
         at = bisect_left(self.open, (length, 0))
         if at < len(self.open):
@@ -69,7 +75,7 @@ class _PackedRows:
         return row
 
     def close_fullest(self, number: int) -> None:
-        """Close the `number` rows with the least room."""
+        """Close `number` rows, those with the fewest free tokens."""
         if number > 0:
             self.closed += [row for _, row in self.open[:number]]
             del self.open[:number]

@@ -13,14 +13,18 @@ T = TypeVar("T")
 
 
 class Prefetcher(Generic[T]):
-    """What `load` makes of each step's rows, in order, up to `depth` steps ahead of the caller.
+    """Loads the rows of each step in order, up to `depth` steps before the caller asks for them with `next`.
 
-    `load(cursor)` gets a cursor that stands at the first row of a step of `rows_per_step` rows. It runs in
-    one thread. So it may read the same data set as the caller but must not touch what the caller changes.
-    `depth` 0 loads in the caller, without a thread.
+    `cursor` moves with `next` only: saved in a checkpoint it tells which rows were used, not which were
+    loaded ahead. When somebody else moves it (a resumed run), the prefetcher starts again from there.
 
-    `cursor` moves with `next` only: saved in a checkpoint it tells what was used, not what was loaded ahead.
-    When it is moved by hand (a resumed run), the prefetcher starts again there.
+    Args:
+        load: called as `load(cursor)`, with a cursor at the first row of a step. It returns what `next` gives
+            for this step. It runs in one thread, so it may read the same data set as the caller, but must not
+            touch what the caller changes.
+        cursor: where the next step begins.
+        rows_per_step: rows by which each step moves the cursor.
+        depth: steps to load ahead; 0 loads in the caller, without a thread.
     """
 
     def __init__(self, load: Callable[[RowCursor], T], cursor: RowCursor, rows_per_step: int, depth: int):
@@ -33,9 +37,9 @@ class Prefetcher(Generic[T]):
         self._ahead: deque[tuple[RowCursor, Future[T]]] = deque()
 
     def next(self) -> T:
-        """The next step's item; the cursor moves behind it.
+        """What `load` returned for the next step. The cursor moves to the step after it.
 
-        Raises what `load` raised for this step; the cursor then stays.
+        An error that `load` raised for this step is raised here, and the cursor stays.
         """
         began = time.perf_counter()
         if self.depth:
@@ -55,7 +59,7 @@ class Prefetcher(Generic[T]):
     def close(self) -> None:
         """End the thread and drop what it loaded. `next` starts it again at the cursor.
 
-        Twice is as good as once.
+        It may be called more than once.
         """
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
@@ -63,7 +67,7 @@ class Prefetcher(Generic[T]):
         self._ahead.clear()
 
     def _load_ahead(self) -> None:
-        """Ask for the steps from the cursor on that nobody asked for yet."""
+        """Give the thread those of the next `depth` steps that it has not been given yet."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch-rows")
         for step in range(len(self._ahead), self.depth):

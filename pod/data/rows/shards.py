@@ -25,7 +25,9 @@ from pod.data.rows.manifest import (
 from pod.files import atomic_dir, sha256_file, write_json
 
 DEFAULT_SHARD_BYTES = 128 * 2**20
+"""Bytes of tokens in one shard, at most. A shard has one row at least."""
 HEADER_BYTES = 128
+"""Size of the `.npy` header of every array."""
 
 Row = Sequence[np.ndarray]
 """One packed row: the token arrays of its documents, in order."""
@@ -45,17 +47,15 @@ def write_shard(
     vocab_size: int,
     pad_token_id: int = 0,
 ) -> dict[str, Any]:
-    """Write `rows` as shard `number` of `folder` and return its manifest entry.
+    """Write `rows` as shard `number` of `folder`, and return its manifest entry: counts, sizes and checksums.
 
-    The entry (JSON) has counts, sizes and checksums.
-
-    The files get their names when all three are complete and on the disk. Killed at any moment and called
-    again, it writes the same bytes. The shard counts as written once the caller has stored the entry. It
-    holds one row in memory and 4 bytes per document.
+    The files get their names when all three are complete and on the disk. When a call was killed at any
+    moment, the next call writes the same bytes. The shard counts as written once the caller has stored the
+    entry. Writing needs memory for one row and 4 bytes per document.
 
     Raises:
-        ValueError: for token ids outside the vocabulary and when there is no row.
-        OSError: as the system gives it (the caller knows what to call the folder).
+        ValueError: a token id is outside the vocabulary, or there is no row.
+        OSError: the system's own error; the caller explains it, because it knows what the folder is for.
     """
     folder, stem = Path(folder), f"shard-{number:05d}"
     if not 0 <= pad_token_id < vocab_size:
@@ -98,11 +98,15 @@ def write_manifest(
     pad_token_id: int = 0,
     details: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write the manifest of the shards `entries` (from `write_shard`, in order) and return it.
+    """Write the manifest of a folder of shards, and return it.
 
-    `details` is merged in.
+    Args:
+        entries: what `write_shard` returned for each shard, in order.
+        details: more content of the manifest. Every `{"file", "bytes", "sha256"}` in it names a file that is
+            later checked like the shards.
 
-    Every `{"file", "bytes", "sha256"}` in `details` is checked with the shards later on.
+    Raises:
+        ValueError: there are no entries.
     """
     folder = Path(folder)
     if not entries:
@@ -145,13 +149,15 @@ def write_packed_rows(
 ) -> None:
     """Write `rows` to folder `path` in one atomic step (a temporary sibling folder, renamed when complete).
 
-    `details` is merged into the manifest.
+    After an error nothing is left behind, and an older `path` stays as it was.
+
+    Args:
+        details: more content of the manifest, as in `write_manifest`.
+        shard_bytes: bytes of tokens in one shard, at most.
 
     Raises:
-        OSError: when the disk is full.
-        ValueError: when there is no row.
-
-    In both cases nothing is left behind and an older `path` stays as it was.
+        OSError: the disk is full.
+        ValueError: there is no row.
     """
     sizes: dict[str, int] = {
         "context_length": context_length,
@@ -174,9 +180,10 @@ def _batches(rows: Iterable[Row], size: int) -> Iterator[Iterator[Row]]:
 def _write_rows(
     stream: BinaryIO, rows: Iterable[Row], context_length: int, vocab_size: int, pad_token_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Write the tokens of `rows` behind room for the header.
+    """Write the tokens of `rows`, and leave HEADER_BYTES before them for the header.
 
-    Returns lengths [documents] and documents per row [rows].
+    Returns:
+        Tokens of each document, int32 [documents], and documents of each row, int64 [rows].
     """
     stream.write(bytes(HEADER_BYTES))
     filled = np.empty(context_length, dtype=token_dtype(vocab_size))
@@ -202,7 +209,7 @@ def _write_rows(
 
 
 def _complete(stream: BinaryIO, dtype: np.dtype, shape: tuple[int, ...]) -> None:
-    """Put the `.npy` header (format 1.0) where room was left for it, and wait for the disk.
+    """Write the `.npy` header (format 1.0) into the first HEADER_BYTES of the stream, and wait for the disk.
 
     NumPy's own writer needs the number of rows beforehand, and its padding has changed between releases.
     """

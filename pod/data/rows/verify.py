@@ -1,4 +1,4 @@
-"""Is prepared data whole? Every byte against its checksum, then the arrays against the manifest."""
+"""Is prepared data whole? Compares every byte with its checksum, then the arrays with the manifest."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -18,18 +18,15 @@ from pod.data.rows.manifest import (
 
 
 class DamagedData(ValueError):
-    """A data folder that this program wrote and that is not whole any more.
-
-    The message names the file in one line.
-    """
+    """A folder of prepared data has damaged or missing files. The message names the file in one line."""
 
 
 def open_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a data folder.
 
     Raises:
-        DamagedData: when it is broken or gone.
-        ValueError: when `folder` is something else or of another version.
+        DamagedData: the folder has shards, but the manifest is missing or damaged.
+        ValueError: the folder has no prepared data, or data of another version of the format.
     """
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
@@ -43,7 +40,7 @@ def open_manifest(folder: Path) -> dict[str, Any]:
     try:
         return read_manifest(folder)
     except ValueError as error:
-        # A manifest of another version is whole; anything else that goes wrong beside shards is damage.
+        # A manifest of another version is not damaged. Beside shards, every other error means damage.
         other_version = re.search(r"schema version \d", str(error))
         kind = DamagedData if has_shards and not other_version else ValueError
         raise kind(" ".join(str(error).split())) from None
@@ -54,17 +51,19 @@ def verify(
 ) -> Iterator[str]:
     """One line for each damage of the data in `folder`; nothing when it is whole.
 
-    `advance(bytes)` is called while reading.
+    Args:
+        manifest: the manifest of the folder.
+        advance: called with the number of bytes each time a file has been read.
     """
     faults = _fault(check_manifest_bytes, folder, manifest)
-    if faults:  # what it says of the other files cannot be trusted
+    if faults:  # a damaged manifest cannot be trusted about the other files
         yield faults[0]
         return
     damages = list(_strangers(folder, manifest))
     for entry in listed_files(manifest):
         damages += _fault(check_file, folder, entry, True)
         advance(entry["bytes"])
-    # what no checksum finds, because a wrong program wrote it
+    # Faults that no checksum finds, because the files were written with them.
     if not damages:
         damages += _fault(PackedDataset, folder)
         damages += _fault(map_held_out, folder, manifest)
@@ -72,6 +71,7 @@ def verify(
 
 
 def _strangers(folder: Path, manifest: dict[str, Any]) -> Iterator[str]:
+    """A line for each file of the folder that the manifest does not name."""
     known = {entry["file"] for entry in listed_files(manifest)} | {MANIFEST_NAME, PICTURE_NAME}
     for file in sorted(folder.iterdir()):
         if file.name not in known:

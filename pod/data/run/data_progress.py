@@ -1,6 +1,7 @@
-"""How far reading is.
+"""The line on the terminal that shows how far reading is.
 
-It counts the bytes of the sources, or the interval that fills last, whichever ends reading first.
+Reading ends when all bytes of the sources are read, or when the last length interval is full. The line shows
+both, and estimates the time that is left from the one that is farther.
 """
 
 import time
@@ -15,7 +16,7 @@ from pod.verbosity import is_quiet
 
 
 class Progress:
-    """One line on the terminal.
+    """Prints one line on the terminal, and renews it.
 
     Args:
         total: bytes of text of all sources; 0 = not known.
@@ -35,12 +36,16 @@ class Progress:
         self._bar.update()
 
     def show(self, reservoir: Reservoir) -> None:
-        """Tell of the interval that is filled least by the kept pieces."""
+        """Show which interval the kept pieces fill least, and how far."""
         self.slowest = slowest_interval(reservoir)
         self.read(0)
 
     def line(self, seconds: float) -> str:
-        """`read 1.2 GB of 4 GB, interval 16K–32K: 63 %, 4 min left`, `seconds` after the beginning."""
+        """The text of the line: `read 1.2GB of 4GB, interval 16K–32K: 63 %, 4 min left`.
+
+        Args:
+            seconds: time since the beginning.
+        """
         line = f"read {short_bytes(self.done)}" + (f" of {short_bytes(self.total)}" if self.total else "")
         share = self.done / self.total if self.total else 0.0
         if self.slowest is not None:
@@ -49,14 +54,14 @@ class Progress:
         return line + (f", {duration(seconds * (1 / share - 1))} left" if 0 < share < 1 else "")
 
     def close(self) -> None:
-        """End the line."""
+        """Leave the line as it is, and end it."""
         self._bar.close()
 
 
 def slowest_interval(reservoir: Reservoir) -> tuple[str, float]:
-    """Name and filled share of the interval that has least of what is asked for.
+    """Name of the interval that is filled least, and the share of its quota that it has, from 0 to 1.
 
-    With weights it is one source in an interval.
+    With weights, the share is that of the source which has least in the interval.
     """
     groups, args = reservoir.groups, reservoir.args
     own = reservoir.group < groups.count
@@ -71,7 +76,7 @@ def slowest_interval(reservoir: Reservoir) -> tuple[str, float]:
 
 
 def duration(seconds: float) -> str:
-    """`4 min`"""
+    """A time as text: 240 → `4 min`."""
     for size, unit in ((3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.2g} {unit}"

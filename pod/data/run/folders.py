@@ -1,6 +1,6 @@
-"""What a preparation may replace and remove.
+"""Checks before a preparation replaces or removes a folder.
 
-It leaves alone what somebody else put there and what another run works with.
+It must not remove files of somebody else, nor files that another run works with.
 """
 
 import contextlib
@@ -20,14 +20,19 @@ _OF_PREPARED_DATA = re.compile(
     r"manifest\.json|shard-\d+\.\w+\.npy|held_out\.(tokens\.bin|lengths\.npy)|(lengths|packing|sources)\.png"
     r"|\..+\.tmp-.+|\.DS_Store"
 )
+"""Names of the files in a folder of prepared data."""
 OF_WORK = re.compile(r"work\.json|unit-.+|shard-\d+\.json|rows|\..+")
+"""Names of the files in a work folder (see `pod.data.run.job`)."""
 
 
 def check_replaceable(folder: Path, own: re.Pattern = _OF_PREPARED_DATA) -> None:
-    """Check that `folder`, which is replaced or removed as a whole, holds nothing but files of `own` names.
+    """Refuse to replace or remove `folder` when somebody else put files there.
+
+    Args:
+        own: pattern of the names that `pod data` gives to its own files there.
 
     Raises:
-        ValueError: when it is a file or holds anything else.
+        ValueError: the folder holds a file of another name, or is itself a file.
     """
     if not folder.exists():
         return
@@ -45,12 +50,10 @@ def check_replaceable(folder: Path, own: re.Pattern = _OF_PREPARED_DATA) -> None
 
 
 def check_outside(output_dir: Path, sources: Iterable[str]) -> None:
-    """Check that `output_dir` does not lie in a folder that is read.
-
-    Its files would be documents of the next preparation.
+    """Refuse an `output_dir` inside a source: its files would be documents of the next preparation.
 
     Raises:
-        ValueError: when it does.
+        ValueError: `output_dir` lies in a folder of `sources`, or a `**` pattern matches files in it.
     """
     for source in sources:
         place, folder = Path(split_fragment(source)[0]).expanduser().resolve(), output_dir.resolve()
@@ -64,10 +67,10 @@ def check_outside(output_dir: Path, sources: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def locked(file: Path, seconds: float, message: str) -> Iterator[None]:
-    """Hold the lock `file`, which exists only meanwhile.
+    """Hold a lock while the block runs. The lock is a file that exists only for this time.
 
     Raises:
-        ValueError: with `message`, when the lock is not free within `seconds`.
+        ValueError: with `message`, when another process still holds the lock after `seconds`.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(file, thread_local=False)
@@ -78,7 +81,7 @@ def locked(file: Path, seconds: float, message: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # Before the release: afterwards it could be the lock of the next run.
+        # The file is removed before the release: afterwards it could be the lock of the next run.
         with contextlib.suppress(OSError):
             file.unlink()
         lock.release()

@@ -1,13 +1,13 @@
-"""What one preparation is: settings, tokenizer, work shards in the order of reading, and where its work lies.
+"""One preparation: its settings, its tokenizer, its work shards in the order of reading, and its work folder.
 
-    <output_dir>.work/work.json       what the work is for; work for anything else is kept unless `overwrite`
-                                      is asked for
+    <output_dir>.work/work.json       the request that the work is for; work for another request is removed
+                                      with `overwrite` only
     <output_dir>.work/unit-*.bin      kept tokens, one file per finished work shard
-    <output_dir>.work/shard-*.json    entries of finished shards
+    <output_dir>.work/shard-*.json    manifest entries of finished shards
     <output_dir>.work/rows/           the shards, renamed to <output_dir> at the end
 
-Every file appears in one step and is used again when it is there. So a run can be killed at any moment and
-called again.
+Every file appears in one step, and is used again when it is there. So a run can be killed at any moment and
+called again. The *request* is everything that decides the bytes of the result (see `Job.request`).
 """
 
 import hashlib
@@ -44,9 +44,14 @@ class Job:
     """One preparation of `args` into `output_dir`.
 
     Args:
+        args: settings of the recipe's `data` section.
         tokenizer: a tokenizer, or its folder, file or hub id (then the job can be pickled). `args.tokenizer`
             wins.
+        output_dir: the folder to make. A link to a folder is followed.
         seed: seed of the order of reading, the draw and the order of rows.
+
+    Raises:
+        ValueError: `args.target_tokens` is not set.
     """
 
     def __init__(self, args: DataArgs, tokenizer: Any, output_dir: str | Path, seed: int = 0):
@@ -62,18 +67,19 @@ class Job:
 
     def __getstate__(self) -> dict[str, Any]:
         asked = ("args", "seed", "output_dir", "_source_of_tokenizer")
-        return {name: self.__dict__[name] for name in asked}  # what follows from it is made once per process
+        # Each process makes the cached properties anew.
+        return {name: self.__dict__[name] for name in asked}
 
-    # What is asked for
+    # The request
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Loaded once per process."""
+        """The tokenizer, which is loaded once per process."""
         return load_tokenizer(self._source_of_tokenizer)
 
     @cached_property
     def boundary(self) -> BoundaryTokens:
-        """Ids before and after each document."""
+        """Token ids that are put before and after each document."""
         return BoundaryTokens.from_policy(self.args.boundary_tokens, self.tokenizer)
 
     @cached_property
@@ -101,7 +107,7 @@ class Job:
 
     @cached_property
     def encoder(self) -> Encoder:
-        """Texts → ids."""
+        """Turns texts into token ids."""
         return Encoder(self.tokenizer)
 
     @property
@@ -115,7 +121,7 @@ class Job:
         return self.args.workers or cores()
 
     def warm_up(self) -> None:
-        """Make here what each forked worker would otherwise make for itself."""
+        """Compute the cached properties in this process, so that forked workers share them."""
         _ = self.work_shards, self.request, self.boundary, self.vocab_size, self.encoder
 
     @cached_property
@@ -144,7 +150,7 @@ class Job:
     def is_current(self) -> bool:
         """Whether `output_dir` holds complete data of this request, with as much held-out text or more.
 
-        No source is looked at.
+        The sources are not looked at, so they may have changed or be gone.
         """
         try:
             return self.is_answered_by(PackedDataset(self.output_dir).manifest)
@@ -152,11 +158,12 @@ class Job:
             return False
 
     def is_answered_by(self, manifest: dict[str, Any]) -> bool:
-        """Whether data of this manifest answers this request.
+        """Whether the data of a manifest can be used as it is for this job.
 
-        It must be of this request, with as much held-out text or more, and with no ids that the model lacks.
+        It must be of this request, have as much held-out text or more, and have no token ids that the model
+        lacks.
         """
-        if manifest.get("vocab_size", 0) > self.vocab_size:  # made when the model's size was not asked for
+        if manifest.get("vocab_size", 0) > self.vocab_size:  # older versions did not check the model's size
             return False
         held_out = (manifest.get("held_out") or {}).get("asked", 0)
         return manifest.get("request") == self.request and held_out >= self.held_out_tokens
@@ -165,7 +172,7 @@ class Job:
 
     @property
     def work_dir(self) -> Path:
-        """Folder of everything that is removed in the end."""
+        """Folder of the unfinished work, which is removed at the end."""
         return self.output_dir.parent / f"{self.output_dir.name}.work"
 
     @property
@@ -175,26 +182,30 @@ class Job:
 
     @property
     def lock_file(self) -> Path:
-        """Lock that the run which works on this output holds."""
+        """The lock that a run holds while it works on this output."""
         return self.output_dir.parent / f"{self.output_dir.name}.lock"
 
     def work_shard_file(self, number: int) -> WorkShardFile:
-        """The file of work shard `number`."""
+        """The file for the kept tokens of work shard `number`."""
         return WorkShardFile(
             self.work_dir / f"unit-{number}-{self._fingerprints[number][:16]}.bin", self.dtype
         )
 
     def entry_file(self, number: int) -> Path:
-        """The manifest's entry of shard `number`, once it is written."""
+        """The file for the manifest entry of shard `number`. It exists once the shard is written."""
         return self.work_dir / f"shard-{number:05d}.json"
 
     def open_work(self, overwrite: bool = False) -> None:
-        """Make the work folder. What the same request left there of other sources is removed.
+        """Make the work folder, or go on with the work that an earlier run left there.
 
-        The policy for what cannot be read is no part of the request: finished work stays when it is relaxed.
+        Work of the same request is removed when its sources or `held_out_tokens` were others. A change of
+        data.unreadable alone removes nothing.
+
+        Args:
+            overwrite: remove the work of another request too.
 
         Raises:
-            ValueError: where another request left finished work, unless `overwrite` lets it be removed.
+            ValueError: another request left finished work, and `overwrite` is False.
         """
         work_shards = hashlib.sha256("".join(self._fingerprints).encode()).hexdigest()
         wanted = {
@@ -220,17 +231,18 @@ class Job:
         write_json(self.work_dir / WORK_NAME, wanted)
 
     def has_work(self) -> bool:
-        """Whether the work folder belongs to this request, with whatever held-out text and sources.
+        """Whether the work folder belongs to this request. Sources and `held_out_tokens` may differ.
 
-        It also counts when it holds no finished work shard.
+        A folder without a work.json belongs to it when it holds no finished work shard.
         """
         found = self._found_work()
         return found["request"] == self._of_work if found else not any(self.work_dir.glob("unit-*"))
 
     def clean(self) -> None:
-        """Remove the work.
+        """Remove the work folder.
 
-        What it was for goes last, so that work shards which a kill leaves are not of unknown origin.
+        The files of work shards go first. So when this is killed, work.json still says whose the files are
+        that are left.
         """
         for work_shard in self.work_dir.glob("unit-*"):
             work_shard.unlink(missing_ok=True)
@@ -242,6 +254,7 @@ class Job:
 
     @property
     def _of_work(self) -> dict[str, Any]:
+        """The request as work.json stores it: without `unreadable`, which does not change finished work."""
         request = json.loads(json.dumps(self.request))
         request["settings"].pop("unreadable")
         return request
@@ -252,7 +265,11 @@ class Job:
 
 
 def _source_sha256(name: str | None) -> str | None:
-    """Identity of a user's filter: its source text, else its name."""
+    """SHA-256 of the source text of the user's filter, or of its name where the text cannot be had.
+
+    Args:
+        name: `module:function`, or None for no filter (the result is then None).
+    """
     if name is None:
         return None
     function = imported_filter(name)

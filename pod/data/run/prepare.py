@@ -32,8 +32,9 @@ from pod.remote import is_remote
 # Measured by benchmarks/data_pipeline.py with SmolLM2's tokenizer on Python source.
 BYTES_PER_TOKEN = 3.6
 TOKENS_PER_SECOND = 800_000
-"""Speed of one core."""
+"""Speed of one core that reads and tokenises."""
 PARENT_GIGABYTES, WORKER_GIGABYTES = 0.3, 0.2
+"""Memory of the main process, and of each worker."""
 RECORD_FACTOR = 125
 """Bytes of memory per byte of a long record while it is tokenised."""
 
@@ -51,13 +52,14 @@ def prepare(
 
     The same settings, sources and seed give the same bytes, whatever the number of workers and however often
     the work was interrupted. Data of the same settings, seed and tokenizer is kept as it is; one line warns
-    where a local source was changed later. The folder appears in one step. What an error, a full disk or a
-    kill interrupted stays in `<output_dir>.work`, from where the same call continues.
+    where a local source was changed later. The folder appears in one step. After an error, a full disk or a
+    kill, the unfinished work stays in `<output_dir>.work`, from where the same call continues.
 
-    Rows of other settings, and rows without a readable manifest, stay where they are: that is a `ValueError`.
+    Rows of other settings, and rows without a readable manifest, are not replaced: they are a `ValueError`.
 
     Args:
-        tokenizer: a tokenizer, its folder, file or hub id.
+        tokenizer: a tokenizer, or its folder, file or hub id. `args.tokenizer` wins.
+        seed: seed of the order of reading, the draw and the order of rows.
         used_by: checkpoints that can continue with the rows in `output_dir` only. These rows are not replaced
             by others, with or without `overwrite`.
         overwrite: replace rows of other settings and rows without a readable manifest, and read the sources
@@ -69,7 +71,7 @@ def prepare(
     """
     job = Job(args, tokenizer, output_dir, seed)
     if job.is_current() and not overwrite:
-        # another run may work beside it
+        # Another run may be at work beside the finished rows: then the lock is not free, and its work stays.
         with suppress(ValueError, OSError), locked(job.lock_file, 0, "busy"):
             check_replaceable(job.work_dir, OF_WORK)
             if job.has_work():
@@ -102,7 +104,7 @@ def prepare(
 
 
 def newer_source(args: DataArgs, folder: Path) -> str | None:
-    """A file of the local sources that was changed after the rows in `folder` were made; None without one."""
+    """A local source file that was changed after the rows in `folder` were made; None if there is none."""
     made = (folder / MANIFEST_NAME).stat().st_mtime_ns
     for source in args.sources:
         place, _ = split_fragment(source)
@@ -116,16 +118,17 @@ def newer_source(args: DataArgs, folder: Path) -> str | None:
 
 
 def _check_unused(job: Job, used_by: str | Path, overwrite: bool) -> None:
-    """Check that no rows lie in the job's folder that checkpoints need and that would change.
+    """Refuse to change finished rows that the checkpoints in `used_by` need.
 
     Damaged rows of this request may be made again: they get the same bytes.
 
     Raises:
-        ValueError: where such rows lie there.
+        ValueError: the job's folder has rows of another request, or `overwrite` would make undamaged rows
+            again.
     """
     try:
         manifest = read_manifest(job.output_dir)
-    except ValueError:  # there are none, or nobody can go on with them
+    except ValueError:  # there are no rows, or they are unusable: no checkpoint can continue with them
         return
     wish = f"the checkpoints in {used_by} need its rows: set another output_dir, or move {used_by} away"
     if not job.is_answered_by(manifest):
@@ -138,12 +141,12 @@ def _check_unused(job: Job, used_by: str | Path, overwrite: bool) -> None:
 
 
 def _check_nothing_is_lost(job: Job) -> None:
-    """Check that no finished rows of another request would be replaced.
+    """Refuse to replace finished rows of another request, or rows whose settings are not known.
 
     Damaged rows of this request are made again.
 
     Raises:
-        ValueError: where such rows would be replaced.
+        ValueError: such rows lie in the job's folder.
     """
     folder = job.output_dir
     way_out = "run again with --overwrite to replace them, or set another output_dir"
@@ -159,7 +162,7 @@ def _check_nothing_is_lost(job: Job) -> None:
 
 
 def _difference(job: Job, manifest: dict[str, Any]) -> str:
-    """How the settings that a manifest's rows were prepared with differ, in a few words."""
+    """How the request of a manifest's rows differs from the job's, in a few words for a message."""
     other = job.args.other_than(manifest, job.seed)
     before = manifest.get("request") or {}
     if (before.get("settings") or {}).get("unreadable", job.args.unreadable) != job.args.unreadable:
@@ -175,6 +178,7 @@ def _difference(job: Job, manifest: dict[str, Any]) -> str:
 
 
 def _make(job: Job, overwrite: bool) -> None:
+    """Do the work of a job, and remove its work folder. After an error the folder stays if it holds work."""
     try:
         with explain_disk_full(job.output_dir, written=job.work_dir):
             job.open_work(overwrite)
@@ -190,9 +194,9 @@ def _make(job: Job, overwrite: bool) -> None:
 
 
 def estimate(args: DataArgs) -> str:
-    """What preparing costs, for `--dry-run`.
+    """Text for `--dry-run`: the length intervals, the tokens of each, and the disk, memory and time needed.
 
-    It tells the intervals, the share of each, and time, disk and memory at measured rates.
+    Time and memory follow from measured rates.
     """
     bounds = bounds_of(args)
     if args.short_documents == "drop":
@@ -213,7 +217,7 @@ def estimate(args: DataArgs) -> str:
 
 
 def _cost(args: DataArgs) -> list[str]:
-    """Time, disk and memory; the sources are looked at but not read."""
+    """Lines about size of the sources, time and memory. Files are listed, but not read."""
     try:
         work_shards = plan_work_shards(args)
     except (ValueError, OSError) as error:
@@ -239,7 +243,7 @@ def _cost(args: DataArgs) -> list[str]:
 
 
 def _may_hold(work_shards: list[WorkShard], record_bytes: int) -> bool:
-    """Whether some file is as large as such a record, or has an unknown size, as files on the hub have."""
+    """Whether a file is large enough for a record of `record_bytes`, or of unknown size, as on the hub."""
     if any(work_shard.hub is not None for work_shard in work_shards):
         return True
     parts = [part for work_shard in work_shards for part in work_shard.files]

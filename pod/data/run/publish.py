@@ -24,7 +24,7 @@ from pod.files import move_into_place
 def publish(job: Job, reading: Reading, drawn: Drawn, entries: list[dict[str, Any]]) -> None:
     """Complete the staging folder of `job` and rename it to its output folder.
 
-    When interrupted, it writes the same bytes again.
+    A call that was interrupted can be repeated: it writes the same bytes again.
     """
     folder = job.staging_dir
     held_out = write_held_out(folder, _held_out(job, reading), job.vocab_size)
@@ -48,7 +48,7 @@ def publish(job: Job, reading: Reading, drawn: Drawn, entries: list[dict[str, An
     )
     draw_lengths(manifest, folder / PICTURE_NAME)
     _remove_strangers(folder, manifest)
-    check_replaceable(job.output_dir)  # again: time has passed
+    check_replaceable(job.output_dir)  # again: files may have been put there in the meantime
     move_into_place(folder, job.output_dir)
 
 
@@ -59,7 +59,7 @@ def _held_out(job: Job, reading: Reading) -> Iterator[np.ndarray]:
 
 
 def _read(job: Job, reading: Reading, drawn: Drawn) -> dict[str, Any]:
-    """What was read, and what each source gave to the rows."""
+    """The manifest's `read`: what was read, and what each source gave to the rows."""
     sources = [
         {**asdict(report), **_of_source(drawn, number)} for number, report in enumerate(reading.reports)
     ]
@@ -74,6 +74,7 @@ def _read(job: Job, reading: Reading, drawn: Drawn) -> dict[str, Any]:
 
 
 def _of_source(drawn: Drawn, number: int) -> dict[str, int]:
+    """Tokens read from source `number`, and the documents and tokens drawn from it."""
     own = [share for share in drawn.shares if share.source == number]
     return {
         "tokens": round(float(drawn.counted.tokens[:, number].sum())),
@@ -83,9 +84,9 @@ def _of_source(drawn: Drawn, number: int) -> dict[str, int]:
 
 
 def _policies(reading: Reading, drawn: Drawn) -> dict[str, int]:
-    """What the policies left out of everything that was read, and the drawn pieces of cut documents.
+    """The manifest's `policies`: what the settings left out, and how many drawn pieces are of cut documents.
 
-    Where not everything was kept, what was left out is estimated from the part that was.
+    Where the reservoir did not keep everything, the numbers are estimated from what it kept.
     """
     groups, counted = reading.reservoir.groups, drawn.counted
     return {

@@ -1,6 +1,7 @@
-"""read → tokenise → keep or drop.
+"""Reads the sources: tokenises documents, and keeps the pieces that the draw may need.
 
-One work shard is read in any process, all of them in the order that the seed gives.
+Each work shard is read by one process, whichever is free. The results are taken in the order that the seed
+gives.
 """
 
 from collections.abc import Iterator
@@ -21,22 +22,25 @@ from pod.data.tokens.token_file import PIECE, TokenFile, file_order, own_tokens
 from pod.data.tokens.tokenizers import identity
 
 BATCH_CHARACTERS = 1_000_000
+"""Characters (or given token ids) after which a batch of documents is tokenised."""
 BATCH_DOCUMENTS = 256
+"""Most documents in a batch."""
 PRUNE_TOKENS = 1 << 22
-"""A work shard adds at least this many tokens before it looks for what it can drop."""
+"""Tokens, at least, that a process adds from its work shard before it drops those that are not needed."""
 PRUNE_SHARE = 16
-"""The draw of what is read is brought up to date when one more of so many work shards was read."""
+"""The kept pieces are pruned whenever the number of work shards read has grown by one 16th."""
 LEAST_WORK_SHARDS = 16
-"""Fewest work shards to read, where there are so many. Fewer would be no fair sample of the sources."""
+"""Fewest work shards to read, if there are so many. Fewer would be no fair sample of the sources."""
 
 
 @dataclass
 class Reading:
-    """What was read, up to the work shard where the draw had enough."""
+    """What was read, up to the work shard after which the draw had enough."""
 
     reservoir: Reservoir
+    """The kept pieces."""
     reports: list[SourceReport]
-    """What each source gave."""
+    """What was read of each source, in the order of `sources`."""
     num_work_shards: int = 0
     """Work shards read; they are the first ones of `Job.order`."""
     sizes: dict[int, int] = field(default_factory=dict)
@@ -46,8 +50,11 @@ class Reading:
 def read_sources(job: Job) -> Reading:
     """Read work shards until every interval is full, or all of them.
 
-    What an earlier run finished is not read again. The result depends on the order of the work shards alone.
-    Neither the number of workers nor the moment of a kill shows.
+    Work shards that an earlier run finished are not read again. The result depends on the order of the work
+    shards alone, not on the number of workers, nor on the moment at which an earlier run was killed.
+
+    Raises:
+        ValueError: a source cannot be read, or was read whole and has no text.
     """
     order = job.order()
     reservoir = Reservoir(job.args, job.seed, job.held_out_tokens)
@@ -73,20 +80,21 @@ def read_sources(job: Job) -> Reading:
 
 
 def prune_after(position: int) -> int:
-    """After how many work shards the draw is brought up to date next; it last was after `position`."""
+    """Number of work shards read at which the kept pieces are pruned next, after a prune at `position`."""
     return position + max(1, position // PRUNE_SHARE)
 
 
 def read_one(job: Job, number: int, limits: Limits, count: Count) -> None:
-    """Read work shard `number` into its file, unless it is there.
+    """Read work shard `number` into its file, unless the file is there.
 
-    Only those of its documents are tokenised that the draw may need.
+    Only documents that the draw may need are tokenised.
 
     Args:
-        count: is told the bytes of text of the work shard.
+        limits: the limits of the kept pieces when this work shard was given out.
+        count: called with the bytes of text that were read since the last call.
 
     Raises:
-        ValueError: for what cannot be read, as the settings say.
+        ValueError: a file or record cannot be read, and the settings do not skip it.
     """
     work_shard, file = job.work_shards[number], job.work_shard_file(number)
     found = file.read(verify=True)
@@ -107,7 +115,7 @@ def read_one(job: Job, number: int, limits: Limits, count: Count) -> None:
                 reservoir.pieces = file_order(reservoir.pieces)
                 if token_file.size > 2 * own_tokens(reservoir.pieces).sum():
                     token_file.keep(reservoir.pieces)
-            # the bytes of hub shards are not known
+            # The size of hub shards is not known: their bytes are not counted.
             size = min(sum(len(one.text) for one in batch), max(0, work_shard.text_bytes - counted))
             counted += size
             count(size)
@@ -117,7 +125,7 @@ def read_one(job: Job, number: int, limits: Limits, count: Count) -> None:
 
 
 def documents_of(job: Job, work_shard: WorkShard, report: SourceReport) -> Iterator[Document]:
-    """The documents of a work shard that `document_filter` lets through; fills in `report`."""
+    """The documents of a work shard that `document_filter` keeps. All that is read is counted in `report`."""
     name = job.args.document_filter
     own_filter = imported_filter(name) if name else None
     for document in read_work_shard(work_shard, job.args, report):
@@ -129,7 +137,7 @@ def documents_of(job: Job, work_shard: WorkShard, report: SourceReport) -> Itera
 
 
 def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Documents in the groups that are tokenised together."""
+    """Documents in batches that are tokenised together (BATCH_CHARACTERS, BATCH_DOCUMENTS)."""
     batch, characters = [], 0
     for document in documents:
         batch.append(document)
@@ -142,7 +150,13 @@ def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 def encode(job: Job, batch: list[Document]) -> list[np.ndarray]:
-    """Ids of each document, boundary tokens included. Given ids are checked and taken as they are."""
+    """Token ids of each document, uint32 [n], boundary tokens included.
+
+    Ids of a document that came tokenised are taken as they are.
+
+    Raises:
+        ValueError: such ids are not in the tokenizer's vocabulary.
+    """
     before, after = (np.array(ids, dtype=np.uint32) for ids in (job.boundary.before, job.boundary.after))
     encoded = iter(job.encoder([document.text for document in batch if document.tokens is None]))
     tokens = []
@@ -173,9 +187,10 @@ class _Task:
 def _tokenised(
     job: Job, work_shard: WorkShard, batch: list[Document], reservoir: Reservoir, token_file: TokenFile
 ) -> np.ndarray:
-    """The documents of a batch that may be kept, tokenised into the token file.
+    """Tokenise those documents of a batch that may be kept, and append them to the token file.
 
-    They are PIECE records with digests in place of sampling keys.
+    Returns:
+        PIECE records of these documents, uncut, with digests in place of sampling keys.
     """
     identities = [identity(document) for document in batch]
     found = np.zeros(len(batch), PIECE)
@@ -197,7 +212,7 @@ def _tokenised(
 
 
 def _take_in(job: Job, reading: Reading, number: int) -> None:
-    """Add the pieces of a finished work shard to what is kept."""
+    """Add the pieces and the report of a finished work shard to `reading`."""
     found = job.work_shard_file(number).read()
     assert found is not None, f"the file of work shard {number} went while the data was prepared"
     pieces, size, report = found
@@ -210,7 +225,7 @@ def _take_in(job: Job, reading: Reading, number: int) -> None:
 
 
 def _compact(job: Job, reading: Reading) -> None:
-    """Write those files anew that hold more dead tokens than tokens that are still needed."""
+    """Rewrite the files of work shards of which more than half of the tokens are no longer needed."""
     reservoir = reading.reservoir
     needed = np.bincount(
         reservoir.pieces["work_shard"], weights=own_tokens(reservoir.pieces), minlength=len(job.work_shards)

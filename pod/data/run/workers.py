@@ -22,15 +22,16 @@ from typing import Any
 Count = Callable[[int], object]
 """Called with the progress, in the caller's unit."""
 Task = Callable[..., Any]
-"""task(count, *arguments) → a small result."""
+"""Called as `task(count, *arguments)`; returns a small result, which is sent between processes."""
 
 AHEAD = 2
 """Tasks per worker that are given out at a time."""
 POLL_SECONDS = 0.3
+"""How often progress is counted, and how often a worker looks whether its parent still runs."""
 TRIM_SECONDS = 10.0
-"""A worker gives freed memory back at most this often.
+"""A worker gives freed memory back to the system at most this often.
 
-More often, getting it again costs a tenth of the speed.
+If it did so more often, getting the memory again would cost a tenth of the speed.
 """
 _worker: tuple[Task, Any] | None = None
 _trimmed_at = 0.0
@@ -44,11 +45,19 @@ def cores() -> int:
 def in_order(
     task: Task, calls: Iterable[tuple[Any, ...]], workers: int, count: Count = lambda amount: None
 ) -> Generator[Any, None, None]:
-    """The results of `task(count, *arguments)` for all `calls`, in their order. One worker = this process.
+    """The results of `task(count, *arguments)` for all `calls`, in their order.
 
-    At most `AHEAD` tasks per worker are given out before they are asked for: `calls` is read as late as that.
-    A task's error is raised in its place: with any number of workers the same one. To stop early, close the
-    generator, and the processes end.
+    A task that raises an error raises it here when its result is due. So the first error is the same with any
+    number of workers. To stop early, close the generator: the processes then end.
+
+    Args:
+        calls: the arguments of each call. They are read late: at most `AHEAD` tasks per worker are given out
+            before the caller asks for their results.
+        workers: number of processes; with 1, this process does all the work.
+        count: called with the progress that the tasks report.
+
+    Raises:
+        ValueError: a worker was killed, as happens for lack of memory.
     """
     with _one_thread_each():
         if workers == 1:
@@ -59,6 +68,7 @@ def in_order(
 
 
 def _in_processes(task: Task, calls: Iterator[tuple[Any, ...]], workers: int, count: Count) -> Iterator[Any]:
+    """`in_order` with more than one worker."""
     # Forked processes share the loaded tokenizer and start in milliseconds. Elsewhere the task must be
     # picklable.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
@@ -90,7 +100,7 @@ def _in_processes(task: Task, calls: Iterator[tuple[Any, ...]], workers: int, co
             "data.max_record_bytes; the same command continues where it stopped"
         ) from error
     finally:
-        if given:  # what is finished is on disk; a task at work could take an hour to its end
+        if given:  # Finished tasks are on disk. A running one is killed, because it could take an hour more.
             for process in set(multiprocessing.active_children()) - others:
                 process.kill()
         executor.shutdown(wait=True, cancel_futures=True)
@@ -98,7 +108,7 @@ def _in_processes(task: Task, calls: Iterator[tuple[Any, ...]], workers: int, co
 
 @contextlib.contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Hold SIGINT back, here and in the processes that start meanwhile. It arrives afterwards."""
+    """Hold back SIGINT during the block, here and in processes that start in it. It arrives afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -118,7 +128,7 @@ def _start_worker(task: Task, counter: Any, parent: int) -> None:
 def _end_with_parent(parent: int) -> None:
     """End this process when its parent is gone.
 
-    A killed parent cannot tell its workers. They would wait for work for ever.
+    A parent that was killed cannot tell its workers, and they would wait for work for ever.
     """
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
@@ -143,7 +153,7 @@ def _run_task(*arguments: Any) -> Any:
 def _give_back_memory() -> None:
     """Return freed memory to the system.
 
-    Otherwise holes between long-lived blocks add up over the corpus (glibc).
+    Without this, glibc keeps freed memory between long-lived blocks, and over a corpus it adds up.
     """
     global _trimmed_at
     _trimmed_at = time.monotonic()
@@ -154,7 +164,7 @@ def _give_back_memory() -> None:
 
 @contextlib.contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Turn the tokenizers' own threads off: the processes are the parallelism."""
+    """Turn off the tokenizers' own threads during the block, because several processes run already."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:

@@ -1,4 +1,4 @@
-"""pack → shards: which piece goes into which row, and the rows on disk."""
+"""Packs the drawn pieces into rows, and writes the rows as shards."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,10 +20,12 @@ from pod.verbosity import is_quiet
 
 @dataclass(frozen=True)
 class RowPieces:
-    """Rows of pieces: row r holds `pieces[starts[r] : starts[r + 1]]` (PIECE)."""
+    """Which pieces each row holds: row r has `pieces[starts[r] : starts[r + 1]]`."""
 
     pieces: np.ndarray
+    """PIECE [n], row after row."""
     starts: np.ndarray
+    """int64 [rows + 1]."""
 
     @property
     def num_rows(self) -> int:
@@ -87,7 +89,7 @@ class _ShardTask:
 
 
 def tokens_of(job: Job, piece: np.void) -> np.ndarray:
-    """The ids of a PIECE, uint32 [n]."""
+    """The token ids of a piece (one PIECE record), uint32 [n], read from the file of its work shard."""
     start = int(piece["start"])
     return job.work_shard_file(int(piece["work_shard"])).take(start, start + int(piece["length"]))
 

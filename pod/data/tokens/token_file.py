@@ -1,7 +1,8 @@
-"""Kept tokens on disk: one file per finished work shard of reading.
+"""Kept tokens on disk: one file for each work shard that was read.
 
-A file has the work shard's pieces, their tokens, and what was read. It appears in one step, so a file that
-is there is whole. It is rewritten when most of its tokens are not needed any more.
+A file holds the tokens of the work shard's pieces, the pieces themselves, and a report of what was read. It
+appears in one step, so a file that exists is whole. It is rewritten when most of its tokens are no longer
+needed.
 """
 
 import json
@@ -35,19 +36,23 @@ PIECE = np.dtype(
 """A document, or one of the pieces of the context's length into which a longer one is cut.
 
 Fields:
-    sampling_key: decides its luck in the draw.
-    place: place of its document in the held-out split (fraction × 2**64).
-    start, length: its tokens in the file of its work shard.
-    document: tokens of the whole document.
-    work_shard, source: numbers in reading order.
+    sampling_key: the draw takes the pieces with the smallest keys.
+    place: place of its document in the held-out split: a hash of the document's opening, from 0 to 2**64. The
+        documents with the smallest places are held out.
+    start, length: where its tokens lie in the file of its work shard, counted in tokens.
+    document: number of tokens in the whole document.
+    work_shard: number of its work shard.
+    source: index of its source.
     first: whether it is the first piece of its document.
-    special: whether the text spells a special token.
+    special: whether the document's text spells a special token.
     copy: whether an equal piece came before. Its own tokens are then not kept.
 """
 _TAIL = struct.Struct("<QQI8s")
+"""End of a file: number of pieces, bytes of the report, CRC-32 of everything before, mark."""
 _MARK = b"podunit1"
+"""The last bytes of a complete file."""
 Take = Callable[[int, int], np.ndarray]
-"""Tokens [start, stop) of what is being copied."""
+"""Called as `take(start, stop)`; returns the tokens [start, stop) of the file that is copied."""
 
 
 def own_tokens(pieces: np.ndarray) -> np.ndarray:
@@ -61,7 +66,15 @@ def file_order(pieces: np.ndarray) -> np.ndarray:
 
 
 class TokenFile:
-    """Tokens of a work shard while it is read, in a file without a name. The file goes with its process."""
+    """Tokens of a work shard while it is read, in a file without a name. It vanishes with the process.
+
+    Args:
+        folder: a folder on the disk that shall hold the file.
+        dtype: type of the token ids on disk.
+
+    Attributes:
+        size: number of tokens in the file.
+    """
 
     def __init__(self, folder: Path, dtype: np.dtype):
         self.folder, self.dtype = folder, dtype
@@ -69,7 +82,7 @@ class TokenFile:
         self._stream = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by `close`
 
     def append(self, documents: Sequence[np.ndarray]) -> np.ndarray:
-        """Add documents [n] each. Returns where each starts, int64 [documents]."""
+        """Add the token ids [n] of each document. Returns where each starts, in tokens, int64 [documents]."""
         lengths = np.array([len(one) for one in documents], dtype=np.int64)
         starts = self.size + np.cumsum(lengths) - lengths
         for tokens in documents:
@@ -84,14 +97,14 @@ class TokenFile:
         return np.frombuffer(found, self.dtype)
 
     def keep(self, pieces: np.ndarray) -> None:
-        """Forget all tokens but those of `pieces`. Their starts are moved."""
+        """Drop all tokens except those of `pieces`, and set the `start` of each piece to its new position."""
         old = TokenFile(self.folder, self.dtype)
         old._stream, self._stream, self.size = self._stream, old._stream, 0
         _copy(pieces, old.take, self._write)
         old.close()
 
     def close(self) -> None:
-        """Give the disk back."""
+        """Close the file, which frees its space on the disk."""
         self._stream.close()
 
     def _write(self, tokens: np.ndarray) -> bytes:
@@ -104,11 +117,15 @@ class WorkShardFile(NamedTuple):
 
     path: Path
     dtype: np.dtype
+    """Type of the token ids on disk."""
 
     def write(self, pieces: np.ndarray, take: Take, report: SourceReport) -> None:
-        """Write or replace the file in one step: `pieces` in `file_order` and their tokens.
+        """Write or replace the file in one step.
 
-        The starts of the pieces are moved.
+        Args:
+            pieces: PIECE records in `file_order`. The `start` of each is set to its position in the new file.
+            take: returns their tokens, by their old positions.
+            report: what was read.
         """
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         told = json.dumps(asdict(report)).encode()
@@ -122,10 +139,11 @@ class WorkShardFile(NamedTuple):
             temporary.unlink(missing_ok=True)
 
     def read(self, verify: bool = False) -> tuple[np.ndarray, int, SourceReport] | None:
-        """PIECE records, number of tokens in the file, and what was read; None when there is no whole file.
+        """PIECE records, number of tokens in the file, and what was read; None if there is no complete file.
 
         Args:
-            verify: read every byte, because a machine that went off may have left a file that is not whole.
+            verify: also compare the checksum, which reads every byte. A machine that lost power may have left
+                a file with missing bytes.
         """
         try:
             with open(self.path, "rb") as stream:
@@ -169,12 +187,16 @@ def _checksum(stream: BinaryIO, size: int) -> int:
 
 
 def _copy(pieces: np.ndarray, take: Take, write: Callable[[np.ndarray], bytes]) -> int:
-    """Hand the tokens of `pieces` that are no copies to `write`, one piece after the other.
+    """Write the tokens of all `pieces` except copies, one piece after the other.
 
-    The starts of the pieces are set to where the tokens lie then.
+    The `start` of each piece is set to the position of its tokens in what is written.
+
+    Args:
+        take: returns tokens by their old positions.
+        write: writes tokens, and returns the bytes that it wrote.
 
     Returns:
-        CRC-32 of what was written.
+        CRC-32 of all bytes written.
     """
     size = checksum = 0
     for number in np.flatnonzero(~pieces["copy"]).tolist():

@@ -1,4 +1,4 @@
-"""Tokenizers: identity, boundary tokens, encoding; and what tells documents apart."""
+"""Tokenizers: identity, boundary tokens, encoding. Also the hashes by which documents are compared."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from pod.tokenizer import check_ids
 SLACK_TOKENS = 16
 """Tokens that a tokenizer may add to any text, such as SentencePiece's first space."""
 OPENING_WORDS = 48
+"""Words of a text that make up its opening (see `Identity.place`)."""
 OPENING_TOKENS = 64
+"""Tokens that make up the opening of a document that came as token ids."""
 PROBE = "Zwölf 12,345 naïve café — def f(x):\n\treturn x**2  # 中文 😀 I'll we'VE\r\n\n   end"
+"""The text that `tokenizer_sha256` encodes."""
 _WORD = re.compile(r"[^\W_]+")
 _ASCII_WORDS = bytes(number if chr(number).isalnum() and number < 128 else 32 for number in range(256))
-"""Table for `bytes.translate`: what is no letter or digit becomes a space."""
+"""Table for `bytes.translate`: every byte that is no letter or digit of ASCII becomes a space."""
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
     """Identity of a tokenizer as 64 hex digits: its vocabulary and what it makes of a fixed probe text.
 
-    It is a function of behaviour, not of files. So a tokenizer keeps its identity when it is saved and loaded
-    again.
+    It depends on what the tokenizer does, not on its files. So a tokenizer keeps its identity when it is
+    saved and loaded again.
     """
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     probe = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
@@ -50,10 +53,11 @@ class BoundaryTokens:
 
     @classmethod
     def from_policy(cls, policy: str, tokenizer: Any) -> BoundaryTokens:
-        """The ids for `DataArgs.boundary_tokens`.
+        """The ids for a value of `DataArgs.boundary_tokens`.
 
         Raises:
-            ValueError: when the tokenizer lacks the token asked for.
+            ValueError: the tokenizer has no such token, the model has no embedding for it, or with
+                "tokenizer", it cannot be told what the tokenizer adds.
         """
         if policy == "tokenizer":
             plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
@@ -78,18 +82,20 @@ class BoundaryTokens:
 
 
 class Encoder:
-    """Texts → token ids, as `tokenizer(text, add_special_tokens=False)` gives them.
+    """Turns texts into token ids, as `tokenizer(text, add_special_tokens=False)` does.
 
     The tokenizer's state does not matter: truncation and padding that a `tokenizer.json` or an earlier call
-    left behind do not apply. Fast tokenizers are called without the offsets, which nobody here reads; this
-    makes them half as fast again.
+    left behind do not apply. Fast tokenizers are called without offsets, which nobody here reads. This makes
+    them half as fast again.
 
-    The name of a special token inside a text (`</s>` in a web page) becomes what the tokenizer makes of it.
-    transformers' tokenizers make it the special token. Nearly all training pipelines have it so, and it is
-    wanted where a corpus is written with a chat template. On text that nobody vouches for, such a page ends
-    the document for the model in its middle. Then save the tokenizer with `split_special_tokens = True` (it
-    is honoured here), or leave the documents out with `document_filter`. `holds_special` tells for which
-    texts of the last call it happened.
+    A text may spell a special token, as a web page does that shows `</s>`. transformers' tokenizers turn it
+    into the special token itself. Nearly all training pipelines leave it so, and a corpus that was written
+    with a chat template needs it. But in text from unknown sources it ends the document, for the model, in
+    the middle of the page. To prevent this, save the tokenizer with `split_special_tokens = True` (it is
+    honoured here), or leave such documents out with `document_filter`.
+
+    Attributes:
+        holds_special: for each text of the last call, whether it became a special token somewhere.
     """
 
     def __init__(self, tokenizer: Any):
@@ -103,10 +109,10 @@ class Encoder:
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, uint32 [n] each, without special tokens around them, in the order given.
 
-        A pair of surrogates becomes its character, a lone one U+FFFD: UTF-8 has neither.
+        UTF-8 has no surrogates: a pair of them becomes its character, a single one U+FFFD.
 
         Raises:
-            ValueError: for tokens that the model of this tokenizer does not have.
+            ValueError: a text has a token that the tokenizer's model has no embedding for.
         """
         self.holds_special = [False] * len(texts)
         if not texts:
@@ -114,7 +120,7 @@ class Encoder:
         try:
             encoded = self._encode(list(texts))
         except (TypeError, UnicodeError):
-            # What else may be wrong with the texts stays an error.
+            # Only texts with surrogates are tried again. Anything that is not a text stays an error.
             if not all(isinstance(text, str) for text in texts):
                 raise
             encoded = self._encode([without_surrogates(text) for text in texts])
@@ -126,15 +132,15 @@ class Encoder:
         return arrays
 
     def most_tokens(self, num_bytes: int) -> int:
-        """More tokens than a text of so many bytes of UTF-8 has.
+        """An upper bound for the tokens of a text of `num_bytes` bytes of UTF-8.
 
-        A token is a byte at least, unless the tokenizer rewrites the text (Unicode's compatibility forms grow
-        11 times at most).
+        A token has at least one byte, unless the tokenizer rewrites the text: Unicode's compatibility forms
+        make a text at most 11 times longer.
         """
         return num_bytes * self._growth + SLACK_TOKENS
 
     def _holds_special(self, text: str, ids: np.ndarray) -> bool:
-        # The unknown token stands for unknown words too; it counts where the text spells it.
+        # The unknown token also stands for unknown words. It counts only where the text spells its name.
         unknown = self._unknown is not None and self._unknown[0] in text and self._unknown[1] in ids
         return bool(unknown or self._is_special[ids].any())
 
@@ -146,7 +152,7 @@ class Encoder:
                 return_attention_mask=False,
                 verbose=False,  # silences "longer than the model's maximum", which packing takes care of
             )["input_ids"]
-        # Looked up and set each time: any call of the tokenizer in between may have set another state.
+        # The state is set each time, because any other call of the tokenizer may have changed it.
         backend = self.tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
@@ -169,9 +175,11 @@ def _is_plainly_fast(tokenizer: Any) -> bool:
 
 
 def _special_tokens(tokenizer: Any) -> tuple[np.ndarray, tuple[str, int] | None]:
-    """The special tokens that a text can become, and the unknown token apart.
+    """The special tokens that a text can become.
 
-    The former are bool [vocabulary], true for special tokens without the one for unknown words.
+    Returns:
+        Whether each id is a special token other than the unknown token, bool [vocabulary], or [0] when the
+        tokenizer has none; and text and id of the unknown token, or None when it is no special token.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {number: token.content for number, token in added.items() if token.special}
@@ -187,19 +195,19 @@ def _special_tokens(tokenizer: Any) -> tuple[np.ndarray, tuple[str, int] | None]
 
 
 def without_surrogates(text: str) -> str:
-    """`text` as UTF-8 can hold it: pairs of surrogates joined to their character, lone ones as U+FFFD."""
+    """`text` as UTF-8 can hold it: a pair of surrogates becomes its character, a single one U+FFFD."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 class Identity(NamedTuple):
-    """What decides about a document and its copies."""
+    """Two hashes and the size of a document. They decide if it is held out or drawn, and what is a copy."""
 
     place: int
-    """Place in the held-out split, [0, 2**64).
+    """Place in the held-out split, [0, 2**64): the documents with the smallest places are held out.
 
     It is a hash of the opening: the first 48 words, with case, marks and spacing ignored. So copies that
-    differ in layout or at the end stand at the same place. For a document that came as tokens it is a hash of
-    the first 64 tokens.
+    differ in layout or at the end have the same place, and are all held out or all trained on. For a document
+    that came as tokens it is a hash of the first 64 tokens.
     """
     digest: int
     """The first 8 bytes of the SHA-256 of the whole text (UTF-8) or of its tokens (uint32, little-endian)."""
@@ -208,7 +216,7 @@ class Identity(NamedTuple):
 
 
 def identity(document: Document) -> Identity:
-    """Place and digest of a document."""
+    """Place, digest and size of a document."""
     if document.tokens is None:
         opening = opening_bytes(document.text)
         whole = document.text.encode("utf-8", "surrogatepass")
@@ -224,7 +232,7 @@ def identity(document: Document) -> Identity:
 def opening_bytes(text: str) -> bytes:
     """The first 48 words of a text in lower case, as UTF-8.
 
-    There are letters and digits only, and one space between the words.
+    A word is made of letters and digits only. One space stands between two words.
     """
     head = text[: OPENING_WORDS * 40].lower()
     if head.isascii():  # five times as fast
