@@ -187,7 +187,7 @@ class PodCache(Cache):
         self._count(step.lengths, *self._pending)
 
     def _count(self, lengths: Tensor, n: int, mask: Tensor | None, ids: Tensor | None, left: int) -> None:
-        """Record a pass of ``n`` columns. ``lengths``: tokens per row now; ``left``: prompt columns to come."""
+        """Record a pass of ``n`` columns. Rows have ``lengths`` tokens now, ``left`` columns are to come."""
         self._pending, self._prompt_columns_left, self._lengths = None, left, lengths
         self._columns += n
         if self._longest is not None:
@@ -208,7 +208,7 @@ class PodCache(Cache):
         yield step
 
     def rereadings(self) -> Iterator[tuple[Tensor, Tensor, "PodCache"]]:
-        """Ids, mask and cache of inputs that the model must read again after a pass (KVzip). Here: none."""
+        """Inputs that the model reads again before it goes on (KVzip): ids, mask, cache. Here: none."""
         yield from ()
 
     def _uniform_past(self, compaction: Compaction | None) -> int | None:
@@ -221,7 +221,7 @@ class PodCache(Cache):
         return lengths.pop() if len(lengths) == 1 else None
 
     def reserve(self, capacity: int) -> None:
-        """Allocate slots for ``capacity`` tokens per row, in layers that are all ``PodCacheLayer``."""
+        """Let each ``PodCacheLayer`` allocate ``capacity`` slots per row, so that tensors stay in place."""
         for layer in self.layers:
             layer.reserve(capacity)  # type: ignore[attr-defined]
 
@@ -387,7 +387,7 @@ class PodCache(Cache):
         yield from (("bookkeeping", tensor, everyone) for tensor in bookkeeping if tensor is not None)
 
     def _storages(self) -> Iterator[tuple[str, torch.device, int, list[int]]]:
-        """Name of its part, device, bytes and rows of every storage, once and whole even if views share it."""
+        """Part, device, bytes and rows of every storage, each once and whole, whatever views of it exist."""
         seen: set[int] = set()
         for name, tensor, rows in self._all_parts():
             storage = tensor.untyped_storage()
