@@ -92,7 +92,7 @@ class OwnKeys:
         self.sinks, self.recents = sinks, recents
 
     def free(self, recents: int) -> None:
-        """Drop own keys of all but the sinks and the last ``recents`` tokens, once they are many (``_AGED``)."""
+        """Drop own keys of all but the sinks and last ``recents`` tokens, once they are many (``_AGED``)."""
         sinks, recents = self._sizes(recents)
         if sinks + recents + recents // _AGED < len(self):
             self.buffer.keep_ends(sinks, recents, len(self))
@@ -206,7 +206,7 @@ class SharedSelectionLayer(PodCacheLayer):
         return None
 
     def budgets(self, seen: int) -> list[list[int]]:
-        """How many tokens each layer and KV head keeps, ``[L][H]``, if a prompt ends after ``seen`` tokens."""
+        """How many tokens each layer and KV head keeps, ``[L][H]``, if ``seen`` tokens were seen so far."""
         return [[self.budget] * len(row) for row in self.lead]
 
     def clear(self) -> None:
