@@ -88,7 +88,7 @@ class StaticLayer:
         return any(chosen is decode.DECODERS.get(name) for name in decode.RECORDABLE)
 
     def _any_target(self) -> Tensor:
-        """The target of the first buffer, ``[B, h, slots, d]``, for its batch, head size, dtype and device."""
+        """The target of the first buffer, ``[B, h, slots, d]``, for its batch, head size, dtype, device."""
         return next(iter(self.kv_buffers.values())).target
 
     def _call(self, q: Tensor, lengths: Tensor) -> dict[str, Any]:
