@@ -1,4 +1,4 @@
-"""Decoding at static shapes: preallocated buffers, the decode kernels, and on CUDA one graph per step."""
+"""The decode engine: decodes in buffers allocated beforehand, by kernels and on CUDA by a recorded graph."""
 
 from pod.engine.decode_engine import StaticEngine, attach, attach_for_generation
 from pod.modeling.model.cache import PodCache

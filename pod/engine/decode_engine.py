@@ -1,13 +1,15 @@
-"""The decode engine: one step over a cache's own buffers, replayed as a CUDA graph where there is CUDA.
+"""The decode engine: decodes one token per row in a cache's own buffers, on CUDA as a replayed graph.
 
-The engine holds no keys or values. It works in the tensors of a ``PodCache`` that has room reserved, and the
-cache goes on checking and counting what is fed. So any pass may also take the ordinary way (a second prompt,
-rows that feed padding): both ways find the same tokens at the same slots.
+The engine holds no keys or values. It reads and writes the tensors of a ``PodCache`` whose slots were
+allocated beforehand, and the cache goes on checking and counting the tokens that are fed. So any pass may
+also take the *ordinary way*, layer by layer (a second prompt, rows that feed padding): both ways find the
+same tokens at the same slots.
 
-When a tensor moved (rows were reordered, room ran out), the next step takes the ordinary way. The step after
-that captures anew, if nothing moved again. Whether a tensor moved is asked before every token, so the answer
-must cost only microseconds: whatever holds tensors of the cache counts how often it replaced one
-(``kv_buffer.replaced``). As long as the sum of these counts stays as it was, nothing is looked at.
+A graph works only while every tensor keeps its address. When a tensor was replaced (rows were reordered,
+slots ran out), the next step takes the ordinary way. The step after that records a new graph, if no tensor
+was replaced again. The engine checks this before every token, so the check must cost only microseconds: each
+object that holds tensors of the cache counts how often it replaced one (``kv_buffer.replaced``). As long as
+the sum of these counts is unchanged, no tensor is looked at.
 """
 
 import functools
@@ -31,8 +33,8 @@ from pod.modeling.model.cache import PodCache
 from pod.modeling.model.layout import PodCacheLayer
 from pod.modeling.model.step import Step
 
-_WARM_UPS = 2  # runs before a capture: kernels compile, libraries allocate
-# At least so many tokens are reserved behind a prompt, and added to a full cache; 1/8 of a long one.
+_WARM_UPS = 2  # runs before a graph is recorded, in which kernels compile and libraries allocate memory
+# How many slots are allocated beyond a prompt, or beyond a cache that is full: so many, or 1/8 of it if more.
 _ROOM = 256
 _version = operator.attrgetter("version")
 _PLAINLY, _NO_STEP = "switched off", "no step was made yet"
@@ -41,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 def refusal(cache: PodCache) -> str | None:
-    """Why the engine cannot decode over a cache; None when it can."""
+    """Why the engine cannot decode with a cache. None = it can."""
     if type(cache) is not PodCache:
         return f"the {cache.spec} cache moves or packs its tokens"
     for layer in cache.layers:
@@ -53,13 +55,19 @@ def refusal(cache: PodCache) -> str | None:
 
 
 def attach(cache: PodCache, capacity: int, backend: str = "auto") -> "StaticEngine":
-    """Reserve room for ``capacity`` tokens per row, and let an engine decode over ``cache`` from now on.
+    """Allocate slots for ``capacity`` tokens per row, and let an engine decode with ``cache`` from now on.
 
     Args:
-        backend: of ``pod.modeling.model.decode``.
+        cache: a cache that ``refusal`` allows, empty or not.
+        capacity: tokens per row. The engine allocates more when they are used up.
+        backend: ``auto`` or the name of a decode implementation (``pod.modeling.model.decode.DECODERS``).
+
+    Returns:
+        The engine, which is also ``cache.engine``.
 
     Raises:
-        ValueError: a method that the engine does not serve, or a capacity below what the cache holds.
+        ValueError: the engine does not serve the cache's method, or the capacity is below the number of
+            columns that the cache has seen.
     """
     if (reason := refusal(cache)) is not None:
         raise ValueError(
@@ -76,13 +84,14 @@ def attach(cache: PodCache, capacity: int, backend: str = "auto") -> "StaticEngi
 
 
 def attach_for_generation(cache: PodCache, prompt: int, longest: int) -> None:
-    """Attach an engine to a cache of ``generate()``, where one is possible; it is kept from call to call.
+    """Attach an engine to a cache that ``generate()`` made, if the engine serves it.
 
-    ``generate()`` calls this for a cache of its own.
+    An engine that is attached already stays, with more slots if they are needed.
 
     Args:
+        cache: the cache, before the prompt is fed.
         prompt: columns of the prompt.
-        longest: columns when everything allowed has been generated.
+        longest: columns of prompt and answer, if the answer gets as long as is allowed.
     """
     if refusal(cache) is not None:
         return
@@ -95,25 +104,28 @@ def attach_for_generation(cache: PodCache, prompt: int, longest: int) -> None:
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """Make tensors that may be written to again and again, without gradients.
+    """A context for making tensors that later calls write to, without gradients.
 
-    The first caller may be in inference mode where later callers are not, so the tensors are made outside of
-    it.
+    The tensors are made outside of inference mode, because a later caller may not be in inference mode.
     """
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 class _Bound:
-    """The engine's tensors and layers while the cache's stay where they are.
+    """The engine's tensors and layers. They are valid while no tensor of the cache changes its address.
 
     Attributes:
         places: address and shape of every tensor of the cache.
-        versioned: what holds these tensors.
+        versioned: the objects that hold these tensors.
         version: sum of the versions of these objects when the tensors were at ``places``.
-        hidden: ``[B, 1, hidden]``, what goes into the layers.
-        plain: what ``plain`` of the engine was at its last step.
-        unfused: by ``plain``, why the layers ran as their modules' own ``forward``; None = they did not.
+        buffers: memory that leads and followers share.
+        step: the layers, and the tensors that they share.
+        token: ``[B, 1]`` int64, the next token of ``greedy``.
+        hidden: ``[B, 1, hidden]``, the input of the layers. None before the first step.
+        plain: the value of the engine's ``plain`` at its last step.
+        unfused: for ``plain`` False and True, why the layers ran by their modules' own ``forward``. None =
+            they did not.
     """
 
     def __init__(self, layers: list[PodCacheLayer], places: list, backend: str):
@@ -133,7 +145,7 @@ class _Bound:
         self.unfused: dict[bool, str | None] = {}
 
     def watch(self, layers: list[PodCacheLayer]) -> None:
-        """Note that the layers' tensors are at ``places`` and at rest; from here on a replaced one shows."""
+        """Record the versions now, when the layers' tensors are at ``places``; see ``is_untouched``."""
         self.versioned = [item for layer in layers for item in layer.versioned()]
         self.version = sum(map(_version, self.versioned))
 
@@ -154,9 +166,9 @@ class _Bound:
         return None
 
     def obstacle_to_kernels(self) -> str | None:
-        """Why norms, rotation and gates are several operations each, unless the engine is plain.
+        """Why norms, rotation and gates run as several operations each, if the engine is not plain.
 
-        None when each is one kernel.
+        None = each is one kernel.
         """
         if (reason := self.unfused.get(False)) is not None:
             return reason
@@ -164,6 +176,10 @@ class _Bound:
         return f"there are no such kernels on a {self.token.device.type}" if has_none else None
 
     def run_layers(self, model: Any, hidden_states: Tensor) -> Tensor:
+        """Run all layers and the final norm on one new token per row, ``[B, 1, hidden]``.
+
+        ``step.past`` must be set. The layers run fused if they can, else by their modules' own ``forward``.
+        """
         context = model.context(hidden_states, self.step.past[:, None])
         kinds = {one: tuple(x[:, 0, 0, -1].clone() for x in one.own_tables) for one in set(context.ropes)}
         self.step.tables = [kinds[rope] for rope in context.ropes]
@@ -177,18 +193,19 @@ class _Bound:
 
 
 class StaticEngine:
-    """Decodes over one cache. Use ``attach``.
+    """Decodes with one cache. ``attach`` makes it.
 
-    The cache owns the engine, and programs know their tensors but not the engine. So there is no cycle of
-    references, and the memory of both is free as soon as the cache is gone. A copy of a cache has an engine
-    of its own, without programs.
+    The cache owns the engine. The engine has a weak reference to the cache, and programs refer to tensors,
+    not to the engine. So there is no cycle of references, and the memory of both is free as soon as the cache
+    is gone. A copy of a cache has an engine of its own, without programs.
 
     Attributes:
-        graphs: CUDA graphs captured so far; 0 on CPU.
-        plain: True = without graphs and fused kernels: each module runs by its own ``forward``, as for a
-            method that no engine serves. It may change from step to step.
-        steps: tokens per row that the engine, not the ordinary pass, has decoded.
-        is_aside: whether the ordinary pass decodes instead, because layers lie on several devices and a
+        backend: ``auto`` or the name of a decode implementation.
+        graphs: number of CUDA graphs recorded so far; 0 on CPU.
+        plain: True = no graphs and no fused kernels: each module runs by its own ``forward``, as for a method
+            that no engine serves. It may be changed between steps.
+        steps: how many tokens per row the engine, not the ordinary pass, has decoded.
+        is_aside: whether the ordinary pass decodes instead, because layers are on several devices and a
             program runs on one.
     """
 
@@ -208,33 +225,40 @@ class StaticEngine:
 
     @property
     def unfused(self) -> str | None:
-        """Why the last step took the modules' own ``forward``, with more launches; None = it did not."""
+        """Why the last step ran the modules' own ``forward``, with more launches. None = it did not."""
         return None if self._bound is None else self._bound.unfused.get(self._bound.plain)
 
     def without_graph(self) -> str | None:
-        """Why steps are no CUDA graphs; None when they are."""
+        """Why steps do not run as CUDA graphs. None = they do."""
         if self.plain or self.is_aside:
             return _PLAINLY if self.plain else _SPREAD
         return _NO_STEP if self._bound is None else self._bound.obstacle_to_recording()
 
     def without_kernels(self) -> str | None:
-        """Why steps have no fused kernels between their products; None when they have them."""
+        """Why steps have no fused kernels between their matrix products. None = they have them."""
         if self.plain or self.is_aside:
             return _PLAINLY if self.plain else _SPREAD
         return _NO_STEP if self._bound is None else self._bound.obstacle_to_kernels()
 
     @property
     def cache(self) -> PodCache:
+        """The cache that owns this engine."""
         cache = self._cache()
         assert cache is not None, "the cache of this engine is gone"
         return cache
 
     @torch.compiler.disable
     def decode(self, model: Any, hidden_states: Tensor, step: Step) -> Tensor | None:
-        """Turn embeddings ``[B, 1, hidden]`` into the final hidden states.
+        """Run one decode step of a model, from embeddings to hidden states after the final norm.
+
+        Args:
+            model: the ``PodModel``.
+            hidden_states: embeddings ``[B, 1, hidden]``.
+            step: the pass, as ``PodCache.begin_step`` describes it.
 
         Returns:
-            ``[B, 1, hidden]``. None = the ordinary way must be taken, for example in passes with gradients.
+            ``[B, 1, hidden]``. None = the engine has done nothing, and the caller must take the ordinary way,
+            for example in passes with gradients.
         """
         if torch.is_grad_enabled() and any(
             weight.requires_grad for weight in (hidden_states, *model.parameters())
@@ -262,7 +286,9 @@ class StaticEngine:
 
     @torch.no_grad()
     def greedy(self, model: Any, token: Tensor, num_tokens: int) -> Tensor:
-        """Feed ``token``, then what the model finds most likely; one program runs from embedding to argmax.
+        """Decode greedily: feed ``token``, then at each step the token that the model finds most likely.
+
+        A step is one program, from the embedding to the argmax.
 
         Args:
             model: the ``PodForCausalLM`` that filled the cache.
@@ -270,11 +296,11 @@ class StaticEngine:
             num_tokens: how many steps.
 
         Returns:
-            ``[B, num_tokens]``, the tokens found; the last of them has not been fed.
+            ``[B, num_tokens]``, the tokens found. All but the last one were fed.
 
         Raises:
-            ValueError: an empty cache, rows with padding, a prompt that is not complete, a model that the
-                cache was not made for, fewer than 1 step, a token of another shape, or layers on several
+            ValueError: the cache is empty, has padding, its prompt is not complete, or it was not made for
+                the model; ``num_tokens`` is below 1; ``token`` has another shape; or layers are on several
                 devices.
         """
         self.cache.check_fits(model.config)
@@ -286,7 +312,7 @@ class StaticEngine:
             raise ValueError(f"token is {list(token.shape)}, expected [B, 1]: the next token of each row")
         past = self.cache.begin_decoding(token.shape[0])
         self._make_room(past + num_tokens)
-        bound = self._bind() or self._bind()  # what has moved stays in place during this call
+        bound = self._bind() or self._bind()  # tensors that were replaced keep their address during this call
         assert bound is not None, "a complete prompt is at rest"
 
         def restart() -> None:
@@ -304,7 +330,7 @@ class StaticEngine:
         return ids
 
     def _steps_aside(self) -> bool:
-        """Whether the cache lies on several devices; looked up until a step is bound to its tensors."""
+        """Whether the cache's layers are on several devices; looked up until a step is bound to them."""
         if self._bound is None and not self.is_aside:
             devices = {layer.device for layer in self._layers()} - {None}
             self.is_aside = len(devices) > 1
@@ -313,10 +339,11 @@ class StaticEngine:
         return self.is_aside
 
     def _flush(self, bound: _Bound, past: int | None) -> None:
-        """Count a step, and flush the buffers: a token has been decoded in every row.
+        """Count a step, and flush the buffers, after a token was decoded in every row.
 
         Args:
-            past: tokens of each row before it. None = rows differ; rows of packed buffers never do.
+            past: tokens of each row before the step. None = rows differ. Then no buffer is packed, and
+                nothing needs to be flushed.
         """
         self.steps += 1
         if past is not None:
@@ -324,14 +351,14 @@ class StaticEngine:
                 layer.flush(past + 1)
 
     def release(self) -> None:
-        """Let go of the cache's tensors and of all buffers."""
+        """Forget the cache's tensors, all programs and buffers. The next step makes new ones."""
         self.is_aside = False
         self._bound: _Bound | None = None
         self._moved_to: list | None = None
         self._programs: dict[str, Program] = {}  # on the tensors of `_bound`
 
     def tensors(self) -> Iterator[Tensor]:
-        """What the engine itself holds: buffers between layers. Their bytes count as the cache's."""
+        """The tensors that the engine itself holds: ``DecodeBuffers``. Their bytes count as the cache's."""
         if self._bound is not None:
             held = (getattr(self._bound.buffers, field.name) for field in fields(self._bound.buffers))
             yield from (tensor for tensor in held if isinstance(tensor, Tensor))
@@ -339,7 +366,8 @@ class StaticEngine:
     def check_integrity(self) -> None:
         """See ``PodCache.check_integrity``.
 
-        The engine is bound to what the cache holds, or it is known that something has moved.
+        It checks that the engine is bound to the present tensors of the cache, or that a version shows that
+        one of them was replaced.
         """
         assert self.cache.engine is self, "the engine serves another cache"
         if self._bound is not None and self._bound.is_untouched():
@@ -354,6 +382,14 @@ class StaticEngine:
     def _program(
         self, name: str, model: Any, run: Callable[[], Tensor], restart: Callable[[], None] = lambda: None
     ) -> Callable[[], Tensor]:
+        """A program for ``run`` that serves ``model``: one that exists already, or a new one.
+
+        Args:
+            name: name of the program, one for each ``run``.
+            model: the model whose weights ``run`` reads.
+            run: makes one step.
+            restart: sets the step's inputs; see ``_prepare``.
+        """
         assert self._bound is not None
         self._bound.plain = self.plain
         name = f"{name}, plain" if self.plain else name
@@ -364,10 +400,10 @@ class StaticEngine:
         return held.run
 
     def _prepare(self, run: Callable[[], Tensor], restart: Callable[[], None]) -> Callable[[], Tensor]:
-        """``run``, on CUDA recorded as a graph.
+        """``run`` itself, or on CUDA a function that replays its graph.
 
-        It runs a few times before that, each time from ``restart``. So it writes the slot of the next token
-        and no other slot. In a ring, this is the slot of a token that has left the window.
+        Before it is recorded, ``run`` runs a few times, each time after ``restart``. So it writes only the
+        slot of the next token, again and again. In a ring, the token in this slot has left the window.
         """
         assert self._bound is not None
         if self.plain or not self._bound.can_be_recorded():
@@ -388,30 +424,33 @@ class StaticEngine:
         return self.cache.layers  # type: ignore[return-value]
 
     def _make_room(self, length: int) -> None:
+        """Allocate more slots in the cache's buffers if they have fewer than ``length``."""
         capacity = self._layers()[0].capacity
         if length > capacity:
             with lasting():
                 self.cache.reserve(max(length, capacity + max(_ROOM, capacity // 8)))
 
     def _places(self) -> list:
+        """Address and shape of every tensor of the cache's layers."""
         tensors = [tensor for layer in self._layers() for _, tensor in layer.parts()]
         return [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
 
     def _is_at_rest(self) -> bool:
+        """Whether all buffers are at rest; see the top of ``kv_buffer.py``."""
         return all(buffer.is_at_rest for layer in self._layers() for buffer in layer.kv_buffers().values())
 
     def _bind(self) -> _Bound | None:
-        """The engine on the tensors as they are now.
+        """The engine's tensors and layers for the present tensors of the cache.
 
-        None when they have just moved, since they may move again. None, too, while there are no tensors, or a
-        prompt has not ended.
+        None if one of these was just replaced, because it may be replaced again in the next step. None, too,
+        while there are no tensors, or a prompt has not ended.
         """
         if self._bound is not None and self._bound.is_untouched():
             return self._bound
         return self._bind_anew()
 
     def _bind_anew(self) -> _Bound | None:
-        """What ``_bind`` returns, found by looking at every tensor."""
+        """The result of ``_bind``, found by comparing the address of every tensor."""
         if not self._is_at_rest():
             return None
         places = self._places()
@@ -432,28 +471,36 @@ class StaticEngine:
 
 @functools.cache
 def _say_aside() -> None:
-    """Warn that the engine steps aside, once in a process."""
+    """Warn once in a process that the engine does not decode, because layers are on several devices."""
     _log.warning("the decode engine steps aside, and layers decode one by one: %s", _SPREAD)
 
 
 _ONE_CAPTURE = threading.Lock()
-"""Only one capture at a time: a second one would be recorded by the first."""
+"""Held while a graph is recorded: the work of a second recording would become part of the first graph."""
 
 
 @functools.cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """One stream for all captures on a device: libraries keep a workspace for every stream they have seen.
+    """The one stream on which all graphs of a device are recorded.
 
-    Without a stream, ``torch.cuda.graph`` takes the one that it made for the first graph of the process, on
+    It is one, because libraries keep a workspace for every stream that they have seen. It is ours, because
+    ``torch.cuda.graph`` would otherwise use the stream that it made for the first graph of the process, on
     whatever device that was.
     """
     return torch.cuda.Stream(device)
 
 
 def _record(run: Callable[[], Tensor], restart: Callable[[], None]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of ``run`` on the current device, and the tensor that it writes.
+    """Record ``run`` as a graph on the current device.
 
     Other threads may go on using the device, for example a thread that copies batches to it.
+
+    Args:
+        run: makes one step, and returns its result.
+        restart: sets the step's inputs. It is called before every run.
+
+    Returns:
+        The graph, and the tensor to which it writes the result.
     """
     with _ONE_CAPTURE:
         side = _capture_stream(torch.cuda.current_device())
@@ -471,7 +518,7 @@ def _record(run: Callable[[], Tensor], restart: Callable[[], None]) -> tuple[tor
 
 
 def _greedy_step(model: Any, bound: _Bound) -> Tensor:
-    """One step from the token in ``bound`` to the most likely next one ``[B, 1]``, which takes its place."""
+    """Feed ``bound.token`` ``[B, 1]``, and replace it by the most likely next token, in place."""
     hidden_states = bound.run_layers(model.model, model.model.embed_tokens(bound.token))
     bound.token.copy_(model.lm_head(hidden_states[:, -1]).argmax(-1, keepdim=True))
     bound.step.place(bound.step.lengths)

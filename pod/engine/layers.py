@@ -1,7 +1,7 @@
-"""One decoded token through the decoder's layers at static shapes.
+"""Run one decoded token per row through the decoder's layers, always in the same tensors.
 
-This file has what the layers share, each layer over its buffers, and all layers with fused operations between
-their products.
+``StaticStep`` has the tensors that layers share, ``StaticLayer`` computes attention with one layer's buffers,
+and ``run_layers`` runs all layers with fused operations between their matrix products.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,19 +22,20 @@ from pod.modeling.model.layout import PodCacheLayer
 from pod.modeling.model.sinks import Sink
 
 _STORED = ("keys", "window_keys", "values")
-"""Buffers of a layer, by the names that ``DecodeCall`` and ``NewToken`` have for them."""
+"""Names of a layer's buffers, which ``DecodeCall`` and ``NewToken`` use too."""
 
 
 @dataclass
 class StaticStep:
-    """What the layers of one decoded token share; the same tensors in every step.
+    """The tensors that all layers share when a token is decoded. They are the same in every step.
 
     Attributes:
         layers: one ``StaticLayer`` per decoder layer.
         past: ``[B]`` int64, tokens per row before the step.
         lengths: ``[B]`` int64, tokens per row, the new one included.
-        tables: for each layer cos and sin ``[B, d / 2]`` at ``past``; set for each step.
-        sink: of the layer that attends now, see ``Step``.
+        tables: for each layer, cos and sin ``[B, d / 2]`` of the rotation at position ``past``; set for each
+            step.
+        sink: the constant sink of the layer that attends now, see ``Step``.
     """
 
     layers: list["StaticLayer"]
@@ -46,7 +47,7 @@ class StaticStep:
         self.lengths = self.past + 1
 
     def place(self, past: Tensor | int) -> None:
-        """Set the place of the next token: behind ``past`` tokens per row."""
+        """Set the position of the next token, which comes behind ``past`` tokens per row."""
         if isinstance(past, Tensor):
             self.past.copy_(past)
         else:
@@ -55,24 +56,28 @@ class StaticStep:
 
 
 class StaticLayer:
-    """One layer: it writes the new key and value where the cache expects them, and calls the decode kernel.
+    """One layer: writes the new keys and values into the slots of the cache, and calls the decode kernel.
 
     Args:
-        layer: the cache's layer, with room reserved and at least one token stored.
-        buffers: what leads leave for their followers; one for all layers.
-        backend: of ``pod.modeling.model.decode``.
+        layer: the cache's layer, with slots allocated and at least one token stored.
+        buffers: the logits that leads leave for their followers; the same for all layers.
+        backend: ``auto`` or the name of a decode implementation.
+
+    Attributes:
+        best: the fastest operations that can run here.
+        operations: the operations that run: ``best``, or the plain ones of ``fused.REFERENCE``.
     """
 
     def __init__(self, layer: PodCacheLayer, buffers: decode.DecodeBuffers, backend: str):
         self.layer, self.buffers, self.backend = layer, buffers, backend
         self.roles, self.kv_buffers = layer.roles, layer.kv_buffers()
-        # Backends that others registered have no operations of their own: they get the fastest.
+        # Backends that other packages registered have no such operations, and get the fastest ones.
         is_ours = backend == "triton" or backend not in decode.RECORDABLE
         self.best = fused.choose(self._any_target(), backend if is_ours else "auto")
         self.operations = self.best
 
     def can_be_recorded(self) -> bool:
-        """Whether the backend that decodes here asks the device nothing; ``grouped`` asks for the lengths."""
+        """Whether the backend never waits for the device (``grouped`` does, to read the lengths)."""
         if self.backend not in ("auto", *decode.RECORDABLE):
             return False
         like = self._any_target()
@@ -83,7 +88,7 @@ class StaticLayer:
         return any(chosen is decode.DECODERS.get(name) for name in decode.RECORDABLE)
 
     def _any_target(self) -> Tensor:
-        """``[B, h, slots, d]`` of whichever heads, in the model's dtype."""
+        """The target of the first buffer, ``[B, h, slots, d]``, for its batch, head size, dtype, device."""
         return next(iter(self.kv_buffers.values())).target
 
     def _call(self, q: Tensor, lengths: Tensor) -> dict[str, Any]:
@@ -102,19 +107,29 @@ class StaticLayer:
         }
 
     def _near(self) -> Tokens | None:
-        """Keys and values of the heads that keep their windows, to be read and written; always native."""
+        """Keys and values of the heads that keep their windows, as tensors to read and write. None = none."""
         if not self.roles.windows:
             return None
         return Tokens(*(self.kv_buffers[name].target for name in ("near_keys", "near_values")))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: StaticStep) -> Tensor:
-        """What ``CacheLayer.attend`` returns for ``m = 1``: ``[B, Hq, 1, d]``."""
+        """The same as ``CacheLayer.attend`` with ``m = 1``: ``[B, Hq, 1, d]``."""
         return self.attend_new(q[:, :, 0], k[:, :, 0], v[:, :, 0], None, step).unsqueeze(2)
 
     def attend_new(
         self, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms | None, step: StaticStep
     ) -> Tensor:
-        """Norm, rotate, store and attend for the new token of each row: ``[B, Hq, d]`` to the same shape."""
+        """Norm, rotate, store and attend, for the new token of each row.
+
+        Args:
+            q: ``[B, Hq, d]``, neither normed nor rotated.
+            k, v: ``[B, H, d]``.
+            norms: norms of the heads. None = the model has none, or they were applied.
+            step: the shared tensors.
+
+        Returns:
+            The output ``[B, Hq, d]``.
+        """
         held = {name: self.kv_buffers[name].target if name in self.kv_buffers else None for name in _STORED}
         sinks = self.layer.num_sink_tokens
         target = NewToken(past=step.past, **held, num_sink_tokens=sinks, near=self._near())
@@ -123,7 +138,7 @@ class StaticLayer:
         return decode.pod_decode(**self._call(q, step.lengths), sink=step.sink, backend=self.backend)
 
     def flush(self, length: int) -> None:
-        """Let packed buffers pack, outside of any graph; there is nothing to do in most steps."""
+        """Flush the buffers after a step. This happens outside of graphs, and most steps pack no token."""
         for buffer in self.kv_buffers.values():
             buffer.flush(length)
 
@@ -140,13 +155,13 @@ _PLAIN = {
     "residual_multiplier": 1.0,
     "attention_multiplier": None,
 }
-"""What fused layers take for granted."""
+"""Fields of the configuration with the values that ``run_layers`` assumes."""
 
 
 def obstacle(model: Any, hidden_states: Tensor) -> str | None:
-    """Why the layers must run as their modules' own ``forward``; None when they need not.
+    """Why ``run_layers`` cannot replace the modules' own ``forward``. None = it can.
 
-    Linear layers are called as modules: adapters and hooks on them do not matter.
+    Linear layers are called as modules in any case, so adapters and hooks on them are no obstacle.
     """
     if torch.is_autocast_enabled(hidden_states.device.type):
         return "autocast chooses dtypes"
@@ -159,7 +174,7 @@ def obstacle(model: Any, hidden_states: Tensor) -> str | None:
 
 
 def _passed_over(model: Any) -> Iterator[tuple[nn.Module, type]]:
-    """Modules whose ``forward`` is not called, each with the class that it must have."""
+    """The modules whose ``forward`` ``run_layers`` does not call, each with the class that it must have."""
     yield model.norm, RMSNorm
     for layer in model.layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -169,6 +184,7 @@ def _passed_over(model: Any) -> Iterator[tuple[nn.Module, type]]:
 
 
 def _changed(module: nn.Module, expected: type, dtype: torch.dtype) -> str | None:
+    """How a module differs from what ``run_layers`` assumes: class, hooks, dtype. None = it does not."""
     if type(module) is not expected:
         return f"{type(module).__name__} in place of {expected.__name__}"
     if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
@@ -179,7 +195,10 @@ def _changed(module: nn.Module, expected: type, dtype: torch.dtype) -> str | Non
 
 
 def run_layers(model: Any, hidden_states: Tensor, step: StaticStep) -> Tensor:
-    """``PodModel.run_layers`` with ``step``, final norm included: ``[B, 1, hidden]`` to the same shape."""
+    """All layers and the final norm for one new token per row, ``[B, 1, hidden]`` to the same shape.
+
+    It computes the same as ``PodModel.run_layers``.
+    """
     x, delta, operations = hidden_states, None, step.layers[0].operations
     for layer, static in zip(model.layers, step.layers, strict=True):
         norm = layer.input_layernorm

@@ -1,4 +1,4 @@
-"""A prepared step, and whether it still serves the model that it was made of."""
+"""``Program``: a prepared decode step, which knows whether its model is still as it was."""
 
 import operator
 from collections.abc import Callable
@@ -8,13 +8,14 @@ from torch import Tensor
 
 
 class Program:
-    """A prepared step of one model, with its modules, and its weights at their addresses.
+    """A prepared step of one model. It records the model's modules and the addresses of its weights.
 
-    A graph would go on reading the weights where they were when it was captured. ``serves`` is asked before
-    every token, so it runs in C: no loop of Python over the weights.
+    A graph reads the weights at the addresses that they had when it was recorded. So a step must be prepared
+    anew when a weight or a module was replaced. ``serves`` tells this, and is called before every token.
+    Therefore it runs in C, without a loop of Python over the weights.
 
     Attributes:
-        run: makes the step.
+        run: makes the step, and returns its result.
     """
 
     def __init__(self, model: Any, run: Callable[[], Tensor]):
@@ -37,5 +38,5 @@ class Program:
         return self._addresses() == self._addresses_then
 
     def _addresses(self) -> list[int]:
-        """Addresses of the weights that the modules have now."""
+        """The addresses of all weights that the modules have now."""
         return list(map(Tensor.data_ptr, map(operator.getitem, self._owners, self._names)))

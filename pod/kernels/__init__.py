@@ -1,7 +1,7 @@
-"""Attention, decoding and statistics of attention that not every installation of torch runs.
+"""Fast implementations of attention, decoding and statistics of attention, most of them for GPUs.
 
-These files import torch and (where installed) triton. Of ``pod`` they import only the operation that they
-implement.
+They import torch and (where installed) triton. Of ``pod`` they import only the operation that they implement.
+Importing this package registers them by name; their files are imported when they are first used.
 """
 
 import importlib
@@ -44,11 +44,11 @@ def _unsupported(call: DecodeCall) -> str | None:
         return f"Triton cannot be imported ({error})"
 
 
-# Attention by FlexAttention, on CUDA; imported when first asked for, since it brings PyTorch's compiler.
+# Attention by FlexAttention, on CUDA. It is imported late, because it brings PyTorch's compiler.
 IMPLEMENTATIONS["flex"] = Implementation(lambda call: _flex().attend(call), _unsupported_by_flex)
 
-# Attention of training and prompts as one fused Triton pass; chosen by name only, `auto` never takes it.
+# Attention of training and prompts as one fused Triton pass. It runs only by name: `auto` never takes it.
 IMPLEMENTATIONS["triton"] = Implementation(lambda call: _prefill().attend(call), _unsupported_by_prefill)
 
-# Decoding with split keys by Triton; imported when first asked for, since not every installation has Triton.
+# Decoding with split keys by Triton. It is imported late, because not every installation has Triton.
 DECODERS["triton"] = Implementation(lambda call: _triton().decode(call), _unsupported)

@@ -1,17 +1,17 @@
-"""PoD attention as two FlexAttention calls, merged by the gate of eq. 4: on CUDA, for what flash cannot run.
+"""PoD attention as two FlexAttention calls, merged by the gate of eq. 4: on CUDA, where flash cannot run.
 
-All rows of a batch are one sequence: *place* ``j`` is column ``j % n`` of row ``j // n``. A query sees at
-most two runs of places: its sinks and its window. Through its lead it sees one run: what lies between. So
-four int32 numbers per query say all about documents, windows and chunks behind a past, and the compiled
-kernels are the same for all of them. The numbers are made once in a pass, from the segments. Which blocks of
-128 x 128 a call computes comes from the least and the greatest of these numbers in a block, never from a mask
-of size ``n x n``.
+All rows of a batch are put behind each other as one sequence. *Place* ``j`` of it is column ``j % n`` of row
+``j // n``. A query sees at most two runs of consecutive places: its sinks and its window. Through its lead it
+sees one run: the places between these two. So four int32 numbers per query describe documents, windows and
+chunks behind older tokens, and the same compiled kernels serve all of them. The numbers are made once in a
+pass, from the segments. A call computes only some blocks of 128 x 128 logits. These follow from the smallest
+and the largest of the numbers in each block of queries, never from a mask of size ``n x n``.
 
-KV heads stand where FlexAttention has its batch. Layers differ in how many heads lead and how many follow.
-FlexAttention would compile anew for every number of heads, but it does not for every size of a batch.
+KV heads take the dimension that is FlexAttention's batch. The reason: layers differ in how many heads lead
+and follow, and FlexAttention compiles anew for every number of heads, but not for every size of a batch.
 
 On CUDA both calls and the merge are compiled together, and a call that cannot be compiled raises. On the CPU
-they run as they stand, with ``n x n`` logits; this is for tests.
+they run uncompiled, with ``n x n`` logits; this is for tests.
 """
 
 from functools import cache
@@ -27,14 +27,14 @@ from pod.modeling.model.sinks import add_sink
 _BLOCK = 128
 _NEVER = torch.iinfo(torch.int32).max
 _MOST_COMPILED = 64
-"""How many forms of one function may be compiled.
+"""How many variants of the function may be compiled.
 
-Forms differ in having a lead, in having gradients, in their dtype, and in static or other shapes.
+Variants differ in whether there is a lead and gradients, in dtype, and in which shapes are static.
 """
 
 
 def unsupported(call: Call) -> str | None:
-    """Why FlexAttention cannot run a call; None when it can."""
+    """Why FlexAttention cannot run a call. None = it can."""
     q = call.q
     if call.visibility.positions is not None:
         return "tokens with positions of their own"
@@ -50,7 +50,7 @@ def unsupported(call: Call) -> str | None:
 
 
 def unsupported_sizes(dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why no GPU runs this dtype and head dimension; None when some do."""
+    """Why no GPU can run this dtype and head dimension. None = some GPUs can."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"dtype {dtype} (float32, float16 or bfloat16)"
     return None if 16 <= head_dim <= 256 else f"head_dim {head_dim} (16 to 256)"
@@ -58,7 +58,7 @@ def unsupported_sizes(dtype: torch.dtype, head_dim: int) -> str | None:
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """See ``attend.attend``; the output is laid out as ``[B, m, Hq, d]``."""
-    # Sources may have room for more.
+    # sources may have slots for more tokens
     num_keys = max((segment.keys[1] for segment in call.segments.all), default=1)
     shape = call.q.shape[0], call.q.shape[2], num_keys
     keys, values = call.tokens.span(0, num_keys)
@@ -81,9 +81,10 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _sequence(x: Tensor, groups: int, idle: Tensor | None) -> Tensor:
-    """Turn ``[B, H·groups, n, d]`` into ``[H, groups, B·n, d]``: a view, where the layout allows.
+    """Turn ``[B, H·groups, n, d]`` into ``[H, groups, B·n, d]``: a view if the strides allow it.
 
-    Idle columns may hold anything, and a weight of 0 does not hide a NaN. So they become 0, in a copy.
+    ``idle`` marks columns of no segment, see ``Layout``. They may hold NaN, which a weight of 0 would not
+    remove. So they are set to 0, in a copy.
     """
     tokens = x.transpose(1, 2).flatten(0, 1)
     if idle is not None:
@@ -92,7 +93,7 @@ def _sequence(x: Tensor, groups: int, idle: Tensor | None) -> Tensor:
 
 
 def _by_kv_head(call: Call) -> tuple[Tensor, Tensor] | None:
-    """The sink's logits ``[H, G, 1]`` and values ``[H, 1, 1, d]``."""
+    """The sink's logits ``[H, G, 1]`` and values ``[H, 1, 1, d]``. None = there is no sink."""
     if call.sink is None:
         return None
     return call.sink.logits.unflatten(0, (-1, call.groups))[..., None], call.sink.values[:, None, None]
@@ -108,11 +109,12 @@ def _batch(x: Tensor, batch: int) -> Tensor:
 
 @cache
 def _function(device_type: str):
+    """``attend_to_places``, compiled on CUDA."""
     if device_type != "cuda":
         return attend_to_places
     config = torch._dynamo.config  # pyright: ignore[reportPrivateImportUsage]
     config.recompile_limit = max(_MOST_COMPILED, config.recompile_limit)
-    # As a whole graph, PyTorch raises past the limit; otherwise it would hold n x n logits there.
+    # With fullgraph, PyTorch raises beyond the limit. Without it, it would run with n x n logits in memory.
     return torch.compile(attend_to_places, fullgraph=True)
 
 
@@ -132,7 +134,7 @@ def attend_to_places(
         values: ``[H, 1, N, d]``.
         masks: which places each query sees.
         scale: factor on logits.
-        sink: logits and values that broadcast to ``[H, G, M]`` and ``[H, G, M, d]``.
+        sink: logits and values that broadcast to ``[H, G, M]`` and ``[H, G, M, d]``. None = no sink.
 
     Returns:
         The output ``[H, G, M, d]``, with gradients, and the log-sum-exp ``[H, G, M]``, without. They are 0
@@ -143,12 +145,12 @@ def attend_to_places(
         _flex(q, k, values, mask, scale, options) for q, k, mask in zip(queries, keys, masks, strict=True)
     ]
     near, near_lse = found[0]
-    if sink is not None:  # before distant places, since the log-sum-exp of both together has no gradient
+    if sink is not None:  # added before the merge, because the merged log-sum-exp has no gradient
         near, near_lse = add_sink(near, near_lse, *sink)
     if len(found) == 1:
         return near, near_lse.detach()
     far, far_lse = found[1]
-    # Every query sees its own token. Only padding sees none, and -inf less -inf has no value.
+    # Every query sees its own token. Only padding sees none, and -inf minus -inf would be NaN.
     gate = torch.sigmoid(near_lse.masked_fill(near_lse == float("-inf"), 0.0) - far_lse)[..., None]
     out = gate * near + (1 - gate) * far
     return out.to(near.dtype), torch.logaddexp(near_lse.detach(), far_lse.detach())
@@ -170,12 +172,12 @@ def _flex(
 
 
 class FlexTiles(NamedTuple):
-    """Sizes of tiles, as (queries, keys).
+    """Sizes of FlexAttention's tiles, each as (queries, keys).
 
     Attributes:
-        forward: in the forward pass.
-        of_queries: for the gradient of queries.
-        of_keys: for the gradients of keys and values.
+        forward: tiles of the forward pass.
+        of_queries: tiles for the gradient of the queries.
+        of_keys: tiles for the gradients of keys and values.
     """
 
     forward: tuple[int, int]
@@ -184,11 +186,12 @@ class FlexTiles(NamedTuple):
 
 
 def float32_tiles(head_dim: int) -> FlexTiles:
-    """FlexTiles for full fp32 products.
+    """The tiles for full fp32 products.
 
-    Among tiles that compile to few spilled registers, these move few bytes. PyTorch's own tiles at 128 are
-    (32, 64) and twice (16, 16). They load three times as much, and spill 1.7 KB a thread in the forward pass.
-    For head dimensions that its table lacks, PyTorch takes more shared memory than an A100 has.
+    Of all tiles that spill few registers, these load the fewest bytes. At head dimension 128, PyTorch's own
+    tiles are (32, 64) for the forward pass and (16, 16) for both gradients. They load three times as much,
+    and spill 1.7 KB a thread in the forward pass. For head dimensions that are not in its table, PyTorch
+    needs more shared memory than an A100 has.
     """
     if head_dim > 128:
         return FlexTiles(forward=(32, 16), of_queries=(16, 16), of_keys=(16, 16))
@@ -196,7 +199,10 @@ def float32_tiles(head_dim: int) -> FlexTiles:
 
 
 def kernel_options(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
-    """Options of ``flex_attention``: its own tiles for 16 bits, ours for fp32, one kernel for all lengths."""
+    """``kernel_options`` of ``flex_attention``: its own tiles for 16 bits, ours for fp32.
+
+    The backend is Triton's kernel, which is the same for all lengths.
+    """
     options: dict[str, Any] = {"BACKEND": "TRITON"}
     if dtype == torch.float32:
         tiles = float32_tiles(head_dim)
@@ -211,17 +217,17 @@ def kernel_options(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
 
 
 class Layout(NamedTuple):
-    """Where segments lie.
+    """The places of each query's segment.
 
-    ``start``, ``own`` and ``end`` are int32 ``[B·m]``, a number for each query. Padding has 0, -1 and 0: no
-    place lies between.
+    ``start``, ``own`` and ``end`` are int32 ``[B·m]``, one number for each query. Padding has 0, -1 and 0, so
+    that it sees no place.
 
     Attributes:
-        start: the place where the query's segment begins, which is the segment's number.
+        start: the place where the query's segment begins.
         own: the place of the query's own key; ``own - start`` is its position.
         end: the place behind the query's segment.
-        idle_queries: bool ``[B·m]``, columns of queries in no segment; None = there are none.
-        idle_keys: bool ``[B·n]``, columns of keys in no segment; None = there are none.
+        idle_queries: bool ``[B·m]``, True for columns of queries in no segment; None = there are none.
+        idle_keys: bool ``[B·n]``, True for columns of keys in no segment; None = there are none.
     """
 
     start: Tensor
@@ -232,12 +238,13 @@ class Layout(NamedTuple):
 
 
 def _layout(call: Call, shape: tuple[int, int, int]) -> Layout:
+    """The layout of a call's segments, made once in a pass."""
     device = call.q.device
     return call.segments.derived(("flex", shape, device), lambda: lay_out(call.segments, shape, device))
 
 
 def lay_out(segments: Segments, shape: tuple[int, int, int], device: torch.device) -> Layout:
-    """The layout of ``shape = (B, m, n)`` columns."""
+    """The layout of segments in a batch of ``shape = (B, m, n)``: rows, columns of queries and of keys."""
     batch, num_queries, num_keys = shape
     start, own, end = (torch.full((batch, num_queries), x, dtype=torch.int32) for x in (0, -1, 0))
     idle_keys = torch.ones(batch, num_keys, dtype=torch.bool)
@@ -260,7 +267,7 @@ def lay_out(segments: Segments, shape: tuple[int, int, int], device: torch.devic
 class PlaceRuns(NamedTuple):
     """The places that each query sees: ``first <= place < stop`` and ``other_first <= place < other_stop``.
 
-    int32 ``[M]`` each. A run without places goes from ``_NEVER`` to 0.
+    Each is int32 ``[M]``. A run without places has the bounds ``_NEVER`` and 0.
     """
 
     first: Tensor
@@ -270,7 +277,7 @@ class PlaceRuns(NamedTuple):
 
 
 def runs_of(layout: Layout, see: Visibility, is_far: bool) -> PlaceRuns:
-    """The runs of sinks and window; with ``is_far``, of the places between them, seen through the lead."""
+    """The runs of sinks and window. With ``is_far``, those of the places between, seen through the lead."""
     start, own, end, *_ = layout
     stop = own + 1 if see.causal else end
     if see.num_recent_tokens is None:
@@ -286,6 +293,7 @@ def runs_of(layout: Layout, see: Visibility, is_far: bool) -> PlaceRuns:
 
 
 def _run(first: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+    """The bounds of a run, with ``_NEVER`` and 0 for runs without places."""
     is_empty = first >= stop
     return first.masked_fill(is_empty, _NEVER), stop.masked_fill(is_empty, 0)
 
@@ -322,10 +330,14 @@ def _mask_function(first: Tensor, stop: Tensor, other_first: Tensor, other_stop:
 
 
 def blocks_of(runs: PlaceRuns, num_places: int) -> tuple[Tensor, Tensor]:
-    """Pairs of blocks that need the mask, and pairs that are seen whole: ``[blocks of queries, of places]``.
+    """Which pairs of a block of queries and a block of places must be computed.
 
-    A pair may be listed although nothing of it is seen, which costs the time for it. It never happens that a
-    pair is seen and not listed.
+    A pair may be marked although no query of it sees a place of it, which only costs time. A pair with a
+    visible place is always marked.
+
+    Returns:
+        Pairs that need the mask, and pairs in which every query sees every place: bool
+        ``[blocks of queries, blocks of places]`` each.
     """
     begin = torch.arange(0, num_places, _BLOCK, device=runs.first.device)
     end = (begin + _BLOCK).clamp(max=num_places)
@@ -341,17 +353,18 @@ def blocks_of(runs: PlaceRuns, num_places: int) -> tuple[Tensor, Tensor]:
 
 
 def _bounds(per_query: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the greatest of ``[M]`` numbers in every block, ``[blocks, 1]`` each."""
+    """The smallest and the largest of the numbers ``[M]`` in every block of queries, ``[blocks, 1]`` each."""
     missing = -len(per_query) % _BLOCK
     blocks = torch.cat([per_query, per_query[-1:].expand(missing)]).unflatten(0, (-1, _BLOCK))
     return blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
 
 
 def _as_lists(pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn ``[rows, columns]`` into how many columns each row has, and which.
+    """Turn marks ``[rows, columns]`` into the lists that ``BlockMask`` takes.
 
-    Columns that a row has stand first. Both results are int32: ``[1, 1, rows]`` and
-    ``[1, 1, rows, columns]``.
+    Returns:
+        How many columns of each row are marked, int32 ``[1, 1, rows]``, and the indices of all columns, the
+        marked ones first, int32 ``[1, 1, rows, columns]``.
     """
     columns = pairs.int().argsort(dim=-1, descending=True, stable=True)
     return pairs.sum(-1, dtype=torch.int32)[None, None], columns.int()[None, None]

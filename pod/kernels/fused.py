@@ -1,8 +1,9 @@
-"""What stands between the products of a decoder layer, for one new token per row.
+"""The operations between the matrix products of a decoder layer, for one new token per row.
 
-There are three operations: residual and norm; head norms, rotation and the stores of keys and values; the
-gate of the feed-forward. This file chooses their backend, and has their plain form. The plain form computes
-what the modules of ``pod.modeling.model`` compute, in the same order of roundings, in any dtype.
+There are three: residual and norm (``add_norm``); head norms, rotation and storing of keys and values
+(``rotate_and_store``); and the gate of the feed-forward part (``gate``). This file chooses their backend, and
+has their plain form, which runs in any dtype. It computes the same as the modules of ``pod.modeling.model``,
+and rounds in the same order.
 """
 
 import importlib
@@ -20,7 +21,7 @@ from pod.modeling.model.sharing import Roles
 
 
 class HeadNorms(NamedTuple):
-    """Norms of single heads (Qwen3): weights ``[d]`` of queries and of keys."""
+    """Norms of single heads (Qwen3): their weights ``[d]`` for queries and for keys, and their epsilon."""
 
     q_weight: Tensor
     k_weight: Tensor
@@ -28,20 +29,20 @@ class HeadNorms(NamedTuple):
 
 
 class NewToken(NamedTuple):
-    """Where the new token of each row goes in a layer's tensors.
+    """The tensors of a layer into which the new token of each row is written, and its position.
 
-    Token ``p`` stands at slot ``p`` of ``[B, h, slots, d]`` while there are that many slots; later a ring
-    takes it.
+    All tensors are ``[B, h, slots, d]``. Token ``p`` goes to slot ``p`` if there are so many slots. Otherwise
+    it goes to a ring, which is made of the slots from ``first`` on: to slot
+    ``first + (p - first) mod (slots - first)``.
 
     Attributes:
         past: int64 ``[B]``, position of the new token.
-        keys: of the heads that lead; None where there are none. The ring begins at slot 0.
-        window_keys: of the heads that follow; None where there are none. The ring begins at slot
-            ``num_sink_tokens``.
-        values: of the heads that lead or follow; None where there are none. The ring begins at slot 0.
+        keys: keys of the leads; None if there are no leads. ``first`` is 0.
+        window_keys: own keys of the followers; None if there are none. ``first`` is ``num_sink_tokens``.
+        values: values of leads and followers; None if there are none. ``first`` is 0.
         num_sink_tokens: slots before the ring of ``window_keys`` and ``near``.
-        near: keys and values of the heads that keep their windows; None where there are none. Slots and ring
-            are those of ``window_keys``.
+        near: keys and values of the heads that keep their windows; None if there are none. ``first`` is
+            ``num_sink_tokens``.
     """
 
     past: Tensor
@@ -53,7 +54,12 @@ class NewToken(NamedTuple):
 
 
 class Operations(NamedTuple):
-    """The operations of a backend; their signatures are those of the functions in this file."""
+    """The operations of a backend, with the arguments of the functions of these names in this file.
+
+    Attributes:
+        gate: ``silu(gate) · up`` of two tensors.
+        unsupported: why the operations cannot run on tensors like a given one. None = they can.
+    """
 
     add_norm: Callable[..., tuple[Tensor, Tensor]]
     rotate_and_store: Callable[..., Tensor]
@@ -79,7 +85,7 @@ def rotate_and_store(
     roles: Roles,
     token: NewToken,
 ) -> Tensor:
-    """Norm and rotate the heads of ``q`` and ``k``; write ``k`` and ``v`` to their slots.
+    """Norm and rotate the heads of ``q`` and ``k``, and write ``k`` and ``v`` to their slots.
 
     Args:
         q: ``[B, Hq, d]``.
@@ -87,9 +93,9 @@ def rotate_and_store(
         v: ``[B, H, d]``.
         tables: cos and sin ``[B, d / 2]`` of the new positions, in the dtype of the computation (at least
             fp32).
-        norms: of the heads; None = there are none.
-        roles: of the KV heads.
-        token: where keys and values go.
+        norms: norms of the heads; None = there are none.
+        roles: roles of the KV heads.
+        token: the tensors to write to.
 
     Returns:
         ``[B, Hq, d]``, the rotated queries.
@@ -128,19 +134,19 @@ REFERENCE = Operations(
     add_norm, rotate_and_store, lambda gate, up: F.silu(gate) * up, unsupported=lambda x: None
 )
 ORDER = {"cuda": ["triton", "reference"]}
-"""What ``auto`` tries on a device type; devices not named use the plain form."""
+"""Backends that ``auto`` tries on a type of device, in this order. Other devices use the plain form."""
 
 
 def choose(x: Tensor, backend: str = "auto") -> Operations:
     """The operations that will run on tensors like ``x``.
 
     Args:
-        x: a tensor of the device and dtype.
-        backend: of ``pod.modeling.model.decode``: ``auto`` or ``triton``. The other backends are written in
-            torch, and then the plain form runs, which is torch too.
+        x: a tensor with the device and dtype of the step.
+        backend: the decode implementation, ``auto`` or a name. For any name but ``triton``, whose
+            implementation is written in torch, the plain form runs.
 
     Raises:
-        ValueError: the backend that was asked for cannot run.
+        ValueError: the named backend cannot run.
     """
     if backend not in ("auto", "triton") or (backend == "auto" and x.device.type not in ORDER):
         return REFERENCE

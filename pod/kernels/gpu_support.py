@@ -1,7 +1,4 @@
-"""What can run on the GPUs of this machine: attention of prompts, and kernels by Triton.
-
-This is known before a model is loaded.
-"""
+"""Which backends of attention can run on the GPUs of this machine, found before a model is loaded."""
 
 import torch
 
@@ -12,9 +9,13 @@ from pod.modeling.model.flash_version import SHIPPED, asked, unsupported_by_vers
 
 
 def refusals(dtype: torch.dtype, head_dim: int) -> dict[str, str | None]:
-    """Why ``flash`` and ``flex``, in the order of ``auto``, cannot run on a GPU; None = it can.
+    """Why each of ``flash`` and ``flex``, in the order of ``auto``, cannot run on a GPU. None = it can.
 
-    Where this machine has GPUs, the limits of these GPUs and of its compilers count too.
+    If this machine has GPUs, their limits and those of the machine's compilers are considered too.
+
+    Args:
+        dtype: dtype of the model.
+        head_dim: channels of a head.
     """
     flash = varlen.unsupported_sizes(dtype, head_dim)
     flexible = flex.unsupported_sizes(dtype, head_dim)
@@ -27,7 +28,7 @@ def refusals(dtype: torch.dtype, head_dim: int) -> dict[str, str | None]:
 
 
 def refusal(backend: str, refused: dict[str, str | None]) -> str | None:
-    """Why a backend that was asked for by name cannot run, according to ``refusals``; None = it can."""
+    """Why the backend of this name cannot read prompts, according to ``refusals``. None = it can."""
     if backend == "grouped":
         return "it takes one query per row"
     # The kernels of both are Triton's, for the same dtypes and head dimensions.
@@ -43,8 +44,8 @@ def check_prompts(dtype: torch.dtype, head_dim: int, backend: str) -> None:
     """Refuse to read prompts on this machine's GPUs with the reference, unless it was asked for by name.
 
     Args:
-        dtype: of the model.
-        head_dim: of the model.
+        dtype: dtype of the model.
+        head_dim: channels of a head.
         backend: ``auto`` or the name of a backend.
 
     Raises:

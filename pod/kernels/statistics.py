@@ -1,10 +1,10 @@
-"""What eviction methods read from attention, without the ``n x n`` matrix. Results carry no gradient.
+"""Sums and rows of attention weights, for methods that drop tokens. The ``n x n`` matrix is never in memory.
 
-Queries are taken one block at a time, so memory is O(n), and work about half of n². A block of ``r`` queries
-of a few KV heads needs only the keys up to its last query. Its logits are one matrix product into a buffer
-that all blocks share; on CPU the buffer is small enough for the processor's caches. On CUDA, tensor cores
-multiply 16-bit queries and keys as they are, and add up and write fp32: products of two 16-bit numbers are
-exact there.
+Results carry no gradient. Queries are taken one block at a time, so memory is O(n), and work about half of
+n². A block of ``r`` queries of a few KV heads needs only the keys up to its last query. Its logits are one
+matrix product into a buffer that all blocks share; on CPU the buffer is small enough for the processor's
+caches. On CUDA, tensor cores multiply 16-bit queries and keys without converting them, and sum in fp32, so
+that each product is exact.
 """
 
 from collections.abc import Iterator
@@ -21,10 +21,10 @@ _LEAST_ROWS = 32  # a matrix product with fewer rows is slow; the buffer then gr
 
 @torch.no_grad()
 def attention_column_sums(q: Tensor, k: Tensor, scale: float | None = None, squares: bool = False) -> Tensor:
-    """How much attention every key received: ``Σ_i A_ij``.
+    """How much attention every key ``j`` received from all queries ``i``: ``Σ_i A_ij``.
 
-    This is the accumulated score of H2O (Zhang et al., 2023, section 4). D2O sums it over the prompt in the
-    same way. RoCo (Ren and Zhu, 2024) also needs ``Σ_i A_ij²``, for the standard deviation.
+    This is the accumulated score of H2O (Zhang et al., 2023, section 4), which D2O uses too. RoCo (Ren and
+    Zhu, 2024) also needs ``Σ_i A_ij²``, for the standard deviation.
 
     Args:
         q: ``[B, Hq, m, d]``, rotated: the queries of the last ``m`` of ``n`` positions. Each sees the keys up
@@ -50,14 +50,13 @@ def attention_column_sums(q: Tensor, k: Tensor, scale: float | None = None, squa
 
 @torch.no_grad()
 def attention_rows(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
-    """Softmax rows of the last queries.
+    """The attention weights of the last queries, for example of SnapKV's observation window.
 
-    Such queries are the observation window of SnapKV (Li et al., 2024, section 4.1). The arguments are those
-    of ``attention_column_sums``.
+    See Li et al., 2024, section 4.1. The arguments are those of ``attention_column_sums``.
 
     Returns:
-        ``[B, Hq, m, n]`` in fp32 (fp64 for fp64 inputs). Every row sums to one, and is 0 after its own
-        position.
+        ``[B, Hq, m, n]`` in fp32 (fp64 for fp64 inputs). Every row sums to one. Keys behind the query have
+        weight 0.
     """
     (batch, kv_heads, n, _), (query_heads, m) = k.shape, q.shape[1:3]
     compute = compute_dtype(q.dtype)
@@ -68,9 +67,12 @@ def attention_rows(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
 
 
 def _blocks(q: Tensor, k: Tensor, scale: float | None) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield pairs ``h`` (of ``B·H``), queries ``r`` (of m) and softmax rows ``[h, G, r, S]`` of every block.
+    """Compute the attention weights block by block.
 
-    ``S`` ends at the key of the block's last query. The next block overwrites the rows.
+    Yields:
+        A slice of the ``B·H`` pairs of row and KV head, a slice of the ``m`` queries, and their weights
+        ``[pairs, G, queries, S]``, with the ``S`` keys up to the last of these queries. The next block
+        overwrites the weights.
     """
     (batch, kv_heads, n, head_dim), m = k.shape, q.shape[2]
     assert q.shape[::3] == k.shape[::3] and not q.shape[1] % kv_heads and m <= n, (q.shape, k.shape)
@@ -89,7 +91,7 @@ def _blocks(q: Tensor, k: Tensor, scale: float | None) -> Iterator[tuple[slice, 
         for start in range(0, m, rows):
             block = slice(start, min(start + rows, m))
             logits = _logits(q[here, :, block].to(dtype), keys[:, : n - m + block.stop], factor, buffer)
-            # The softmax is not written over the logits: so the fused kernel is a quarter faster.
+            # The softmax is not written over the logits, because then the fused kernel is a quarter faster.
             yield here, block, torch.softmax(logits, -1, out=room[: logits.numel()].view(logits.shape))
 
 
@@ -99,11 +101,13 @@ def _multiplies_narrow(q: Tensor, k: Tensor) -> bool:
 
 
 def _logits(q: Tensor, k: Tensor, factor: float, buffer: Tensor) -> Tensor:
-    """``factor · q · k`` of the last ``r`` of ``S`` positions, in ``buffer``: ``[h, G, r, S]``.
+    """Causal logits ``factor · q · k`` of queries at the last ``r`` of ``S`` positions, ``[h, G, r, S]``.
 
     Args:
         q: ``[h, G, r, d]``.
         k: ``[h, S, d]``.
+        factor: factor on the products.
+        buffer: memory in which the result lies.
     """
     heads, groups, rows, _ = q.shape
     width = k.shape[1]

@@ -1,18 +1,18 @@
 """Decoding as Triton kernels, split-KV: one launch for heads of all roles, and one that merges the splits.
 
-* **Who does what.** The programs of a row are dealt to its heads on the device, by ``lengths``. A tile of
-  tokens costs a lead two units (keys and values). It costs a follower two for tokens of its window, and one
-  for distant tokens (values; logits are small). It costs a head that keeps its window two. So the grid is
-  fixed, as CUDA graphs need it, and programs still finish together. A program walks over *far* tiles (distant
-  tokens) first, then over *near* ones (sinks and recent tokens), so that a lead knows the log-sum-exp of its
-  distant tokens alone.
-* **With a gate threshold** the first launch leaves out the distant tokens of followers. A second launch takes
-  them. By then its programs know which query heads skip: where a whole group does, no value is read.
-* **Buffers of 4 bits** are read as they are. The low and the high four bits of a byte are channels ``i`` and
-  ``i + d/2``. So a tile is two tiles of half the features, every product is two, and nothing is interleaved.
-  A native tile is its own low half, and has no high one. The newest tokens of packed buffers are native and
-  near, which needs ``num_recent_tokens`` >= the ring that holds them. They get tiles of their own, behind the
-  packed near ones. Windows are always native.
+* **Work of a program.** The grid is fixed, as CUDA graphs need it: a number of programs for each row. On the
+  device, they are shared out among the row's heads according to its length, so that they finish together. A
+  tile of tokens costs 2 (keys and values), but 1 for a follower's distant tokens (values; logits are small).
+  A program reads *far* tiles (distant tokens) first, then *near* ones (sinks and recent tokens), so that a
+  lead knows the log-sum-exp of its distant tokens alone.
+* **With a gate threshold**, the first launch leaves out the distant tokens of followers, and a second launch
+  reads them. By then, its programs know which query heads skip distant tokens: if all heads of a group do, no
+  value is read.
+* **Buffers of 4 bits** are read without unpacking them in memory. The low and the high four bits of a byte
+  are channels ``i`` and ``i + d/2``. So a tile is two tiles of half the channels, every product is two, and
+  nothing is interleaved. A native tile is a low half without a high one. The newest tokens of packed buffers
+  are native and near, so ``num_recent_tokens`` must be at least the size of their ring. They get tiles of
+  their own, after the packed near ones. Windows are always native.
 * **A constant sink** begins the softmax of a window's first split: one token with the sink's logit and value.
 
 Nothing here waits for the device or allocates. Logits and sums are fp32; for fp32 inputs full fp32, not TF32.
@@ -40,7 +40,7 @@ SECOND: distant tokens of followers, where a query head reads them."""
 
 
 class DecodeTile(NamedTuple):
-    """Tokens of a program's step, features and query heads of a product, and how the kernel is compiled."""
+    """Tokens of a program's step, channels and query heads of a product, and options to compile with."""
 
     BLOCK_N: int
     BLOCK_D: int
@@ -50,11 +50,11 @@ class DecodeTile(NamedTuple):
 
 
 def tile(dtype: torch.dtype, head_dim: int, groups: int, packed: bool = False, part: int = ALL) -> DecodeTile:
-    """Tiles of about 16 KiB of values per step: two programs on a multiprocessor have some 100 KiB under way.
+    """The tile of a kernel. It has about 16 KiB of values, of which two programs load some 100 KiB ahead.
 
-    A product has at least 16 rows; rows without a query head cost no traffic. A packed step has fewer bytes,
-    and more arithmetic. Distant tokens alone get a stage more where one fewer would spill (head_dim 128 on
-    sm_90).
+    A product has at least 16 rows; rows without a query head load nothing. A packed tile has fewer bytes, and
+    more arithmetic. A launch of distant tokens alone gets 3 stages, because with 2 it would spill registers
+    (head_dim 128 on sm_90).
     """
     block_g = max(16, triton.next_power_of_2(groups))
     block_d = head_dim // 2 if packed else max(16, triton.next_power_of_2(head_dim))
@@ -69,7 +69,7 @@ def tile(dtype: torch.dtype, head_dim: int, groups: int, packed: bool = False, p
 
 @triton.jit
 def proximal_lse(part_lse, first, count, groups, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Natural log-sum-exp ``[BLOCK_G]`` over the splits of a head in the first launch."""
+    """Log-sum-exp (base e) ``[BLOCK_G]`` over the splits of a head in the first launch."""
     rows = tl.arange(0, BLOCK_G)
     peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
@@ -87,7 +87,7 @@ def proximal_lse(part_lse, first, count, groups, BLOCK_G: tl.constexpr, BLOCK_S:
 
 @triton.jit
 def window_slot(place, far, n_s, n_r):
-    """Slot of near token ``place`` among a follower's own keys, after ``far`` distant ones: one ring wrap."""
+    """Slot of near token ``place`` in a window after ``far`` distant tokens; the ring wraps at most once."""
     slot = place + tl.where(place < n_s, 0, far % n_r)
     return slot - tl.where(slot < n_s + n_r, 0, n_r)
 
@@ -106,7 +106,7 @@ def products(q_low, q_high, k_low, k_high, PACKED: tl.constexpr):
 
 @triton.jit
 def attend(logits, v_low, v_high, peak, total, low, high, PACKED: tl.constexpr):
-    """Take a tile of tokens with base-2 logits ``[G, N]`` and values ``[N, D]`` into the softmax."""
+    """Add a tile of tokens with base-2 logits ``[G, N]`` and values ``[N, D]`` to the online softmax."""
     new_peak = tl.maximum(peak, tl.max(logits, 1))
     reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = tl.exp2(logits - reference[:, None])
@@ -121,7 +121,7 @@ def attend(logits, v_low, v_high, peak, total, low, high, PACKED: tl.constexpr):
 
 @triton.jit
 def native(rows, inside, PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Keys or values ``[N, D]`` that begin at ``rows`` ``[N, 1]``."""
+    """Load native keys or values ``[N, D]`` from the pointers ``rows`` ``[N, 1]``; with PACKED as halves."""
     where = rows + tl.arange(0, BLOCK_D)[None, :]
     if PACKED:
         low = tl.load(where, mask=inside, other=0.0, eviction_policy="evict_first")
@@ -134,7 +134,7 @@ def native(rows, inside, PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: 
 
 @triton.jit
 def packed_keys(codes, zero, scale, token, inside, dtype, HALF: tl.constexpr, GROUP_SIZE: tl.constexpr):
-    """Halves ``[N, d/2]`` of keys at ``token [N, 1]``; zero and scale per channel and GROUP_SIZE tokens."""
+    """Both halves ``[N, d/2]`` of packed keys ``token [N, 1]``, in groups of GROUP_SIZE tokens."""
     features = tl.arange(0, HALF)[None, :]
     numbers = tl.load(codes + token * HALF + features, mask=inside, other=0, eviction_policy="evict_first")
     group = token // GROUP_SIZE * (2 * HALF) + features
@@ -149,7 +149,7 @@ def packed_keys(codes, zero, scale, token, inside, dtype, HALF: tl.constexpr, GR
 
 @triton.jit
 def scaled(numbers, zero, scale, BLOCK_N: tl.constexpr, HALF: tl.constexpr, COUNT: tl.constexpr):
-    """Numbers of codes ``[N, d/2]``, by the zeros and scales ``[N, COUNT]`` of neighbouring channels."""
+    """Unpack codes ``[N, d/2]`` by zeros and scales ``[N, COUNT]`` of groups of consecutive channels."""
     grouped = tl.reshape(numbers.to(tl.float32), [BLOCK_N, COUNT, HALF // COUNT])
     return tl.reshape(grouped * scale[:, :, None] + zero[:, :, None], [BLOCK_N, HALF])
 
@@ -159,7 +159,7 @@ def packed_values(
     codes, zero, scale, token, inside, dtype,
     BLOCK_N: tl.constexpr, HALF: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Halves ``[N, d/2]`` of values at ``token [N, 1]``; zero and scale per token and GROUP_SIZE channels."""
+    """Both halves ``[N, d/2]`` of packed values ``token [N, 1]``, in groups of GROUP_SIZE channels."""
     PER_TOKEN: tl.constexpr = 2 * HALF // GROUP_SIZE
     COUNT: tl.constexpr = (PER_TOKEN + 1) // 2
     NEXT: tl.constexpr = PER_TOKEN - COUNT  # one group for all channels: both halves share it
@@ -180,7 +180,7 @@ def keys_at(
     keys, zero, scale, start, token, row, inside, dtype,
     PACKED: tl.constexpr, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Keys of a lead at ``start + token`` ``[N, 1]``."""
+    """Load the keys of a lead for the tokens ``start + token`` ``[N, 1]``."""
     if PACKED:
         return packed_keys(keys, zero, scale, start + token, inside, dtype, BLOCK_D, GROUP_SIZE)
     else:
@@ -192,7 +192,7 @@ def values_at(
     values, zero, scale, start, token, row, inside, dtype, PACKED: tl.constexpr, GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Values at ``start + token`` ``[N, 1]``."""
+    """Load the values of the tokens ``start + token`` ``[N, 1]``."""
     if PACKED:
         return packed_values(values, zero, scale, start + token, inside, dtype, BLOCK_N, BLOCK_D, GROUP_SIZE)
     else:
@@ -204,7 +204,7 @@ def sink_at(
     logits, values, groups, low, high,
     PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Peak, sum and output of ``groups`` query heads that saw one token with these logits and this value."""
+    """Peak, sum and output of a softmax that ``groups`` query heads begin with a token: a constant sink."""
     heads, features = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     peak = tl.load(logits + heads, mask=heads < groups, other=float("-inf")).to(tl.float32) * _LOG2E
     total = tl.where(peak == float("-inf"), 0.0, 1.0)
@@ -216,7 +216,7 @@ def sink_at(
     return peak, total, low, high
 
 
-# These arguments vary by layer, batch or call: one compiled kernel serves all.
+# Kernels are not compiled anew for values of these arguments, which vary by layer, batch or call.
 _FREE = ["leads", "followers", "windows", "programs", "scale", "tau"]
 
 
@@ -230,11 +230,11 @@ def decode_kernel(
     VALUE_GROUP: tl.constexpr, WITH_SINK: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """One split of one head of one row.
+    """Attention of one head of one row to one split of its tokens.
 
-    ``logits`` are ``[B, H, G, room]``; see ``DecodeBuffers`` for the partial results. Keys and values are
-    codes where they are packed. Then arguments that begin with ``key_``, ``value_`` and ``packed_`` are there
-    too.
+    ``logits`` are ``[B, H, G, room]``; see ``DecodeBuffers`` for the partial results. If keys and values are
+    packed, ``keys`` and ``values`` are codes, and arguments that begin with ``key_``, ``value_`` and
+    ``packed_`` are given too.
     """
     pid = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -271,7 +271,7 @@ def decode_kernel(
     features = tl.arange(0, BLOCK_D)
     tokens = tl.arange(0, BLOCK_N)
     near = tl.minimum(length, n_s + n_r)
-    far = tl.where(is_window, 0, length - near)  # the slots of a window are taken as they come
+    far = tl.where(is_window, 0, length - near)  # a window is read in the order of its slots
     real = heads < GROUPS
     stored_head = (row * kv_heads + head) * GROUPS
     lse_row = row * programs * GROUPS
@@ -346,7 +346,7 @@ def decode_kernel(
             for step in range(first, far_last):
                 start = n_s + step * BLOCK_N
                 inside = start + tokens < n_s + far
-                # Columns behind the last exist (see make_buffers), unused: no mask, so 16 bytes at a time.
+                # Spare columns exist behind the last token (SPARE_COLUMNS), so no mask: 16 bytes at a time.
                 found = tl.load(
                     logits + heads[:, None] * room + (start + tokens)[None, :], mask=real[:, None], other=0.0
                 )
@@ -361,7 +361,7 @@ def decode_kernel(
                 peak, total, low, high = attend(found, v_low, v_high, peak, total, low, high, PACKED)
 
     if PART != 2:
-        begin = 0  # where the native near tokens begin, among the near ones
+        begin = 0  # index of the first native token among the near ones
         native_first = far_tiles
         if PACKED:
             begin = tl.where(is_window, 0, near - tail)
@@ -425,7 +425,7 @@ def decode_kernel(
 @triton.jit
 def merge(part_out, part_lse, first, count, peak, total, out, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr,
           BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Add ``count`` splits of one query head to the running peak, sum and output."""
+    """Add ``count`` splits of one query head to a softmax, which is its peak, sum and output."""
     features = tl.arange(0, BLOCK_D)
     for start in range(0, count, BLOCK_S):
         split = start + tl.arange(0, BLOCK_S)
@@ -452,7 +452,7 @@ def combine_kernel(
     WITH_GATE: tl.constexpr, PACKED: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Output of one query head from its splits; for followed heads also the lse of their distant tokens."""
+    """Merge the splits of one query head. For followed heads, also the log-sum-exps of distant tokens."""
     index = tl.program_id(0) // GROUPS
     group = tl.program_id(0) % GROUPS
     row = tl.program_id(1).to(tl.int64)
@@ -497,7 +497,7 @@ def combine_kernel(
 
 
 def unsupported(call: DecodeCall) -> str | None:
-    """Why the kernels cannot run a call; None when they can."""
+    """Why the kernels cannot run a call. None = they can."""
     q = call.q
     if q.shape[-1] > 256:
         return f"head_dim {q.shape[-1]} (at most 256)"
@@ -516,7 +516,7 @@ def unsupported(call: DecodeCall) -> str | None:
 
 
 def _cannot_unpack(call: DecodeCall) -> str | None:
-    """Why the kernel cannot read packed buffers; None when it can."""
+    """Why the kernel cannot read the packed buffers of a call. None = it can."""
     keys, values = call.keys, call.values
     if not isinstance(values, Packed) or (keys is not None and not isinstance(keys, Packed)):
         return "packed keys with native values or the other way round"
@@ -580,12 +580,12 @@ def _counts(roles: Roles) -> tuple[int, int, int]:
 
 
 def _tensors(x: Stored) -> tuple[Any, ...]:
-    """Numbers or codes of a buffer; of packed ones also zero, scale and tail."""
+    """The tensor of a buffer, or its codes, and then zero, scale and tail (None if it is native)."""
     return (x.codes, x.zero, x.scale, x.tail) if isinstance(x, Packed) else (x, None, None, None)
 
 
 def _combine(call: DecodeCall, with_gate: bool) -> None:
-    """Merge what the programs of one launch, or of two, left in ``call.buffers``."""
+    """Merge the partial results of one launch, or of two, in ``call.buffers``, into ``call.out``."""
     batch, heads, head_dim = call.q.shape
     buffers, roles, groups = call.buffers, call.roles, heads // call.roles.num_heads
     packed_lengths = call.values.packed_lengths if isinstance(call.values, Packed) else None

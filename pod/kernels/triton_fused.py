@@ -1,6 +1,6 @@
 """The operations of ``pod.kernels.fused`` as Triton kernels, one launch each.
 
-Arithmetic is fp32. What the modules round to their dtype on the way is rounded here as well.
+Arithmetic is fp32. Intermediate results that the modules round to their dtype are rounded here as well.
 """
 
 import torch
@@ -68,10 +68,10 @@ def rotate_kernel(
     k_batch, k_head, k_row, w_batch, w_head, w_row, v_batch, v_head, v_row, n_batch, n_head, n_row,
     WITH_NORM: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row.
+    """``rotate_and_store`` of one head of one row; the grid is (Hq + 2·H, B).
 
-    Programs take the heads of the queries first, then those of the keys, then those of the values. Keys and
-    values are in the order of ``table``.
+    The first programs of a row take heads of queries, the next ones heads of keys, the last ones heads of
+    values. Keys and values are in the order of ``table``, which is ``role_table``.
     """
     kv_heads = leads + followers + windows
     index = tl.program_id(0)
@@ -136,7 +136,7 @@ def _add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tu
 
 
 def norm_options(with_delta: bool, size: int) -> dict[str, int | bool]:
-    """How ``add_norm_kernel`` is compiled for rows of ``size`` numbers."""
+    """Constants and options to compile ``add_norm_kernel`` with, for rows of ``size`` numbers."""
     block = triton.next_power_of_2(size)
     warps = min(max(block // 256, 1), 16)  # 8 numbers per thread: 16 bytes of 16-bit ones
     return {"WITH_DELTA": with_delta, "SIZE": size, "BLOCK": block, "num_warps": warps}
@@ -174,7 +174,7 @@ def _rotate_and_store(
 
 
 def rotate_options(with_norm: bool, groups: int, head_dim: int) -> dict[str, int | bool]:
-    """How ``rotate_kernel`` is compiled."""
+    """Constants and options to compile ``rotate_kernel`` with."""
     sizes = {"GROUPS": groups, "HEAD_DIM": head_dim, "BLOCK": triton.next_power_of_2(head_dim // 2)}
     return {"WITH_NORM": with_norm, **sizes, "num_warps": 1}
 

@@ -1,7 +1,7 @@
-"""Where our Triton kernels can run, how one is launched, and how the decode kernels deal their programs.
+"""Where our Triton kernels can run, how one is launched, and how decode kernels share out their programs.
 
-Programs are dealt to the heads of a row, by the length of the row. ``PART`` is that of
-``pod.kernels.triton_decode``.
+The decode kernels have a fixed number of programs per row. They are shared out among the heads of the row on
+the device, according to the row's length. ``PART`` is that of ``pod.kernels.triton_decode``.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from pod import toolchain
 
 
 def unsupported(x: Tensor) -> str | None:
-    """Why kernels cannot run on tensors like ``x``; None when they can."""
+    """Why our kernels cannot run on tensors with the dtype and device of ``x``. None = they can."""
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"dtype {x.dtype} (float32, float16 or bfloat16)"
     if triton.knobs.runtime.interpret:  # pyright: ignore[reportAttributeAccessIssue]
@@ -29,16 +29,17 @@ def unsupported(x: Tensor) -> str | None:
 
 
 def run(kernel, grid: tuple[int, ...], on: Tensor, *arguments, **options) -> None:
-    """Launch a kernel on the device of the tensor ``on``, and wait for nothing."""
+    """Launch a kernel on the device of the tensor ``on``, without waiting for the device."""
     with torch.cuda.device(on.device) if on.is_cuda else contextlib.nullcontext():
         kernel[grid](*arguments, **options)
 
 
 @triton.jit
 def tiles(length, tail, n_s, n_r, is_lead, is_window, PART: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(far tiles, near tiles) that a launch takes of a head with ``length`` tokens.
+    """(far tiles, near tiles): how many tiles of ``BLOCK_N`` tokens a launch reads for one head.
 
-    The newest ``tail`` tokens are in tiles of their own.
+    Far tiles have distant tokens. Near tiles have sinks and recent tokens, or the tokens of a window. The
+    newest ``tail`` tokens, which are native in packed buffers, are in near tiles of their own.
     """
     near = tl.minimum(length, n_s + n_r)
     far_tiles = tl.where(is_window, 0, tl.cdiv(length - near, BLOCK_N))
@@ -56,10 +57,10 @@ def tiles(length, tail, n_s, n_r, is_lead, is_window, PART: tl.constexpr, BLOCK_
 def splits(
     length, tail, leads, followers, windows, programs, n_s, n_r, PART: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """(programs of each lead, of each follower, of each window), dealt in this order.
+    """(programs of each lead, of each follower, of each window), given out in this order.
 
-    There is at least one where there is a tile. Windows get their share first, rounded. What others have to
-    do is finer and fits into the rest.
+    A head with a tile gets at least one program. Windows get their share first, rounded. The work of leads
+    and followers can be cut finer, so it fits into the remaining programs.
     """
     lead_far, lead_near = tiles(length, tail, n_s, n_r, True, False, PART, BLOCK_N)
     far, near = tiles(length, tail, n_s, n_r, False, False, PART, BLOCK_N)
@@ -85,7 +86,7 @@ def splits(
 
 @triton.jit
 def dealt(index, leads, followers, per_lead, per_follower, per_window):
-    """(first program, number of programs) of the head that stands at ``index`` of the table."""
+    """(first program, number of programs) of the head at ``index`` of the table (``role_table``)."""
     of_leads, of_followers = tl.minimum(index, leads), tl.minimum(tl.maximum(index - leads, 0), followers)
     of_windows = tl.maximum(index - leads - followers, 0)
     first = of_leads * per_lead + of_followers * per_follower + of_windows * per_window
@@ -95,6 +96,9 @@ def dealt(index, leads, followers, per_lead, per_follower, per_window):
 
 @triton.jit
 def boundary(split, count, far_tiles, near_tiles, near_cost):
-    """First tile of a split, chosen so that all splits cost the same; far tiles come first."""
+    """The first tile of a split, such that all ``count`` splits of a head cost the same.
+
+    Far tiles come first and cost 1 each; near tiles cost ``near_cost``.
+    """
     units = split * (far_tiles + near_tiles * near_cost) // count
     return tl.where(units < far_tiles, units, far_tiles + (units - far_tiles) // near_cost)

@@ -1,12 +1,13 @@
 """PoD attention of training and prompts as one fused Triton pass, forward and backward; chosen by name only.
 
 A tile of queries goes over its near keys with the layer's own queries and keys, and over its distant keys
-with the lead's, in one softmax. Nothing of size ``n x n`` exists. Besides inputs and output there is one fp32
-number per query and head.
+with the lead's, in one softmax. No tensor of size ``n x n`` exists. Besides inputs and output there is one
+fp32 number per query and head.
 
-The kernels are in ``triton_prefill_forward`` and ``triton_prefill_backward``. This file makes what they are
-given: the runs of keys that each query sees, and the runs of queries that see each key. Both are made once in
-a pass, from the segments. Sums are fp32. Products of fp32 inputs are full fp32, never TF32.
+The kernels are in ``triton_prefill_forward`` and ``triton_prefill_backward``. This file launches them, and
+makes two tables for them: the runs of keys that each query sees, and the runs of queries that see each key.
+Both are made once in a pass, from the segments. Sums are fp32. Products of fp32 inputs are full fp32, never
+TF32.
 """
 
 import functools
@@ -22,11 +23,11 @@ from pod.modeling.model.attend import Call, Segments, Visibility, span
 from pod.modeling.model.varlen import differentiable
 
 _WHOLE_PAST = 2**30
-"""A window that nothing exceeds."""
+"""A window, in tokens, that is larger than any sequence."""
 
 
 class Tile(NamedTuple):
-    """How many queries, keys and features a product has, and how the kernel is compiled."""
+    """How many queries, keys and channels a matrix product has, and options to compile the kernel with."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -43,7 +44,7 @@ class Tiles(NamedTuple):
     of_keys: Tile
 
 
-_TILES = {  # family -> head dimension rounded up -> of each kernel: queries, keys, warps, stages
+_TILES = {  # family -> head dimension rounded up -> for each kernel of Tiles: queries, keys, warps, stages
     80: {
         64: ((128, 64, 8, 3), (64, 64, 4, 2), (64, 128, 8, 2)),
         128: ((64, 64, 4, 2), (64, 32, 4, 2), (64, 64, 8, 2)),
@@ -65,12 +66,12 @@ _TILES = {  # family -> head dimension rounded up -> of each kernel: queries, ke
         256: ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     },
 }
-"""Tiles by family and head dimension. On a GPU only those of head dimension 128 were timed (an H200).
+"""Tiles by family and head dimension. Only those of head dimension 128 were timed, on an H200.
 
 Tiles for 16 bits up to head_dim 128, and those for fp32, compile to no spilled register. On sm_90 at head_dim
-128, forward, 128 keys instead of 64 would spill 128 bytes a thread. Full fp32 products hold their operands in
-registers: (64, 16), which loads less, would spill 488 bytes. For gradients (64, 16) and (16, 64) would spill
-472 and 672.
+128, the forward kernel would spill 128 bytes a thread with 128 keys instead of 64. Full fp32 products hold
+their operands in registers. With them, the forward tile (64, 16), which loads less, would spill 488 bytes a
+thread, and the gradients' tiles (64, 16) and (16, 64) would spill 472 and 672.
 """
 
 
@@ -101,7 +102,7 @@ def _chip(device: torch.device) -> int:
 
 
 def unsupported(call: Call) -> str | None:
-    """Why the kernels cannot run a call; None when they can."""
+    """Why the kernels cannot run a call. None = they can."""
     q = call.q
     if call.visibility.positions is not None:
         return "tokens with positions of their own"
@@ -117,7 +118,7 @@ def unsupported(call: Call) -> str | None:
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """See ``attend.attend``; the output is laid out as ``q``."""
-    # Sources may have room for more.
+    # sources may have slots for more tokens
     num_keys = max((segment.keys[1] for segment in call.segments.all), default=1)
     keys, values = call.tokens.span(0, num_keys)
     lead = None, None
@@ -134,7 +135,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _rows_apart(x: Tensor | None) -> Tensor | None:
-    """The tensor with neighbouring channels, as the kernels read it: a copy where they are not."""
+    """``x`` with its channels consecutive in memory, as the kernels need them: a copy if they are not."""
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
@@ -142,9 +143,9 @@ def _rows_apart(x: Tensor | None) -> Tensor | None:
 
 
 def forward(inputs, runs: "Runs", scale: float) -> tuple[Tensor, Tensor]:
-    """Return the output ``[B, Hq, m, d]``, laid out as the queries, and the log-sum-exp ``[B, Hq, m]``.
+    """The output ``[B, Hq, m, d]``, with strides as the queries, and the log-sum-exp ``[B, Hq, m]``.
 
-    The log-sum-exp is natural, in fp32.
+    The log-sum-exp has base e, and is fp32.
     """
     q, k = inputs[:2]
     out = torch.empty_like(q)
@@ -162,7 +163,7 @@ def forward(inputs, runs: "Runs", scale: float) -> tuple[Tensor, Tensor]:
 def backward(
     inputs, grad_out: Tensor, out: Tensor, lse: Tensor, runs: "Runs", scale: float
 ) -> list[Tensor | None]:
-    """Return the gradients of the inputs, in their dtypes and layouts."""
+    """The gradients of the inputs, with their dtypes and strides."""
     q, k = inputs[:2]
     if not out.numel():
         return [None if x is None else torch.zeros_like(x) for x in inputs]
@@ -195,13 +196,14 @@ def _key_grid(k: Tensor, tile: Tile) -> tuple[int, int]:
 
 
 def _sizes(inputs, runs: "Runs") -> tuple:
+    """The tables of runs, sizes, and the tables' strides from row to row, in the kernels' order."""
     q, k = inputs[:2]
     strides = (x.stride(0) if x.shape[0] > 1 else 0 for x in runs)
     return *runs, q.shape[2], k.shape[2], q.shape[1] // k.shape[1], k.shape[1], *strides
 
 
 def _strides(*tensors: Tensor | None) -> list[int]:
-    """Strides of batch, head and row of each tensor; zeros for a tensor that a variant does not read."""
+    """Strides of batch, head and row of each tensor; zeros for None, which the kernels do not read."""
     return [stride for x in tensors for stride in ((0, 0, 0) if x is None else x.stride()[:3])]
 
 
@@ -215,13 +217,15 @@ def _constants(inputs, tile: Tile) -> dict:
 class Runs(NamedTuple):
     """Which keys a query sees, and which queries see a key.
 
-    Both are int32, with B tables for B rows, or one table ``[1, …]`` for all rows.
+    Both tables are int32, with one table for each of B rows, or one table ``[1, …]`` for all rows. Columns of
+    no segment have only zeros.
 
     Attributes:
-        queries: ``[B, 4, m]``, columns of keys. Near are ``start <= j < sink_end`` and
-            ``window <= j < stop``. Distant are ``sink_end <= j < window``.
-        keys: ``[B, 3, n]``, columns of queries. Near are ``first <= i < middle``. Distant are
-            ``middle <= i < last``. Columns of no segment have only zeros.
+        queries: ``[B, 4, m]``: for each query the columns ``start``, ``sink_end``, ``window`` and ``stop``.
+            Its near keys are ``start <= j < sink_end`` and ``window <= j < stop``, its distant keys are
+            ``sink_end <= j < window``.
+        keys: ``[B, 3, n]``: for each key the columns ``first``, ``middle`` and ``last``. It is near for the
+            queries ``first <= i < middle``, and distant for ``middle <= i < last``.
     """
 
     queries: Tensor
@@ -240,7 +244,7 @@ def _runs(call: Call, num_keys: int) -> Runs:
 
 
 def runs_of(segments: Segments, shape: tuple[int, int, int], see: Visibility) -> Runs:
-    """The runs of ``shape = (B, m, n)`` columns."""
+    """The tables of runs for a batch of ``shape = (B, m, n)``: rows, columns of queries and of keys."""
     batch, num_queries, num_keys = shape
     are_alike = all(segment.rows == (0, batch) for segment in segments.all)
     tables = 1 if are_alike else batch

@@ -1,11 +1,15 @@
-"""Gradients of ``triton_prefill``, without atomics: a program owns a tile of queries (dQ) or keys (dK, dV).
+"""Gradients of ``triton_prefill``, without atomic operations.
 
-Both kernels read the log-sum-exp of the merged output and ``delta = rowsum(out * dout)``. This makes the
-gradient of the merge free: near blocks give the layer's own dQ and dK, distant blocks give the lead's, and
-both give dV. The two kernels compute the logits twice: 7 products a block, where one kernel with atomic dQ
-has 5. In return gradients are the same bits in every run, and no fp32 sum of the size of the inputs is held.
+A program of the first kernel computes dQ of a tile of queries. A program of the second one computes dK and dV
+of a tile of keys. Both kernels read the log-sum-exp of the merged output and ``delta = rowsum(out * dout)``,
+so the merge needs no gradient of its own: near blocks give the layer's own dQ and dK, distant blocks give the
+lead's, and both give dV.
 
-Seen from a key, queries come in two runs: ``first`` to ``middle`` are near, ``middle`` to ``last`` are
+Both kernels compute the logits. So there are 7 products for each block; a single kernel with atomic sums for
+dQ would need 5. In return gradients are bit for bit the same in every run, and no fp32 sums of the size of
+the inputs are in memory.
+
+For a key, the queries that see it are two runs: ``first`` to ``middle`` are near, ``middle`` to ``last`` are
 distant.
 """
 
@@ -33,7 +37,7 @@ from pod.kernels.triton_prefill_forward import (
 def _to_queries(
     queries, douts, keys, values, allowed, row_lse, row_delta, dq, scale, IS_MASKED: tl.constexpr
 ):  # fmt: skip
-    """Add a block of keys to dQ (without its scale); ``row_lse`` and ``scale`` are in base 2."""
+    """Add a block of keys to ``dq``, without the factor of scale; ``row_lse`` and ``scale`` have base 2."""
     logits = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     weights = tl.exp2(logits * scale - row_lse[:, None])
     if IS_MASKED:
@@ -53,7 +57,7 @@ def queries_kernel(
     HAS_LEAD: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Compute dQ of a tile of queries, and of the lead's queries.
+    """Compute dQ of a tile of queries, for the layer's own queries and for the lead's.
 
     It also writes ``delta [B, Hq, m]``, which ``keys_kernel`` reads. The grid and the blocks of keys are
     those of the forward kernel.
@@ -131,7 +135,7 @@ def queries_kernel(
 def _to_keys(
     keys, values, queries, douts, allowed, row_lse, row_delta, dk, dv, scale, IS_MASKED: tl.constexpr
 ):  # fmt: skip
-    """Add a block of queries to dK (without its scale) and to dV; logits are ``[keys, queries]``."""
+    """Add a block of queries to ``dk`` (without the factor of scale) and ``dv``; logits [keys, queries]."""
     logits = tl.dot(keys, tl.trans(queries), input_precision="ieee")
     weights = tl.exp2(logits * scale - row_lse[None, :])
     if IS_MASKED:
@@ -149,7 +153,10 @@ def _walk(
     dk, dv, scale,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Add all blocks of queries between ``lo`` and ``hi`` of a tile of keys, all G heads in one loop."""
+    """Add all queries in the runs ``lo`` to ``hi`` of a tile of keys to ``dk`` and ``dv``.
+
+    One loop goes over the blocks of all G query heads.
+    """
     first, last, before, whole, masked = blocks(lo, hi, BLOCK_M)
     for t in range(0, masked * groups):
         group_head = t // masked
@@ -189,7 +196,7 @@ def keys_kernel(
     HAS_LEAD: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Compute dK and dV of a tile of keys, and dK of the lead's keys; the grid is (tiles, B · H)."""
+    """Compute dV and dK of a tile of keys, for the layer's own keys and the lead's. Grid: (tiles, B · H)."""
     column = tl.program_id(0) * BLOCK_N
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)

@@ -1,13 +1,14 @@
-"""The forward pass of ``triton_prefill``: one program owns a tile of queries of one head.
+"""The forward pass of ``triton_prefill``: each program computes a tile of queries of one head.
 
-It goes over the near keys with the layer's own queries and keys. Then, where the head follows, it goes over
-the distant keys with the lead's, in one online softmax (equations 3 and 4 of the paper: the gate is that
-softmax).
+It goes over the near keys with the layer's own queries and keys. Then, if the head follows, it goes over the
+distant keys with the lead's queries and keys, in the same online softmax. This is equations 3 and 4 of the
+paper, whose gate merges two softmaxes into one.
 
-What a query sees comes in *runs* of keys, made once in a pass: ``start`` to ``sink_end`` and ``window`` to
-``stop`` are near, ``sink_end`` to ``window`` is distant. Windows, sinks, documents and the past of a chunk
-are all in these four numbers. A tile goes over the blocks of keys between the least and the greatest of them.
-Blocks that all queries of the tile see need no mask.
+The keys that a query sees are *runs* of consecutive columns (``triton_prefill.Runs``): ``start`` to
+``sink_end`` and ``window`` to ``stop`` are near, ``sink_end`` to ``window`` is distant. These four numbers
+describe windows, sinks, documents and older tokens before a chunk. A tile goes over the blocks of keys
+between the smallest and the largest of the numbers of its queries. Blocks that all queries of the tile see
+need no mask.
 
 Programs of the last queries, which see most keys, start first. The G heads of a KV head are neighbours, so
 that they read its keys and values from the L2 cache at the same time.
@@ -22,7 +23,7 @@ WHOLE = tl.constexpr(False)
 _NEVER = tl.constexpr(2**31 - 1)
 
 FREE = ["m", "n", "groups", "kv_heads", "query_runs_batch", "key_runs_batch", "scale"]
-"""Arguments that vary by layer, batch or call: one compiled kernel for all."""
+"""Arguments for whose values kernels are not compiled anew, as they vary by layer, batch or call."""
 
 
 @triton.jit
@@ -30,9 +31,10 @@ def load_tile(
     base, row, first, inside,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Load ``[ROWS, BLOCK_D]`` from row ``first`` on; 0 where ``inside`` (with IS_MASKED) is False.
+    """Load rows ``first … first + ROWS - 1`` as ``[ROWS, BLOCK_D]``.
 
-    The offset of the tile is one 64-bit scalar. Offsets inside it have the type of ``row``.
+    With IS_MASKED, rows for which ``inside`` is False are 0. ``row`` is the stride of a row. The offset of
+    the tile is one 64-bit scalar; offsets inside it have the type of ``row``.
     """
     features = tl.arange(0, BLOCK_D)[None, :]
     where = base + tl.cast(first, tl.int64) * row + (tl.arange(0, ROWS)[:, None] * row + features)
@@ -51,7 +53,7 @@ def load_tile(
 def store_tile(
     base, row, first, limit, values, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
-    """Write the rows of ``values [ROWS, BLOCK_D]`` before ``limit``, and their features before HEAD_DIM."""
+    """Write ``values [ROWS, BLOCK_D]`` to the rows from ``first`` on, only before ``limit`` and HEAD_DIM."""
     rows = tl.arange(0, ROWS)
     features = tl.arange(0, BLOCK_D)[None, :]
     where = base + tl.cast(first, tl.int64) * row + (rows[:, None] * row + features)
@@ -61,7 +63,7 @@ def store_tile(
 
 @triton.jit
 def load_runs(runs, count, places):
-    """Load ``(start, sink_end, window, stop)`` of queries; all are 0 where there is no query."""
+    """Load ``(start, sink_end, window, stop)`` of the queries ``places``; 0 for those not below ``count``."""
     inside = places < count
     start = tl.load(runs + places, mask=inside, other=0)
     sink_end = tl.load(runs + count + places, mask=inside, other=0)
@@ -72,10 +74,13 @@ def load_runs(runs, count, places):
 
 @triton.jit
 def blocks(lo, hi, SIZE: tl.constexpr):
-    """Blocks of places from ``lo`` to ``hi`` of all lines of a tile; the first begins at the least ``lo``.
+    """Cut the runs ``lo`` to ``hi`` of all lines of a tile into common blocks of ``SIZE`` places.
+
+    A line is a query, and places are columns of keys; or the other way round. The first block begins at the
+    smallest ``lo``. A *whole* block lies in the runs of all lines, so it needs no mask.
 
     Returns ``(first place, place behind the last, masked blocks before the whole ones, whole blocks, masked
-    blocks)``. In a whole block, all lines have all places.
+    blocks)``.
     """
     is_empty = lo >= hi
     last = tl.max(tl.where(is_empty, 0, hi), 0)
@@ -89,10 +94,10 @@ def blocks(lo, hi, SIZE: tl.constexpr):
 
 @triton.jit
 def near_blocks(start, sink_end, window, stop, SIZE: tl.constexpr):
-    """``blocks`` of the runs of near keys; before that ``(first sink, end of sinks, blocks of sinks)``.
+    """``(first sink, end of sinks, blocks of sinks)``, then the results of ``blocks`` for the windows.
 
-    Blocks of sinks end where those of the window begin. The masks of the window know both runs, so no key
-    comes twice.
+    Blocks of sinks end where those of the windows begin. The masks of the latter cover both runs, so each key
+    is read once.
     """
     first, last, before, whole, masked = blocks(window, stop, SIZE)
     sink, sinks_end, _, _, _ = blocks(start, sink_end, SIZE)
@@ -103,7 +108,7 @@ def near_blocks(start, sink_end, window, stop, SIZE: tl.constexpr):
 
 @triton.jit
 def near_block(t, sink, sinks_end, sinks, first, last, before, whole, SIZE: tl.constexpr):
-    """First key of masked near block ``t``, sinks first, and the key before which it counts."""
+    """The first key of masked near block ``t`` (sinks come first), and the key at which it ends."""
     is_sink = t < sinks
     column = tl.where(is_sink, sink + t * SIZE, masked_block(t - sinks, first, before, whole, SIZE))
     return column, tl.where(is_sink, sinks_end, last)
@@ -111,19 +116,19 @@ def near_block(t, sink, sinks_end, sinks, first, last, before, whole, SIZE: tl.c
 
 @triton.jit
 def masked_block(t, first, before, whole, SIZE: tl.constexpr):
-    """First place of masked block ``t``: whole blocks are left out."""
+    """The first place of masked block ``t``, not counting whole blocks."""
     return first + (t + tl.where(t >= before, whole, 0)) * SIZE
 
 
 @triton.jit
 def in_run(places, lo, hi):
-    """Whether a place lies in the run of a line: ``[lines, places]``."""
+    """Whether each place lies in the run ``lo`` to ``hi`` of each line: ``[lines, places]``."""
     return (places[None, :] >= lo[:, None]) & (places[None, :] < hi[:, None])
 
 
 @triton.jit
 def is_used(last, places, limit):
-    """Whether places before ``limit`` belong to any segment, by the last line of their table of runs."""
+    """Whether places belong to a segment, and are below ``limit``; ``last``: last row of their table."""
     return tl.load(last + places, mask=places < limit, other=0) > 0
 
 
@@ -131,13 +136,16 @@ def is_used(last, places, limit):
 def _attend(
     queries, keys, values, allowed, acc, total, peak, scale, IS_MASKED: tl.constexpr
 ):  # fmt: skip
-    """Add a block of keys to the online softmax: ``acc [M, D]``, ``total``, ``peak`` (base 2, scale > 0)."""
+    """Add a block of keys to the online softmax, which is ``acc [M, D]``, ``total`` and ``peak`` (base 2).
+
+    ``scale`` must be positive.
+    """
     logits = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     if IS_MASKED:
         logits = tl.where(allowed, logits, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(logits, 1) * scale)
     shift = new_peak
-    if IS_MASKED:  # a row that has seen nothing yet
+    if IS_MASKED:  # a row may have seen no key yet
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = tl.exp2(logits * scale - shift[:, None])
     decay = tl.exp2(peak - shift)
@@ -155,10 +163,10 @@ def forward_kernel(
     HAS_LEAD: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Output and natural log-sum-exp of a tile of queries; 0 and -inf where a query sees nothing.
+    """Output and log-sum-exp (base e) of a tile of queries; 0 and -inf if a query sees nothing.
 
-    The grid is (tiles · G, B · H). ``query_runs [4, m]`` and ``key_runs [3, n]`` belong to one row, or to all
-    rows.
+    The grid is (tiles · G, B · H). ``query_runs`` and ``key_runs`` are the tables of ``Runs``. Their strides
+    from row to row, ``query_runs_batch`` and ``key_runs_batch``, are 0 if one table serves all rows.
     """
     group_head = tl.program_id(0) % groups
     first_row = (tl.num_programs(0) // groups - 1 - tl.program_id(0) // groups) * BLOCK_M

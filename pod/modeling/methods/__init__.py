@@ -1,6 +1,6 @@
-"""What computes each method: a method is a cache that you hand to ``generate()``.
+"""The code of each method, and ``make_cache``: a method is a cache that you hand to ``generate()``.
 
-``pod/registry`` says what is known about each method. One file here builds it, by the name in ``BUILDERS``.
+``pod/registry`` describes each method. A file of this package implements it, and lists it in ``BUILDERS``.
 """
 
 from typing import Any
@@ -28,30 +28,30 @@ def make_cache(
 ) -> PodCache:
     """Make a new, empty cache for ``model``.
 
-    Everything may stand in the spec, in the notation used everywhere (``pod.notation``):
+    The spec can say everything, in the notation of recipes and the command line (``pod.notation``):
     ``make_cache(model, "pod+snapkv[window=16]+int4@25%")``. ``budget`` and ``params`` are for values that
     Python computes.
 
     Args:
+        model: a model that ``pod.load_model`` made.
         spec: a method, or methods of different axes joined by ``+``. None = the model's own layout: ``full``,
             ``pod`` with a sharing plan, ``cla`` or ``window``.
-        budget: the same as behind the ``@``, for methods that drop tokens: what to keep per KV head and
-            layer, sinks and windows included. 4096 = tokens. ``"25%"`` or 0.25 = a share of the prompt.
-            ``"pod"`` = as many tokens as fill the bytes that the model's plan holds of the prompt. A list of
-            tokens gives each row of the batch its own budget.
-        compression_ratio: the share that goes, as kvpress names it: with 0.75 a quarter stays, as with
-            ``@25%``.
+        budget: for methods that drop tokens, how much to keep per KV head and layer, sinks and windows
+            included. It means the same as behind the ``@`` of a spec. 4096 = tokens. ``"25%"`` or 0.25 = a
+            share of the prompt. ``"pod"`` = as many tokens as take the bytes that the model's plan holds of
+            the prompt. A list of tokens gives each row of the batch its own budget.
+        compression_ratio: the share to drop, as in kvpress: 0.75 keeps a quarter, as ``@25%`` does.
         params: parameters of the methods in the spec, see ``pod.methods()``.
 
-    A share is taken of each row's own tokens when its first prompt begins, and rounded down: 25 % of 1,002
-    tokens are 250, and of a row with 403 tokens beside it 100. Later prompts and decoded tokens do not change
-    it. A method that needs more than that (``snapkv`` needs one token more than its ``window``) gets the
-    least that it takes, so a short prompt stays whole.
+    A share is computed for each row from the length of its first prompt, when this begins, and rounded down.
+    With 25 %, a row with a prompt of 1,002 tokens keeps 250, and another one with 403 tokens keeps 100. Later
+    prompts and decoded tokens do not change these numbers. If a method needs more (``snapkv`` needs one token
+    more than its ``window``), it gets the least that it takes, so that a short prompt stays whole.
 
-    Methods that compress while they read (``streamingllm``, ``imdc``, ``prefill=streaming``) must know the
-    prompt's length when it begins. ``generate()`` tells it. If you feed a prompt in several forward passes,
-    call ``cache.begin_prompt(tokens)`` before it. Without that call each pass is a prompt, and the first one
-    decides.
+    Methods that compress while a prompt is fed (``streamingllm``, ``imdc``, ``prefill=streaming``), and
+    budgets that are shares, depend on the prompt's length. ``generate()`` announces it. If you feed a prompt
+    in several forward passes, call ``cache.begin_prompt(columns)`` before the first one. Without that call,
+    each pass counts as a prompt of its own, and a share is computed from the first pass.
 
     Raises:
         ValueError: a name or parameter is unknown, methods do not go together (the message gives the reason),
@@ -78,7 +78,7 @@ def make_cache(
 
 
 def _check_devices(written: Spec, model: PodForCausalLM) -> None:
-    """Raise ``ValueError`` where layers whose tokens a method holds in common lie on different devices."""
+    """Raise ``ValueError`` if layers whose tokens a method stores together are on different devices."""
     if not is_spread(model):
         return
     devices = places_of(model)

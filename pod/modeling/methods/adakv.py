@@ -3,8 +3,8 @@
 When a prompt ends, SnapKV's scores of all heads of a layer are ranked together. A head that has ``f`` of the
 layer's best ``heads · budget`` tokens keeps its best ``(1 - safeguard) f + safeguard · budget`` tokens
 (Algorithms 1 and 2; in the authors' code the safeguard is ``floor_alpha``). Cumulative sums are rounded, so
-that all heads together hold what they were given. Heads hold different numbers of tokens, with no padding to
-the longest.
+that all heads together hold exactly ``heads · budget`` tokens. Heads hold different numbers of tokens,
+without padding to the longest.
 """
 
 from fractions import Fraction
@@ -19,9 +19,9 @@ from pod.modeling.model.step import Step
 
 
 class AdaLayer(SharedSelectionLayer):
-    """A layer that sees one row at a time, because what a head gets depends on what it attends to.
+    """A layer for a single row, because rows would give their heads different numbers of tokens.
 
-    Every head is a head group of its own.
+    For the same reason, every head is a head group of its own.
     """
 
     def alike(self, head: int) -> int:

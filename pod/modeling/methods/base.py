@@ -1,9 +1,9 @@
 """How a method of the registry is built, and how a spec such as ``pod+snapkv+int4`` becomes a cache.
 
-A cache is made along three independent axes. The *layout* says which layers hold keys and values, the
-*selection* which tokens stay, and the *codec* in which form they are held. (A fourth, *channels*, goes with
-some selections: which channels of keys stay.) A spec names at most one method of each axis, joined by ``+``.
-Selections take a prompt in one of two ways: whole, or chunk by chunk.
+Methods belong to axes that are independent of each other. The *layout* decides which layers hold keys and
+values, the *selection* which tokens stay, and the *codec* in which form they are stored. A fourth axis,
+*channels*, goes with some selections and decides which channels of keys stay. A spec names at most one method
+of each axis, joined by ``+``. A selection compresses a prompt in one of two ways: whole, or chunk by chunk.
 """
 
 import warnings
@@ -34,21 +34,24 @@ def round_half_up(value: Fraction) -> int:
 
 
 def round_sums(sizes: Iterable[Fraction]) -> list[int]:
-    """Integers in place of ``sizes``, with the running sums of ``sizes`` rounded; halves go up."""
+    """Integers whose running sums are the rounded running sums of ``sizes``; halves go up.
+
+    So they add up to the rounded sum of ``sizes``: 1.5, 1.5, 1.5 becomes 2, 1, 2.
+    """
     totals = map(round_half_up, accumulate(sizes, initial=Fraction(0)))
     return [stop - start for start, stop in pairwise(totals)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What ``make_cache`` asks a method to build.
+    """The wishes of a caller of ``make_cache``, as a method's builder gets them.
 
     Attributes:
         spec: the methods without parameters and budget, for reports and errors.
         params: every parameter of the methods in the spec, with defaults filled in.
         budget: tokens per KV head and layer; 0 for methods that take no budget.
         quantizer: makes the buffers.
-        inner: what stands in brackets behind the selection, such as ``snapkv`` in ``imdc(snapkv)``.
+        inner: the method in brackets behind the selection, such as ``snapkv`` in ``imdc(snapkv)``.
     """
 
     spec: str
@@ -58,7 +61,7 @@ class Request:
     inner: str | None = None
 
     def below_budget(self, name: str) -> int:
-        """The value of a parameter in tokens; ``ValueError`` unless the budget exceeds it."""
+        """The value of the parameter ``name``, in tokens. ``ValueError`` unless the budget exceeds it."""
         value = self.params[name]
         if self.budget <= value:
             raise ValueError(
@@ -69,13 +72,14 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Builder:
-    """How a method of the registry is built. ``BUILDERS`` of the method's file has one, by its name.
+    """How a method of the registry is built. ``BUILDERS`` of the method's file has one for its name.
 
     Attributes:
-        build: makes a ``PodCache`` from ``(config, request)``; a codec's makes a ``KVQuantizer``.
-        wraps: for the channels axis: makes a ``KVQuantizer`` around the request's from ``(config, request)``.
-        together: gives, from the number of layers, the groups of layers that must lie on one device because
-            their tokens are held in common; None = there are none.
+        build: ``(config, request) -> PodCache``; for a codec ``(config, request) -> KVQuantizer``.
+        wraps: for methods of the channels axis, ``(config, request) -> KVQuantizer``: a quantizer that uses
+            the one of the request. None for other methods.
+        together: from the number of layers, the groups of layers that must be on one device because the
+            method stores their tokens together. None = there are none.
     """
 
     build: Callable[[PodConfig, Request], Any]
@@ -84,7 +88,7 @@ class Builder:
 
 
 def builder_of(method: Method) -> Builder:
-    """How a method is built. Its file is imported when it is first asked for."""
+    """The builder of a method, whose file is imported only now."""
     module = import_module(f"pod.modeling.methods.{method.file}")
     return module.BUILDERS[method.name]
 
@@ -92,14 +96,14 @@ def builder_of(method: Method) -> Builder:
 def cache_of(
     make_layer: Callable[..., CacheLayer], takes_any_rows: bool = False, **grouped: Any
 ) -> Callable[[PodConfig, Request], PodCache]:
-    """``Builder.build`` of a selection.
+    """Make the ``Builder.build`` of a selection from its class of layers.
 
     Args:
         make_layer: ``(config, layer_idx, request) -> CacheLayer``; raises ``ValueError`` for a request that
             it cannot serve.
-        takes_any_rows: whether its layers see the whole batch, with rows of unlike length. They never do with
-            packed buffers.
-        grouped: arguments of ``GroupedCache``.
+        takes_any_rows: whether the layers can handle rows of unequal length. Then they see the whole batch,
+            except with packed buffers. False = a ``GroupedCache`` gives them rows of equal length.
+        grouped: further arguments of ``GroupedCache``.
     """
 
     def build(config: PodConfig, request: Request) -> PodCache:
@@ -115,14 +119,19 @@ def cache_of(
 
 
 def build_cache(config: PodConfig, spec: Spec, budget: int | None, params: Mapping[str, Any]) -> PodCache:
-    """Build the cache of a spec whose parts stand in order; see ``make_cache``.
+    """Build the cache of a spec; see ``make_cache``.
 
     Args:
+        config: the model's configuration.
+        spec: the spec, its methods in the order of ``in_order``.
         budget: tokens per KV head and layer; None for methods that take no budget.
-        params: the parameters in the spec and those given beside it.
+        params: the parameters in the spec and those that were given as arguments.
+
+    Raises:
+        ValueError: the methods do not fit each other, the model, the budget or the parameters.
     """
     name = spec.plain
-    # for a model with windows of its own and no plan, 'full' is built as 'pod', which holds them as they are
+    # for a model with windows of its own and no plan, 'full' is built as 'pod', which stores only the windows
     windows_alone = config.layer_windows is not None and config.lead is None
     chosen, inner = chosen_methods(parse("pod") if name == "full" and windows_alone else spec)
     layout = chosen.get("layout") or METHODS["full"]
@@ -131,7 +140,7 @@ def build_cache(config: PodConfig, spec: Spec, budget: int | None, params: Mappi
         raise ValueError(f"{name!r} is not possible: {reason}")
     _check_model(name, config, chosen)
     builds = selection or channels or layout
-    # where a selection builds the cache, parameters that need the layout's own cache are not on offer
+    # if a selection builds the cache, parameters of the layout's own cache are not allowed
     offered = [method for method in chosen.values() if builds is layout or method is not layout]
     values = all_parameters(name, offered, params)
     _check_budget(name, builds, budget)
@@ -158,10 +167,10 @@ def _check_budget(spec: str, method: Method, budget: int | None) -> None:
 
 
 def _check_model(spec: str, config: PodConfig, chosen: dict[str, Method]) -> None:
-    """Raise ``ValueError`` where a spec does not fit the model's layout; warn where ``pod`` shares nothing.
+    """Raise ``ValueError`` if a spec does not fit the model's layout; warn if ``pod`` would share nothing.
 
-    A model of a trained layout takes the cache of that layout, alone or with a codec, and no other; and that
-    cache takes no other model. A model with a sharing plan takes no ``full``.
+    A model that was trained with the layout ``cla`` or ``window`` needs the cache of that layout, alone or
+    with a codec. That cache serves no other models. A model with a sharing plan cannot have a ``full`` cache.
     """
     named = chosen["layout"].name if "layout" in chosen else None
     if config.layout == "pod" and named in (None, "full") and not config.sharing_plan.is_dense:

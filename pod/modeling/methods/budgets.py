@@ -1,4 +1,7 @@
-"""Turn a written budget into tokens per KV head and layer, at once or when a row's prompt begins."""
+"""Turn a budget as a caller writes it into tokens per KV head and layer.
+
+A share of the prompt becomes tokens only when a row's first prompt begins.
+"""
 
 import math
 from collections.abc import Callable
@@ -16,10 +19,10 @@ Build = Callable[[int | None], PodCache]
 
 
 def one_budget(spec: Spec, budget: Any, compression_ratio: float | None) -> Budget | list[int] | None:
-    """What the arguments of ``make_cache`` say of the budget; see there.
+    """The one budget that the arguments of ``make_cache`` give; see there. None = they give none.
 
     Raises:
-        ValueError: more than one of them is given, or what is given is not a budget.
+        ValueError: more than one of them gives a budget, or the value is not allowed.
     """
     said = {f"@{spec.budget}": spec.budget, f"budget={budget}": budget}
     said[f"compression_ratio={compression_ratio}"] = compression_ratio
@@ -42,7 +45,17 @@ def one_budget(spec: Spec, budget: Any, compression_ratio: float | None) -> Budg
 def cache_of_budget(
     build: Build, budget: Budget | list[int] | None, spec: Spec, config: PodConfig
 ) -> PodCache:
-    """An empty cache with one budget for all rows, or with one for each row."""
+    """An empty cache with one budget for all rows, or with a budget for each row.
+
+    Args:
+        build: makes a cache with a budget in tokens.
+        budget: from ``one_budget``. A list gives each row its tokens.
+        spec: the methods, for messages.
+        config: the model's configuration.
+
+    Raises:
+        ValueError: the method refuses the budget, or the budget is ``pod`` and the model has no plan.
+    """
     if isinstance(budget, list):
         sizes = list(dict.fromkeys(budget)) or [0]  # an empty list becomes 0, which is refused
         return GroupedCache.of_budgets(
@@ -56,9 +69,10 @@ def cache_of_budget(
 
 
 def _tokens_of_plan(spec: Spec, config: PodConfig) -> Callable[[int], int]:
-    """How many tokens of full keys and values fill the bytes that the model's plan holds of a prompt.
+    """A function from the length of a prompt to the budget ``pod``, both in tokens.
 
-    Rounded down, at least 1.
+    The budget is the number of tokens whose full keys and values take as many bytes as the model's plan holds
+    of the prompt, rounded down, but at least 1.
     """
     plan = config.sharing_plan
     if config.own_method != "pod" or plan.is_dense:
@@ -72,7 +86,7 @@ def _tokens_of_plan(spec: Spec, config: PodConfig) -> Callable[[int], int]:
 
 
 def _build_at_least(build: Build, tokens: int) -> PodCache:
-    """A cache with this budget, or with the least that the method takes. The method must take some budget."""
+    """A cache with a budget of ``tokens``, or with the least budget that the method takes if this is more."""
     try:
         return build(tokens)
     except ValueError:
@@ -80,7 +94,7 @@ def _build_at_least(build: Build, tokens: int) -> PodCache:
 
 
 def least_budget(build: Build, refused: int) -> int:
-    """The least budget in tokens that a method takes, if it refuses ``refused`` and takes ``NO_LIMIT``."""
+    """The least budget in tokens that a method takes. It must refuse ``refused`` and take ``NO_LIMIT``."""
     taken = NO_LIMIT
     while taken - refused > 1:
         middle = (refused + taken) // 2

@@ -3,16 +3,16 @@
 *Layer level* (section 4.1): a layer in which the accumulated attention of the tokens varies little (eq. 4) is
 hard to prune and gets ``alpha`` times the budget of the others. *Token level* (section 4.2): each KV head
 keeps sinks, recent tokens and the tokens with the most accumulated attention (eqs. 5–7). A dropped token is
-merged into the kept token with the most similar key, if it is at least as similar as a moving average of what
-was dropped before (eqs. 8–11).
+merged into the kept token with the most similar key, if their similarity is at least the threshold: a moving
+average of the similarities of tokens dropped so far (eqs. 8–11).
 
-The first prompt of a row (the first chunk in streaming prefill) decides for good which of its layers get
-more. All layers together never hold more than their number times ``budget``, unless ``budget_rule`` is the
-printed one.
+The first prompt of a row (the first chunk in streaming prefill) decides once and for all which of its layers
+get more. All layers together never hold more than their number times ``budget``, unless ``budget_rule`` is
+``printed``: the rule as the paper prints it.
 
 Merging takes a few blocked matrix products and scatters: memory O(n), no loop over tokens. Similarities and
-weights are computed in at least fp32. A similarity is the cosine minus 1 here: the kept token's weight in eq.
-11, ``e`` over a sum, then becomes 1 over the sum.
+weights are computed in at least fp32. Here, a similarity is the cosine minus 1. Then the kept token's weight
+in eq. 11, which is ``e`` over a sum, becomes 1 over the sum.
 """
 
 import math
@@ -32,7 +32,8 @@ from pod.modeling.model.config import PodConfig
 from pod.modeling.model.kv_buffer import take_slots
 from pod.modeling.model.step import Step
 
-_MATCHES = {  # what is compared, and what is merged accordingly: 0 = keys, 1 = values
+# for each `similarity`, pairs: the tensor whose cosines decide, and the tensors that are merged accordingly
+_MATCHES = {  # 0 = keys, 1 = values
     "keys": ((0, (0, 1)),),
     "values": ((1, (0, 1)),),
     "both": ((0, (0,)), (1, (1,))),
@@ -41,18 +42,18 @@ _THRESHOLDS = "threshold", "value_threshold"
 
 
 class D2OLayer(AccumulatingLayer):
-    """A layer that holds heavy hitters, sinks and recent tokens, with what was dropped merged into them.
+    """A layer that holds heavy hitters, sinks and recent tokens, into which dropped tokens were merged.
 
     ``statistics`` has more entries here than in ``AccumulatingLayer``: ``column_sums`` ``[B, Hq, held]``
     until the layer budgets are decided; ``variance`` ``[B, 1, 1]``, by which they were decided; and the
-    thresholds as tau - 1, ``[B, H, 1]``, once something was dropped.
+    thresholds as tau - 1, ``[B, H, 1]``, once a token was dropped.
 
     Attributes:
         budget: tokens of a KV head, as a mean over layers (with ``is_printed``: tokens in a layer of weight
             1).
         sinks: number of first tokens, which are never dropped.
         beta: weight of the newest similarity in the thresholds.
-        weight: 1 or ``alpha``, which follows from ``variance``; None until the first prompt has ended.
+        weight: 1 or ``alpha``, according to ``variance``; None until the first prompt has ended.
     """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
@@ -85,7 +86,7 @@ class D2OLayer(AccumulatingLayer):
         self.weight: Fraction | None = None
 
     def decisions(self, row: int) -> dict[str, float | None]:
-        """For one row: the variance that decided about the layer, and the tokens that a KV head holds."""
+        """For a row: the variance by which the layer's weight was decided, and the tokens of each KV head."""
         variance = self.statistics.get("variance")
         return {"variance": None if variance is None else float(variance[row]), "tokens": self.held}
 
@@ -116,7 +117,12 @@ class D2OLayer(AccumulatingLayer):
             self._merge_many(kept, dropped, beta)
 
     def _merge_many(self, kept: Tensor, dropped: Tensor, beta: float) -> None:
-        """Merge several dropped tokens, at the end of a prompt or in a decode step (eqs. 8 to 11)."""
+        """Drop several tokens, and merge them into kept ones (eqs. 8 to 11).
+
+        Args:
+            kept, dropped: slots, from ``choose_slots``.
+            beta: weight of the newest similarity in the thresholds.
+        """
         buffers = self.lead_keys, self.all_values
         changed = []
         tokens = [buffer.read(self.held) for buffer in buffers]
@@ -135,7 +141,7 @@ class D2OLayer(AccumulatingLayer):
             buffer.write(slots, x)
 
     def _merge_one(self, dropped: Tensor, beta: float) -> None:
-        """Do the same for the one token that a decode step drops, in a fourth of the operations."""
+        """Do the same as ``_merge_many`` for a single dropped token, in a fourth of the operations."""
         buffers = self.lead_keys, self.all_values
         gone = [one_slot(buffer.read(self.held), dropped) for buffer in buffers]
         self.keep(None, dropped)
@@ -152,7 +158,10 @@ class D2OLayer(AccumulatingLayer):
     def _next_threshold(self, by: int, newest: Tensor, beta: float) -> Tensor:
         """Update the moving average ``[B, H, 1]`` of similarities (cosines - 1), and return it.
 
-        The newest similarity has weight ``beta``.
+        Args:
+            by: 0 for similarities of keys, 1 for those of values.
+            newest: the newest similarity ``[B, H, 1]``.
+            beta: its weight.
         """
         before = self.statistics.get(_THRESHOLDS[by])
         self.statistics[_THRESHOLDS[by]] = newest if before is None else torch.lerp(before, newest, beta)
@@ -160,7 +169,7 @@ class D2OLayer(AccumulatingLayer):
 
 
 def attention_variance(column_sums: Tensor) -> Tensor:
-    """Eq. 4: the variance of column sums ``[B, Hq, n]`` over keys, mean over query heads: ``[B]``.
+    """Eq. 4: the variance of column sums ``[B, Hq, n]`` over the keys, as a mean over query heads, ``[B]``.
 
     The variance divides by n, not by n - 1.
     """
@@ -171,10 +180,12 @@ def decide_weights(layers: Sequence[D2OLayer], step: Step) -> list[tuple[Fractio
     """Decide for each row, when its first prompt ends, which layers get ``alpha`` shares of the budget.
 
     Args:
-        step: the step of a group of rows, after its last layer.
+        layers: all layers of a group of rows.
+        step: a pass of these rows, when all layers have seen it.
 
     Returns:
-        For each row the weight of each layer, 1 or ``alpha``; None before that moment and later.
+        For each row the weight of each layer, 1 or ``alpha``. None if the first prompt has not ended yet, or
+        if the weights were decided in an earlier pass.
     """
     if not (step.ends_prompt or step.is_decode) or layers[0].weight is not None:
         return None
@@ -192,7 +203,7 @@ def decide_weights(layers: Sequence[D2OLayer], step: Step) -> list[tuple[Fractio
 
 
 def set_weights(layers: Sequence[D2OLayer], step: Step, weights: tuple[Fraction, ...] | None) -> None:
-    """Give the layers the ``weights`` that were decided for their rows, and evict. None: nothing to do."""
+    """Give the layers the ``weights`` that were decided for their rows, and evict. None = do nothing."""
     if not weights:
         return
     for layer, weight in zip(layers, weights, strict=True):
@@ -205,10 +216,12 @@ def layer_budgets(weights: Sequence[Fraction], seen: int, budget: int, is_printe
     """Tokens per KV head of each layer after ``seen`` tokens: ``min(seen, floor(w_l·S))``, computed exactly.
 
     Args:
-        weights: 1 or ``alpha >= 1`` for each layer.
-        budget: tokens as a mean over layers. ``S`` is the largest with ``Σ_l min(seen, w_l·S) <= L·budget``.
-        is_printed: whether ``S`` is the budget itself, as in section 4.1. All layers together may then hold
-            more than their number times the budget.
+        weights: ``w_l``, 1 or ``alpha >= 1`` for each of ``L`` layers.
+        seen: tokens seen so far.
+        budget: tokens of a layer, as a mean. ``S`` is the largest number with
+            ``Σ_l min(seen, w_l·S) <= L·budget``.
+        is_printed: True = ``S`` is the budget itself, as in section 4.1. All layers together may then hold
+            more than ``L·budget`` tokens.
     """
     if seen <= budget:
         return [seen] * len(weights)
@@ -254,10 +267,10 @@ def nearest_kept(keys: Tensor, kept: Tensor, dropped: Tensor) -> tuple[Tensor, T
 
 
 def rounding(cosines: Tensor) -> float:
-    """Cosines that differ by less than this count as equal.
+    """The difference below which two cosines count as equal.
 
-    Values of the first layer depend on the token alone, so tokens that come twice tie. The last bits of a
-    product depend on where a row stands in its matrix: they must not decide such a tie.
+    Values of the first layer depend on the token alone, so a token that occurs twice gives equal cosines. But
+    the last bits of a matrix product depend on the index of the row, and must not decide between them.
     """
     return 64 * torch.finfo(cosines.dtype).eps
 
@@ -272,19 +285,19 @@ def first_largest(cosines: Tensor) -> tuple[Tensor, Tensor]:
 def merge_weights(
     similarity: Tensor, nearest: Tensor, merged: Tensor, num_kept: int
 ) -> tuple[Tensor, Tensor]:
-    """Eq. 11: the weights of each kept token and of the dropped tokens that it takes in; they add up to one.
+    """Eq. 11: the weights of each kept token and of the tokens merged into it; together they add up to one.
 
     In the printed equation, the numerator of a dropped token's weight is the sum over all of them. Here it is
     the token's own ``exp(u)``.
 
     Args:
         similarity, nearest: from ``nearest_kept``.
-        merged: bool ``[B, H, e]``, False for tokens that are gone for good.
+        merged: bool ``[B, H, e]``, False for dropped tokens that are not merged.
         num_kept: ``c``.
 
     Returns:
-        Weights of kept tokens ``[B, H, c]`` and of dropped ones ``[B, H, e]``, the latter 0 where nothing is
-        merged.
+        Weights of kept tokens ``[B, H, c]``, and of dropped ones ``[B, H, e]``, which are 0 for tokens that
+        are not merged.
     """
     raw = similarity.exp() * merged
     total = raw.new_ones(*raw.shape[:2], num_kept).scatter_add_(2, nearest, raw)
@@ -294,10 +307,16 @@ def merge_weights(
 def merge_tokens(
     x: Tensor, kept: Tensor, dropped: Tensor, nearest: Tensor, weights: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Eq. 10: kept keys or values ``[B, H, c, d]`` of ``[B, H, n, d]``, each with what it takes in.
+    """Eq. 10: merge dropped keys or values into kept ones.
 
     Args:
-        weights: from ``merge_weights``. The other arguments are as in ``nearest_kept``.
+        x: keys or values ``[B, H, n, d]``.
+        kept, dropped: slots, as in ``nearest_kept``.
+        nearest: from ``nearest_kept``.
+        weights: from ``merge_weights``.
+
+    Returns:
+        The kept keys or values with the dropped ones merged in, ``[B, H, c, d]``.
     """
     own, others = weights
     out = take_slots(x, kept) * own[..., None]
@@ -309,7 +328,7 @@ def merge_tokens(
 
 
 def one_slot(x: Tensor, slots: Tensor) -> Tensor:
-    """Slot ``[B, H, 1]`` of ``[B, H, n, d]``, copied: ``[B, H, 1, d]``."""
+    """Copy one slot of each head: slots ``[B, H, 1]`` of ``x`` ``[B, H, n, d]``, as ``[B, H, 1, d]``."""
     return x.gather(2, slots[..., None].expand(-1, -1, -1, x.shape[3]))
 
 
@@ -330,14 +349,18 @@ def nearest_slot(keys: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def share_of_one(similarity: Tensor, merged: Tensor) -> Tensor:
-    """Eq. 11 for one dropped token: its weight, or 0 if it is gone for good."""
+    """Eq. 11 for one dropped token: its weight ``[B, H, 1]``, or 0 if it is not merged."""
     return similarity.sigmoid() * merged
 
 
 def merge_one(x: Tensor, nearest: Tensor, dropped: Tensor, share: Tensor) -> Tensor:
-    """Eq. 10 for one dropped token: slot ``nearest`` of ``[B, H, c, d]`` with a ``share`` of what is dropped.
+    """Eq. 10 for one dropped token: the kept token ``nearest`` after the merge, ``[B, H, 1, d]``.
 
-    ``nearest`` and ``share`` are ``[B, H, 1]``.
+    Args:
+        x: kept keys or values ``[B, H, c, d]``.
+        nearest: slot of the kept token ``[B, H, 1]``.
+        dropped: the dropped key or value ``[B, H, 1, d]``.
+        share: weight of the dropped one ``[B, H, 1]``.
     """
     own, other = one_slot(x, nearest).to(share.dtype), dropped.to(share.dtype)
     return torch.lerp(own, other, share[..., None]).to(x.dtype)
@@ -346,13 +369,20 @@ def merge_one(x: Tensor, nearest: Tensor, dropped: Tensor, share: Tensor) -> Ten
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def _numbers(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The smallest normal number of a dtype, and -1."""
+    """The smallest normal number of a dtype, and -1, as tensors that are made once."""
     tiny = torch.tensor(torch.finfo(dtype).tiny, dtype=dtype, device=device)
     return tiny, torch.tensor(-1.0, dtype=dtype, device=device)
 
 
 def _blocks(count: int, elements_each: int) -> Iterator[slice]:
-    """Slices of ``count`` tokens that bound the number of elements in a block (but see ``_LEAST_ROWS``)."""
+    """Cut ``count`` tokens into slices that work on at most ``_BLOCK_ELEMENTS`` numbers.
+
+    Slices have at least ``_LEAST_ROWS`` tokens, so that they may exceed this number.
+
+    Args:
+        count: number of tokens.
+        elements_each: numbers to work on for each token.
+    """
     rows = max(_LEAST_ROWS, _BLOCK_ELEMENTS // max(1, elements_each))
     for start in range(0, count, rows):
         yield slice(start, min(start + rows, count))

@@ -1,4 +1,4 @@
-"""Expected Attention (Devoto et al., 2025): when a prompt ends, keep what future queries should attend to.
+"""Expected Attention (Devoto et al., 2025): at a prompt's end, keep tokens that future queries should read.
 
 Future queries before RoPE are assumed to be normally distributed, with the mean and the covariance of the
 prompt's queries (without its sinks). RoPE is replaced by its mean over the next ``num_future_positions``
@@ -24,7 +24,7 @@ from pod.modeling.model.step import Step
 
 
 class ExpectedAttention(Ranking):
-    """The ranking by the moments of a prompt's queries, which are computed in at least fp32.
+    """The ranking by mean and covariance of a prompt's queries, which are computed in at least fp32.
 
     Attributes:
         count: number of queries observed.

@@ -1,11 +1,11 @@
 """H2O (Zhang et al., 2023): keep recent tokens and heavy hitters, which got the most attention so far.
 
-The file also has what all methods share that rank the tokens they hold: sums of attention per token, computed
-without an ``n x n`` matrix, and the choice of what stays.
+The score of a token in a KV head is the sum of the attention that it got from every query that could see it
+(its own included), averaged over the query heads of the group. Sums go on growing over later prompts and
+decoded tokens, as long as the token stays.
 
-The score of a token in a KV head is the attention that it got from every query that could see it (its own
-included), averaged over the query heads of the group. The sums of tokens that stay survive evictions and
-later prompts.
+The file also has the code that H2O shares with RoCo and D2O: sums of attention per token, computed without an
+``n x n`` matrix, and the choice of the tokens that stay.
 """
 
 import math
@@ -27,11 +27,11 @@ from pod.modeling.model.step import Step
 
 
 class AccumulatingLayer(PodCacheLayer):
-    """A dense layer that holds some of the tokens seen, for rows that are alike (``rows.GroupedCache``).
+    """A dense layer that drops tokens by statistics of each token, for rows of equal length (``rows.py``).
 
-    A slot is a held token. Every row and KV head has equally many slots, in position order. Keys keep their
-    rotation. A method overrides ``evict``, which calls ``keep``. If it ranks by something else than
-    attention, it also overrides ``observe_prompt`` and ``observe_decode``.
+    Every slot holds a token. Every row and KV head holds equally many, in the order of their positions. Keys
+    keep their rotation. A method overrides ``evict``, which calls ``keep``. If it needs other statistics than
+    sums of attention, it also overrides ``observe_prompt`` and ``observe_decode``.
 
     Attributes:
         held: tokens held by each row and KV head.
@@ -82,11 +82,11 @@ class AccumulatingLayer(PodCacheLayer):
                 buffer.flush(self.held)
 
     def evict(self, step: Step) -> None:
-        """Choose what stays, and call ``keep``: a prompt or chunk has ended, or a token was decoded."""
+        """Choose the tokens that stay, and call ``keep``. It runs after a prompt, chunk or decoded token."""
         raise NotImplementedError
 
     def keep(self, kept: Tensor | None, dropped: Tensor) -> None:
-        """Hold the slots ``kept``, and no longer the slots ``dropped``; both come from ``choose_slots``."""
+        """Keep the slots ``kept`` and free the slots ``dropped``, which ``choose_slots`` returned."""
         if kept is None:
             later = numbers(self.held - 1, dropped.device) >= dropped
             places = _first_places(*dropped.shape[:2], self.held, dropped.device) + later
@@ -100,7 +100,7 @@ class AccumulatingLayer(PodCacheLayer):
         self.held = places.shape[2]
 
     def observe_prompt(self, q: Tensor, step: Step) -> None:
-        """Observe the rotated queries ``[B, Hq, m, d]`` of a chunk of a prompt.
+        """Add the rotated queries ``[B, Hq, m, d]`` of a chunk of a prompt to the statistics.
 
         ``lead_keys.read(held)`` already has the chunk's keys.
         """
@@ -108,7 +108,7 @@ class AccumulatingLayer(PodCacheLayer):
         self.accumulate("attention", self.group_mean(sums))
 
     def observe_decode(self, weights: Tensor, step: Step) -> None:
-        """Observe the attention ``[B, H, G, held]`` of a decoded token to what is held, itself included."""
+        """Add a decoded token's attention ``[B, H, G, held]`` to the tokens held, itself included."""
         self.accumulate("attention", weights.mean(2))
 
     def group_mean(self, sums: Tensor) -> Tensor:
@@ -116,9 +116,10 @@ class AccumulatingLayer(PodCacheLayer):
         return sums.unflatten(1, (-1, self.groups)).mean(2)
 
     def accumulate(self, name: str, addition: Tensor) -> None:
-        """Add a new tensor ``[B, H, held]`` to a statistic; new tokens, and a new statistic, start at 0.
+        """Add ``addition`` ``[B, H, held]`` to the statistic ``name``, which is made if it does not exist.
 
-        The tensor is kept, and changed in place.
+        Tokens that are new since the last call come last in ``addition``. This tensor becomes the statistic
+        itself, and is changed in place.
         """
         if name in self.statistics:
             known = self.statistics[name]
@@ -127,15 +128,17 @@ class AccumulatingLayer(PodCacheLayer):
 
 
 def choose_slots(scores: Tensor, count: int, num_first: int, num_last: int) -> tuple[Tensor | None, Tensor]:
-    """Choose the first and the last slots, and the best of the slots between them.
+    """Choose slots to keep: the first, the last, and those with the best scores between them.
 
     Args:
         scores: ``[B, H, n]``; in a tie the lower slot stays.
         count: number of slots to keep, ``num_first + num_last <= count < n``.
+        num_first: how many of the first slots are kept in any case.
+        num_last: how many of the last slots are kept in any case.
 
     Returns:
         The slots kept ``[B, H, count]``, ascending, and the slots dropped ``[B, H, n - count]``, worst last.
-        If a single slot is dropped, as after a decoded token: None and that slot, without sorting.
+        If only one slot is dropped, as after a decoded token, the first result is None, which saves sorting.
     """
     n = scores.shape[2]
     between = scores[..., num_first : n - num_last]
@@ -150,7 +153,7 @@ def choose_slots(scores: Tensor, count: int, num_first: int, num_last: int) -> t
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def _first_places(batch: int, heads: int, held: int, device: torch.device) -> Tensor:
-    """Numbers of all but the last of ``held`` slots of each head, ``[B, H, held - 1]``."""
+    """The result of ``places_of`` for the slots ``0 … held - 2`` of each head, ``[B, H, held - 1]``."""
     return places_of(numbers(held - 1, device).expand(batch, heads, -1), held)
 
 

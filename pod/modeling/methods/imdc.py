@@ -1,21 +1,21 @@
-"""IMDC (Zeng et al., "Memorize Step by Step"): read a prompt in chunks over a compressed memory.
+"""IMDC (Zeng et al., "Memorize Step by Step"): read a prompt in chunks, and compress each into a memory.
 
-Inputs may therefore be unbounded. A chunk attends to the memory and to itself. Then a pruner compresses both
-into the next memory, which has ``m_i`` tokens in each layer after chunk ``i`` of ``n``. There are three
-variants:
+A chunk attends to the memory and to itself. Then a pruner compresses both into the next memory, which has
+``m_i`` tokens in each layer after chunk ``i`` of ``n``. So inputs may be unbounded. There are three variants:
 
-- ``fm`` keeps ``m_i = budget`` throughout.
-- ``im`` lets the memory grow to that (eqs. 1, 8, 9).
-- ``imdc`` also shrinks the chunks as the memory grows (eqs. 5 to 7). What chunk ``i`` attends over,
-  ``c_i + m_{i-1}``, is then constant.
+- ``fm`` has ``m_i = budget`` throughout.
+- ``im`` lets the memory grow up to the budget (eqs. 1, 8, 9).
+- ``imdc`` also shrinks the chunks as the memory grows (eqs. 5 to 7). Then chunk ``i`` attends to
+  ``c_i + m_{i-1}`` tokens, which is the same number for all chunks.
 
-Without ``update`` the memory itself stays, and what the pruner leaves of each chunk is appended to it (the
-fixed memory of appendix B.4). Keys are stored before RoPE, and positions count memory, chunk and decoded
-tokens anew at every step. Decoded tokens are appended. The next prompt starts from what is held.
+Without ``update``, no token leaves the memory, and the tokens of each chunk that the pruner keeps are
+appended to it (the fixed memory of appendix B.4). Decoded tokens are appended. The next prompt starts with
+all tokens held as its memory. Keys are stored before RoPE and rotated at their slots, so that in every pass
+positions are counted anew over memory, chunk and decoded tokens.
 
-Sizes are exact fractions until they are rounded (halves up), so that a schedule is the same everywhere. The
-appendix says that SQRT starts slowly and SQUARE quickly. Its equations, which are computed here, and its next
-sentence say the opposite (SQUARE <= LINEAR <= SQRT).
+Sizes are exact fractions until they are rounded (halves up), so that a schedule is the same on every machine.
+The appendix says that SQRT starts slowly and SQUARE quickly. Its equations, which are computed here, and its
+next sentence say the opposite (SQUARE <= LINEAR <= SQRT).
 """
 
 import math
@@ -39,19 +39,20 @@ from pod.modeling.model.rows import GroupedCache, Schedule
 from pod.modeling.model.step import CacheLayer, Step
 
 LARGEST_RATIO = {"linear": 2.0, "sqrt": 3.0, "square": 1.5, "square-sqrt": 2.0, "adaptive": 2.0}
-"""``m_max / c`` above which the last decremental chunks would be empty, in a prompt of very many chunks."""
+"""For each ``function``, the ratio ``m_max / c`` above which the last chunks of a very long prompt would be
+empty with the variant ``imdc``."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a schedule depends on apart from the prompt.
+    """All that a schedule depends on, apart from the prompt.
 
     Attributes:
         variant: ``fm``, ``im`` or ``imdc``.
-        function: how the memory grows, a choice of the parameter of that name; it has no effect for ``fm``.
-            ``adaptive`` plans like ``linear``, then shares the total among layers (eq. 3).
-        m_max: largest memory (tokens).
-        chunk_size: largest mean chunk ``c`` (tokens).
+        function: how the memory grows, a key of ``LARGEST_RATIO``; it has no effect for ``fm``. ``adaptive``
+            plans like ``linear``, then distributes the total among layers (eq. 3).
+        m_max: largest memory, in tokens: the budget.
+        chunk_size: largest mean size ``c`` of chunks, in tokens.
         num_layers: number of decoder layers.
     """
 
@@ -62,7 +63,7 @@ class Settings:
     num_layers: int
 
     def start_prompt(self, length: int, past: int, layers: list) -> "Schedule":
-        """The schedule of a prompt, which depends on what the layers hold when it starts; see ``Chunks``."""
+        """See ``FixedChunks.start_prompt``. Here the schedule depends on the tokens that are held already."""
         return prompt_schedule(self, length, sum(layer.held for layer in layers) // len(layers))
 
 
@@ -70,9 +71,9 @@ class Settings:
 def prompt_schedule(settings: Settings, length: int, held: int = 0) -> Schedule:
     """The schedule of a prompt of ``length`` tokens when ``held`` tokens are held before it.
 
-    There are ``n = ceil(length / chunk_size)`` chunks of mean size ``length / n``. The memory starts at
-    ``m_max / n``, or at what is held if that is more. A prompt that fits into ``m_max`` is one chunk and
-    stays uncompressed.
+    There are ``n = ceil(length / chunk_size)`` chunks of mean size ``length / n``. After the first chunk, the
+    memory has ``m_max / n`` tokens, or ``held`` tokens if these are more, but at most ``m_max``. A prompt
+    that fits into ``m_max`` together with the tokens held is one chunk and stays uncompressed.
 
     Raises:
         ValueError: a decremental chunk would have less than one token.
@@ -112,10 +113,12 @@ def growth_of_layer(settings: Settings, layer_idx: int) -> str:
 def memory_curve(growth: str, m_max: int, num_chunks: int, first: Fraction | None = None) -> tuple[int, ...]:
     """The sizes of a memory after each chunk, ``m_0 … m_{n-1}``, in tokens and at least 1.
 
-    A single chunk goes to ``m_max`` at once.
+    The last size is ``m_max``, also with a single chunk.
 
     Args:
         growth: ``linear`` (eq. 1), ``square`` (eq. 8), ``sqrt`` (eq. 9) or ``fixed``.
+        m_max: largest memory, in tokens.
+        num_chunks: ``n``.
         first: ``m_0``; None = ``m_max / n``.
     """
     first = Fraction(m_max, num_chunks) if first is None else first
@@ -135,8 +138,12 @@ def memory_curve(growth: str, m_max: int, num_chunks: int, first: Fraction | Non
 def decremental_chunks(chunk_size: int | Fraction, memory: Sequence[int | Fraction]) -> list[Fraction]:
     """The sizes of chunks that shrink, in tokens: ``c_0 = c`` and ``c_i = c + m̂ - m_{i-1}`` (eq. 7).
 
-    ``m̂`` is the mean of ``m_0 … m_{n-2}``, the memory that chunks find (eq. 4). The sizes add up to ``n·c``
-    (eq. 5).
+    ``m̂`` is the mean of ``m_0 … m_{n-2}``, the memories before each chunk but the first (eq. 4). The sizes
+    add up to ``n·c`` (eq. 5).
+
+    Args:
+        chunk_size: ``c``.
+        memory: ``m_0 … m_{n-1}``.
     """
     found = memory[:-1]
     mean = Fraction(sum(found), max(1, len(found)))
@@ -146,11 +153,11 @@ def decremental_chunks(chunk_size: int | Fraction, memory: Sequence[int | Fracti
 def share_by_retention(
     total: int, ratios: Sequence[Fraction], there: Sequence[int], lowest: int
 ) -> tuple[int, ...]:
-    """The memory of each layer in proportion to its retention ratio (eq. 3), within what the layer has.
+    """The memory of each layer in tokens, in proportion to its retention ratio (eq. 3), within bounds.
 
-    The sizes are ``clip(λ·p_l, lo_l, a_l)``, with the ``λ`` at which they add up to ``total``. A layer that
-    cannot take its share leaves it to the others. Layers that retained nothing stay at ``lo_l``, even if that
-    leaves tokens unused.
+    The sizes are ``clip(λ·p_l, lo_l, a_l)``, with the ``λ`` at which they add up to ``total``. So if a layer
+    has fewer tokens than its share, the others get the difference. Layers that retained nothing get ``lo_l``,
+    even if then the sizes add up to less than ``total``.
 
     Args:
         total: tokens of all layers together.
@@ -176,9 +183,9 @@ def share_by_retention(
 
 
 def _whole(sizes: Sequence[Fraction]) -> tuple[int, ...]:
-    """Integers whose sum is the floor of the sum of ``sizes``.
+    """Round sizes to integers whose sum is the floor of the sum of ``sizes``.
 
-    Each is the floor of its size. Those with the largest fractions get one more, lower layers first.
+    Each size is rounded down. Then those with the largest fractions get one more, in a tie the lower layer.
     """
     floors = [math.floor(size) for size in sizes]
     missing = math.floor(sum(sizes)) - sum(floors)
@@ -196,6 +203,7 @@ def _rounded_root(square: Fraction, offset: Fraction) -> int:
 
 
 def _check_chunks(settings: Settings, chunks: Sequence[Fraction]) -> None:
+    """Refuse a schedule in which a chunk has less than one token (``ValueError``)."""
     smallest = min(chunks)
     if smallest < 1:
         limits = ", ".join(f"{name} {ratio:g}" for name, ratio in LARGEST_RATIO.items())
@@ -208,16 +216,18 @@ def _check_chunks(settings: Settings, chunks: Sequence[Fraction]) -> None:
 
 
 class MemoryLayer(CacheLayer):
-    """Memory, running chunk and decoded tokens of one layer, for rows that are alike.
+    """Memory, current chunk and decoded tokens of one layer, for rows of equal length.
 
-    Keys are held before RoPE, and slots are in order of age.
+    Keys are held before RoPE. Slots are in the order of positions, the oldest token first.
 
     Attributes:
         ranks: whether the pruner is SnapKV; else it is StreamingLLM.
         held: slots in use.
-        memory: how many of them, the first ones, were there before the running chunk.
-        retention: share of the memory that was memory before the last compression too (eq. 2), over all KV
-            heads.
+        memory: how many slots were in use before the current chunk. These are the first ones.
+        retention: the share of the memory that was already memory before the last compression (eq. 2), over
+            all KV heads.
+        queries: the last queries of the current chunk, for the pruner.
+        rotated: the rotated keys, from the end of a chunk to its compression; else None.
     """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
@@ -258,7 +268,7 @@ class MemoryLayer(CacheLayer):
 
     @property
     def num_fixed(self) -> int:
-        """Slots of the memory that no compression drops."""
+        """How many of the first slots no compression drops: the memory without ``update``, else none."""
         return 0 if self.updates else self.memory
 
     # -- compression -----------------------------------------------------------------------------------------
@@ -278,7 +288,7 @@ class MemoryLayer(CacheLayer):
             self.tokens.flush(self.held)
 
     def _next_size(self, schedule: Schedule, step: Step) -> int:
-        """Tokens to keep after this chunk: as planned, or this layer's share of all layers' plans (eq. 3)."""
+        """How many tokens to keep after this chunk: as planned, or its share (``adaptive``, eq. 3)."""
         assert schedule.memory is not None
         planned = schedule.memory[self.layer_idx][step.chunk_index]
         if not self.adaptive or step.chunk_index < 2:
@@ -292,20 +302,23 @@ class MemoryLayer(CacheLayer):
         return step.sizes[self.layer_idx]
 
     def _keep(self, index: Tensor) -> None:
-        """Hold only the slots ``index`` ``[B, H, m]``."""
+        """Keep only the slots ``index`` ``[B, H, m]``, and compute the retention."""
         if self.adaptive:  # then each row has layers of its own
             self.retention = Fraction(int((index < self.memory).sum()), index.numel())
         self.tokens.keep(index, self.held)
         self.held = index.shape[2]
 
     def choose(self, keys: Tensor, size: int, step: Step) -> Tensor:
-        """The slots ``[B, H, size]`` to keep, ascending: a fixed memory, and the pruner's choice behind it.
+        """The slots ``[B, H, size]`` to keep, ascending: the first ``num_fixed``, then the pruner's choice.
 
-        StreamingLLM keeps the first slots and the last ones. SnapKV ranks, with the end of the chunk as
-        observation window; where no more than that window fits, it keeps the last slots.
+        StreamingLLM keeps the first and the last of the other slots. SnapKV keeps those with the best scores,
+        with the end of the chunk as observation window. If no more than that window fits, it keeps the last
+        slots.
 
         Args:
-            keys: all keys, each rotated at its slot.
+            keys: all keys ``[B, H, held, d]``, each rotated at its slot.
+            size: how many slots to keep.
+            step: the pass that ends the chunk.
         """
         assert self.queries.observed is not None
         fixed, n = self.num_fixed, keys.shape[2]

@@ -1,17 +1,17 @@
-"""KVzip (Kim et al., 2025): when a prompt ends, the model is asked to repeat it; what it attends to stays.
+"""KVzip (Kim et al., 2025): when a prompt ends, the model is asked to repeat it; tokens that it reads stay.
 
-The text is read again behind all of it, ``chunk_size`` tokens at a time: a request (``repeat_ids``), then the
-chunk. From the second chunk on, the request names the last 8 tokens of the chunk before. These tokens see all
-that is held, and no layer holds them.
+After the prompt, the model reads the text once more, ``chunk_size`` tokens at a time: a request
+(``repeat_ids``), then the chunk. From the second chunk on, the request names the last 8 tokens of the chunk
+before. The tokens that are read once more see all tokens held, and are not stored themselves.
 
-The score of a pair (key and value) is the largest weight that any of these tokens gives it, in any query head
-of its group. The weights are a softmax over the chunk, the first ``num_sink_tokens`` tokens, and the request
-up to the query. This is as in the authors' code, where the first tokens are the system prompt (in kvpress: 4
-tokens). The best ``budget · layers · heads`` pairs of all layers and KV heads together stay, with the first
-tokens of every head among them.
+The score of a pair (key and value) is the largest weight that any token read once more gives it, in any query
+head of its group. The weights are a softmax over three sets of tokens: the chunk in the cache, the first
+``num_sink_tokens`` tokens, and the tokens read once more up to the query. This is as in the authors' code,
+where the first tokens are the system prompt (in kvpress: 4 tokens). The best ``budget · layers · heads``
+pairs of all layers and KV heads together stay. The first tokens of every head are always among them.
 
-The first prompt that ends with more than ``budget`` tokens held is compressed in this way, with all that came
-before it. What comes later, such as questions and answers, stays whole.
+The first prompt that ends with more than ``budget`` tokens held is compressed in this way, together with all
+tokens before it. Later tokens, such as questions and answers, all stay.
 """
 
 import copy
@@ -36,12 +36,13 @@ from pod.tokenizer import load_tokenizer
 
 
 class KVzipLayer(AdaLayer):
-    """A layer that sees one row at a time. Every head is a head group of its own, as with Ada-KV.
+    """A layer for a single row, in which every head is a head group of its own, as with Ada-KV.
 
     Attributes:
         is_compressed: whether a text was compressed.
-        waits: whether a text is to be read again by the next passes; True until ``compress``.
-        heard: scores ``[H, c]`` of the text's chunks so far.
+        waits: whether the text must be read once more before it is compressed. Passes then only collect
+            scores.
+        heard: scores ``[H, c]`` of each chunk of the text that was read once more so far.
     """
 
     @staticmethod
@@ -83,7 +84,7 @@ class KVzipLayer(AdaLayer):
 
 
 def compress(layers: list[KVzipLayer]) -> None:
-    """Keep the best pairs of all layers together, for a row whose text was read again."""
+    """Keep the pairs with the best scores of all layers together, for a row whose text was read once more."""
     device = layers[0].heard[0].device  # layers may lie on several devices
     heads = torch.cat([torch.cat(layer.heard, dim=1).to(device) for layer in layers])
     heads[:, : layers[0].params["num_sink_tokens"]] = torch.inf
@@ -102,10 +103,10 @@ def compress(layers: list[KVzipLayer]) -> None:
 
 
 class RepeatingCache(GroupedCache):
-    """A cache that has the model read the text of each waiting row again."""
+    """A cache that has the model read the text once more, for each row whose layers wait for it."""
 
     def rereadings(self) -> Iterator[tuple[Tensor, Tensor, PodCache]]:
-        """See ``PodCache.rereadings``. The caches hold no tokens of their own, only layers that listen."""
+        """See ``PodCache.rereadings``. The caches that it yields share this cache's layers, which wait."""
         layers: dict[int, list] = {group.rows[0]: group.layers for group in self.groups}
         waiting = {row: own for row, own in layers.items() if own[0].waits and not own[0].heard}
         left = {row: self._requests(row, own[0]) for row, own in waiting.items()}
@@ -123,7 +124,7 @@ class RepeatingCache(GroupedCache):
             self._pending = None
 
     def _requests(self, row: int, layer: KVzipLayer) -> list[list[int]]:
-        """The token ids that are read for each chunk of a row's text: a request, then the chunk again."""
+        """The token ids to read for each chunk of a row's text: a request, then the chunk once more."""
         if self._seen_ids is None:
             raise ValueError(f"{self.spec} repeats a text: feed its input_ids, not inputs_embeds")
         seen = torch.cat([ids[row] for ids in self._seen_ids])
@@ -143,9 +144,11 @@ def repeat_ids(tokenizer: Any) -> list[list[int]]:
     """The requests in a tokenizer's ids, in the words of KVzip's authors.
 
     Returns:
-        Three lists of ids. The first one is the request to repeat a text's first chunk. The second one is the
-        request to repeat a later chunk, before the tokens that it names. The third one is what stands behind
-        a request: the end of a question in the chat template, or a line break where there is no template.
+        Three lists of ids:
+
+        * the request to repeat a text's first chunk;
+        * the request to repeat a later chunk, up to the tokens that it names;
+        * the end of a request: the end of a question in the chat template, or a line break if there is none.
     """
     end = "\n"
     if getattr(tokenizer, "chat_template", None):
@@ -156,9 +159,9 @@ def repeat_ids(tokenizer: Any) -> list[list[int]]:
 
 
 def with_requests(model: Any, names: Sequence[str], params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of the methods ``names``, with KVzip's requests added where they are needed and missing.
+    """Add ``repeat_ids`` to the parameters of the methods ``names``, if KVzip is one and they are missing.
 
-    The requests come from the tokenizer in the model's own folder. ValueError when it cannot be loaded.
+    They come from the tokenizer in the model's own folder. ``ValueError`` when it cannot be loaded.
     """
     if "kvzip" not in names or params.get("repeat_ids") is not None:
         return params

@@ -1,15 +1,16 @@
-"""What stands beside a selection: the layout, and the codec.
+"""The layouts ``full``, ``pod``, ``cla`` and ``window``, and the codecs ``kivi``, ``int4`` and ``int8``.
 
-The layouts are what a model's own attention needs. Dense and PoD keep every token and run on dense weights;
-models of the other layouts are trained.
+A layout holds all tokens that a model's own attention needs. ``full`` and ``pod`` keep every token and work
+with the weights of dense models. ``cla`` and ``window`` need models that were trained for them.
 
 Codecs hold keys and values in 2, 4 or 8 bits, for every layout and selection (KIVI, Liu et al., 2024; the
 rules are in ``quantized.py``). From KIVI come the 2 bits of ``kivi``, keys packed per channel and values per
-token, groups of 32 and a residual of 128 (§4.1); ``int4`` and ``int8`` share all of these but the bits. What
-the paper leaves to its code is different here. Zeros and scales in fp16 are rounded outwards, not to the
-nearest. The newest tokens stay native, the same ones for keys and values, and at least ``residual`` of them.
-KIVI's code packs ``residual`` keys at a time, so that 0 to ``residual - 1`` keys are native, and packs values
-one by one.
+token, groups of 32 and a residual of 128 (§4.1). ``int4`` and ``int8`` share all of these but the bits.
+
+Two things on which KIVI's paper is silent differ from KIVI's code. Zeros and scales in fp16 are rounded
+outwards, not to the nearest. At least ``residual`` of the newest tokens stay native, the same ones for keys
+and values. KIVI's code packs ``residual`` keys at a time, so that 0 to ``residual - 1`` keys are native, and
+packs values one by one.
 """
 
 from functools import partial
@@ -25,7 +26,7 @@ from pod.registry import METHODS
 
 
 def _build(config: PodConfig, request: Request) -> PodCache:
-    """A cache in which the model's own layout and plan say which layers hold what."""
+    """A cache of the model's own layout and plan, with a decode engine if ``capacity`` is given."""
     capacity = request.params.get("capacity")
     extra_slots = request.params.get("extra_slots")
     if extra_slots and capacity is not None:

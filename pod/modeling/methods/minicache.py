@@ -1,14 +1,15 @@
 """MiniCache (Liu et al., 2024): neighbouring deep layers share directions of keys and values, not norms.
 
 From the middle of the model on, layers are paired. When a prompt ends, and whenever ``block`` tokens have
-been decoded, the native tokens of a pair are merged into one direction per token (spherical interpolation,
-eq. 3 of the paper) and one norm per token and layer. Tokens whose two directions are farthest apart keep both
-native vectors. The shallower layer's vector lies in the slot of the shared direction, with a norm of one, and
-the deeper layer's beside it. Nothing is stored twice.
+been decoded, the native tokens of a pair are merged. Each token then has one direction for both layers
+(spherical interpolation, eq. 3 of the paper) and one norm for each layer. Tokens whose two directions differ
+most are *kept apart*: both native vectors stay. The shallower layer's vector takes the slot of the shared
+direction, with a norm of one. The deeper layer's vector is stored in a buffer of its own. Nothing is stored
+twice.
 
-A codec packs what is merged, and the layers without a pair. With a codec, direction and norm are also stored
-separately for the tokens that are kept apart: vectors of other lengths would widen the range of the numbers
-in a group, at the cost of the directions.
+A codec packs merged tokens, and all tokens of layers without a partner. With a codec, the shallower layer's
+vectors of tokens kept apart are also stored as direction and norm. Otherwise vectors of other lengths would
+widen the range of the numbers in a group, and directions would become less exact.
 """
 
 from math import ceil
@@ -35,10 +36,11 @@ class Merged:
     """Merged keys or values of one layer of a pair.
 
     Attributes:
-        directions: ``[B, H, T, d]`` in the shallower layer; both layers read them. Empty in the deeper one.
-        norms: ``[B, H, T, 1]`` of this layer.
-        apart: in the deeper layer, its native vectors ``[B, H, C, d]`` of the tokens kept apart.
-        positions: which tokens these are, ``[B, H, C, 1]``.
+        directions: ``[B, H, T, d]`` of the ``T`` merged tokens. Both layers read those of the shallower
+            layer; the deeper layer's buffer stays empty.
+        norms: ``[B, H, T, 1]``, this layer's norms.
+        apart: in the deeper layer, its vectors ``[B, H, C, d]`` of the ``C`` tokens kept apart.
+        positions: the indices of these tokens among the ``T``, ``[B, H, C, 1]``.
     """
 
     def __init__(self, quantizer: KVQuantizer, part: str):
@@ -46,7 +48,13 @@ class Merged:
         self.norms, self.positions = KVBuffer(), KVBuffer()
 
     def read(self, shared: KVBuffer, count: int, num_apart: int) -> Tensor:
-        """The ``count`` tokens as this layer sees them, ``[B, H, count, d]``."""
+        """The merged tokens as this layer attends to them, ``[B, H, count, d]``.
+
+        Args:
+            shared: the directions.
+            count: number of merged tokens.
+            num_apart: how many of them are kept apart.
+        """
         restored = shared.read(count) * self.norms.read(count)
         if not self.apart.is_empty:
             native = self.apart.read(num_apart)
@@ -56,14 +64,17 @@ class Merged:
 
 
 class PairLayer(PodCacheLayer):
-    """A layer of a pair, for rows that are alike.
+    """A layer of a pair, for rows of equal length.
 
-    It holds merged tokens first, in the form of ``packing``, and then native ones in the buffers of a dense
-    layer.
+    The first tokens are merged, and in buffers that the request's quantizer makes. Later ones are native, and
+    in the buffers of a dense layer.
 
     Attributes:
-        merged_tokens: tokens merged so far.
+        merged: merged keys and merged values, by these names.
+        merged_tokens: how many tokens were merged so far.
         num_apart: how many of these are kept apart in each KV head.
+        is_deeper: whether the layer is the deeper one of its pair.
+        packs: whether a codec packs merged tokens.
     """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request, is_deeper: bool):
@@ -120,9 +131,12 @@ class PairLayer(PodCacheLayer):
 
 
 def merge_pair(shallower: PairLayer, deeper: PairLayer, count: int, num_apart: int, t: float) -> None:
-    """Merge the ``count`` native tokens of a pair as one group.
+    """Merge the native tokens of a pair of layers.
 
-    ``num_apart`` of them are kept apart in every KV head.
+    Args:
+        count: number of native tokens.
+        num_apart: how many of them are kept apart in each KV head.
+        t: how far the shared direction lies from the shallower layer's to the deeper layer's, from 0 to 1.
     """
     past, past_apart = shallower.merged_tokens, shallower.num_apart
     native = [layer.take_native(count) for layer in (shallower, deeper)]
@@ -150,7 +164,7 @@ def merge_pair(shallower: PairLayer, deeper: PairLayer, count: int, num_apart: i
 
 
 def num_kept_apart(params: dict[str, Any], count: int, before: int) -> int:
-    """How many of the ``count`` tokens that are merged now stay native, if ``before`` tokens did before."""
+    """How many of ``count`` tokens to merge are kept apart, if ``before`` earlier tokens already are."""
     if params["retained"] is not None:
         return min(count, max(0, params["retained"] - before))
     return ceil(params["share"] * count - 1e-9)  # 0.05 · 140 is a little more than 7 in floating point
@@ -197,7 +211,7 @@ def _layer(config: PodConfig, layer_idx: int, request: Request) -> PodCacheLayer
 
 
 def merge_pairs(layers: list, step: Step, label: None) -> None:
-    """Merge native tokens when a prompt has ended or a block was decoded."""
+    """Merge the native tokens of every pair, if a prompt has ended or ``block`` tokens were decoded."""
     pairs = [layer for layer in layers if isinstance(layer, PairLayer)]
     for shallower, deeper in zip(pairs[::2], pairs[1::2], strict=True):
         native, rule = step.max_length - shallower.merged_tokens, shallower.params

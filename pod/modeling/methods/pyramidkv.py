@@ -1,9 +1,9 @@
 """PyramidKV (Cai et al., 2024): SnapKV with budgets that fall linearly from the first layer to the last.
 
-The first layer cannot hold more than the tokens seen. Where its share exceeds them, the line is flatter, down
-to SnapKV's equal budgets when nothing can be dropped. All layers together hold what they were given.
-(kvpress's implementation flattens in this way. That of the authors' group jumps to equal budgets below twice
-the budget.)
+The first layer cannot hold more than the tokens seen. If its budget exceeds them, the line is made flatter,
+down to SnapKV's equal budgets when nothing can be dropped. The mean over the layers is always the budget.
+(kvpress's implementation flattens in this way. That of the authors' group jumps to equal budgets for prompts
+below twice the budget.)
 """
 
 from collections.abc import Sequence
@@ -30,13 +30,20 @@ def layer_budgets(budget: int, num_layers: int, beta: int, smallest: int, seen: 
 
 
 def block_budgets(budgets: Sequence[int], budget: int, window: int, lead: Lead) -> list[list[int]]:
-    """Tokens ``[L][H]`` of each layer and KV head: the budget of its lead's layer.
+    """The budget ``[L][H]`` of each layer and KV head in tokens, under a sharing plan.
 
-    The budgets are rescaled so that each head keeps its total over the layers. Without sharing, each layer
-    has its own budget. Heads that keep their windows have no budget.
+    A head gets the budget of the layer that it follows. The result is rescaled so that over all layers each
+    KV head holds as many tokens as without sharing. Without sharing, it is the layer's own budget. Heads that
+    keep their windows get ``window`` tokens here, which nothing reads.
 
-    No lead is above its layer, so before rescaling the leads' budgets add up to the total or more. Rescaling
-    therefore makes none grow beyond the tokens seen.
+    No lead is above its followers, and budgets fall from layer to layer. So before rescaling, the budgets add
+    up to the total or more, and rescaling makes no budget larger than the tokens seen.
+
+    Args:
+        budgets: from ``layer_budgets``.
+        budget: mean of the budgets.
+        window: tokens of the observation window, which always stay.
+        lead: the plan, ``[L][H]``.
     """
     sizes = [[0 if own is None else budgets[own] - window for own in layer] for layer in lead]
     columns = list(zip(*lead, strict=True))

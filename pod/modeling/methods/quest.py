@@ -1,10 +1,11 @@
-"""Quest (Tang et al., 2024): store everything; a decoded token reads only the pages that may matter to it.
+"""Quest (Tang et al., 2024): store all tokens; a decoded token reads only the pages that may matter to it.
 
 A page is ``page_size`` consecutive tokens. The smallest and the largest value of each key channel in a page
-bound the product of any query with any of its keys. Each query head reads the pages with the largest bounds.
+give an upper bound on the product of a query with any key of the page. Each query head reads the pages with
+the largest bounds.
 
-With PoD the leads choose. The query heads of a block read the tokens that the lead's query heads read, and
-use the lead's logits where tokens are distant.
+With PoD, leads choose the pages. Followers read the tokens that the same query heads of their lead read, and
+use the lead's logits of distant tokens.
 """
 
 from math import ceil, inf
@@ -24,13 +25,14 @@ from pod.modeling.model.step import Step
 
 
 class QuestLayer(PodCacheLayer):
-    """A layer with the bounds of its leads' pages, for rows that are alike.
+    """A layer of the model's own layout, with the bounds of its leads' pages; for rows of equal length.
 
     Attributes:
-        num_read_pages: pages that a query head reads when decoding: the budget, rounded up to whole pages.
-        is_dense: whether its leads, and with them their blocks, read everything.
-        pages: ``[B, leads, pages, 2 d]``, the minimum, then the maximum. They stay native under any codec,
-            because they are bounds.
+        num_read_pages: how many pages a query head reads when decoding: the budget, rounded up to whole
+            pages.
+        is_dense: whether its leads, and with them their followers, read all tokens.
+        pages: a buffer ``[B, leads, pages, 2 d]`` with the minimum, then the maximum of each channel. It
+            stays native under any codec, because packing would make bounds invalid.
     """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
@@ -61,9 +63,9 @@ class QuestLayer(PodCacheLayer):
         return self._read_pages(q, step)
 
     def _update_pages(self, k: Tensor, past: int) -> None:
-        """Let rotated keys ``[B, leads, m, d]`` behind ``past`` tokens enter the bounds of their pages."""
+        """Update the bounds of pages with new rotated keys ``[B, leads, m, d]`` behind ``past`` tokens."""
         offset, first = past % self.page_size, past // self.page_size
-        if offset:  # the first page has tokens already: its bounds, repeated, stand for them
+        if offset:  # the first page has tokens already: in their place, use its minimum and maximum as keys
             bounds = self.pages.read(first + 1)[:, :, first].unflatten(2, (2, -1))
             k = torch.cat((bounds.repeat(1, 1, ceil(offset / 2), 1)[:, :, :offset], k), dim=2)
         padding = 0, 0, 0, -k.shape[2] % self.page_size
@@ -71,7 +73,7 @@ class QuestLayer(PodCacheLayer):
         self.pages.append(torch.cat((low.amin(3), high.amax(3)), dim=-1), first)
 
     def choose_pages(self, q: Tensor, num_pages: int) -> Tensor:
-        """The pages that queries ``[B, h, G, d]`` read: the last page and the best of the others.
+        """The pages that queries ``[B, h, G, d]`` read: the last page, and those with the best scores.
 
         A page's score is ``Σ_c max(q_c·min_c, q_c·max_c)`` over the channels (Quest, §3.3). In a tie the
         lower page wins.
@@ -85,7 +87,7 @@ class QuestLayer(PodCacheLayer):
         return F.pad(best_slots(scores, self.num_read_pages - 1), (0, 1), value=num_pages - 1)
 
     def _read_pages(self, q: Tensor, step: Step) -> Tensor:
-        """Attention of one new token per row, ``[B, Hq, 1, d]``, to the tokens of its pages only."""
+        """Attention of one new token per row, ``[B, Hq, 1, d]``, to the tokens of the chosen pages only."""
         read, roles, length = step.lead.read, self.roles, step.max_length
         parts = []
         if roles.leads:
@@ -100,10 +102,10 @@ class QuestLayer(PodCacheLayer):
         return merge_heads(parts, self.groups)
 
     def _lead(self, q: Tensor, length: int) -> tuple[Tensor | None, Tensor]:
-        """The slots that the leads' queries ``[B, leads·G, 1, d]`` read, and the leads' logits there.
+        """The slots that the leads' queries ``[B, leads·G, 1, d]`` read, and their logits of these tokens.
 
         Returns:
-            Slots ``[B, leads, G, n]``, or None for all slots; and logits.
+            Slots ``[B, leads, G, n]``, or None for all slots; and logits ``[B, leads, G, n]``.
         """
         if self.is_dense:
             return None, slot_logits(q, self.lead_keys.stored, length, self.scale)
@@ -116,7 +118,10 @@ class QuestLayer(PodCacheLayer):
         return slots, logits.view(slots.shape)
 
     def _attend_as_read(self, heads: tuple[int, ...], q: Tensor, step: Step) -> Tensor:
-        """Attention ``[B, h·G, 1, d]`` of KV heads whose leads all read equally many tokens."""
+        """Attention ``[B, h·G, 1, d]`` of KV heads, to the tokens that ``step.lead.read`` names for them.
+
+        Their leads must all read equally many tokens.
+        """
         read, found = zip(*(step.lead.read[head] for head in heads), strict=True)
         slots, logits = None if read[0] is None else torch.stack(read, 1), torch.stack(found, 1)
         followers = tuple(head for head in heads if head in self.roles.followers)
@@ -131,11 +136,14 @@ class QuestLayer(PodCacheLayer):
         return weigh_slots(weights.flatten(1, 2)[:, :, None], values, q.dtype)
 
     def _with_near(self, heads: tuple[int, ...], q: Tensor, logits: Tensor, slots: Tensor, n: int) -> Tensor:
-        """Logits of these followers' leads, replaced by the followers' own where a token is proximal.
+        """Replace leads' logits of proximal tokens by those of their followers, and return all logits.
 
         Args:
-            logits: ``[B, h, G, …]``, of the leads.
-            slots: the tokens that the logits belong to, among ``n`` tokens.
+            heads: the followers.
+            q: queries of all heads ``[B, Hq, 1, d]``.
+            logits: ``[B, h, G, k]``, those of the leads.
+            slots: the tokens of these logits, in a shape that broadcasts to it.
+            n: number of tokens seen.
         """
         n_s, n_r = self.num_sink_tokens, self.num_recent_tokens
         keys = take_heads(self.window_keys.read(n), [*map(self.roles.followers.index, heads)])

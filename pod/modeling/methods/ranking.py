@@ -1,4 +1,4 @@
-"""How leads rank the tokens that they hold when a prompt ends; SnapKV's ranking."""
+"""``Ranking``: how leads rank the tokens that they hold when a prompt ends; and SnapKV's ranking."""
 
 import math
 
@@ -16,40 +16,53 @@ _POOLS = {"avg": F.avg_pool1d, "max": F.max_pool1d}
 
 
 def best_slots(scores: Tensor, count: int) -> Tensor:
-    """The ``count`` best slots of ``[…, n]`` in ascending order; of equal scores the lower slot wins."""
+    """The slots ``[…, count]`` with the largest scores ``[…, n]``, in ascending order.
+
+    If scores are equal, the lower slot wins. For example, the two best slots of the scores 5, 1, 7 are 0, 2.
+    """
     return scores.argsort(dim=-1, descending=True, stable=True)[..., :count].sort(dim=-1).values
 
 
 class Ranking:
-    """What leads observe of a running prompt, and how they rank the tokens that they hold when it ends.
+    """Observes the queries of one prompt, and then scores the tokens that leads hold when it ends.
 
-    A ranking is made anew for each prompt. Its tensors are all ``[B, …]``, and a layer counts them as
-    bookkeeping.
+    A ranking is made anew for each prompt. Its tensors are all ``[B, …]``. Their bytes count as bookkeeping.
     """
 
     before_rope = False
     """Whether queries are observed before their rotation."""
 
     def observe(self, q: Tensor, step: Step) -> None:
-        """Observe the queries ``[B, Hq, m, d]`` of a chunk."""
+        """Take note of the queries ``[B, Hq, m, d]`` of a chunk of the prompt."""
         raise NotImplementedError
 
     def scores(self, keys: Tensor, values: Tensor, step: Step) -> Tensor:
-        """Scores ``[B, H, n]`` of rotated keys and values ``[B, H, n, d]`` when a prompt ends.
+        """The scores ``[B, H, n]`` of the tokens held when the prompt ends.
 
-        They are infinite for tokens that stay in any case.
+        The tokens with the largest scores are kept. A score is infinite for a token that stays in any case.
+
+        Args:
+            keys: ``[B, H, n, d]``, rotated.
+            values: ``[B, H, n, d]``.
+            step: the last pass of the prompt.
         """
         raise NotImplementedError
 
     def tensors(self) -> list[Tensor]:
+        """All tensors that are attributes."""
         return [x for x in vars(self).values() if isinstance(x, Tensor)]
 
     def select_rows(self, index: Tensor) -> None:
+        """Keep, repeat or reorder rows of the batch."""
         take_rows_of(self, index)
 
 
 class LastQueries(Ranking):
-    """Observes the last ``count`` queries of a running prompt."""
+    """Keeps the last ``count`` queries of a prompt, for subclasses and others that score with them.
+
+    Attributes:
+        observed: ``[B, Hq, <= count, d]``. None before the first chunk.
+    """
 
     def __init__(self, count: int):
         self.count = count

@@ -1,10 +1,10 @@
-"""RazorAttention (§3.2, Algorithm 1): a few retrieval heads hold all tokens, the others near ones and a mean.
+"""RazorAttention (§3.2, Algorithm 1): retrieval heads hold all tokens, others first and last ones and a mean.
 
 When a prompt ends, a head that is no retrieval head keeps its first ``num_sink_tokens`` tokens and its last
-``L_h = max(num_recent_tokens, seen / compression)`` tokens. All tokens that it ever dropped live on in one
-*compensation token*: the mean of their rotated keys and the mean of their values. It counts as often as there
-are dropped tokens (eqs. 4, 5). While decoding, the window slides, and a leaving token enters the mean before
-the new one attends.
+``L_h = max(num_recent_tokens, seen / compression)`` tokens. One *compensation token* replaces all tokens that
+it ever dropped: the mean of their rotated keys and the mean of their values. In the softmax, it counts as
+many times as tokens were dropped (eqs. 4, 5). While decoding, the window slides: the oldest recent token
+enters the mean before the new token attends.
 """
 
 from dataclasses import replace
@@ -23,7 +23,14 @@ from pod.modeling.retrieval_heads import plan_of_heads
 
 
 class RazorLayer(CacheLayer):
-    """A layer for rows that are alike. Heads that lead hold everything, heads with windows what is near."""
+    """A layer for rows of equal length.
+
+    Attributes:
+        roles: retrieval heads lead, all others keep windows.
+        everything: the tokens of retrieval heads: all of them.
+        near: the tokens of the other heads: sinks and recent ones.
+        compensation: the compensation token of these other heads.
+    """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
         super().__init__()
@@ -57,9 +64,9 @@ class RazorLayer(CacheLayer):
         return merge_heads(parts, self.groups)
 
     def flush(self, step: Step) -> None:
-        """At the end of a prompt, trim to ``L_h`` and move the rest into the mean.
+        """When a prompt ends, keep sinks and the last ``L_h`` tokens, and move the others into the mean.
 
-        ``L_h`` comes from all tokens seen, so it only grows.
+        ``L_h`` is computed from all tokens seen, so it never shrinks.
         """
         if not (step.ends_prompt or step.is_decode):
             return

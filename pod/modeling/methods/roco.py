@@ -21,13 +21,13 @@ from pod.modeling.model.step import Step
 
 
 class RocoLayer(AccumulatingLayer):
-    """A layer that holds sinks, recent tokens, tokens of varying attention, and the best of the rest by mean.
+    """A layer that keeps sinks, recent tokens, tokens of varying attention, and those with the highest mean.
 
     ``statistics`` also has ``squares`` (sums of squared weights) and ``positions`` (int32). The number of
     queries that could see a token follows from its position.
 
     Attributes:
-        protected: two numbers of tokens protected by their deviation: when a prompt ends, after a decoded
+        protected: how many tokens are kept for their deviation: when a prompt ends, and after a decoded
             token.
     """
 
@@ -76,9 +76,14 @@ class RocoLayer(AccumulatingLayer):
 
 
 def mean_and_variance(sums: Tensor, squares: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of a token's weight over ``counts`` queries.
+    """Mean and variance of each token's attention weight over the queries that could see it.
 
     The variance ranks tokens in the same order as the standard deviation.
+
+    Args:
+        sums: ``[B, H, n]``, sums of weights.
+        squares: ``[B, H, n]``, sums of squared weights.
+        counts: ``[B, H, n]``, how many queries could see each token.
     """
     mean = sums / counts
     return mean, (squares / counts - mean.square()).clamp(min=0)
@@ -87,7 +92,7 @@ def mean_and_variance(sums: Tensor, squares: Tensor, counts: Tensor) -> tuple[Te
 def protect_largest(scores: Tensor, variance: Tensor, count: int) -> None:
     """Set the scores of the ``count`` slots with the largest variance to infinity, in place.
 
-    Scores are ``[B, H, n]``. In a tie the lower slot wins.
+    Scores and variance are ``[B, H, n]``. In a tie the lower slot wins.
     """
     if count:
         scores.scatter_(2, best_slots(variance, count), float("inf"))

@@ -1,12 +1,12 @@
-"""Keep tokens by a ranking, alone or with PoD: the lead of a block chooses, and its block keeps the same.
+"""SnapKV and its relatives: when a prompt ends, keep the tokens with the best scores; alone or with PoD.
 
-The usual ranking is SnapKV's (Li et al., 2024). At the end of a prompt each KV head keeps ``budget`` tokens:
-the last ``window`` tokens, and the best of the rest by the pooled sum of the attention that the prompt's end
-gives them. All decoded tokens are kept.
+The usual scores are SnapKV's (Li et al., 2024). Each KV head keeps ``budget`` tokens: the last ``window``
+tokens, and the best of the others by the attention that they get from these last tokens, summed and pooled.
+All decoded tokens are kept.
 
-Whether a token is proximal or distant is judged by its original position. A head that follows holds its own
-keys only for kept tokens that are still proximal, and drops them as they age. It holds values for all kept
-tokens (paper §4, PoD+SnapKV).
+With PoD, the lead of a block chooses, and its followers keep tokens at the same positions. Whether a token is
+proximal or distant is judged by its original position. A follower holds own keys only for kept tokens that
+are still proximal, and drops them as they age. It holds values for all kept tokens (paper §4, PoD+SnapKV).
 """
 
 import sys
@@ -32,16 +32,24 @@ from pod.modeling.model.sinks import add_sink
 from pod.modeling.model.step import Selection, Step
 
 _AGED = 64
-"""Own keys are freed when 1/64 of them belong to distant tokens, not earlier: freeing copies the others."""
+"""Followers' own keys are freed only when 1/64 of them belong to distant tokens, because freeing copies the
+others."""
 
 
 class OwnKeys:
-    """Followers' own keys: those of the sinks and of the last ``recents`` tokens held.
+    """The own keys of followers: of the first ``sinks`` and the last ``recents`` of the ``held`` tokens.
 
-    All rows and heads have equally many own keys, so in some of them a few belong to tokens that are already
-    distant there. A quantizer packs tokens by number. So keys are dropped in whole groups, and not before the
-    values of their tokens are packed: keys of the same tokens are then packed together whatever rows are in
+    All rows and heads have equally many own keys. So in some of them, a few belong to tokens that are already
+    distant there.
+
+    A quantizer packs tokens in groups of consecutive slots. So keys are dropped in whole groups, and only
+    after the values of their tokens were packed. Then the same tokens form a group whatever other rows are in
     the batch.
+
+    Attributes:
+        buffer: the own keys, those of the sinks first.
+        held: tokens that each follower holds, with or without own keys.
+        sinks, recents: how many of the first and of the last of these have own keys.
     """
 
     def __init__(self, quantizer: KVQuantizer, num_sink_tokens: int):
@@ -55,21 +63,27 @@ class OwnKeys:
         return self.sinks + self.recents
 
     def append(self, k: Tensor) -> Stored:
-        """Store new keys ``[B, followers, m, d]``, and give what decoding reads."""
+        """Store new keys ``[B, followers, m, d]``, and return the own keys that a decoded token reads."""
         stored = self.buffer.append_and_read(k, len(self))
         self.recents += k.shape[2]
         self.held += k.shape[2]
         return stored
 
     def spread(self, own: Tensor, make: Callable[..., Tensor] = Tensor.new_empty) -> Tensor:
-        """Spread ``[…, slots]`` to ``[…, held]``. Places without a slot are as ``make`` gives them."""
+        """Turn numbers of own keys ``[…, slots]`` into numbers of all tokens held, ``[…, held]``.
+
+        Tokens without an own key get the values that ``make`` puts into a new tensor.
+        """
         out = make(own, (*own.shape[:-1], self.held))
         out[..., : self.sinks] = own[..., : self.sinks]
         out[..., self.held - self.recents :] = own[..., self.sinks :]
         return out
 
     def keep(self, kept: Tensor, recents: int) -> None:
-        """Hold only the tokens ``kept`` ``[B, F, w]``, and own keys of the first and the last of these."""
+        """Follow the followers, which keep only the tokens ``kept`` ``[B, F, w]``.
+
+        Own keys stay of the first tokens kept and of at least the last ``recents``.
+        """
         was, self.held = self.held - self.recents, kept.shape[2]
         sinks, recents = self._sizes(recents)
         slots = kept[..., first_and_last(sinks, recents, self.held, kept.device)]
@@ -79,13 +93,14 @@ class OwnKeys:
         self.sinks, self.recents = sinks, recents
 
     def free(self, recents: int) -> None:
-        """Hold keys of the first and of the last tokens only, if there are more than a few others."""
+        """Drop own keys of all but the sinks and last ``recents`` tokens, once they are many (``_AGED``)."""
         sinks, recents = self._sizes(recents)
         if sinks + recents + recents // _AGED < len(self):
             self.buffer.keep_ends(sinks, recents, len(self))
             self.sinks, self.recents = sinks, recents
 
     def _sizes(self, recents: int) -> tuple[int, int]:
+        """How many first and last tokens must have own keys, if the last ``recents`` are needed."""
         sinks = min(self.num_sink_tokens, self.held)
         packed = max(0, self.held - self.residual) // self.group_size * self.group_size
         recents = min(max(recents, self.held - packed), self.held - sinks)
@@ -96,13 +111,17 @@ class HeadGroup:
     """KV heads of a layer that hold equally many tokens at all times, in tensors ``[B, h, held, d]``.
 
     Attributes:
-        leads, followers: KV heads; ``values`` has the leads first, ``keys`` has only the leads.
-        followed: the leads that others follow, each as its place among the leads and its KV head.
+        leads, followers: KV heads of the group by role.
+        followed: for each lead that has followers, its index in ``leads`` and its KV head.
         held: tokens held by each row and head.
-        ranking: the ranking by which the leads choose, with what it observed of the unfinished prompt.
-        whole_from: position from which every token is held.
-        chosen: for each lead, the last chosen positions before ``whole_from``, each the largest of any row;
-            None = still on the device.
+        keys: keys of the leads.
+        values: values of the leads, then of the followers.
+        own: own keys of the followers.
+        position_buffer: positions of the tokens held by leads, as ``[B, leads, held, 1]``.
+        ranking: the ranking of the prompt that is being fed, by which the leads will choose.
+        whole_from: position from which on every token is held, because it came after the last choice.
+        chosen: for each lead, the last chosen positions before ``whole_from``, ascending. Of several
+            rows, the largest position counts. None = they were not read from the device yet.
     """
 
     def __init__(self, layer: "SharedSelectionLayer", leads: list[int], followers: list[int]):
@@ -118,7 +137,7 @@ class HeadGroup:
         self.chosen: list[list[int]] | None = [[] for _ in self.leads]
 
     def kv_buffers(self) -> list[tuple[str, KVBuffer, int]]:
-        """Name, buffer and number of tokens of each buffer."""
+        """Name, buffer and number of tokens of every buffer."""
         return [
             ("window_keys", self.own.buffer, len(self.own)),
             ("keys", self.keys, self.held),
@@ -136,7 +155,7 @@ class HeadGroup:
         """Store new tokens: keys ``[B, leads, m, d]``, own keys ``[B, followers, m, d]``, values of both.
 
         Returns:
-            What decoding reads now: keys, own keys and values. None where no head has such keys.
+            The keys, own keys and values that a decoded token reads. None where no head has such keys.
         """
         keys = own_keys = None
         values = self.values.append_and_read(v, self.held)
@@ -158,13 +177,18 @@ class HeadGroup:
 
 
 class SharedSelectionLayer(PodCacheLayer):
-    """One layer for rows that are alike. Leads rank; followers keep the slots that their leads keep.
+    """One layer for rows of equal length. Leads choose tokens; followers keep the slots of their leads.
+
+    Subclasses change the ranking (``ranks``), the budgets of layers and heads (``budgets``, with ``alike``),
+    or the whole choice (``choose``).
 
     Attributes:
-        ranks: makes a new ranking from ``(config, layer_idx, request)``; raises ``ValueError`` for a request
-            that it cannot serve.
+        ranks: ``(config, layer_idx, request) -> Ranking``; raises ``ValueError`` for a request that it cannot
+            serve.
         budget: tokens of a KV head, as a mean over layers and heads; unlimited for methods that take no
             budget.
+        head_groups: the layer's KV heads but windows, grouped by ``alike``.
+        order: the KV heads, group after group, leads before followers, windows last.
     """
 
     evicts = True
@@ -179,11 +203,11 @@ class SharedSelectionLayer(PodCacheLayer):
         super().__init__(config, layer_idx, request.quantizer)
 
     def alike(self, head: int) -> Hashable:
-        """A label that is the same for heads of this layer that always hold equally many tokens."""
+        """A label of a KV head. Heads with the same label must always hold equally many tokens."""
         return None
 
     def budgets(self, seen: int) -> list[list[int]]:
-        """Tokens of every layer and KV head, ``[L][H]``, when a prompt ends after ``seen`` tokens."""
+        """How many tokens each layer and KV head keeps, ``[L][H]``, if ``seen`` tokens were seen so far."""
         return [[self.budget] * len(row) for row in self.lead]
 
     def clear(self) -> None:
@@ -240,7 +264,12 @@ class SharedSelectionLayer(PodCacheLayer):
         return self._in_order(outs)
 
     def _observe(self, plain: Tensor, q: Tensor, step: Step) -> None:
-        """Show the queries of a prompt's chunk, before and after their rotation, to what ranks its tokens."""
+        """Show the queries of a prompt's chunk to rankings and buffers of keys, which may score with them.
+
+        Args:
+            plain: ``[B, Hq, m, d]``, not rotated.
+            q: the same, rotated.
+        """
         for group in self.head_groups:
             if group.leads:
                 own = take_heads(plain if group.ranking.before_rope else q, group.leads, self.groups)
@@ -280,7 +309,7 @@ class SharedSelectionLayer(PodCacheLayer):
         return add_sink(out, lse, *step.sink.of_heads(self.roles.windows).columns())[0]
 
     def _with_logits_of_leads(self, group: HeadGroup, own: Tensor, step: Step) -> Tensor:
-        """Logits ``[B, followers, G, held]``: own ones for proximal tokens, those of the leads for the rest.
+        """Logits ``[B, followers, G, held]``: own ones for proximal tokens, the leads' for distant ones.
 
         Args:
             own: ``[B, followers, G, own keys]``.
@@ -294,9 +323,10 @@ class SharedSelectionLayer(PodCacheLayer):
         return torch.where(torch.stack(near, 1)[:, :, None], group.own.spread(own), torch.stack(far, 1))
 
     def _by_role(self, x: Tensor) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
-        """For each head group, the heads of its leads, its followers, and both; and the heads with windows.
+        """Split ``x`` ``[B, H or Hq, …]`` by head groups and roles, in a fixed number of operations.
 
-        The number of operations does not depend on the number of heads.
+        Returns:
+            For each head group, its leads, its followers, and both; then the heads that keep their windows.
         """
         width = x.shape[1] // len(self.order)
         if self.is_reordered:
@@ -310,23 +340,25 @@ class SharedSelectionLayer(PodCacheLayer):
         return found, x[:, start:]
 
     def _in_order(self, outs: list[Tensor]) -> Tensor:
+        """Join the outputs of head groups and windows to ``[B, Hq, m, d]``, in the order of the heads."""
         if not self.is_reordered:
             return outs[0]
         pieces = [piece for out in outs for piece in out.split(self.groups, dim=1)]
         return torch.cat([pieces[self.order.index(head)] for head in range(len(pieces))], dim=1)
 
     def _publish(self, group: HeadGroup, step: Step) -> None:
-        """Leave in ``step`` where the tokens are that leads with followers hold, before the leads choose."""
+        """Leave in ``step``, for followers, the positions of the tokens that their leads hold now."""
         for place, head in group.followed:
             step.lead.selections[head] = Selection(group.positions[:, place])
 
     def _publish_tokens(self, group: HeadGroup, q: Tensor, step: Step) -> None:
-        """Leave in ``step`` the queries and keys that followers need of their leads."""
+        """Leave in ``step``, for followers, the queries and keys of their leads."""
         for place, head in group.followed:
             step.lead.queries[head] = take_heads(q, [place], self.groups).clone()
             step.lead.keys[head] = take_heads(group.keys.view(group.held), [place])
 
     def _publish_logits(self, group: HeadGroup, logits: Tensor, step: Step) -> None:
+        """Leave in ``step``, for followers, the logits of their leads and which tokens are proximal."""
         if group.followed:
             is_recent = group.positions >= step.max_length - self.num_recent_tokens
             near = is_recent | (group.positions < self.num_sink_tokens)
@@ -334,9 +366,14 @@ class SharedSelectionLayer(PodCacheLayer):
                 step.lead.selections[head].scored = logits[:, place], near[:, place]
 
     def _attend_group(self, group: HeadGroup, q: tuple[Tensor, ...], step: Step) -> Tensor:
-        """Attention of a chunk behind any past.
+        """Attention of a chunk, when the cache holds tokens already, for the heads of a group.
 
-        Slots ascend by position. While nothing was dropped, a slot is a position.
+        Slots are in the order of positions. While nothing was dropped, a slot is a position.
+
+        Args:
+            group: the head group, which holds the chunk already.
+            q: queries of its leads and of its followers, ``[B, heads·G, m, d]`` each.
+            step: the pass.
         """
         parts = []
         values = group.values.view(group.held)
@@ -370,7 +407,7 @@ class SharedSelectionLayer(PodCacheLayer):
                 buffer.flush(count)
 
     def choose(self, step: Step) -> list[Tensor | None]:
-        """The slots ``[B, leads, budget]`` that each head group's leads keep, ascending; None = all."""
+        """The slots ``[B, leads, budget]`` that the leads of each head group keep, ascending. None = all."""
         if step.sizes is None:
             step.sizes = self.budgets(step.max_length)
         row = step.sizes[self.layer_idx]
@@ -378,7 +415,11 @@ class SharedSelectionLayer(PodCacheLayer):
         return [best_slots(group.scores(step), n) if group.held > n else None for group, n in sized]
 
     def _select(self, group: HeadGroup, slots: Tensor | None, step: Step) -> None:
-        """Keep these slots in the leads, and tell the followers, which keep the same ones."""
+        """Keep only the slots ``slots`` in a group's leads, and in its followers those that their leads keep.
+
+        Args:
+            slots: from ``choose``.
+        """
         kept = []
         if group.leads:
             kept.append(slots)
@@ -402,10 +443,10 @@ class SharedSelectionLayer(PodCacheLayer):
 
 
 def free_own_keys(layers: list[SharedSelectionLayer], step: Step, label: None) -> None:
-    """Free followers' keys of tokens that are distant for the next query.
+    """Free the own keys of followers for tokens that are distant for the next query.
 
-    When leads have chosen, their positions are read from the device once for all layers. From then on the
-    host knows which tokens are distant.
+    The host must know how many these are. So after leads have chosen tokens, the positions are read from the
+    device once, for all layers.
     """
     head_groups = [(layer, group) for layer in layers for group in layer.head_groups]
     seen, n_r = step.max_length, next((layer.num_recent_tokens for layer, _ in head_groups), 1)
@@ -429,7 +470,10 @@ def free_own_keys(layers: list[SharedSelectionLayer], step: Step, label: None) -
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)
 def head_index(heads: tuple[int, ...], width: int, device: torch.device) -> Tensor:
-    """The indices ``[len(heads)·width]`` of the heads of KV heads that are ``width`` heads wide."""
+    """Indices ``[len(heads)·width]`` of the heads that belong to the KV heads ``heads``.
+
+    ``width`` is 1 for keys and values, and ``G`` for queries.
+    """
     return torch.tensor([head * width + i for head in heads for i in range(width)], device=device)
 
 

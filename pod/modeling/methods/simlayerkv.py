@@ -1,11 +1,11 @@
 """SimLayerKV (Zhang et al., 2024): layers that attend only to the first and latest tokens keep only those.
 
-A layer is *lazy* for a sequence when enough of its attention goes to the first ``num_sink_tokens`` and the
-last ``num_recent_tokens`` tokens: their share, averaged over its query heads, exceeds ``threshold``. There
-are two detectors. ``prefill`` takes the mean over the prompt's last queries, each with its own window (eq.
-1). ``decode`` takes the first generated token (eq. 2; the paper's experiments). From then on a lazy layer
-holds ``num_sink_tokens + num_recent_tokens`` tokens, and every other layer holds all. For comparison, the
-lazy layers may be given instead: listed, or drawn at random (Figures 3 and 6).
+A layer is *lazy* for a sequence if the share of its attention that goes to the first ``num_sink_tokens`` and
+the last ``num_recent_tokens`` tokens, averaged over its query heads, exceeds ``threshold``. There are two
+detectors. ``prefill`` takes the mean over the prompt's last queries, each with its own window (eq. 1).
+``decode`` takes the first generated token (eq. 2; the paper's experiments). From then on a lazy layer holds
+``num_sink_tokens + num_recent_tokens`` tokens, and every other layer holds all. For comparison, a caller may
+name the lazy layers instead: as a list, or as a number of layers to draw at random (Figures 3 and 6).
 """
 
 import random
@@ -25,15 +25,15 @@ from pod.modeling.model.step import Step
 
 
 class SimLayer(SlidingLayer):
-    """A layer that sees one row at a time, because the decision is each sequence's own.
+    """A layer for a single row, because a layer may be lazy for one sequence and not for another.
 
     Attributes:
-        is_given: whether the user said beforehand if the layer is lazy; no detector judges it then.
+        is_given: whether the parameters say if the layer is lazy. No detector judges it then.
         is_lazy: whether only the first and the last tokens are held. Once lazy, a layer stays lazy.
-        mass: the attention share from which the last decision was made; None before it.
+        mass: the share of attention by which the layer was judged last; None = not judged yet.
         judges_next: whether the next decoded token is the first of an answer, by which the ``decode``
             detector judges.
-        measured: the mass of that token, still on the device, until ``judge_layers``; else None.
+        measured: the mass of that token, on the device, from ``attend`` until ``judge_layers``; else None.
     """
 
     def __init__(self, config: PodConfig, layer_idx: int, request: Request):
@@ -61,7 +61,7 @@ class SimLayer(SlidingLayer):
         return super().kv_buffers() | {"bookkeeping": self.queries}
 
     def decisions(self, row: int) -> dict[str, float | None]:
-        """For the only row: whether the layer is lazy, and the attention share of its last judgement."""
+        """Whether the layer is lazy (1.0 or 0.0), and its ``mass``. ``row`` is ignored: there is one only."""
         return {"lazy": float(self.is_lazy), "mass": self.mass}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
@@ -80,28 +80,31 @@ class SimLayer(SlidingLayer):
         return out
 
     def _mass(self, parts: Iterable[Tensor]) -> Tensor:
-        """The attention share that goes to the first and the latest tokens: a number from 0 to 1.
+        """The share of attention that goes to the first and the latest tokens, from 0 to 1.
 
         Args:
-            parts: attention ``[1, heads, w, n]`` of the last queries, equally many heads in each part.
+            parts: attention ``[1, heads, w, n]`` of the last queries; each part has equally many heads.
         """
         sizes = self.num_sink_tokens, self.num_recent_tokens
         return torch.stack([lazy_mass(rows, *sizes) for rows in parts]).mean()
 
     def judge(self, mass: float) -> None:
-        """Decide whether the layer is lazy, from its share of attention to the first and latest tokens."""
+        """Decide whether the layer is lazy, given the share of attention to its first and latest tokens."""
         self.mass = mass
         self.is_lazy = mass > self.threshold
 
     def _prompt_rows(self, queries: Tensor) -> Iterator[Tensor]:
-        """Attention of the prompt's last queries, one KV head at a time: G·w·n numbers each."""
+        """Attention ``[1, G, w, n]`` of the prompt's last queries, for one KV head after the other."""
         keys = self.tokens.beside.keys.read(self.tokens.num_beside)
         for head in range(keys.shape[1]):
             own = take_heads(queries, [head], queries.shape[1] // keys.shape[1])
             yield attention_rows(own, keys[:, head : head + 1], scale=self.scale)
 
     def flush(self, step: Step) -> None:
-        """Judge at the end of a prompt and trim a lazy layer; after a decoded token ``judge_layers`` does."""
+        """When a prompt ends, judge the layer by its last queries, and trim it if it is lazy.
+
+        After a decoded token by which the layer is judged, ``judge_layers`` does this.
+        """
         if not (step.ends_prompt or step.is_decode):
             return
         if not step.is_decode:
@@ -113,21 +116,24 @@ class SimLayer(SlidingLayer):
             self.rest()
 
     def adopt(self, other: "SimLayer") -> None:
-        """Take over the decision of a copy that already saw the first generated token."""
+        """Take over the decision of ``other``, a copy of this layer that saw the first generated token."""
         self.is_lazy, self.mass, self.judges_next = other.is_lazy, other.mass, False
         self.rest()
 
     def rest(self) -> None:
-        """Trim a lazy layer, and let the buffers come to rest."""
+        """Trim the layer if it is lazy, and flush its buffers."""
         if self.is_lazy:
             self.tokens.trim(self.num_recent_tokens)
-        # a layer that is judged next may be trimmed: a token packed now might be packed again in the window
+        # a layer that is judged next may be trimmed then: its tokens would be packed a second time
         if self.is_lazy or not self.judges_next:
             self.tokens.flush()
 
 
 def judge_layers(layers: Sequence[SimLayer], step: Step, label: None) -> None:
-    """Judge the layers when the first token of an answer has passed all of them, with one read."""
+    """Judge the layers that measured their mass with the first token of an answer.
+
+    It runs when the token has passed all layers, so that the masses are read from the device at once.
+    """
     measured = [(layer, layer.measured) for layer in layers if layer.measured is not None]
     if not measured:
         return
@@ -140,11 +146,11 @@ def judge_layers(layers: Sequence[SimLayer], step: Step, label: None) -> None:
 
 
 def given_layers(request: Request, num_layers: int) -> set[int] | None:
-    """The layers that are lazy whatever they attend to; None where a detector decides.
+    """The layers that the parameters make lazy: listed, or drawn at random. None = a detector decides.
 
     Raises:
-        ValueError: the list has something else than different layers of the model, or fewer layers than are
-            to be drawn from it, or the last layer is to be exempt although no detector decides.
+        ValueError: the list does not hold different layers of the model, it has fewer layers than are to be
+            drawn from it, or ``exempt_last_layer`` was set although no detector decides.
     """
     names = "lazy_layers", "num_lazy_layers", "seed", "exempt_last_layer"
     listed, count, seed, exempts = (request.params[name] for name in names)
@@ -164,10 +170,9 @@ def given_layers(request: Request, num_layers: int) -> set[int] | None:
 
 
 def lazy_mass(rows: Tensor, num_sink_tokens: int, num_recent_tokens: int) -> Tensor:
-    """The share of attention to the first tokens and to each query's last tokens (eq. 1).
+    """The share of attention to the first ``num_sink_tokens`` and the last ``num_recent_tokens`` (eq. 1).
 
-    They are the first ``num_sink_tokens`` and the last ``num_recent_tokens``; a query's last tokens include
-    itself.
+    The last tokens are counted from each query, itself included.
 
     Args:
         rows: attention ``[B, Hq, w, n]`` of the queries at the last ``w`` of ``n`` positions.

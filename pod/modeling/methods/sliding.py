@@ -1,7 +1,8 @@
-"""Hold all tokens of some KV heads at first, and later only the first and the recent ones.
+"""``SlidingTokens``: hold all tokens while a prompt is fed, and later only the first and the recent ones.
 
-RazorAttention's other heads, SimLayerKV's lazy layers and the local window (in this file) have this in
-common. Keys keep their rotation, so the order in which tokens lie in the ring of recent ones does not matter.
+RazorAttention uses it for heads that are no retrieval heads, SimLayerKV for lazy layers, and the method
+``local_window`` (in this file) for all layers. Keys keep their rotation, so the order in which the ring holds
+recent tokens does not matter.
 """
 
 import math
@@ -21,39 +22,48 @@ from pod.modeling.model.step import CacheLayer, Step
 from pod.modeling.model.window_buffer import Recent
 
 Biased = tuple[Tokens[Tensor], float]
-"""Tokens, and the number that is added to their logits."""
+"""Tokens, and a number to add to their logits."""
 
 
 class Pair(NamedTuple):
-    """A buffer of keys and one of values that hold the same tokens."""
+    """A buffer of keys and a buffer of values of the same tokens. See ``KVBuffer`` for the methods."""
 
     keys: KVBuffer
     values: KVBuffer
 
     @classmethod
     def of(cls, quantizer: KVQuantizer, evicts: bool = False) -> "Pair":
-        """Buffers that hold every token.
+        """Two buffers of every token.
 
         Args:
-            evicts: whether ``keep`` will be used.
+            quantizer: makes the buffers.
+            evicts: whether ``keep`` will be called.
         """
         return cls(quantizer.tokens("keys", evicts), quantizer.tokens("values", evicts))
 
     def append(self, tokens: Tokens[Tensor], past: int) -> None:
+        """Write new tokens ``[b, h, m, d]`` behind the ``past`` tokens that every row has."""
         for buffer, x in zip(self, tokens, strict=True):
             buffer.append(x, past)
 
     def read(self, length: int) -> Tokens[Tensor]:
+        """The slots in use after ``length`` tokens, ``[b, h, used slots, d]``."""
         return Tokens(self.keys.read(length), self.values.read(length))
 
     def attend_decode(
         self, q: Tensor, length: int, scale: float, also: Sequence[Biased] = ()
     ) -> tuple[Tensor, Tensor]:
-        """Output and weights of queries ``[b, Hq, 1, d]`` that attend to what is held.
+        """Attention of queries ``[b, Hq, 1, d]`` to all tokens held.
 
         Args:
+            q: the queries.
             length: number of tokens appended so far; a window holds some of them.
+            scale: factor on the logits.
             also: further tokens to attend to.
+
+        Returns:
+            The output ``[b, Hq, 1, d]``, and the weights ``[b, h, G, columns]`` of the slots in use, then of
+            the tokens in ``also``.
         """
         if takes_gradients(q):  # by the backward pass, later tokens may have been written over these
             tokens = [buffer.read(length).clone() for buffer in self]
@@ -74,14 +84,22 @@ class Pair(NamedTuple):
 
 
 class CompensationToken:
-    """The mean of all tokens that left, and their number (RazorAttention, eq. 4), in at least fp32."""
+    """The mean of all tokens that left a window, and their number (RazorAttention, eq. 4), in at least fp32.
+
+    Args:
+        is_on: False = tokens that leave are forgotten, and the mean stays empty.
+
+    Attributes:
+        count: how many tokens left.
+        mean: of their keys and of their values, ``[b, h, 1, d]`` each. None while no token has left.
+    """
 
     def __init__(self, is_on: bool = True):
         self.is_on, self.count = is_on, 0
         self.mean: tuple[Tensor, ...] | None = None  # of keys and of values, [b, h, 1, d]
 
     def add(self, tokens: Tokens[Tensor]) -> None:
-        """Take tokens ``[b, h, c, d]`` that leave into the mean: ``k̂ += (k - k̂) c / N_d``."""
+        """Update the mean with ``c`` tokens ``[b, h, c, d]`` that leave: ``k̂ += (mean(k) - k̂) c / N_d``."""
         if not self.is_on:
             return
         new, compute = tokens.keys.shape[2], compute_dtype(tokens.keys.dtype)
@@ -94,36 +112,40 @@ class CompensationToken:
         self.mean = tuple(means)
 
     def seen(self, dtype: torch.dtype) -> list[Biased]:
-        """What a query sees of the tokens that left: nothing while no token has left."""
+        """The mean as a token in ``dtype``, with ``log(count)`` to add to its logits. Empty = no mean yet."""
         if self.mean is None:
             return []
         return [(Tokens(*(x.to(dtype) for x in self.mean)), math.log(self.count))]
 
     def tensors(self) -> list[Tensor]:
+        """The tensors of the mean."""
         return [] if self.mean is None else list(self.mean)
 
     def select_rows(self, index: Tensor) -> None:
+        """Keep, repeat or reorder rows of the batch."""
         take_rows_of(self, index)
 
 
 class SlidingTokens:
-    """Tokens of rows that are alike: a *window* of sinks and recent tokens, and tokens *beside* the window.
+    """Tokens of rows of equal length: a *window* of sinks and recent tokens, and tokens *beside* the window.
 
-    Before the first ``trim`` there is no window, and all tokens are beside it. ``trim`` moves what stays into
-    the window. From then on a decoded token enters the window and pushes the oldest recent token out. The
-    tokens of a later prompt gather beside the window until the next ``trim``.
+    Before the first ``trim`` there is no window, and all tokens are beside it. ``trim`` makes the window and
+    moves the tokens that stay into it. From then on, a decoded token enters the window and pushes the oldest
+    recent token out. The tokens of a later prompt are stored beside the window until the next ``trim``.
 
     Args:
         quantizer: makes the buffers.
         num_sink_tokens: number of first tokens, which never leave.
-        left: takes in what leaves and is seen in its place. With it, a decoded token attends after the token
-            that it replaces has left; without it, before.
+        left: a compensation token for the tokens that leave, to which queries attend. With it, a decoded
+            token attends after the token that it replaces has left. None = there is none, and a decoded token
+            attends before.
 
     Attributes:
-        num_recent: tokens of the ring, 0 before the first ``trim``.
-        entered: tokens that the window has taken since it was made; the last ``num_recent`` of them are in
-            the ring.
-        num_beside: tokens beside the window.
+        window: the buffers of the window. None before the first ``trim``.
+        beside: the buffers of the tokens beside the window.
+        num_recent: slots of the window's ring, 0 before the first ``trim``.
+        entered: how many tokens were appended to the window since it was made.
+        num_beside: number of tokens beside the window.
     """
 
     def __init__(self, quantizer: KVQuantizer, num_sink_tokens: int, left: CompensationToken | None = None):
@@ -138,20 +160,20 @@ class SlidingTokens:
 
     @property
     def held(self) -> int:
-        """Tokens held per row and head."""
+        """How many tokens each row and head holds."""
         return min(self.entered, self.num_sink_tokens + self.num_recent) + self.num_beside
 
     # -- what comes and goes ---------------------------------------------------------------------------------
 
     def append(self, tokens: Tokens[Tensor]) -> None:
-        """Hold new tokens beside the window."""
+        """Store new tokens ``[b, h, m, d]`` beside the window."""
         self.beside.append(tokens, self.num_beside)
         self.num_beside += tokens.keys.shape[2]
 
     def trim(self, num_recent: int) -> None:
-        """Keep the sinks and the last ``num_recent`` tokens in the window; nothing is left beside it.
+        """Keep only the sinks and the last ``num_recent`` tokens, in the window; none is left beside it.
 
-        A ring that keeps its size goes on where it is, so that packed tokens are not packed again.
+        A ring that keeps its size only gets new tokens, so that packed tokens are not packed again.
         """
         if not self.num_beside:
             return
@@ -174,7 +196,7 @@ class SlidingTokens:
         self._open()
 
     def _in_order(self) -> Tokens:
-        """Everything held, in the order in which it entered."""
+        """All tokens held, in the order of their positions."""
         new = self.beside.read(self.num_beside)
         if self.window is None:
             return new
@@ -182,7 +204,7 @@ class SlidingTokens:
         return Tokens(*(Recent(buffer, x, rows) for buffer, x in zip(self.window, new, strict=True)))
 
     def flush(self) -> None:
-        """A prompt has ended or a token was decoded: let the buffers come to rest."""
+        """Flush the buffers, when a prompt has ended or a token was decoded; see ``KVBuffer.flush``."""
         if self.window is not None:
             self.window.flush(self.entered)
         if self.num_beside:
@@ -191,9 +213,16 @@ class SlidingTokens:
     # -- attention -------------------------------------------------------------------------------------------
 
     def attend(self, q: Tensor, new: Tokens[Tensor], step: Step, scale: float) -> Tensor:
-        """Hold the rotated tokens of a pass, and attend to what is held.
+        """Store the new tokens of a pass, and compute the attention of its queries to all tokens held.
 
-        Queries and output are ``[b, Hq, m, d]``.
+        Args:
+            q: ``[b, Hq, m, d]``, rotated.
+            new: ``[b, h, m, d]``, keys rotated.
+            step: the pass.
+            scale: factor on the logits.
+
+        Returns:
+            ``[b, Hq, m, d]``.
         """
         if step.is_decode:
             return self.attend_decode(q, new, scale)[0]
@@ -218,7 +247,8 @@ class SlidingTokens:
         """Do the same as ``attend``, for one decoded token per row.
 
         Returns:
-            The output, and the weights ``[b, h, G, columns]`` of the tokens held, then of what else is seen.
+            The output, and the weights ``[b, h, G, columns]`` of the slots of the window, then of the new
+            token, or of the compensation token.
         """
         if self.window is None:
             self.append(new)
@@ -231,7 +261,7 @@ class SlidingTokens:
         return self.window.attend_decode(q, self.entered, scale, self.left.seen(compute_dtype(q.dtype)))
 
     def _slide(self, new: Tokens[Tensor]) -> None:
-        """Let the window take a token. When it is full, the token replaces the oldest recent one."""
+        """Append a token to the window. If this is full, the token overwrites the oldest recent one."""
         assert self.window is not None and self.num_beside == 0
         if self.left is not None and self.entered >= self.num_sink_tokens + self.num_recent:
             slot = self.num_sink_tokens + (self.entered - self.num_sink_tokens) % self.num_recent
@@ -248,7 +278,7 @@ class SlidingTokens:
 
 
 class SlidingLayer(CacheLayer):
-    """A layer that holds ``tokens`` of rows that are alike, for all of its KV heads."""
+    """A layer that holds ``SlidingTokens`` for all of its KV heads, in rows of equal length."""
 
     def __init__(
         self,
@@ -284,7 +314,7 @@ class SlidingLayer(CacheLayer):
 class LocalLayer(SlidingLayer):
     """A local window: read the prompt with full attention, then keep only the most recent ``budget`` tokens.
 
-    From then on the window slides. A decoded token attends to what is held and to itself before the oldest
+    From then on the window slides. A decoded token attends to all tokens held and to itself before the oldest
     token leaves.
     """
 

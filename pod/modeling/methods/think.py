@@ -4,12 +4,13 @@ When the first prompt ends, channel ``j`` of a KV head is worth ``‖Q_j‖² �
 the prompt and over all keys held. Both are rotated, as in the authors' code. The worth is a mean over the
 query heads of a group, as in kvpress; the authors' code prunes a copy of the keys for each query head.
 
-From then on, the keys of all tokens but the ``recent`` newest are held in the best channels only. The end of
-a later prompt thins the keys that came since to the same channels. Until then, keys of decoded tokens stay
-whole. Values always stay whole.
+From then on, the keys of all tokens but the ``recent`` newest are held in the best channels only: they are
+*thin*. When a later prompt ends, the keys that came since are thinned to the same channels. Until then, keys
+of decoded tokens stay whole. Values always stay whole.
 
-Behind a ranking (the paper has ThinK with H2O and SnapKV) the prompt's tokens are chosen by whole keys, and
-those that stay are thinned. When a later prompt ends, tokens are chosen by what is held.
+With a selection (the paper combines ThinK with H2O and SnapKV), the prompt's tokens are chosen by whole keys,
+and then the keys of those that stay are thinned. When a later prompt ends, tokens are chosen by the keys that
+are held, thin ones with zeros for the channels that they lack.
 """
 
 from typing import Any
@@ -29,7 +30,10 @@ from pod.modeling.model.step import Step
 
 
 class ThinKeyQuantizer(KVQuantizer):
-    """A quantizer around another one, whose keys lose channels. Packed keys fill whole bytes."""
+    """A quantizer whose keys lose channels. An inner quantizer stores values, thin keys and windows.
+
+    The number of channels kept is rounded up so that a packed key fills whole bytes.
+    """
 
     comes_to_rest = True
 
@@ -46,16 +50,16 @@ class ThinKeyQuantizer(KVQuantizer):
 
 
 class ThinKeys(KVBuffer):
-    """Keys of rows that are alike, the older ones in fewer channels.
+    """A buffer of keys, the older ones in fewer channels, for rows of equal length.
 
     Whole keys, which are in ``data``, stay native under any codec.
 
     Attributes:
-        thin: keys ``[B, h, num_thin, c]`` of the first tokens.
+        thin: a buffer of the inner quantizer with the thin keys ``[B, h, num_thin, c]``: the first tokens.
         num_thin: number of these tokens.
-        channels: which channels they have, int64 ``[B, h, 1, c]``, ascending; None before any key was
+        channels: the channels of thin keys, int64 ``[B, h, 1, c]``, ascending; None before any key was
             thinned.
-        queries: the last queries of the running prompt.
+        queries: the last queries of the prompt that is being fed.
     """
 
     def __init__(self, rule: ThinKeyQuantizer):
@@ -79,6 +83,7 @@ class ThinKeys(KVBuffer):
         write_scores(q, self.data, out[..., self.num_thin :])
 
     def _index(self, count: int) -> Tensor:
+        """``channels`` repeated for ``count`` tokens, ``[B, h, count, c]``."""
         return self.channels.expand(-1, -1, count, -1)
 
     def tensors(self) -> list[Tensor]:
@@ -92,7 +97,7 @@ class ThinKeys(KVBuffer):
         super().append(x, past - self.num_thin)
 
     def read(self, length: int) -> Tensor:
-        """See ``KVBuffer.read``. Channels that thin keys lack are zeros."""
+        """See ``KVBuffer.read``. Thin keys have zeros for the channels that they lack."""
         keys = super().read(length - self.num_thin)
         if self.num_thin:
             keys = F.pad(keys, (0, 0, self.num_thin, 0))
@@ -102,14 +107,15 @@ class ThinKeys(KVBuffer):
     def keep(self, index: Tensor, length: int) -> None:
         """See ``KVBuffer.keep``.
 
-        Heads keep unequally many thin keys, so these have zeros until ``flush``.
+        Heads keep unequally many thin keys. So all keys are stored whole until ``flush`` thins them again.
+        Thin ones have zeros for the channels that they lack.
         """
         self.data = self.read(length)
         self.thin, self.num_thin = self.rule.inner.tokens("keys"), 0
         super().keep(index, length)
 
     def flush(self, length: int) -> None:
-        """See ``KVBuffer.flush``. When a prompt has ended, thin all keys but the newest."""
+        """See ``KVBuffer.flush``. When a prompt has ended, thin all keys but the ``recent`` newest."""
         queries = self.queries.observed
         keys = super().read(length - self.num_thin)
         count = keys.shape[2] - self.rule.recent
@@ -126,7 +132,7 @@ class ThinKeys(KVBuffer):
 
 
 class WholeLayer(SharedSelectionLayer):
-    """A layer that keeps every token."""
+    """A layer that keeps every token, for ThinK without a selection."""
 
     evicts = False
 

@@ -1,9 +1,11 @@
 """Window attention, StreamingLLM and LM-Infinite: hold and attend to only the first tokens and recent ones.
 
-Recent tokens lie in a ring. The mask is the same while a prompt is read and when tokens are decoded, so a
-result does not depend on chunks or turns. Up to ``n_s + n_r`` tokens it hides nothing. Keys are stored before
-RoPE and rotated at places counted from the start of the ring. So no angle grows with what was seen before a
-pass, and with sinks the input may be unbounded.
+Recent tokens are in a ring. The mask is the same while a prompt is fed and when tokens are decoded, so a
+result does not depend on chunks or turns. Up to ``n_s + n_r`` tokens it hides nothing.
+
+Keys are stored before RoPE. In each pass they are rotated at *places*: positions that are counted anew, so
+that the newest token before the pass is at most at place ``n_s + n_r``. So angles do not grow with the number
+of tokens seen, and with sinks the input may be unbounded.
 """
 
 from typing import ClassVar
@@ -31,7 +33,7 @@ from pod.modeling.model.window_buffer import Recent
 
 
 def with_windows(config: PodConfig, num_sink_tokens: int, num_recent_tokens: int) -> PodConfig:
-    """The configuration of the same model, with a window of this size in every head."""
+    """A copy of a configuration, in which every head keeps a window of so many first and last tokens."""
     lead = SharingPlan.windows(config.num_hidden_layers, config.num_key_value_heads).lead
     changes = {"lead": lead, "num_sink_tokens": num_sink_tokens, "num_recent_tokens": num_recent_tokens}
     changes["sinks"] = None  # the number of first tokens decides
@@ -39,13 +41,16 @@ def with_windows(config: PodConfig, num_sink_tokens: int, num_recent_tokens: int
 
 
 class SinkLayer(PodCacheLayer):
-    """A layer with sinks and a ring of recent tokens. All are seen at their own distance, except *far* sinks.
+    """A layer with sinks and a ring of recent tokens.
+
+    A query sees every token at its true distance, except *far* sinks, which it sees nearer than they are.
 
     Attributes:
-        limit: ``n_s + n_r``. A query is put at this place, and keys as far behind it as they should be.
-        lag: decides when sinks are far: sink ``s`` is far for queries from position ``limit + lag · s`` on. A
-            method sets it. With 0, all sinks become far at once, and each is then at its index in the cache.
-            With 1, a sink becomes far when its distance is the limit, and stays at that distance.
+        limit: ``n_s + n_r``, in tokens. The query of a decoded token, and every query in its attention to far
+            sinks, is rotated at this place.
+        lag: when a sink becomes far. Sink ``s`` is far for queries at position ``limit + lag · s`` and later.
+            Subclasses set it. With 0, all sinks become far at once, and each is then seen at its index in the
+            cache. With 1, a sink becomes far when its distance reaches ``limit``, and stays at that distance.
     """
 
     lag: ClassVar[int]
@@ -58,7 +63,7 @@ class SinkLayer(PodCacheLayer):
 
     @property
     def far_places(self) -> range:
-        """The place of each far sink, or one place for all of them."""
+        """The place at which each far sink is rotated; with a lag of 1, one place for all of them."""
         return range(1) if self.lag else range(1, self.num_sink_tokens + 1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
@@ -78,7 +83,7 @@ class SinkLayer(PodCacheLayer):
         return attend_slots(q, keys, values, self.scale, held)[0]
 
     def _places(self, step: Step) -> Tensor:
-        """The place ``[B, slots]`` of each slot's key for a query at ``limit``."""
+        """The place ``[B, slots]`` at which each slot's key is rotated, for a query at place ``limit``."""
         positions = self._positions(step.lengths, step.max_length)
         newest = step.lengths[:, None] - 1
         places = self.limit - (newest - positions)
@@ -89,7 +94,10 @@ class SinkLayer(PodCacheLayer):
         return _once(places, step)
 
     def _positions(self, lengths: Tensor, longest: int) -> Tensor:
-        """The position ``[B, slots]`` of each slot's token after ``lengths`` ``[B]`` tokens; any if empty."""
+        """The position ``[B, slots]`` of each slot's token, when rows have ``lengths`` ``[B]`` tokens.
+
+        For empty slots it is any number. ``longest`` is the largest of ``lengths``.
+        """
         slots = torch.arange(min(longest, self.limit), device=lengths.device)
         newest = lengths[:, None] - 1
         recent = newest - (newest - slots) % self.num_recent_tokens
@@ -98,7 +106,7 @@ class SinkLayer(PodCacheLayer):
     # -- a chunk ---------------------------------------------------------------------------------------------
 
     def _attend_many(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        """Attention in parts of one softmax: tokens at their own distance, and far sinks."""
+        """Attention of a chunk, as parts of one softmax: tokens at their true distance, and far sinks."""
         own, recent, far = self._segments(step)
         tokens, turned = self._own_tokens(q, k, v, step)
         if own is step.segments:
@@ -123,7 +131,10 @@ class SinkLayer(PodCacheLayer):
         return merge(parts)[0]
 
     def _own_tokens(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> tuple[Tokens, Tensor]:
-        """Tokens before and in the chunk, and queries, rotated at positions counted from the ring's start."""
+        """All tokens but far sinks, and the queries, rotated at positions less a number for each row.
+
+        The number is how many tokens had left a window of ``limit`` tokens before the pass.
+        """
         rope, name = step.ropes[self.layer_idx], (SinkLayer._own_tokens, *step.rows)
         start = (step.past - self.limit).clamp(min=0)[:, None]
         q, k = (rope.turn_at(x, name, lambda: _once(step.positions - start, step)) for x in (q, k))
@@ -136,9 +147,12 @@ class SinkLayer(PodCacheLayer):
         return Tokens(keys, values), q
 
     def _segments(self, step: Step) -> tuple[Segments, Segments, Segments]:
-        """The queries of every row in three sets, by what they see.
+        """Three sets of segments, for three calls of attention whose results are merged.
 
-        They see tokens up to their own (or near sinks), the ring, and far sinks.
+        * Queries without far sinks, with all tokens up to their own; and queries for which only some sinks
+          are far, with the other sinks.
+        * Queries with far sinks, with their recent tokens.
+        * Queries with far sinks, with these sinks.
         """
         if step.max_length <= self.limit:
             nothing = Segments([])
@@ -146,6 +160,7 @@ class SinkLayer(PodCacheLayer):
         return step.segments.derived((SinkLayer, self.limit, self.num_sink_tokens), lambda: self._cut(step))
 
     def _cut(self, step: Step) -> tuple[Segments, Segments, Segments]:
+        """Compute the result of ``_segments``, for rows with more than ``limit`` tokens."""
         own, recent, far = [], [], []
         alike = step.uniform_past is not None
         for row, (past, count) in enumerate(step.rows[:1] if alike else step.rows):
@@ -167,21 +182,21 @@ class SinkLayer(PodCacheLayer):
 
 
 def _once(positions: Tensor, step: Step) -> Tensor:
-    """Positions ``[B, n]``, or ``[1, n]`` where rows are alike."""
+    """``positions`` ``[B, n]``, or its first row ``[1, n]`` if all rows are of one length."""
     return positions if step.uniform_past is None else positions[:1]
 
 
 class StreamingLayer(SinkLayer):
-    """StreamingLLM: keys are rotated at their index *in the cache*.
+    """StreamingLLM: keys are rotated at their index *in the cache*, not at their position in the text.
 
-    Behind a full window, every query stands at the cache's last index as seen from the sinks.
+    When the window is full, every query sees the sinks as if it were at the cache's last index.
     """
 
     lag = 0
 
 
 class LambdaLayer(SinkLayer):
-    """LM-Infinite: a sink is at its own distance up to ``n_s + n_r``, and at this limit ever after."""
+    """LM-Infinite: a query sees a sink at its true distance, but at most at the distance ``n_s + n_r``."""
 
     lag = 1
 

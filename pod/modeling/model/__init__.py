@@ -1,5 +1,5 @@
-"""What an exported checkpoint carries: configuration, decoder, attention, caches.
+"""The files that an exported checkpoint contains: configuration, decoder, attention, caches.
 
-The files lie flat in one folder. They import each other relatively, torch and transformers, and nothing else
-of this package.
+They lie in one folder without subfolders. They import each other by relative imports, and torch and
+transformers, but nothing else of this package.
 """

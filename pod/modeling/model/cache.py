@@ -1,8 +1,9 @@
-"""Key-value caches whose layers do the attention themselves, because who stores decides what can be attended.
+"""Key-value caches whose layers compute attention, because who stores tokens knows what can be attended to.
 
-``PodCache`` is a transformers ``Cache``. A forward pass asks it for a ``Step``, hands every layer's q, k, v,
-not rotated, to ``cache.layers[i].attend(q, k, v, step)``, and closes the step. Layers never see padding: rows
-are left-aligned real tokens, so the token at position ``p`` of a row sits at slot ``p`` of a full buffer.
+``PodCache`` is a ``Cache`` of transformers. A forward pass calls ``begin_step``, hands every layer's q, k, v,
+not rotated, to ``cache.layers[i].attend(q, k, v, step)``, and calls ``end_step``. Layers never see padding:
+rows are left-aligned real tokens, so the token at position ``p`` of a row is at slot ``p`` of a full buffer.
+*Columns* are counted as the caller feeds them, padding included. *Tokens* are real ones.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,25 +24,25 @@ class PodCache(Cache):
 
     Args:
         config: the model's configuration.
-        make_layer: ``(config, layer_idx) -> CacheLayer``. None = the model's own layout and plan.
-        spec: name shown in reports and errors.
+        make_layer: ``(config, layer_idx) -> CacheLayer``. None = the layers of the model's layout and plan.
+        spec: name of the cache's method, shown in reports and errors. None = the model's own.
 
     Attributes:
         made_with: the budget and the parameters given to ``pod.make_cache``. The budget is a number of
-            tokens, a list with that of every row, or a text such as ``25%``.
-        make_layer: as given.
-        engine: a ``pod.engine.StaticEngine``, which decodes one token per row in place of the layer-by-layer
+            tokens, a list with that of every row, a text such as ``25%``, or None.
+        make_layer: the argument, or the layout's.
+        engine: a ``pod.engine.StaticEngine``, which decodes one token per row instead of the layer-by-layer
             pass. None = there is none.
         made_by_generate: whether ``generate()`` made the cache because it was given none.
-        attach_engine: ``(cache, prompt columns, most columns)`` may give an engine to such a cache. The
-            package sets it.
+        attach_engine: ``(cache, prompt columns, most columns)``: may give an engine to a cache that
+            ``generate()`` made. ``pod.engine`` sets it; None in an exported checkpoint.
     """
 
     engine: Any = None
     made_by_generate = False
     made_with: tuple[int | str | list[int] | None, dict[str, Any]] = (None, {})
     configuration = frozenset({"config", "spec", "made_with", "engine", "make_layer"})
-    """Attributes that come with a new cache of the same spec, and with its device."""
+    """Attributes that ``state`` leaves out, because a new cache of the same spec already has them."""
     attach_engine: ClassVar[Callable[["PodCache", int, int], None] | None] = None
 
     def __init__(
@@ -58,14 +59,14 @@ class PodCache(Cache):
     def _forget(self) -> None:
         self._columns = 0
         self._lengths: Tensor | None = None
-        self._longest: Tensor | None = None  # [B] lengths before the last crop. None = no crop
+        self._longest: Tensor | None = None  # [B] the most tokens each row ever had. None = no crop so far
         self._seen_mask: Tensor | None = None  # bool [B, columns]. None = no padding so far
-        self._seen_ids: list[Tensor] | None = []  # int32 [B, …]. None after inputs_embeds
-        self._prompt_columns_left = 0
-        self._pending: tuple | None = None  # what a pass in progress will give to _count when it ends
+        self._seen_ids: list[Tensor] | None = []  # int32 [B, …] of each pass. None after inputs_embeds
+        self._prompt_columns_left = 0  # columns of the announced prompt that were not fed yet
+        self._pending: tuple | None = None  # arguments for _count, while a pass is in progress
 
     def __repr__(self) -> str:
-        """Spec, budget, tokens, bytes, and what a dense cache would hold. For example:
+        """Spec, budget, tokens, bytes, and the bytes of a dense cache of these tokens. For example:
 
         ``<pod cache snapkv, budget 512: 2,000 tokens in 1 row, 12,582,912 bytes of 49.15 MB dense (26 %)>``.
         """
@@ -85,7 +86,7 @@ class PodCache(Cache):
         return f"<pod cache {named}: {tokens} tokens in {rows}, {held:,} bytes{share}{failed}>"
 
     def _dense_bytes(self, tokens: int) -> int:
-        """Bytes of keys and values of so many tokens in the model's dtype. 0 where no buffer tells it."""
+        """Bytes of the keys and values of so many tokens in the model's dtype. 0 if no buffer has a dtype."""
         config = self.config
         numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         buffers = (buffer for layer, _ in self._holders() for buffer in layer.kv_buffers().values())
@@ -95,10 +96,13 @@ class PodCache(Cache):
     # -- what the model calls --------------------------------------------------------------------------------
 
     def begin_prompt(self, num_columns: int) -> None:
-        """Announce that the next ``num_columns`` columns are one prompt, however they are chunked.
+        """Announce that the next ``num_columns`` columns are one prompt, in however many passes they come.
 
-        Methods that select by the end of the prompt then compress once, at its end. Without an announcement,
-        every forward pass of more than one column is a prompt of its own.
+        Methods that choose tokens at the end of a prompt then do so once, when all columns were fed. Without
+        an announcement, every forward pass of more than one column is a prompt of its own.
+
+        Raises:
+            ValueError: ``num_columns`` is negative.
         """
         if num_columns < 0:
             raise ValueError(f"a prompt has at least 0 columns, not {num_columns}: is it in the cache?")
@@ -112,9 +116,18 @@ class PodCache(Cache):
         input_ids: Tensor | None,
         position_ids: Tensor | None = None,
     ) -> tuple[Step, Compaction | None]:
-        """Check that ``[B, n, hidden]`` of a model continues this cache, and describe the pass to the layers.
+        """Begin a pass: check that the inputs continue this cache, and describe the pass for the layers.
 
-        Nothing is remembered before ``end_step``. A pass that fails before it leaves the cache unusable.
+        Inputs are those of ``PodModel.forward``; ``hidden_states`` are ``[B, n, hidden]``. The new tokens
+        count only when ``end_step`` is called. If the pass fails before, the cache refuses every later pass
+        until ``reset()``.
+
+        Returns:
+            The step, and how to squeeze padding out of the columns (None = there is none).
+
+        Raises:
+            ValueError: the cache is for another model, its last pass failed, or batch, mask or positions do
+                not continue it.
         """
         batch, n = hidden_states.shape[:2]
         self.check_fits(config)
@@ -148,10 +161,10 @@ class PodCache(Cache):
         return step, compaction
 
     def begin_decoding(self, batch: int) -> int:
-        """An engine is about to feed ``batch`` rows, outside of any pass. Nothing counts before the end.
+        """Let an engine feed tokens to ``batch`` rows, outside of any pass. They count at ``end_decoding``.
 
         Returns:
-            The tokens per row.
+            The number of tokens that each row has.
 
         Raises:
             ValueError: the cache is empty, rows have padding, the prompt is not complete, or the batch is
@@ -165,15 +178,16 @@ class PodCache(Cache):
         return self._columns
 
     def end_decoding(self, ids: Tensor) -> None:
-        """Count tokens ``[B, m]`` that an engine has fed since ``begin_decoding``."""
+        """Count the tokens ``ids`` ``[B, m]`` that an engine has fed since ``begin_decoding``."""
         self._count(self.lengths + ids.shape[1], ids.shape[1], None, ids, 0)
 
     def end_step(self, step: Step) -> None:
-        """Count the tokens of the pass as seen."""
+        """End the pass that ``begin_step`` described: count its tokens as seen."""
         assert self._pending is not None, "begin_step comes first"
         self._count(step.lengths, *self._pending)
 
     def _count(self, lengths: Tensor, n: int, mask: Tensor | None, ids: Tensor | None, left: int) -> None:
+        """Record a pass of ``n`` columns. Rows have ``lengths`` tokens now, ``left`` columns are to come."""
         self._pending, self._prompt_columns_left, self._lengths = None, left, lengths
         self._columns += n
         if self._longest is not None:
@@ -186,21 +200,19 @@ class PodCache(Cache):
             self._seen_ids.append(ids.to(torch.int32, copy=True))
 
     def prefill_chunks(self, step: Step) -> Iterator[Step]:
-        """The chunks in which the pass goes through the layers, one after the other.
+        """Cut the pass into chunks. A chunk must pass all layers before the next one is asked for.
 
-        Here there is one chunk, the pass itself. Methods that compress while a prompt runs give several, each
-        with the ``starts`` of its columns. All layers have seen a chunk when the next one is asked for.
+        Here there is one chunk, the pass itself. Methods that compress while a prompt is fed yield several,
+        each with the ``starts`` of its columns.
         """
         yield step
 
     def rereadings(self) -> Iterator[tuple[Tensor, Tensor, "PodCache"]]:
-        """What the model has to read behind a pass before it goes on. Here it is nothing.
-
-        Each entry has ids, a mask, and the cache to read them with.
-        """
+        """Inputs that the model reads again before it goes on (KVzip): ids, mask, cache. Here: none."""
         yield from ()
 
     def _uniform_past(self, compaction: Compaction | None) -> int | None:
+        """Tokens of each row before the pass, if rows are alike and the pass has no padding. Else None."""
         if compaction is not None:
             return None
         if self._seen_mask is None:
@@ -209,10 +221,7 @@ class PodCache(Cache):
         return lengths.pop() if len(lengths) == 1 else None
 
     def reserve(self, capacity: int) -> None:
-        """Hold room for ``capacity`` tokens per row, so that tensors stay where they are.
-
-        The layers must be such as the decode engine takes.
-        """
+        """Let each ``PodCacheLayer`` allocate ``capacity`` slots per row, so that tensors stay in place."""
         for layer in self.layers:
             layer.reserve(capacity)  # type: ignore[attr-defined]
 
@@ -253,11 +262,12 @@ class PodCache(Cache):
             )
 
     def check_continues(self, input_ids: Tensor, columns: int, has_embeds: bool) -> None:
-        """Refuse a ``generate()`` call that would re-feed or drop tokens of a filled cache.
+        """Refuse a ``generate()`` call that would feed tokens of a filled cache again, or leave some out.
 
         Args:
-            input_ids: ``[B, …]`` as given to ``generate()``: everything, or only the new tokens.
+            input_ids: ``[B, …]`` as given to ``generate()``: the whole conversation, or only the new tokens.
             columns: width of the whole attention mask (or of the inputs without one).
+            has_embeds: whether ``inputs_embeds`` were given, whose tokens cannot be compared.
         """
         self._check_batch(input_ids.shape[0])
         new = columns - self._columns
@@ -284,7 +294,7 @@ class PodCache(Cache):
     # -- what is held, as tensors and facts ------------------------------------------------------------------
 
     def state(self) -> CacheState:
-        """Everything that the cache holds. The tensors are its own, so read them before the next pass.
+        """Everything that the cache holds. The tensors are not copied, so read them before the next pass.
 
         Raises:
             ValueError: the last pass failed half-way.
@@ -295,9 +305,9 @@ class PodCache(Cache):
         return CacheState(writer.tensors, facts)
 
     def from_state(self, state: CacheState) -> None:
-        """Hold what ``state`` holds, from now on in the tensors of ``state``.
+        """Replace everything that the cache holds by ``state``, whose tensors it uses without a copy.
 
-        These tensors must belong to this cache alone, and lie on its model's device.
+        No other cache may use these tensors. They must be on the device of this cache's model.
 
         Raises:
             ValueError: the state has another schema or spec, or its model another shape, plan or windows.
@@ -313,16 +323,17 @@ class PodCache(Cache):
         vars(self).update(Reader(self, state.tensors).fields(facts["fields"]))
 
     def new_layer(self, layer_idx: int) -> CacheLayer:
-        """An empty layer, for ``from_state`` to fill."""
+        """An empty layer for index ``layer_idx``, which ``from_state`` fills."""
         return self.layers[layer_idx]
 
     def _written(self) -> tuple[Writer, dict[str, Any]]:
+        """A writer that has written all attributes but ``configuration``, and their facts."""
         writer = Writer(self)
         held = {name: value for name, value in fields_of(self).items() if name not in self.configuration}
         return writer, writer.fields(held)
 
     def check_integrity(self) -> None:
-        """Count anew everything that is kept in two places, and compare. Tests call it after any operation.
+        """Compute anew every number that is recorded in two ways, and compare. Tests call it often.
 
         Raises:
             AssertionError: something is wrong; the message says what.
@@ -366,7 +377,7 @@ class PodCache(Cache):
     # -- bytes -----------------------------------------------------------------------------------------------
 
     def _all_parts(self) -> Iterator[tuple[str, Tensor, list[int]]]:
-        """Every tensor held: the name of its part, the tensor, and the rows of the batch that it is for."""
+        """Every tensor held: name of its part, the tensor, and the rows of the batch whose data it has."""
         for layer, rows in self._holders():
             yield from ((name, tensor, rows) for name, tensor in layer.parts())
         everyone = list(range(max(self.batch_size, 0)))
@@ -376,10 +387,7 @@ class PodCache(Cache):
         yield from (("bookkeeping", tensor, everyone) for tensor in bookkeeping if tensor is not None)
 
     def _storages(self) -> Iterator[tuple[str, torch.device, int, list[int]]]:
-        """Name of its part, device, bytes and rows of every storage.
-
-        A storage comes once and whole, whatever view of it is in use.
-        """
+        """Part, device, bytes and rows of every storage, each once and whole, whatever views of it exist."""
         seen: set[int] = set()
         for name, tensor, rows in self._all_parts():
             storage = tensor.untyped_storage()
@@ -388,7 +396,7 @@ class PodCache(Cache):
                 yield name, tensor.device, storage.nbytes(), rows
 
     def nbytes_by_part(self) -> dict[str, int]:
-        """Bytes held, by part. Every storage counts once."""
+        """Bytes held, by part (``keys``, ``values``, ``bookkeeping``, …). Every storage counts once."""
         totals: dict[str, int] = {}
         for name, _, size, _ in self._storages():
             totals[name] = totals.get(name, 0) + size
@@ -405,9 +413,9 @@ class PodCache(Cache):
         return totals
 
     def nbytes_by_row(self) -> list[int]:
-        """Bytes held for each row.
+        """Bytes held for each row of the batch.
 
-        Tensors of several rows are as long as the longest row. They count in equal parts for their rows.
+        A tensor of several rows counts in equal parts for each of them, even if one is longer than another.
         """
         totals = [0.0] * max(self.batch_size, 0)
         for _, _, size, rows in self._storages():
@@ -417,18 +425,18 @@ class PodCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """The bytes really held."""
+        """All bytes that the cache holds, in tensors of every part. Every storage counts once."""
         return sum(self.nbytes_by_part().values())
 
     # -- what transformers calls -----------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns seen, padding included. An attention mask's seen part has this width."""
+        """Columns seen, padding included: the width of the part of an attention mask that was fed already."""
         return self._columns
 
     @property
     def lengths(self) -> Tensor:
-        """``[B]``, the real tokens seen per row."""
+        """``[B]``, the real tokens seen per row. ``ValueError`` for an empty cache."""
         if self._lengths is None:
             raise ValueError("the cache is empty: feed a prompt first")
         return self._lengths
@@ -439,9 +447,11 @@ class PodCache(Cache):
 
     @property
     def batch_size(self) -> int:
+        """Rows of the batch. -1 while the cache is empty."""
         return -1 if self._lengths is None else self._lengths.shape[0]
 
     def reset(self) -> None:
+        """Forget all tokens. An engine stays attached."""
         if self.engine is not None:
             self.engine.release()
         for layer in self.layers:
@@ -449,6 +459,7 @@ class PodCache(Cache):
         self._forget()
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep, repeat or reorder rows of the batch: row ``i`` becomes what row ``indices[i]`` was."""
         if self._lengths is None:
             return
         for layer in self.layers:
@@ -490,13 +501,13 @@ class PodCache(Cache):
 
     @property
     def num_ahead(self) -> int:
-        """How many tokens behind the next one can be fed in a pass and taken back, as if they never came."""
+        """How many tokens behind the next one can be fed in a pass and taken back without a trace."""
         lengths = self.lengths.tolist()
         pairs = {(layer, lengths[row]) for layer, rows in self._holders() for row in rows}
         return max(0, min(layer.most_ahead(length) for layer, length in pairs))
 
     def check_assisted(self, longest: int) -> None:
-        """Check that candidates for up to ``longest`` tokens can be fed and taken back.
+        """Check that candidates of assisted decoding can be taken back, in rows of up to ``longest`` tokens.
 
         Raises:
             ValueError: they cannot.
@@ -516,7 +527,7 @@ class PodCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last columns, as if they had not been fed.
 
-        An announced prompt still ends where it was to end.
+        A prompt that was announced with ``begin_prompt`` still ends at the same column.
 
         Args:
             tokens_to_remove: how many columns, padding included, as a negative number. 0 does nothing.
@@ -547,9 +558,9 @@ class PodCache(Cache):
         self._prompt_columns_left = left + count if left else 0
 
     def _room_to_crop(self, count: int) -> str:
-        """How to make a cache that takes back so many columns, for the end of an error message.
+        """The end of an error message: how to make a cache that can take back ``count`` columns.
 
-        It is empty unless slots of windows are all that was lost.
+        It is empty unless only the windows' rings stand in the way, which ``extra_slots`` makes larger.
         """
         config = self.config
         if self.spec != "pod" or config.layer_windows is not None or config.kv_bits is not None:
@@ -570,15 +581,15 @@ class PodCache(Cache):
             self._seen_ids = [torch.cat(self._seen_ids, dim=1)[:, :-count]]
 
     def _crop_layers(self, counts: Tensor) -> None:
-        """Take back ``counts`` ``[B]`` tokens of each row. The new lengths are known already."""
+        """Take back ``counts`` ``[B]`` tokens in the layers. ``lengths`` already are those afterwards."""
         for layer in self.layers:
             layer.crop(int(self.lengths.max()))
 
 
 def _signature(config: PodConfig) -> str:
-    """What a cache depends on.
+    """Shape, plan and windows of a model, as text that two models must share to use the same cache.
 
-    Windows matter only where the layout has them. The order of heads matters, as keys stand in it.
+    Windows count only for layouts that have them. The order of heads counts because keys are stored in it.
     """
     windows = config.num_sink_tokens, config.num_recent_tokens, *(config.layer_windows or ())
     if config.sinks == "constant":

@@ -17,17 +17,20 @@ NORMS = {
     "behind": (None, "post_attention", None, "post_feedforward"),
     "both": ("input", "post_attention", "pre_feedforward", "post_feedforward"),
 }
-"""For each ``norm_placement`` its four norms.
+"""For each ``norm_placement``, the norms at four places of a layer.
 
-They stand before and behind attention, and before and behind the feed-forward layer. They have the names of
-stock models, without ``_layernorm``. None = there is no such norm.
+The places are before and after attention, and before and after the feed-forward part. Norms have the names of
+stock models, without ``_layernorm``. None = there is no norm at this place.
 """
 
 
 class PodConfig(PreTrainedConfig):
-    """What a PoD decoder is. Sizes are in elements, windows in tokens.
+    """Configuration of a PoD decoder. Sizes are in elements, windows in tokens.
+
+    Fields that are not listed here mean the same as in transformers.
 
     Args:
+        num_key_value_heads: KV heads of a layer. None = ``num_attention_heads``.
         head_dim: size of one head. None = ``hidden_size // num_attention_heads``.
         rope_parameters: ``{"rope_type": "default" | "linear" | "llama3" | "yarn", "rope_theta": …, …}`` as in
             transformers 5.
@@ -37,43 +40,44 @@ class PodConfig(PreTrainedConfig):
         norm_placement: where a layer has norms, see ``NORMS``.
         norm_offset: added to the weights of norms (Gemma: 1).
         embedding_multiplier: Granite's factor on embeddings.
-        residual_multiplier: Granite's factor on what attention and feed-forward add.
+        residual_multiplier: Granite's factor on the outputs of attention and feed-forward, before they are
+            added to the residual stream.
         attention_multiplier: Granite's factor on attention's logits. None = ``1/sqrt(head_dim)``.
         logits_scaling: Granite's divisor of the output's logits.
         no_rope_layers: ``[num_hidden_layers]``, 0 = the layer does not rotate (the name is SmolLM3's). None =
             all layers rotate.
-        num_experts: number of experts in layers that are a mixture of experts. 0 = no layer is one.
-        num_experts_per_tok: how many of the experts see a token.
+        num_experts: number of experts of a layer with a mixture of experts. 0 = no layer has one.
+        num_experts_per_tok: how many of the experts each token goes to.
         moe_intermediate_size: intermediate size of an expert.
         norm_topk_prob: whether the weights of a token's experts sum to 1.
-        mlp_only_layers: layers that have no experts.
-        layout: who stores keys and values. ``pod``: the paper's layout, dense without a plan. ``cla``: layers
-            of a block share the keys *and* values of its lead and have no projections for them (Brandon et
-            al., 2024). ``window``: every layer sees and keeps ``num_recent_tokens`` tokens only (Beltagy et
-            al., 2020).
-        lead: ``[num_hidden_layers][num_key_value_heads]`` of layers and None, see ``SharingPlan``. None =
-            dense for ``pod``, pairs of layers for ``cla``, and for ``window`` the plan of windows, which need
-            not be said.
-        kv_bits: the plan's bits per layer, see ``SharingPlan``. The model's own cache follows them.
-        head_order: ``[num_hidden_layers][num_attention_heads]``, the order that the heads of these weights
-            stand in, see ``SharingPlan``. None = the original one. ``load_model`` sets it when a plan asks
-            for it. Nothing is permuted here.
-        num_sink_tokens, num_recent_tokens: ``n_s`` and ``n_r`` of the paper. The window counts the current
+        mlp_only_layers: layers that have no experts, when ``num_experts`` is above 0.
+        layout: which layers and heads store keys and values. ``pod``: the paper's layout, which is dense
+            without a plan. ``cla``: layers of a block share the keys *and* values of its lead, and the later
+            ones have no projections for them (Brandon et al., 2024). ``window``: every layer sees and keeps
+            ``num_recent_tokens`` tokens only (Beltagy et al., 2020).
+        lead: ``[num_hidden_layers][num_key_value_heads]`` of layers and None, see ``SharingPlan``. None = for
+            ``pod`` every head leads, for ``cla`` layers form pairs, for ``window`` every head keeps its
+            window.
+        kv_bits: bits per layer, see ``SharingPlan``. The model's own cache holds keys and values in them.
+        head_order: ``[num_hidden_layers][num_attention_heads]``, the order of the heads in these weights, see
+            ``SharingPlan``. None = the original order. ``load_model`` permutes the weights and sets this
+            field; setting it permutes nothing.
+        num_sink_tokens, num_recent_tokens: ``n_s`` and ``n_r`` of the paper. The window includes the current
             token. None = 16 and 4080, or 0 and 4096 for ``window``, which has no sinks. ``cla`` has no
             window.
-        sinks: what stands for the first tokens in heads that keep the plan's windows, see ``SharingPlan``:
-            ``tokens``, ``constant`` (parameters of the layers that have such heads) or ``none``. None = as
-            ``num_sink_tokens`` says.
-        layer_windows: ``[num_hidden_layers]``, how many tokens the layer was trained to see, the current one
-            included (Mistral's and Gemma 3's sliding windows). An entry of None = all tokens. The plan says
-            None for the heads of a layer that has a window. None in place of the list = no layer has one.
-        window_rope_parameters: another, plain RoPE of the layers that have such a window (Gemma 3). None =
-            ``rope_parameters``.
+        sinks: the kind of sinks in heads that keep the plan's windows, see ``SharingPlan``: ``tokens``,
+            ``constant`` (then layers with such heads have parameters for them) or ``none``. None = ``tokens``
+            if ``num_sink_tokens`` is above 0, else ``none``.
+        layer_windows: ``[num_hidden_layers]``, how many tokens each layer was trained to see, the current one
+            included (Mistral's and Gemma 3's sliding windows). An entry of None = all tokens. ``lead`` must
+            be None for all heads of a layer that has a window. None instead of the list = no layer has one.
+        window_rope_parameters: RoPE parameters of type ``default`` for layers with such a window (Gemma 3).
+            None = ``rope_parameters``.
         attention_backend: ``auto`` or the name of a registered backend.
 
     Raises:
-        ValueError: head counts do not divide, the RoPE type or layout is unknown, the plan is of another size
-            or one that the layout does not have, or windows are empty.
+        ValueError: head counts do not divide each other, the RoPE type or layout is unknown, the plan has
+            another size or the layout does not allow it, or windows are empty.
     """
 
     model_type = "pod"
@@ -129,7 +133,8 @@ class PodConfig(PreTrainedConfig):
         """See transformers.
 
         Raises:
-            ValueError: a checkpoint of another family, whose fields and weights mean other things.
+            ValueError: the configuration has another ``model_type``, and so needs conversion by
+                ``load_model``.
         """
         family = config_dict.get("model_type", cls.model_type)
         if family != cls.model_type:
@@ -209,7 +214,7 @@ class PodConfig(PreTrainedConfig):
             )
 
     def _check_windows(self) -> None:
-        """Check what concerns layers that were trained with windows, or without RoPE."""
+        """Check the fields of layers that were trained with windows, or without RoPE (``ValueError``)."""
         for name in ("layer_windows", "no_rope_layers"):
             each = getattr(self, name)
             if each is not None and len(each) != self.num_hidden_layers:
@@ -234,7 +239,7 @@ class PodConfig(PreTrainedConfig):
             )
 
     def rope_of(self, layer_idx: int) -> dict[str, Any] | None:
-        """The RoPE parameters of a layer. None where nothing is rotated."""
+        """The RoPE parameters of a layer. None = the layer does not rotate."""
         if self.no_rope_layers is not None and not self.no_rope_layers[layer_idx]:
             return None
         own = self.window_rope_parameters if self.window_of(layer_idx) is not None else None
@@ -249,15 +254,16 @@ class PodConfig(PreTrainedConfig):
         return None if self.layer_windows is None else self.layer_windows[layer_idx]
 
     def windows_of(self, layer_idx: int) -> tuple[int, int]:
-        """How many first and last tokens the layer's heads see that keep their windows.
+        """How many first and last tokens those heads of the layer see that keep their windows.
 
-        These are the layer's own windows, else those of the plan.
+        A layer that was trained with a window has no first tokens and that window. Other layers have
+        ``num_sink_tokens`` and ``num_recent_tokens``.
         """
         own = self.window_of(layer_idx)
         return (self.num_sink_tokens, self.num_recent_tokens) if own is None else (0, own)
 
     def has_constant_sinks(self, layer_idx: int) -> bool:
-        """Whether a layer has constants in place of first tokens.
+        """Whether a layer has parameters for constant sinks.
 
         It has them if sinks are constant and one of its heads keeps the plan's window.
         """
@@ -267,12 +273,12 @@ class PodConfig(PreTrainedConfig):
 
     @property
     def sink_layers(self) -> list[int]:
-        """The layers that have constants in place of first tokens."""
+        """The layers that have parameters for constant sinks."""
         return [layer for layer in range(self.num_hidden_layers) if self.has_constant_sinks(layer)]
 
     @property
     def sharing_plan(self) -> SharingPlan:
-        """The plan of this model. When ``lead`` is None, every head leads, or keeps its window."""
+        """The plan of this model. If ``lead`` is None, every head leads, or keeps the window of its layer."""
         lead = None if self.lead is None else tuple(map(tuple, self.lead))
         bits = None if self.kv_bits is None else tuple(self.kv_bits)
         order = None if self.head_order is None else tuple(map(tuple, self.head_order))
@@ -285,7 +291,7 @@ class PodConfig(PreTrainedConfig):
 
     @property
     def own_method(self) -> str:
-        """The cache method that holds exactly what this model attends to.
+        """The cache method that holds exactly the tokens that this model attends to.
 
         It is ``full``, ``pod``, ``cla`` or ``window``.
         """
@@ -308,7 +314,7 @@ def _plan(
     head_dim: int,
     sinks: str | None,
 ) -> SharingPlan:
-    """The plan, checked once. Without ``lead``, every layer leads that is no window."""
+    """The plan, made and checked once for equal arguments. See ``PodConfig.sharing_plan``."""
     if lead is None:
         lead = tuple((None if window else layer,) * heads for layer, window in enumerate(are_windows))
     return SharingPlan(

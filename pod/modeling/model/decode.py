@@ -205,9 +205,9 @@ def pod_decode(*arguments: Any, backend: str = "auto", **options: Any) -> Tensor
     """Attention of the newest token of every row, ``[B, Hq, d]`` in the dtype of ``q``.
 
     The arguments are those of ``DecodeCall``. Leads attend to all tokens with their own keys. Followers take
-    the logits of *distant* tokens ``n_s <= j < length - n_r`` from ``buffers.logits``, which their lead filled
-    in this step. They compute the other logits with ``window_keys``, make one softmax over both, and use
-    their own values. Heads that keep their windows attend to ``near``.
+    the logits of *distant* tokens ``n_s <= j < length - n_r`` from ``buffers.logits``, which their leads have
+    filled in this step. They compute the other logits with ``window_keys``, make one softmax over both, and
+    use their own values. Heads that keep their windows attend to ``near``.
 
     Call the layers of a model in order, with the same ``buffers``, backend and lengths.
 

@@ -1,6 +1,6 @@
-"""`generate()` with our caches.
+"""`generate()` of transformers over a ``PodCache``.
 
-It supplies the default cache, and refuses every use that would go wrong silently.
+This file makes the default cache, and refuses every use that would give wrong results without an error.
 """
 
 import inspect
@@ -27,6 +27,7 @@ _ASSISTED: dict[str, Any] = {"extra_slots": 32}
 
 SUPPORTED = ">=5.17,<6"
 """The supported versions of transformers."""
+# private methods of GenerationMixin that are replaced here, with the first arguments that each must have
 _HOOKS = {
     "_prefill": ["input_ids", "generation_config", "model_kwargs"],
     "_prepare_cache_for_generation": ["generation_config", "model_kwargs", "generation_mode"],
@@ -43,8 +44,9 @@ class PodGenerationMixin(GenerationMixin):
         """See transformers. A cache that is given is used, whatever ``use_cache`` of a configuration says.
 
         Raises:
-            ImportError: the installed version of transformers does not call what is supplied here.
-            ValueError: ``use_cache=False`` came with a cache, or the inputs cannot go on behind the cache.
+            ImportError: the installed version of transformers lacks private methods that are replaced here.
+            ValueError: ``use_cache=False`` came with a cache, the inputs do not continue the cache, or an
+                option of transformers is not supported.
         """
         check_hooks()
         if kwargs.get("past_key_values") is not None:
@@ -57,6 +59,7 @@ class PodGenerationMixin(GenerationMixin):
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def generate_batch(self, *args: Any, **kwargs: Any):
+        """Not supported: it always raises ``ValueError``."""
         raise ValueError("continuous batching (generate_batch) is not supported: use generate()")
 
     def _get_candidate_generator(
@@ -105,10 +108,10 @@ class PodGenerationMixin(GenerationMixin):
             cache.made_by_generate = True
 
     def _begin_prompt(self, input_ids: Tensor, generation_config, model_kwargs: dict) -> int:
-        """Check that the inputs continue the cache, and announce the prompt.
+        """Check that the inputs continue the cache, and announce the prompt to it.
 
         Returns:
-            The number of columns of the whole conversation.
+            The number of columns of the whole conversation, those in the cache included.
         """
         cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
         embeds = model_kwargs.get("inputs_embeds")
@@ -132,7 +135,7 @@ class PodGenerationMixin(GenerationMixin):
 
 
 def check_cache(cache: Any) -> None:
-    """Raise ``ValueError`` for a cache of another library."""
+    """Raise ``ValueError`` for a cache that is no ``PodCache``."""
     if not hasattr(cache, "begin_step"):
         kind = type(cache).__name__
         raise ValueError(f"a {kind} cannot serve a PoD model: pass none, or one of pod-kv's make_cache")
@@ -140,10 +143,10 @@ def check_cache(cache: Any) -> None:
 
 @cache
 def check_hooks() -> None:
-    """Check that transformers has the private methods that this class replaces, with their arguments.
+    """Check that transformers has the private methods that ``PodGenerationMixin`` replaces.
 
-    A method of another name would never be called. Methods that announce their prompt would then select other
-    tokens.
+    If transformers renamed one, ours would never be called. The cache would then not learn where a prompt
+    ends, and compression methods would choose other tokens.
 
     Raises:
         ImportError: one of them is missing, or has other arguments.
@@ -162,13 +165,18 @@ def check_hooks() -> None:
 def bounded_candidates(
     cache: PodCache, get_candidates: Callable, input_ids: Tensor, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """A generator's candidates, but no more than the cache can take back as if they never came.
+    """A candidate generator's tokens, but no more than the cache can take back without a trace.
 
     While the prompt is not in the cache there are none, because a method must see where a prompt ends.
 
+    Args:
+        cache: the cache of the model that checks the candidates.
+        get_candidates: the method of transformers' generator.
+        input_ids: ``[1, n]``, the prompt and the tokens generated so far.
+
     Returns:
-        The ids ``[1, n]`` with the candidates behind them, ``[1, n + candidates]``; and the logits of the
-        candidates where the generator knows them, else None.
+        The ids with the candidates behind them, ``[1, n + candidates]``. Then the logits of the candidates,
+        or None if the generator gives none.
     """
     ids, logits = get_candidates(input_ids, **kwargs)
     n = input_ids.shape[1]
@@ -177,7 +185,7 @@ def bounded_candidates(
 
 
 class LayerQuantizers(KVQuantizer):
-    """A quantizer per layer."""
+    """A quantizer that uses another one, ``quantizers[layer_idx]``, for each layer."""
 
     def __init__(self, quantizers: Sequence[KVQuantizer]):
         self.quantizers = tuple(quantizers)
@@ -191,7 +199,7 @@ class LayerQuantizers(KVQuantizer):
 
 
 def planned_quantizer(config: PodConfig) -> KVQuantizer:
-    """What the bits of a model's plan ask for."""
+    """The quantizer for the ``kv_bits`` of a model's plan; ``NATIVE`` if all are 16."""
     bits = config.kv_bits or ()
     made = {one: make_quantizer(f"int{one}", one, config, GROUP_SIZE, RESIDUAL) for one in set(bits) - {16}}
     return LayerQuantizers([made.get(one, NATIVE) for one in bits]) if made else NATIVE
@@ -200,13 +208,13 @@ def planned_quantizer(config: PodConfig) -> KVQuantizer:
 def own_cache(
     config: PodConfig, quantizer: KVQuantizer | None = None, spec: str | None = None, **options: Any
 ) -> PodCache:
-    """An empty cache that holds what the model's layout, plan and bits say.
+    """An empty cache of the model's own method, which follows its layout, plan and bits.
 
     Args:
-        config: of the model.
-        quantizer: how tokens are stored, in the place of the plan's bits.
-        spec: name of the cache's method, None = the model's own.
-        options: see ``PodCacheLayer``.
+        config: the model's configuration.
+        quantizer: how tokens are stored. None = in the plan's bits.
+        spec: name of the cache's method. None = the model's own.
+        options: ``extra_slots`` and ``tau`` of ``PodCacheLayer``.
     """
     quantizer = planned_quantizer(config) if quantizer is None else quantizer
     make_layer = partial(LAYOUT_LAYERS[config.layout], quantizer=quantizer, **options)

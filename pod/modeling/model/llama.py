@@ -25,9 +25,9 @@ from .step import check_positions, compaction_of, document_positions
 logger = logging.get_logger(__name__)
 _SAID_TWICE = {"cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "num_items_in_batch"}
 _SAID_TWICE |= {"cache_position", "tokenizer", "assistant_tokenizer"}
-"""Arguments of trainers and of `generate()` that say nothing beyond the arguments of `forward`."""
+"""Arguments of trainers and of `generate()` that add nothing to the other arguments of `forward`."""
 _STOCK_BACKENDS = {"eager": "reference", "flash_attention_2": "flash", "sdpa": None}
-"""What an `attn_implementation` of stock models is here. None = as the configuration says."""
+"""Our backend for each `attn_implementation` of stock models. None = the configuration's backend."""
 
 
 class PodEmbedding(nn.Embedding):
@@ -41,12 +41,12 @@ class PodEmbedding(nn.Embedding):
         rows = super().forward(input_ids)
         if self.multiplier == 1.0:
             return rows
-        # the factor is rounded as in training
+        # the factor is rounded to the dtype, as in the training of such models
         return rows * torch.tensor(self.multiplier, dtype=rows.dtype).item()
 
 
 class PodPreTrainedModel(PreTrainedModel):
-    """What transformers needs to know about the decoder."""
+    """Base class with the settings and hooks that transformers needs for the decoder."""
 
     config_class = PodConfig
     config: PodConfig
@@ -69,10 +69,10 @@ class PodPreTrainedModel(PreTrainedModel):
         return super().from_pretrained(*args, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """See transformers. The folder has this code too, which auto classes load with ``trust_remote_code``.
+        """See transformers. The folder also gets this code: auto classes load it with ``trust_remote_code``.
 
-        It adds its own class. The saved model uses a cache, also where training with activation checkpointing
-        has set ``use_cache`` to False.
+        ``auto_map`` of the configuration names the classes. ``use_cache`` is saved as True, even if training
+        with activation checkpointing has set it to False.
         """
         self.config.auto_map = {"AutoConfig": "config.PodConfig", "AutoModel": "llama.PodModel"}
         configs = [one for one in (self.config, getattr(self, "generation_config", None)) if one is not None]
@@ -126,27 +126,28 @@ class PodModel(PodPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """Hidden states after the final norm, divided by ``logits_scaling``.
 
-        So the head's weight makes them logits, whoever multiplies.
+        So their product with the head's weight gives the final logits, without another factor.
 
         Args:
             input_ids: ``[B, n]``, or ``inputs_embeds`` ``[B, n, hidden]``.
             attention_mask: ``[B, seen + n]`` padding mask, 1 = token, 0 = padding. Padding gets a zero
                 output.
             past_key_values: a cache from ``make_cache``, which holds the ``seen`` columns.
-            use_cache: True creates a cache when none is given. None = as the configuration says, but no cache
-                for training and documents.
-            doc_ids: ``[B, n]`` documents of packed rows (no cache). With sequence parallelism they are the
-                ids of the whole row, while ``input_ids`` is this rank's share. None = as
-                ``packed_documents`` reads them.
-            position_ids: only checked, as positions follow from the mask, the cache and the documents.
-            cu_seq_lens_q: see ``packed_documents``.
-            output_hidden_states: whether to give also what every layer gets, ``[B, n, hidden]`` each, and the
-                result. They are zero on padding.
-            others: what stock models take too. A warning names what they do not know.
+            use_cache: True creates a cache when none is given. None = the configuration's ``use_cache``, but
+                no cache in training, with documents, or with sequence parallelism.
+            doc_ids: ``[B, n]``, the document of each token in packed rows, -1 = padding. Not with a cache.
+                With sequence parallelism they are the ids of the whole row, while ``input_ids`` is this
+                rank's share. None = they are derived from the next two arguments by ``packed_documents``.
+            position_ids: ``[B, n]``. They may mark documents. Otherwise they are only checked, because
+                positions follow from the mask, the cache and the documents.
+            cu_seq_lens_q: cumulative lengths of documents, see ``packed_documents``.
+            output_hidden_states: whether to also return the inputs of every layer, ``[B, n, hidden]`` each,
+                and the result. They are zero on padding.
+            others: arguments that stock models take too. A warning names those that are not known.
 
         Raises:
-            ValueError: the mask is not 2-D, the cache does not continue, documents come together with a
-                cache, or attentions or routers' logits are asked for.
+            ValueError: the mask is not 2-D, the inputs do not continue the cache, documents come together
+                with a cache, or attention weights or router logits are requested.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
@@ -256,6 +257,13 @@ class PodModel(PodPreTrainedModel):
     def context(
         self, hidden_states: Tensor, position_ids: Tensor, doc_ids: Tensor | None = None
     ) -> ForwardContext:
+        """What the layers of one pass share: rotations, plan, backend and documents.
+
+        Args:
+            hidden_states: ``[B, n, hidden]``, which gives sizes, dtype and device.
+            position_ids: ``[B or 1, n]``.
+            doc_ids: ``[B, n]``, or None.
+        """
         device = hidden_states.device
         if device not in self._frequencies:
             with torch.inference_mode(False):  # a later pass may train
@@ -272,9 +280,11 @@ class PodModel(PodPreTrainedModel):
         )
 
     def run_layers(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
-        """``[B, n, hidden]`` to the same, behind the final norm.
+        """Run all layers and the final norm on ``[B, n, hidden]``.
 
-        With ``context.everything``, what every layer gets stands before it in the last dimension.
+        Returns:
+            ``[B, n, hidden]``. With ``context.everything``, ``[B, n, (L + 1)·hidden]``: the inputs of every
+            layer, then the result.
         """
         shared_qk: SharedQKTensors = (None,) * (2 * len(context.lead[0]))
         before = []
@@ -295,7 +305,7 @@ class PodModel(PodPreTrainedModel):
     def _checkpoint(
         self, layer: nn.Module, hidden_states: Tensor, context: ForwardContext, shared_qk: SharedQKTensors
     ) -> Any:
-        # training sets it: the place where ``shared_qk`` waits for its backward pass
+        # training sets shared_qk_memory, which keeps shared_qk until the backward pass
         memory = getattr(self, "shared_qk_memory", None)
         saving = nullcontext() if memory is None else memory.saving(layer, hidden_states, context, shared_qk)
         stock = partial(checkpoint, use_reentrant=False)
@@ -322,7 +332,8 @@ class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):
     ):
         """As in transformers, except for assisted decoding (``feeds_all``) and padding beyond the vocabulary.
 
-        Assisted decoding of transformers would feed again what the cache holds.
+        With ``feeds_all``, all columns that the cache does not hold yet are fed: transformers would feed
+        columns again that it holds. Ids of padding beyond the vocabulary are replaced by its last id.
         """
         if kwargs.pop("feeds_all", False) and next_sequence_length is None:
             next_sequence_length = input_ids.shape[1] - kwargs["past_key_values"].get_seq_length()
@@ -352,10 +363,16 @@ class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):
         The other arguments are those of ``PodModel.forward``.
 
         Args:
-            labels: ``[B, n]``. They are shifted here (``labels = input_ids`` is usual). -100 and the last
-                column are ignored. With documents, no label crosses one.
-            num_items_in_batch: with it the loss is the sum over the labels divided by this number, in the
-                place of the mean. Trainers that accumulate gradients want it so.
+            labels: ``[B, n]``. They are shifted here (``labels = input_ids`` is usual). Labels of -100, the
+                first column of labels and the last column of logits are ignored. With documents, no token
+                predicts one of the next document.
+            logits_to_keep: see ``keep_columns``.
+            num_items_in_batch: a number by which the sum of losses over the labels is divided, instead of the
+                mean. Trainers that accumulate gradients pass it.
+
+        Raises:
+            ValueError: as ``PodModel.forward``; or labels came with ``logits_to_keep`` or sequence
+                parallelism.
         """
         if labels is not None and doc_ids is None and self.model.sequence_parallel is None:
             packed = position_ids, others.get("cu_seq_lens_q"), attention_mask
@@ -379,7 +396,7 @@ class PodForCausalLM(PodPreTrainedModel, PodGenerationMixin):
 def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """``input_ids`` ``[B, n]`` with 0 where the mask ``[B, seen + n]`` has padding.
 
-    The id of padding may be one that the model has no embedding for, and what stands there is never seen.
+    The reason: the model may have no embedding for the id of padding. No token ever sees padding.
     """
     real = None if attention_mask is None else attention_mask[:, -input_ids.shape[-1] :]
     if real is None or real.shape != input_ids.shape:  # a mask that does not fit is refused later
@@ -393,10 +410,16 @@ def packed_documents(
     cu_seq_lens: Tensor | None,
     attention_mask: Tensor | None,
 ) -> Tensor | None:
-    """``[B, n]``, the documents of rows that a trainer has packed. None = every row is one.
+    """The document of each token, ``[B, n]``, in rows that a trainer has packed. None = each row is one.
 
-    Documents end at the cumulative lengths ``cu_seq_lens`` ``[documents + 1]`` of the whole batch. Without
-    these, they end where positions start again at 0, in rows without padding.
+    Documents end at the cumulative lengths ``cu_seq_lens`` of the whole batch. Without these, a document
+    begins wherever a position is 0, provided that the batch has no padding.
+
+    Args:
+        shape: ``(B, n)``.
+        position_ids: ``[B or 1, n]``, or None.
+        cu_seq_lens: int ``[documents + 1]``, or None.
+        attention_mask: ``[B, n]``, or None.
     """
     if cu_seq_lens is not None:
         tokens = torch.arange(shape[0] * shape[1], device=cu_seq_lens.device)
@@ -413,7 +436,10 @@ def chunk_columns(starts: Tensor, width: int) -> Tensor:
 
 
 def take_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """``[B, n, c]`` to ``[B, width, c]``. Columns beyond the last one repeat it."""
+    """The columns ``columns`` ``[B, width]`` of ``x`` ``[B, n, c]``, as ``[B, width, c]``.
+
+    An index beyond the last column gives the last column.
+    """
     return x.gather(1, columns.clamp(max=x.shape[1] - 1)[..., None].expand(-1, -1, x.shape[2]))
 
 
@@ -421,8 +447,8 @@ def keep_columns(x: Tensor, kept: int | Tensor) -> Tensor:
     """Some columns of ``[B, n, c]``.
 
     Args:
-        kept: how many of the last columns (0 = all), or the places ``[m]`` or ``[B, m]`` of columns, or a
-            mask ``[B, n]``, which gives ``[m, c]``.
+        kept: the number of last columns to keep (0 = all), or indices ``[m]`` or ``[B, m]`` of columns, or a
+            bool mask ``[B, n]``, which gives ``[m, c]``.
     """
     if isinstance(kept, int):
         return x[:, -kept:] if kept else x
@@ -432,7 +458,14 @@ def keep_columns(x: Tensor, kept: int | Tensor) -> Tensor:
 
 
 def put_columns(target: Tensor, columns: Tensor, counts: Tensor, x: Tensor) -> None:
-    """Write the first ``counts[b]`` of ``[B, width, c]`` to their columns of ``[B, n, c]``."""
+    """Write the first ``counts[b]`` columns of each row of ``x`` into ``target``, in place.
+
+    Args:
+        target: ``[B, n, c]``.
+        columns: ``[B, width]``, the column of ``target`` for each column of ``x``.
+        counts: ``[B]``.
+        x: ``[B, width, c]``.
+    """
     real = torch.arange(columns.shape[1], device=columns.device) < counts[:, None]
     rows, places = real.nonzero(as_tuple=True)
     x = x.to(target.device)  # the last layer may lie on another device than the first
@@ -446,10 +479,17 @@ def next_token_loss(
     attention_mask: Tensor | None,
     num_items: int | Tensor | None,
 ) -> Tensor:
-    """Mean cross-entropy in nats over the labelled next tokens, in at least fp32.
+    """Mean cross-entropy in nats of the next tokens that have a label, computed in at least fp32.
 
-    With ``num_items`` it is the sum divided by that number. Padding is no label and predicts none, and no
-    label crosses a document. Labels, documents and mask may be in host memory.
+    With ``num_items`` it is the sum divided by that number. A pair of tokens counts only if neither is
+    padding and both are in the same document. Labels, documents and mask may be in host memory.
+
+    Args:
+        logits: ``[B, n, vocabulary]``.
+        labels: ``[B, n]``, not shifted; -100 = no label.
+        doc_ids: ``[B, n]``, -1 = padding; or None.
+        attention_mask: ``[B, seen + n]``, or None.
+        num_items: divisor of the sum, or None.
     """
     device = logits.device
     targets = labels[:, 1:].to(device)
@@ -466,6 +506,7 @@ def next_token_loss(
 
 
 def _check_inputs(hidden_states, attention_mask, doc_ids, cache, parallel) -> None:
+    """Refuse inputs whose shapes, or whose combination, do not fit (``ValueError``)."""
     batch, n, _ = hidden_states.shape
     seen = 0 if cache is None else cache.get_seq_length()
     expected = [batch, seen + n]

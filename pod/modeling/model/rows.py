@@ -1,9 +1,9 @@
-"""Caches whose layers see only rows that are alike.
+"""``GroupedCache``: a cache whose layers see only rows of equal lengths.
 
-Padding, ragged batches and reordering are solved here, once. A batch is split into *groups of rows* with the
-same tokens seen, the same new tokens and the same chunks. Each group has its own *child layers*, whose
-tensors are ``[b, …]`` over the group's rows, with no padding inside. So a method is written for rows of one
-length, and a row in a padded batch gets exactly what it gets alone.
+It handles padding, ragged batches and reordering, so that methods need not. A batch is split into *groups of
+rows* with equally many tokens seen, equally many new tokens and the same chunks. Each group has its own
+*child layers*, whose tensors are ``[b, …]`` over the group's rows, with no padding inside. So a method is
+written for rows of one length, and a row in a padded batch gets exactly the result that it gets alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +25,8 @@ class Schedule:
     """The chunks of one prompt.
 
     Attributes:
-        boundaries: where chunks end, in tokens counted from the prompt's first. The last one is the prompt's
-            length.
+        boundaries: for each chunk, how many tokens of the prompt are fed at its end. The last one is the
+            prompt's length.
         memory: for IMDC, per layer, the planned ``m_0 … m_{n-1}``. None when nothing is compressed.
     """
 
@@ -34,13 +34,13 @@ class Schedule:
     memory: tuple[tuple[int, ...], ...] | None = None
 
     def next_boundary(self, done: int) -> int:
-        """Where the chunk ends that the token after ``done`` tokens belongs to."""
+        """The end of the chunk that the next token belongs to, after ``done`` tokens of the prompt."""
         return next(end for end in self.boundaries if end > done)
 
 
 @dataclass(frozen=True)
 class FixedChunks:
-    """Chunks of ``size`` tokens: the ``streaming`` variant of methods that rank by attention."""
+    """Chunks of ``size`` tokens, for the ``streaming`` variant of methods that rank by attention."""
 
     size: int
 
@@ -57,16 +57,16 @@ class FixedChunks:
 
 @dataclass
 class RowGroup:
-    """Rows that have lived through the same passes.
+    """Rows of the batch that went through the same passes: equally many tokens, in the same chunks.
 
     Attributes:
         rows: their indices in the batch.
         layers: one child layer per decoder layer.
-        seen: tokens that each of them has seen.
-        prompt_length: tokens of the running prompt. None when it is unknown or no prompt runs.
-        prompt_done: how many tokens of the running prompt have been fed.
-        schedule, chunk_index: the running prompt's chunks, and the index of the current one.
-        budget_id: which of the cache's ``budget_caches`` made the layers.
+        seen: tokens that each row has seen.
+        prompt_length: tokens of the prompt that is being fed. None when this is unknown or no prompt is fed.
+        prompt_done: how many tokens of that prompt have been fed.
+        schedule, chunk_index: the chunks of that prompt, and the index of the current one.
+        budget_id: index in the cache's ``budget_caches`` of the one that made the layers.
     """
 
     rows: list[int]
@@ -79,7 +79,14 @@ class RowGroup:
     budget_id: int = 0
 
     def parts(self, labels: Sequence[Any]) -> dict[Any, "RowGroup"]:
-        """Cut the group where its rows have unlike labels: one group for each label."""
+        """Split the group into one group for each label.
+
+        Args:
+            labels: one for each row of the group.
+
+        Returns:
+            The groups by label. With one label it is the group itself, else copies.
+        """
         places: dict[Any, list[int]] = {}
         for place, label in enumerate(labels):
             places.setdefault(label, []).append(place)
@@ -88,11 +95,11 @@ class RowGroup:
         return {label: self.take(those, [self.rows[i] for i in those]) for label, those in places.items()}
 
     def take(self, places: list[int], rows: list[int]) -> "RowGroup":
-        """A group of some of this group's rows. Tensors are copied.
+        """A new group with some of this group's rows. Tensors are copied.
 
         Args:
-            places: the rows, by their index in this group.
-            rows: their indices in the batch from now on.
+            places: the rows, as indices into this group.
+            rows: the indices of these rows in the batch from now on.
         """
         held = {id(tensor): tensor for layer in self.layers for _, tensor in layer.parts()}
         layers = deepcopy(self.layers, held)  # tensors are shared until select_rows copies their rows
@@ -101,7 +108,7 @@ class RowGroup:
         return replace(self, rows=rows, layers=layers)
 
     def count(self, part: Step) -> None:
-        """Count the tokens of a pass of these rows as seen."""
+        """Count the tokens of a pass over these rows as seen."""
         self.seen += part.num_new
         if not part.is_decode:
             self.prompt_done += part.num_new
@@ -110,7 +117,7 @@ class RowGroup:
                 self.prompt_length, self.prompt_done, self.schedule, self.chunk_index = None, 0, None, 0
 
     def crop(self, count: int) -> None:
-        """Take back the last ``count`` tokens of each row. A running prompt keeps its end."""
+        """Take back the last ``count`` tokens of each row. A prompt that is being fed keeps its end."""
         if not count:  # the columns were padding
             return
         self.seen -= count
@@ -128,21 +135,25 @@ class GroupedCache(PodCache):
     """A cache of child layers, one set per group of rows.
 
     Args:
-        make_layer: ``(config, layer_idx) -> CacheLayer``, a child, which sees rows that are alike.
+        config: the model's configuration.
+        make_layer: ``(config, layer_idx) -> CacheLayer``, makes a child layer, whose rows have equal lengths.
+        spec: name of the method, shown in reports and errors.
         rowwise: whether every row is a group of its own, for methods that decide by the content of a row.
-        chunks: after which tokens of a prompt the method compresses, such as ``FixedChunks``. None = once,
-            when the prompt ends.
-        decide: ``(children, step)``, called per group when all layers have seen a chunk. It gives a label for
-            each row, by what the row holds, or None. Rows with different labels part.
-        after_layers: ``(children, step, label)``, called after that.
+        chunks: makes the ``Schedule`` of a prompt, after each chunk of which the method compresses; for
+            example ``FixedChunks``. None = it compresses once, when the prompt ends.
+        decide: ``(children, step) -> labels or None``. It is called for each group when all layers have seen
+            a chunk, and labels each row by the tokens that it holds. Rows with different labels become
+            different groups.
+        after_layers: ``(children, step, label)``, called after ``decide`` for each group.
 
     Attributes:
-        budget_caches: caches of the same method, each with its own budget. Rows have the layers and chunks of
-            one of them.
-        budget_id_of_row: for each row of a new batch, its place in ``budget_caches``. None = all rows have
+        budget_caches: caches of the same method with different budgets, the first of which is this cache.
+            Each row has the layers and chunks of one of them.
+        budget_id_of_row: for each row of a new batch, its index in ``budget_caches``. None = all rows have
             the first.
-        tokens_of_prompt: gives the budget of a row from the tokens of its first prompt. With it, the first
-            budget cache is a stand-in for rows without a prompt. None = the budgets are known before.
+        tokens_of_prompt: gives the budget of a row, in tokens, from the number of tokens of its first prompt.
+            The first budget cache then only serves rows that have no prompt yet. None = budgets are known
+            from the start.
         make_budget_cache: makes the other caches, one for each of ``prompt_budgets``.
         prompt_budgets: the budgets, in tokens, that ``tokens_of_prompt`` has given so far.
     """
@@ -174,7 +185,12 @@ class GroupedCache(PodCache):
 
     @classmethod
     def of_budgets(cls, caches: list[PodCache], budget_id_of_row: list[int]) -> "GroupedCache":
-        """An empty cache for rows of unlike budgets, from empty caches of these budgets."""
+        """An empty cache whose rows have different budgets.
+
+        Args:
+            caches: an empty cache for each budget.
+            budget_id_of_row: for each row of the batch, the index of its cache in ``caches``.
+        """
         budget_caches = [cls.grouped(cache) for cache in caches]
         budget_caches[0].budget_caches, budget_caches[0].budget_id_of_row = budget_caches, budget_id_of_row
         return budget_caches[0]
@@ -189,9 +205,9 @@ class GroupedCache(PodCache):
         """An empty cache whose rows get their budgets, in tokens, when the first prompt of each begins.
 
         Args:
-            stand_in: an empty cache of any budget.
-            tokens_of_prompt: gives the budget for a prompt of so many tokens.
-            make_budget_cache: makes an empty cache of such a budget.
+            stand_in: an empty cache of any budget, for rows that have no prompt yet.
+            tokens_of_prompt: gives the budget in tokens for the length of a prompt in tokens.
+            make_budget_cache: makes an empty cache of a budget in tokens.
         """
         cache = cls.grouped(stand_in)
         cache.tokens_of_prompt, cache.make_budget_cache = tokens_of_prompt, make_budget_cache
@@ -199,11 +215,11 @@ class GroupedCache(PodCache):
 
     @classmethod
     def grouped(cls, cache: PodCache) -> "GroupedCache":
-        """An empty cache as a grouped one."""
+        """A grouped cache with the layers of ``cache``, which is empty; ``cache`` itself if it is grouped."""
         return cache if isinstance(cache, cls) else cls(cache.config, cache.make_layer, cache.spec)
 
     def budget_cache(self, number: int) -> "GroupedCache":
-        """One of ``budget_caches``, made when it is first needed."""
+        """The cache at index ``number`` of ``budget_caches``, made when it is first needed."""
         while len(self.budget_caches) <= number:
             assert self.make_budget_cache is not None, (
                 "only caches whose budgets follow the prompt add budgets"
@@ -220,7 +236,7 @@ class GroupedCache(PodCache):
     def prefill_chunks(self, step: Step) -> Iterator[Step]:
         """See ``PodCache.prefill_chunks``.
 
-        In each chunk, all rows advance to the end of their own chunk, or of the pass.
+        In each step that it yields, every row advances to the end of its own chunk, or of the pass.
         """
         counts = [step.num_new] * step.past.shape[0] if step.all_real else step.counts.tolist()
         fed = [0] * len(counts)
@@ -258,12 +274,13 @@ class GroupedCache(PodCache):
                 self.groups.append(part)
 
     def _budget_id_of_prompt(self, tokens: int) -> int:
-        """The place of this budget in ``budget_caches``."""
+        """The index in ``budget_caches`` of the cache with a budget of so many tokens."""
         if tokens not in self.prompt_budgets:
             self.prompt_budgets.append(tokens)
         return 1 + self.prompt_budgets.index(tokens)
 
     def _new_groups(self, count: int) -> list[RowGroup]:
+        """The groups of a new batch of ``count`` rows: one per row if ``rowwise``, else one per budget."""
         budget_ids = self.budget_id_of_row or [0] * count
         if len(budget_ids) != count:
             raise ValueError(
@@ -286,7 +303,7 @@ class GroupedCache(PodCache):
         return count + (self._prompt_columns_left or step.columns) - step.columns
 
     def _plan_chunks(self, step: Step, counts: list[int]) -> None:
-        """Start the schedules of prompts, from the length of a row's prompt.
+        """Make the schedule of every prompt that begins in this pass, from its length in tokens.
 
         Raises:
             ValueError: there is padding behind a row's last token, so that the length is wrong.
@@ -305,7 +322,7 @@ class GroupedCache(PodCache):
                 group.schedule = chunks.start_prompt(length, group.seen, group.layers)
 
     def _forget_pass(self) -> None:
-        """Forget a refused pass, of which nothing was fed.
+        """Undo the beginning of a pass that was refused before any token was fed.
 
         The cache can then be used as if the pass had not been tried.
         """
@@ -317,7 +334,7 @@ class GroupedCache(PodCache):
                 group.prompt_length = group.schedule = None
 
     def _next_pass(self, group: RowGroup, left: int, step: Step) -> Step:
-        """How the group goes on: to the end of its chunk, or of the ``left`` tokens that the pass gives."""
+        """The group's next pass: to the end of its chunk, or of the ``left`` tokens still to be fed."""
         is_decode = step.is_decode and group.seen > 0
         width, ends, last = left, step.ends_prompt and left > 0 and not is_decode, True
         if left and not is_decode and group.schedule is not None:
@@ -342,7 +359,13 @@ class GroupedCache(PodCache):
         )
 
     def _prefill_chunk(self, step: Step, passes: list[Step], fed: list[int]) -> Step:
-        """The step of the whole batch in which each group does its own pass."""
+        """The step of the whole batch in which each group does its own pass.
+
+        Args:
+            step: the pass that the caller feeds.
+            passes: the next pass of each group.
+            fed: for each row, the tokens of ``step`` that were fed already.
+        """
         device = step.past.device
         starts = torch.tensor(fed, device=device)
         counts = torch.zeros_like(starts)
@@ -379,6 +402,7 @@ class GroupedCache(PodCache):
         super().end_step(step)
 
     def _end_pass(self, group: RowGroup, part: Step) -> None:
+        """Run ``decide`` and ``after_layers`` on a group after its pass ``part``, and count its tokens."""
         labels = self.decide(group.layers, part) if self.decide else None
         parts = group.parts(labels or [None] * len(group.rows))
         at = self.groups.index(group)
@@ -407,6 +431,7 @@ class GroupedCache(PodCache):
 
     @property
     def is_croppable(self) -> bool:
+        """Whether the method's layers can take tokens back."""
         return self.new_layer(0).is_croppable
 
     def _holders(self) -> Iterator[tuple[CacheLayer, list[int]]]:
@@ -427,14 +452,14 @@ class GroupedCache(PodCache):
 
 
 def _pass_of_some(taken: RowGroup, part: Step) -> Step:
-    """The pass of a group, for those of its rows that are now a group of their own."""
-    rows = slice(len(taken.rows))  # which rows these are does not matter, as all are alike
+    """The pass ``part`` of a group, for the group ``taken`` that some of its rows have become."""
+    rows = slice(len(taken.rows))  # any rows will do, as past and counts are equal in all of them
     past, counts = part.past[rows], part.counts[rows]
     return replace(part, layers=taken.layers, past=past, counts=counts, agreed=Agreed(part.sizes))
 
 
 class _GroupedLayer(CacheLayer):
-    """What the model sees of layer ``layer_idx`` of all groups. The cache holds the state."""
+    """Layer ``layer_idx`` as the model calls it: passes each group's rows to that group's child layer."""
 
     def __init__(self, cache: GroupedCache, config: PodConfig, layer_idx: int):
         super().__init__()

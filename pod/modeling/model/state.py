@@ -1,8 +1,8 @@
-"""What a cache holds, as named tensors and plain facts: saved, sent and read again without pickle.
+"""The state of a cache as named tensors and JSON facts, to save, send and read it again without pickle.
 
-Every object that belongs to a cache is written attribute by attribute. What only configures it (the model's
-config, functions) is not written: it comes with a newly made cache of the same spec. When facts are read,
-only classes of ``PACKAGES`` are made, and nothing is imported.
+Every object that belongs to a cache is written attribute by attribute. Attributes that only configure it (the
+model's config, functions) are not written: a newly made cache of the same spec has them already. When facts
+are read, only classes of ``PACKAGES`` are made, and nothing is imported.
 """
 
 import sys
@@ -22,8 +22,9 @@ from .kv_buffer import KVBuffer
 from .step import CacheLayer
 
 SCHEMA = 4
+"""Version of the facts. ``PodCache.from_state`` reads no other one."""
 PACKAGES = {__name__.rpartition(".")[0]}
-"""Packages whose classes a cache consists of."""
+"""Packages whose classes facts may name. Packages with other cache classes add themselves."""
 
 _PLAIN = (type(None), bool, int, float, str)
 _MADE: dict[str, Any] = {made.__name__: made for made in (list, tuple, set, Fraction)}
@@ -33,10 +34,11 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 
 @dataclass
 class CacheState:
-    """What ``PodCache.state`` gives and ``PodCache.from_state`` takes.
+    """The state of a cache, which ``PodCache.state`` returns and ``PodCache.from_state`` takes.
 
     Attributes:
-        tensors: by the path of attributes that leads to them. They are the cache's own, to be read only.
+        tensors: the cache's tensors, by the path of attributes that leads to them, such as
+            ``layers.0.lead_keys.data``. They are not copied: do not write to them.
         facts: everything else, ready for JSON.
     """
 
@@ -45,7 +47,7 @@ class CacheState:
 
 
 def known_classes() -> dict[str, type]:
-    """Classes that facts may name."""
+    """The classes of the loaded modules of ``PACKAGES``, by name: those that facts may name."""
     modules = [x for name, x in list(sys.modules.items()) if PACKAGES & {name, name.rpartition(".")[0]}]
     items = [(module.__name__, item) for module in modules for item in vars(module).values()]
     own = [item for name, item in items if isinstance(item, type) and item.__module__ == name]
@@ -53,18 +55,18 @@ def known_classes() -> dict[str, type]:
 
 
 def fields_of(item: Any) -> dict[str, Any]:
-    """The attributes of an object that are not functions. Its ``version`` is no part of what it holds."""
+    """The attributes of an object that belong to its state: all but functions and ``version``."""
     held = {name: value for name, value in vars(item).items() if name != "version"}
     return {name: value for name, value in held.items() if not isinstance(value, _FUNCTIONS)}
 
 
 class Writer:
-    """Turns what ``cache`` holds into facts and tensors. What is met twice is written once.
+    """Turns values of ``cache`` into facts and tensors. An object that occurs twice is written once.
 
     Attributes:
-        tensors: what was written so far, by path.
-        met: every object and container that was written. The list keeps them alive, because the ``id`` of a
-            dead object would be used again.
+        tensors: the tensors written so far, by path.
+        met: every object and container written so far. The list keeps them alive, because Python may give the
+            ``id`` of a dead object to a new one.
     """
 
     def __init__(self, cache: Any):
@@ -75,10 +77,14 @@ class Writer:
         self._classes = known_classes()
 
     def write(self, value: Any, path: str) -> Any:
-        """The facts of a value.
+        """The facts of a value. Tensors in it go to ``tensors``.
+
+        Args:
+            value: any value of the cache.
+            path: where the value is, from the cache on: the name of its tensor.
 
         Raises:
-            TypeError: a value of a class that is not in ``PACKAGES``.
+            TypeError: the value has a class that is not in ``PACKAGES``.
         """
         if type(value) in _PLAIN:
             return value
@@ -109,14 +115,14 @@ class Writer:
         return {"object": name, "fields": self.fields(fields_of(value), f"{path}.")}
 
     def fields(self, values: dict[str, Any], path: str = "") -> dict[str, Any]:
-        """The facts of named values. ``path`` stands before the names of their tensors."""
+        """The facts of named values. The names of their tensors begin with ``path``."""
         return {name: self.write(value, f"{path}{name}") for name, value in values.items()}
 
 
 class Reader:
-    """The opposite of ``Writer``, for an empty ``cache``.
+    """The opposite of ``Writer``: turns facts and tensors into values for an empty ``cache``.
 
-    Its layers are new ones of that cache, with their functions.
+    Layers are made by ``cache.new_layer``, so that they have their functions.
     """
 
     def __init__(self, cache: Any, tensors: dict[str, Tensor]):
@@ -125,7 +131,12 @@ class Reader:
         self._classes = known_classes()
 
     def read(self, facts: Any, place: int = 0) -> Any:
-        """The value of these facts, which stand at index ``place`` of a list."""
+        """The value of these facts.
+
+        Args:
+            facts: from ``Writer.write``.
+            place: index of the facts in the list that they belong to: in a list of layers, the layer's index.
+        """
         if type(facts) in _PLAIN:
             return facts
         if "common" in facts:
@@ -167,10 +178,13 @@ class Reader:
 
 
 def check_objects(met: Sequence[object], tensors: dict[str, Tensor]) -> None:
-    """Check what was read: buffers, positions and numbers.
+    """Check the objects of a cache: every buffer, positions, and all floating-point tensors.
 
-    Every buffer checks itself. Positions must ascend. No number may be NaN, except in room that is only
-    reserved.
+    Every buffer checks itself. Positions must ascend. No number may be NaN, except in a buffer, which may
+    have slots without a token.
+
+    Raises:
+        AssertionError: something is wrong; the message says what.
     """
     reserved = set()
     for item in met:
