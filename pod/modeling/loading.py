@@ -45,15 +45,15 @@ _PROJECTION = re.compile(
 _SINKS = re.compile(r"model\.layers\.(\d+)\.self_attn\.(sinks|sink_values)")
 _SINKS_ANYWHERE = re.compile(rf"(?:.*\.)?{_SINKS.pattern}")
 Order = Sequence[Sequence[int]]
-"""``[L][Hq]``: which query head of the original weights stands at each place (``SharingPlan.head_order``)."""
+"""``[L][Hq]``: the number of each query head in the original weights (``SharingPlan.head_order``)."""
 
 
 def convert_config(source: Any, **changes: Any) -> PodConfig:
-    """Our configuration from the configuration of a model whose text part belongs to one of the ``FAMILIES``.
+    """Convert the configuration of a model of one of the ``FAMILIES`` to a ``PodConfig``.
 
     Args:
-        source: the configuration of that model, or of its text part.
-        changes: fields to set.
+        source: the configuration of that model. Of a multimodal model, the text part is converted.
+        changes: fields to set afterwards.
 
     Raises:
         ValueError: as in ``fields_of``.
@@ -65,9 +65,9 @@ def convert_config(source: Any, **changes: Any) -> PodConfig:
 
 
 def plan_fields(plan: SharingPlan | None) -> dict[str, Any]:
-    """The fields of ``PodConfig`` that a plan sets, including its windows where it records them.
+    """The fields of ``PodConfig`` that a plan sets, including its windows if it records them.
 
-    None = a dense model with its heads in the original order.
+    Without a plan, they are those of a dense model with its heads in the original order.
     """
     if plan is None:
         return {"lead": None, "kv_bits": None, "head_order": None}
@@ -82,16 +82,19 @@ def plan_fields(plan: SharingPlan | None) -> dict[str, Any]:
 
 
 Constants = Mapping[str, Tensor]
-"""Weights by name that no checkpoint needs to have: they come from a plan, with heads in the plan's order."""
+"""The constants of constant sinks, as weights by name, with heads in the plan's order."""
 
 
 def sink_weights(plan: SharingPlan | None, config: PodConfig, checkpoint: Any = None) -> Constants:
-    """The constants of a plan as weights of the model, in fp32; empty where the plan or the model has none.
+    """The constants of a plan as weights of the model, in fp32. Empty = the plan or the model has none.
 
     Args:
-        checkpoint: the configuration of the weights that the model takes over. If these have constants under
-            the same plan, they were trained from the plan's. They stay, unless the plan's are trained too
-            (``with_trained_constants``): a warning says so, and nothing is returned.
+        plan: the plan.
+        config: the configuration of the model.
+        checkpoint: the configuration of the weights that the model will get. If these have constants and the
+            same plan, they were trained, beginning with the plan's constants. Then the result is empty, so
+            that they stay, and a warning says so. The plan's constants win only if they were trained too
+            (``with_trained_constants``).
     """
     constants = None if plan is None else plan.sink_constants
     found: dict[str, Tensor] = {}
@@ -118,10 +121,13 @@ def sink_weights(plan: SharingPlan | None, config: PodConfig, checkpoint: Any = 
 
 
 def with_trained_constants(plan: SharingPlan, weights: Mapping[str, Tensor]) -> SharingPlan:
-    """The plan with the constants that trained weights hold, in the model's order of heads.
+    """The plan with the constants of trained weights, if these have any.
 
-    These win over constants of any checkpoint that the plan is put on. The names of the weights may have a
-    prefix in front (as peft's have).
+    Such constants win over those of any checkpoint that the plan is used with.
+
+    Args:
+        plan: a plan; without constant sinks, it is returned as it is.
+        weights: weights by name, with heads in the model's order. Names may have a prefix, as peft's have.
     """
     logits: list[Any] = [None] * plan.num_layers
     values: list[Any] = [None] * plan.num_layers
@@ -140,20 +146,22 @@ def from_dense(
     owned: bool = False,
     constants: Constants = MappingProxyType({}),
 ) -> PodForCausalLM:
-    """A PoD model that takes over the weights of a stock or PoD model (same tensors, same names).
+    """Make a PoD model from a stock or PoD model, with the same tensors under the same names.
 
-    Heads move from the order of the source to ``config.head_order``, a layer at a time, into new tensors. For
-    a ``cla`` layout, the key and value weights of a lead start as the mean over the layers of its block.
+    Heads are moved from the order of the source to ``config.head_order``, one weight after the other, into
+    new tensors. For a ``cla`` layout, the key and value weights of a lead are the mean over its block.
 
-    An output projection of its own is kept, whatever ``config`` said of tied embeddings; ``config`` says so
-    afterwards.
+    If the source has an output projection that differs from the embedding, it is kept, and
+    ``config.tie_word_embeddings`` is set to False.
 
     Args:
-        owned: whether the source may be used up: its tensors are freed as they are replaced.
-        constants: weights that win over weights of the source with the same names.
+        source: the model to take the weights from.
+        config: the configuration of the new model.
+        owned: True = nobody else uses the source, so its tensors are freed as they are replaced.
+        constants: weights to use instead of those of the source with the same names.
 
     Raises:
-        ValueError: parameters are missing, unexpected or of another shape.
+        ValueError: weights are missing, unexpected or have another shape.
     """
     state = source.state_dict()
     if has_own_head(state, state.__getitem__, config):
@@ -180,20 +188,20 @@ def from_dense(
 
 
 def caching(generation_config: GenerationConfig) -> GenerationConfig:
-    """A copy with ``use_cache`` on. Activation checkpointing turns it off, but only training needs that."""
+    """A copy with ``use_cache`` set, which training with activation checkpointing may have turned off."""
     changed = copy.deepcopy(generation_config)
     changed.use_cache = True
     return changed
 
 
 def empty_model(config: PodConfig) -> PodForCausalLM:
-    """A model on the meta device: shapes and names, no values."""
+    """A model on the meta device, which has names and shapes of weights but no values."""
     with torch.device("meta"):
         return PodForCausalLM(config)
 
 
 def check_fit(shapes: Mapping[str, Sequence[int]], config: PodConfig, model: PodForCausalLM) -> None:
-    """Raise ValueError when weights of these names and shapes do not make the model."""
+    """Raise ``ValueError`` unless ``shapes``, by name, are those of all weights that the model needs."""
     expected = model.state_dict()
     pairs = [(name, one) for name in expected for one in sources_of(name, shapes, config)]
     used = {stored for _, one in pairs for stored in stored_names(one, shapes, config)}
@@ -219,6 +227,7 @@ def check_fit(shapes: Mapping[str, Sequence[int]], config: PodConfig, model: Pod
 
 
 def _refuse(found: Mapping[str, Iterable[Any]]) -> None:
+    """Raise ``ValueError`` if there are any names in ``found``, which has names of weights by their fault."""
     if said := ", ".join(f"{what} {sorted(names)[:3]}" for what, names in found.items() if names):
         raise ValueError(f"checkpoint does not fit: {said}")
 
@@ -226,12 +235,9 @@ def _refuse(found: Mapping[str, Iterable[Any]]) -> None:
 def sources_of(name: str, have: Container[str], config: PodConfig) -> list[str]:
     """The names of the weights in a checkpoint from which the model's weight ``name`` is made.
 
-    It is one name, except for keys and values of a ``cla`` layout, whose lead starts from all layers of its
-    block. Where output projection and embedding are tied and one of them is not stored, the name is that of
-    the other.
-
-    Args:
-        have: the names of the checkpoint's weights.
+    It is one name, except for keys and values of a ``cla`` layout, which are made from all layers of the
+    block. If output projection and embedding are tied and only one of them is stored, it is that name.
+    ``have`` are the names of the checkpoint's weights.
     """
     if config.tie_word_embeddings and name in (HEAD, EMBEDDING):
         stored = [one for one in (EMBEDDING, HEAD) if stored_names(one, have, config)[0] in have]
@@ -249,13 +255,15 @@ def made_weight(
 ) -> torch.Tensor:
     """Make the model's weight ``name`` from a checkpoint's weights, with heads in the configuration's order.
 
-    For a ``cla`` layout it is the mean over a block of layers. (Brandon et al. train from scratch. The mean
-    is how grouped-query attention merges heads, Ainslie et al., 2023, §2.1.)
+    For keys and values of a ``cla`` layout it is the mean over a block of layers. (Brandon et al. train from
+    scratch. The mean is how grouped-query attention merges heads, Ainslie et al., 2023, §2.1.)
 
     Args:
+        name: name of a weight of the model.
         read: gives a weight of the checkpoint by its name.
         have: the names of the checkpoint's weights.
-        now: the order in which the checkpoint's heads stand.
+        config: the configuration of the model.
+        now: the order of the checkpoint's heads; None = the original one.
     """
     sources = sources_of(name, have, config)
     weights = [reordered(one, read_weight(one, read, have, config), config, now) for one in sources]
@@ -281,43 +289,41 @@ def load_model(
     """Load a dense checkpoint, a PoD export, or an adapter merged into its base, in evaluation mode.
 
     Args:
-        source: a name or folder, as ``resolve_model`` takes it; a folder with an adapter of peft that names
+        source: a hub id or folder, as ``resolve_model`` takes it; a folder with an adapter of peft that names
             its base; or a transformers model in memory, whose weights are shared except for heads that move.
-        plan: sharing plan or path of a ``plan.json``; None keeps the checkpoint's own (dense for stock ones).
-            The heads of the weights move to the order that the plan names, or back to the original order if
-            it names none.
+        plan: sharing plan or path of a ``plan.json``. None keeps the checkpoint's own plan (dense for stock
+            checkpoints). The heads of the weights are moved to the order of the plan, which is the original
+            one if it has no ``head_order``.
         num_sink_tokens, num_recent_tokens: windows in tokens. None takes those that ``plan`` was made for,
             else the checkpoint's, else the layout's (16 and 4080; 0 and 4096 for ``window``). Windows that
             differ from the plan's give a warning.
         dtype: dtype of the weights; None and ``"auto"`` keep the checkpoint's.
         attention_backend: ``auto`` or a registered name.
-        device: where to put the model; None = the CPU, or where a model in memory is.
+        device: where to put the model. None = the CPU; a model in memory stays where it is.
         layout: ``pod``, ``cla`` or ``window``, see ``PodConfig``; None keeps the checkpoint's (``pod`` for
-            stock ones). A layout that is not the checkpoint's is a start for training: the checkpoint's plan
-            and windows are left behind, and a ``cla`` model starts from the mean key and value weights of
-            each block of layers. ``dense`` is ``pod`` without sharing, whatever plan the checkpoint has.
-        sinks: what stands for the first tokens in heads that keep the plan's windows: ``tokens``,
-            ``constant`` or ``none``. None takes the plan's, else the checkpoint's. Constants come from the
-            plan. A checkpoint that was trained under the same plan keeps its own; load it with
-            ``layout="dense"`` first to start from the plan's.
+            stock ones). Another layout than the checkpoint's needs training: the checkpoint's plan and
+            windows are dropped, and a ``cla`` model starts with the mean of the key and value weights of each
+            block of layers. ``dense`` is ``pod`` without sharing, whatever plan the checkpoint has.
+        sinks: the kind of sinks in heads that keep the plan's windows: ``tokens``, ``constant`` or ``none``.
+            None takes the plan's, else the checkpoint's. Constants come from the plan. A checkpoint that was
+            trained under the same plan keeps its own; load it with ``layout="dense"`` first to start from the
+            plan's.
         others: arguments with transformers' names. ``cache_dir``, ``local_files_only``, ``revision`` and
-            ``token`` are as there. ``gguf_file`` is a GGUF file inside ``source``, ``torch_dtype`` is
-            ``dtype``. ``device_map`` says where the layers lie, see below. ``attn_implementation`` is a
-            backend (``sdpa``: auto, ``eager``: reference, ``flash_attention_2``: flash).
-            ``trust_remote_code`` is taken and changes
-            nothing: only code of this package runs, never a checkpoint's.
+            ``token`` mean the same as there. ``gguf_file`` is a GGUF file inside ``source``, ``torch_dtype``
+            is ``dtype``. ``device_map`` and ``max_memory``: see below. ``attn_implementation`` is a backend
+            (``sdpa``: auto, ``eager``: reference, ``flash_attention_2``: flash). ``trust_remote_code`` is
+            accepted and changes nothing: only code of this package runs, never a checkpoint's.
 
-    Weights are read straight to what ``device_map`` names: a device, devices by module, ``balanced`` (all
-    GPUs by equal shares), ``sequential`` (one GPU after the other), or ``auto`` (as few GPUs as leave 30 % of
-    their memory to the cache). ``max_memory`` is what weights may take on each device.
+    ``device_map`` is a device, devices by module, ``balanced`` (all GPUs by equal shares), ``sequential``
+    (one GPU after the other), or ``auto`` (as few GPUs as leave 30 % of their memory to the cache). Weights
+    are read straight to these devices. ``max_memory`` limits the bytes of weights on each device.
 
-    What the files hold wins over the configuration where the two can be reconciled: an output projection that
-    differs from the embedding stays its own, whatever ``tie_word_embeddings`` says. The model caches,
-    whatever ``use_cache`` says. The environment variable ``POD_FLASH_ATTENTION`` (fa2, fa3, fa4) names the
-    FlashAttention that runs on GPUs.
+    If the files and the configuration differ in whether the output projection is the embedding, the files
+    win, whatever ``tie_word_embeddings`` says. The model uses a cache, whatever ``use_cache`` says. The
+    environment variable ``POD_FLASH_ATTENTION`` (fa2, fa3, fa4) names the FlashAttention that runs on GPUs.
 
     Raises:
-        ValueError: names, families, keys, plans or layouts do not fit; devices do not hold the model, or
+        ValueError: an argument, family, plan or layout does not fit; the devices cannot hold the model, or
             would only store it; the checkpoint is quantized; or files contradict each other or the
             configuration. The message says what would fit.
     """
@@ -344,6 +350,7 @@ def load_model(
 
 
 def _converted(dense: Any, wishes: dict[str, Any], options: LoadOptions, owned: bool) -> PodForCausalLM:
+    """Make the PoD model from a model with all weights, and put it on its devices; see ``from_dense``."""
     config = target_config(dense.config, **wishes)
     config.dtype = dense.dtype
     config.name_or_path = dense.name_or_path  # where its tokenizer is
@@ -355,7 +362,7 @@ def _converted(dense: Any, wishes: dict[str, Any], options: LoadOptions, owned: 
 
 
 def _placed(source: str, wishes: dict[str, Any], options: LoadOptions) -> LoadOptions:
-    """The options with the device of each part of a checkpoint's model. Its configuration is checked too."""
+    """Check a checkpoint's configuration, and add the device of each part of its model to the options."""
     config = _read_config(source, **options.places)
     return options.placed(target_config(config, **wishes), options.dtype or config.dtype)
 
@@ -364,9 +371,10 @@ _OWN_NAMES = frozenset(inspect.signature(load_model).parameters) - {"others"}
 
 
 def _from_adapter(folder: str, wishes: dict[str, Any], options: LoadOptions) -> PodForCausalLM:
-    """The base of an adapter, with the adapter merged into it.
+    """Load the base of an adapter, with the adapter merged into it.
 
-    It is merged before heads move, or, if the adapter has a plan of its own, under that plan.
+    An adapter without a plan is merged before heads are moved. An adapter with a plan (``is_of_a_plan``) is
+    merged into the model of that plan.
     """
     if not is_of_a_plan(folder):
         base = base_of(Path(folder))
@@ -386,8 +394,8 @@ def _from_adapter(folder: str, wishes: dict[str, Any], options: LoadOptions) -> 
 def load_adapter(folder: str | os.PathLike, base: Any = None, **options: Any) -> Any:
     """Load the model that an adapter was trained on, with the adapter on it (a `PeftModel`).
 
-    `pod.load_model(folder)` merges the two instead. An adapter that `pod export` wrote brings its plan,
-    windows and RoPE. Any other adapter goes onto the model that `pod.load_model(base, **options)` gives.
+    `pod.load_model(folder)` merges the two instead. An adapter that `pod export` wrote contains its plan,
+    windows and RoPE. Any other adapter is put on the model that `pod.load_model(base, **options)` gives.
 
     Args:
         folder: holds `adapter_config.json` and the adapter's weights.
@@ -425,7 +433,7 @@ def load_adapter(folder: str | os.PathLike, base: Any = None, **options: Any) ->
 
 
 def _in_memory(source: PreTrainedModel, options: LoadOptions) -> Any:
-    """The model itself, or a copy in another type."""
+    """The model itself, or a copy in another dtype. ``ValueError`` for options that are for files only."""
     if options.places:
         raise ValueError(f"the model is in memory already: leave {', '.join(options.places)} out")
     if options.dtype in (None, source.dtype):
@@ -434,7 +442,7 @@ def _in_memory(source: PreTrainedModel, options: LoadOptions) -> Any:
 
 
 def _from_files(source: str, options: LoadOptions) -> Any:
-    """The stock model of a folder or hub id with all of its weights."""
+    """Load the stock model of a folder or hub id. Its files must have exactly its weights (``ValueError``)."""
     if os.path.isdir(source) and "gguf_file" not in options.places:
         weight_files(source)  # refuses files that contradict each other
     reading: dict[str, Any] = {**options.places, "dtype": options.dtype or "auto"}
@@ -449,13 +457,13 @@ def _from_files(source: str, options: LoadOptions) -> Any:
         output_loading_info=True,
         **reading,
     )
-    # transformers would draw them at random, or drop them
+    # transformers would fill missing weights at random, and drop the others
     _refuse({what: about[f"{what}_keys"] for what in ("missing", "unexpected", "mismatched")})
     return dense
 
 
 def _stock_map(source: str, options: LoadOptions) -> dict[str, torch.device]:
-    """Where the stock model's modules lie, so that weights are read straight to their devices."""
+    """The device of each module of the stock model, so that weights are read straight to their devices."""
     config = _read_config(source, **options.places)
     with torch.device("meta"):
         stock = AutoModelForCausalLM.from_config(config)
@@ -471,10 +479,14 @@ def target_config(
     sinks: str | None = None,
     **windows: int | None,
 ) -> PodConfig:
-    """The configuration of the model that ``load_model`` makes of a checkpoint configured by ``source``.
+    """The configuration of the model that ``load_model`` makes from a checkpoint.
 
-    Arguments and errors are those of ``load_model``. Windows that are given are taken without a warning, even
-    where the plan has others: see ``SharingPlan.choose_windows``.
+    Arguments and errors are those of ``load_model``, but windows that differ from the plan's give no warning
+    (``SharingPlan.choose_windows`` gives it).
+
+    Args:
+        source: the checkpoint's configuration.
+        windows: ``num_sink_tokens`` and ``num_recent_tokens``.
     """
     changes: dict[str, Any] = {"attention_backend": attention_backend}
     if layout is not None:
@@ -494,7 +506,7 @@ def target_config(
             "the checkpoint has layout 'cla', with key and value weights for its own blocks of layers "
             "only: leave plan and layout out, or start from the dense checkpoint"
         )
-    # another layout than the checkpoint's leaves its plan and windows behind
+    # with another layout than the checkpoint's, its plan and windows are dropped
     fresh: dict[str, Any] = {**plan_fields(None), "num_sink_tokens": None, "num_recent_tokens": None}
     fresh["sinks"] = None
     return PodConfig(**(source.to_dict() | ({} if stays else fresh) | changes | {"use_cache": True}))
@@ -503,10 +515,16 @@ def target_config(
 def _sinks_of(
     source: Any, changes: Mapping[str, Any], asked: str | None, tokens: int | None
 ) -> dict[str, Any]:
-    """The fields for sinks and first tokens, where they are not what ``changes`` and the checkpoint say.
+    """The fields ``sinks`` and ``num_sink_tokens`` that must be set beside ``changes``.
 
-    A number of first tokens that was given decides between ``tokens`` and ``none``. Sinks that are not the
-    plan's leave the plan's number behind.
+    If only a number of first tokens is given, it decides between ``tokens`` and ``none``. If only a kind is
+    given and it is not the plan's or checkpoint's, their number of first tokens is dropped.
+
+    Args:
+        source: the checkpoint's configuration.
+        changes: the fields that differ from it so far, those of the plan included.
+        asked: the kind of sinks that was given, or None.
+        tokens: the number of first tokens that was given, or None.
     """
     known = changes.get("sinks", getattr(source, "sinks", None))
     if asked is None:
@@ -517,6 +535,7 @@ def _sinks_of(
 
 
 def _read_config(source: str, **places: Any) -> Any:
+    """Read a checkpoint's configuration. ``ValueError`` if it cannot be read or is quantized."""
     try:
         config = _read(read_config, source, **places)
     except ValueError as error:  # transformers' message has several lines, as where a checkpoint has own code
@@ -535,6 +554,7 @@ def _read_config(source: str, **places: Any) -> Any:
 
 
 def _read(read: Callable[..., Any], source: str, **options: Any) -> Any:
+    """``read(source, **options)``; errors of files and networks become a ``ValueError`` of one line."""
     try:
         return read(source, **options)
     except (OSError, SafetensorError) as error:
@@ -545,13 +565,13 @@ def _read(read: Callable[..., Any], source: str, **options: Any) -> Any:
 
 
 def reordered(name: str, weight: Tensor, config: PodConfig, now: Order | None) -> Tensor:
-    """The weight called ``name`` after heads move from the order ``now`` to ``config.head_order``.
+    """The weight ``name`` with its heads moved from the order ``now`` to ``config.head_order``.
 
-    An order of None is the original one. Where nothing moves, ``weight`` itself is returned.
+    An order of None is the original one. If no head moves, ``weight`` itself is returned.
 
     Query heads are rows of ``q_proj`` and columns of ``o_proj``. KV heads are rows of ``k_proj`` and
     ``v_proj``. Biases of q, k and v are rows too, and so are norms across heads. A norm of single heads is
-    shared by all heads and stays. Sinks belong to query heads, their values to KV heads.
+    shared by all heads and has no order. ``sinks`` are per query head, ``sink_values`` per KV head.
     """
     found = _PROJECTION.fullmatch(name) or _SINKS.fullmatch(name)
     if found is None or (now is None and config.head_order is None):
