@@ -1,4 +1,4 @@
-"""How PyTorch's allocator holds the memory of GPUs during a training.
+"""Settings of PyTorch's allocator for GPU memory during a training.
 
 This file does not import torch, because torch reads the environment variable only once.
 """
@@ -17,13 +17,14 @@ _said = ""
 def expand_segments() -> str:
     """Let segments of GPU memory grow in place; call it before torch is imported.
 
-    Sequences and gathered weights leave free pieces of many sizes. Segments that grow keep these pieces
-    usable.
+    Sequences and gathered weights leave free pieces of memory in many sizes. Segments that grow keep these
+    pieces usable.
 
-    Nothing is changed where a variable of PyTorch's allocator is set, or where NCCL is to register all
-    tensors: PyTorch switches that registration off for segments that grow. Such segments have no legacy CUDA
-    IPC handles, and graphs with collectives hung over them (pytorch/torchtitan#3306). A training uses
-    neither. Decoding and evaluation keep PyTorch's default.
+    Two settings of the user are left as they are: a variable of PyTorch's allocator, and the variable that
+    lets NCCL register all tensors, since PyTorch switches that registration off for segments that grow.
+
+    Segments that grow have no legacy CUDA IPC handles, and CUDA graphs with collectives hung with them
+    (pytorch/torchtitan#3306). A training uses neither. Decoding and evaluation keep PyTorch's default.
 
     Returns:
         What was done, for the header of the run.
