@@ -30,6 +30,7 @@ FULL = find_method("full")
 POD = find_method("pod")
 """The cache of the plan."""
 STOCK = EvaluatedMethod(name="transformers", spec=None, model="stock")
+"""The model of transformers with its own cache."""
 
 
 def bench_method(name: str) -> EvaluatedMethod:

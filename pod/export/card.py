@@ -139,6 +139,7 @@ def dense_tokens(config: PodConfig, n: int) -> int:
 
 
 def _own_windows(config: PodConfig) -> list[int]:
+    """The windows, in tokens, of the layers that were trained with one."""
     return [window for window in config.layer_windows or () if window is not None]
 
 
@@ -228,10 +229,12 @@ def _heads(config: PodConfig) -> Iterator[str]:
 
 
 def _sign(lead: int | None, layer: int) -> str:
+    """The letter of a pair in the map of `_heads`."""
     return "." if lead is None else "L" if lead == layer else "f"
 
 
 def _roles(config: PodConfig) -> str:
+    """Sentences that say how many pairs have each role, and what they keep."""
     plan = config.sharing_plan
     windows = plan.num_windows - _window_pairs(config)
     first = f"the first {config.num_sink_tokens} and " if config.num_sink_tokens else ""
@@ -262,6 +265,7 @@ def _roles(config: PodConfig) -> str:
 
 
 def _training(origin: Origin) -> Iterator[str]:
+    """The section about the training data; none where the sources are not known."""
     if not origin.sources:
         return
     read = "" if origin.num_tokens is None else f" on {origin.num_tokens:,} tokens"
@@ -271,6 +275,7 @@ def _training(origin: Origin) -> Iterator[str]:
 
 
 def _measured(results: list[dict[str, Any]]) -> Iterator[str]:
+    """The section with a table of results; none without results."""
     if not results:
         return
     tasks = dict.fromkeys(task for one in results for task, part in one["parts"].items() if "value" in part)
@@ -285,6 +290,7 @@ def _measured(results: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _value(part: dict[str, Any] | None) -> str:
+    """A result with its 95 % interval, as text."""
     if part is None:
         return "–"
     low, high = part.get("ci95") or (None, None)
@@ -292,6 +298,7 @@ def _value(part: dict[str, Any] | None) -> str:
 
 
 def _limits(config: PodConfig, format: str) -> str:
+    """The section about the limits of the model."""
     lines = [f"The model reads up to {config.max_position_embeddings:,} tokens."]
     shares = not _is_dense(config)
     if shares and config.layout != "cla" and not config.sharing_plan.packs:
@@ -315,6 +322,7 @@ def _engines_of(config: PodConfig) -> str:
 
 
 def _licence(licence: Licence, base: str | None) -> str:
+    """The section about the licences of weights and code."""
     model = base or "the model that they were made from"
     found = licence.fields["license"]
     known = f"`{found}`" if found != "unknown" else "unknown here, so look it up before you pass them on"

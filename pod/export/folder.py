@@ -97,6 +97,7 @@ def export(
 
 
 FORMATS = ("hf", "vllm")
+"""Formats of exports, see `ExportArgs.format`."""
 
 
 def check_format(format: str) -> None:
@@ -203,6 +204,7 @@ def export_adapter(checkpoint: Path, path: Path, base: str, dtype: str = "auto")
 
 
 def _dtype(state: TrainState, asked: str) -> torch.dtype:
+    """The type that was asked for; for "auto", the type in which the run trained."""
     return getattr(torch, state.identity["dtype"] if asked == "auto" else asked)
 
 

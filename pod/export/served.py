@@ -29,6 +29,7 @@ from pod.modeling.model.config import PodConfig
 from pod.modeling.model.llama import PodForCausalLM
 
 OWN_TYPE = "pod_served"
+"""`model_type` of a folder that no stock model computes."""
 OWN_ARCHITECTURE = "PodServedForCausalLM"
 """The architecture that the plugin in `integrations/vllm` registers.
 
@@ -62,7 +63,9 @@ class Target(NamedTuple):
 
 
 GRANITE = Target("granite_swa", "GraniteSWAForCausalLM")
+"""The stock model with windows, a sink in every layer, biases and factors."""
 OWN = Target(OWN_TYPE, OWN_ARCHITECTURE)
+"""The plugin's model, where no stock model computes the same."""
 
 
 def windows_of_layers(config: PodConfig) -> list[int | None]:

@@ -49,6 +49,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage unless it is counted already."""
         known = self.live.get(storage._cdata)
         if known is not None and not known[0].expired():
             return
@@ -57,6 +58,7 @@ class LiveBytes(TorchDispatchMode):
         self.live[storage._cdata] = StorageWeakRef(storage), size
 
     def _forget_dead(self) -> None:
+        """Subtract the storages that have been freed."""
         for key in [key for key, (reference, _) in self.live.items() if reference.expired()]:
             self.now -= self.live.pop(key)[1]
 

@@ -24,6 +24,8 @@ class Runner:
     """A model with a filled cache, and the next token to feed.
 
     Attributes:
+        name: of the method.
+        token: [B, 1], the next token to feed; None before `fill`.
         prompt_seconds: the seconds of every timed reading of the prompt.
         seconds: the seconds of every timed repeat of decoding.
         failed: the error because of which it is out of the race; None while it takes part.
@@ -68,6 +70,7 @@ class Runner:
 
 
 def _no_attention(call: Call) -> tuple[Tensor, Tensor]:
+    """An attention whose output and log-sum-exp are zeros."""
     lse = torch.zeros(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
     return torch.zeros_like(call.q), lse
 

@@ -266,6 +266,7 @@ def in_all_layers(plan: SharingPlan) -> SharingPlan:
 
 
 def _settings(explore: ExploreArgs, frontier: Frontier | PackedFrontier, units: int) -> dict[str, Any]:
+    """The settings and the cost of a plan, for its provenance."""
     names = "cost", "roles", "granularity", "target", "target_saving", "budget_length"
     return {name: getattr(explore, name) for name in names} | {"plan_cost": float(frontier.costs[units])}
 

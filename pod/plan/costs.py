@@ -141,7 +141,7 @@ def record_attention_rows(model: PodForCausalLM, input_ids: Tensor, num_queries:
 
 EARLY = "early"  # what windows with constant sinks cost in addition, at queries without distant tokens
 RETRIEVAL = "_retrieval"  # ends the name of a cost that was measured on repeated random tokens
-MAX_COST = 1000.0
+MAX_COST = 1000.0  # larger costs are cut down to it
 NOT_FINITE = "the model gives NaN or infinite values on this text: try model.dtype=float32"
 
 

@@ -284,6 +284,8 @@ def measure_mean(
 def _measure_similarity(
     exploration: Exploration, model: PodForCausalLM, sequences: Sequence[Tensor], mean: Any
 ) -> dict[str, Tensor]:
+    """Measure the attention similarity of all pairs of layers on all sequences."""
+
     def measure(input_ids: Tensor) -> Tensor:
         rows = record_attention_rows(model, input_ids, exploration.explore.num_queries)
         return jensen_shannon_similarity(torch.stack(list(rows)))

@@ -63,6 +63,7 @@ def _head_similarity(rows: Tensor, tile: int) -> Tensor:
 
 
 def _x_log2_x(x: Tensor) -> Tensor:
+    """``x log₂ x``, which is 0 at 0."""
     return x.clamp_min(torch.finfo(x.dtype).tiny).log2_().mul_(x)
 
 

@@ -221,6 +221,7 @@ class _Heads(NamedTuple):
 
 
 def _solve_heads(table: Sequence[Role]) -> _Heads:
+    """Run the dynamic program for all KV heads at once, from the lowest layer up."""
     layers, heads = table[0].costs.shape[-2:]
     width = layers * max(role.units for role in table) + 1
     best = np.full((heads, layers + 1, width), np.inf)
@@ -385,6 +386,7 @@ class PackedFrontier(Curve):
         return _least_of(self, solved)
 
     def _cost_of(self, choice: Choice, units: slice) -> float:
+        """The least cost of a choice of bits in this range of saved units; inf where it has no plan."""
         return float(self.solved[choice][units].min(initial=np.inf))
 
 
@@ -403,6 +405,7 @@ def solve_packed(costs: PackedCosts) -> PackedFrontier:
 
 
 def _least_of(frontier: PackedFrontier, solved: dict[Choice, Floats]) -> PackedFrontier:
+    """The frontier with the lowest cost of all solved choices at every number of saved units."""
     costs = np.full(max(map(len, solved.values())), np.inf)
     for own in solved.values():
         costs[: len(own)] = np.minimum(costs[: len(own)], own)

@@ -22,7 +22,7 @@ OF_CODECS: dict[str, Any] = {
     "url": "https://arxiv.org/abs/2402.02750",
     "parameters": PACKING,
 }
-"""What the codecs have in common."""
+"""What the entries of all codecs have in common."""
 
 LAYOUTS = (
     Method(

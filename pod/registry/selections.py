@@ -66,7 +66,7 @@ OF_MEMORIES: dict[str, Any] = {
     "unbounded": True,
     "reads_in_chunks": True,
 }
-"""What ``imdc``, ``im`` and ``fm`` have in common."""
+"""What the entries of ``imdc``, ``im`` and ``fm`` have in common."""
 
 # Reasons why methods cannot be combined with the layout pod (`Method.refuses_pod`).
 NO_DISTANT_TOKENS = "this method keeps no distant tokens whose keys layers could share"

@@ -81,6 +81,7 @@ def check_parts(parts: dict[str, str] | None = None) -> None:
 
 
 def _other_version(problem: str) -> ValueError:
+    """The error for a DeepSpeed that lacks something; it says which version to install."""
     import deepspeed
 
     return ValueError(
@@ -300,6 +301,7 @@ class Piece:
     """What a rank holds of one trained weight, on its device or in host memory."""
 
     name: str
+    """Name of the weight in the module that the engine trains."""
     shape: tuple[int, ...]
     """Shape of the whole weight."""
     start: int

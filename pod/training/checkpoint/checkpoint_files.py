@@ -423,6 +423,7 @@ def sync_to_disk(path: str | os.PathLike[str]) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
+    """The files of weights in a checkpoint; ValueError when there are none."""
     found = sorted(folder.glob("weights-*.safetensors"))
     if not found:
         raise ValueError("it has no weights")
@@ -431,6 +432,7 @@ def _files(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
+    """Open a safetensors file; errors of reading become a ValueError of one line."""
     try:
         with safe_open(file, framework="pt") as content:
             yield content

@@ -20,6 +20,7 @@ from pod.training.checkpoint.run_identity import (
 )
 
 STEP_NAME = re.compile(r"step-\d{8,}")
+"""Names of checkpoint folders."""
 WEIGHT_FILES = "weight_files"
 """Key in the metadata of a rank's random state: how many files of weights this rank wrote."""
 
@@ -150,6 +151,7 @@ def _check_all_weights(checkpoint: Path) -> None:
 
 
 def _opened(file: Path) -> Any:
+    """A safetensors file, opened; ValueError in one line when it is damaged."""
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:

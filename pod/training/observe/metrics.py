@@ -270,6 +270,7 @@ class Monitor:
         self.values(step, record)
 
     def _start_record(self, step: int) -> None:
+        """Begin to measure the next record, behind step `step`."""
         self.last_step, self.last_time, self.waited_s = step, time.perf_counter(), 0.0
         self.parts = {}
 

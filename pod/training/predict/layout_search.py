@@ -55,7 +55,7 @@ FIT = 0.95  # share of a GPU's memory that may be used, with the reserve; 5 % ar
 FIT_CPU = 0.92  # share of a CPU's memory that may be used; other processes need memory too
 # Share of a machine's memory that offloading may take; 10 % are for processes, pinning and the page cache.
 HOST_SHARE = 0.9
-NEAR = 1.02
+NEAR = 1.02  # a simpler layout may take so many times as long as the fastest one
 MOST_MICRO_BATCH = 8  # rows; larger micro-batches are tried only where no smaller one is possible
 TILES = (0, 16_384, 4096)  # the values of mlp_tile_tokens that are tried
 DERIVED = tuple(name for name in TrainArgs.__annotations__ if name != "max_steps")
@@ -67,6 +67,7 @@ class Machine:
     """Where a run takes place.
 
     Attributes:
+        world: number of ranks and machines.
         device: the device of one rank, with its `memory_gib`.
         host_gib: memory of one machine.
     """
@@ -434,6 +435,7 @@ def _saves(args: TrainArgs, seconds: float) -> str:
 
 
 def _ranks(layout: ParallelLayout) -> str:
+    """Numbers of ranks and machines, and how the ranks form groups."""
     world, size = layout.job.world, layout.job.args.sequence_parallel_size
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     machines = f" on {world.nodes} machines" if world.nodes > 1 else ""
@@ -483,6 +485,7 @@ def _plan(layout: ParallelLayout) -> str:
 
 
 def _parts(parts: Mapping[str, int]) -> str:
+    """Bytes by part as text, in GiB; parts of 0 bytes are left out."""
     return ", ".join(f"{name} {_gib(value)}" for name, value in parts.items() if value)
 
 

@@ -73,6 +73,7 @@ class TrainingJob:
         lead: the plan, lead[layer][kv_head].
         args: section `train`, with nothing left to derive.
         context_length: tokens of a packed row over all ranks of a sequence-parallel group.
+        world: number of ranks and machines.
         attention: the backend that runs attention: `flash`, `flex`, `triton` or `reference`.
     """
 

@@ -49,6 +49,7 @@ class Shapes:
 
     @classmethod
     def from_config(cls, config: Any) -> "Shapes":
+        """The sizes in a PodConfig, or in the configuration of a Llama, which has no plan."""
         layout = getattr(config, "layout", "pod")
         names = "num_experts", "num_experts_per_tok", "moe_intermediate_size"
         experts, used, inner = (getattr(config, name, 0) for name in names)

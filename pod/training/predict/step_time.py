@@ -244,6 +244,11 @@ def attention_flops(job: TrainingJob) -> float:
 
 
 def _seconds(traffic: Traffic, device: Device) -> float:
+    """Seconds that the traffic of a rank takes.
+
+    In a ring, links inside a machine and between machines work at the same time. All-to-alls use one after
+    the other.
+    """
     inside = traffic.inside / (device.node_gbps * 1e9 * LINK_EFFICIENCY)
     between = traffic.between / (device.network_gbps * 1e9 * LINK_EFFICIENCY)
     if traffic.kind == "all-to-all of heads":

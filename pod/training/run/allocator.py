@@ -9,9 +9,10 @@ import sys
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Where PyTorch looks for its settings, in this order. It recommends the last name."""
 EXPANDABLE = "expandable_segments:True"
+"""The setting with which segments of memory grow."""
 _REGISTERS = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
 
-_said = ""
+_said = ""  # what `expand_segments` returned last
 
 
 def expand_segments() -> str:
@@ -20,8 +21,8 @@ def expand_segments() -> str:
     Sequences and gathered weights leave free pieces of memory in many sizes. Segments that grow keep these
     pieces usable.
 
-    Two settings of the user are left as they are: a variable of PyTorch's allocator, and the variable that
-    lets NCCL register all tensors, since PyTorch switches that registration off for segments that grow.
+    Nothing is changed where the user has set a variable of PyTorch's allocator. Nothing is changed either
+    where NCCL is to register all tensors, since PyTorch switches that off for segments that grow.
 
     Segments that grow have no legacy CUDA IPC handles, and CUDA graphs with collectives hung with them
     (pytorch/torchtitan#3306). A training uses neither. Decoding and evaluation keep PyTorch's default.

@@ -19,6 +19,7 @@ from pod.training.predict.layout_search import Machine, ParallelLayout
 from pod.training.run.mesh import SameOnAllRanks, local_world_size
 
 VERSIONED = ("torch", "deepspeed", "transformers", "peft", "pod-kv")
+"""Packages of which all ranks must have the same version."""
 _SHARED = "output_dir"
 
 

@@ -10,6 +10,7 @@ from pod.modeling.model.sinks import is_constant
 from pod.training.args import TrainArgs
 
 SETTINGS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
+"""Fields of section `train` that define the adapters."""
 
 
 def lora_settings(args: TrainArgs) -> dict[str, Any]:

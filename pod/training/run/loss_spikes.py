@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pod.training.args import TrainArgs
 
 Verdict = Literal["good", "skip", "rewind"]
+"""What follows a step: go on, go on without its update, or return to the last checkpoint."""
 
 
 class LossSpikeDetector:

@@ -67,7 +67,7 @@ class Mesh:
 
 
 class SameOnAllRanks(ValueError):
-    """An error that every rank raises alike, so that the first rank may report it for all."""
+    """An error that every rank raises with the same message, so that the first rank may report it for all."""
 
     of_all_ranks = True
 

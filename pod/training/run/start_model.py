@@ -20,15 +20,16 @@ from pod.training.run.mesh import from_rank_0
 from pod.training.run.start_weights import StartWeights, hollow_model, weight_reader
 
 Plan = SharingPlan | str | Path | None
+"""A plan, the path of a plan's file, or no plan."""
 
 
 def hollow_start_model(
     model_args: ModelArgs, plan: Plan, dtype: str = "float32"
 ) -> tuple[PodForCausalLM, StartWeights]:
-    """The model that training starts from, still without the values of its weights, and their reader.
+    """The model that training starts from, without values for its weights, and the `StartWeights` for it.
 
-    The reader has the values once it is opened. With `dtype` bfloat16 it gives bfloat16 values, and the
-    float32 master weights of the run are made from these.
+    The `StartWeights` give the values once they are opened. With `dtype` bfloat16 they give bfloat16 values,
+    and the float32 master weights of the run are made from these.
 
     Args:
         plan: as in `start_config`.
@@ -190,6 +191,7 @@ def source_config(model_args: ModelArgs) -> tuple[Any, str | None]:
 
 
 def _known_config(name: str) -> Any:
+    """The configuration of a model that recipes name, from its sizes in `KNOWN_SIZES`."""
     sizes = dict(KNOWN_SIZES[name])
     return AutoConfig.for_model(sizes.pop("model_type"), **sizes)
 

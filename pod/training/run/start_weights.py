@@ -102,7 +102,7 @@ class StartWeights:
         self._reader = None
 
     def __call__(self, parameter: nn.Parameter) -> Tensor:
-        """The values of a weight. For weights that the model did not have (adapters), they are their own."""
+        """The values of a weight. A weight that `model` did not have, as in adapters, keeps its values."""
         name = self._names.get(parameter)
         values = parameter.detach() if name is None or self._reader is None else self._reader(name)
         # Constant sinks belong to the plan, not to the model.

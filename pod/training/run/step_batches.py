@@ -10,6 +10,7 @@ from pod.training.args import TrainArgs
 from pod.training.run.loss import IGNORED_LABEL
 
 Batch = dict[str, torch.Tensor]
+"""One micro-batch: `input_ids`, `labels` and `doc_ids`, see `StepBatches.next`."""
 
 
 def rows_per_step(args: TrainArgs, mesh: Any) -> int:

@@ -21,7 +21,7 @@ ABORT_CODE = 75  # EX_TEMPFAIL: a scheduler may start the run again
 
 
 def seconds_between_checks(timeout: float) -> float:
-    """Seconds between two checks whether a rank has made no progress for `timeout` seconds."""
+    """Seconds between two checks for a hang, which is `timeout` seconds without progress."""
     return min(timeout / 8, 30.0)
 
 
@@ -105,6 +105,7 @@ class Watchdog:
         return self._reported_at is not None and self._beat < self._reported_at
 
     def _run(self) -> None:
+        """Check, report and end the process until `stop` is called: the work of the thread."""
         while not self._stop.wait(seconds_between_checks(self.timeout)):
             if self.check():
                 self.report()
