@@ -60,10 +60,13 @@ The names are those of parameters that we pass, or that our own function in the 
 
 
 def check_parts(parts: dict[str, str] | None = None) -> None:
-    """Check that the installed DeepSpeed has every part that is used here.
+    """Refuse an installed DeepSpeed in which a part that is used here is missing or takes other parameters.
+
+    Args:
+        parts: parts and names of their parameters, as in `_PARTS`; None = these.
 
     Raises:
-        ValueError: in one line with the versions, the first part that is missing or takes other parameters.
+        ValueError: one line that names the first such part, the installed version and the tested one.
     """
     for part, names in (_PARTS if parts is None else parts).items():
         module, _, path = part.partition(":")
@@ -244,7 +247,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, ignored
         rows: number of tokens whose logits are computed at a time.
     """
     # DeepSpeed's public function around this one compares the labels with the vocabulary, and waits for the
-    # device to do so. Our data has been compared when it was opened.
+    # device to do so. Ours were compared when the data was opened.
     tokens, kind = hidden.reshape(-1, hidden.shape[-1]), torch.promote_types(hidden.dtype, weight.dtype)
     vocabulary = (None, 0, weight.shape[0])  # no tensor parallelism
     given = tokens.contiguous(), weight.contiguous(), None, labels.reshape(-1)
@@ -335,7 +338,7 @@ def _place(optimizer: Any, parameter: Any) -> tuple[Tensor, int, int, int] | Non
         The flat tensor that the part lies in, its offset there, the first element of the weight that is held,
         and the number of elements.
     """
-    if hasattr(parameter, "ds_id"):  # stage 3: equal shares, and the last ones are filled up
+    if hasattr(parameter, "ds_id"):  # stage 3: equal shares, the last ones padded
         group, offset, share = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = share * dist.get_rank(parameter.ds_process_group)
         size = min(share, parameter.ds_numel - start)

@@ -71,7 +71,7 @@ class Checkpointer:
         folder: <output_dir>/train.
         engine: DeepSpeed's, whose weights and moments are saved.
         model: the model without adapters. Its configurations and plan go into every checkpoint.
-        control: hears of progress while files are written, and how long a checkpoint took.
+        control: is told of progress while files are written, and how long a checkpoint took.
 
     Attributes:
         latest: the newest complete checkpoint that this run wrote or loaded, the same on all ranks.
@@ -242,7 +242,7 @@ class Checkpointer:
         self.control.save_took(time.monotonic() - self._began)
 
     def _space_error(self, final: Path) -> OSError | None:
-        """The error of a disk without room for a checkpoint; None when there is room."""
+        """The error that says how much space the disk lacks for a checkpoint; None when it has enough."""
         missing = self.needed_bytes - shutil.disk_usage(self.folder).free
         if missing <= 0:
             return None

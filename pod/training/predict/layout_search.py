@@ -51,7 +51,8 @@ from pod.training.run.run_control import MOST_LOST, work_at_risk
 from pod.training.run.ulysses import kv_head_repeats
 
 GIB = 2**30
-FIT = 0.95  # share of a GPU's memory that may be used, with the reserve; 5 % are for gaps in its segments
+# Share of a GPU's memory that may be used, with the reserve; 5 % are for gaps in the allocator's segments.
+FIT = 0.95
 FIT_CPU = 0.92  # share of a CPU's memory that may be used; other processes need memory too
 # Share of a machine's memory that offloading may take; 10 % are for processes, pinning and the page cache.
 HOST_SHARE = 0.9
@@ -239,7 +240,7 @@ def row_splits(recipe: TrainRecipe, shapes: Shapes, context_length: int, ranks: 
         For each way `sequence_parallel_size`, `micro_batch_size` and `gradient_accumulation_steps`.
 
     Raises:
-        ValueError: ranks, rows or heads do not allow a pinned field.
+        ValueError: there is no way, or ranks, rows or heads do not allow a pinned field.
     """
     rows = recipe.rows_per_step(context_length)
     if recipe.sequence_parallel_size is not None:

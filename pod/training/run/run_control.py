@@ -18,7 +18,7 @@ MOST_LOST = 1800.0  # seconds of work between two checkpoints, with save_every_s
 _GRACE = 30.0  # seconds that `deepspeed` and torchrun wait after they have passed a signal on
 _LITTLE = 60.0  # seconds of work that may be lost without a warning
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_RESERVE = 1.1  # factor of the longest step and checkpoint so far
+_RESERVE = 1.1  # a coming step or checkpoint may take so many times as long as the longest one so far
 _FIRST_SAVE = 0.02  # share of max_hours that is kept for a checkpoint before one has been timed
 _STEPS_REMEMBERED = 256
 
@@ -77,7 +77,7 @@ class RunControl:
         """Use it around the training loop: it notes signals, and the watchdog watches.
 
         The signals are SIGTERM, SIGUSR1 (Slurm's warning) and Ctrl-C. A terminal sends Ctrl-C to the
-        launcher and to the ranks; the second one ends a rank at once.
+        launcher and to the ranks. A second Ctrl-C ends a rank at once.
         """
 
         def note(number, frame):

@@ -1,9 +1,9 @@
 """Ulysses sequence parallelism over KV-head groups, exact for head counts that the group does not divide.
 
 Outside attention, every rank of a group holds a contiguous slice of the row's tokens, and all heads. Inside
-attention, it holds all tokens of some heads (Jacobs et al., "DeepSpeed Ulysses"). One all-to-all takes q, k
-and v there, and another one brings the output back. The lead queries and keys that PoD layers hand on are
-already divided by heads, so sharing adds no communication.
+attention, it holds all tokens of some heads (Jacobs et al., "DeepSpeed Ulysses"). One all-to-all exchanges q,
+k and v on the way into attention, and another one the output on the way back. The lead queries and keys that
+PoD layers hand on are already divided by heads, so sharing adds no communication.
 
 Every rank computes as many heads as the others, give or take one. Windows cost less than heads that see
 everything, and each layer waits for the rank that has most to do. `place_heads` therefore deals heads out
@@ -27,7 +27,7 @@ from pod.training.predict.shapes import visible_pairs
 SENT_PAIRS = 1000
 """(query, key) pairs of one query head that take as long as sending one token's key and value.
 
-This is at 500 TFLOP/s and 300 GB/s.
+The number holds for 500 TFLOP/s and 300 GB/s.
 """
 
 
@@ -47,6 +47,8 @@ def own_slice(sizes: Sequence[int], index: int) -> slice:
 
 def kv_head_repeats(num_attention_heads: int, num_key_value_heads: int, size: int) -> int:
     """How often each KV head is replicated so that each of `size` ranks gets one.
+
+    Example: 32 query heads and 8 KV heads on 16 ranks need 2 replicas of each KV head.
 
     Returns:
         The smallest divisor r of G = Hq / H with H * r >= size.
