@@ -43,9 +43,9 @@ def align(follow: Floats, window: Floats | None, units: int, restarts: int = 200
 
     The search sets a price per saved unit, near the slope of the cost curve at ``units``. When the price and
     all other layers are fixed, the best permutation of one layer is an assignment problem. So is the best
-    permutation that all layers from one layer upwards share (a *cut*). Both are solved exactly. Sweeps over
-    the layers repeat both until nothing improves. Each restart makes one to six random swaps in the best
-    order so far and sweeps again.
+    common permutation of all layers above a *cut*, which is the border between two layers. Both are solved
+    exactly. Sweeps over the layers repeat both until nothing improves. Each restart makes one to six random
+    swaps in the best order so far and sweeps again.
 
     Args:
         follow: ``[L, L, H, H]`` = [lead, layer, KV head of the lead, KV head of the layer], read where

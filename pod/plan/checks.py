@@ -66,8 +66,8 @@ def check_groups(name: str, query_heads: int, kv_heads: Any) -> None:
 def check_similarity(similarity: Any, num_key_value_heads: Any) -> None:
     """Refuse similarities that are not ``[L, L, Hq]``, finite, from 0 to 1 and symmetric (``ValueError``).
 
-    The number of query heads must be a multiple of ``num_key_value_heads``. Symmetric in the two layers: this
-    finds a wrong order of axes where a model has as many query heads as layers.
+    The number of query heads must be a multiple of ``num_key_value_heads``. Similarities must be symmetric in
+    the two layers: this finds a wrong order of axes where a model has as many query heads as layers.
     """
     values = np.asarray(similarity, dtype=np.float64)
     sizes = check_array("similarity", values, "L L Hq")
@@ -91,7 +91,7 @@ def check_costs(name: str, costs: Any, axes: str, sizes: dict[str, int] | None =
     the values with lead < layer are looked at.
 
     Raises:
-        ValueError: the costs are refused.
+        ValueError: the shape does not fit, or a value is NaN or -inf.
     """
     found = check_array(name, costs, axes, sizes)
     values = np.asarray(costs, dtype=np.float64)

@@ -158,7 +158,7 @@ def choose(costs: MeasuredCosts, explore: ExploreArgs, windows: dict[str, int]) 
 def _forbidding(explore: ExploreArgs) -> dict[str, ExploreArgs]:
     """Settings with one thing forbidden, by its name: each role where there are several, and 4 bits.
 
-    Their target saving is 0, so that a plan always exists.
+    Their target saving is set to 0 and not used: `_solve` is told the saving by its argument `pairs`.
     """
     changes: dict[str, dict[str, Any]] = {}
     roles = explore.roles or []

@@ -143,7 +143,8 @@ class EngineCache:
 
         Args:
             n: tokens of the request, prompt and answer.
-            reading: whether its prompt is being read; layers with windows then hold `batch_tokens` more.
+            reading: whether its prompt is being read; layers with windows then also hold the tokens of a
+                batch.
         """
         seen = self.window - 1 + (self.batch_tokens if reading else 1)
         whole = -(-n // self.block_tokens)

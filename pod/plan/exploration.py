@@ -73,7 +73,7 @@ class Exploration:
         folder: receives the measurements; all ranks see it.
         settings: everything that a measured similarity depends on, for JSON; costs depend on more.
         model_folder: folder or hub id of the dense model.
-        windows: that the plan is made for: `num_sink_tokens` and `num_recent_tokens`, in tokens.
+        windows: the plan's `num_sink_tokens` and `num_recent_tokens`, in tokens.
         explore: section `explore` of the recipe.
         prepared: folder of prepared data; its held-out text is measured where explore.sources names no other
             text.
@@ -214,9 +214,8 @@ def at_granularity(explore: ExploreArgs, total: dict[str, Floats]) -> dict[str, 
 
     Returns:
         For granularity `head` the costs as they are. For `layer` their sums over the KV heads, with H = 1,
-        since the costs of a layer's heads add up.
-        The cost ``follow`` is left out there: a whole layer follows a whole layer, and each of its heads the
-        head of the same index, whose cost is ``in_place``.
+        since the costs of a layer's heads add up. The cost ``follow`` is left out there: a whole layer
+        follows a whole layer, and each of its heads the head of the same index, whose cost is ``in_place``.
     """
     if explore.granularity == "head":
         return total
@@ -240,10 +239,10 @@ def allowed(
 
 
 def for_target(frontier: C, explore: ExploreArgs) -> C:
-    """Keep the plans of a curve that waste no memory where they will run.
+    """The curve with only those plans that waste next to no memory where they will run.
 
     For target=pod no plan wastes memory, and the result is `frontier` itself. With 30 layers vLLM wastes
-    nothing for 10, 15 or 20 windows (see `window_counts`), and something for 12.
+    nothing for 10, 15 or 20 layers with windows (see `window_counts`), and something for 12.
     """
     if explore.target == "pod":
         return frontier

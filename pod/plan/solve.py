@@ -151,7 +151,7 @@ def solve(follow: ArrayLike | None, window: ArrayLike | None) -> Frontier:
             inf = not allowed there.
 
     Raises:
-        ValueError: no costs at all, other shapes, or NaN.
+        ValueError: both costs are None, a shape does not fit, or a cost is NaN.
     """
     _check_roles(follow, window)
     table = [] if follow is None else [Role("follow", 1, np.asarray(follow, dtype=np.float64))]
@@ -177,7 +177,7 @@ def solve_table(table: Sequence[Role], pair_units: int) -> Frontier:
     An exact dynamic program solves each KV head. The curves of the heads are then combined, head by head.
 
     Raises:
-        ValueError: roles that allow no plan.
+        ValueError: there is no plan, because every role of some pair costs inf.
     """
     heads = _solve_heads(table)
     shares, reached = _divide(heads.least)
@@ -366,7 +366,7 @@ class PackedFrontier(Curve):
         return replace(plan, bits=tuple(PACKED if one else 16 for one in packed) if any(packed) else None)
 
     def improved(self, units: int) -> "PackedFrontier":
-        """This frontier, with the choices of bits that another search meets at ``units``.
+        """This frontier with more choices of bits solved: those that a search for ``units`` tries.
 
         The search begins at the best choice for ``units`` or more, and turns layers while that lowers the
         cost.
