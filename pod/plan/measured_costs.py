@@ -53,7 +53,7 @@ from pod.training.run.mesh import from_rank_0
 from pod.verbosity import is_quiet
 
 COSTS_NAME, HEADS_NAME = "plan_costs.safetensors", "retrieval_heads.json"
-SCHEMA_VERSION = "2"
+SCHEMA_VERSION = "2"  # of files of measurements; other versions are refused
 REPEATS = 4  # copies of the random tokens of a retrieval sequence
 UNIT = 2.0**-40  # of the integer sums; int64 holds sums below 2^23
 Say = Callable[[str], None]

@@ -31,7 +31,7 @@ from pod.plan.choose import Choice
 from pod.plan.engines import EngineCache, describe_engine, window_counts
 from pod.plan.plan_progress import steps
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 1  # of the curve that `pareto` makes
 # What `Choice.without` and the provenance call a thing that was forbidden → how reports call it.
 FORBIDDEN = {
     "follow": "without followers",

@@ -20,6 +20,7 @@ PREFILL = {
         512, "tokens of a prompt after which streaming prefill compresses (tokens)", least=1
     ),
 }
+"""Parameters of methods that can also compress while they read a prompt."""
 SINKS = {"num_sink_tokens": Parameter(4, "first tokens that are always kept (tokens)", least=0)}
 
 
@@ -45,6 +46,7 @@ MEMORY = {
     **ranking(window=32, kernel=5, pool="avg"),
     "num_sink_tokens": Parameter(4, "first slots that the streamingllm pruner keeps (tokens)", least=0),
 }
+"""Parameters of ``imdc``, ``im`` and ``fm``, which read a prompt in chunks into a memory."""
 MEMORY_GROWTH = {
     "function": Parameter(
         "linear",
@@ -55,6 +57,7 @@ MEMORY_GROWTH = {
         True, "compress memory and chunk together; False: compress the chunk and append it (B.4)"
     ),
 }
+"""Further parameters of ``imdc`` and ``im``, whose memory grows."""
 OF_MEMORIES: dict[str, Any] = {
     "axis": "selection",
     "file": "imdc",

@@ -11,9 +11,11 @@ import torch
 from pod.files import read_mapping, write_json
 from pod.modeling.model.sharing import SharingPlan
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 3  # of checkpoint.json; other versions are refused
 STATE_NAME = "checkpoint.json"
+"""The file in a checkpoint's folder that holds its `TrainState`."""
 LATEST_NAME = "latest"
+"""The file in a training folder that holds the name of the newest checkpoint."""
 _ADVICE = {
     "plan_sha256": ("another sharing plan", "the plan that it was trained with (plan.json in its folder)"),
     "layout": ("another model.layout", "the same model.layout"),

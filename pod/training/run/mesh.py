@@ -69,7 +69,7 @@ class Mesh:
 class SameOnAllRanks(ValueError):
     """An error that every rank raises with the same message, so that the first rank may report it for all."""
 
-    of_all_ranks = True
+    of_all_ranks = True  # tells the command that every rank has this error
 
 
 def from_rank_0(function: Callable[[], Any]) -> Any:
