@@ -57,8 +57,8 @@ class ExploreArgs:
     plan may also pack layers into 4 bits, like the method int4."""
 
     align_heads: bool = True
-    """With projected and follow: reorder the KV heads of each layer so that similar heads share. The model
-    computes the same; the plan records the order."""
+    """With projected, follow, granularity=head and bits=[16]: reorder the KV heads of each layer so that
+    similar heads share. The model computes the same; the plan records the order."""
 
     retrieval_sequences: NonNegativeInt = 2
     """With projected: sequences of random tokens, repeated four times, that are measured in addition to
@@ -79,10 +79,11 @@ class ExploreArgs:
     """Number of texts to measure on (paper: 1000)."""
 
     sequence_length: PositiveInt = 8192
-    """Tokens of each text; must be longer than the windows (paper: 32768)."""
+    """Tokens of each text (paper: 32768). With projected it must be longer than the windows."""
 
     num_queries: PositiveInt = 16
-    """Last positions of each text whose attention is measured (paper: 16)."""
+    """Positions of each text whose attention is measured (paper: 16). With projected they are evenly spaced
+    over the positions that have tokens outside the windows, with similarity they are the last ones."""
 
     heads: bool = False
     """Search for retrieval heads (RazorAttention) and make no plan; same as `--heads`. Needs no text."""

@@ -25,7 +25,7 @@ class TrainRecipe:
     rounded down. null = use max_steps."""
 
     max_steps: PositiveInt | None = None
-    """Optimizer steps of the whole run; overrides total_tokens. When neither is set: 100 steps."""
+    """Optimizer steps of the whole run; overrides total_tokens. When both are null: 100 steps."""
 
     tokens_per_step: PositiveInt | None = None
     """Tokens of one optimizer step over all ranks, padding included: a multiple of data.context_length.
@@ -69,8 +69,9 @@ class TrainRecipe:
     chosen to fit the devices."""
 
     offload_optimizer: Literal["none", "cpu"] | None = None
-    """`cpu`: master weights, moments and gradients are in host memory, 16 bytes per trained weight over
-    all ranks, and are updated there. Needs zero_stage 3. null = chosen to fit the devices."""
+    """`cpu`: master weights, moments and gradients are in host memory and are updated there. Over all ranks
+    this takes 20 bytes per trained weight (18 with reduce_dtype=bfloat16), and what PyTorch rounds up.
+    Needs zero_stage 3. null = chosen to fit the devices."""
 
     offload_parameters: Literal["none", "cpu"] | None = None
     """`cpu`: weights are in host memory, and each layer is copied to the device when it is used. Needs
@@ -195,7 +196,8 @@ class TrainRecipe:
     no mfu."""
 
     eval_every_steps: NonNegativeInt = 0
-    """Steps between evaluations on held-out text: loss by position, and passkeys. 0 = none."""
+    """Steps between evaluations on held-out text: loss by position, and passkeys. There is one before the
+    first step and one after the last step too. 0 = none at all."""
 
     eval_rows: PositiveInt = 8
     """Held-out rows of data.context_length tokens in each evaluation, over all ranks."""

@@ -42,8 +42,8 @@ class Device:
         memory_gib: memory of one device, in GiB.
         memory_gbps: GB/s of its memory.
         node_gbps: GB/s in one direction between devices of a machine.
-        network_gbps: GB/s in one direction per device between machines. Unless said otherwise, each device
-            has one port of 400 Gb/s.
+        network_gbps: GB/s in one direction per device between machines. In `DEVICES` each device has one
+            port: 400 Gb/s for h100, h200 and b200, 100 Gb/s for rtx4090, and 200 Gb/s for the others.
         host_gbps: GB/s to host memory.
         host_gib: memory of a machine per device, in GiB, as such machines are sold.
         efficiency: share of the peak that matrix products and attention reach.
