@@ -70,8 +70,8 @@ class TrainRecipe:
 
     offload_optimizer: Literal["none", "cpu"] | None = None
     """`cpu`: master weights, moments and gradients are in host memory and are updated there. Over all ranks
-    this takes 20 bytes per trained weight (18 with reduce_dtype=bfloat16), and what PyTorch rounds up.
-    Needs zero_stage 3. null = chosen to fit the devices."""
+    this takes 20 bytes per trained weight (18 with reduce_dtype=bfloat16), plus the rounding of pinned
+    memory to powers of two. Needs zero_stage 3. null = chosen to fit the devices."""
 
     offload_parameters: Literal["none", "cpu"] | None = None
     """`cpu`: weights are in host memory, and each layer is copied to the device when it is used. Needs

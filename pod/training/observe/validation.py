@@ -268,8 +268,11 @@ def scored_rows(
 ) -> Iterator[ScoredRow]:
     """Score rows of equal length, and yield what this rank holds of the rows that it scores.
 
-    Every sequence-parallel group scores other rows. All ranks call it together. Arguments and errors are
-    those of `HeldOutEvaluation.measure`.
+    Every sequence-parallel group scores other rows. All ranks call it together. Further arguments and errors
+    are those of `HeldOutEvaluation.measure`.
+
+    Args:
+        rows: single rows, each ``[1, length]``, the same list on all ranks.
     """
     tokens = rows[0]["input_ids"].shape[1]
     length = -(-tokens // mesh.sp_size) * mesh.sp_size  # the shortest length that falls into equal slices
