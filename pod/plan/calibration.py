@@ -66,7 +66,8 @@ class WindowQueries:
         near: ``[H, G, q, d]``, attention to the window.
         lse: ``[H, G, q]``, log-sum-exp of the logits in the window.
         out: ``[H, G, q, d]``, attention to all tokens.
-        residual, factor: see `OutputScale`.
+        residual: ``[q]``, squared length of the residual stream, see `OutputScale`.
+        factor: ``[H, r, G·d]``, see `OutputScale`.
         weights: ``[q]``; the weighted sum over queries is the cost.
         early: ``[q]``, whether a query sees the first tokens in its window.
     """

@@ -161,7 +161,10 @@ class Exploration:
 
 
 def _where() -> dict[str, Any]:
-    """Where `load_model` puts the model: on this rank's device, or on its devices where it has several."""
+    """Where `load_model` puts the model: on this rank's device, or on its share of the GPUs.
+
+    A rank has several GPUs where there are more GPUs than ranks.
+    """
     if not torch.cuda.is_available():
         return {"device": "cpu"}
     count = torch.cuda.device_count()
