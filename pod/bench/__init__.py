@@ -1,4 +1,4 @@
-"""Decode speed of methods beside the dense cache.
+"""`pod bench`: decode speed of methods beside the dense cache.
 
-The modules hold what `pod bench` measures, and which bytes a decode step must read.
+The modules measure it, and compute which bytes a decode step must read.
 """

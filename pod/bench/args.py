@@ -26,15 +26,23 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """Fields of `LlamaConfig` by the name of a shape. The `llama` ones are LLaMA-3-8B and LLaMA-3.2-1B."""
 FULL = find_method("full")
+"""The dense cache, which every method races."""
 POD = find_method("pod")
+"""The cache of the plan."""
 STOCK = EvaluatedMethod(name="transformers", spec=None, model="stock")
+"""The model of transformers with its own cache."""
 
 
 def bench_method(name: str) -> EvaluatedMethod:
-    """The method of a name as in `eval.methods`. Its options may include `skip_share`.
+    """The method that a name in `bench.methods` means.
+
+    Args:
+        name: written as in `eval.methods`. Its options may include `skip_share`, from 0 to 1: the share of
+            the following heads that the gate of tau lets skip distant tokens.
 
     Raises:
-        ValueError: no cache of the measured model has this name.
+        ValueError: the name is unknown; it sets weights or a capacity, which the benchmark sets itself; or
+            `skip_share` is no number from 0 to 1.
     """
     method = find_method(name)
     if method.model not in ("dense", "adapted") or "capacity" in method.options:
@@ -114,10 +122,11 @@ class BenchArgs:
         return [method for method in map(bench_method, self.methods) if method != FULL]
 
     def room(self, length: int, races: int = 1) -> int:
-        """Tokens that a cache of `length` tokens has at the end of all its races.
+        """Tokens in the dense cache at the end of all its races, which is the capacity that it needs.
 
         Args:
-            races: how often each method races it.
+            length: tokens in the cache before the first race.
+            races: how often each method races the dense cache.
         """
         opponents = len(self.raced_methods) + self.stock
         return length + opponents * races * (self.repeats + 1) * self.steps

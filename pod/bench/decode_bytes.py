@@ -1,4 +1,4 @@
-"""Bytes that a decode step must read, and bytes that a cache holds, before anything is allocated. No torch.
+"""Bytes that a decode step must read, and bytes that a cache holds: computed from sizes, without torch.
 
 **The model of a step.** A row has ``n`` tokens, the new one included. There are ``n_s`` sinks, ``n_r`` recent
 tokens, ``G`` query heads per KV head, ``D = max(0, n - n_s - n_r)`` distant tokens and
@@ -10,7 +10,8 @@ tokens, ``G`` query heads per KV head, ``D = max(0, n - n_s - n_r)`` distant tok
     follower that skips (tau)          w·k + w·v
     window                             w·k + w·v
 
-Keys that followers keep in a window are native, also under a codec. So are keys and values of windows.
+Keys that followers keep in a window are *native* (as the model computes them), also under a codec. So are
+keys and values of windows.
 
 Weights are read once per step, whatever the batch. All are read except the embedding, of which a step reads
 one row per token. (With tied weights the head is the embedding, and is read.) Of a mixture of experts, a step
@@ -30,23 +31,24 @@ from pod.eval.answer.methods import EvaluatedMethod
 from pod.modeling.model.sharing import GROUP_SIZE, RESIDUAL, Roles, SharingPlan, channel_group, roles_of
 from pod.registry import METHODS
 
-_LOGIT = 4
+_LOGIT = 4  # bytes
 _CODEC_BITS = {name: method.bits for name, method in METHODS.items() if method.bits is not None}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What bytes depend on in a model.
+    """The sizes of a model and of its plan on which the bytes depend.
 
     Attributes:
         plan: the sharing plan.
-        dense: the plan of the model without it, in which layers that were trained with windows keep them.
-        windows: for each layer, how many first and last tokens a pair sees that keeps its window.
+        dense: the plan of the dense model: every pair leads, but layers that were trained with windows keep
+            them.
+        windows: for each layer, how many first and how many last tokens a pair with a window sees.
         groups: query heads per KV head.
         head_dim: numbers in a key or value of one head.
         element: bytes per number of weights, keys and values.
         weights: bytes of all parameters. Norms and biases are left out.
-        read: the bytes of these that a step reads.
+        read: bytes of the parameters that a step reads.
     """
 
     plan: SharingPlan
@@ -60,11 +62,12 @@ class Sizes:
 
     @classmethod
     def of(cls, config: Any, plan: SharingPlan, windows: tuple[int, int], element: int) -> "Sizes":
-        """The sizes of a model.
+        """The sizes of a model under a plan.
 
         Args:
-            config: anything that has the sizes of a Llama, under the names that they have in `PodConfig`.
-            windows: the plan's sink and recent tokens.
+            config: an object with the sizes of a Llama, under the names that they have in `PodConfig`.
+            windows: the plan's numbers of sink and of recent tokens.
+            element: bytes per number.
         """
         own = getattr(config, "layer_windows", None) or [None] * config.num_hidden_layers
         heads, hidden, inner = config.num_key_value_heads, config.hidden_size, config.intermediate_size
@@ -92,10 +95,9 @@ class Sizes:
         return self.head_dim * self.element
 
     def layers(self, method: EvaluatedMethod, tokens: int) -> Iterator[tuple[Roles, int, float, float]]:
-        """For every layer under a method: its roles, the tokens of a window, and its `token_bytes`.
+        """For every layer under a method: its roles, the tokens of a window, bytes of a key and of a value.
 
-        Args:
-            tokens: how many tokens are stored.
+        The bytes are those of `token_bytes`, with `tokens` stored tokens.
         """
         plan = self.plan if uses_plan(method) else self.dense
         for layer, window in enumerate(self.windows):
@@ -105,9 +107,9 @@ class Sizes:
     def token_bytes(self, method: EvaluatedMethod, bits: int, tokens: int) -> tuple[float, float]:
         """Mean bytes of one key and of one value among `tokens` stored tokens of one head.
 
-        The mean is over packed tokens and the native residual. A group of keys is `group_size` tokens of a
-        channel. A group of values is the `channel_group` of a token. Each group has a zero and a scale of 2
-        bytes each.
+        The mean is over packed tokens and the newest tokens, which stay native. A group of keys is
+        `group_size` tokens of a channel. A group of values is `channel_group` channels of a token. Each group
+        has a zero and a scale of 2 bytes each.
         """
         if bits == 16:
             return self.native, self.native
@@ -124,15 +126,15 @@ class Sizes:
 def spread_plan(
     own_windows: Sequence[int | None], kv_heads: int, share_followers: float, share_windows: float = 0.0
 ) -> SharingPlan:
-    """A plan in which these shares of the pairs follow, and keep their window, rounded to whole pairs.
+    """A made-up plan in which given shares of the (layer, KV head) pairs follow or keep their window.
 
-    A head that has pairs which keep more than their window has a lead. Every KV head gets the same number of
-    windows and of blocks (some get one more), at layers of its own, so that layers mix roles as plans of real
-    models do. The same arguments give the same plan.
+    The shares are rounded to whole pairs. Every KV head gets the same number of windows and of leads (some
+    heads get one more), and at least one lead unless all its pairs keep their window. The layers differ from
+    head to head, so that layers mix roles as plans of real models do. The same arguments give the same plan.
 
     Args:
-        own_windows: for each layer, the window in tokens that it was trained with; None = without. Such
-            layers keep their windows and count as no pairs.
+        own_windows: for each layer, the window in tokens that it was trained with; None = it sees every
+            token. Layers that were trained with a window keep it, and their pairs are not counted.
     """
     free = [layer for layer, window in enumerate(own_windows) if window is None]
     pairs, draw = len(free) * kv_heads, random.Random(0)
@@ -162,9 +164,9 @@ def codec_bits(method: EvaluatedMethod) -> int | None:
 
 
 def is_modelled(method: EvaluatedMethod) -> bool:
-    """Whether the bytes that a step reads are known here.
+    """Whether this file knows the bytes that a step of the method reads.
 
-    They are known for full and pod, with or without a codec.
+    It does for full and pod, with or without a codec.
     """
     return all(part in ("full", "pod", *_CODEC_BITS) for part in str(method.spec).split("+"))
 
@@ -188,9 +190,10 @@ def read_per_step(sizes: Sizes, method: EvaluatedMethod, length: int, batch: int
 
 
 def budget_at(sizes: Sizes, method: EvaluatedMethod, length: int) -> int:
-    """Tokens per KV head and layer that a method keeps of `length`.
+    """How many of `length` tokens a method keeps, per KV head and layer.
 
-    It is the method's budget, or as many tokens as fill the bytes that the plan holds.
+    It is the method's budget. Without a budget, it is as many tokens as fill the bytes that the plan's cache
+    holds.
     """
     if method.budget is not None:
         return method.budget.of_prompt(length)
@@ -199,7 +202,7 @@ def budget_at(sizes: Sizes, method: EvaluatedMethod, length: int) -> int:
 
 
 def stored_per_row(sizes: Sizes, method: EvaluatedMethod, capacity: int) -> float:
-    """Bytes of keys and values of a modelled method, for one row with room for `capacity` tokens."""
+    """Bytes of keys and values in one row of `capacity` tokens, for a method that `is_modelled`."""
     total = 0.0
     for roles, window, key, value in sizes.layers(method, capacity):
         total += (len(roles.leads) * (key + value) + len(roles.followers) * value) * capacity
@@ -208,10 +211,10 @@ def stored_per_row(sizes: Sizes, method: EvaluatedMethod, capacity: int) -> floa
 
 
 def held_per_row(sizes: Sizes, method: EvaluatedMethod, capacity: int, on_cpu: bool = False) -> float:
-    """Bytes of cache and decode buffers for one row with room for `capacity` tokens.
+    """Bytes of cache and decode buffers for one row of `capacity` tokens.
 
     A method that is not modelled counts with the bytes of the dense cache, which it holds while it reads a
-    prompt. The stock model also counts the layer that its cache copies in order to append.
+    prompt. For the stock model, the layer that its cache copies in order to append is counted too.
     """
     native, heads = sizes.native, sizes.plan.num_key_value_heads
     if not is_modelled(method):
@@ -225,6 +228,11 @@ def held_per_row(sizes: Sizes, method: EvaluatedMethod, capacity: int, on_cpu: b
 
 
 def needed(sizes: Sizes, method: EvaluatedMethod, batch: int, capacity: int, on_cpu: bool) -> float:
-    """Bytes of the weights, and of a method's cache beside the dense one."""
+    """Bytes that a race needs: of the weights, the dense cache and the method's cache.
+
+    Args:
+        batch: rows.
+        capacity: tokens per row.
+    """
     caches = (held_per_row(sizes, one, capacity, on_cpu) for one in (FULL, method))
     return sizes.weights + batch * sum(caches)

@@ -5,15 +5,15 @@ recorded as a graph on CUDA. Every method races the dense cache. In each round o
 ``steps`` tokens per row at the same length, in alternating order. The ratio is taken round by round. It is
 compared with the byte ceiling of ``pod.bench.decode_bytes``.
 
-CUDA graphs and fused kernels save what launches cost, whatever the cache. Every row says whether it had them.
-Methods that the engine does not serve decode through the ordinary cache, which waits for the host. Stock
-transformers copies its cache to append to it. Neither can be recorded. Wherever the dense cache had graphs or
-fused kernels, each method meets it once more, and both do without them: this gives the ratio
-``like_for_like``.
+CUDA graphs and fused kernels save the time of kernel launches, whatever the cache. Every row of the result
+says whether it had them. Methods that the engine does not serve decode through the ordinary cache, which
+waits for the host. Stock transformers copies its cache to append to it. Neither can be recorded as a graph.
+Wherever the dense cache had graphs or fused kernels, each method races it once more, and both do without
+them: this gives the ratio ``like_for_like``.
 
-Caches are filled without reading a prompt: random keys and values are written into the buffers. For the time
-that decoding takes, buffers hold the same after a prompt. Caches that compress a prompt by its content read a
-random one, with an attention that returns zeros.
+Caches are filled without reading a prompt: random keys and values are written into the buffers. Decoding
+takes the same time as after a real prompt. Caches that compress a prompt by its content read a random prompt,
+with an attention that returns zeros.
 """
 
 import gc
@@ -45,7 +45,7 @@ class Bench:
     """Models that share one set of weights, and how they are measured.
 
     Attributes:
-        args: the section of the recipe.
+        args: section `bench` of the recipe.
         sizes: the sizes of the models.
         dense: the model without a sharing plan.
         planned: the model with a sharing plan.
@@ -73,9 +73,12 @@ class Bench:
 def make_cache(
     bench: Bench, method: EvaluatedMethod, length: int, capacity: int, backend: str = "auto"
 ) -> tuple[Any, str | None]:
-    """An empty cache for ``length`` tokens with the decode engine, and None.
+    """An empty cache with the decode engine, and None; or an ordinary cache, and why the engine refuses it.
 
-    When the engine refuses, it is an ordinary cache, and the reason.
+    Args:
+        length: tokens with which the cache will be filled; budgets that are shares are taken of it.
+        capacity: tokens for which the engine reserves space.
+        backend: of the engine's attention.
 
     Raises:
         ValueError: ``pod.make_cache`` refuses the method without an engine too.
@@ -102,9 +105,10 @@ def make_cache(
 def make_runner(
     bench: Bench, method: EvaluatedMethod, batch: int, length: int, capacity: int, backend: str = "auto"
 ) -> tuple[Runner, str | None]:
-    """A runner that holds ``length`` tokens, and a note on it.
+    """A runner whose cache holds ``length`` tokens, and a note for the report (None = nothing to say).
 
-    It is warmed up: kernels are compiled and graphs are captured.
+    It is warmed up: kernels are compiled and graphs are captured. Arguments and errors are those of
+    `make_cache`, with ``batch`` rows.
     """
     if method is STOCK:
         model, sizes = bench.stock, bench.sizes
@@ -133,9 +137,12 @@ def free(device: torch.device) -> None:
 
 
 def fastest_backend(bench: Bench, batch: int, length: int) -> tuple[str, dict[str, Any]]:
-    """The decode backend in which the dense cache is fastest, and what was tried.
+    """The decode backend with which the dense cache is fastest, and what was tried.
 
     For each backend that was tried, the second result has the seconds per step, or the error.
+
+    Raises:
+        ValueError: no backend runs the dense cache.
     """
     tried: dict[str, Any] = {}
     for name in candidates(bench.device):
@@ -158,14 +165,23 @@ def fastest_backend(bench: Bench, batch: int, length: int) -> tuple[str, dict[st
 def compare(
     bench: Bench, methods: list[EvaluatedMethod], batch: int, length: int, backend: str | None = None
 ) -> dict[str, Any]:
-    """Races of methods with the dense cache at one batch size and length.
+    """Let methods race the dense cache at one batch size and length.
 
     Args:
+        length: tokens in the dense cache before the first race.
         backend: decode backend of the dense cache; None = the fastest that runs.
 
     Returns:
-        ``batch`` and ``length``; ``full``: the dense cache's backend, what was tried, and its bytes by part;
-        ``methods``: figures or an error, by name.
+        A dictionary for JSON:
+
+        - ``batch`` and ``length``;
+        - ``full``: the dense cache's backend, what was tried, why it has no graph or no fused kernels
+          (`means`), and its bytes by part;
+        - ``methods``: by name, the figures of `compare_speed` or an ``error``.
+
+    Raises:
+        ValueError: no backend runs the dense cache.
+        Exception: the dense cache fails in a race.
     """
     capacity = bench.args.room(length, races_on(bench.device))
     tried: dict[str, Any] = {}
@@ -188,9 +204,9 @@ def compare(
 
 
 def races_on(device: torch.device) -> int:
-    """How often a method meets the dense cache.
+    """How often a method races the dense cache at most.
 
-    They meet a second time, without graphs and fused kernels, where there are some.
+    Where there can be graphs or fused kernels, as on a GPU, there is a second race without them.
     """
     return 1 if device.type == "cpu" else 2
 
@@ -223,7 +239,7 @@ def plainly(runners: Sequence[Runner]) -> Iterator[None]:
 def compare_speed(
     bench: Bench, full: Runner, method: EvaluatedMethod, batch: int, capacity: int
 ) -> dict[str, Any]:
-    """The figures of a method that races the dense cache, both at the length that the latter has now."""
+    """The figures of a method that races the dense cache. Both begin at the dense cache's present length."""
     length, args = full.cache.get_seq_length(), bench.args
     one, note = make_runner(bench, method, batch, length, capacity)
     race([full, one], args.steps, args.repeats)
@@ -250,10 +266,12 @@ def compare_speed(
 
 
 def _speeds(full: Runner, one: Runner, tokens: int) -> dict[str, Any]:
-    """The speeds in the race that both have just run.
+    """The speeds in the race that the dense cache and a method have just run, each as a `spread`.
 
     Args:
-        tokens: how many tokens each of them decoded in each round.
+        full: the runner of the dense cache.
+        one: the runner of the method.
+        tokens: how many tokens each of them decoded in each round, over all rows.
     """
     pairs = list(zip(full.seconds, one.seconds, strict=True))
     return {
@@ -275,7 +293,12 @@ def _raced_plainly(full: Runner, one: Runner, args: BenchArgs, tokens: int) -> d
 def _against_bytes(
     sizes: Sizes, method: EvaluatedMethod, batch: int, length: int, found: dict[str, Any]
 ) -> dict[str, Any]:
-    """The byte ceiling at the mean length of the race, and the share of it that was reached."""
+    """The byte ceiling of a method's speed over dense, and the share of it that was reached.
+
+    Args:
+        length: mean number of tokens in the caches during the race.
+        found: the figures of the race so far, from `compare_speed`.
+    """
     own, full = (read_per_step(sizes, one, length, batch) for one in (method, FULL))
     return {
         "byte_ceiling": full / own,

@@ -1,8 +1,8 @@
-"""Decode attention of others as backends of our decode engine.
+"""Decode attention of PyTorch and of flash-attn as backends of our decode engine.
 
 With them, the dense cache is measured with the best attention there is. They serve dense layers only: no head
-follows, and none is followed. Both work at static shapes and ask the device nothing. A step with them is
-therefore a CUDA graph with fused kernels between its products, like a step with our own kernel.
+follows, and none is followed. Both work with static shapes and never wait for the device. A step with them
+can therefore be a CUDA graph with fused kernels between its products, like a step with our own kernel.
 """
 
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ from pod.modeling.model.decode import DECODERS, RECORDABLE, DecodeCall
 
 
 def _dense_buffers(call: DecodeCall) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[B, H, slots, d]``.
+    """Keys and values ``[B, H, slots, d]`` of a dense layer.
 
     Raises:
-        ValueError: the cache is not dense, or not native.
+        ValueError: a head follows or keeps its window, or a codec packs keys or values.
     """
     keys, values, roles = call.keys, call.values, call.roles
     if roles.followers or roles.windows or not isinstance(keys, Tensor) or not isinstance(values, Tensor):
@@ -30,10 +30,11 @@ def _dense_buffers(call: DecodeCall) -> tuple[Tensor, Tensor]:
 
 
 def sdpa(call: DecodeCall) -> None:
-    """PyTorch's flash attention.
+    """PyTorch's flash attention, written into ``call.out``.
 
-    It takes no lengths per row. On a GPU it attends to all reserved slots, whatever their keys hold: the cost
-    is right, but the output is not the model's. On a CPU it attends to the longest row's tokens.
+    It takes no lengths of rows. On a GPU it attends to all reserved slots, also to those without a token: the
+    time is right, but the output is not the model's. On a CPU it attends to as many slots as the longest row
+    has tokens.
     """
     longest = None if call.q.is_cuda else int(call.lengths.max())
     keys, values = (x[:, :, :longest] for x in _dense_buffers(call))
@@ -45,7 +46,7 @@ def sdpa(call: DecodeCall) -> None:
 
 
 def flash_attn(call: DecodeCall) -> None:
-    """Split-KV decoding of the flash-attn package."""
+    """Split-KV decoding of the flash-attn package, written into ``call.out``."""
     from flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports]
 
     keys, values = (x.transpose(1, 2) for x in _dense_buffers(call))
@@ -76,10 +77,10 @@ def dense_peers() -> Iterator[None]:
 
 
 def candidates(device: torch.device) -> list[str]:
-    """The backends that may decode a dense cache on a device.
+    """Names of the backends that may decode a dense cache on a device.
 
-    The reference is left out, which is not meant to be fast. On a GPU ``grouped`` is left out too: it asks
-    the device for lengths, which no CUDA graph can record.
+    The reference is not among them, since it is not meant to be fast. On a GPU ``grouped`` is left out: it
+    reads lengths from the device, which no CUDA graph can record.
     """
     left_out = {"grouped"} if device.type == "cuda" else set()
     return [name for name in dict.fromkeys((*DECODERS, *PEERS)) if name not in left_out]

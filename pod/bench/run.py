@@ -1,6 +1,6 @@
-"""Run the `bench` section of a recipe: every batch size and length.
+"""Run the `bench` section of a recipe: measure every pair of a batch size and a length.
 
-After each of them, the figures are printed as a table and written as JSON.
+After each pair, its figures are printed as a table, and all figures so far are written as JSON.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pod.bench.decode_speed import Bench
     from pod.recipe import Recipe
 
-_ELEMENT = {"float32": 4, "bfloat16": 2, "float64": 8}
+_ELEMENT = {"float32": 4, "bfloat16": 2, "float64": 8}  # bytes
 _RANDOM_LONGEST = 1 << 20  # positions of random models, which read all lengths alike
 _OF_EXPORTS = (
     "model.path is an export with PoD weights; set it to the dense model to compare with stock transformers"
@@ -34,9 +34,9 @@ def settings(args: BenchArgs) -> Iterator[tuple[int, int]]:
 
 
 def estimate(recipe: "Recipe") -> str:
-    """Lines for `--dry-run`, for every setting and method.
+    """Text for `--dry-run`, with a line for every batch size, length and method.
 
-    They tell the size of the cache, the bytes read per step, and the ceiling of the speed over dense.
+    A line has the size of the cache, the bytes that a step reads, and the ceiling of the speed over dense.
     """
     args, measured = recipe.bench, what_to_measure(recipe)
     sizes, plan = measured.sizes, measured.sizes.plan
@@ -61,13 +61,13 @@ def estimate(recipe: "Recipe") -> str:
 
 
 class MeasuredSpeed(NamedTuple):
-    """What is measured.
+    """What `pod bench` measures: a model's sizes, its plan and its limits.
 
     Attributes:
         sizes: the sizes of the model, with its plan.
         plan_source: where the plan comes from, in words.
         positions: the longest sequence that the model reads, in tokens.
-        windows: sink and recent tokens of the plan.
+        windows: numbers of sink and of recent tokens of the plan.
         is_export: whether the model is an export of this project, for which there is no dense transformers
             model.
     """
@@ -88,11 +88,11 @@ def what_to_measure(recipe: "Recipe") -> MeasuredSpeed:
     """What the recipe asks to measure.
 
     The plan is that of model.plan, else an export's own, else the one in <output_dir>/plan, else a generated
-    one. A plan comes with its windows, unless the recipe sets others.
+    one (`spread_plan`). The windows are the recipe's, else the plan's.
 
     Raises:
-        ValueError: the plan has another size than the model, or the model has another layout than pod or
-            dense.
+        ValueError: the plan has other numbers of layers or heads than the model, or the model's layout is
+            neither pod nor dense.
     """
     args, model = recipe.bench, recipe.model
     stored: Any = None
@@ -131,9 +131,14 @@ def what_to_measure(recipe: "Recipe") -> MeasuredSpeed:
 
 
 def _with_sinks(plan: SharingPlan, windows: dict[str, Any], sinks: str | None, config: Any) -> SharingPlan:
-    """The plan with these windows.
+    """The plan with these windows and this kind of sinks.
 
-    Where sinks are constant, they are all zeros: any numbers cost the same.
+    Constant sinks are all zeros, since the time does not depend on their values.
+
+    Args:
+        windows: `num_sink_tokens` and `num_recent_tokens`.
+        sinks: ``constant``, or something else for sinks without constants.
+        config: of the model.
     """
     if sinks != "constant":
         return replace(plan, **windows, sinks=None, sink_constants=None)
@@ -148,13 +153,15 @@ def _with_sinks(plan: SharingPlan, windows: dict[str, Any], sinks: str | None, c
 
 
 def _places(recipe: "Recipe") -> dict[str, str]:
+    """Arguments of transformers' `from_pretrained` that name a GGUF file; none for other models."""
     return {} if recipe.model.gguf_file is None else {"gguf_file": recipe.model.gguf_file}
 
 
 def load(recipe: "Recipe", measured: MeasuredSpeed, device: "torch.device") -> "Bench":
-    """The models on a device, all with the same weights: random ones, or those of model.path.
+    """The dense, the planned and the stock model on a device, all with the same weights.
 
-    For an export there is no stock model.
+    The weights are random (bench.shapes), or those of model.path. For an export, or without bench.stock,
+    there is no stock model.
     """
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -185,18 +192,21 @@ def load(recipe: "Recipe", measured: MeasuredSpeed, device: "torch.device") -> "
 
 def stock_attention(device: "torch.device") -> str:
     """The attention of the stock model: flash-attn's where that package is installed, else PyTorch's."""
-    # The installed distribution is asked for, not the folder: flash-attn-4 has a folder of the same name,
+    # This looks for the installed distribution, not for a module: flash-attn-4 has a module of the same name,
     # which lacks what transformers needs.
     has_flash = device.type == "cuda" and version("flash-attn") is not None
     return "flash_attention_2" if has_flash else "sdpa"
 
 
 def run_bench(recipe: "Recipe") -> dict[str, Any]:
-    """Measure what the section asks for, and write <output_dir>/bench/bench.json after every setting.
+    """Measure what section `bench` asks for, and write <output_dir>/bench/bench.json after every setting.
+
+    Returns:
+        The content of bench.json.
 
     Raises:
-        ValueError: before anything is measured, for lengths beyond the model's positions, settings that do
-            not fit into memory, unknown options, and a plan of another size.
+        ValueError: before anything is measured: lengths beyond the model's positions, settings that do not
+            fit into memory, methods that cannot be made, or a plan that does not fit the model.
     """
     import torch
 
@@ -246,7 +256,11 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures of one setting as text, one line per method."""
+    """The figures of one setting as text, with a line for each method.
+
+    Args:
+        found: from `decode_speed.compare`.
+    """
     full = found["full"]
     held = sum(full["bytes_by_part"].values()) / 1e9
     head = "".join(f"{name:>{size}}" for name, size in _COLUMNS.items())
@@ -305,6 +319,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _told(reason: str | None) -> str:
+    """`yes`, or `no` and the reason."""
     return "yes" if reason is None else f"no ({reason})"
 
 
@@ -319,6 +334,7 @@ def _reasons(found: dict[str, Any], key: str, what: str) -> Iterator[str]:
 
 
 def _check_lengths(args: BenchArgs, positions: int, races: int) -> None:
+    """Raise ValueError when the longest length, with the tokens decoded behind it, exceeds the positions."""
     longest = max(args.lengths)
     room = args.room(longest, races)
     if room > positions:

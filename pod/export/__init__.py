@@ -1,4 +1,4 @@
-"""A model as others get it: a folder with card and licences, or an adapter.
+"""Export a trained model for others: a folder with weights, card and licences, or only its adapters.
 
 The folder is made for transformers or for serving engines.
 """

@@ -17,7 +17,7 @@ from pod.export.served_card import serving, serving_limits
 from pod.modeling.model.config import PodConfig
 
 LENGTHS = (2048, 8192, 32_768, 131_072)
-"""The lengths in tokens for which savings are told, as far as the model reads."""
+"""The lengths in tokens for which the card shows savings; those beyond the model's context are left out."""
 _PAPERS = {
     "pod": "[Compressing KV Cache for Long-Context LLM Inference with Inter-Layer Attention Similarity]"
     "(https://arxiv.org/abs/2412.02252)",
@@ -53,7 +53,7 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=30)[0]))
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where weights come from, as far as it is known. A card leaves out what is not known."""
+    """Where weights come from. A card leaves out what is not known (None or empty)."""
 
     base: str | None = None
     """The model that training started from: a hub id, a folder, or as recipes name it."""
@@ -67,7 +67,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Licence:
-    """What the weights may be used for, as the card of the base model says."""
+    """The licence of the weights, as the card of the base model says it."""
 
     fields: dict[str, str]
     """The fields `license`, `license_name` and `license_link` of that card."""
@@ -87,7 +87,7 @@ def card(
 
     Args:
         name: the name of the export.
-        results: result files of an evaluation, of this model and of the dense one.
+        results: contents of an evaluation's result files, of the dense model and of this one; may be empty.
         format: the format of the export, hf or vllm.
     """
     base = _shown(origin.base) if origin.base else None
@@ -117,7 +117,7 @@ def card(
 def saved_share(config: PodConfig, n: int) -> float:
     """The share of bytes that this model's own cache saves at `n` tokens.
 
-    It is compared with a cache that holds `dense_tokens` in 16 bits.
+    The share is relative to the base model's cache, which holds `dense_tokens` in 16 bits.
     """
     plan = config.sharing_plan
     if config.layout == "cla":
@@ -130,20 +130,21 @@ def saved_share(config: PodConfig, n: int) -> float:
 
 
 def dense_tokens(config: PodConfig, n: int) -> int:
-    """The tokens that the model holds without a plan at `n` tokens, in all layers together.
+    """Tokens that the model's cache holds without a plan after `n` tokens, summed over the layers.
 
-    Layers that were trained with a window hold that window.
+    A layer that was trained with a window holds at most its window.
     """
     own = _own_windows(config)
     return n * (config.num_hidden_layers - len(own)) + sum(min(n, window) for window in own)
 
 
 def _own_windows(config: PodConfig) -> list[int]:
+    """The windows, in tokens, of the layers that were trained with one."""
     return [window for window in config.layer_windows or () if window is not None]
 
 
 def _shown(source: str) -> str:
-    """The name of a source, without the folders of one machine."""
+    """The name of a source: for a path of this machine, only its last part."""
     path = Path(source).expanduser()
     return path.name if path.is_absolute() or path.exists() else source
 
@@ -169,7 +170,7 @@ def _trained_windows(config: PodConfig) -> str:
 
 
 def _savings(config: PodConfig, base: str | None) -> Iterator[str]:
-    """Sentences that say what the model is, and a table of its cache beside the dense one's, in megabytes."""
+    """Sentences that say what the model is, and a table of its cache and the original one, in megabytes."""
     model = base or "a language model"
     if _is_dense(config):
         kept = "It keeps the keys and values of every token in every layer: no layer shares them."
@@ -228,10 +229,12 @@ def _heads(config: PodConfig) -> Iterator[str]:
 
 
 def _sign(lead: int | None, layer: int) -> str:
+    """The letter of a pair in the map of `_heads`."""
     return "." if lead is None else "L" if lead == layer else "f"
 
 
 def _roles(config: PodConfig) -> str:
+    """Sentences that say how many pairs have each role, and what they keep."""
     plan = config.sharing_plan
     windows = plan.num_windows - _window_pairs(config)
     first = f"the first {config.num_sink_tokens} and " if config.num_sink_tokens else ""
@@ -262,6 +265,7 @@ def _roles(config: PodConfig) -> str:
 
 
 def _training(origin: Origin) -> Iterator[str]:
+    """The section about the training data; none where the sources are not known."""
     if not origin.sources:
         return
     read = "" if origin.num_tokens is None else f" on {origin.num_tokens:,} tokens"
@@ -271,6 +275,7 @@ def _training(origin: Origin) -> Iterator[str]:
 
 
 def _measured(results: list[dict[str, Any]]) -> Iterator[str]:
+    """The section with a table of results; none without results."""
     if not results:
         return
     tasks = dict.fromkeys(task for one in results for task, part in one["parts"].items() if "value" in part)
@@ -285,6 +290,7 @@ def _measured(results: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _value(part: dict[str, Any] | None) -> str:
+    """A result with its 95 % interval, as text."""
     if part is None:
         return "–"
     low, high = part.get("ci95") or (None, None)
@@ -292,6 +298,7 @@ def _value(part: dict[str, Any] | None) -> str:
 
 
 def _limits(config: PodConfig, format: str) -> str:
+    """The section about the limits of the model."""
     lines = [f"The model reads up to {config.max_position_embeddings:,} tokens."]
     shares = not _is_dense(config)
     if shares and config.layout != "cla" and not config.sharing_plan.packs:
@@ -315,6 +322,7 @@ def _engines_of(config: PodConfig) -> str:
 
 
 def _licence(licence: Licence, base: str | None) -> str:
+    """The section about the licences of weights and code."""
     model = base or "the model that they were made from"
     found = licence.fields["license"]
     known = f"`{found}`" if found != "unknown" else "unknown here, so look it up before you pass them on"

@@ -48,7 +48,8 @@ def export(
         source: a training checkpoint, or a model in memory, which stays as it is. The model is ours, or a
             dense one that `load_model` takes.
         tokenizer: saved beside the weights; None leaves it out.
-        dtype: the type of the written weights. "auto" is the model's own, or the one that was trained in.
+        dtype: the type of the written weights. "auto" is the model's own type; for a checkpoint, it is the
+            type in which the run trained.
         max_shard_size: the largest size of one file of weights.
         start_model: see `restore_model`.
         origin: where the weights come from, for the model card; None = what a checkpoint knows of it.
@@ -59,9 +60,8 @@ def export(
             `pod.export.served`) and takes no results.
 
     Raises:
-        ValueError: the checkpoint is unreadable or does not fit. Or `load_model` refuses the model, or
-            engines cannot compute it. Or the folder at `path` is no earlier export of this format, or holds
-            other files beside one.
+        ValueError: the checkpoint cannot be read or does not fit the start model; `load_model` refuses the
+            model, or engines cannot compute it; or `check_replaceable` refuses `path`.
         OSError: the disk is full; nothing half-written is kept.
     """
     path = Path(path)
@@ -84,7 +84,7 @@ def export(
         else:
             model.save_pretrained(folder, max_shard_size=max_shard_size)
         if tokenizer is not None:
-            # This tells how the tokenizer was loaded, and is no property of it.
+            # This says how the tokenizer was loaded here, which others do not need.
             tokenizer.init_kwargs.pop("local_files_only", None)
             tokenizer.save_pretrained(folder)
         plan.save(folder / "plan.json")
@@ -97,18 +97,20 @@ def export(
 
 
 FORMATS = ("hf", "vllm")
+"""Formats of exports, see `ExportArgs.format`."""
 
 
 def check_format(format: str) -> None:
-    """Raise ValueError for a format that is none of the `FORMATS`."""
+    """Refuse an unknown `export.format` (ValueError); the message names the `FORMATS`."""
     if format not in FORMATS:
         raise ValueError(f"export.format = {format!r} is not known: choose {' or '.join(FORMATS)}")
 
 
 def check_replaceable(path: Path, format: str = "hf") -> None:
-    """Raise ValueError where an export to `path` would remove anything but an earlier export of this format.
+    """Refuse an export to `path` that would remove anything but an earlier export of `format` (ValueError).
 
-    An export replaces the folder as a whole.
+    An export replaces the folder as a whole. The folder may be missing or empty. A file, a folder of other
+    files, an export of the other format, and an export beside which there are other files are refused.
     """
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
@@ -135,7 +137,7 @@ def check_replaceable(path: Path, format: str = "hf") -> None:
 
 
 def origin_of(state: TrainState) -> Origin:
-    """What a checkpoint knows of the origin of its weights."""
+    """The origin of a checkpoint's weights, as far as its recipe and its position in the data say it."""
     data, model = state.config.get("data") or {}, state.config.get("model") or {}
     length = data.get("context_length")
     return Origin(
@@ -147,14 +149,16 @@ def origin_of(state: TrainState) -> Origin:
 
 
 def results_of(results: Path, before: Path, now: Path, method: str) -> list[dict[str, Any]]:
-    """The contents of result files in the folder `results`: of the dense model, and of an earlier export.
+    """The results of an evaluation for the model card: of the dense model, and of an earlier export.
 
-    They are empty where there are no results of the earlier export, or its weights were others.
+    The list is empty where the earlier export has no results, or other weights than the new one. Results that
+    are older than that export are not taken.
 
     Args:
+        results: the folder of the result files.
         before: the folder of the earlier export.
         now: the folder of the new export, whose weights are compared with those in `before`.
-        method: the method by which the results of the export are named.
+        method: the method after which the result file of the export is named.
     """
     own, dense = results / f"{method}.json", results / "full.json"
     weights = sorted(file.name for file in now.glob("*.safetensors"))
@@ -200,6 +204,7 @@ def export_adapter(checkpoint: Path, path: Path, base: str, dtype: str = "auto")
 
 
 def _dtype(state: TrainState, asked: str) -> torch.dtype:
+    """The type that was asked for; for "auto", the type in which the run trained."""
     return getattr(torch, state.identity["dtype"] if asked == "auto" else asked)
 
 
@@ -211,7 +216,7 @@ _OF_EXPORT = re.compile(
     r"|(base_model-)?(LICEN[CS]E|NOTICE|COPYING|COPYRIGHT|USE_POLICY)\b.*|base_model-.*",
     re.IGNORECASE,
 )
-"""Names of files that an export writes, or that reading it leaves behind."""
+"""Names of files that an export writes, or that loading an export leaves in its folder."""
 
 _ADAPTER_README = """# LoRA adapter for {base} under a sharing plan
 

@@ -24,7 +24,7 @@ def add_licences(folder: Path, base: str | None) -> Licence:
         base: the base model as in `Origin.base`; None = unknown.
 
     Returns:
-        What the base model's card says of its licence; `unknown` where it says nothing.
+        What the base model's card says about its licence; the licence is `unknown` where it says nothing.
     """
     shutil.copyfile(own_licence(), folder / "LICENSE")
     files, fields = _of_base(base)
@@ -40,7 +40,7 @@ def own_licence() -> Path:
 
 
 def _of_base(base: str | None) -> tuple[list[Path], dict[str, Any]]:
-    """The licence files of the base model, and what its card says of the licence."""
+    """The licence files of the base model, and the `_FIELDS` of its card."""
     if base is None:
         return [], {}
     return _of_package(base) if base.startswith(PACKAGE) else _of_model(base)
@@ -58,6 +58,7 @@ def _of_package(base: str) -> tuple[list[Path], dict[str, Any]]:
 
 
 def _of_distribution(name: str) -> list[Path]:
+    """The licence files of an installed distribution; none where it is not installed."""
     try:
         files = metadata.files(name) or []
     except metadata.PackageNotFoundError:
@@ -67,7 +68,10 @@ def _of_distribution(name: str) -> list[Path]:
 
 
 def _of_model(base: str) -> tuple[list[Path], dict[str, Any]]:
-    """Files and fields of a folder or a hub id. The latter are taken from the hub, or from this machine."""
+    """Files and fields of a model that is a folder or a hub id.
+
+    Those of a hub id are downloaded, or taken from this machine's cache.
+    """
     folder = Path(base).expanduser()
     if not folder.is_dir():
         try:
@@ -80,7 +84,7 @@ def _of_model(base: str) -> tuple[list[Path], dict[str, Any]]:
     except (OSError, ValueError, yaml.YAMLError):  # there is no card, or it says nothing
         fields = {}
     found = sorted(file for file in folder.iterdir() if file.is_file() and _is_licence(file.name))
-    # An export's own LICENSE is the licence of its code.
+    # The LICENSE of an earlier export is that of its code, not of its weights.
     of_base = [file for file in found if file.name.startswith(_OF_BASE)]
     is_export = (folder / "llama.py").is_file()
     return of_base if is_export else found, {name: fields[name] for name in _FIELDS if fields.get(name)}

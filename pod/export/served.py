@@ -1,9 +1,10 @@
 """A model as serving engines load it: standard names, a window per layer, constant sinks folded into biases.
 
 Engines keep one table of blocks per layer. A plan must therefore give all heads of a layer the same role:
-they lead, or they keep their window. The folder is a *stock* model where one computes the same: Llama, Qwen2,
-Qwen3 or GraniteSWA, which is a Llama with windows, a sink in every layer, biases and factors. Only for Qwen3
-with windows or sinks there is no stock model: its folder names the architecture of `integrations/vllm`.
+they lead, or they keep their window. The folder is that of a *stock* model, which engines know, where one
+computes the same: Llama, Qwen2, Qwen3 or GraniteSWA, which is a Llama with windows, a sink in every layer,
+biases and factors. Only for Qwen3 with windows or sinks there is no stock model: its folder names the
+architecture of the plugin in `integrations/vllm`.
 
 A constant sink is a logit ``s`` per query head and a value ``u`` per KV head. It acts as one more token of
 every window. The value needs no support of an engine, since the probabilities sum to 1:
@@ -28,13 +29,14 @@ from pod.modeling.model.config import PodConfig
 from pod.modeling.model.llama import PodForCausalLM
 
 OWN_TYPE = "pod_served"
+"""`model_type` of a folder that no stock model computes."""
 OWN_ARCHITECTURE = "PodServedForCausalLM"
 """The architecture that the plugin in `integrations/vllm` registers.
 
 transformers does not know its type, and refuses it.
 """
 MARK = "pod_export"
-"""The field of config.json that tells such a folder from one that others made."""
+"""The field of config.json that marks a folder as an export of this package for an engine."""
 NO_SINK = -1e4
 """The logit of a layer without a sink, for an architecture with a sink in every layer.
 
@@ -44,24 +46,26 @@ _WAY_OUT = "make one with explore.target=vllm"
 
 
 class Target(NamedTuple):
-    """What a folder says that it is: transformers goes by `model_type`, vLLM by `architecture`."""
+    """The model that config.json names: transformers reads its `model_type`, vLLM its `architecture`."""
 
     model_type: str
     architecture: str
 
     @property
     def needs_plugin(self) -> bool:
-        """Whether vLLM needs the plugin. It does also for a stock Qwen3 whose layers have windows."""
+        """Whether vLLM needs the plugin, as it also does for a stock Qwen3 with windows or biases."""
         return self.architecture == OWN_ARCHITECTURE
 
     @property
     def is_stock(self) -> bool:
-        """Whether transformers loads the folder without any other code."""
+        """Whether transformers loads the folder with its own code alone."""
         return self.model_type != OWN_TYPE
 
 
 GRANITE = Target("granite_swa", "GraniteSWAForCausalLM")
+"""The stock model with windows, a sink in every layer, biases and factors."""
 OWN = Target(OWN_TYPE, OWN_ARCHITECTURE)
+"""The plugin's model, where no stock model computes the same."""
 
 
 def windows_of_layers(config: PodConfig) -> list[int | None]:
@@ -90,9 +94,11 @@ def windows_of_layers(config: PodConfig) -> list[int | None]:
 
 
 def check_servable(config: PodConfig) -> None:
-    """Raise ValueError unless engines can compute what a model with this configuration does.
+    """Raise ValueError when serving engines cannot compute what a model with this configuration computes.
 
-    The message says what to do.
+    It refuses layout cla, packed layers, layers whose heads have different roles or follow, windows with
+    stored first tokens, windows of several lengths, and decoders of other families. The message says what to
+    do.
     """
     if config.layout == "cla":
         raise ValueError(
@@ -122,7 +128,7 @@ def check_servable(config: PodConfig) -> None:
 
 
 def _check_family(config: PodConfig) -> None:
-    """Raise ValueError unless the decoder is one of Llama, Mistral, Qwen2, Qwen3 or Granite's."""
+    """Raise ValueError when the decoder is not that of Llama, Mistral, Qwen2, Qwen3, Granite or SmolLM3."""
     others = {
         "norm_placement": config.norm_placement != "before",
         "norm_offset": config.norm_offset != 0.0,
@@ -153,9 +159,9 @@ def _is_granite(config: PodConfig) -> bool:
 def target_of(config: PodConfig) -> Target:
     """The stock model that computes the same in transformers and vLLM, else the plugin's model.
 
-    transformers has windows per layer in Qwen2 and Qwen3, vLLM has them in Llama. A Llama is a Qwen2 whose
-    biases are zero. One folder therefore serves both: they choose their code by different fields of
-    config.json.
+    For windows per layer, a folder can name a Qwen2 for transformers and a Llama for vLLM: transformers has
+    such windows in Qwen2 and Qwen3, vLLM has them in Llama. A Llama is a Qwen2 whose biases are zero. One
+    folder serves both, because they choose their code by different fields of config.json.
     """
     has_windows = any(window is not None for window in windows_of_layers(config))
     has_sinks = bool(config.sink_layers)
@@ -206,9 +212,9 @@ def served_config(config: PodConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _granite_fields(config: PodConfig) -> dict[str, Any]:
-    """Fields of `granite_swa` that have other names here.
+    """The fields of `granite_swa` that have other names in a PodConfig.
 
-    They are the factor of attention, and the base of RoPE in each layer (0 = none).
+    They are the factor of attention, and the base of RoPE in each layer (0 = no RoPE).
     """
     thetas = []
     for layer in range(config.num_hidden_layers):
@@ -222,7 +228,7 @@ def _granite_fields(config: PodConfig) -> dict[str, Any]:
 
 
 def _biases(config: PodConfig) -> str:
-    """The projections of attention that have a bias in the target: some of `qkvo`."""
+    """The projections of attention that have a bias in the exported model, as letters of `qkvo`."""
     target = target_of(config)
     has_sinks = bool(config.sink_layers)
     inner = config.attention_qkv_bias or has_sinks or target.model_type == "qwen2"
@@ -257,10 +263,14 @@ def served_weights(model: PodForCausalLM) -> dict[str, Tensor]:
 
 
 def _fold(weights: dict[str, Tensor], attention: str, groups: int) -> None:
-    """Move a layer's sink values into its biases.
+    """Move a layer's sink values into its biases, in place.
 
-    The biases of the values are rounded when they are stored. The bias of the output adds exactly what they
-    really subtract.
+    The bias of `v_proj` is rounded to the dtype of the weights. The bias of `o_proj` adds exactly what that
+    rounded bias subtracts.
+
+    Args:
+        attention: the beginning of the names of the layer's weights in attention.
+        groups: query heads per KV head.
     """
     values = weights.pop(f"{attention}sink_values")
     before = weights[f"{attention}v_proj.bias"]

@@ -1,4 +1,4 @@
-"""What the model card of an export for serving engines says of these engines."""
+"""The parts of a model card that are about serving engines, for exports of format `vllm`."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ PLUGIN = "pip install 'pod-kv[vllm]'"
 
 
 def serving(config: PodConfig) -> str:
-    """How to serve the model, and which engines were tried with models of its kind."""
+    """The section of the card that says how to serve the model, and which engines were tried."""
     target = target_of(config)
     install = f"{PLUGIN}  # once: vLLM finds the plugin by itself\n" if target.needs_plugin else ""
     lines = [
@@ -27,7 +27,7 @@ def serving(config: PodConfig) -> str:
 
 
 def serving_limits(config: PodConfig) -> Iterator[str]:
-    """What other engines do, and what `pod.load_model` does."""
+    """Sentences about what cannot load this folder: other engines, and `pod.load_model`."""
     target = target_of(config)
     if target == GRANITE:
         yield (
@@ -50,6 +50,7 @@ def serve_command(folder: object) -> str:
 
 
 def _kept(config: PodConfig) -> str:
+    """Sentences that say how many layers keep every token or a window in vLLM, and how many have a sink."""
     windows = windows_of_layers(config)
     lengths = [window for window in windows if window is not None]
     if not lengths:
@@ -64,6 +65,7 @@ def _kept(config: PodConfig) -> str:
 
 
 def _engines(target: Target) -> Iterator[str]:
+    """The rows of the table of engines."""
     how = "with the plugin" if target.needs_plugin else f"as `{target.architecture}`, without a plugin"
     yield f"| vLLM, CPU | {VLLM} | {how} |"
     if target.is_stock:

@@ -1,5 +1,5 @@
-"""Time and memory of whole models, and the machine on which they were measured.
+"""Measure time and memory of whole models, and describe the machine on which they were measured.
 
-The modules measure who decodes how fast, what a pass takes, and how many rows fit. Nothing here knows of
-evaluations.
+``race`` compares decode speeds, ``measured_memory`` measures the peak memory of passes, ``max_batch`` finds
+how many rows fit, and ``fill`` makes full caches without a prompt. Nothing here depends on evaluations.
 """

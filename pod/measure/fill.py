@@ -21,7 +21,7 @@ _LOUD = 100.0
 def is_filled_directly(cache: Any) -> bool:
     """Whether ``fill`` writes into the buffers of a cache, so that no prompt is read.
 
-    It does so where the plan alone decides what the cache holds.
+    It does so when what the cache holds depends on the plan alone, and not on the content of a prompt.
     """
     if type(cache) not in (PodCache, GroupedCache) or getattr(cache, "chunks", None) is not None:
         return False
@@ -31,17 +31,19 @@ def is_filled_directly(cache: Any) -> bool:
 
 @torch.no_grad()
 def fill(model: Any, cache: Any, batch: int, length: int, skip_share: float = 0.0) -> None:
-    """Let a cache hold ``length`` random tokens, more than one, in each of ``batch`` rows.
+    """Fill an empty cache with ``length`` random tokens in each of ``batch`` rows.
 
     Args:
+        length: more than 1.
         skip_share: the share of the following pairs, spread over the layers, that get very large window keys.
-            Proximal tokens then hold nearly all attention of their query heads.
+            Proximal tokens then get nearly all attention of these pairs' query heads, so that the gate of tau
+            lets them skip distant tokens.
     """
     if not is_filled_directly(cache):
         with without_attention(model):
             model(input_ids=random_rows(model, batch, length), past_key_values=cache, logits_to_keep=1)
         return
-    # Reading one token makes the buffers take their place.
+    # Reading one token allocates the buffers.
     model(input_ids=random_rows(model, batch, 1), past_key_values=cache, logits_to_keep=1)
     weight = model.lm_head.weight
     step, _ = cache.begin_step(model.config, weight.new_empty(batch, length - 1, 0), None, None)
@@ -51,7 +53,12 @@ def fill(model: Any, cache: Any, batch: int, length: int, skip_share: float = 0.
 
 
 def _fill_layers(layers: list[Any], length: int, weight: Tensor, skip_share: float) -> None:
-    """Fill the buffers of these layers as ``fill`` says. The first token is already there."""
+    """Fill the buffers of these layers up to ``length`` tokens, behind the one token that is there.
+
+    Args:
+        weight: has the dtype of the numbers; and their device, where a layer has none of its own.
+        skip_share: as in ``fill``.
+    """
     generators: dict[torch.device, torch.Generator] = {}
     seen = 0.0
     for layer in layers:
@@ -75,15 +82,16 @@ def _append_random(
     """Append random tokens behind the first one, a part at a time.
 
     Args:
-        length: tokens that the buffer holds in the end.
+        length: number of tokens in the end, the first one included.
         factor: multiplies the numbers of each head.
-        like: has the dtype and the device of the numbers.
+        like: a tensor with the dtype and the device of the numbers.
     """
     batch, heads, _, head_dim = buffer.shape
     size = max(1, _CHUNK // (batch * heads * head_dim) // 64) * 64
     for first in range(1, length, size):
         rows = min(size, length - first)
-        # A packed window still counts what it drops, so that only a plain one may leave tokens out.
+        # Only a plain window may leave out tokens that it would drop again. A packed one must be given all of
+        # them, because it counts what it drops.
         if type(buffer) is WindowBuffer and 1 < first <= length - buffer.num_recent_tokens - rows:
             continue
         x = like.new_empty(batch, heads, rows, head_dim).normal_(generator=generator)

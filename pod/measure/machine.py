@@ -1,4 +1,4 @@
-"""Where and when something was measured: the machine, the versions and the commit."""
+"""Where and when a measurement was made: the machine, the versions of packages and the commit."""
 
 import datetime
 import os
@@ -13,7 +13,11 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment() -> dict[str, Any]:
-    """Date (UTC), versions, commit of this package's checkout, hardware, threads, FlashAttention on a GPU."""
+    """The environment of a measurement, for JSON.
+
+    It has the date (UTC), the versions of Python and packages, the commit of this package's checkout, the
+    hardware, torch's number of threads, and on a GPU the version of FlashAttention.
+    """
     import torch
 
     from pod.modeling.model.flash_version import active_version
@@ -56,6 +60,7 @@ def _commit() -> str | None:
 
 
 def _cpu_name() -> str:
+    """The name of the CPU, from /proc/cpuinfo where there is one."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

@@ -1,14 +1,14 @@
 """The largest batch that fits, or the longest prompt, found by trying.
 
-This is measured in PoD Table 3 and D2O Table 3, in the way of FlexGen and LCKV.
+PoD Table 3 and D2O Table 3 report such batches. They are measured here in the way of FlexGen and LCKV.
 
 A try reads a random prompt of x tokens per row into the method's cache, and decodes y tokens of every row,
-one at a time. It fits when the GPU does not run out of memory, or when weights, cache and activations stay
-below a number of bytes. Two small tries tell the bytes per row, and so where to look. Bisection does the
-rest.
+one at a time. It fits when the GPU does not run out of memory. Where there is a limit in bytes, it fits when
+weights, cache and activations stay below the limit. Two small tries give the bytes per row, from which the
+search guesses the largest batch. Bisection then finds it.
 
-Batches are whole numbers: 41 and 57 rows are 1.39x where bytes allow 1.41x. Therefore the result also has the
-number of rows that would fit if rows could be cut.
+Batches are whole numbers: 41 and 57 rows differ by 1.39x, while the bytes allow 1.41x. Therefore the result
+also has the number of rows that would fit if rows could be cut.
 """
 
 import collections
@@ -29,7 +29,7 @@ class Tries:
     """What is known about the batches of one method: whether they fit, and how many bytes they take.
 
     Args:
-        make_cache: makes a new cache.
+        make_cache: a function that makes a new cache.
         prompt: tokens per row that are read.
         generated: tokens per row that are decoded.
         limit: bytes that weights, cache and activations may take; None = until the GPU is full.
@@ -55,7 +55,10 @@ class Tries:
         self.failed: dict[int, str] = {}
 
     def fits(self, batch: int) -> bool:
-        """Whether a batch fits. Each batch is tried once. Errors that are no lack of memory are raised."""
+        """Whether a batch of so many rows fits. Each batch is tried once.
+
+        Errors other than a lack of memory are raised.
+        """
         if batch not in self.peaks and batch not in self.failed:
             try:
                 self.peaks[batch] = self._peak(batch)
@@ -67,7 +70,13 @@ class Tries:
         return batch in self.peaks
 
     def _passes(self, cache: Any, token: Tensor) -> Iterator[None]:
-        """Read rows into a new cache, then decode tokens: one per step. The last new token is never fed."""
+        """Read rows into a new cache, then decode tokens; yield after each pass, which gives one new token.
+
+        The last new token is not fed again.
+
+        Args:
+            token: the rows to read, [B, n].
+        """
         for _ in range(self.generated):
             token = next_token(self.model, cache, token)
             yield
@@ -92,9 +101,11 @@ class Tries:
 
     @torch.no_grad()
     def throughput(self, batch: int) -> dict[str, float]:
-        """Generated tokens per second of all rows: of the whole, and of decoding alone.
+        """Generated tokens per second, summed over the rows.
 
-        The whole includes reading the prompt, as FlexGen counts it.
+        Returns:
+            `tokens_per_second`, in which the time includes reading the prompt, as FlexGen counts it; and
+            `decode_tokens_per_second`, of decoding alone, when more than one token is generated.
         """
         rows = random_rows(self.model, batch, self.prompt, self.seed)
         passes = self._passes(self.make_cache(), rows)
@@ -110,19 +121,19 @@ class Tries:
         return rates
 
     def _free(self) -> None:
-        """Give a try's memory back, also what a failed try left in reference cycles."""
+        """Free the GPU memory of a try, also what a failed try left in reference cycles."""
         if next(self.model.parameters()).is_cuda:
             gc.collect()
             torch.cuda.empty_cache()
 
 
 class LongTries(Tries):
-    """Tries of one long row, for the longest prompt that fits (IMDC Table 1).
+    """Tries with one long row, for the longest prompt that fits (IMDC Table 1).
 
-    The row of a try has ``batch`` times ``prompt`` tokens.
+    A "batch" of b means one row of b times ``prompt`` tokens here.
 
     Args:
-        make_cache: makes a new cache for a number of tokens.
+        make_cache: a function that makes a new cache for a number of tokens.
     """
 
     def _start(self, batch: int) -> tuple[Tensor, Any]:
@@ -138,11 +149,16 @@ def random_rows(model: Any, batch: int, length: int, seed: int = 0) -> Tensor:
 
 
 def search(tries: Tries, most: int) -> dict[str, Any]:
-    """The largest batch up to `most` rows that fits, with the tries.
+    """Find the largest batch of at most `most` rows that fits.
 
     Returns:
-        {batch, fractional_batch, bytes_per_row, peak_bytes, failed, most_reached}. `batch` is 0 when not one
-        row fits. `most_reached` says that `most` rows fit, so that no more were tried.
+        A dictionary for JSON:
+
+        - `batch`: the rows of the largest batch; 0 when not one row fits.
+        - `fractional_batch`: the rows that would fit if rows could be cut (`fractional`); None = not known.
+        - `bytes_per_row`: see `bytes_per_row`; None when fewer than two batches fitted.
+        - `peak_bytes`, `failed`: peak bytes, or the reason why it did not fit, of each batch that was tried.
+        - `most_reached`: whether `most` rows fit, so that larger batches were not tried.
     """
     limit, guess = memory_limit(tries), 1
     if most > 1 and all(tries.fits(batch) for batch in (1, 2)):
@@ -162,9 +178,9 @@ def search(tries: Tries, most: int) -> dict[str, Any]:
 
 
 def memory_limit(tries: Tries) -> int | None:
-    """The bytes that weights, cache and activations may take.
+    """The bytes that weights, cache and activations may take; None on a CPU without a limit.
 
-    It is the limit that was asked for, or what the GPU has left. It is None on a CPU without a limit.
+    It is the limit of the tries. Without one, it is what the weights take and what the GPU has free.
     """
     device = next(tries.model.parameters()).device
     if tries.limit is not None or device.type != "cuda":
@@ -173,9 +189,9 @@ def memory_limit(tries: Tries) -> int | None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or what led to it, is a lack of memory.
+    """Whether an error, or an error that led to it, is a lack of memory.
 
-    What led to it is asked too, because a graph that is being captured raises another error behind it.
+    When memory runs out while a CUDA graph is being captured, another error follows and hides the first one.
     """
     while error is not None:
         text = str(error)
@@ -193,7 +209,11 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def largest(fits: Callable[[int], bool], guess: int, most: int = sys.maxsize) -> int:
     """The largest batch of at most `most` rows that fits; 0 when not even one row fits.
 
-    The search goes outwards from a guess, then by bisection.
+    The search goes outwards from a guess, in steps that double, and then by bisection.
+
+    Args:
+        fits: says whether a batch of so many rows fits.
+        guess: the first batch to try.
     """
     low, high, batch, width = 0, most + 1, guess, 1
     while high - low > 1:
@@ -211,7 +231,11 @@ def largest(fits: Callable[[int], bool], guess: int, most: int = sys.maxsize) ->
 
 
 def bytes_per_row(peaks: dict[int, int]) -> float:
-    """The slope of the line through the smallest and the largest batch that were tried and fitted."""
+    """Bytes by which the peak grows with each row: between the smallest and the largest batch that fitted.
+
+    Args:
+        peaks: rows of a batch → peak bytes, of at least two batches.
+    """
     first, last = min(peaks), max(peaks)
     return (peaks[last] - peaks[first]) / (last - first)
 
@@ -219,7 +243,7 @@ def bytes_per_row(peaks: dict[int, int]) -> float:
 def fractional(peaks: dict[int, int], limit: float) -> float:
     """The number of rows that would fit into `limit` bytes if rows could be cut.
 
-    It follows from the line through the smallest and the largest batch that were tried and fitted.
+    It lies on the line through the peaks of the smallest and the largest batch that fitted.
     """
     last = max(peaks)
     return last + (limit - peaks[last]) / bytes_per_row(peaks)

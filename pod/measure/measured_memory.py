@@ -1,8 +1,9 @@
 """Peak memory of a model's passes, on CPU and GPU alike.
 
-It is split into weights, keys and values by part, and activations. On CUDA the allocator counts. Elsewhere
-every storage that an operation makes is counted once while it lives: an allocator without slack would hold as
-much. Memory that a library's kernel takes and gives back inside one operation is seen on CUDA only.
+The peak is split into weights, keys and values by part, and activations. On CUDA the allocator counts the
+bytes. Elsewhere every storage that an operation makes is counted once while it lives, which is what an
+allocator without slack would hold. Memory that a library's kernel takes and gives back inside one operation
+is seen on CUDA only.
 """
 
 import time
@@ -21,12 +22,12 @@ ALLOCATOR, STORAGES = "CUDA allocator", "live storages"
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that operations made and that live, and their peak.
+    """Counts the bytes of all living tensors that operations have made, and the peak of this sum.
 
     Each storage counts once.
 
     Args:
-        limit: bytes. The operation with which the peak exceeds it raises MemoryError.
+        limit: in bytes; None = no limit. The operation that brings the peak above it raises MemoryError.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -48,6 +49,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage unless it is counted already."""
         known = self.live.get(storage._cdata)
         if known is not None and not known[0].expired():
             return
@@ -56,28 +58,29 @@ class LiveBytes(TorchDispatchMode):
         self.live[storage._cdata] = StorageWeakRef(storage), size
 
     def _forget_dead(self) -> None:
+        """Subtract the storages that have been freed."""
         for key in [key for key, (reference, _) in self.live.items() if reference.expired()]:
             self.now -= self.live.pop(key)[1]
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Do not count these tensors, which were there before, nor views of them that operations return."""
+        """Do not count these tensors, nor views of them that operations return."""
         for storage in (tensor.untyped_storage() for tensor in tensors):
             self.live[storage._cdata] = StorageWeakRef(storage), 0
 
     def restart(self) -> None:
-        """Let the peak count from now on."""
+        """Begin a new peak, at the bytes that live now."""
         self._forget_dead()
         self.peak = self.now
 
 
 class Meter:
-    """A context that measures the peak bytes beyond those that were held when it began.
+    """A context that measures the peak of the bytes that are held in addition to those at its beginning.
 
     For a model on several GPUs the peaks of all are added, though they need not come at the same time.
 
     Args:
         model: its weights are not counted.
-        limit: bytes of this peak. More of them raise MemoryError (on CUDA at the next `restart`).
+        limit: in bytes; None = no limit. A peak above it raises MemoryError (on CUDA at the next `restart`).
     """
 
     def __init__(self, model: Any, limit: int | None = None):
@@ -109,7 +112,14 @@ class Meter:
         return sum(map(torch.cuda.max_memory_allocated, self.devices)) - self._before
 
     def restart(self) -> int:
-        """Begin a new stretch. Returns the peak in bytes of the one that ends."""
+        """End the current stretch of the measurement and begin a new one.
+
+        Returns:
+            The peak in bytes of the stretch that ends.
+
+        Raises:
+            MemoryError: on CUDA, that peak is above the limit.
+        """
         peak = self.peak
         if self._live is not None:
             self._live.restart()
@@ -122,13 +132,16 @@ class Meter:
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of parameters and buffers. Tied ones count once."""
+    """Bytes of a model's parameters and buffers. Tied weights count once."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be allocated: what the device has free, and what PyTorch holds unused."""
+    """Bytes that can still be allocated on a device; for a CPU, in the machine's memory.
+
+    On a GPU it is what the device has free, and what PyTorch's allocator holds unused.
+    """
     if device.type != "cuda":
         return psutil.virtual_memory().available
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -140,14 +153,20 @@ def measure(model: Any, make_cache: Callable[[], Any], prompt: Tensor, steps: in
     """Peak bytes while a prompt is read into a new cache, and while tokens are decoded behind it.
 
     Args:
+        make_cache: a function that makes a new cache.
         prompt: [B, n].
         steps: tokens to decode per row.
 
     Returns:
-        {counted_by, weights, prefill, decode}. The last two are phases: each has peak = weights + kv +
-        activations, and kv_by_part. `kv` is what the cache holds at the end of the decoder layer in which the
-        peak lies. Keys and values that a method lets go before that are activations, for example those of a
-        prompt that it compresses.
+        A dictionary for JSON:
+
+        - `counted_by`: `ALLOCATOR` or `STORAGES`;
+        - `weights`: bytes of the weights;
+        - `prefill`, `decode`: for each phase the bytes `peak` = weights + `kv` + `activations`, and
+          `kv_by_part`.
+
+        `kv` is what the cache holds at the end of the decoder layer in which the peak lies. Keys and values
+        that a method drops before that, such as those of a prompt that it compresses, count as activations.
     """
     weights, stretches = weight_bytes(model), list[tuple[int, dict[str, int]]]()
     result: dict[str, Any] = {"counted_by": ALLOCATOR if prompt.is_cuda else STORAGES, "weights": weights}
@@ -183,7 +202,7 @@ def next_token(model: Any, cache: Any, fed: Tensor) -> Tensor:
 
 
 def now(device: torch.device) -> float:
-    """The seconds of a clock, read when the device has done all its work."""
+    """The time in seconds, after the device has finished all work that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,6 +1,6 @@
 """Time to first token and decode speed of methods, side by side.
 
-All methods run in one process. Their repeats are interleaved, one step at a time.
+All methods run in one process, and take turns in every round of timing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,9 +24,11 @@ class Runner:
     """A model with a filled cache, and the next token to feed.
 
     Attributes:
+        name: of the method.
+        token: [B, 1], the next token to feed; None before `fill`.
         prompt_seconds: the seconds of every timed reading of the prompt.
         seconds: the seconds of every timed repeat of decoding.
-        failed: why it is out; None while it is in the race.
+        failed: the error because of which it is out of the race; None while it takes part.
     """
 
     name: str
@@ -39,7 +41,10 @@ class Runner:
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """Keep an error of the block in `failed`, because one method's failure must not lose the others."""
+        """Keep an error of the block in `failed`, so that the failure of one method does not stop the others.
+
+        The cache of a runner that failed is freed.
+        """
         try:
             yield
         except Exception as error:  # noqa: BLE001 - compilers and drivers raise anything
@@ -47,9 +52,10 @@ class Runner:
 
     @torch.no_grad()
     def decode(self, steps: int) -> float:
-        """Decode `steps` tokens per row greedily, by the cache's engine if it has one.
+        """Decode `steps` tokens per row greedily, with the cache's engine if it has one.
 
-        Returns the seconds that it took.
+        Returns:
+            The seconds that this took.
         """
         token, engine = self.token, getattr(self.cache, "engine", None)
         assert token is not None, "fill() comes first"
@@ -64,15 +70,16 @@ class Runner:
 
 
 def _no_attention(call: Call) -> tuple[Tensor, Tensor]:
+    """An attention whose output and log-sum-exp are zeros."""
     lse = torch.zeros(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
     return torch.zeros_like(call.q), lse
 
 
 @contextmanager
 def without_attention(model: Any) -> Iterator[None]:
-    """Let prompts be read with an attention that gives zeros (the backend ``zeros``) while the block runs.
+    """Let attention give zeros (the backend ``zeros``) while the block runs, so that prompts are read fast.
 
-    Projections, methods and packing work as ever.
+    Projections, methods and packing work as always.
     """
     IMPLEMENTATIONS["zeros"] = Implementation(_no_attention, lambda call: None)
     before, model.config.attention_backend = model.config.attention_backend, "zeros"
@@ -91,7 +98,7 @@ def warm_up(model: Any, prompt: Tensor) -> None:
 
 @torch.no_grad()
 def fill(runner: Runner, prompt: Tensor) -> None:
-    """Read the prompt [B, n] into the cache, a new one, and time it up to the first token.
+    """Read the prompt [B, n] into the runner's new cache, and note the seconds up to the first token.
 
     The time includes the method's compression.
     """
@@ -103,9 +110,9 @@ def fill(runner: Runner, prompt: Tensor) -> None:
 def race(runners: Sequence[Runner], steps: int, repeats: int) -> None:
     """Run one warm-up round, then `repeats` timed rounds.
 
-    In every round each runner decodes `steps` tokens, in turns. The order moves by one from round to
-    round, so that no one always runs on another's warm or cold caches. Whoever fails is out, and the others
-    go on.
+    In every round each runner decodes `steps` tokens, one runner after the other. The order moves by one from
+    round to round, so that no runner always finds the processor's caches as the same other runner left them.
+    A runner that fails is out, and the others go on.
     """
     for turn in range(repeats + 1):
         for one in in_turns(runners, turn):
@@ -118,7 +125,10 @@ def race(runners: Sequence[Runner], steps: int, repeats: int) -> None:
 
 
 def in_turns(items: Sequence[T], turn: int) -> list[T]:
-    """The items in the order of a round."""
+    """The items in the order of round number `turn`: those from there on first, then the others.
+
+    Example: a, b, c in turn 1 are b, c, a.
+    """
     shift = turn % max(1, len(items))
     return [*items[shift:], *items[:shift]]
 

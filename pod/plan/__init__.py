@@ -1,4 +1,5 @@
-"""Which (layer, KV head) leads, follows or keeps its window.
+"""How a plan is found: which (layer, KV head) pairs lead, follow or keep their window.
 
-The plan of least cost is solved for, with heads aligned across layers.
+The cost of each role is measured. A solver then finds the plan of least cost, with heads aligned across
+layers.
 """

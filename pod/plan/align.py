@@ -1,8 +1,8 @@
-"""Align heads across layers: choose which KV heads share a place, so that the best plan costs least.
+"""Align heads across layers: order the KV heads of each layer so that the best plan costs least.
 
-The KV heads of a layer may be permuted together with their query heads without changing the model. A head
-follows only the head in its own place of a lower layer. The places are found by local search on the cost that
-``solve`` minimises.
+The KV heads of a layer may be permuted together with their query heads without changing the model. The
+position of a head in this order is its *place*. A head can follow only the head in the same place of a lower
+layer. The places are found by local search on the cost that ``solve`` minimises.
 """
 
 from itertools import pairwise
@@ -19,7 +19,7 @@ from pod.plan.solve import PAIR_UNITS, Floats, solve
 
 Order = NDArray[np.intp]  # [L, H]: the original KV head at each place
 
-_MOST_SWAPS = 6  # before a restart
+_MOST_SWAPS = 6  # random swaps at the beginning of a restart
 
 
 class Alignment(NamedTuple):
@@ -29,7 +29,7 @@ class Alignment(NamedTuple):
         kv_order: ``[L][H]``, the original KV head at each place.
         follow: costs of followers by place, as ``solve`` takes them.
         window: costs of windows by place, as ``solve`` takes them.
-        cost: of the best plan that saves the units.
+        cost: the cost of the best plan that saves the units that were asked for.
     """
 
     kv_order: tuple[tuple[int, ...], ...]
@@ -41,28 +41,29 @@ class Alignment(NamedTuple):
 def align(follow: Floats, window: Floats | None, units: int, restarts: int = 200, seed: int = 0) -> Alignment:
     """Find places in which the plan that saves ``units`` costs little, never more than in the original order.
 
-    The search sets a price per unit, near the slope of the frontier at ``units``. With the price and all
-    other layers given, the best permutation of one layer is an assignment problem. So is the best permutation
-    of all layers above a cut together. Both are solved exactly. Sweeps over the layers repeat both until
-    nothing improves. Each restart swaps one to six random heads of the best order so far and sweeps again.
+    The search sets a price per saved unit, near the slope of the cost curve at ``units``. When the price and
+    all other layers are fixed, the best permutation of one layer is an assignment problem. So is the best
+    common permutation of all layers above a *cut*, which is the border between two layers. Both are solved
+    exactly. Sweeps over the layers repeat both until nothing improves. Each restart makes one to six random
+    swaps in the best order so far and sweeps again.
 
     Args:
         follow: ``[L, L, H, H]`` = [lead, layer, KV head of the lead, KV head of the layer], read where
             lead < layer.
         window: ``[L, H]``, see ``solve``.
-        units: that the plan saves.
-        restarts: number of sweeps from a disturbed order.
-        seed: of the disturbances; the same seed gives the same order.
+        units: number of units that the plan saves.
+        restarts: number of searches that begin with random swaps.
+        seed: of these swaps; the same seed gives the same order.
 
     Raises:
-        ValueError: costs of other shapes, NaN, and units that no plan in the original order saves.
+        ValueError: costs have another shape or are NaN, or no plan in the original order saves ``units``.
     """
     sizes = check_costs("follow", follow, "L L H H")
     if window is not None:
         check_costs("window", window, "L H", sizes)
     order = np.tile(np.arange(follow.shape[-1]), (len(follow), 1))
     frontier = solve(*placed_costs(follow, window, order))
-    frontier.plan(units)  # refuses what cannot be
+    frontier.plan(units)  # raises where no plan saves so many units
     best = float(frontier.costs[units])
     rng = np.random.default_rng(seed)
     low, high = _slopes(frontier.costs, units)
@@ -73,7 +74,8 @@ def align(follow: Floats, window: Floats | None, units: int, restarts: int = 200
             for _ in range(1 + restart % _MOST_SWAPS):
                 _swap(start, rng)
             price += rng.uniform(low - high, high - low)
-        for found in (start, _Search(follow, window, price, start).run()):  # no price leads to some savings
+        # A saving off the lower hull of the curve is best at no price, so the start is tried too.
+        for found in (start, _Search(follow, window, price, start).run()):
             costs = solve(*placed_costs(follow, window, found)).costs
             if costs[units] < best - 1e-12 * abs(best):
                 order, best = found, float(costs[units])
@@ -84,14 +86,22 @@ def align(follow: Floats, window: Floats | None, units: int, restarts: int = 200
 
 
 def placed_costs(follow: Floats, window: Floats | None, order: Order) -> tuple[Floats, Floats | None]:
-    """The costs of ``align``, by place, as ``solve`` takes them, when ``order[L, H]`` stands there."""
+    """The costs of followers and windows by place, as ``solve`` takes them.
+
+    Args:
+        follow, window: as in ``align``.
+        order: ``[L, H]``, the original KV head at each place.
+    """
     layer = np.arange(len(order))
     placed = follow[layer[:, None, None], layer[None, :, None], order[:, None], order[None]]
     return placed, None if window is None else np.take_along_axis(window, order, axis=1)
 
 
 def _slopes(costs: Floats, units: int) -> tuple[float, float]:
-    """What a unit costs just below and just above ``units``, on the lower hull of the curve on each side."""
+    """What a saved unit costs just below and just above ``units``: the lower and the higher slope.
+
+    The slopes are those of the lower hull of the cost curve on each side.
+    """
     reachable = np.flatnonzero(np.isfinite(costs))
     slopes = (costs[reachable] - costs[units]) / np.where(reachable == units, np.nan, reachable - units)
     sides = (np.max, slopes[reachable < units]), (np.min, slopes[reachable > units])
@@ -100,7 +110,7 @@ def _slopes(costs: Floats, units: int) -> tuple[float, float]:
 
 
 def _swap(order: Order, rng: np.random.Generator) -> None:
-    """Swap two random heads in a random layer, or in all layers from there on."""
+    """Swap two random places in a random layer, or in that layer and all layers above it; in place."""
     layers, heads = order.shape
     first = int(rng.integers(layers))
     last = layers if rng.integers(2) else first + 1
@@ -109,14 +119,15 @@ def _swap(order: Order, rng: np.random.Generator) -> None:
 
 
 class _Search:
-    """Local search at a price per saved unit.
+    """Local search for an order of heads at a price per saved unit.
 
-    A *state* is the lead that is open: 0 for none, else ``1 + layer * H + KV head``.
+    The cost of a plan is reduced by the price of its units. A *state* is the lead that is open in a place: 0
+    for none, else ``1 + layer * H + KV head``.
 
     * ``stay[l][state, head]`` is the cost of KV head ``head`` of layer l when it follows that lead or keeps
       its window, whichever is cheaper.
     * ``above[l][state, place]`` is the least cost of the layers from l on, in a place.
-    * ``below[state, place]`` is the least cost of the layers before the one at hand, in a place.
+    * ``below[state, place]`` is the least cost of the layers below the current one, in a place.
     """
 
     def __init__(self, follow: Floats, window: Floats | None, price: float, order: Order):
@@ -130,7 +141,7 @@ class _Search:
         self.stay = stay
 
     def run(self) -> Order:
-        """Search until no layer and no cut can be improved, and return the order."""
+        """Search until no layer and no cut can be improved, and return the order ``[L, H]``."""
         while self._sweep():
             pass
         return self.order
@@ -140,6 +151,7 @@ class _Search:
         return slice(1 + layer * self.heads, 1 + (layer + 1) * self.heads)
 
     def _above(self) -> Floats:
+        """``above`` for the present order, ``[L + 1, states, H]``."""
         layers, states, heads = self.stay.shape
         above = np.zeros((layers + 1, states, heads))
         for layer in reversed(range(layers)):
@@ -149,7 +161,7 @@ class _Search:
         return above
 
     def _sweep(self) -> bool:
-        """Improve every cut and every layer once, from below, and say whether anything was gained."""
+        """Improve every cut and every layer once, from the lowest one up; return whether there was a gain."""
         layers, states, heads = self.stay.shape
         above, place, gained = self._above(), np.arange(heads), False
         below = np.full((states, heads), np.inf)
@@ -177,16 +189,17 @@ def _least(left: Floats, right: Floats) -> Floats:
 
 
 def _assign(costs: Floats, now: Order) -> Order:
-    """The column of each row, at least total cost; the columns of ``now`` unless others are cheaper."""
+    """Assign a column to each row at least total cost; ``now`` is kept unless another one is cheaper."""
     rows, columns = linear_sum_assignment(costs)
     old, new = costs[rows, now].sum(), costs[rows, columns].sum()
     return columns if new < old - 1e-12 * max(1.0, abs(old)) else now
 
 
 def _neighbours(order: Order, plan: SharingPlan) -> Order:
-    """Put heads that lead more before heads that keep more windows, so that neighbours hold the same.
+    """Sort places so that heads with few windows stand first, and neighbouring heads hold the same tokens.
 
-    The plan stays the same: places may be sorted between cuts that no block crosses.
+    The cost of the plan stays the same: only layers between two cuts that no block crosses are sorted
+    together.
     """
     layers, heads = order.shape
     crossed = [[is_followed(plan.lead, layer - 1, head) for head in range(heads)] for layer in range(layers)]

@@ -33,8 +33,9 @@ class ExploreArgs:
     `similarity`: the paper's measure, 1 - similarity of attention rows, for roles=follow only."""
 
     target: Literal["pod", "vllm"] = "pod"
-    """Where the plan will run. `pod`: in this package. `vllm`: in vLLM, with whole layers that lead or keep
-    their window, in numbers that waste next to no memory there; the report says what vLLM will hold."""
+    """Where the plan will run. `pod`: in this package. `vllm`: in vLLM. All heads of a layer then lead, or
+    all keep their window, and the number of layers with windows is one with which vLLM wastes next to no
+    memory. The report says what vLLM will hold."""
 
     roles: list[Literal["follow", "window"]] | None = None
     """What a head may do besides leading. `follow`: use a lower layer's attention to distant tokens, with
@@ -43,21 +44,21 @@ class ExploreArgs:
 
     granularity: Literal["head", "layer"] | None = None
     """For dp: what gets a role of its own. `head`: every KV head of every layer. `layer`: all heads of a
-    layer have one role, as serving engines need it, which keep one table of cache blocks per layer. null =
-    head; layer with target=vllm."""
+    layer have one role. Serving engines need this, since they keep one table of cache blocks per layer.
+    null = head; layer with target=vllm."""
 
     engine_batch_tokens: PositiveInt = 2048
     """With target=vllm: tokens of prompts that vLLM reads at a time, its `--max-num-batched-tokens` (2048 is
-    vLLM's default); twice as many with asynchronous scheduling. While a prompt is read, layers with windows
-    hold so many tokens more."""
+    vLLM's default). Give twice as many where vLLM uses asynchronous scheduling. While a prompt is read,
+    layers with windows hold this many tokens more."""
 
     bits: list[int] = field(default_factory=lambda: [16])
     """With projected: bits in which layers may store keys and values. [16] = as computed; [16, 4] = the
     plan may also pack layers into 4 bits, like the method int4."""
 
     align_heads: bool = True
-    """With projected and follow: reorder the KV heads of each layer so that similar heads share. The model
-    computes the same; the plan records the order."""
+    """With projected, follow, granularity=head and bits=[16]: reorder the KV heads of each layer so that
+    similar heads share. The model computes the same; the plan records the order."""
 
     retrieval_sequences: NonNegativeInt = 2
     """With projected: sequences of random tokens, repeated four times, that are measured in addition to
@@ -78,10 +79,11 @@ class ExploreArgs:
     """Number of texts to measure on (paper: 1000)."""
 
     sequence_length: PositiveInt = 8192
-    """Tokens of each text; must be longer than the windows (paper: 32768)."""
+    """Tokens of each text (paper: 32768). With projected it must be longer than the windows."""
 
     num_queries: PositiveInt = 16
-    """Last positions of each text whose attention is measured (paper: 16)."""
+    """Positions of each text whose attention is measured (paper: 16). With projected they are evenly spaced
+    over the positions that have tokens outside the windows, with similarity they are the last ones."""
 
     heads: bool = False
     """Search for retrieval heads (RazorAttention) and make no plan; same as `--heads`. Needs no text."""
@@ -160,7 +162,8 @@ class ExploreArgs:
     def least_saving(self) -> float:
         """The saving that a plan must reach: `target_saving`, and half a percentage point less for vLLM.
 
-        There, 0.67 then means 20 of 30 layers.
+        Rounded targets then mean what they say: with target=vllm, windows in 20 of 30 layers (66.7 %) are
+        enough for a `target_saving` of 0.67.
         """
         return max(0.0, self.target_saving - (0.005 if self.target == "vllm" else 0.0))
 

@@ -1,21 +1,22 @@
 """Constants that stand for the first tokens in heads that keep their windows, and what such windows cost.
 
 A constant sink is a logit per query head and a value per KV head. Both join the softmax of a window at every
-position, as in serving engines (``pod.modeling.model.sinks``). The cost of a sink is in the currency of
-``costs.py`` and has three parts:
+position, as in serving engines (``pod.modeling.model.sinks``). The cost of a sink is in the unit of
+``costs.py`` and is the sum of three parts:
 
 * the mean over queries that have distant tokens;
 * the mean over early queries, whose window still holds the first tokens, times their share of the sequence;
 * the mean over first tokens.
 
-Every text has a first token, and all later tokens attend to it. What a layer does to it decides whether later
-layers find their sink. On SmolLM2-135M, constants that were too heavy in layers 1, 10 and 11 took 98 % of the
-first token's large activations away, where the first token was one of 5 % of the vocabulary. A first token
-sees nothing but itself, so any token of a text can stand for it, as a sequence of its own.
+The third part is there because every text has a first token, and all later tokens attend to it. What a layer
+does to it decides whether later layers find their sink. On SmolLM2-135M, constants that were too heavy in
+layers 1, 10 and 11 took away 98 % of the first token's large activations, for first tokens from 5 % of the
+vocabulary. A first token sees nothing but itself, so any token of a text can stand for it: it is read as a
+sequence of its own.
 
 Calibration starts from what a dense model reads from the first tokens (`measured_sink`, METHODS.md §8). These
-constants are right for distant queries, but would count the first tokens twice for early ones. So calibration
-then takes the constants of least cost (`fitted_sink`).
+constants are right for queries that have distant tokens. For early queries, which still see the first tokens,
+they would count these twice. So calibration then searches for the constants of least cost (`fitted_sink`).
 """
 
 import os
@@ -48,12 +49,13 @@ from pod.tokenizer import load_tokenizer
 FIRST_TOKENS = 4
 """First tokens of a text whose attention the constants replace at the start of the calibration."""
 NUM_QUERIES = 64
+"""Queries with distant tokens that `calibrate_sinks` samples from each text, unless it is told otherwise."""
 CALIBRATION_SEQUENCES = 8
-"""Sequences of text on which `pod explore` calibrates, at most."""
+"""Most sequences of text on which `pod explore` calibrates."""
 NUM_FIRST = 32
-"""Tokens of each sequence that stand for first tokens."""
+"""Most tokens of each sequence that stand for first tokens (`first_tokens`)."""
 STEPS = 60
-"""Steps of L-BFGS per layer."""
+"""Most steps of L-BFGS per layer."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ class WindowQueries:
         near: ``[H, G, q, d]``, attention to the window.
         lse: ``[H, G, q]``, log-sum-exp of the logits in the window.
         out: ``[H, G, q, d]``, attention to all tokens.
-        residual: ``[q]``, by which squared errors behind the output projection are divided.
-        factor: ``[H, r, G·d]``; products with it are as long as products with the output projection.
+        residual: ``[q]``, squared length of the residual stream, see `OutputScale`.
+        factor: ``[H, r, G·d]``, see `OutputScale`.
         weights: ``[q]``; the weighted sum over queries is the cost.
         early: ``[q]``, whether a query sees the first tokens in its window.
     """
@@ -80,7 +82,7 @@ class WindowQueries:
 
     @classmethod
     def join(cls, parts: Sequence["WindowQueries"]) -> "WindowQueries":
-        """The queries of several sequences of one layer, with the mean of their costs as the cost."""
+        """The queries of several sequences of one layer; their cost is the mean cost of the sequences."""
         return cls(
             near=torch.cat([part.near for part in parts], dim=2),
             lse=torch.cat([part.lse for part in parts], dim=2),
@@ -102,7 +104,7 @@ class WindowQueries:
 
 
 class _Part(NamedTuple):
-    """Queries of one kind of a layer; fields as in `WindowQueries`."""
+    """Queries of one layer, without their weights; fields as in `WindowQueries`."""
 
     near: Tensor
     lse: Tensor
@@ -120,10 +122,11 @@ def window_queries(
         model: dense, with the ``num_recent_tokens`` of the windows.
         input_ids: ``[1, n]``.
         num_queries: number of queries with distant tokens, at most ``n - num_recent_tokens``. As many early
-            queries, at most ``num_recent_tokens - 1``, and the first tokens are added.
+            queries are added (at most ``num_recent_tokens - 1``), and the first tokens.
 
     Raises:
-        ValueError: a model with a plan, or a sequence that is too short for the windows.
+        ValueError: the model has a plan, or the sequence has fewer than num_queries positions with distant
+            tokens.
     """
     config, n = model.config, input_ids.shape[1]
     window = config.num_recent_tokens
@@ -162,8 +165,8 @@ def window_queries(
 def first_tokens(input_ids: Tensor, bos_token_id: Any) -> Tensor:
     """Tokens ``[B]`` that stand for the tokens with which texts begin.
 
-    This is the first token of the sequence ``[n]`` where all texts begin with it. Else these are evenly
-    spaced tokens of the sequence, the first one among them.
+    Where the sequence ``[n]`` begins with the model's BOS token, all texts do: this token is the only one.
+    Else there are at most `NUM_FIRST` evenly spaced tokens of the sequence, the first one among them.
     """
     if bos_token_id is not None and int(input_ids[0]) == bos_token_id:
         return input_ids[:1]
@@ -173,7 +176,11 @@ def first_tokens(input_ids: Tensor, bos_token_id: Any) -> Tensor:
 
 
 def _alone(inputs: AttentionInputs) -> _Part:
-    """Queries of B sequences of one token each, which see only themselves; inputs: with a batch dimension."""
+    """The queries of B sequences of one token each, which see only themselves.
+
+    Args:
+        inputs: from `record_batch`, with the batch as first dimension.
+    """
     wide = torch.promote_types(inputs.q.dtype, torch.float32)
     q, k, v = (x[:, :, 0].to(wide).transpose(0, 1) for x in inputs[1:])  # [heads, B, d]
     q = q.unflatten(0, (len(k), -1))  # [H, G, B, d]
@@ -184,7 +191,11 @@ def _alone(inputs: AttentionInputs) -> _Part:
 
 
 def _part_of(inputs: AttentionInputs, positions: Tensor, window: int) -> tuple[_Part, Sink]:
-    """Queries at these positions, and what the queries with distant tokens read from the first tokens."""
+    """The queries at these positions, and the `measured_sink` of those that have distant tokens.
+
+    Args:
+        window: tokens that a query sees in its window.
+    """
     logits = _causal_logits(inputs, positions)  # [H, G, q, n]
     values = inputs.v.to(logits.dtype)[:, None]
     out = logits.softmax(-1) @ values
@@ -204,7 +215,7 @@ def _causal_logits(inputs: AttentionInputs, positions: Tensor) -> Tensor:
 
 
 def measured_sink(logits: Tensor, values: Tensor) -> Sink:
-    """What a dense model reads from the first tokens, averaged over queries.
+    """The constants that stand for what a dense model reads from the first tokens, averaged over queries.
 
     Args:
         logits: ``[H, G, q, FIRST_TOKENS]``, of queries with distant tokens.
@@ -219,7 +230,7 @@ def measured_sink(logits: Tensor, values: Tensor) -> Sink:
 
 
 def fitted_sink(queries: WindowQueries, start: Sink) -> Sink:
-    """Find the constants of least cost on these queries by L-BFGS; `start` where nothing better is found."""
+    """The constants of least cost on these queries, by L-BFGS; `start` where it finds nothing better."""
     logits, values = (x.detach().to(queries.lse).clone().requires_grad_() for x in start)
     sink = Sink(logits, values)
     with torch.no_grad():
@@ -247,11 +258,11 @@ def find_sinks(model: PodForCausalLM, sequences: Sequence[Tensor], num_queries: 
 
     Args:
         model: dense, with the ``num_recent_tokens`` of the windows.
-        sequences: ``[n]`` tokens each; all of their sampled queries are held at the same time.
+        sequences: ``[n]`` tokens each; the sampled queries of all of them are held at the same time.
         num_queries: per sequence, see `window_queries`.
 
     Raises:
-        ValueError: for the reasons of `window_queries`, and for values that are not finite.
+        ValueError: as in `window_queries`; or the model gives values that are not finite.
     """
     layers: list[list[WindowQueries]] = [[] for _ in planned_layers(model.config)]
     starts: list[list[Sink]] = [[] for _ in layers]
@@ -276,6 +287,11 @@ def measure_window_costs(
 ) -> dict[str, Tensor]:
     """What windows with these constants cost on one sequence ``[1, n]``.
 
+    Args:
+        model: dense, with the ``num_recent_tokens`` of the windows.
+        num_queries: see `window_queries`.
+        sinks: the constants of each planned layer.
+
     Returns:
         ``window``, the cost at queries with distant tokens, and ``early``, the cost at the others: ``[L, H]``
         each, fp64 on the CPU. Their sum is the cost of the role.
@@ -299,8 +315,8 @@ def with_constants(plan: SharingPlan, sinks: Sequence[Sink | None]) -> SharingPl
 
     Args:
         plan: of as many layers as ``sinks``.
-        sinks: one per layer, with heads in their original order; here they move to the plan's order. None for
-            a layer that was trained with a window of its own.
+        sinks: one per layer, with heads in their original order; the result has them in the plan's order.
+            None for a layer that was trained with a window of its own.
     """
     logits: list[Any] = []
     values: list[Any] = []
@@ -339,8 +355,8 @@ def calibrate_sinks(
         takes it.
 
     Raises:
-        ValueError: no texts, a text that is too short, a plan that does not say its windows, or a plan of
-            another size.
+        ValueError: there are no texts, a text is too short, the plan does not say its windows, or its numbers
+            of layers and heads are not the model's.
     """
     plan = plan if isinstance(plan, SharingPlan) else SharingPlan.load(plan)
     if plan.num_recent_tokens is None:
@@ -364,7 +380,7 @@ def calibrate_sinks(
 
 
 def _tokens(model: PodForCausalLM, text: str | Tensor | Sequence[int]) -> Tensor:
-    """``[n]`` ids of a text, cut at the model's context."""
+    """The token ids ``[n]`` of a text, cut at the longest context of the model."""
     if isinstance(text, str):
         text = load_tokenizer(model.config.name_or_path)(text)["input_ids"]
     return torch.as_tensor(text).flatten()[: model.config.max_position_embeddings]

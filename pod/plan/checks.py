@@ -11,19 +11,22 @@ _AXES = {"L": "layers", "H": "KV heads", "Hq": "query heads", "q": "queries", "n
 
 
 def check_array(name: str, values: Any, axes: str, sizes: dict[str, int] | None = None) -> dict[str, int]:
-    """Check the shape of an array, and return its sizes by axis.
+    """Refuse an array of another shape than ``axes``, else return its sizes by axis.
+
+    Example: axes ``"L L Hq"`` and an array of shape (30, 30, 9) give {"L": 30, "Hq": 9}.
 
     Args:
         name: of the array, for the message.
         values: anything with a shape.
-        axes: one name per dimension, as ``"L L Hq"``; equal names have equal sizes, at least 1.
+        axes: one name per dimension. Dimensions of the same name must have the same size, at least 1.
         sizes: sizes that are known already, from other arrays.
 
     Returns:
         The known sizes and the sizes of this array.
 
     Raises:
-        ValueError: the shape does not fit.
+        ValueError: another number of dimensions, sizes that differ from ``sizes`` or from each other, or a
+            size of 0.
     """
     found, shape, names = dict(sizes or {}), tuple(np.shape(values)), axes.split()
     fits = len(shape) == len(names) and all(size >= 1 for size in shape)
@@ -41,7 +44,13 @@ def check_array(name: str, values: Any, axes: str, sizes: dict[str, int] | None 
 
 
 def check_groups(name: str, query_heads: int, kv_heads: Any) -> None:
-    """Raise ``ValueError`` unless the query heads of an array are a multiple of the KV heads."""
+    """Raise ``ValueError`` unless the number of query heads is a multiple of the number of KV heads.
+
+    Args:
+        name: of the array that has the query heads, for the message.
+        query_heads: its number of query heads.
+        kv_heads: of the model; it must be an integer of at least 1.
+    """
     if isinstance(kv_heads, bool) or not isinstance(kv_heads, int | np.integer) or kv_heads < 1:
         raise ValueError(
             f"num_key_value_heads is {kv_heads!r}, it must be an integer of at least 1: "
@@ -55,9 +64,10 @@ def check_groups(name: str, query_heads: int, kv_heads: Any) -> None:
 
 
 def check_similarity(similarity: Any, num_key_value_heads: Any) -> None:
-    """Raise ``ValueError`` unless ``similarity`` ``[L, L, Hq]`` is finite, from 0 to 1, the same both ways.
+    """Refuse similarities that are not ``[L, L, Hq]``, finite, from 0 to 1 and symmetric (``ValueError``).
 
-    "The same both ways" finds a wrong order of axes where a model has as many query heads as layers.
+    The number of query heads must be a multiple of ``num_key_value_heads``. Similarities must be symmetric in
+    the two layers: this finds a wrong order of axes where a model has as many query heads as layers.
     """
     values = np.asarray(similarity, dtype=np.float64)
     sizes = check_array("similarity", values, "L L Hq")
@@ -75,13 +85,13 @@ def check_similarity(similarity: Any, num_key_value_heads: Any) -> None:
 
 
 def check_costs(name: str, costs: Any, axes: str, sizes: dict[str, int] | None = None) -> dict[str, int]:
-    """Check the shape and the values of costs, and return the sizes as ``check_array`` does.
+    """Refuse costs of another shape, NaN and -inf, else return their sizes as ``check_array`` does.
 
-    Costs must be numbers, or inf where a role is not allowed. Costs of pairs of layers are checked where
-    lead < layer.
+    A cost is a number, or inf where a role is not allowed. Of costs of pairs of layers (``"L L …"``), only
+    the values with lead < layer are looked at.
 
     Raises:
-        ValueError: another shape, NaN or -inf.
+        ValueError: the shape does not fit, or a value is NaN or -inf.
     """
     found = check_array(name, costs, axes, sizes)
     values = np.asarray(costs, dtype=np.float64)

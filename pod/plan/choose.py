@@ -1,7 +1,7 @@
 """From measurements to a plan: align heads, choose roles and bits at the target saving, measure the loss.
 
-Costs of roles only add up (``costs.py``), while errors of one layer change what the next layers see. So the
-loss of the plan itself is measured too.
+The cost of a plan is taken as the sum of the costs of its roles (``costs.py``). In a model, however, the
+errors of one layer change what the next layers see. So the loss of the model under the plan is measured too.
 """
 
 import math
@@ -43,6 +43,7 @@ from pod.training.checkpoint.run_identity import sha256_of
 from pod.training.observe.validation import token_scores
 
 Order = tuple[tuple[int, ...], ...]
+"""For each layer, the original head at each position."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,12 @@ class Choice:
     """A plan, and what else there was to choose from.
 
     Attributes:
-        plan: of the measured layers; `in_all_layers` makes it one of the model.
-        frontier: with all allowed roles and bits, in the plan's order of heads; None for a greedy plan.
-        units: that the plan saves.
-        without: by ``follow``, ``window`` or ``4_bits``: the frontier when that is forbidden, with heads
-            aligned for this frontier alone.
+        plan: a plan of the measured layers only; `in_all_layers` turns it into one of the whole model.
+        frontier: the least cost of every saving with all allowed roles and bits, in the plan's order of
+            heads; None for a greedy plan.
+        units: number of units that the plan saves.
+        without: the frontiers when something is forbidden, by its name: ``follow``, ``window`` or ``4_bits``.
+            Each has an order of heads of its own.
         similarity: ``[L, L, Hq]``, measured for cost=similarity, else None.
     """
 
@@ -71,10 +73,12 @@ class Choice:
 
 
 def find_plan(exploration: Exploration) -> Choice:
-    """Find the plan of the settings, the same on every rank. What was measured before is used again.
+    """Measure and find the plan that the settings ask for. It is the same on every rank.
+
+    Measurements that lie in the folder and fit the settings are used again.
 
     Raises:
-        ValueError: texts, models, windows or files that do not fit.
+        ValueError: texts, models, windows or files do not fit the settings.
     """
     explore = exploration.explore
     if explore.cost == "similarity":
@@ -83,10 +87,10 @@ def find_plan(exploration: Exploration) -> Choice:
 
 
 def with_losses(exploration: Exploration, choice: Choice) -> Choice:
-    """Add the measured losses of the dense model and of the plan to the choice.
+    """The choice with the measured losses of the dense model and of the plan in the plan's provenance.
 
-    Where the settings want no losses, the choice stays as it is. All ranks call this together. What was
-    measured before an interruption is kept.
+    Where explore.loss_sequences is 0, or the cost is the similarity, no loss is measured and the choice stays
+    as it is. All ranks call this together. What was measured before an interruption is kept.
     """
     if exploration.explore.cost == "similarity" or not exploration.explore.loss_sequences:
         return choice
@@ -111,9 +115,10 @@ def choose_by_similarity(measured: MeasuredCosts, explore: ExploreArgs, windows:
 
 
 def of_all_heads(plan: SharingPlan, num_key_value_heads: int) -> SharingPlan:
-    """Turn a plan of whole layers, whose rows have one role, into a plan of a model with H KV heads.
+    """Turn a plan of whole layers, with one role per row, into a plan of a model with H KV heads.
 
-    Other plans stay as they are. Example: the rows (0,), (None,) become (0, 0), (None, None) for H = 2.
+    A plan that has H KV heads already stays as it is. Example: the rows (0,), (None,) become (0, 0),
+    (None, None) for H = 2.
     """
     if plan.num_key_value_heads == num_key_value_heads:
         return plan
@@ -121,14 +126,14 @@ def of_all_heads(plan: SharingPlan, num_key_value_heads: int) -> SharingPlan:
 
 
 def _made_for(plan: SharingPlan, windows: dict[str, int]) -> SharingPlan:
-    """The plan with the windows and the head_dim that it was made for."""
+    """The plan, which now records the windows and the head_dim that it was made for."""
     return replace(plan, **windows, head_dim=plan.provenance.get("head_dim"))
 
 
 def choose(costs: MeasuredCosts, explore: ExploreArgs, windows: dict[str, int]) -> Choice:
     """Choose the plan of least cost at the target saving, with heads aligned for it.
 
-    The choice also holds what it costs to forbid each role, or packing.
+    The choice also holds the frontiers with each role, or packing, forbidden.
     """
     total, head_dim = total_costs(costs.tensors, explore.retrieval_weight), costs.provenance.get("head_dim")
     frontier, units, kv_order = _solve(total, explore, windows, head_dim)
@@ -151,7 +156,10 @@ def choose(costs: MeasuredCosts, explore: ExploreArgs, windows: dict[str, int]) 
 
 
 def _forbidding(explore: ExploreArgs) -> dict[str, ExploreArgs]:
-    """Settings that forbid one thing each, by its name: each role where there are several, and 4 bits."""
+    """Settings with one thing forbidden, by its name: each role where there are several, and 4 bits.
+
+    Their target saving is set to 0 and not used: `_solve` is told the saving by its argument `pairs`.
+    """
     changes: dict[str, dict[str, Any]] = {}
     roles = explore.roles or []
     if len(roles) > 1:
@@ -173,14 +181,15 @@ def _solve(
     Args:
         total: costs by name.
         explore: the settings.
-        windows: that the plan is for, by name.
+        windows: `num_sink_tokens` and `num_recent_tokens` of the plan.
         head_dim: of the model.
-        pairs: save the bytes of this many pairs, or as many as can be saved, instead of the target saving.
+        pairs: instead of the target saving, save the distant bytes of this many pairs, or as many as can be
+            saved.
 
     Returns:
-        The frontier; the units of the target saving or of the pairs; and ``[L][H]``, the KV head at each
-        place. The last one is None where heads stay where they were. They do where layers may be packed,
-        since hardly any head follows then.
+        The frontier; the number of units that is saved; and the order of heads ``[L][H]``, which is the KV
+        head at each position. The order is None where heads stay where they are. They do where layers may be
+        packed, since hardly any head follows then.
     """
 
     def units_of(frontier: Frontier | PackedFrontier) -> int:
@@ -209,12 +218,14 @@ def _solve(
 
 
 def head_order(plan: SharingPlan, kv_order: Order, order: Tensor) -> Order:
-    """Which query head of the original weights stands at each place, ``[L][Hq]``, for ``kv_order[L][H]``.
+    """The query head of the original weights at each position, ``[L][Hq]``, when KV heads are reordered.
 
-    The group of a follower stands in the order of its lead's group.
+    The query heads of a follower stand in the order in which the query heads of its lead serve them.
 
     Args:
-        order: of query heads inside the groups of pairs, see `match_query_heads`.
+        plan: with KV heads in their new order.
+        kv_order: ``[L][H]``, the original KV head at each position.
+        order: ``[L, L, H, H, G]``, of query heads inside their group, see `match_query_heads`.
     """
     groups, rows = order.shape[-1], []
     for layer, heads in enumerate(kv_order):
@@ -231,7 +242,7 @@ def head_order(plan: SharingPlan, kv_order: Order, order: Tensor) -> Order:
 def in_all_layers(plan: SharingPlan) -> SharingPlan:
     """Turn a plan of the measured layers into a plan of the whole model.
 
-    The other layers of the model keep the windows that they were trained with.
+    Layers that were not measured keep the windows that they were trained with.
     """
     layers = plan.provenance.get("layers")
     if layers is None:
@@ -255,12 +266,16 @@ def in_all_layers(plan: SharingPlan) -> SharingPlan:
 
 
 def _settings(explore: ExploreArgs, frontier: Frontier | PackedFrontier, units: int) -> dict[str, Any]:
+    """The settings and the cost of a plan, for its provenance."""
     names = "cost", "roles", "granularity", "target", "target_saving", "budget_length"
     return {name: getattr(explore, name) for name in names} | {"plan_cost": float(frontier.costs[units])}
 
 
 def _losses(exploration: Exploration, plan: SharingPlan) -> dict[str, Any]:
-    """Losses of the dense model and the plan, on text and repeated tokens, and the numbers of sequences."""
+    """Mean losses of the dense model and of the plan, on text and on repeated tokens, in nats per token.
+
+    The numbers of sequences are added.
+    """
     dense = SharingPlan.dense(plan.num_layers, plan.num_key_value_heads)
     dense = in_all_layers(replace(dense, head_order=plan.head_order, provenance=plan.provenance))
     made = sha256_of([plan.lead, plan.head_order, plan.bits, plan.provenance])
@@ -301,7 +316,7 @@ def _under(model: PodForCausalLM, plan: SharingPlan) -> PodForCausalLM:
 
 
 def mean_loss(model: PodForCausalLM) -> Callable[[Tensor], Tensor]:
-    """A function for `measure_mean`: tokens ``[1, n]`` to their mean next-token loss, in nats per token."""
+    """A function for `measure_mean`: it maps tokens ``[1, n]`` to their mean loss, in nats per token."""
 
     @torch.no_grad()
     def measure(input_ids: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What each role of a (layer, KV head) pair would cost, all in one currency (METHODS.md §7).
+"""What each role of a (layer, KV head) pair would cost, all in the same unit (METHODS.md §7).
 
 The cost of a role is ``mean ‖W (o' - o)‖² / ‖x‖²`` over queries that have distant tokens:
 
@@ -7,8 +7,8 @@ The cost of a role is ``mean ‖W (o' - o)‖² / ‖x‖²`` over queries that 
 * ``W`` are their columns of the output projection;
 * ``x`` is the residual stream in front of the layer, which is what the next layers normalise.
 
-Where a norm stands behind attention (OLMo 2), ``W`` is followed by that norm, with its scale as for ``o``. A
-factor on what is added (Granite) belongs to ``W``.
+Where a norm stands behind attention (OLMo 2), ``W`` includes that norm, which divides by the same number for
+``o'`` as for ``o``. A factor on what attention adds to the residual stream (Granite) belongs to ``W`` too.
 
 Costs are measured on text, and on random tokens that are repeated, where copying is all there is to do. Both
 are in the same units, so their sum needs a weight and no scale.
@@ -24,7 +24,7 @@ are in the same units, so their sum needs a weight and no scale.
 * ``lead4`` ``[L, H]``: 4 bits per number of a lead's keys and values. The newest tokens stay native.
 * ``follow4`` ``[L, H]``: 4 bits per number of a follower's values. The newest tokens stay native.
 
-L counts the layers that were trained to see everything. The others keep their windows under every plan.
+L counts the layers that were trained to see every token. Other layers keep their windows under every plan.
 Beside the model, measuring holds the distant attention rows of the sampled queries of all layers:
 ``4 · L · Hq · q · n`` bytes.
 """
@@ -64,7 +64,7 @@ class AttentionInputs(NamedTuple):
 
 
 def planned_layers(config: PodConfig) -> list[int]:
-    """The layers that plans are made for: those that were trained to see everything.
+    """The layers that plans are made for: those that were trained to see every token.
 
     Raises:
         ValueError: the model has no such layer.
@@ -141,7 +141,7 @@ def record_attention_rows(model: PodForCausalLM, input_ids: Tensor, num_queries:
 
 EARLY = "early"  # what windows with constant sinks cost in addition, at queries without distant tokens
 RETRIEVAL = "_retrieval"  # ends the name of a cost that was measured on repeated random tokens
-MAX_COST = 1000.0
+MAX_COST = 1000.0  # larger costs are cut down to it
 NOT_FINITE = "the model gives NaN or infinite values on this text: try model.dtype=float32"
 
 
@@ -179,6 +179,7 @@ def sample_queries(n: int, num_queries: int, num_sink_tokens: int, num_recent_to
     return QuerySample(positions, key > query, (key >= num_sink_tokens) & (key <= query - num_recent_tokens))
 
 
+# The axes of each cost, as `check_array` takes them.
 _AXES = {
     "window": "L H",
     EARLY: "L H",
@@ -190,14 +191,15 @@ _AXES = {
 
 
 FOLLOWER_COSTS = ("follow", "in_place", "follow4")
-"""Costs that are not measured where no head may follow: they take most of the time."""
+"""Costs that are left out where no head may follow, since measuring them takes most of the time."""
 
 
 def cost_shapes(layers: int, heads: int, followers: bool = True) -> dict[str, tuple[int, ...]]:
     """The shape of each measured cost.
 
     Args:
-        heads: of keys and values.
+        layers: number of planned layers.
+        heads: number of KV heads.
         followers: whether heads may follow, so that FOLLOWER_COSTS are measured.
     """
     shapes = {
@@ -211,12 +213,12 @@ def cost_shapes(layers: int, heads: int, followers: bool = True) -> dict[str, tu
 
 
 def total_costs(tensors: Mapping[str, Tensor], retrieval_weight: float) -> dict[str, Floats]:
-    """By role: the cost on text, plus `retrieval_weight` times the cost on repeated tokens.
+    """For each name of `cost_shapes`: the cost on text, plus `retrieval_weight` x that on repeated tokens.
 
-    FOLLOWER_COSTS are left out where none of them was measured.
+    FOLLOWER_COSTS are left out where none of them was measured. The cost EARLY is added to ``window``.
 
     Raises:
-        ValueError: costs that are missing or do not fit each other.
+        ValueError: a cost is missing, has NaN or -inf, or its shape does not fit the others.
     """
     followers = any(name in tensors for name in FOLLOWER_COSTS)
     wanted = cost_shapes(1, 1, followers)
@@ -342,7 +344,11 @@ class _AttentionRows(NamedTuple):
 def _layers(
     model: PodForCausalLM, input_ids: Tensor, num_queries: int
 ) -> Iterator[tuple[int, "_Layer", list[_AttentionRows]]]:
-    """Yield every planned layer, its number among the planned ones first, with the rows of all lower ones."""
+    """For each planned layer, yield its index among the planned ones, its sampled queries, and lower layers.
+
+    Lower layers are given as the distant attention of all planned layers below, in order. The list is the
+    same object every time, and a caller may empty it.
+    """
     config = model.config
     sample = sample_queries(input_ids.shape[1], num_queries, config.num_sink_tokens, config.num_recent_tokens)
     sample = QuerySample(*(x.to(input_ids.device) for x in sample))
@@ -355,7 +361,7 @@ def _layers(
 
 
 class OutputScale(NamedTuple):
-    """What turns errors of attention's output into cost.
+    """The factors that turn errors of attention's output into costs.
 
     Attributes:
         residual: ``[q]``, the squared length of the residual stream at each query; squared errors are divided
@@ -371,9 +377,14 @@ class OutputScale(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any, out: Tensor, residual: Tensor) -> "OutputScale":
-        """The scale of a decoder layer whose attention puts out ``[H, G, q, d]``.
+        """The scale of a decoder layer.
 
-        What a norm behind attention divides by goes into ``residual``.
+        The number by which a norm behind attention divides goes into ``residual``.
+
+        Args:
+            layer: the decoder layer.
+            out: ``[H, G, q, d]``, the output of its attention.
+            residual: ``[q]``, the squared length of the residual stream in front of the layer.
         """
         projection, place = layer.self_attn.o_proj, layer.norms[1]
         weight = projection.weight.to(out)
@@ -389,12 +400,15 @@ class OutputScale(NamedTuple):
 
 
 class _Layer:
-    """A layer's sampled queries.
+    """One layer at its sampled queries: what its heads put out, and how errors of that become costs.
 
     Attributes:
-        near: ``[H, G, q, d]``, what its heads put out from proximal tokens alone.
-        out: ``[H, G, q, d]``, what its heads put out from all tokens.
-        rows: their distant attention, for layers above.
+        near: ``[H, G, q, d]``, the output of its heads from proximal tokens alone.
+        lse: ``[H, G, q]``, log-sum-exp of the logits of proximal tokens.
+        out: ``[H, G, q, d]``, the output of its heads from all tokens.
+        rows: attention to distant tokens, for higher layers that may follow.
+        residual, factor: see `OutputScale`.
+        factor_of_query_heads: ``[H, G, r, d]``, the factor of each query head alone.
     """
 
     def __init__(self, inputs: AttentionInputs, sample: QuerySample, layer: Any):
@@ -419,7 +433,10 @@ class _Layer:
         self.factor_of_query_heads = torch.linalg.qr(alone, mode="r").R
 
     def errors(self, lead: _AttentionRows) -> Tensor:
-        """How the output of every query head changes when it takes these distant logits.
+        """How the output of every query head changes when it takes the distant logits of another layer.
+
+        Args:
+            lead: the distant attention of the other layer, whose query heads are tried one by one.
 
         Returns:
             ``[Hq of the lead, H, G, q, d]``.

@@ -1,4 +1,4 @@
-"""What vLLM holds of a plan of whole layers: groups of layers, blocks of tokens, and how many requests fit.
+"""The KV cache of a plan of whole layers in vLLM: its groups of layers, its blocks, how many requests fit.
 
 Some layers hold all tokens, others hold a window. vLLM splits the layers of each kind into groups of one
 size, and gives each group a table of blocks. A block is as large as a whole group needs, so a group that
@@ -14,21 +14,22 @@ from pod.modeling.model.sharing import SharingPlan
 GIB = 1 << 30
 BLOCK_TOKENS = 16
 """vLLM's usual block on GPUs; its CPU backend takes 128."""
-NUMBER_BYTES = 2
+NUMBER_BYTES = 2  # bytes of a stored number: 16 bits
 LENGTHS = (8192, 32_768, 131_072)
 """Tokens of a request for which a report says what the engine holds."""
-_LAYERS_PER_PADDING = 15
-_NEARLY_EQUAL = 1.5  # vLLM's: below this ratio of layers the larger kind sets the size of a group
+_LAYERS_PER_PADDING = 15  # a plan may waste the memory of one layer for every 15 layers of the model
+# vLLM's: when the numbers of layers of both kinds have a ratio below this, the larger one is the group size
+_NEARLY_EQUAL = 1.5
 
 
 class LayerGroups(NamedTuple):
     """Groups into which vLLM splits the layers of a model.
 
     Attributes:
-        size: layers of a group.
-        full: groups of layers that hold every token.
-        windowed: groups of layers that hold a window.
-        padding: layers that the groups lack; their memory is wasted.
+        size: number of layers in a group.
+        full: number of groups of layers that hold every token.
+        windowed: number of groups of layers that hold a window.
+        padding: number of layers by which the groups are not full; the memory of so many layers is wasted.
     """
 
     size: int
@@ -40,12 +41,14 @@ class LayerGroups(NamedTuple):
 def layer_groups(num_full: int, num_windows: int) -> LayerGroups:
     """How vLLM groups the layers of a model.
 
+    Example: 20 full layers and 10 with windows make 2 + 1 groups of 10 layers, without padding.
+
     Args:
-        num_full: layers that hold every token.
-        num_windows: layers that hold a window, all the same one.
+        num_full: number of layers that hold every token.
+        num_windows: number of layers that hold a window; all windows are equal.
 
     Raises:
-        ValueError: no layer, or fewer than none.
+        ValueError: a number is negative, or both are 0.
     """
     if min(num_full, num_windows) < 0 or num_full + num_windows == 0:
         raise ValueError(f"need layers to group, got {num_full} full and {num_windows} with windows")
@@ -61,15 +64,17 @@ def layer_groups(num_full: int, num_windows: int) -> LayerGroups:
 def window_counts(num_layers: int) -> list[int]:
     """The numbers of window layers that a plan for vLLM may have, in rising order.
 
-    They waste next to nothing: groups of layers that hold every token are full, and groups of window layers
-    lack at most one layer for fifteen of the model. With 30 layers these are 10, 15 and 20 among others, but
-    not 12. With 31 layers 15 windows lack one layer (groups of 16 and 15), and 20 lack two (11, 11 and 9).
+    Plans with these numbers waste next to nothing: all groups of layers that hold every token are full, and
+    the groups of window layers together lack at most one layer for every 15 layers of the model.
+
+    With 30 layers these are 10, 15 and 20 among others, but not 12. With 31 layers, 15 windows lack one layer
+    (groups of 16 and 15), and 20 windows lack two (groups of 11, 11 and 9).
     """
     return [windows for windows in range(num_layers + 1) if _wastes_little(num_layers - windows, windows)]
 
 
 def _wastes_little(num_full: int, num_windows: int) -> bool:
-    """Whether vLLM's groups hold these layers, see `window_counts`."""
+    """Whether vLLM's groups waste next to nothing on these layers, see `window_counts`."""
     groups = layer_groups(num_full, num_windows)
     is_full = groups.full * groups.size == num_full
     return is_full and groups.padding * _LAYERS_PER_PADDING <= num_full + num_windows
@@ -80,10 +85,10 @@ class EngineCache:
     """The KV cache of one model in vLLM.
 
     Attributes:
-        num_full: layers that hold every token.
-        num_windows: layers that hold a window.
+        num_full: number of layers that hold every token.
+        num_windows: number of layers that hold a window.
         num_key_value_heads: KV heads of a layer.
-        head_dim: numbers of a key.
+        head_dim: numbers in a key or value of one head.
         window: tokens of a window, the current one included.
         batch_tokens: tokens of prompts that are read at a time: ``max_num_batched_tokens``, times two with
             asynchronous scheduling.
@@ -102,7 +107,10 @@ class EngineCache:
 
     @classmethod
     def of_plan(cls, plan: SharingPlan, batch_tokens: int) -> "EngineCache":
-        """The cache of a plan of leads and windows of whole layers that records its windows and head_dim."""
+        """The cache of a plan whose layers lead or keep their window as a whole.
+
+        The plan must record its windows and its head_dim.
+        """
         assert plan.head_dim is not None and plan.num_recent_tokens is not None
         num_windows = sum(row[0] is None for row in plan.lead)
         return cls(
@@ -135,7 +143,8 @@ class EngineCache:
 
         Args:
             n: tokens of the request, prompt and answer.
-            reading: whether its prompt is being read; then windows hold the tokens of a batch too.
+            reading: whether its prompt is being read; layers with windows then also hold the tokens of a
+                batch.
         """
         seen = self.window - 1 + (self.batch_tokens if reading else 1)
         whole = -(-n // self.block_tokens)
@@ -150,7 +159,10 @@ class EngineCache:
         return self.blocks(n, reading=reading) * self.block_bytes
 
     def requests(self, memory_bytes: int, n: int) -> float:
-        """Requests of n tokens that fit into this memory, as vLLM counts: with all prompts being read."""
+        """How many requests of n tokens fit into `memory_bytes`.
+
+        As in vLLM, every request counts as if its prompt were being read.
+        """
         return memory_bytes // self.block_bytes / self.blocks(n, reading=True)
 
 

@@ -30,6 +30,7 @@ from pod.training.run.mesh import planned_world_size
 MATCHING_SEQUENCES = 2  # of text, beside all repeated ones, on which query heads are matched
 C = TypeVar("C", bound=Curve)
 POSITIONS = ("rope", "max_position_embeddings")
+"""Fields of section `model` that change which positions the model can read."""
 
 
 def windows_of(recipe: Any) -> dict[str, int]:
@@ -46,7 +47,7 @@ def windows_of(recipe: Any) -> dict[str, int]:
 def sinks_of(recipe: Any) -> str:
     """What stands for the first tokens in windows: ``tokens``, ``constant`` or ``none``.
 
-    For vLLM it is constant unless the recipe says none.
+    For target=vllm it is ``constant``, unless the recipe says ``none``.
 
     Raises:
         ValueError: stored first tokens with target=vllm.
@@ -66,14 +67,14 @@ def sinks_of(recipe: Any) -> str:
 
 @dataclass(frozen=True)
 class Exploration:
-    """What a plan is made from.
+    """Model, text and settings from which a plan is made.
 
     Attributes:
-        folder: receives the measurements; shared by all ranks.
-        settings: everything that a similarity depends on, as JSON.
+        folder: receives the measurements; all ranks see it.
+        settings: everything that a measured similarity depends on, for JSON; costs depend on more.
         model_folder: folder or hub id of the dense model.
-        windows: that the plan is for, by name.
-        explore: settings of the recipe.
+        windows: the plan's `num_sink_tokens` and `num_recent_tokens`, in tokens.
+        explore: section `explore` of the recipe.
         prepared: folder of prepared data; its held-out text is measured where explore.sources names no other
             text.
         sinks: what stands for the first tokens in windows, see `sinks_of`.
@@ -110,7 +111,10 @@ class Exploration:
         return cls(recipe.plan_dir, settings, folder, windows_of(recipe), explore, recipe.data_dir, sinks)
 
     def load_model(self, plan: SharingPlan | None = None) -> PodForCausalLM:
-        """Load the model on this rank's device, with the windows, and dense unless there is a plan.
+        """Load the model on this rank's device, with the windows of the exploration.
+
+        Args:
+            plan: the plan under which it is loaded; None = dense.
 
         Raises:
             ValueError: for what `check_model` refuses.
@@ -121,22 +125,26 @@ class Exploration:
         return model
 
     def load(self, **changes: Any) -> PodForCausalLM:
-        """Load the model as it is, but for `changes`.
+        """Load the model on this rank's device, or on as many of the rank's devices as it needs.
 
-        It is placed on this rank's device, or on as many of the rank's devices as it needs.
+        Args:
+            changes: arguments of `load_model`; without any, the model is loaded as it is.
         """
         dtype, gguf_file = getattr(torch, self.settings["dtype"]), self.settings["gguf_file"]
         return load_model(self.model_folder, gguf_file=gguf_file, dtype=dtype, **_where(), **changes)
 
     def load_tokenizer(self) -> Any:
-        """Load the model's tokenizer: the model reads its own tokens, whatever data.tokenizer says."""
+        """Load the model's own tokenizer, whatever data.tokenizer says: the model reads its own tokens."""
         return load_tokenizer(self.model_folder, gguf_file=self.settings["gguf_file"])
 
     def read(self) -> list[Tensor]:
-        """Read N token sequences ``[n]`` of explore.sources, or else of the prepared data's held-out text.
+        """Read the token sequences to measure on, from explore.sources or else from the held-out text.
+
+        There are explore.num_sequences of them, each ``[n]`` with n = explore.sequence_length. The held-out
+        text is that of the prepared data.
 
         Raises:
-            ValueError: there is neither.
+            ValueError: there is neither source, or it has too little text.
         """
         explore, tokenizer = self.explore, self.load_tokenizer()
         if explore.sources:
@@ -153,7 +161,10 @@ class Exploration:
 
 
 def _where() -> dict[str, Any]:
-    """Arguments of `load_model`: this rank's device, or its devices where there are more GPUs than ranks."""
+    """Where `load_model` puts the model: on this rank's device, or on its share of the GPUs.
+
+    A rank has several GPUs where there are more GPUs than ranks.
+    """
     if not torch.cuda.is_available():
         return {"device": "cpu"}
     count = torch.cuda.device_count()
@@ -198,16 +209,16 @@ def check_model(config: Any, explore: ExploreArgs, windows: dict[str, int]) -> N
 
 
 def at_granularity(explore: ExploreArgs, total: dict[str, Floats]) -> dict[str, Floats]:
-    """The costs of whatever gets a role of its own: every KV head, or every layer.
+    """Costs at explore.granularity: per KV head, or summed over the KV heads of each layer.
 
     Args:
-        explore: says which, in `granularity`.
+        explore: section `explore` of the recipe.
         total: costs by name, in the shapes of `cost_shapes`.
 
     Returns:
-        For `head` the costs as they are. For `layer` the sums over the KV heads, with H = 1, since the costs
-        of a layer's heads add up. `follow` is left out there: whole layers follow whole layers, head by head
-        in the order of the model.
+        For granularity `head` the costs as they are. For `layer` their sums over the KV heads, with H = 1,
+        since the costs of a layer's heads add up. The cost ``follow`` is left out there: a whole layer
+        follows a whole layer, and each of its heads the head of the same index, whose cost is ``in_place``.
     """
     if explore.granularity == "head":
         return total
@@ -217,10 +228,12 @@ def at_granularity(explore: ExploreArgs, total: dict[str, Floats]) -> dict[str, 
 def allowed(
     explore: ExploreArgs, total: dict[str, Floats], follow: str = "in_place"
 ) -> tuple[Floats | None, Floats | None]:
-    """The costs of followers and windows, as `solve` takes them; None for a role that is not allowed.
+    """The costs of followers and of windows, as `solve` takes them; None for a role that is not allowed.
 
     Args:
-        follow: which costs of followers, ``in_place`` or ``follow``.
+        explore: says which roles are allowed.
+        total: costs by name.
+        follow: the name of the costs of followers, ``in_place`` or ``follow``.
     """
     roles = explore.roles or []
     followers = total[follow] if "follow" in roles else None
@@ -229,10 +242,10 @@ def allowed(
 
 
 def for_target(frontier: C, explore: ExploreArgs) -> C:
-    """Keep the plans of a curve that waste no memory where they will run.
+    """The curve with only those plans that waste next to no memory where they will run.
 
     For target=pod no plan wastes memory, and the result is `frontier` itself. With 30 layers vLLM wastes
-    nothing for 10, 15 or 20 windows (see `window_counts`), and something for 12.
+    nothing for 10, 15 or 20 layers with windows (see `window_counts`), and something for 12.
     """
     if explore.target == "pod":
         return frontier
@@ -245,7 +258,13 @@ def for_target(frontier: C, explore: ExploreArgs) -> C:
 def packed_costs(
     explore: ExploreArgs, total: dict[str, Floats], windows: dict[str, int], head_dim: int | None
 ) -> PackedCosts:
-    """The costs of the roles that the settings allow, where layers may be packed; head_dim: of the model."""
+    """The costs of the roles that the settings allow, where layers may be packed.
+
+    Args:
+        total: costs by name.
+        windows: `num_sink_tokens` and `num_recent_tokens` of the plan.
+        head_dim: of the model.
+    """
     follow, window = allowed(explore, total)
     return PackedCosts(
         follow=follow,
@@ -277,9 +296,10 @@ def process_group() -> Iterator[int]:
 
 
 def describe_cost(config: Any, explore: ExploreArgs, sinks: str = "tokens") -> str:
-    """What measuring needs, from the model's sizes: tokens to read, and memory beside the weights.
+    """Text for `--dry-run`: how many tokens `pod explore` reads, and its memory beside the weights.
 
     Args:
+        config: of the model.
         sinks: see `sinks_of`.
     """
     if explore.heads:

@@ -1,6 +1,6 @@
-"""What plans are made from: similarity, costs of roles, retrieval heads.
+"""Measure what plans are made from: similarity, costs of roles, retrieval heads.
 
-All ranks measure it together, or it is read from the folder where it lies.
+All ranks measure together and write a file into the exploration's folder. A later run reads it again.
 
 Every sequence contributes integers: what was measured, in units of 2^-40. So the sum does not depend on the
 order. One process, several ranks, and a run that was interrupted and continued with another number of ranks
@@ -53,31 +53,33 @@ from pod.training.run.mesh import from_rank_0
 from pod.verbosity import is_quiet
 
 COSTS_NAME, HEADS_NAME = "plan_costs.safetensors", "retrieval_heads.json"
-SCHEMA_VERSION = "2"
+SCHEMA_VERSION = "2"  # of files of measurements; other versions are refused
 REPEATS = 4  # copies of the random tokens of a retrieval sequence
 UNIT = 2.0**-40  # of the integer sums; int64 holds sums below 2^23
 Say = Callable[[str], None]
+"""A function that receives a line for the user, such as `print`."""
 
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """Tensors with what they were measured on.
+    """Measured tensors, and a record of what they were measured on.
 
     Attributes:
-        tensors: means over sequences, fp64. For a similarity: ``similarity`` ``[L, L, Hq]``. For costs: those
-            of `cost_shapes`; the same names with RETRIEVAL, where that was measured; and ``order``
-            ``[L, L, H, H, G]``, see `match_query_heads`. With constant sinks also EARLY, ``sink_logits``
-            ``[L, Hq]`` and ``sink_values`` ``[L, H, d]``.
-        provenance: model, number of its KV heads, sources, windows, n, q, N, seed and fingerprints. Where
-            layers were trained with windows, also ``layers``, the L layers that are measured, and
-            ``num_layers``, the number of all layers of the model.
+        tensors: means over sequences, fp64, by name. A similarity is ``similarity`` ``[L, L, Hq]``. Costs
+            are those of `cost_shapes`, once measured on text and once, with RETRIEVAL behind their names, on
+            repeated tokens. Where heads may follow, ``order`` ``[L, L, H, H, G]`` is there too, see
+            `match_query_heads`. With constant sinks there are also EARLY, ``sink_logits`` ``[L, Hq]`` and
+            ``sink_values`` ``[L, H, d]``.
+        provenance: model, number of its KV heads, sources, windows, tokens n of a sequence, queries q, number
+            N of sequences, seed and fingerprints. Where some layers were trained with windows, also
+            ``layers``, the L layers that are measured, and ``num_layers``, the number of all layers.
     """
 
     tensors: dict[str, Tensor]
     provenance: dict[str, Any]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write safetensors with metadata, atomically."""
+        """Write a safetensors file, with the provenance as metadata, atomically."""
         metadata = {"schema": SCHEMA_VERSION, "provenance": json.dumps(self.provenance, sort_keys=True)}
         tensors = {name: value.contiguous() for name, value in self.tensors.items()}
         atomic_write_bytes(path, save(tensors, metadata=metadata))
@@ -87,7 +89,8 @@ class MeasuredCosts:
         """Read what `save` wrote.
 
         Raises:
-            ValueError: the file is something else. The message is one line that names the file.
+            ValueError: the file cannot be read, or it is no measurement of this schema. The message is one
+                line that names the file.
         """
         try:
             with safe_open(os.fspath(path), framework="pt") as file:
@@ -103,15 +106,27 @@ class MeasuredCosts:
 
 
 def find_similarity(exploration: Exploration, say: Say = print) -> MeasuredCosts:
-    """The similarity of these settings, see `_find`."""
+    """Measure the attention similarity of all pairs of layers, or read it where it was measured before.
+
+    All ranks call it together.
+
+    Args:
+        say: receives a line about a file that is used again, or why it is not.
+
+    Raises:
+        ValueError: texts, models or files do not fit.
+    """
     return _find(exploration, "similarity.safetensors", _measure_similarity, {}, say)
 
 
 def find_costs(exploration: Exploration, say: Say = print) -> MeasuredCosts:
-    """The costs of these settings, see `_find`."""
+    """Measure the costs of all roles, or read them where they were measured before.
+
+    Arguments and errors are those of `find_similarity`.
+    """
     wanted: dict[str, Any] = {"retrieval_sequences": exploration.explore.retrieval_sequences}
     wanted |= exploration.windows
-    if not exploration.windows["num_sink_tokens"]:  # else sinks are tokens, as in files that do not name them
+    if not exploration.windows["num_sink_tokens"]:  # a measurement with stored first tokens names no sinks
         wanted["sinks"] = exploration.sinks
     needed = FOLLOWER_COSTS if _may_follow(exploration) else ()
     return _find(exploration, COSTS_NAME, _measure_costs, wanted, say, needed)
@@ -123,10 +138,11 @@ def _may_follow(exploration: Exploration) -> bool:
 
 
 def find_heads(exploration: Exploration) -> RetrievalHeads:
-    """Find the retrieval heads of these settings.
+    """Find the retrieval heads that the settings ask for, and write them into the folder.
 
-    Their scores are read from the folder when they are there. Else rank 0 measures them, without text. Then
-    they are written. Other shares choose other heads from the same scores.
+    Their scores are read from the folder when they were measured before. Else rank 0 measures them, without
+    text. When only explore.induction_share or explore.echo_share changes, heads are chosen anew from the same
+    scores.
     """
     explore, path = exploration.explore, exploration.folder / HEADS_NAME
     wanted = {name: exploration.settings[name] for name in ("model", "gguf_file", "dtype", "seed")}
@@ -146,6 +162,11 @@ def find_heads(exploration: Exploration) -> RetrievalHeads:
 
 
 def _search(exploration: Exploration, wanted: dict[str, Any]) -> RetrievalHeads:
+    """Measure the scores of all query heads; `wanted` is what they depend on.
+
+    Raises:
+        ValueError: some layers of the model were trained with windows.
+    """
     model, asked, repeats = exploration.load(), wanted["head_tokens"], wanted["head_repeats"]
     if model.config.layer_windows is not None:
         raise ValueError(
@@ -182,14 +203,14 @@ def _find(
 
     Args:
         name: of the file.
-        measure: (exploration, model, sequences, mean) → tensors, with
-            mean: (name, measure of one sequence, shape, sequences) → tensor.
-        wanted: what the measurement depends on beside the settings.
-        say: receives lines about what is used again.
-        needed: tensors that a file must have to be used again.
+        measure: a function (exploration, model, sequences, mean) → tensors by name. Its argument ``mean`` is
+            a function (name, measure of one sequence, shape, sequences) → tensor, see `measure_mean`.
+        wanted: what the measurement depends on beside the exploration's settings.
+        say: receives a line about a file that is used again, or why it is not.
+        needed: names of tensors that a file must have to be used again.
 
     Raises:
-        ValueError: texts, models or files that do not fit.
+        ValueError: texts, models or files do not fit.
     """
     path = exploration.folder / name
     wanted = exploration.settings | wanted | {"weights": content_of(exploration.model_folder)}
@@ -226,14 +247,16 @@ def measure_mean(
     The ranks divide the sequences. The bits are the same for any number of ranks and of interruptions.
 
     Args:
-        measure: input_ids ``[1, n]`` → ``[*shape]``, whose sums stay below 2^23.
+        measure: a function input_ids ``[1, n]`` → ``[*shape]``. The sum of its values over all sequences
+            must stay below 2^23.
         shape: of what `measure` gives.
         sequences: N tensors ``[n]`` of token ids, the same list on every rank.
-        folder: for these sequences alone, named after what is measured, and shared by all ranks; the caller
-            deletes it.
+        folder: receives a file per sequence, so that an interrupted measurement can be continued. It is for
+            these sequences alone, and all ranks see it. Its name says what is measured. The caller deletes
+            it.
 
     Raises:
-        ValueError: no sequences, or damaged files.
+        ValueError: there are no sequences, or a file in the folder is damaged.
     """
     if not sequences:
         raise ValueError("no sequence to measure: give longer or more texts in explore.sources")
@@ -261,6 +284,8 @@ def measure_mean(
 def _measure_similarity(
     exploration: Exploration, model: PodForCausalLM, sequences: Sequence[Tensor], mean: Any
 ) -> dict[str, Tensor]:
+    """Measure the attention similarity of all pairs of layers on all sequences."""
+
     def measure(input_ids: Tensor) -> Tensor:
         rows = record_attention_rows(model, input_ids, exploration.explore.num_queries)
         return jensen_shannon_similarity(torch.stack(list(rows)))
@@ -328,9 +353,12 @@ def reusable(
     say: Say,
     needed: Sequence[str] = (),
 ) -> Any:
-    """What `load` reads at `path`, or None when it cannot be used again.
+    """What `load` reads at `path`, or None when the file is missing or does not fit.
 
-    It can when its provenance has the settings `wanted` and it has the tensors `needed`.
+    It fits when its provenance has the values `wanted` and it has the tensors `needed`.
+
+    Args:
+        say: receives a line that says whether the file is used again, or what differs.
     """
     if not path.exists():
         return None
@@ -354,12 +382,12 @@ def repeated_tokens(
     Args:
         num_tokens: K.
         repeats: how often the K tokens come.
-        vocab_size: ids are below it.
+        vocab_size: number of ids to choose from; they begin at 0.
         excluded: ids that are not used.
         seed: of the choice and order.
 
     Raises:
-        ValueError: K is below 2, or the vocabulary has fewer than K tokens left.
+        ValueError: K is below 2, or fewer than K ids are left.
     """
     candidates = torch.tensor(sorted({*range(vocab_size)} - {*excluded}))
     if num_tokens < 2 or num_tokens > len(candidates):
@@ -373,18 +401,18 @@ def head_scores(
 ) -> tuple[Tensor, Tensor]:
     """Echo and induction scores ``[Hq]`` of one layer on ``repeated_tokens``, fp64 on the CPU.
 
-    A is the causal attention, and K = num_tokens the number of distinct tokens. The scores are the means over
-    the queries i >= K of ``Σ_r A[i, i - rK]`` (echo) and ``Σ_r A[i, i - rK + 1]`` (induction), over all
-    earlier copies ``r >= 1``, ``rK <= i``.
+    A is the causal attention, and K the number of distinct tokens. The echo score is the mean of
+    ``Σ_r A[i, i - rK]`` over the queries i >= K, and the induction score the mean of
+    ``Σ_r A[i, i - rK + 1]``. Both sums are over all earlier copies: ``r >= 1``, ``rK <= i``.
 
     Args:
         q: ``[Hq, n, d]``, rotated queries.
         k: ``[H, n, d]``, rotated keys.
         num_tokens: K.
-        block_elements: logits held at a time; memory is O(n) beside it.
+        block_elements: logits that are held at a time. Beside them, memory is O(n).
 
     Raises:
-        ValueError: other shapes, or num_tokens that are not repeated.
+        ValueError: q or k has another shape, or K is not from 1 to n - 1.
     """
     sizes = check_array("q", q, "Hq n d")
     check_groups("q", sizes["Hq"], check_array("k", k, "H n d", sizes)["H"])
@@ -413,7 +441,12 @@ def head_scores(
 
 
 def search_heads(model: Any, input_ids: Tensor, num_tokens: int) -> tuple[Any, Any]:
-    """Echo and induction scores ``[L][Hq]`` of a dense model on ``[n]`` repeated tokens."""
+    """Echo and induction scores ``[L][Hq]`` of a dense model on repeated tokens.
+
+    Args:
+        input_ids: ``[n]``, from `repeated_tokens`.
+        num_tokens: K, the number of distinct tokens among them.
+    """
     layers = tqdm(
         record_attention_inputs(model, input_ids[None].to(model.device)),
         total=model.config.num_hidden_layers,
@@ -428,12 +461,13 @@ def search_heads(model: Any, input_ids: Tensor, num_tokens: int) -> tuple[Any, A
 
 
 def ordinary_tokens(tokenizer: Any, config: Any, wanted: int, repeats: int, seed: int) -> Tensor:
-    """`repeated_tokens` that are not special.
+    """`repeated_tokens` without special tokens.
 
-    There are ``wanted`` distinct ones, or as many as the context and the vocabulary allow.
+    Args:
+        wanted: number of distinct tokens, or as many as the context and the vocabulary allow.
 
     Raises:
-        ValueError: these allow fewer than 2.
+        ValueError: context and vocabulary allow fewer than 2 distinct tokens.
     """
     added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     vocab = min(len(tokenizer), config.vocab_size)

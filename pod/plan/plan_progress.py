@@ -12,6 +12,7 @@ _DELAY = 1.0  # seconds before a bar appears: small models are solved at once
 
 
 def _options(what: str) -> dict[str, Any]:
+    """Arguments of `tqdm` for a bar that is shown on rank 0 only."""
     hidden = dist.is_initialized() and dist.get_rank() > 0
     return {"desc": f"explore, {what}", "disable": hidden, "delay": _DELAY}
 

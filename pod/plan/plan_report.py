@@ -1,6 +1,7 @@
-"""A plan, chosen heads and measurements in words and pictures (paper Figures 1d and 5).
+"""Reports of `pod explore`: plans, retrieval heads and measurements as text and pictures.
 
-The whole curve is shown too: the least cost of every saving, and the roles of the plans along it.
+The pictures are those of the paper's Figures 1d (similarity) and 5 (blocks), the scores of heads, and the
+whole curve of plans: the least cost of every saving, with the roles of the plan that has it.
 """
 
 import io
@@ -30,7 +31,8 @@ from pod.plan.choose import Choice
 from pod.plan.engines import EngineCache, describe_engine, window_counts
 from pod.plan.plan_progress import steps
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 1  # of the curve that `pareto` makes
+# What `Choice.without` and the provenance call a thing that was forbidden → how reports call it.
 FORBIDDEN = {
     "follow": "without followers",
     "window": "without windows",
@@ -39,13 +41,18 @@ FORBIDDEN = {
 
 
 def pareto(choice: Choice, explore: ExploreArgs, windows: dict[str, int]) -> dict[str, Any]:
-    """The curve of savings that the allowed roles and bits reach, and that no larger saving undercuts.
+    """The Pareto curve of plans, for JSON: savings with their least cost, where no larger saving costs less.
 
-    Each point has the least cost, the least cost of saving as much or more with a role or packing forbidden,
-    and the roles of the plan. There is a point for each half of a pair's bytes, and one for the chosen plan.
+    Each point has its saving, the least cost, the least cost of saving as much or more when one role or
+    packing is forbidden, and the numbers of roles in the plan. There is a point for each half of a pair's
+    bytes, and one for the chosen plan. A saving is the share of bytes at ``budget_length`` tokens.
 
-    Heads stand in one order on the whole curve: the order that was found for the chosen plan. A curve with a
-    role forbidden has an order of its own. ``saving`` is meant at ``budget_length`` tokens.
+    Heads have one order on the whole curve: the order that was found for the chosen plan. A curve with a role
+    forbidden has an order of its own.
+
+    Args:
+        choice: of a plan by dynamic programming; a greedy plan has no curve.
+        windows: `num_sink_tokens` and `num_recent_tokens` of the plan.
     """
     assert choice.frontier is not None, "a greedy plan has no curve"
     frontier, chosen, pair = choice.frontier, choice.units, choice.frontier.pair_units
@@ -86,7 +93,7 @@ def about_plan(plan: SharingPlan, explore: ExploreArgs) -> str:
 
 
 def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) -> str:
-    """What the plan is, what it costs, what other roles would cost, and its measured loss."""
+    """Lines about a plan: its roles, saving and cost, the costs with a role forbidden, and its losses."""
     found, n = plan.provenance, plan.provenance["sequence_length"]
     sinks, recent = windows.values()
     lines = [
@@ -128,7 +135,7 @@ def summary(plan: SharingPlan, explore: ExploreArgs, windows: dict[str, int]) ->
 
 
 def _windows(plan: SharingPlan, num_sink_tokens: int, num_recent_tokens: int) -> str:
-    """What heads that keep their windows see."""
+    """What a head that keeps its window sees, in words."""
     first = {
         "constant": "a constant sink (a logit and a value for the first tokens)",
         "none": "no sink",
@@ -137,10 +144,13 @@ def _windows(plan: SharingPlan, num_sink_tokens: int, num_recent_tokens: int) ->
 
 
 def _rounded(plan: SharingPlan, explore: ExploreArgs, saved: float) -> list[str]:
-    """A note where vLLM would waste memory with just enough window layers, so that more were taken.
+    """A note when a plan for vLLM has more window layers than the target needs, since fewer waste memory.
+
+    Args:
+        saved: share of bytes that the plan saves.
 
     Returns:
-        One line, or none.
+        A list of one line, or an empty list.
     """
     chosen = EngineCache.of_plan(plan, 1).num_windows
     enough = math.ceil(chosen * (explore.least_saving - 1e-6) / saved) if saved else chosen
@@ -155,7 +165,7 @@ def _rounded(plan: SharingPlan, explore: ExploreArgs, saved: float) -> list[str]
 
 
 def describe_plan(plan: SharingPlan) -> str:
-    """KV saving, and what heads do, in two lines."""
+    """Two lines about a plan: its KV saving on long sequences, and how many pairs have each role."""
     text = (
         f"KV saving (long sequences): {plan.asymptotic_saving:.1%}\n"
         f"roles of {plan.num_pairs} (layer, KV head) pairs: "
@@ -166,7 +176,10 @@ def describe_plan(plan: SharingPlan) -> str:
 
 
 def describe_heads(heads: RetrievalHeads) -> str:
-    """What was chosen, and what it saves when each other head holds a fifth of a long text, in two lines."""
+    """Two lines about retrieval heads: how many were chosen, and how much smaller they make the cache.
+
+    The saving is that of a long text, of which each other head holds a fifth.
+    """
     chosen, queries = sum(map(len, heads.query_heads)), sum(map(len, heads.echo))
     kept, pairs = sum(map(len, heads.key_value_heads)), len(heads.echo) * heads.num_key_value_heads
     share = kept / pairs
@@ -190,11 +203,11 @@ FORBIDDEN_COLOURS = ("#b8d7ef", "#e08214", "#7a9a3a")
 
 
 class Map(NamedTuple):
-    """A picture of values over layers.
+    """A picture of values over layers, a row per layer.
 
     Attributes:
         title: above the map.
-        values: ``[L, columns]``, NaN = nothing there.
+        values: ``[L, columns]``, from 0 to 1; NaN = no value, shown in grey.
         dots: (layer, column) of each dot.
     """
 
@@ -204,10 +217,13 @@ class Map(NamedTuple):
 
 
 def map_picture(maps: Sequence[Map], title: str, meaning: str, xlabel: str, columns: int = 0) -> Figure:
-    """Draw maps over layers, `columns` in a row (0 = all), with one scale of colours from 0 to 1.
+    """Draw maps over layers with one scale of colours from 0 to 1.
 
     Args:
+        title: of the whole picture.
         meaning: what the colours show.
+        xlabel: what the columns of the maps are.
+        columns: maps in a row; 0 = all maps.
     """
     columns = columns or len(maps)
     rows = math.ceil(len(maps) / columns)
@@ -234,7 +250,12 @@ def map_picture(maps: Sequence[Map], title: str, meaning: str, xlabel: str, colu
 
 
 def similarity_picture(similarity: ArrayLike, num_key_value_heads: int, subject: str) -> Figure:
-    """Draw a map of layer by layer for each query head; similarity: ``[L, L, Hq]``."""
+    """Draw a map of the similarity of all pairs of layers for each query head (the paper's Figure 1d).
+
+    Args:
+        similarity: ``[L, L, Hq]``.
+        subject: one line for the title.
+    """
     check_groups("similarity", check_array("similarity", similarity, "L L Hq")["Hq"], num_key_value_heads)
     heads = np.moveaxis(np.asarray(similarity, dtype=np.float64), 2, 0)
     group = len(heads) // num_key_value_heads

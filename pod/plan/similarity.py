@@ -1,7 +1,7 @@
 """The paper's plan: attention similarity between layers, and the greedy Algorithm 1 on it (§2.1).
 
-The similarity is measured per query head, from the rows of the last q queries of long sequences. It can also
-be the cost of pairs for exact plans.
+The similarity is measured per query head, from the rows of the last q queries of long sequences. Exact plans
+can use it too: 1 - similarity is then the cost of a follower (`dissimilarity`).
 
 ``sim_h(a, b) = 1 - mean JSD₂(S_a, S_b)`` over N sequences and q rows, with logarithms to base 2:
 1 = identical, 0 = disjoint. (The paper's equation 2 prints the mean divergence itself, but reads it as
@@ -27,14 +27,14 @@ def jensen_shannon_similarity(rows: Tensor, tile_elements: int | None = None) ->
 
     Args:
         rows: attention probabilities ``[L, Hq, q, n]``; each row is normalised in fp64 first.
-        tile_elements: positions (of q·n) compared at a time. This takes about ``24 · L · tile_elements``
-            bytes beside a head's rows in fp64.
+        tile_elements: number of the q·n positions that are compared at a time. They take about
+            ``24 · L · tile_elements`` bytes, beside the rows of one head in fp64.
 
     Returns:
         ``[L, L, Hq]``, fp64 on the CPU, symmetric, with diagonal 1.
 
     Raises:
-        ValueError: another shape, or a row that is no distribution.
+        ValueError: rows have another shape, or the sum of a row differs from 1 by 0.01 or more.
     """
     check_array("rows", rows, "L Hq q n")
     # the usual tile stays in cache on a CPU, and takes about 256 MB on a GPU
@@ -44,7 +44,7 @@ def jensen_shannon_similarity(rows: Tensor, tile_elements: int | None = None) ->
 
 
 def _head_similarity(rows: Tensor, tile: int) -> Tensor:
-    """The similarity of one query head: rows ``[L, q, n]`` → ``[L, L]``."""
+    """The similarity of all pairs of layers for one query head: rows ``[L, q, n]`` → ``[L, L]``."""
     rows = rows.double()
     total = rows.sum(dim=-1, keepdim=True)
     if not bool(((total - 1).abs() < 1e-2).all()):
@@ -63,6 +63,7 @@ def _head_similarity(rows: Tensor, tile: int) -> Tensor:
 
 
 def _x_log2_x(x: Tensor) -> Tensor:
+    """``x log₂ x``, which is 0 at 0."""
     return x.clamp_min(torch.finfo(x.dtype).tiny).log2_().mul_(x)
 
 
@@ -81,10 +82,10 @@ def greedy_plan(
         similarity: ``[L, L, Hq]``, from 0 to 1, the same both ways.
         num_key_value_heads: H, of which Hq is a multiple.
         threshold: from 0 to 1.
-        provenance: what the plan shall say about where it came from.
+        provenance: what the plan records about where it comes from.
 
     Raises:
-        ValueError: arrays of other shapes or values, or another threshold.
+        ValueError: for what `check_similarity` refuses, or a threshold outside [0, 1].
     """
     check_threshold(threshold)
     votes = group_query_heads(similarity, num_key_value_heads) >= threshold
@@ -110,7 +111,7 @@ def group_query_heads(similarity: ArrayLike, num_key_value_heads: int) -> Floats
     """Group query heads by KV head: ``[L, L, Hq]`` → fp64 ``[L, L, H, G]``.
 
     Raises:
-        ValueError: an array that is no similarity.
+        ValueError: for what `check_similarity` refuses.
     """
     check_similarity(similarity, num_key_value_heads)
     values = np.asarray(similarity, dtype=np.float64)

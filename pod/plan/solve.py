@@ -3,10 +3,11 @@
 Each (layer, KV head) pair leads, follows or keeps its window. Each layer holds what its heads keep in 16 or
 in 4 bits. Given the bits of every layer, the plans of least cost are exact (``solve_table``).
 
-Which layers are packed is found by local search. Layers are turned while that makes the best plan cheaper: at
-prices per saved unit all along the curve, and at the saving that is asked for. The curve is the least of what
-is found. With few layers all choices are solved. A plan in which every *pair* had bits of its own bounds what
-any plan can cost.
+Which layers are packed is found by local search. It *turns* a layer, from 16 to 4 bits or back, while that
+makes the best plan cheaper. The search runs at prices per saved unit all along the curve, and at the saving
+that is asked for. Each choice of bits gives a curve of least costs, and the result is the lowest of these
+curves. With few layers all choices are solved. If every *pair* had bits of its own, plans could cost less:
+these costs are a lower bound.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,16 +26,18 @@ from pod.plan.plan_progress import counter, steps
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
 
-PAIR_UNITS = 2  # of a (layer, KV head) pair that holds no distant token: a unit is its keys or its values
+PAIR_UNITS = 2
+"""Units that a (layer, KV head) pair saves when it holds no distant token: one for keys, one for values."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """Something that a (layer, KV head) may do about distant tokens.
+    """Something that a (layer, KV head) pair may do about distant tokens.
 
     Attributes:
-        does: ``lead`` opens a block, ``follow`` joins the block that is open, ``window`` leaves it open.
-        units: what it saves of a pair's distant bytes, an integer >= 0.
+        does: ``lead`` opens a block of layers, ``follow`` joins the block that is open, and ``window`` takes
+            no part in it and leaves it open.
+        units: number of units that it saves of the bytes of a pair's distant tokens, >= 0.
         costs: ``[L, H]``. For ``follow`` ``[L, L, H]`` = [lead, layer, KV head], read where lead < layer.
             inf = not allowed.
     """
@@ -51,8 +54,8 @@ class Curve:
     Attributes:
         sizes: numbers of layers and of KV heads.
         pair_units: units that a pair saves when it holds no distant token.
-        costs: least cost by number of saved units; inf where no plan saves exactly this many. The last one is
-            finite.
+        costs: ``[units + 1]``, the least cost by number of saved units; inf where no plan saves exactly this
+            many. The last one is finite.
     """
 
     sizes: tuple[int, int]
@@ -61,25 +64,30 @@ class Curve:
 
     @property
     def targets(self) -> Ints:
-        """The numbers of units that may be asked for."""
+        """The numbers of saved units for which there is a plan, in rising order."""
         return np.flatnonzero(np.isfinite(self.costs))
 
     def cheapest(self, units: int) -> int:
-        """The number of units that costs least, among ``units`` and more."""
+        """The number of saved units that costs least, among ``units`` and all larger numbers."""
         return units + int(self.costs[units:].argmin())
 
     def cost_of(self, units: int, pair_units: int) -> float | None:
         """The least cost of saving ``units`` or more, or None where no plan does.
 
         Args:
-            units: in which a whole pair counts ``pair_units``.
+            units: number of units of another curve.
+            pair_units: units that a pair without distant tokens saves on that curve.
         """
         first = -(-units * self.pair_units // pair_units)  # in this curve's units, rounded up
         least = self.costs[first:].min(initial=np.inf)
         return float(least) if np.isfinite(least) else None
 
     def units_for(self, target_saving: float, n: int, num_sink_tokens: int, num_recent_tokens: int) -> int:
-        """The least number of units that saves this share of the KV bytes at ``n`` tokens (to 1e-6), or more.
+        """The least number of units that saves a share ``target_saving`` of the KV bytes, or more.
+
+        Args:
+            target_saving: from 0 to 1; it may be missed by 1e-6.
+            n: tokens at which the bytes count.
 
         Raises:
             ValueError: a saving that these roles do not reach at that length.
@@ -104,18 +112,18 @@ class Frontier(Curve):
     """The least cost of every saving, and the plans that have it.
 
     Attributes:
-        table: the roles.
+        table: the roles that a pair may have.
     """
 
     table: tuple[Role, ...]
     _heads: "_Heads"
-    _shares: list[Ints]  # per head: units that it saves when it and the heads before it save u
+    _shares: list[Ints]  # for each head: the units that it saves, by the units of it and the heads before it
 
     def plan(self, units: int, provenance: dict[str, Any] | None = None) -> SharingPlan:
         """A plan that saves ``units`` at least cost.
 
-        Among plans of equal cost, the choice goes from the last layer down. It takes the lowest open lead,
-        and then the role that stands first in the table. Later heads save less.
+        Plans of equal cost are decided layer by layer, from the last one down: by the lowest open lead, and
+        then by the role that stands first in the table. Among heads, later ones save less.
 
         Raises:
             ValueError: units that no plan saves.
@@ -133,7 +141,7 @@ class Frontier(Curve):
 
 
 def solve(follow: ArrayLike | None, window: ArrayLike | None) -> Frontier:
-    """Solve for the frontier of leads, followers and windows. A lead costs and saves nothing.
+    """Find the least cost of every saving with leads, followers and windows. A lead costs and saves nothing.
 
     Args:
         follow: cost of a follower, ``[L, L, H]`` = [lead, layer, KV head], read where lead < layer. A
@@ -143,7 +151,7 @@ def solve(follow: ArrayLike | None, window: ArrayLike | None) -> Frontier:
             inf = not allowed there.
 
     Raises:
-        ValueError: no costs at all, other shapes, or NaN.
+        ValueError: both costs are None, a shape does not fit, or a cost is NaN.
     """
     _check_roles(follow, window)
     table = [] if follow is None else [Role("follow", 1, np.asarray(follow, dtype=np.float64))]
@@ -154,22 +162,22 @@ def solve(follow: ArrayLike | None, window: ArrayLike | None) -> Frontier:
 
 
 def _check_roles(follow: ArrayLike | None, window: ArrayLike | None) -> dict[str, int]:
-    """Sizes of the costs of followers and windows.
+    """The sizes of the costs of followers and windows by axis, as `check_costs` returns them.
 
     Raises:
-        ValueError: costs that do not fit each other, or NaN.
+        ValueError: the shapes do not fit each other, or a cost is NaN.
     """
     sizes = {} if follow is None else check_costs("follow", follow, "L L H")
     return sizes if window is None else check_costs("window", window, "L H", sizes)
 
 
 def solve_table(table: Sequence[Role], pair_units: int) -> Frontier:
-    """Solve for the frontier of any roles.
+    """Find the least cost of every saving with any roles.
 
-    There is an exact dynamic program per KV head. Their tables are then added, head by head.
+    An exact dynamic program solves each KV head. The curves of the heads are then combined, head by head.
 
     Raises:
-        ValueError: roles that allow no plan.
+        ValueError: there is no plan, because every role of some pair costs inf.
     """
     heads = _solve_heads(table)
     shares, reached = _divide(heads.least)
@@ -183,15 +191,15 @@ def solve_table(table: Sequence[Role], pair_units: int) -> Frontier:
 class _Heads(NamedTuple):
     """The dynamic program of each KV head over (layer, open lead, saved units).
 
-    Lead 0 is none, ``1 + l`` is layer l.
+    The open lead is 0 for none, and ``1 + l`` for layer l.
 
     Attributes:
-        least: ``[H, units]``, least cost of all layers.
+        least: ``[H, units]``, the least cost of all layers by the units that they save.
         ended: ``[H, units]``, the lead that is open after the last layer.
-        taken: per layer ``[H, L + 1, units]``, the role, by the lead that is open and the units that are
-            saved after this layer.
-        opened: per layer ``[H, units]``, the lead that was open before a new one, by the units that were
-            saved before.
+        taken: for each layer ``[H, L + 1, units]``, the index of its role, by the lead that is open after the
+            layer and the units that are saved up to it.
+        opened: for each layer ``[H, units]``, the lead that was open before this layer became a lead, by the
+            units that were saved before it.
     """
 
     least: Floats
@@ -200,7 +208,7 @@ class _Heads(NamedTuple):
     opened: list[Ints]
 
     def lead_of(self, head: int, units: int, table: Sequence[Role]) -> list[int | None]:
-        """What the layers of one head follow when the head saves ``units``."""
+        """The plan of one head that saves ``units``: for each layer its lead, or None for a window."""
         lead: list[int | None] = []
         now = int(self.ended[head, units])
         for layer in reversed(range(len(self.taken))):
@@ -213,6 +221,7 @@ class _Heads(NamedTuple):
 
 
 def _solve_heads(table: Sequence[Role]) -> _Heads:
+    """Run the dynamic program for all KV heads at once, from the lowest layer up."""
     layers, heads = table[0].costs.shape[-2:]
     width = layers * max(role.units for role in table) + 1
     best = np.full((heads, layers + 1, width), np.inf)
@@ -236,9 +245,14 @@ def _solve_heads(table: Sequence[Role]) -> _Heads:
 
 
 def _divide(least: Floats) -> tuple[list[Ints], Floats]:
-    """The least cost of all heads together by their units, and each head's share of the units.
+    """Combine the curves of all heads, by min-plus convolution.
 
-    This is a min-plus convolution.
+    Args:
+        least: ``[H, units]``, from `_Heads`.
+
+    Returns:
+        For each head, the units that it saves, by the units that it and the heads before it save together;
+        and the least cost by the units of all heads.
     """
     reached, shares = np.zeros(1), []
     for own in least:
@@ -250,27 +264,26 @@ def _divide(least: Floats) -> tuple[list[Ints], Floats]:
     return shares, reached
 
 
-PACKED = 4
-_PRICES = 24
-_FEW = 256  # choices of which all are solved exactly
-_HELD = 8  # choices whose plans are held at a time
+PACKED = 4  # bits of a packed layer
+_PRICES = 24  # prices per saved unit at which the search runs
+_FEW = 256  # choices of bits: up to this number, all of them are solved
+_HELD = 8  # choices of bits whose plans are held at a time
 Choice = tuple[bool, ...]
 """Per layer, whether it is packed."""
 
 
 @dataclass(frozen=True)
 class PackedCosts:
-    """What roles cost, what packing adds, and at which length it saves.
+    """The costs of roles, the costs that packing adds, and the length at which savings count.
 
     Attributes:
         follow: ``[L, L, H]``, cost of a follower; None = nobody follows.
         window: ``[L, H]``, cost of a window; None = no windows.
-        lead4: ``[L, H]``, cost of 4 bits for a lead's keys and values.
-        follow4: ``[L, H]``, cost of 4 bits for a follower's values; None where nobody follows.
+        lead4: ``[L, H]``, added cost of 4 bits for a lead's keys and values.
+        follow4: ``[L, H]``, added cost of 4 bits for a follower's values; None where nobody follows.
         n: tokens at which savings count.
-        near: how many of them lie in a window.
-        head_dim: of the model; the size of packed values depends on it. None = one that the usual groups
-            divide.
+        near: number of these tokens that lie in a window.
+        head_dim: of the model; the size of packed values depends on it. None = a multiple of ``GROUP_SIZE``.
     """
 
     follow: Floats | None
@@ -290,9 +303,10 @@ class PackedCosts:
 
     @cached_property
     def units(self) -> tuple[int, int, int]:
-        """Units of a pair's distant bytes, and the units that a packed lead and a packed follower save.
+        """Units of a pair, and the units that a packed lead and a packed follower save.
 
-        The number of units of a pair is the one with which rounding down loses least.
+        The units of a pair are the bytes of its distant tokens. Their number is chosen so that rounding the
+        other two numbers down loses least.
         """
         far = max(0, self.n - self.near) / self.n
         old = 1 - min(1.0, NATIVE_TOKENS / self.n)  # the share of tokens that are packed
@@ -305,12 +319,12 @@ class PackedCosts:
         return pair, int(pair * lead), pair // 2 + int(pair * follower)
 
     def solve(self, packed: Sequence[bool] | None, price: float | None = None) -> Frontier:
-        """Solve for the frontier when these layers are packed.
+        """Find the least cost of every saving when these layers are packed.
 
         Args:
-            packed: per layer, whether it is packed. None = each pair has the bits that are best for it.
-            price: of a unit. With a price, the cost of a plan is what it costs, less what it saves at this
-                price. The frontier then has one point: the plan of most worth.
+            packed: for each layer, whether it is packed. None = each pair has the bits that are best for it.
+            price: of a saved unit. With a price, the cost of a plan is reduced by the price of its units. The
+                frontier then has one point: the plan of least reduced cost.
         """
         pair, lead4, follow4 = self.units
         native, four = np.zeros_like(self.lead4), np.zeros_like(self.lead4)
@@ -332,8 +346,8 @@ class PackedFrontier(Curve):
     """The least cost of every saving among the choices of bits that were solved, and the plans that have it.
 
     Attributes:
-        bound: costs that no choice of bits beats.
-        solved: the costs of each choice.
+        bound: a lower bound of the cost by number of saved units, whatever the choice of bits.
+        solved: the costs of each choice of bits by number of saved units.
     """
 
     bound: Floats
@@ -342,7 +356,7 @@ class PackedFrontier(Curve):
 
     @property
     def targets(self) -> Ints:
-        """All numbers: where no plan saves exactly this many units, one that saves a little more is near."""
+        """All numbers of saved units: where no plan saves one exactly, a plan saves a little more."""
         return np.arange(len(self.costs))
 
     def plan(self, units: int, provenance: dict[str, Any] | None = None) -> SharingPlan:
@@ -352,9 +366,10 @@ class PackedFrontier(Curve):
         return replace(plan, bits=tuple(PACKED if one else 16 for one in packed) if any(packed) else None)
 
     def improved(self, units: int) -> "PackedFrontier":
-        """Search on from the best choice for ``units`` or more, and add the choices that are met.
+        """This frontier with more choices of bits solved: those that a search for ``units`` tries.
 
-        Layers of the best choice are turned while that lowers the cost.
+        The search begins at the best choice for ``units`` or more, and turns layers while that lowers the
+        cost.
         """
         wanted, solved = slice(units, None), dict(self.solved)
         if len(solved) == 2 ** self.sizes[0]:
@@ -371,11 +386,12 @@ class PackedFrontier(Curve):
         return _least_of(self, solved)
 
     def _cost_of(self, choice: Choice, units: slice) -> float:
+        """The least cost of a choice of bits in this range of saved units; inf where it has no plan."""
         return float(self.solved[choice][units].min(initial=np.inf))
 
 
 def solve_packed(costs: PackedCosts) -> PackedFrontier:
-    """Solve for the frontier of all choices of bits where they are few, else of those that a search finds."""
+    """Find the least cost of every saving: over all choices of bits where they are few, else by search."""
     layers, free = len(costs.lead4), costs.solve(None)
     solve = lru_cache(maxsize=_HELD)(costs.solve)
     choices: Iterable[Choice]
@@ -389,6 +405,7 @@ def solve_packed(costs: PackedCosts) -> PackedFrontier:
 
 
 def _least_of(frontier: PackedFrontier, solved: dict[Choice, Floats]) -> PackedFrontier:
+    """The frontier with the lowest cost of all solved choices at every number of saved units."""
     costs = np.full(max(map(len, solved.values())), np.inf)
     for own in solved.values():
         costs[: len(own)] = np.minimum(costs[: len(own)], own)
@@ -396,11 +413,14 @@ def _least_of(frontier: PackedFrontier, solved: dict[Choice, Floats]) -> PackedF
 
 
 def _found(costs: PackedCosts, bound: Floats) -> list[Choice]:
-    """Choices of bits: no layer packed, then what local search finds on the way, then all layers packed.
+    """A path of choices of bits, from no packed layer to all layers packed, that turns one layer at a time.
 
-    Local search runs at the prices of evenly spaced savings. From one choice that it finds to the next,
-    layers are turned one at a time, and the layers whose packing costs least come first. All choices on this
-    way belong to the result.
+    Between its ends, the path leads through the choices that local search finds at the prices of evenly
+    spaced savings. From one such choice to the next, layers whose packing costs least are turned first.
+
+    Args:
+        costs: of roles and of packing.
+        bound: lower bound of the cost by number of saved units, from which the prices are taken.
     """
     layers = len(costs.lead4)
     marks = np.linspace(0, len(bound) - 1, _PRICES + 1).astype(int)
@@ -418,7 +438,7 @@ def _found(costs: PackedCosts, bound: Floats) -> list[Choice]:
 
 
 def _descend(packed: Choice, cost_of: Callable[[Choice], float]) -> Choice:
-    """Turn layers, one by one, while that lowers the cost."""
+    """Turn layers, one by one and round and round, until no single turn lowers the cost."""
     least = cost_of(packed)
     step = 0
     last = 0  # the step after the last gain
@@ -432,5 +452,5 @@ def _descend(packed: Choice, cost_of: Callable[[Choice], float]) -> Choice:
 
 
 def _turned(packed: Choice, layer: int) -> Choice:
-    """The choice with one layer turned."""
+    """The choice of bits with one layer turned: packed if it was not, and the other way round."""
     return (*packed[:layer], not packed[layer], *packed[layer + 1 :])

@@ -1,8 +1,8 @@
-"""The registry of methods: everything that is known about a method, said once, without torch.
+"""The registry of methods: everything that is known about a method, in one place and without torch.
 
 Each method has one entry, in ``selections`` or in ``layouts_and_codecs``. ``method`` says what an entry
 consists of, and ``combine`` which methods go together. ``pod.methods()``, ``pod.make_cache``, ``pod eval``
-and the README's table read them. What computes a method is in its file in ``pod/modeling/methods``.
+and the README's table read the entries. The code that computes a method is in ``pod/modeling/methods``.
 """
 
 from pod.registry.layouts_and_codecs import CODECS, LAYOUTS
@@ -14,5 +14,9 @@ METHODS: dict[str, Method] = {method.name: method for method in (*LAYOUTS, *SELE
 
 
 def methods() -> dict[str, Method]:
-    """All methods by name, with axis, paper, parameters (defaults and units), what they free and refuse."""
+    """A new dictionary of all methods by name.
+
+    Each entry says the method's axis, its paper, its parameters (with defaults and units), what it frees and
+    what it cannot be combined with.
+    """
     return dict(METHODS)

@@ -11,6 +11,8 @@ from pod.registry.method import AXES, Method
 def in_order(spec: Spec) -> Spec:
     """The spec with its parts in the order in which they are built: layout, selection, channels, codec.
 
+    Example: ``int4+snapkv`` becomes ``snapkv+int4``.
+
     Raises:
         ValueError: a name is not in the registry; the message gives the nearest one.
     """
@@ -22,11 +24,15 @@ def in_order(spec: Spec) -> Spec:
 
 
 def chosen_methods(spec: Spec) -> tuple[dict[str, Method], str | None]:
-    """The methods of a spec by axis, and the method inside the selection's brackets.
+    """The methods of a spec by axis, and the name of the method inside the selection's brackets.
+
+    That name is the default one where the spec has no brackets, and None where the selection takes none.
+    Example: ``imdc(streamingllm)+int4`` gives imdc as ``selection``, int4 as ``codec``, and the name
+    ``streamingllm``.
 
     Raises:
-        ValueError: two methods decide the same axis, a method does not fit inside the brackets, or a
-            parameter stands behind a part that is not its own.
+        ValueError: two methods decide the same axis, a method does not fit inside the brackets, or a part is
+            given a parameter that it does not have.
     """
     chosen: dict[str, Method] = {}
     inner = None
@@ -50,6 +56,7 @@ def chosen_methods(spec: Spec) -> tuple[dict[str, Method], str | None]:
 
 
 def _refuse_parameter(spec: Spec, part: Part, name: str) -> None:
+    """Raise the ValueError for a parameter that a part does not have; it names the part that has it."""
     for other in spec.parts:
         if name in METHODS[other.name].parameters:
             raise ValueError(
@@ -75,7 +82,12 @@ def refusal(layout: Method, *others: Method) -> str | None:
 
 
 def all_parameters(spec: str, chosen: Iterable[Method], params: Mapping[str, Any]) -> dict[str, Any]:
-    """All parameters of the methods in a spec, with defaults filled in.
+    """The values of all parameters of the methods in a spec: those that are given, else the defaults.
+
+    Args:
+        spec: the spec as text, for messages.
+        chosen: its methods.
+        params: the values that the user gives, by name.
 
     Raises:
         ValueError: none of the methods has a parameter of this name, or a value is not allowed.

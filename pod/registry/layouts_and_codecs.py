@@ -1,6 +1,6 @@
-"""The entries of what stands beside a selection: layouts (which layers and heads hold what) and codecs.
+"""The registry's entries of layouts (which layers and heads hold what) and codecs (bits per number).
 
-The order is that of lists and reports.
+Lists and reports show them in this order.
 """
 
 from typing import Any
@@ -8,8 +8,9 @@ from typing import Any
 from pod.registry.method import Method, Parameter
 
 CAPACITY = {"capacity": Parameter(None, "tokens per row to reserve space for; pod.engine then decodes")}
+"""The parameter of layouts that ``pod.engine`` can decode."""
 PACKING = {
-    # the same sizes as those of a plan with bits: GROUP_SIZE and RESIDUAL of sharing.py
+    # The defaults are the sizes that a plan with bits has: GROUP_SIZE and RESIDUAL of sharing.py.
     "group_size": Parameter(32, "numbers that share a scale: tokens (keys) or channels (values)", least=2),
     "residual": Parameter(
         128, "newest tokens that stay unpacked, and at most group_size - 1 more (tokens)", least=0
@@ -22,7 +23,7 @@ OF_CODECS: dict[str, Any] = {
     "url": "https://arxiv.org/abs/2402.02750",
     "parameters": PACKING,
 }
-"""What the codecs have in common."""
+"""What the entries of all codecs have in common."""
 
 LAYOUTS = (
     Method(

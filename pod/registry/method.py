@@ -16,8 +16,15 @@ AXES = {
 class Parameter(NamedTuple):
     """A parameter that a user may give a method.
 
-    Its value has the type of the default and lies within the bounds or among the choices. A default of None
-    means that None may be given; other values then have the type of ``least``. The meaning names the unit.
+    A value has the type of the default, and lies within the bounds or among the choices. Where the default is
+    None, None may be given too, and other values have the type of ``least`` (any type, if that is None).
+
+    Attributes:
+        default: the value that is taken when the user gives none.
+        meaning: what the parameter does, and its unit.
+        least: the smallest value that is allowed; None = no such bound, or 0 where there is a ``most``.
+        most: the largest value that is allowed; None = no such bound.
+        choices: the texts that are allowed; empty = no such list.
     """
 
     default: Any
@@ -27,7 +34,10 @@ class Parameter(NamedTuple):
     choices: tuple[str, ...] = ()
 
     def refusal(self, value: Any) -> str | None:
-        """What a value must be, as text for an error; None when the value is allowed."""
+        """What is wrong with a value; None when the value is allowed.
+
+        The text ends an error message, for example ``must be at least 1``.
+        """
         if value is self.default:
             return None
         like = self.least if self.default is None else self.default
@@ -41,6 +51,7 @@ class Parameter(NamedTuple):
 
 
 def _kind_missed(default: Any, value: Any) -> str | None:
+    """The type that a value should have, in words; None when it has the type of the default."""
     if isinstance(default, float):
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and value == value
         return None if is_number else "a number"
@@ -62,19 +73,22 @@ class Method:
         url: where to read the paper; empty where there is none.
         parameters: by name.
         takes_budget: whether the method takes a budget; if so, it is required.
-        inner: methods that may stand in brackets behind the name; the first one is the default.
+        inner: methods that may stand in brackets behind the name, as in ``imdc(snapkv)``; the first one is
+            the default.
         behind: for the channels axis: the selections that it can be combined with.
         bits: for the codec axis: bits per number.
         trained: whether the model's weights were trained with this layout, so that no selection fits it.
         refuses_pod: why the method cannot be combined with the layout ``pod``; None when it can.
-        grows: whether a token fed after the prompt adds a slot. If not, as many leave as come.
-        unbounded: whether no distance grows with the prompt, so that the prompt may be longer than what the
-            model was trained on.
+        grows: whether every token that is fed after the prompt adds a slot to the cache. If not, the cache
+            drops as many tokens as it takes in.
+        unbounded: whether the distances between tokens stay below a bound that does not depend on the prompt.
+            The prompt may then be longer than what the model was trained on.
         one_shot: whether one forward pass without a cache equals the decode path
             (``tests/eval/test_perplexity.py`` proves it), so that perplexity may be scored by that pass. A
-            method that compresses must never say so.
-        takes_chunks: whether tokens behind the prompt give the same result many at once as one by one.
-        reads_in_chunks: whether it compresses while it reads a prompt, whatever its parameters.
+            method that compresses must leave this False.
+        takes_chunks: whether several tokens that are fed at once after the prompt give the same result as one
+            by one.
+        reads_in_chunks: whether the method compresses while it reads a prompt, whatever its parameters are.
     """
 
     name: str

@@ -1,6 +1,7 @@
-"""The entries of selections (which tokens stay) and of what goes behind them (which channels of keys stay).
+"""The registry's entries of selections (which tokens stay) and channels (which channels of keys stay).
 
-The order is that of lists and reports.
+A method of the axis ``channels`` works on the tokens that a selection keeps. Lists and reports show the
+entries in this order.
 """
 
 from typing import Any
@@ -19,11 +20,18 @@ PREFILL = {
         512, "tokens of a prompt after which streaming prefill compresses (tokens)", least=1
     ),
 }
+"""Parameters of methods that can also compress while they read a prompt."""
 SINKS = {"num_sink_tokens": Parameter(4, "first tokens that are always kept (tokens)", least=0)}
 
 
 def ranking(window: int, kernel: int, pool: str) -> dict[str, Parameter]:
-    """SnapKV's parameters, with these defaults."""
+    """The parameters of SnapKV's ranking of the prompt's tokens, with these defaults.
+
+    Args:
+        window: tokens at the end of the prompt whose attention ranks the others.
+        kernel: tokens over which the scores are pooled.
+        pool: how they are pooled, ``avg`` or ``max``.
+    """
     return {
         "window": Parameter(
             window, "observation window at the end of the prompt, always kept (tokens)", least=1
@@ -38,6 +46,7 @@ MEMORY = {
     **ranking(window=32, kernel=5, pool="avg"),
     "num_sink_tokens": Parameter(4, "first slots that the streamingllm pruner keeps (tokens)", least=0),
 }
+"""Parameters of ``imdc``, ``im`` and ``fm``, which read a prompt in chunks into a memory."""
 MEMORY_GROWTH = {
     "function": Parameter(
         "linear",
@@ -48,6 +57,7 @@ MEMORY_GROWTH = {
         True, "compress memory and chunk together; False: compress the chunk and append it (B.4)"
     ),
 }
+"""Further parameters of ``imdc`` and ``im``, whose memory grows."""
 OF_MEMORIES: dict[str, Any] = {
     "axis": "selection",
     "file": "imdc",
@@ -59,7 +69,9 @@ OF_MEMORIES: dict[str, Any] = {
     "unbounded": True,
     "reads_in_chunks": True,
 }
-"""What ``imdc``, ``im`` and ``fm`` have in common."""
+"""What the entries of ``imdc``, ``im`` and ``fm`` have in common."""
+
+# Reasons why methods cannot be combined with the layout pod (`Method.refuses_pod`).
 NO_DISTANT_TOKENS = "this method keeps no distant tokens whose keys layers could share"
 OWN_STATISTICS = (
     "each layer drops tokens by its own statistics, while followers read the keys and logits of their lead "

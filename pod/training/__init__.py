@@ -1,1 +1,5 @@
-"""How a model is adapted: similarity and plans, ZeRO-3 + Ulysses training, checkpoints, export."""
+"""How a model is trained under a plan, with ZeRO and Ulysses sequence parallelism.
+
+``run`` makes the steps, ``predict`` estimates memory and time and chooses the parallel layout, ``checkpoint``
+saves and restores, and ``observe`` logs metrics and evaluates held-out text.
+"""

@@ -12,17 +12,20 @@ from pod.schema import BelowOne, Share, section
 class TrainRecipe:
     """Section `train` of a recipe: `pod train`.
 
-    A field that is null by default is derived from ranks and device (`pod.training.predict.layout_search`).
+    A field whose null means "chosen to fit the devices" is derived from ranks and device, by
+    `pod.training.predict.layout_search`.
     """
 
     former_names: ClassVar[dict[str, str]] = {"carry": "shared_qk"}
+    """Old names of fields and their present names. A recipe with an old name gets an error that says the
+    present one."""
 
     total_tokens: PositiveInt | None = None
     """Tokens of the whole run, padding included. The number of steps is total_tokens / tokens_per_step,
     rounded down. null = use max_steps."""
 
     max_steps: PositiveInt | None = None
-    """Optimizer steps of the whole run; overrides total_tokens. When neither is set: 100 steps."""
+    """Optimizer steps of the whole run; overrides total_tokens. When both are null: 100 steps."""
 
     tokens_per_step: PositiveInt | None = None
     """Tokens of one optimizer step over all ranks, padding included: a multiple of data.context_length.
@@ -66,8 +69,9 @@ class TrainRecipe:
     chosen to fit the devices."""
 
     offload_optimizer: Literal["none", "cpu"] | None = None
-    """`cpu`: master weights, moments and gradients are in host memory, 16 bytes per trained weight over
-    all ranks, and are updated there. Needs zero_stage 3. null = chosen to fit the devices."""
+    """`cpu`: master weights, moments and gradients are in host memory and are updated there. Over all ranks
+    this takes 20 bytes per trained weight (18 with reduce_dtype=bfloat16), plus the rounding of pinned
+    memory to powers of two. Needs zero_stage 3. null = chosen to fit the devices."""
 
     offload_parameters: Literal["none", "cpu"] | None = None
     """`cpu`: weights are in host memory, and each layer is copied to the device when it is used. Needs
@@ -75,8 +79,8 @@ class TrainRecipe:
 
     memory_reserve_gib: NonNegativeFloat | None = None
     """GiB of every GPU that the chosen layout leaves to the CUDA context, to NCCL's buffers and to
-    workspaces, which no estimate counts. null = 1.25, and 1.5 for every group of ranks that communicate: 2
-    groups, with sequence parallelism 3 or 4."""
+    workspaces, which no estimate counts. null = 1.25, and 1.5 more for every group of ranks that
+    communicate. One rank has no such group, several have 2, and with sequence parallelism 3 or 4."""
 
     fused_layers: Literal["auto", "compile", "none"] = "auto"
     """Run norms, rotary embedding and gated activations as one kernel each, by `torch.compile`. `auto` =
@@ -125,7 +129,8 @@ class TrainRecipe:
     example 2. 0 = only NaN and infinity are bad."""
 
     spike_window: PositiveInt = 64
-    """Number of good steps for that median. Spikes are recognised after a quarter of them."""
+    """Number of last good steps from which spike_factor's median is taken. Spikes are recognised as soon as
+    a quarter of this number is known."""
 
     bad_step: Literal["skip", "rewind"] = "skip"
     """What to do with a bad step. `skip`: do not apply its update. `rewind`: return to the last checkpoint
@@ -146,8 +151,8 @@ class TrainRecipe:
     <output_dir>/train/hang-rank*.txt. 0 = no watchdog."""
 
     hang_action: Literal["report", "abort"] = "report"
-    """What to do then: `report` writes the files and waits; `abort` also ends the rank with exit code 75,
-    so that a scheduler can start the run again."""
+    """What to do after hang_timeout_s: `report` writes the files and waits; `abort` also ends the rank with
+    exit code 75, so that a scheduler can start the run again."""
 
     method: Literal["full", "lora"] = "full"
     """`full` trains all weights; `lora` trains low-rank adapters only (peft)."""
@@ -176,8 +181,8 @@ class TrainRecipe:
     """Number of checkpoints to keep. An older one is removed when a newer one is complete."""
 
     keep_every_steps: NonNegativeInt = 0
-    """Never remove checkpoints of steps that are multiples of this number. 0 = keep none of them for that
-    reason."""
+    """Never remove checkpoints of steps that are multiples of this number. 0 = only keep_last decides which
+    checkpoints are kept."""
 
     resume: Literal["auto", "never"] = "auto"
     """`auto` continues from the newest checkpoint in <output_dir>/train, on any number of ranks. `never`
@@ -191,7 +196,8 @@ class TrainRecipe:
     no mfu."""
 
     eval_every_steps: NonNegativeInt = 0
-    """Steps between evaluations on held-out text: loss by position, and passkeys. 0 = none."""
+    """Steps between evaluations on held-out text: loss by position, and passkeys. There is one before the
+    first step and one after the last step too. 0 = none at all."""
 
     eval_rows: PositiveInt = 8
     """Held-out rows of data.context_length tokens in each evaluation, over all ranks."""
@@ -281,7 +287,10 @@ class TrainRecipe:
 
 @section
 class TrainArgs(TrainRecipe):
-    """Section `train` with every field set: trainer, engine and estimates work with it."""
+    """Section `train` in which all fields that depend on ranks and device have values.
+
+    Trainer, engine and estimates work with it.
+    """
 
     max_steps: PositiveInt = 100
     sequence_parallel_size: PositiveInt = 1
@@ -305,7 +314,10 @@ class TrainArgs(TrainRecipe):
         return -(-context_length // self.sequence_parallel_size) * self.micro_batch_size
 
     def mlp_tiles(self, context_length: int) -> int:
-        """Parts in which a feed-forward layer takes its tokens, the same on every rank."""
+        """Number of tiles into which a feed-forward layer cuts the tokens of a micro-batch.
+
+        It is the same on every rank, and 1 where nothing is cut. Rows have `context_length` tokens.
+        """
         return -(-self.rank_tokens(context_length) // self.mlp_tile_tokens) if self.mlp_tile_tokens else 1
 
 

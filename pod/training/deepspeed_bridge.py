@@ -60,10 +60,13 @@ The names are those of parameters that we pass, or that our own function in the 
 
 
 def check_parts(parts: dict[str, str] | None = None) -> None:
-    """Check that the installed DeepSpeed has every part that is used here.
+    """Refuse an installed DeepSpeed in which a part that is used here is missing or takes other parameters.
+
+    Args:
+        parts: parts and names of their parameters, as in `_PARTS`; None = these.
 
     Raises:
-        ValueError: in one line with the versions, the first part that is missing or takes other parameters.
+        ValueError: one line that names the first such part, the installed version and the tested one.
     """
     for part, names in (_PARTS if parts is None else parts).items():
         module, _, path = part.partition(":")
@@ -81,6 +84,7 @@ def check_parts(parts: dict[str, str] | None = None) -> None:
 
 
 def _other_version(problem: str) -> ValueError:
+    """The error for a DeepSpeed that lacks something; it says which version to install."""
     import deepspeed
 
     return ValueError(
@@ -142,6 +146,11 @@ def start_engine(
 ) -> Any:
     """The engine that trains `module` on all ranks.
 
+    Args:
+        module: its weights must have been placed by `place_weights`.
+        settings: DeepSpeed's configuration, from `optimization.deepspeed_config`.
+        mpu: from `sequence_groups`; None without sequence parallelism.
+
     Raises:
         ValueError: the engine's optimizer lacks parts that are used here.
     """
@@ -149,8 +158,8 @@ def start_engine(
     from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
     from deepspeed.utils import set_z3_leaf_modules
 
-    # Ranks need different numbers of experts. Gathers of weights inside would come in another order on every
-    # rank, and wait for each other.
+    # Ranks use different experts, and different numbers of them. If weights were gathered expert by expert,
+    # every rank would gather in an order of its own, and the ranks would wait for each other for ever.
     set_z3_leaf_modules(module, [PodExperts], raise_if_not_found=False)
     # In stage 1, DeepSpeed takes its BF16_Optimizer for bfloat16 with float32 accumulation. That one keeps
     # the float32 gradients of all weights on every rank. It also needs a model-parallel group, and with
@@ -173,7 +182,7 @@ def place_weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Put the weights of a module where the engine wants them.
+    """Fill the weights of a module with values, and lay them out as the engine expects them.
 
     In stage 3 they are divided among all ranks; in other stages every rank has them whole. Weights are
     placed one at a time, so that a rank holds its share and one whole weight.
@@ -213,8 +222,8 @@ def drop_shared_qk_hooks(model: Any) -> None:
 
     The hooks fire once per tensor of `shared_qk`. The number of these tensors depends on the heads that a
     rank computes, and ZeRO-3 stops ("disagreement on list contents") when ranks do not meet the same hooks.
-    The hooks of the children of these modules gather all weights. Only constant sinks belong to attention
-    itself; a child of it reads them, and they are registered there.
+    The hooks of the children of these modules gather all weights but constant sinks, which belong to
+    attention itself. Constant sinks are registered with the child of attention that reads them.
     """
     from deepspeed.runtime.zero import register_external_parameter
 
@@ -238,7 +247,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, ignored
         rows: number of tokens whose logits are computed at a time.
     """
     # DeepSpeed's public function around this one compares the labels with the vocabulary, and waits for the
-    # device to do so. Our data has been compared when it was opened.
+    # device to do so. Ours were compared when the data was opened.
     tokens, kind = hidden.reshape(-1, hidden.shape[-1]), torch.promote_types(hidden.dtype, weight.dtype)
     vocabulary = (None, 0, weight.shape[0])  # no tensor parallelism
     given = tokens.contiguous(), weight.contiguous(), None, labels.reshape(-1)
@@ -295,6 +304,7 @@ class Piece:
     """What a rank holds of one trained weight, on its device or in host memory."""
 
     name: str
+    """Name of the weight in the module that the engine trains."""
     shape: tuple[int, ...]
     """Shape of the whole weight."""
     start: int
@@ -328,7 +338,7 @@ def _place(optimizer: Any, parameter: Any) -> tuple[Tensor, int, int, int] | Non
         The flat tensor that the part lies in, its offset there, the first element of the weight that is held,
         and the number of elements.
     """
-    if hasattr(parameter, "ds_id"):  # stage 3: equal shares, and the last ones are filled up
+    if hasattr(parameter, "ds_id"):  # stage 3: equal shares, the last ones padded
         group, offset, share = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = share * dist.get_rank(parameter.ds_process_group)
         size = min(share, parameter.ds_numel - start)
@@ -344,9 +354,9 @@ def _place(optimizer: Any, parameter: Any) -> tuple[Tensor, int, int, int] | Non
 
 
 def set_updates(engine: Any, updates: int) -> None:
-    """Make the optimizer one that has made so many updates.
+    """Set the number of updates that the optimizer has made.
 
-    `pieces` then has moments, which are to be filled; after no updates it has none.
+    With at least one update, `pieces` has moments, which the caller must fill. With 0 it has none.
     """
     optimizer = engine.optimizer
     whole = getattr(optimizer, "single_partition_of_fp32_groups", None)
@@ -364,7 +374,7 @@ def set_updates(engine: Any, updates: int) -> None:
 
 
 def renew_weights(engine: Any) -> None:
-    """Make the weights of all ranks from the master weights. All ranks must call it."""
+    """Set the weights of all ranks to the values of the master weights. All ranks must call it."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() < 3:
         optimizer.update_lp_params()

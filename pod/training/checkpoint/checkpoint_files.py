@@ -71,7 +71,7 @@ class Checkpointer:
         folder: <output_dir>/train.
         engine: DeepSpeed's, whose weights and moments are saved.
         model: the model without adapters. Its configurations and plan go into every checkpoint.
-        control: hears of progress while files are written, and how long a checkpoint took.
+        control: is told of progress while files are written, and how long a checkpoint took.
 
     Attributes:
         latest: the newest complete checkpoint that this run wrote or loaded, the same on all ranks.
@@ -162,9 +162,9 @@ class Checkpointer:
     def load(self, checkpoint: Path) -> TrainState:
         """Load weights, optimizer and this rank's random state from a checkpoint.
 
-        The checkpoint's identity must have been checked.
-        It works in a running engine too. If another number of ranks wrote the checkpoint, random states
-        begin anew.
+        The caller must have checked the checkpoint's identity (`check_identity`). The engine may be in the
+        middle of training, as for a rewind. If another number of ranks wrote the checkpoint, the random
+        generators are seeded anew, from the run's seed, the step and the rank.
 
         Raises:
             ValueError: files are missing or damaged; on all ranks.
@@ -179,7 +179,7 @@ class Checkpointer:
                 states = load_file(checkpoint / _random_name(self.mesh.rank))
         except (OSError, ValueError, SafetensorError) as error:
             problem = one_line(error)
-        # All ranks agree on it, because a rank that failed alone would leave its peers in the next
+        # All ranks fail together: a rank that failed alone would leave its peers waiting in the next
         # collective.
         if self.mesh.largest(problem is not None):
             reason = problem or "another rank failed, see its message"
@@ -213,9 +213,12 @@ class Checkpointer:
             self._error = error
 
     def _publish(self) -> None:
-        """Rename what all ranks have written, point `latest` at it, and remove what is no longer needed.
+        """Rename the folder that all ranks have written, write its name into `latest`, and rotate.
 
-        Only what this run wrote is removed.
+        See `_rotate` for the checkpoints that are removed.
+
+        Raises:
+            OSError: as in `save`.
         """
         final, self._pending, self._thread = self._pending, None, None
         assert final is not None
@@ -239,7 +242,7 @@ class Checkpointer:
         self.control.save_took(time.monotonic() - self._began)
 
     def _space_error(self, final: Path) -> OSError | None:
-        """The error of a disk without room for a checkpoint; None when there is room."""
+        """The error that says how much space the disk lacks for a checkpoint; None when it has enough."""
         missing = self.needed_bytes - shutil.disk_usage(self.folder).free
         if missing <= 0:
             return None
@@ -263,8 +266,8 @@ class Checkpointer:
         """Remove old checkpoints of this run.
 
         The newest `keep_last` are kept, and those of steps that are multiples of `keep_every_steps`. What
-        another run left in the folder stays. Steps that are later than the newest one stay too: they are
-        another branch's.
+        another run left in the folder stays. Checkpoints of steps after `newest` stay too: they were written
+        before the run went back to an earlier step.
         """
         every = self.args.keep_every_steps
         until = [path for path in step_folders(self.folder) if step_of(path) <= step_of(newest)]
@@ -276,7 +279,7 @@ class Checkpointer:
 
 
 def describe_model(model: PodForCausalLM, folder: Path) -> None:
-    """Write what export needs besides weights: configurations and plan."""
+    """Write what an export needs besides weights: the model's configurations and its plan."""
     model.config.save_pretrained(folder)
     write_json(folder / "generation_config.json", model.generation_config.to_dict())
     model.config.sharing_plan.save(folder / "plan.json")
@@ -309,9 +312,9 @@ def run_of(checkpoint: Path) -> str:
 
 
 def put_aside(checkpoint: Path) -> None:
-    """Make room for a checkpoint of the same step.
+    """Rename a folder that stands where a checkpoint is about to be published; nothing is removed.
 
-    A checkpoint that lies there is another branch's or damaged. It is kept under a new name.
+    Such a folder was written before the run went back to an earlier step, or it is damaged.
     """
     if not checkpoint.is_dir():
         return
@@ -321,7 +324,11 @@ def put_aside(checkpoint: Path) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint. A kill leaves it whole, or under a name that the next run removes."""
+    """Remove a checkpoint.
+
+    If the process is killed meanwhile, the checkpoint is still whole, or it has a name that the next run
+    removes.
+    """
     if checkpoint.is_dir():
         going = checkpoint.with_name(f".{checkpoint.name}.old.tmp")
         shutil.rmtree(going, ignore_errors=True)
@@ -330,14 +337,14 @@ def _remove(checkpoint: Path) -> None:
 
 
 FILE_BYTES = 2**30
-"""A file of weights ends once it has this size.
+"""Bytes from which on a file of weights is complete, and the next one begins.
 
 Pieces from a GPU wait in host memory until their file is written.
 """
 
 
 def host_pieces(pieces: Sequence[Piece]) -> list[Piece]:
-    """Copies of pieces in host memory. All copies are under way at the same time."""
+    """Copies of pieces in host memory. The copies run at the same time, and are complete on return."""
     copies = [replace(one, values={kind: host_copy(x) for kind, x in one.values.items()}) for one in pieces]
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -392,7 +399,7 @@ def read_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
 
 
 def whole_weights(folder: Path) -> dict[str, Tensor]:
-    """fp32 master weights by the names of the trained module.
+    """The whole fp32 master weights of a checkpoint, by the names of the trained module.
 
     Raises:
         ValueError: as in `read_pieces`.
@@ -416,6 +423,7 @@ def sync_to_disk(path: str | os.PathLike[str]) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
+    """The files of weights in a checkpoint; ValueError when there are none."""
     found = sorted(folder.glob("weights-*.safetensors"))
     if not found:
         raise ValueError("it has no weights")
@@ -424,6 +432,7 @@ def _files(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
+    """Open a safetensors file; errors of reading become a ValueError of one line."""
     try:
         with safe_open(file, framework="pt") as content:
             yield content
@@ -457,7 +466,7 @@ def check_plan(checkpoint: Path, plan_file: Path) -> None:
 
 
 def trained_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """fp32 master weights by the model's names, without LoRA's frozen base.
+    """The fp32 weights that were trained, by the model's names; LoRA's frozen base is not among them.
 
     Raises:
         ValueError: files are missing or damaged.
@@ -475,8 +484,8 @@ def restore_model(checkpoint: Path, state: TrainState, start_model: Any = None) 
     """The trained model, in fp32.
 
     Args:
-        start_model: loads the start model for a plan. Adapters are merged into it. Full fine-tuning needs
-        none.
+        start_model: a function that loads the start model for a plan; adapters are merged into that model.
+            None is enough after full fine-tuning.
 
     Raises:
         ValueError: weights do not fit the model; or the adapters were trained with another start model,

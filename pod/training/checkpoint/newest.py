@@ -20,6 +20,7 @@ from pod.training.checkpoint.run_identity import (
 )
 
 STEP_NAME = re.compile(r"step-\d{8,}")
+"""Names of checkpoint folders."""
 WEIGHT_FILES = "weight_files"
 """Key in the metadata of a rank's random state: how many files of weights this rank wrote."""
 
@@ -71,10 +72,10 @@ def _pointer(folder: Path) -> tuple[str | None, str]:
 def _newest_complete(folder: Path, problem: str) -> Path | None:
     """The newest complete checkpoint; None where there is no checkpoint.
 
-    It prints why the checkpoint was searched for, and which ones were passed over.
+    It prints `problem`, the checkpoint that was found, and the incomplete ones that were passed over.
 
     Args:
-        problem: why it is searched for.
+        problem: what is wrong with the file `latest`, so that the folders are searched.
 
     Raises:
         ValueError: there are checkpoints, but none is complete.
@@ -120,8 +121,8 @@ def why_incomplete(checkpoint: Path) -> str | None:
 def _check_files_of_rank(checkpoint: Path, rank: int) -> None:
     """Raise FileNotFoundError when a file that a rank wrote is not there.
 
-    Checkpoints once did not count their files. For such a checkpoint, only the first file of weights of a
-    rank is looked for.
+    Older checkpoints do not say how many files of weights a rank wrote. There, only the rank's first file is
+    looked for.
     """
     random = checkpoint / f"random-{rank:05d}.safetensors"
     if not random.is_file():
@@ -150,6 +151,7 @@ def _check_all_weights(checkpoint: Path) -> None:
 
 
 def _opened(file: Path) -> Any:
+    """A safetensors file, opened; ValueError in one line when it is damaged."""
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
@@ -180,7 +182,11 @@ def checkpoint_to_resume(folder: Path, resume: str, identity: dict[str, Any]) ->
 
 
 def checkpoint_to_export(train_folder: Path, checkpoint: str | None) -> Path:
-    """The named checkpoint folder, else the newest one.
+    """The checkpoint folder that is named, else the newest complete one.
+
+    Args:
+        train_folder: <output_dir>/train.
+        checkpoint: `export.checkpoint`.
 
     Raises:
         ValueError: there is no checkpoint.

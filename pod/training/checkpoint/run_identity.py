@@ -1,4 +1,4 @@
-"""What a checkpoint stores besides weights, and what it belongs to."""
+"""What a checkpoint stores besides weights, and the fingerprints of the run that it belongs to."""
 
 import hashlib
 import json
@@ -11,9 +11,11 @@ import torch
 from pod.files import read_mapping, write_json
 from pod.modeling.model.sharing import SharingPlan
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 3  # of checkpoint.json; other versions are refused
 STATE_NAME = "checkpoint.json"
+"""The file in a checkpoint's folder that holds its `TrainState`."""
 LATEST_NAME = "latest"
+"""The file in a training folder that holds the name of the newest checkpoint."""
 _ADVICE = {
     "plan_sha256": ("another sharing plan", "the plan that it was trained with (plan.json in its folder)"),
     "layout": ("another model.layout", "the same model.layout"),
@@ -56,7 +58,7 @@ class TrainState:
     world_size: int = 1
     """Number of ranks that wrote the checkpoint."""
     identity: dict[str, Any] = field(default_factory=dict)
-    """What the checkpoint belongs to: see `identity_of`."""
+    """Fingerprints of model, plan, data and settings that a resumed run must share: see `identity_of`."""
     config: dict[str, Any] = field(default_factory=dict)
     """The resolved recipe, for the record."""
     lora: dict[str, Any] | None = None
@@ -90,7 +92,7 @@ def read_state(checkpoint: Path) -> TrainState:
 
 
 def way_back(checkpoint: Path) -> str:
-    """What to do about a checkpoint that cannot be read, in one line."""
+    """One line for the user: what to do about a checkpoint that cannot be read."""
     folder = checkpoint.parent
     others = {file.parent.name for file in folder.glob(f"step-*/{STATE_NAME}")} - {checkpoint.name}
     if others:
@@ -101,8 +103,8 @@ def way_back(checkpoint: Path) -> str:
 def sample_of(weight: torch.Tensor) -> str:
     """The shape and 16 values of a weight, as text.
 
-    The values are rounded to bfloat16, because a run in bfloat16 starts from such values, and its export in
-    float32.
+    The values are rounded to bfloat16. A run in bfloat16 starts from such values, while its export loads the
+    same model in float32: both must get the same sample.
     """
     flat = weight.detach().reshape(-1)
     values = flat[:: max(1, flat.numel() // 16)][:16].bfloat16().float().tolist()
@@ -121,6 +123,10 @@ def identity_of(
     """Fingerprints that a resumed run must share with its checkpoint, for JSON.
 
     Args:
+        config: of the model.
+        samples: of the start model's weights.
+        manifest: of the prepared data.
+        method: `train.method` and the LoRA settings.
         rows: seed of the order of rows, and how many rows make a step.
     """
     data = {name: manifest[name] for name in ("context_length", "tokenizer_sha256", "shards")}
@@ -144,7 +150,8 @@ def plan_sha256(plan: SharingPlan) -> str:
 def start_identity_of(config: Any, samples: Samples) -> dict[str, Any]:
     """The part of an identity that the start model decides, for JSON.
 
-    This is layout, windows, RoPE, and samples of the model's weights, in the model's order.
+    This is layout, windows, RoPE, and a fingerprint of the samples of the model's weights, whose order is the
+    model's.
     """
     weights = "".join(f"{name}{sample}" for name, sample in samples.items())
     sinks = ["constant"] if config.sinks == "constant" else []
@@ -158,15 +165,17 @@ def start_identity_of(config: Any, samples: Samples) -> dict[str, Any]:
 
 
 def check_identity(state: TrainState, identity: dict[str, Any], refusal: str) -> None:
-    """Raise ValueError when a checkpoint's identity is another one.
+    """Raise ValueError when a checkpoint does not belong to a run.
 
-    That is another plan, layout, windows, RoPE, model, data, method, dtype, or other rows.
+    It was then made with another plan, layout, windows, RoPE, model, data, method, dtype or other rows.
 
     Args:
-        refusal: the message, with `{what}` and `{needed}` to be filled in.
+        state: of the checkpoint.
+        identity: of the run, from `identity_of`; or the part of it that is to be compared.
+        refusal: the message. `{what}` becomes what differs (`another RoPE`), and `{needed}` what to use.
     """
     for key, value in identity.items():
-        default = value if key == "rows" else None  # checkpoints once had no rows
+        default = value if key == "rows" else None  # older checkpoints do not store rows
         if state.identity.get(key, default) != value:
             what, needed = _ADVICE[key]
             raise ValueError(refusal.format(what=what, needed=needed))
@@ -187,6 +196,6 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def sha256_of(content: Any) -> str:
     """SHA-256 of anything that JSON can hold, as 64 hexadecimal digits.
 
-    What JSON cannot hold counts as its text.
+    Values that JSON cannot hold are replaced by their text (`str`).
     """
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

@@ -2,8 +2,9 @@
 
 The numbers go to metrics.jsonl, wandb and TensorBoard. Only rank 0 shows anything.
 
-`mfu` counts what the *model* needs (Chowdhery et al., PaLM, appendix B), not what a kernel does. It does not
-count
+`mfu` (model FLOPs utilisation) is the share of the devices' peak that training reaches. It counts the
+operations that the *model* needs (Chowdhery et al., PaLM, appendix B), not those that a kernel makes. So it
+does not count
 
 - the recomputation of checkpointed layers;
 - the masked-out half of a causal product;
@@ -38,7 +39,7 @@ from pod.training.predict.step_time import known_device, model_flops
 from pod.verbosity import is_quiet
 
 Values = dict[str, Any]
-"""Numbers by name, and lists. Only metrics.jsonl holds the lists: other trackers do not show them."""
+"""Numbers and lists by name. Lists are written to metrics.jsonl only; other trackers get the numbers."""
 
 
 TRACKERS = {"wandb": "wandb", "tensorboard": "tensorboard"}
@@ -55,11 +56,15 @@ def check_tracker(name: str) -> None:
 
 
 class JsonLines:
-    """One JSON object per line.
+    """The tracker of metrics.jsonl: one JSON object per line.
 
-    A resumed run first drops the lines of steps that it will repeat, and what a killed run left
-    half-written. A run from the beginning keeps the file of an earlier run as metrics-1.jsonl,
-    metrics-2.jsonl and so on.
+    A resumed run first drops the lines of steps that it will repeat, and a last line that a killed run left
+    half-written. A run from step 0 keeps the file of an earlier run as metrics-1.jsonl, metrics-2.jsonl and
+    so on.
+
+    Args:
+        path: of metrics.jsonl.
+        first_step: number of steps that are already done.
     """
 
     def __init__(self, path: Path, first_step: int):
@@ -81,7 +86,7 @@ class JsonLines:
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
 
     def log(self, step: int, values: Values) -> None:
-        """Append one line."""
+        """Append the line of one step."""
         print(json.dumps({"step": step, **values}), file=self.file, flush=True)
 
     def rewind(self, step: int) -> None:
@@ -96,8 +101,8 @@ class JsonLines:
 class Wandb:
     """Weights & Biases: online, offline or disabled, as the recipe or WANDB_MODE says.
 
-    A continued run goes on in the same wandb run. A run from the beginning begins a new one. The axis of
-    charts is the step in each line, because wandb's own steps cannot go back.
+    A resumed run goes on in the same wandb run. A run from step 0 begins a new one. The axis of charts is the
+    logged value `step`, because wandb's own step count cannot go back.
 
     Raises:
         ValueError: in one line, when wandb cannot start.
@@ -124,11 +129,12 @@ class Wandb:
         self.run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Values) -> None:
+        """Send the numbers of one step."""
         numbers = {name: value for name, value in values.items() if not isinstance(value, list)}
         self.run.log({"step": step, **numbers})
 
     def rewind(self, step: int) -> None:
-        """Do nothing: repeated steps are drawn at the same places."""
+        """Do nothing: a chart shows repeated steps at their own position on the axis."""
 
     def close(self) -> None:
         self.run.finish()
@@ -137,7 +143,7 @@ class Wandb:
 def wandb_run_id(file: Path, first_step: int) -> str:
     """The id of the wandb run that a training goes on in: the last line of `file`.
 
-    A run from the beginning adds a line of its own, and so does a run whose file is missing or empty. The
+    A training from step 0 appends a new id to the file, and so does one whose file is missing or empty. The
     curves of an earlier training stay as they are.
     """
     ids = file.read_text(encoding="utf-8").split() if file.is_file() else []
@@ -150,7 +156,7 @@ def wandb_run_id(file: Path, first_step: int) -> str:
 class TensorBoard:
     """Event files in <output_dir>/train/tensorboard, for `tensorboard --logdir`.
 
-    Steps that a continued run repeats replace those that were there.
+    Steps that a resumed run repeats replace the earlier ones.
     """
 
     def __init__(self, folder: Path, first_step: int):
@@ -164,6 +170,7 @@ class TensorBoard:
         self.writer = SummaryWriter(str(self.folder), purge_step=first)
 
     def log(self, step: int, values: Values) -> None:
+        """Write the numbers of one step."""
         for name, value in values.items():
             if not isinstance(value, list):
                 self.writer.add_scalar(name, value, step)
@@ -185,7 +192,8 @@ class Monitor:
         folder: <output_dir>/train.
         first_step: number of steps that are already done (in a resumed run).
         tokens_per_step: tokens of all ranks in one optimizer step, padding included.
-        enabled: False on every rank except rank 0: all calls then do nothing.
+        config: the resolved recipe, for wandb.
+        enabled: True on rank 0 only; on the other ranks all calls do nothing.
         peak: tokens per second that the devices could train at their peak, for `mfu`; None = not known.
     """
 
@@ -220,7 +228,11 @@ class Monitor:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Use it around `save` and `evaluate`: their seconds get fields of their own and count in no rate."""
+        """Use it around saving and evaluating, so that their seconds count in no rate.
+
+        Args:
+            name: `save` or `evaluate`. The seconds become the field `save_s` or `evaluate_s`.
+        """
         started = time.perf_counter()
         try:
             yield
@@ -230,9 +242,11 @@ class Monitor:
     def step(self, step: int, values: Values) -> None:
         """Record optimizer step `step` (counted from 1).
 
-        These numbers are added, over the steps since the last record: `tokens_per_second` of all ranks and
-        `mfu`, without the time of saving and evaluating; `save_s` and `evaluate_s`, as sums; `data_wait_s`
-        and `compute_s`, per step.
+        These numbers are added to `values`, over the steps since the last record:
+
+        - `tokens_per_second` of all ranks, and `mfu`, both without the time of saving and evaluating;
+        - `save_s` and `evaluate_s`, in seconds altogether;
+        - `data_wait_s` and `compute_s`, in seconds per step.
         """
         if not self.enabled:
             return
@@ -256,11 +270,15 @@ class Monitor:
         self.values(step, record)
 
     def _start_record(self, step: int) -> None:
+        """Begin to measure the next record, behind step `step`."""
         self.last_step, self.last_time, self.waited_s = step, time.perf_counter(), 0.0
         self.parts = {}
 
     def values(self, step: int, values: Values) -> None:
-        """Log a record as it is, such as the evaluation before the first step; an empty one is not logged."""
+        """Send a record to all trackers as it is, for example the evaluation before the first step.
+
+        An empty record is not sent.
+        """
         if not values:
             return
         for tracker in self.trackers:
@@ -288,7 +306,7 @@ class Monitor:
 
 
 def _summary(record: Values, waiting: float) -> str:
-    """What the bar shows beside the steps and the time that is left.
+    """The text that the progress bar shows beside the steps and the time that is left.
 
     Args:
         waiting: share of the time that was spent waiting for data.
@@ -310,7 +328,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def attention_flops(config: Any, lead: Lead, lengths: Sequence[int]) -> float:
-    """Forward operations of all attention products over documents of these lengths."""
+    """Operations of all attention products in a forward pass over documents of these lengths (tokens)."""
     every = sum(map(causal_pairs, lengths))
     near = sum(proximal_pairs(n, config.num_sink_tokens, config.num_recent_tokens) for n in lengths)
     pairs = 0

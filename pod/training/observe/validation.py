@@ -28,10 +28,14 @@ from pod.training.run.ulysses import Ulysses
 Rows = dict[str, Tensor]
 """`input_ids`, `labels` (shifted), `doc_ids` (-1 = padding), each int64 [rows, length]."""
 ScoredRow = tuple[int, Tensor, Tensor, slice]
-"""The index of a row; cross entropy and most likely next token, `[1, n_local]`, of this rank's slice of the
-row; and the slice. The two tensors are on the host, without padding beyond the row.
+"""What a rank knows of one row: (index of the row, losses, next tokens, slice).
+
+The slice is the part of the row that this rank holds. For each of its tokens there is the cross entropy in
+nats and the most likely next token, `[1, n_local]` each, in host memory. Tokens that only lengthen the row
+are left out.
 """
 FILLS = {"input_ids": 0, "labels": IGNORED_LABEL, "doc_ids": -1}
+"""The values of padding, by the name of the tensor."""
 
 
 def held_out_rows(dataset: Any, count: int) -> Rows:
@@ -65,7 +69,7 @@ def held_out_rows(dataset: Any, count: int) -> Rows:
 def _packed(documents: Sequence[np.ndarray], length: int, count: int) -> Iterator[list[np.ndarray]]:
     """At most `count` rows, packed with documents that are shorter than a row, one after the other.
 
-    The last row may have room left.
+    Each row is a list of documents. The last row may hold fewer than `length` tokens.
     """
     row: list[np.ndarray] = []
     made = filled = 0
@@ -84,7 +88,7 @@ def _packed(documents: Sequence[np.ndarray], length: int, count: int) -> Iterato
 
 
 def padded_row(token_ids: Sequence[int], answer: int, length: int) -> Rows:
-    """One document as a row of `length` tokens. Only its last `answer` tokens are labels."""
+    """One document as a row of `length` tokens. Only its last `answer` tokens are to be predicted."""
     tokens, end = torch.tensor([token_ids]), len(token_ids)
     labels = torch.full_like(tokens, IGNORED_LABEL)
     labels[0, end - 1 - answer : end - 1] = tokens[0, end - answer :]
@@ -122,7 +126,7 @@ class PasskeyProbe:
         """The passkey of a prompt and a number.
 
         Both are tokenised together, with a space between them, because their border may lie inside a token.
-        Then they are split.
+        The tokens with which the prompt alone begins too are the prompt; the others are the number.
         """
         alone = tokenizer(prompt)["input_ids"]
         whole = tokenizer(f"{prompt} {number}")["input_ids"]
@@ -136,7 +140,7 @@ def position_buckets(length: int) -> list[tuple[int, int]]:
     """`[start, end)` of at most 8 ranges of positions.
 
     From the second range on, each ends at twice the position at which it starts; the last range ends at
-    `length`.
+    `length`. Example: 300 tokens give (0, 64), (64, 128), (128, 256), (256, 300).
     """
     first = max(_LEAST_BUCKET, 1 << max(0, (length - 1).bit_length() - 7))
     doubles = [first << doubled for doubled in range(8)]
@@ -155,7 +159,14 @@ class HeldOutEvaluation:
       before the predicted one;
     - `eval_passkey`: share of prompts whose number is the model's greedy continuation;
     - `eval_passkey_loss`: nats per token of the number;
-    - `eval_passkeys`: both for every passkey, with its depth.
+    - `eval_passkeys`: for every passkey its depth, whether the number was continued right, and the loss.
+
+    Args:
+        rows: of held-out text, from `held_out_rows`.
+        passkeys: prompts that are measured beside the text.
+
+    Raises:
+        ValueError: a passkey prompt with its number is longer than a row.
     """
 
     def __init__(self, rows: Rows, passkeys: Sequence[PasskeyProbe] = ()):
@@ -190,7 +201,7 @@ class HeldOutEvaluation:
         Args:
             module: the `LanguageModelLoss` that the engine trains.
             ulysses: of the model; None = every rank holds whole rows.
-            control: says when a signal came, and hears of progress.
+            control: says when a signal came, and is told of progress.
 
         Raises:
             Interrupted: a signal came between two rows.
@@ -209,14 +220,15 @@ class HeldOutEvaluation:
         return values
 
     def _sums(self, scored: Iterator[ScoredRow], mesh: Mesh) -> tuple[Tensor, Tensor]:
-        """Sums over all ranks.
+        """Sums over all ranks, for the text and for the passkeys.
 
         Args:
             scored: the rows that this rank scores.
 
         Returns:
-            Losses and numbers of tokens by bucket, `[2, buckets]`; losses and numbers of right tokens by
-            passkey, `[2, passkeys]`.
+            For the text `[2, buckets]`: the sum of losses and the number of tokens in each range of
+            positions. For the passkeys `[2, passkeys]`: the sum of losses and the number of right tokens of
+            each number.
         """
         ends = torch.tensor([end for _, end in self.buckets])
         texts = torch.zeros(2, len(self.buckets), dtype=torch.float64)
@@ -254,9 +266,13 @@ class HeldOutEvaluation:
 def scored_rows(
     module: Any, mesh: Mesh, ulysses: Ulysses | None, control: RunControl, rows: Sequence[Rows]
 ) -> Iterator[ScoredRow]:
-    """Score rows of equal length, each on one sequence-parallel group.
+    """Score rows of equal length, and yield what this rank holds of the rows that it scores.
 
-    Arguments and errors are those of `HeldOutEvaluation.measure`.
+    Every sequence-parallel group scores other rows. All ranks call it together. Further arguments and errors
+    are those of `HeldOutEvaluation.measure`.
+
+    Args:
+        rows: single rows, each ``[1, length]``, the same list on all ranks.
     """
     tokens = rows[0]["input_ids"].shape[1]
     length = -(-tokens // mesh.sp_size) * mesh.sp_size  # the shortest length that falls into equal slices
@@ -285,9 +301,10 @@ def scored_rows(
 
 @contextlib.contextmanager
 def _reading(module: Any, ulysses: Ulysses | None, row_length: int) -> Iterator[slice]:
-    """Make a model in training ready to read rows of `row_length` tokens.
+    """Use it around the reading of rows of `row_length` tokens with a model that is being trained.
 
-    The sequence-parallel size must divide `row_length`. Afterwards modes and row length are what they were.
+    The model is in evaluation mode meanwhile. The sequence-parallel size must divide `row_length`. Afterwards
+    modes and row length are what they were.
 
     Yields:
         This rank's slice of a row.
@@ -314,12 +331,14 @@ def _read(
     mine: slice,
     reader: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> None:
-    """Make one forward pass over a row that every rank of a group holds whole.
+    """Make one forward pass over a row, and hand the last hidden states to `reader` instead of the loss.
+
+    Every rank of a sequence-parallel group is given the whole row.
 
     Args:
         mine: this rank's slice of the row.
         reader: takes hidden states [B, n_local, hidden], output projection [V, hidden] and labels [B,
-            n_local]. It is called in the place of the loss, where ZeRO-3 has gathered the output projection.
+            n_local]. It is called where the loss would be, so that ZeRO-3 has gathered the output projection.
     """
     head = module.loss_head
     head.forward = lambda hidden, labels: reader(hidden, head.weight, labels)
@@ -347,7 +366,10 @@ def token_scores(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_bytes: in
 
 
 def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Logits [m, V] in at least fp32; they are not rounded on the way where the device can avoid it.
+    """Logits [m, V] in at least fp32.
+
+    On GPUs, products of 16-bit numbers are written in fp32 at once. Elsewhere they are rounded to 16 bits
+    first.
 
     Args:
         hidden: [m, hidden].

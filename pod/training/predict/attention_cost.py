@@ -26,9 +26,9 @@ def attention_backend(shapes: Shapes, dtype: str, has_gpu: bool) -> str:
 
 
 def refusals(shapes: Shapes, dtype: str, has_gpu: bool) -> dict[str, str | None]:
-    """Why `flash` and `flex` cannot run in a dtype of `TrainArgs`; None = it can.
+    """Why the backends `flash` and `flex` cannot run in `train.dtype`, by name; None = the backend can run.
 
-    Their order is the order in which `auto` tries them.
+    They stand in the order in which `auto` tries them.
     """
     if not has_gpu:
         return {"flash": None, "flex": "it runs on GPUs only"}

@@ -1,7 +1,7 @@
-"""How a recipe is trained on the ranks at hand: the fastest layout that fits, and that layout as text.
+"""The parallel layout of a training: choose the fastest one that fits, and describe it as text.
 
-The choice is made by the estimates of memory, traffic and time. The text is one table at the start of a run,
-and the parts behind it for `--dry-run`.
+The choice is made by the estimates of memory, traffic and time. The text is a table (`table`), which a run
+prints at its start. `--dry-run` also shows the parts of its sums (`details`).
 
 A recipe fixes the tokens per step, so that every layout reads the same rows in the same order under the same
 schedule. Fields that the recipe leaves null are derived here; fields that it pins are kept. Of the layouts
@@ -51,14 +51,14 @@ from pod.training.run.run_control import MOST_LOST, work_at_risk
 from pod.training.run.ulysses import kv_head_repeats
 
 GIB = 2**30
-FIT = 0.95  # share of a GPU's memory, with the reserve; the rest is for gaps in the allocator's segments
-FIT_CPU = 0.92  # share of a CPU's memory, where other processes live too
-# Share of the machine's memory that offloading may take. The rest is for processes, pinning and the page
-# cache.
+# Share of a GPU's memory that may be used, with the reserve; 5 % are for gaps in the allocator's segments.
+FIT = 0.95
+FIT_CPU = 0.92  # share of a CPU's memory that may be used; other processes need memory too
+# Share of a machine's memory that offloading may take; 10 % are for processes, pinning and the page cache.
 HOST_SHARE = 0.9
-NEAR = 1.02
-MOST_MICRO_BATCH = 8
-TILES = (0, 16_384, 4096)
+NEAR = 1.02  # a simpler layout may take so many times as long as the fastest one
+MOST_MICRO_BATCH = 8  # rows; larger micro-batches are tried only where no smaller one is possible
+TILES = (0, 16_384, 4096)  # the values of mlp_tile_tokens that are tried
 DERIVED = tuple(name for name in TrainArgs.__annotations__ if name != "max_steps")
 """Fields of section `train` that are derived where a recipe leaves them null."""
 
@@ -68,6 +68,7 @@ class Machine:
     """Where a run takes place.
 
     Attributes:
+        world: number of ranks and machines.
         device: the device of one rank, with its `memory_gib`.
         host_gib: memory of one machine.
     """
@@ -87,6 +88,8 @@ class ParallelLayout:
 
     Attributes:
         job: the job, with nothing left to derive.
+        machine: where it would run.
+        time: of one step.
         pinned: names of the fields that the recipe fixed.
     """
 
@@ -112,7 +115,7 @@ class ParallelLayout:
 
     @cached_property
     def reserve(self) -> Parts:
-        """Bytes of one rank on its device beside all tensors, by part; stated, not measured."""
+        """Bytes of one rank on its device beside all tensors, by part: fixed figures, see `reserve.py`."""
         return reserve(self.job.args, self.job.world, self.machine.has_gpu)
 
     @property
@@ -127,10 +130,12 @@ class ParallelLayout:
 
     @property
     def host_bytes_per_machine(self) -> int:
+        """Bytes of all ranks of one machine in its host memory, for offloading."""
         return sum(self.host.values()) * self.machine.world.per_machine
 
     @property
     def fits(self) -> bool:
+        """Whether the layout fits into the devices' memory and into host memory."""
         host = self.host_bytes_per_machine <= HOST_SHARE * self.machine.host_gib * GIB
         return self.share <= self.limit and host
 
@@ -138,13 +143,15 @@ class ParallelLayout:
 def this_machine(
     ranks: int | None = None, per_machine: int | None = None, device: Device | None = None
 ) -> Machine:
-    """The ranks of the launcher on the devices of this machine.
+    """The launcher's ranks on this machine's devices, or other ranks and devices that are to be estimated.
 
     Args:
-        ranks, per_machine, device: describe other machines; None = this one.
+        ranks: number of all ranks; None = those of the launcher.
+        per_machine: ranks of each machine; None = those of the launcher, or at most 8 where `ranks` is given.
+        device: the device of each rank; None = this machine's.
 
     Raises:
-        ValueError: so many ranks do not fill such machines.
+        ValueError: the number of ranks is no multiple of those of a machine.
     """
     size = ranks or planned_world_size()
     if not per_machine:
@@ -180,7 +187,7 @@ def plan(
 ) -> ParallelLayout:
     """The fastest layout that fits, or a simpler one that is nearly as fast.
 
-    Where no layout fits, it is the one that comes nearest. `ParallelLayout.fits` says which of both it is.
+    Where no layout fits, it is the one that comes nearest to the memory that there is; its `fits` is False.
 
     Raises:
         ValueError: no layout agrees with tokens per step, ranks, heads and pinned fields; the message names
@@ -233,7 +240,7 @@ def row_splits(recipe: TrainRecipe, shapes: Shapes, context_length: int, ranks: 
         For each way `sequence_parallel_size`, `micro_batch_size` and `gradient_accumulation_steps`.
 
     Raises:
-        ValueError: ranks, rows or heads do not allow a pinned field.
+        ValueError: there is no way, or ranks, rows or heads do not allow a pinned field.
     """
     rows = recipe.rows_per_step(context_length)
     if recipe.sequence_parallel_size is not None:
@@ -270,10 +277,10 @@ def row_splits(recipe: TrainRecipe, shapes: Shapes, context_length: int, ranks: 
 
 
 def memory_settings(recipe: TrainRecipe, lead: Lead, machine: Machine) -> Iterator[dict[str, Any]]:
-    """All settings of what is kept, recomputed, divided and offloaded.
+    """All combinations of the fields that decide what is kept, recomputed, divided and offloaded.
 
-    Each of them is allowed by `TrainArgs` and agrees with what is pinned. Without a GPU nothing is
-    offloaded: it would stay in the same memory.
+    `TrainArgs` accepts each of them, and fields that the recipe pins have the pinned value. Without a GPU
+    nothing is offloaded: it would stay in the same memory.
     """
     modes = ["keep", "recompute", "offload"] if shared_qk_heads(lead) else ["keep"]
     derived: dict[str, Any] = {
@@ -313,7 +320,7 @@ def _given(recipe: TrainRecipe) -> dict[str, Any]:
 def simplicity(args: TrainArgs) -> tuple[Any, ...]:
     """A key for sorting layouts: a lower one is simpler.
 
-    What is moved or recomputed comes first, then how finely things are divided.
+    Whether anything is moved to host memory or recomputed counts first, then how finely work is divided.
     """
     moved = [args.offload_parameters, args.offload_optimizer]
     return (
@@ -333,11 +340,11 @@ def _divisors(number: int) -> list[int]:
 
 
 def table(layout: ParallelLayout, data_tokens: int | None, target_tokens: int | None = None) -> str:
-    """One line per subject; `*` marks what the recipe pinned.
+    """The layout as text, a line per subject (data, memory, time, …); `*` follows what the recipe pinned.
 
     Args:
         data_tokens: tokens of the prepared rows, padding included; None = there are no rows yet.
-        target_tokens: tokens that will be prepared in that case; None = not known.
+        target_tokens: tokens that will be prepared when there are no rows yet; None = not known.
     """
     job, device, time = layout.job, layout.machine.device, layout.time
     duration = range_of_time(time.overlapped * job.args.max_steps, time.sequential * job.args.max_steps)
@@ -429,6 +436,7 @@ def _saves(args: TrainArgs, seconds: float) -> str:
 
 
 def _ranks(layout: ParallelLayout) -> str:
+    """Numbers of ranks and machines, and how the ranks form groups."""
     world, size = layout.job.world, layout.job.args.sequence_parallel_size
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     machines = f" on {world.nodes} machines" if world.nodes > 1 else ""
@@ -436,7 +444,7 @@ def _ranks(layout: ParallelLayout) -> str:
 
 
 def layout_line(layout: ParallelLayout) -> str:
-    """Every derived field that is not off, as a recipe would pin it; `*` follows what the recipe pinned."""
+    """Every derived field that is switched on, with its value; `*` follows what the recipe pinned."""
     values = {name: getattr(layout.job.args, name) for name in DERIVED}
     return ", ".join(
         f"{name} {value}{'*' if name in layout.pinned else ''}"
@@ -478,6 +486,7 @@ def _plan(layout: ParallelLayout) -> str:
 
 
 def _parts(parts: Mapping[str, int]) -> str:
+    """Bytes by part as text, in GiB; parts of 0 bytes are left out."""
     return ", ".join(f"{name} {_gib(value)}" for name, value in parts.items() if value)
 
 

@@ -1,8 +1,6 @@
-"""What one rank holds at the peak of a training step, by part.
+"""Bytes that one rank holds at the peak of a training step, by part, computed from shapes.
 
-It is computed from shapes; nothing is allocated.
-
-The peak is the largest of several moments. Each moment is the sum of what lives then:
+The peak is the largest of several moments. Each moment is the sum of what is in memory then:
 
 - the loss: all kept activations, and blocks of logits;
 - the backward of every decoder layer: its activations (recomputed under checkpointing), its gradients, the
@@ -12,8 +10,8 @@ The peak is the largest of several moments. Each moment is the sum of what lives
 `benchmarks/estimate_memory.py` compares the sums with live bytes of real steps. Libraries, the allocator's
 slack and workspaces inside a kernel are left out.
 
-All estimates are made for a `TrainingJob`: a model under a plan, settings with nothing left open, rows, and
-the places of the ranks.
+All estimates are made for a `TrainingJob`: a model under a plan, settings with nothing left to derive, the
+length of rows, and the number of ranks on each machine. Nothing is allocated.
 """
 
 import functools
@@ -38,7 +36,7 @@ from pod.training.run.ulysses import Shares, share_heads
 
 @dataclass(frozen=True)
 class World:
-    """Where ranks are.
+    """How many ranks there are, and how many of them each machine has.
 
     Attributes:
         size: number of all ranks.
@@ -71,8 +69,11 @@ class TrainingJob:
     """One training run as all estimates see it.
 
     Attributes:
+        shapes: sizes of the model.
         lead: the plan, lead[layer][kv_head].
+        args: section `train`, with nothing left to derive.
         context_length: tokens of a packed row over all ranks of a sequence-parallel group.
+        world: number of ranks and machines.
         attention: the backend that runs attention: `flash`, `flex`, `triton` or `reference`.
     """
 
@@ -90,7 +91,7 @@ class TrainingJob:
 
     @property
     def tiles(self) -> int:
-        """Parts in which a feed-forward layer takes its tokens."""
+        """Number of tiles into which a feed-forward layer cuts the tokens of a micro-batch; 1 = not cut."""
         return self.args.mlp_tiles(self.context_length)
 
     @property
@@ -120,12 +121,14 @@ def _shares(lead: Lead, shapes: Shapes, size: int, context_length: int) -> Share
 
 
 BYTES = {"bfloat16": 2, "float32": 4}
+"""Bytes of a number, by dtype."""
 PERSISTENT_ELEMENTS = 100_000  # DeepSpeed's stage3_param_persistence_threshold
 GROUP_ELEMENTS = 1_000_000_000  # DeepSpeed's sub_group_size: weights that it updates together
 # DeepSpeed's stage3_max_reuse_distance: weights that are used again within so many elements stay gathered
 REUSE_ELEMENTS = 1_000_000_000
 
 Parts = dict[str, int]
+"""Bytes by part, for example {"parameters": 1_000, "activations": 500}."""
 
 
 def training_bytes(job: TrainingJob) -> Parts:
@@ -154,7 +157,7 @@ def moments(job: TrainingJob) -> Iterator[Parts]:
 
 
 def resting_bytes(job: TrainingJob) -> Parts:
-    """Bytes of what lives between steps: weights, optimizer, summed gradients, buckets."""
+    """Bytes that are held between steps too: weights, optimizer, summed gradients, buckets."""
     shapes, args, ranks = job.shapes, job.args, job.world.size
     size, reduce = BYTES[args.dtype], BYTES[args.reduce_dtype]
     trained = shapes.trained_parameters(args)
@@ -178,9 +181,9 @@ def resting_bytes(job: TrainingJob) -> Parts:
 def start_bytes(job: TrainingJob) -> int:
     """Most bytes that a rank holds before its first step.
 
-    That is while weights arrive, or when the optimizer is made. Weights arrive in the model's order
-    (`StartWeights`). A rank then holds one whole weight, beside the shares of the weights before it. Below
-    stage 3, DeepSpeed makes one flat copy of all weights beside them.
+    It is the larger of two moments: while weights arrive, and when the optimizer is made. Weights arrive in
+    the model's order (`StartWeights`). In stage 3, a rank then holds one whole weight and its shares of the
+    weights before it. Below stage 3, DeepSpeed makes one flat copy of all weights beside them.
     """
     shapes, args, rest = job.shapes, job.args, resting_bytes(job)
     weights, size = rest["parameters"], BYTES[args.dtype]
@@ -201,8 +204,8 @@ class _Step:
         query: bytes of all queries.
         key: bytes of all keys.
         inner: bytes of a feed-forward activation.
-        shared_head: bytes of `shared_qk` of one KV head: its queries and keys.
-        group: bytes of one KV head's queries alone.
+        shared_head: bytes of `shared_qk` of one KV head: its queries and its key.
+        group: bytes of the queries of one KV head.
         splits: whether attention keeps both parts of a merged softmax; flash keeps their sum.
         wide: factor by which a tensor grows in float32. Norms compute in float32, and attention sums
             gradients in it.
@@ -228,8 +231,13 @@ class _Step:
     def norm(self, is_read: bool, input_kept: bool) -> int:
         """Bytes that a norm keeps.
 
-        It keeps its input in float32. Where its weight is trained, it keeps the normalised input too; where a
-        weight reads its output, it keeps the output.
+        It keeps its input in float32. Where the norm's weight is trained, it keeps the normalised input too.
+        Where its output must be kept for a trained linear layer, it keeps the output.
+
+        Args:
+            is_read: whether a linear layer keeps the output (`saves_input`).
+            input_kept: whether the input itself is kept anyway; with `train.dtype` float32 it then needs no
+                copy.
         """
         copy = self.hidden * self.wide if self.wide > 1 or not input_kept else 0
         return copy + self.hidden * (self.full + is_read)
@@ -237,8 +245,9 @@ class _Step:
     def saves_input(self, *names: str) -> bool:
         """Whether any of these linear layers keeps its input for backward.
 
-        One does when its weight or its adapter is trained. Under stage 3 each of them does: stage 3 puts its
-        own linear function in place (`zero3_linear_wrap`), which saves the input of frozen weights too.
+        A layer does when its weight or its adapter is trained. In stage 3 every layer does, because DeepSpeed
+        replaces the linear function by its own (`zero3_linear_wrap`), which saves the input of frozen weights
+        too.
         """
         args = self.job.args
         return self.full or args.zero_stage == 3 or any(name in args.lora_target_modules for name in names)
@@ -298,9 +307,10 @@ class _Step:
         }
 
     def at_reduction(self) -> Parts:
-        """The parts at the reduction of the output projection's gradient: it, and its copy in `reduce_dtype`.
+        """The parts when the gradient of the output projection is reduced.
 
-        This is right after the loss, or at the very end where the embedding is tied to the output projection.
+        The gradient and its copy in `reduce_dtype` are held then. This is right after the loss, or at the end
+        of the backward where the embedding is tied to the output projection.
         """
         shapes, weight = self.job.shapes, self.job.shapes.embedding_parameters
         last = 0 if shapes.tied else shapes.layers - 1
@@ -347,7 +357,7 @@ class _Step:
         }
 
     def weights_of_layer(self, index: int) -> Parts:
-        """The parts of weights in a layer's backward: gathered weights, and the largest weight's gradient."""
+        """The parts in a layer's backward that weights cause: gathered weights, and gradients."""
         shapes, args = self.job.shapes, self.job.args
         waiting = max(rows * columns for rows, columns in shapes.linear_sizes.values())
         copied = _copied_bytes(args) * max(waiting, optimization.REDUCE_BUCKET_ELEMENTS)
@@ -362,8 +372,8 @@ class _Step:
     def gathered(self, now: int, layer: int, in_layer: bool) -> int:
         """Bytes of weights that stage 3 has gathered: those in use, those used again soon, and the next ones.
 
-        DeepSpeed keeps what will be used again within `REUSE_ELEMENTS`: the backward of the last layers
-        follows their forward at once.
+        DeepSpeed keeps weights gathered that will be used again within `REUSE_ELEMENTS`. These are weights of
+        the last layers, whose backward follows soon after their forward.
 
         Args:
             now: elements of the weights in use.
@@ -382,9 +392,10 @@ class _Step:
 
 
 def _copied_share(roles: Roles) -> float:
-    """Share of the KV heads that a layer copies in order to attend role by role.
+    """Share of a layer's KV heads that attention copies, since it computes role by role.
 
-    It copies the heads of roles whose heads are not neighbours. The other heads are views.
+    Heads of one role that are neighbours are a view. Heads of a role that lie apart are copied. Where the
+    heads of every role lie apart, the share counts as 0.
     """
     parts = [heads for heads in (roles.leads, roles.followers, roles.windows) if heads]
     apart = [heads for heads in parts if heads[-1] - heads[0] != len(heads) - 1]
@@ -400,12 +411,13 @@ def _copied_bytes(args: TrainArgs) -> int:
 
 
 def _at_update(job: TrainingJob) -> Parts:
-    """The parts at the update: the gradients of this rank's share once more, in float32."""
+    """The parts at the update: a float32 copy of the gradients of this rank's share."""
     share = job.shapes.trained_parameters(job.args) // job.world.size
     return {"gradients": share * 4 if job.args.offload_optimizer == "none" else 0}
 
 
 def _merge(*several: Parts) -> Parts:
+    """The sum of parts, by name."""
     merged = Counter()
     for parts in several:
         merged.update(parts)
@@ -467,7 +479,8 @@ def _pinned_weights(job: TrainingJob) -> Counter[int]:
 def host_bytes(job: TrainingJob) -> Parts:
     """Bytes of host memory that one rank's offloading holds, by part.
 
-    Pinned tensors count as PyTorch rounds them up.
+    Pinned tensors count with the size to which PyTorch rounds them up. An asynchronous checkpoint is a part
+    too.
 
     Example: the optimizer of 8.03e9 weights on one rank takes 153.9 GiB: 20 bytes per weight, and 4.3 GiB of
     rounding.

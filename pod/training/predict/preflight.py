@@ -1,7 +1,7 @@
-"""Find what would make a run fail before it takes its GPUs: sizes, data, disk, GPUs.
+"""Checks before a run takes its GPUs: whether sizes, data, disk and GPUs allow it.
 
-No process group and no weights are needed. Every rank checks, because each machine has disks, memory and
-GPUs of its own.
+No process group and no weights are needed. Every rank makes the checks, because each machine has disks,
+memory and GPUs of its own.
 """
 
 import os
@@ -25,7 +25,7 @@ from pod.training.run.mesh import local_world_size
 def check(
     config: Any, recipe: TrainRecipe, manifest: dict[str, Any], folder: Path | str, machine: Machine
 ) -> ParallelLayout:
-    """Refuse a run that cannot end well, and return how it will be trained. It takes about a second.
+    """Refuse a run that would fail, else return its parallel layout. This takes about a second.
 
     Args:
         config: the PodConfig that will be trained.
@@ -49,10 +49,9 @@ def check(
 
 
 def check_attention(shapes: Shapes, args: TrainRecipe, machine: Machine) -> None:
-    """Raise ValueError when the attention that is asked for cannot run.
+    """Raise ValueError when the configured backend of attention cannot train, or `auto` finds no fast one.
 
-    That is a named backend that cannot run. It is also `auto`, where only the reference could run: the
-    reference keeps every logit, so it must be asked for by name.
+    The reference keeps every logit, so it runs only where it is asked for by name.
     """
     backend = attention_backend(shapes, args.dtype, machine.has_gpu)
     if backend == "reference" and shapes.attention_backend == "auto":
@@ -67,7 +66,7 @@ def check_attention(shapes: Shapes, args: TrainRecipe, machine: Machine) -> None
 
 
 def check_positions(config: Any, context_length: int) -> None:
-    """Raise ValueError when rows are longer than the positions that RoPE was made for."""
+    """Raise ValueError when rows have more tokens than the model's `max_position_embeddings`."""
     longest = int(config.max_position_embeddings)
     if context_length > longest:
         raise ValueError(
@@ -78,7 +77,13 @@ def check_positions(config: Any, context_length: int) -> None:
 
 
 def check_length(asked: int, length: int, folder: Path) -> None:
-    """Raise ValueError when prepared rows have another length than the recipe's."""
+    """Raise ValueError when prepared rows have `length` tokens, but the recipe asks for another number.
+
+    Args:
+        asked: `data.context_length`.
+        length: tokens of the prepared rows.
+        folder: of the prepared rows, for the message.
+    """
     if asked != length:
         raise ValueError(
             f"data.context_length is {asked}, but the rows in {folder} have {length} tokens: "
@@ -87,10 +92,9 @@ def check_length(asked: int, length: int, folder: Path) -> None:
 
 
 def check_epochs(job: TrainingJob, rows: int) -> None:
-    """Raise ValueError when the data has too few rows.
+    """Raise ValueError when the data has fewer rows than a step takes.
 
-    A step must not take more rows than the data has. Without `allow_repeats`, the run must not read rows
-    again.
+    Without `allow_repeats`, the data must have as many rows as the whole run reads.
     """
     args, each = job.args, job.rows_per_step
     if each > rows:
@@ -107,10 +111,10 @@ def check_epochs(job: TrainingJob, rows: int) -> None:
 
 
 def check_gpus(args: TrainRecipe) -> None:
-    """Raise ValueError when this machine's GPUs do not suffice.
+    """Raise ValueError when this machine's GPUs cannot run the training.
 
-    These are the cases: more ranks than GPUs, bfloat16 on a GPU without it, and fused layers that cannot be
-    compiled here.
+    It refuses more ranks than GPUs, bfloat16 on a GPU without it, and fused layers that cannot be compiled
+    here. Without any GPU it refuses nothing.
     """
     if not torch.cuda.is_available():
         return
@@ -133,9 +137,9 @@ def check_gpus(args: TrainRecipe) -> None:
 
 
 def check_disk(job: TrainingJob, folder: Path) -> None:
-    """Raise ValueError when there is no room in `folder` for the checkpoints that will lie there at a time.
+    """Raise ValueError when the disk of `folder` cannot hold the checkpoints that a run keeps at a time.
 
-    The bytes of checkpoints that lie there already count as room, because checkpoints rotate.
+    The bytes of checkpoints that are in `folder` already count as free, because old checkpoints are removed.
     """
     args = job.args
     each = checkpoint_disk_bytes(job.shapes.trained_parameters(args))
@@ -155,7 +159,11 @@ def check_disk(job: TrainingJob, folder: Path) -> None:
 
 
 def kept_checkpoints(args: TrainArgs) -> int:
-    """Most checkpoints that lie on disk at a time: rotating ones, those kept for good, one being written."""
+    """Most checkpoints that are on disk at a time.
+
+    These are `keep_last`, those that `keep_every_steps` keeps for good, and one that is being written. A run
+    that saves only at its end keeps one.
+    """
     if args.save_every_steps == 0:  # it saves only at the end
         return 1
     for_good = args.max_steps // args.keep_every_steps if args.keep_every_steps else 0

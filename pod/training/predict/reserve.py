@@ -1,4 +1,6 @@
-"""GPU memory that a training takes beside PyTorch's tensors: stated, not measured.
+"""GPU memory that a training takes beside PyTorch's tensors: fixed figures, which nothing here measures.
+
+Their sources:
 
 * The CUDA context and the code of loaded kernels. A bare context takes 426 MiB (PyTorch 2.10, CUDA 13.0,
   RTX 6000 Ada: unslothai/unsloth-zoo#1053). PyTorch loads kernels when they are first used, and compiled
@@ -13,6 +15,7 @@ from pod.training.args import TrainArgs
 from pod.training.predict.memory_estimate import Parts, World
 
 GIB = 2**30
+# bytes of a rank for the three parts above; COMMUNICATOR counts for each communicator
 CONTEXT = round(1.0 * GIB)
 COMMUNICATOR = round(1.5 * GIB)
 WORKSPACES = round(0.25 * GIB)
@@ -36,9 +39,9 @@ def communicators(args: TrainArgs, world: World) -> int:
 
 
 def reserve(args: TrainArgs, world: World, has_gpu: bool) -> Parts:
-    """Bytes of one rank on its GPU, by part.
+    """Bytes that one rank takes on its GPU beside PyTorch's tensors, by part; without a GPU there are none.
 
-    It is `train.memory_reserve_gib` where that is set. Without a GPU it is nothing.
+    Where `train.memory_reserve_gib` is set, that is the only part.
     """
     if not has_gpu:
         return {}

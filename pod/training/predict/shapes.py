@@ -17,7 +17,8 @@ class Shapes:
 
     Attributes:
         hidden: width of a hidden state.
-        layers, query_heads, kv_heads: their numbers.
+        layers: number of decoder layers.
+        query_heads, kv_heads: numbers of heads in a layer.
         head_dim: width of a head.
         intermediate: width of the feed-forward part that a token passes. In a mixture of experts, it is the
             width of the experts that see the token.
@@ -26,9 +27,9 @@ class Shapes:
         layout: pod (dense without a plan), cla or window.
         windows: numbers of sink tokens and of recent tokens.
         silent_layers: number of layers without projections for keys and values (cla).
-        idle: width of the experts that do not see a token.
+        idle: width of all experts of a layer that do not see a token; 0 without experts.
         attention_backend: `auto`, or the backend that the configuration names.
-        sink_layers: number of layers with constants in the place of first tokens.
+        sink_layers: number of layers with constant sinks, which stand for the first tokens.
     """
 
     hidden: int
@@ -48,6 +49,7 @@ class Shapes:
 
     @classmethod
     def from_config(cls, config: Any) -> "Shapes":
+        """The sizes in a PodConfig, or in the configuration of a Llama, which has no plan."""
         layout = getattr(config, "layout", "pod")
         names = "num_experts", "num_experts_per_tok", "moe_intermediate_size"
         experts, used, inner = (getattr(config, name, 0) for name in names)
@@ -102,6 +104,7 @@ class Shapes:
 
     @property
     def embedding_parameters(self) -> int:
+        """Number of weights in the embedding; an output projection of its own has as many."""
         return self.vocab * self.hidden
 
     @property
@@ -188,9 +191,9 @@ def visible_pairs(owner: int | None, length: int, windows: tuple[int, int]) -> i
 
 @functools.lru_cache(maxsize=64)
 def shared_qk_spans(lead: Lead) -> dict[tuple[int, int], tuple[int, int]]:
-    """The first and the last layer that follow each followed lead (layer, KV head).
+    """For every lead (layer, KV head) that is followed, the first and the last layer that follow it.
 
-    Layers with windows may lie before these layers and between them.
+    Layers in which this head keeps its window may lie before these layers and between them.
     """
     spans: dict[tuple[int, int], tuple[int, int]] = {}
     for layer, row in enumerate(lead):
@@ -202,29 +205,30 @@ def shared_qk_spans(lead: Lead) -> dict[tuple[int, int], tuple[int, int]]:
 
 
 def shared_qk_heads(lead: Lead) -> int:
-    """Number of (layer, KV head) pairs that other layers follow: their Q and K stay alive for the block."""
+    """Number of (layer, KV head) pairs that other layers follow: `shared_qk` holds their queries and keys."""
     return len(shared_qk_spans(lead))
 
 
 def shared_qk_heads_below(lead: Lead, layer: int) -> int:
-    """Number of the heads of `shared_qk` that belong to layers below `layer`.
+    """Number of heads of `shared_qk` whose lead is below `layer`.
 
-    The checkpoints of the layers up to `layer` hold them.
+    Where `shared_qk` stays on the device, the checkpoints of the layers up to `layer` hold them.
     """
     return sum(owner < layer for owner, _ in shared_qk_spans(lead))
 
 
 def fetched_heads(lead: Lead, layer: int) -> int:
-    """Number of the heads of `shared_qk` that are followed both up to `layer` and from it on.
+    """Number of heads of `shared_qk` on the device in the backward of `layer`, when they are brought there.
 
-    Where `shared_qk` is fetched or recomputed, these are on the device.
+    They are fetched from host memory or recomputed. A head is on the device from the backward of the last
+    layer that follows it, down to that of the first one.
     """
     return sum(first <= layer <= last for first, last in shared_qk_spans(lead).values())
 
 
 def continued_heads(lead: Lead, layer: int) -> int:
-    """Number of KV heads whose block goes on above `layer`.
+    """Number of leads in `layer` or below it that a higher layer follows.
 
-    The gradients of their queries and keys arrive in this layer's backward.
+    The gradients of their queries and keys arrive in the backward of `layer`.
     """
     return sum(owner <= layer < last for (owner, _), (_, last) in shared_qk_spans(lead).items())

@@ -2,13 +2,13 @@
 
 It is an estimate for choosing a layout, not a promise. Attention is counted as if every row were one
 document. Matrix products and attention reach `efficiency` of the peak, and links reach `LINK_EFFICIENCY` of
-theirs. The step is given twice: with weights and gradients travelling entirely behind the arithmetic, and
-with one after the other. All-to-alls always wait.
+theirs. A step has two times: in one, traffic of weights and gradients is hidden behind the arithmetic as far
+as possible; in the other, nothing overlaps. Arithmetic always waits for all-to-alls.
 
-Weights and gradients travel in rings over all ranks. Inside a machine, every rank receives all but its own
-share. What comes from other machines is brought in by all ranks of a machine, in equal parts. Heads travel
-between the contiguous ranks of a sequence-parallel group (Ulysses). Sharing keys and queries between layers
-adds no traffic, because they stay where they are computed.
+Weights and gradients travel in rings over all ranks, and every rank receives all but its own share. Each
+rank of a machine receives an equal part of what comes from other machines, and the rest from ranks of its own
+machine. Heads travel between the ranks of a sequence-parallel group (Ulysses), whose numbers are consecutive.
+Sharing keys and queries between layers adds no traffic, because they stay where they are computed.
 
 Figures of devices and networks are those of their data sheets. All can be overridden.
 """
@@ -42,8 +42,8 @@ class Device:
         memory_gib: memory of one device, in GiB.
         memory_gbps: GB/s of its memory.
         node_gbps: GB/s in one direction between devices of a machine.
-        network_gbps: GB/s in one direction per device between machines. Unless said otherwise, each device
-            has one port of 400 Gb/s.
+        network_gbps: GB/s in one direction per device between machines. In `DEVICES` each device has one
+            port: 400 Gb/s for h100, h200 and b200, 100 Gb/s for rtx4090, and 200 Gb/s for the others.
         host_gbps: GB/s to host memory.
         host_gib: memory of a machine per device, in GiB, as such machines are sold.
         efficiency: share of the peak that matrix products and attention reach.
@@ -143,12 +143,12 @@ def known_device(cuda_name: str) -> Device | None:
     return next((one for one in DEVICES.values() if re.search(one.cuda_name, cuda_name)), None)
 
 
-LINK_EFFICIENCY = 0.7
+LINK_EFFICIENCY = 0.7  # share of their data sheets' speed that links and memory reach
 HOST_UPDATE_BYTES_PER_S = 20e9  # speed of a CPU that updates AdamW, per rank
 
 
 class Traffic(NamedTuple):
-    """Bytes per step that one rank receives.
+    """Bytes of one kind that one rank receives per step.
 
     Attributes:
         kind: what travels, for example "all-gather of weights".
@@ -163,12 +163,13 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step by part, and its two sums.
+    """Seconds of one optimizer step: its parts, and two estimates of the whole.
 
     Attributes:
         parts: seconds of every part, by name.
-        overlapped: seconds of the step with traffic behind arithmetic.
-        sequential: seconds of the step without that.
+        overlapped: seconds of the step when all traffic but all-to-alls is hidden behind the arithmetic as
+            far as possible.
+        sequential: seconds of the step when nothing overlaps: the sum of the parts.
     """
 
     parts: dict[str, float]
@@ -177,7 +178,7 @@ class StepTime:
 
     @property
     def expected(self) -> float:
-        """Seconds with half of the traffic behind arithmetic. Layouts are compared by it."""
+        """The mean of `overlapped` and `sequential`, in seconds. Layouts are compared by it."""
         return (self.overlapped + self.sequential) / 2
 
 
@@ -217,7 +218,7 @@ def rank_flops(job: TrainingJob) -> float:
     """Floating-point operations of one rank for one micro-batch, with all that is computed again.
 
     Computed again are layers under checkpoints, tiles, logits, `shared_qk`, and the logits in attention's
-    backward. Attention counts as that of the rank that each layer waits for.
+    backward. In each layer, attention counts as on the busiest rank, for which the others wait.
     """
     shapes, lead, args, tokens = job.shapes, job.lead, job.args, job.tokens
     attention = attention_flops(job)
@@ -236,13 +237,18 @@ def rank_flops(job: TrainingJob) -> float:
 def attention_flops(job: TrainingJob) -> float:
     """Operations of attention in the forward of all layers: 4·d per visible pair and query head.
 
-    In each layer, they are those of the rank of a sequence-parallel group that has most. A follower
-    multiplies as many pairs as a lead. A window multiplies only the pairs of sinks and recent tokens.
+    In each layer, the busiest rank of a sequence-parallel group counts. A follower multiplies as many pairs
+    as a lead. A window multiplies only the pairs of sinks and recent tokens.
     """
     return 4.0 * job.shapes.head_dim * job.shares.waited * job.args.micro_batch_size
 
 
 def _seconds(traffic: Traffic, device: Device) -> float:
+    """Seconds that the traffic of a rank takes.
+
+    In a ring, links inside a machine and between machines work at the same time. All-to-alls use one after
+    the other.
+    """
     inside = traffic.inside / (device.node_gbps * 1e9 * LINK_EFFICIENCY)
     between = traffic.between / (device.network_gbps * 1e9 * LINK_EFFICIENCY)
     if traffic.kind == "all-to-all of heads":
@@ -251,10 +257,10 @@ def _seconds(traffic: Traffic, device: Device) -> float:
 
 
 def _copied_bytes(job: TrainingJob) -> int:
-    """Bytes that a rank copies to and from the host in a step, without those of the update.
+    """Bytes that a rank copies to and from host memory in a step, without those of the update.
 
-    Everything that waits there is copied both ways in every micro-batch. Sums of gradients are copied out
-    once, then back and out again for each further micro-batch.
+    Activations, `shared_qk` and weights that wait in host memory are copied both ways in every micro-batch.
+    The summed gradients are copied out once, then back and out again for each further micro-batch.
     """
     args = job.args
     copies = 0
@@ -293,10 +299,11 @@ def communication(job: TrainingJob) -> list[Traffic]:
 
 
 def weight_bytes(job: TrainingJob) -> int:
-    """Bytes of weights that are gathered in a step, with every rank's own share.
+    """Bytes of weights that are gathered in a step; the share that a rank has anyway is included.
 
-    Stage 3 gathers all weights in the forward and in the backward of every micro-batch. Recomputing uses
-    those of the backward. Stages 1 and 2 gather the trained weights after the update.
+    Stage 3 gathers all weights in the forward and in the backward of every micro-batch. Recomputed layers use
+    the weights that were gathered for the backward. Stages 1 and 2 gather the trained weights after the
+    update.
     """
     shapes, args = job.shapes, job.args
     size = BYTES[args.dtype]
@@ -309,7 +316,7 @@ def weight_bytes(job: TrainingJob) -> int:
 def gradient_bytes(job: TrainingJob) -> int:
     """Bytes of gradients that are summed over ranks in a step.
 
-    They are those of every micro-batch; in stage 1, only those of the last one.
+    Stages 2 and 3 sum them after every micro-batch, stage 1 only after the last one of a step.
     """
     args = job.args
     times = 1 if args.zero_stage == 1 else args.gradient_accumulation_steps
@@ -317,9 +324,9 @@ def gradient_bytes(job: TrainingJob) -> int:
 
 
 def all_to_all_bytes(job: TrainingJob) -> int:
-    """Bytes that a rank hands to the all-to-alls of a step, with its own part.
+    """Bytes that a rank hands to the all-to-alls of a step; the part for the rank itself is included.
 
-    Forward, backward and what is recomputed are counted.
+    All-to-alls of forward, backward and recomputation are counted.
     """
     args, lead = job.args, job.lead
     if args.sequence_parallel_size == 1:
@@ -355,11 +362,13 @@ def exchanged_bytes(job: TrainingJob) -> dict[str, int]:
 
 
 def _ring(kind: str, total: int, world: World) -> Traffic:
+    """What one rank receives when all ranks gather or reduce `total` bytes in a ring."""
     between = total * (world.nodes - 1) // world.nodes // min(world.size, world.local_size)
     return Traffic(kind, total * (world.size - 1) // world.size - between, between)
 
 
 def _exchange(job: TrainingJob) -> Traffic:
+    """What one rank receives in the all-to-alls of a step, where it waits most for the network."""
     total, size = all_to_all_bytes(job), job.args.sequence_parallel_size
     near = _ranks_together(size, job.world)
     return Traffic("all-to-all of heads", total * (near - 1) // size, total * (size - near) // size)
@@ -367,9 +376,10 @@ def _exchange(job: TrainingJob) -> Traffic:
 
 @cache
 def _ranks_together(size: int, world: World) -> int:
-    """Fewest ranks of a group of `size` contiguous ranks that one machine holds.
+    """The smallest number of ranks of a sequence-parallel group of `size` ranks that one machine holds.
 
-    These ranks wait most for the network.
+    Example: in groups of 4 consecutive ranks, on machines with 6 ranks each, it is 2. Ranks with so few
+    members of their group nearby wait most for the network.
     """
     together = Counter((rank // size, rank // world.local_size) for rank in range(world.size))
     return min(together.values())

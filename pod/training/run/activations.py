@@ -7,7 +7,9 @@ from pod.training.run.shared_qk import set_shared_qk_memory
 
 
 def save_activations(model: Any, args: TrainArgs, row_length: int) -> None:
-    """Decide what a PodForCausalLM keeps for its backward: checkpoints, `shared_qk`, feed-forward tiles.
+    """Set what a PodForCausalLM keeps for its backward, as the recipe says.
+
+    These are the checkpoints of layers, the memory in which `shared_qk` waits, and feed-forward tiles.
 
     Args:
         row_length: tokens of the longest row, over all ranks of a sequence-parallel group.

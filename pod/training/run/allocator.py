@@ -1,4 +1,4 @@
-"""How PyTorch's allocator holds the memory of GPUs during a training.
+"""Settings of PyTorch's allocator for GPU memory during a training.
 
 This file does not import torch, because torch reads the environment variable only once.
 """
@@ -9,21 +9,23 @@ import sys
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Where PyTorch looks for its settings, in this order. It recommends the last name."""
 EXPANDABLE = "expandable_segments:True"
+"""The setting with which segments of memory grow."""
 _REGISTERS = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
 
-_said = ""
+_said = ""  # what `expand_segments` returned last
 
 
 def expand_segments() -> str:
     """Let segments of GPU memory grow in place; call it before torch is imported.
 
-    Sequences and gathered weights leave free pieces of many sizes. Segments that grow keep these pieces
-    usable.
+    Sequences and gathered weights leave free pieces of memory in many sizes. Segments that grow keep these
+    pieces usable.
 
-    Nothing is changed where a variable of PyTorch's allocator is set, or where NCCL is to register all
-    tensors: PyTorch switches that registration off for segments that grow. Such segments have no legacy CUDA
-    IPC handles, and graphs with collectives hung over them (pytorch/torchtitan#3306). A training uses
-    neither. Decoding and evaluation keep PyTorch's default.
+    Nothing is changed where the user has set a variable of PyTorch's allocator. Nothing is changed either
+    where NCCL is to register all tensors, since PyTorch switches that off for segments that grow.
+
+    Segments that grow have no legacy CUDA IPC handles, and CUDA graphs with collectives hung with them
+    (pytorch/torchtitan#3306). A training uses neither. Decoding and evaluation keep PyTorch's default.
 
     Returns:
         What was done, for the header of the run.

@@ -1,4 +1,4 @@
-"""Ranks must train the same thing: recipes, packages, data and layouts are compared before loading."""
+"""Ranks must train the same thing: before weights load, they compare recipe, packages, data and layout."""
 
 import importlib.metadata
 import os
@@ -19,6 +19,7 @@ from pod.training.predict.layout_search import Machine, ParallelLayout
 from pod.training.run.mesh import SameOnAllRanks, local_world_size
 
 VERSIONED = ("torch", "deepspeed", "transformers", "peft", "pod-kv")
+"""Packages of which all ranks must have the same version."""
 _SHARED = "output_dir"
 
 
@@ -44,10 +45,12 @@ def note_neighbours() -> None:
 def agree_on_layout(layout: ParallelLayout, recipe: TrainRecipe) -> ParallelLayout:
     """The layout that all ranks use.
 
-    Where machines differ, it is planned anew, for rank 0's machine with the least memory of all of them.
+    Where machines differ, the layout is planned anew, for a machine like that of rank 0 but with the smallest
+    memory of all machines.
 
     Args:
-        layout: the one that was found for this rank's machine.
+        layout: the layout that was planned for this rank's machine.
+        recipe: section `train` of the recipe.
 
     Raises:
         ValueError: no layout fits.
@@ -65,7 +68,7 @@ def agree_on_layout(layout: ParallelLayout, recipe: TrainRecipe) -> ParallelLayo
 
 
 def least_machine(machines: list[Machine]) -> Machine:
-    """The first machine, but with the smallest memory of all machines, on its devices and on its host."""
+    """The first machine with its device memory and its host memory each replaced by the smallest of all."""
     device = replace(machines[0].device, memory_gib=min(one.device.memory_gib for one in machines))
     return replace(machines[0], device=device, host_gib=min(one.host_gib for one in machines))
 
@@ -79,7 +82,7 @@ def agree(config: dict[str, Any], folder: Path | str, facts: dict[str, str]) -> 
         facts: further values that must be equal on all ranks, by name.
 
     Raises:
-        ValueError: in one line, the same on each rank: which ranks differ from rank 0, and in what.
+        ValueError: the same line on each rank. It says which ranks differ from rank 0, and in what.
     """
     seen = "seen" if _sees_rank_zero(Path(folder)) else "not seen"
     recipe = {f"the recipe's {name}": sha256_of(value) for name, value in config.items()}

@@ -14,7 +14,7 @@ def fuse_layers(model: Any) -> None:
     """Let a PodForCausalLM compute norms, rotary embedding and gated activations in one kernel each.
 
     This holds for forward and backward. `torch.compile` compiles these functions when they are first used.
-    Run one by one, their operations would read and write activations many times and keep float32 copies for
+    Without it, each of their operations reads and writes all activations, and float32 copies are kept for
     backward. Values differ by rounding only.
     """
     activation = ACT2FN[model.config.hidden_act]

@@ -10,15 +10,20 @@ from pod.modeling.model.sinks import is_constant
 from pod.training.args import TrainArgs
 
 SETTINGS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
+"""Fields of section `train` that define the adapters."""
 
 
 def lora_settings(args: TrainArgs) -> dict[str, Any]:
-    """The part of the recipe that shapes the adapters, as a checkpoint stores it."""
+    """The settings of the recipe that define the adapters, as a checkpoint stores them."""
     return {name: value for name, value in asdict(args).items() if name in SETTINGS}
 
 
 def add_lora(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
     """The model with trainable adapters and constant sinks; everything else is frozen.
+
+    Args:
+        model: changed in place.
+        settings: from `lora_settings`.
 
     Raises:
         ValueError: peft is missing, or the model has no linear layer of a given name that can be adapted.

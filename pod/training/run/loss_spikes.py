@@ -8,15 +8,21 @@ from typing import Any, Literal
 from pod.training.args import TrainArgs
 
 Verdict = Literal["good", "skip", "rewind"]
+"""What follows a step: go on, go on without its update, or return to the last checkpoint."""
 
 
 class LossSpikeDetector:
     """Judges every step by numbers that are the same on all ranks. Its state goes into checkpoints.
 
-    `is_spike` is asked before a step's update, `judge` after it.
+    Call `is_spike` before a step's update, and `judge` after it.
 
     A spike is a loss above `spike_factor` x the median of the last `spike_window` good steps. It is the
-    median and not the mean, so that rising losses do not move the bar along with them.
+    median and not the mean, so that rising losses do not raise this limit along with them.
+
+    Attributes:
+        losses: of the last good steps, at most `spike_window`.
+        consecutive_skips: bad steps in a row, up to the last step.
+        rewinds: how often the run has returned to a checkpoint.
     """
 
     def __init__(self, args: TrainArgs):
@@ -26,9 +32,9 @@ class LossSpikeDetector:
         self.rewinds = 0
 
     def spike_bar(self) -> float:
-        """The loss above which the coming step is a spike; infinity while no step counts as one.
+        """The loss above which the coming step is a spike.
 
-        No step does when `spike_factor` is 0, and before a quarter of `spike_window` good steps are known.
+        It is infinity when `spike_factor` is 0, and until a quarter of `spike_window` good steps are known.
         """
         known = self.args.spike_factor and 4 * len(self.losses) >= self.args.spike_window
         return self.args.spike_factor * statistics.median(self.losses) if known else math.inf
@@ -46,9 +52,11 @@ class LossSpikeDetector:
         return "the loss or a gradient was NaN or infinite"
 
     def judge(self, step: int, loss: float, skipped: bool, can_rewind: bool = True) -> Verdict:
-        """What follows step `step` (counted from 1), after its update was made or skipped.
+        """Decide what follows step `step` (counted from 1), after its update was made or skipped.
 
         Args:
+            loss: mean loss of the step over all ranks.
+            skipped: whether the update was skipped, because of the loss or of a gradient.
             can_rewind: whether there is a checkpoint. Without one, a rewind becomes a skip.
 
         Raises:

@@ -1,6 +1,6 @@
-"""Process groups: world = data parallel x sequence parallel.
+"""Process groups: the number of ranks is data-parallel size x sequence-parallel size.
 
-The ranks of a sequence-parallel group are contiguous.
+The ranks of a sequence-parallel group share a row and have consecutive numbers.
 """
 
 import os
@@ -19,18 +19,26 @@ from pod.training import deepspeed_bridge as bridge
 
 
 class Mesh:
-    """Where this rank stands, and the groups that it communicates in.
+    """The position of this rank among all ranks, and the process groups that it communicates in.
 
-    Making one joins the ranks, unless that has been done.
+    Making a mesh joins the ranks (`join_ranks`), unless they have joined already.
+
+    Args:
+        sp_size: ranks that share a row; it must divide the number of ranks (`check_world_size`).
+        timeout_s: as in `deepspeed_bridge.join_ranks`.
 
     Attributes:
+        rank: number of this rank, from 0.
+        world_size: number of all ranks.
         sp_size: ranks that share a row.
-        sp_rank: which slice of the row this rank holds.
-        dp_size: groups that read different rows.
-        dp_rank: this rank's group.
+        sp_rank: which slice of the row this rank holds, from 0.
+        dp_size: number of sequence-parallel groups, which read different rows.
+        dp_rank: number of this rank's group, from 0.
+        device: the GPU of this rank, or the CPU.
         sp_group: process group of the ranks that share a row; None when sp_size is 1.
-        mpu: tells the engine about that group; None when sp_size is 1.
-        host_group: all ranks, for numbers in host memory: agreeing on them waits for no GPU.
+        mpu: tells the engine about `sp_group`; None when sp_size is 1.
+        host_group: process group of all ranks for numbers in host memory, so that agreeing on them waits for
+            no GPU. None = the default group, which does that on CPUs.
     """
 
     def __init__(self, sp_size: int, timeout_s: float | None = None):
@@ -46,22 +54,22 @@ class Mesh:
         self.mpu, self.sp_group = bridge.sequence_groups(sp_size) if sp_size > 1 else (None, None)
 
     def sum(self, values: list[float]) -> list[float]:
-        """Sums over all ranks, in fp64."""
+        """The sum over all ranks of each of these values, in fp64. All ranks call it together."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, group=self.host_group)
         return tensor.tolist()
 
     def largest(self, value: int) -> int:
-        """The largest of all ranks' values."""
+        """The largest of all ranks' values. All ranks call it together."""
         tensor = torch.tensor([value])
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.host_group)
         return int(tensor.tolist()[0])
 
 
 class SameOnAllRanks(ValueError):
-    """An error that every rank raises alike, so that the first rank may report it for all."""
+    """An error that every rank raises with the same message, so that the first rank may report it for all."""
 
-    of_all_ranks = True
+    of_all_ranks = True  # tells the command that every rank has this error
 
 
 def from_rank_0(function: Callable[[], Any]) -> Any:
@@ -118,7 +126,7 @@ def check_world_size(world_size: int, sp_size: int) -> None:
 
 
 def name_accelerator() -> None:
-    """Tell DeepSpeed when there is no GPU: else it would warn that it found none.
+    """Tell DeepSpeed to use the CPU when there is no GPU: else it would warn that it found no accelerator.
 
     Call it before anything imports DeepSpeed.
     """
@@ -133,8 +141,8 @@ def join_ranks(timeout_s: float | None = None) -> None:
         timeout_s: as in `deepspeed_bridge.join_ranks`.
 
     Raises:
-        ValueError: mpirun started the processes, which then know no rank; or the installed DeepSpeed is not
-            the version that was tested, and lacks something.
+        ValueError: mpirun started the processes, which then do not know their ranks; or the installed
+            DeepSpeed lacks a part that is used here (`deepspeed_bridge.check_parts`).
     """
     name_accelerator()
     if "RANK" not in os.environ:
@@ -155,7 +163,8 @@ def join_ranks(timeout_s: float | None = None) -> None:
 def record_collectives(folder: Path) -> None:
     """Let NCCL write its last operations into `folder` when one of them runs into its time limit.
 
-    They then lie beside the stacks of a hang. Call it before `join_ranks`.
+    The files then lie beside those into which the watchdog writes the stacks of a hang. Call it before
+    `join_ranks`.
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
@@ -163,7 +172,10 @@ def record_collectives(folder: Path) -> None:
 
 
 def stop_processes() -> None:
-    """Leave together: gloo aborts now and then when a rank tears down before its peers have finished."""
+    """End the process groups on all ranks together.
+
+    gloo aborts now and then when a rank ends its groups before its peers have finished.
+    """
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -13,12 +13,12 @@ from pod.data.run.data_progress import duration
 from pod.training.args import TrainArgs
 from pod.training.run.watchdog import Watchdog
 
-_GO_ON, _SAVE, _HOURS, _SIGNAL = 0, 1, 2, 3
+_GO_ON, _SAVE, _HOURS, _SIGNAL = 0, 1, 2, 3  # what a rank asks for; all ranks do the largest
 MOST_LOST = 1800.0  # seconds of work between two checkpoints, with save_every_steps = null
 _GRACE = 30.0  # seconds that `deepspeed` and torchrun wait after they have passed a signal on
 _LITTLE = 60.0  # seconds of work that may be lost without a warning
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_RESERVE = 1.1  # factor of the longest step and checkpoint so far
+_RESERVE = 1.1  # a coming step or checkpoint may take so many times as long as the longest one so far
 _FIRST_SAVE = 0.02  # share of max_hours that is kept for a checkpoint before one has been timed
 _STEPS_REMEMBERED = 256
 
@@ -35,7 +35,9 @@ def work_at_risk(args: TrainArgs, step_seconds: float) -> float:
 
 
 class RunControl:
-    """Watches one run. All ranks call every method, at the same places.
+    """Decides when a run saves and when it ends, and tells the watchdog of its progress.
+
+    All ranks call every method, at the same points of the run.
 
     Args:
         folder: <output_dir>/train.
@@ -43,8 +45,9 @@ class RunControl:
         age: seconds that this process has run already; None = ask the system.
 
     Attributes:
-        stop_signal: the last signal that asked this rank to stop.
+        stop_signal: the last signal that asked this rank to stop; None = there was none.
         ctrl_c: whether one of these signals was Ctrl-C.
+        save_due: whether a checkpoint must be written now, by the last `should_stop`.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class RunControl:
         """Use it around the training loop: it notes signals, and the watchdog watches.
 
         The signals are SIGTERM, SIGUSR1 (Slurm's warning) and Ctrl-C. A terminal sends Ctrl-C to the
-        launcher and to the ranks; the second one ends a rank at once.
+        launcher and to the ranks. A second Ctrl-C ends a rank at once.
         """
 
         def note(number, frame):
@@ -111,7 +114,7 @@ class RunControl:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Use it around a checkpoint between two steps: its time counts for neither of them."""
+        """Use it around a checkpoint between two steps: its time is part of neither step."""
         began = self.clock()
         self.alive("save")
         yield
@@ -121,7 +124,7 @@ class RunControl:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Use it around an evaluation: its time does not count for its step.
+        """Use it around an evaluation: its time is not part of its step.
 
         A signal ends an evaluation before its next row.
         """
@@ -143,7 +146,7 @@ class RunControl:
     def should_stop(self, step: int) -> str | None:
         """Why the run must save and end after step `step`; None = go on. All ranks get the same answer.
 
-        Sets `save_due`.
+        It sets `save_due`, which can be True also when the run goes on.
         """
         now = self.clock()
         if self._step_began is not None:
@@ -157,7 +160,7 @@ class RunControl:
         return "stopped by a signal" if code == _SIGNAL else None
 
     def _wish(self, now: float) -> int:
-        """What this rank asks for: one of the codes above. Rank 0's clock decides for all."""
+        """What this rank asks for, such as `_SAVE`. Only rank 0's clock is asked."""
         if self.stop_signal is not None:
             return _SIGNAL
         if self.mesh.rank:
@@ -173,14 +176,14 @@ class RunControl:
         return _GO_ON
 
     def interrupted(self) -> bool:
-        """Whether a rank got a signal; all ranks get the same answer.
+        """Whether any rank got a signal; all ranks get the same answer.
 
-        It is asked between micro-batches, and between the rows of an evaluation.
+        Call it between micro-batches, and between the rows of an evaluation.
         """
         return bool(self.mesh.largest(self.stop_signal is not None))
 
     def _longest_step(self) -> float:
-        """Seconds of the longest of the last steps.
+        """Seconds of the longest of the last `_STEPS_REMEMBERED` steps.
 
         The first step warms up, so it counts only until there is another one.
         """
@@ -190,8 +193,8 @@ class RunControl:
     def time_at_risk(self) -> str:
         """One line: how long a stop takes. Call it once a step and a checkpoint have been timed.
 
-        The line is a warning if a stop takes longer than launchers wait and a minute or more of work could be
-        lost. A run cannot lose more than it has left.
+        The line is a warning if a stop takes longer than launchers wait, and a minute or more of work could
+        be lost. The work that is left in the run bounds what can be lost.
         """
         step = self._longest_step()
         part = step / self.args.gradient_accumulation_steps

@@ -1,5 +1,6 @@
 """Where the lead queries and keys of PoD wait for their backward: on the device, in host memory, or nowhere.
 
+A layer with leads hands their queries and keys on to the layers that follow: these tensors are `shared_qk`.
 Activation checkpointing keeps the inputs of every layer until its backward: a hidden state, and `shared_qk`.
 At a saving of 35 %, `shared_qk` takes as much memory as about 0.4 hidden states per layer.
 
@@ -9,7 +10,8 @@ At a saving of 35 %, `shared_qk` takes as much memory as about 0.4 hidden states
 - `recompute` projects `shared_qk` again, from the hidden state of the lead's layer. That layer's own
   checkpoint holds this state anyway.
 
-A window inside a block hands `shared_qk` on without reading it: its checkpoint holds a stand-in.
+A head with a window inside a block hands `shared_qk` on without reading it. The checkpoint of its layer
+therefore holds a placeholder that takes no memory.
 
 All modes work through saved-tensor hooks around the checkpoint call. The graph, the gradients and the values
 that a backward sees do not change. Hidden states can wait in host memory as well
@@ -30,7 +32,7 @@ from pod.modeling.model.decoder_layer import ForwardContext, SharedQKTensors, ne
 from pod.modeling.model.sharing import Lead, is_followed, roles_of
 
 Getter = Callable[[], Tensor]
-"""Returns a tensor that a checkpoint kept, on the device."""
+"""A function that returns a tensor which a checkpoint kept; the tensor is on the device."""
 
 
 def host_copy(x: Tensor) -> Tensor:
@@ -51,7 +53,7 @@ def device_copy(host: Tensor, device: torch.device) -> Tensor:
 
 
 def lead_shared_qk(layer: Any, hidden_states: Tensor, context: ForwardContext) -> SharedQKTensors:
-    """What a lead layer hands on, computed from its input.
+    """The `shared_qk` that a layer with leads hands on, computed from the layer's input `[B, n, hidden]`.
 
     The operations are the same as in the layer's forward, so the bits are the same.
     """
@@ -74,16 +76,19 @@ def leads_that_end(lead: Lead, layer_idx: int) -> list[int]:
 
 @dataclass(eq=False)
 class _Entry:
-    """One tensor of `shared_qk`. The graph of the layers that read it holds it; the last one lets it go."""
+    """What is known of one tensor of `shared_qk`.
 
-    storage: StorageWeakRef  # while it is referred to, no other tensor gets its identity
+    The autograd graphs of the layers that read the tensor hold this entry. It is freed with the last of them.
+    """
+
+    storage: StorageWeakRef  # while this reference lives, no other tensor gets the same `_identity`
     host: Tensor | None = None  # its copy in host memory
-    value: Tensor | None = None  # on the device, from the first backward of these layers to the last
-    readers: int = 0
+    value: Tensor | None = None  # on the device, from the first backward of its readers to the last
+    readers: int = 0  # layers that read the tensor
     reads: int = 0  # readers that had their backward
 
     def take(self) -> Tensor:
-        """The value for one more backward. The last backward lets go of it."""
+        """The value for the backward of one more reader. After the last reader it is no longer held here."""
         value = self.value
         if value is None:
             raise RuntimeError(
@@ -123,7 +128,7 @@ class KeptSharedQK:
     def saving(
         self, layer: nn.Module, hidden_states: Tensor, context: ForwardContext, shared_qk: SharedQKTensors
     ) -> Iterator[None]:
-        """Use it around the checkpoint call of one decoder layer."""
+        """Use it around the checkpoint call of one decoder layer; the arguments are those of the layer."""
         if not torch.is_grad_enabled():
             yield
             return
@@ -146,22 +151,27 @@ class KeptSharedQK:
             yield
 
     def _layer_input(self, layer: Any, hidden_states: Tensor, *others: Any) -> Getter:
-        """What a checkpoint keeps in the place of the layer's hidden state."""
+        """What a checkpoint keeps instead of the layer's hidden state: a function that gives it back."""
         if not self.offload_inputs:
             return lambda: hidden_states
         host, device = self.to_host(hidden_states), hidden_states.device
         return lambda: self.to_device(host, device)
 
     def _pack(self, x: Tensor) -> Tensor | Getter:
-        """What a checkpoint keeps in the place of a tensor of `shared_qk` that its layer reads."""
+        """What a checkpoint keeps instead of a tensor of `shared_qk` that its layer reads."""
         return x
 
     def _entry(self, x: Tensor) -> _Entry:
+        """The entry of a tensor of `shared_qk`, which is made when it is first asked for."""
         return self._entries.setdefault(_identity(x), _Entry(StorageWeakRef(x.untyped_storage())))
 
 
 class OffloadedSharedQK(KeptSharedQK):
-    """`train.shared_qk=offload`."""
+    """`train.shared_qk=offload`.
+
+    A tensor of `shared_qk` is copied to host memory when its first reader is checkpointed. It comes back for
+    the first backward of its readers, and is on the device until the last one.
+    """
 
     def _pack(self, x: Tensor) -> Getter:
         entry = self._entry(x)
@@ -186,7 +196,7 @@ class RecomputedSharedQK(KeptSharedQK):
 
     Args:
         lead: the plan of the whole model, not that of this rank's heads. The projections gather weights
-            (ZeRO-3) and exchange heads (Ulysses), so all ranks must make them at the same places.
+            (ZeRO-3) and exchange heads (Ulysses), so all ranks must make them in the same layers.
     """
 
     def __init__(self, layers: Any, lead: Lead, offload_inputs: bool = False):
@@ -206,7 +216,7 @@ class RecomputedSharedQK(KeptSharedQK):
         again = [self._again(owner, index, context, shared_qk, device) for owner in self.ends[index]]
         for owner in self.ends[index]:
             if not any(owner in ends for ends in self.ends[index + 1 :]):
-                del self._lead_inputs[owner]  # from here on, the graph holds it
+                del self._lead_inputs[owner]  # no later layer asks for it: from here on, the graph holds it
 
         def get_after_recomputing() -> Tensor:
             for recompute in again:

@@ -38,7 +38,10 @@ GROUP_TIMEOUT_S = 1350.0  # PyTorch's own limits are 10 minutes with NCCL and 30
 
 
 def open_data(recipe: Recipe, config: Any) -> PackedDataset:
-    """The prepared rows.
+    """The prepared rows of a recipe, once they are known to fit the model.
+
+    Args:
+        config: the model's configuration; its `vocab_size` is compared with that of the rows.
 
     Raises:
         ValueError: there are no rows; they were made with another tokenizer or vocabulary; or their length
@@ -73,6 +76,7 @@ def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> bool:
     Raises:
         ValueError, OSError, RuntimeError: in one line that says what to do. After a ValueError nothing has
             been trained.
+        KeyboardInterrupt: Ctrl-C ended the run. Its last checkpoint is complete.
     """
     from pod.training.observe.validation import HeldOutEvaluation
     from pod.training.run.trainer import Trainer
@@ -117,7 +121,7 @@ def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> bool:
             flush=True,
         )
     stop_processes()
-    # The checkpoint is complete. The command ends as others do after Ctrl-C.
+    # The checkpoint is complete. The command can end as every command does after Ctrl-C.
     if trainer.control.ctrl_c:
         raise KeyboardInterrupt
     return state.step >= args.max_steps
@@ -126,18 +130,19 @@ def train(recipe: Recipe, passkeys: Sequence[Any] = ()) -> bool:
 def group_timeout_s(args: TrainRecipe) -> float:
     """Seconds after which an operation that waits for other ranks fails.
 
-    The limit is longer than the watchdog's. The watchdog reports a hang first, so there are stacks of all
-    ranks, and the exit code is that of a hang. The variable POD_GROUP_TIMEOUT_S overrides the limit.
+    The limit is longer than the watchdog's, so that the watchdog reports a hang first. All ranks then write
+    their stacks, and a run that ends (`hang_action=abort`) ends with the watchdog's exit code. The
+    environment variable POD_GROUP_TIMEOUT_S overrides the limit.
     """
     return float(os.environ.get("POD_GROUP_TIMEOUT_S") or max(GROUP_TIMEOUT_S, 1.5 * args.hang_timeout_s))
 
 
 def estimate(recipe: Recipe, machine: Machine) -> str:
-    """Text for `--dry-run`.
+    """Text for `--dry-run`: the parallel layout, and the memory, disk and time that the run would need.
 
     It needs the model's configuration, not its weights. It uses the prepared data and the plan when they
     exist. If the plan for layout=pod is still to be made, the estimate assumes one that saves
-    explore.target_saving.
+    explore.target_saving. What training would refuse becomes a note in the text.
 
     Raises:
         ValueError: settings that do not go together.
@@ -177,7 +182,7 @@ def estimate(recipe: Recipe, machine: Machine) -> str:
 
 @contextlib.contextmanager
 def _refusal_in(notes: list[str]) -> Iterator[None]:
-    """Use it around a check of training: a refusal becomes a note."""
+    """Use it around a check that training makes: its ValueError becomes a line in `notes`."""
     try:
         yield
     except ValueError as error:

@@ -20,17 +20,23 @@ from pod.training.run.mesh import from_rank_0
 from pod.training.run.start_weights import StartWeights, hollow_model, weight_reader
 
 Plan = SharingPlan | str | Path | None
+"""A plan, the path of a plan's file, or no plan."""
 
 
 def hollow_start_model(
     model_args: ModelArgs, plan: Plan, dtype: str = "float32"
 ) -> tuple[PodForCausalLM, StartWeights]:
-    """The model that training starts from, without values, and an object that has them once it is opened.
+    """The model that training starts from, without values for its weights, and the `StartWeights` for it.
 
-    The master weights of a run in bfloat16 are made from bfloat16.
+    The `StartWeights` give the values once they are opened. With `dtype` bfloat16 they give bfloat16 values,
+    and the float32 master weights of the run are made from these.
 
     Args:
-        plan: as in `start_config`, and so are the errors.
+        plan: as in `start_config`.
+        dtype: type of the weights, as in `train.dtype`.
+
+    Raises:
+        ValueError: as in `start_config`.
     """
     path, source = resolve_model(model_args.path), source_config(model_args)[0]
     plan = SharingPlan.load(plan) if isinstance(plan, str | Path) else plan
@@ -41,19 +47,17 @@ def hollow_start_model(
     model = hollow_model(config, kind)
     with contextlib.suppress(OSError):  # most checkpoints have none of their own
         model.generation_config = caching(GenerationConfig.from_pretrained(path))
-    # For cla, means of weights are taken before they are rounded.
+    # With layout cla, a weight can be the mean of several weights: it is rounded after the mean is taken.
     read_as = torch.float32 if config.layout == "cla" else kind
     where = path, config, read_as, model_args.gguf_file, sink_weights(plan, config, checkpoint=source)
     return model, StartWeights(model, partial(weight_reader, *where))
 
 
 def has_head_of_its_own(model_args: ModelArgs, config: Any, **places: Any) -> bool:
-    """Whether the checkpoint holds an output projection of its own, although `config` ties it.
-
-    Such a projection differs from the embedding to which `config` ties it.
+    """Whether the checkpoint's output projection differs from its embedding, although `config` ties both.
 
     Args:
-        places: as in `weight_files`, and so are the errors.
+        places: keyword arguments for `weight_files`, whose errors are raised too.
     """
     if model_args.gguf_file is not None or not config.tie_word_embeddings:
         return False  # the configuration of a GGUF file is made from its weights
@@ -64,7 +68,7 @@ def has_head_of_its_own(model_args: ModelArgs, config: Any, **places: Any) -> bo
 
 
 def load_start_model(model_args: ModelArgs, plan: Plan, dtype: str = "float32") -> PodForCausalLM:
-    """The start model with its values, whole in host memory.
+    """The start model with the values of its weights, all of them in host memory.
 
     Arguments and errors are those of `hollow_start_model`.
     """
@@ -80,12 +84,13 @@ def start_config(model_args: ModelArgs, plan: Plan, source: Any) -> PodConfig:
 
     Args:
         plan: a SharingPlan or the path of one; None = the layout's own plan (`cla`), the checkpoint's, or
-            none. Its windows are taken where the recipe sets none. Where the recipe sets others, there is a
-            warning.
+            none. The plan's windows are taken where the recipe sets none. Where the recipe sets others, those
+            are taken, with a warning.
         source: the checkpoint's configuration.
 
     Raises:
-        ValueError: layout=pod without a plan, or something that does not fit the checkpoint.
+        ValueError: layout=pod without a plan; or a plan, layout, windows or RoPE that do not fit the
+            checkpoint.
     """
     layout = model_args.layout
     if layout == "cla" and plan is None:
@@ -112,8 +117,8 @@ def model_config(
     """Configuration and plan of the model as it will be trained, without its weights.
 
     Args:
-        target_saving: what a `stand_in_plan` saves, which is taken when layout=pod has no plan yet; None = a
-            missing plan is an error.
+        target_saving: when layout=pod has no plan yet, a `stand_in_plan` with this saving is taken; None =
+            a missing plan is an error.
 
     Raises:
         ValueError: the model is unknown, it does not fit plan, layout or RoPE, or there is no plan.
@@ -134,9 +139,11 @@ def model_config(
 def stand_in_plan(num_layers: int, num_key_value_heads: int, saving: float) -> SharingPlan:
     """A plan for estimates: blocks of nearly equal size, the same for all heads.
 
+    Example: 4 layers and a saving of 0.25 give two blocks of two layers each.
+
     Args:
-        saving: the share of the bytes of distant tokens' keys and values that the plan saves, about. One
-            block of all layers is the most that it can save.
+        saving: roughly the share of the bytes of distant tokens' keys and values that the plan saves. One
+            block of all layers saves most, a little less than half; larger values give this block too.
     """
     blocks = max(1, num_layers - round(2 * saving * num_layers))
     starts = [number * num_layers // blocks for number in range(blocks)]
@@ -162,7 +169,8 @@ def source_config(model_args: ModelArgs) -> tuple[Any, str | None]:
             "pod.load_model(adapter).save_pretrained(folder), then set model.path to that folder"
         )
     if name.startswith(PACKAGE) and name in KNOWN_SIZES:
-        # Such a model has one version only. Reading its configuration would convert the weights first.
+        # A model in a package has one version only. Reading its configuration would convert its weights
+        # first.
         return _known_config(name), None
     try:
         return _read_config(model_args, local_files_only=True), None
@@ -183,6 +191,7 @@ def source_config(model_args: ModelArgs) -> tuple[Any, str | None]:
 
 
 def _known_config(name: str) -> Any:
+    """The configuration of a model that recipes name, from its sizes in `KNOWN_SIZES`."""
     sizes = dict(KNOWN_SIZES[name])
     return AutoConfig.for_model(sizes.pop("model_type"), **sizes)
 

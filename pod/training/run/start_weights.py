@@ -21,7 +21,7 @@ from pod.training.checkpoint.run_identity import Samples, sample_of
 
 
 def hollow_model(config: PodConfig, dtype: torch.dtype) -> PodForCausalLM:
-    """A model whose weights take no memory, in evaluation mode. Place their values before you use it."""
+    """A model in evaluation mode whose weights take no memory: their values must be placed before its use."""
     model = empty_model(config)
     state = {name: torch.zeros((), dtype=dtype).expand(one.shape) for name, one in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
@@ -42,10 +42,10 @@ def weight_reader(
     file, the whole model is loaded first.
 
     Args:
-        constants: weights that are taken from here and not from the checkpoint.
+        constants: weights, by name, that are taken from here and not from the checkpoint.
 
     Raises:
-        ValueError, OSError: the checkpoint cannot be read, or does not fit.
+        ValueError, OSError: the checkpoint cannot be read, or does not fit `config`.
     """
     files = None if gguf_file else weight_files(path)
     if files is None:
@@ -72,14 +72,15 @@ def weight_reader(
 
 
 class StartWeights:
-    """The values that rank 0 gives to `bridge.place_weights`.
+    """The values of weights, for `bridge.place_weights`: calling it with a parameter gives its values.
 
     Args:
         model: the model before adapters are put on it.
-        opener: opens the checkpoint that has the values; None = the model has them.
+        opener: opens the checkpoint that has the values; None = the values are those that `model` holds.
 
     Attributes:
-        samples: samples of every weight that was given, in the model's order.
+        samples: the sample (`sample_of`) of every weight whose values were given, by name, in the model's
+            order. Constant sinks are left out.
     """
 
     def __init__(self, model: nn.Module, opener: Callable[[], Reader] | None = None):
@@ -97,14 +98,14 @@ class StartWeights:
         self._reader = self._opener() if self._opener else None
 
     def close(self) -> None:
-        """Let go of the checkpoint."""
+        """Close the checkpoint, whose memory becomes free."""
         self._reader = None
 
     def __call__(self, parameter: nn.Parameter) -> Tensor:
-        """The values of a weight. Weights that the model did not have (adapters) keep their own."""
+        """The values of a weight. A weight that `model` did not have, as in adapters, keeps its values."""
         name = self._names.get(parameter)
         values = parameter.detach() if name is None or self._reader is None else self._reader(name)
-        # Constants belong to the plan, not to the model.
+        # Constant sinks belong to the plan, not to the model.
         if name is not None and not is_constant(name):
             self.samples[name] = sample_of(values)
         return values

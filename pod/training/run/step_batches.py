@@ -10,6 +10,7 @@ from pod.training.args import TrainArgs
 from pod.training.run.loss import IGNORED_LABEL
 
 Batch = dict[str, torch.Tensor]
+"""One micro-batch: `input_ids`, `labels` and `doc_ids`, see `StepBatches.next`."""
 
 
 def rows_per_step(args: TrainArgs, mesh: Any) -> int:
@@ -23,7 +24,8 @@ class StepBatches:
     Ranks of one sequence-parallel group read the same rows. Data-parallel groups read different rows.
 
     Args:
-        cursor: where reading stands. `next` moves it by the rows of all ranks.
+        cursor: the position in the data from which the next step is read. `next` moves it by the rows of all
+            ranks.
         tokens: slice of a row's positions that this rank holds.
     """
 
@@ -33,7 +35,10 @@ class StepBatches:
         self.rows_per_step = rows_per_step(args, mesh)
         self.prefetcher = Prefetcher(self._load, cursor, self.rows_per_step, args.prefetch_steps)
         self.num_labels = 0
-        """Labels of this rank in the step that the last `next` gave, counted before it went to the device."""
+        """Number of tokens with a label on this rank, in the step that `next` gave last.
+
+        They are counted in host memory, so that counting does not wait for the device.
+        """
 
     def next(self) -> list[Batch]:
         """The micro-batches of the next step.
@@ -50,12 +55,12 @@ class StepBatches:
         return batches
 
     def agree_on_labels(self) -> tuple[float, float]:
-        """Labels of the step over all ranks, and the seconds that the slowest of them waited for its rows.
+        """Number of labels of the step over all ranks, and the seconds that the slowest rank waited for rows.
 
         All ranks call it after `next`.
         """
         waits = [0.0] * self.mesh.world_size
-        waits[self.mesh.rank] = self.prefetcher.waited_s  # the other ranks leave this place at 0
+        waits[self.mesh.rank] = self.prefetcher.waited_s  # the sum over ranks is then the list of all waits
         num_labels, *waits = self.mesh.sum([self.num_labels, *waits])
         return num_labels, max(waits)
 
@@ -64,6 +69,7 @@ class StepBatches:
         self.prefetcher.close()
 
     def _load(self, cursor: RowCursor) -> list[Batch]:
+        """Read this rank's micro-batches of the step at `cursor`, into host memory."""
         indices = cursor.peek(self.rows_per_step, self.mesh.dp_rank, self.mesh.dp_size)
         batches = []
         for start in range(0, len(indices), self.micro_batch_size):

@@ -1,9 +1,9 @@
 """Ulysses sequence parallelism over KV-head groups, exact for head counts that the group does not divide.
 
 Outside attention, every rank of a group holds a contiguous slice of the row's tokens, and all heads. Inside
-attention, it holds all tokens of some heads (Jacobs et al., "DeepSpeed Ulysses"). One all-to-all takes q, k
-and v there, and another one brings the output back. The lead queries and keys that PoD layers hand on are
-already divided by heads, so sharing adds no communication.
+attention, it holds all tokens of some heads (Jacobs et al., "DeepSpeed Ulysses"). One all-to-all exchanges q,
+k and v on the way into attention, and another one the output on the way back. The lead queries and keys that
+PoD layers hand on are already divided by heads, so sharing adds no communication.
 
 Every rank computes as many heads as the others, give or take one. Windows cost less than heads that see
 everything, and each layer waits for the rank that has most to do. `place_heads` therefore deals heads out
@@ -27,23 +27,28 @@ from pod.training.predict.shapes import visible_pairs
 SENT_PAIRS = 1000
 """(query, key) pairs of one query head that take as long as sending one token's key and value.
 
-This is at 500 TFLOP/s and 300 GB/s.
+The number holds for 500 TFLOP/s and 300 GB/s.
 """
 
 
 def split_evenly(total: int, parts: int) -> list[int]:
-    """Contiguous shares of `total` items whose sizes differ by at most one, the larger shares first."""
+    """Sizes of contiguous shares of `total` items: they differ by at most one, the larger ones come first.
+
+    Example: 10 items in 4 parts give 3, 3, 2, 2.
+    """
     quotient, remainder = divmod(total, parts)
     return [quotient + (index < remainder) for index in range(parts)]
 
 
 def own_slice(sizes: Sequence[int], index: int) -> slice:
-    """The items of share `index`."""
+    """The slice of all items that forms share `index`, when the shares have these sizes."""
     return slice(sum(sizes[:index]), sum(sizes[: index + 1]))
 
 
 def kv_head_repeats(num_attention_heads: int, num_key_value_heads: int, size: int) -> int:
     """How often each KV head is replicated so that each of `size` ranks gets one.
+
+    Example: 32 query heads and 8 KV heads on 16 ranks need 2 replicas of each KV head.
 
     Returns:
         The smallest divisor r of G = Hq / H with H * r >= size.
@@ -63,20 +68,26 @@ def kv_head_repeats(num_attention_heads: int, num_key_value_heads: int, size: in
 
 
 def head_pairs(lead: Lead, repeats: int, row_length: int, windows: tuple[int, int]) -> list[list[int]]:
-    """(query, key) pairs that each replica of a KV head sees in a row of one document, `[L][H · repeats]`."""
+    """(query, key) pairs that each replica of a KV head sees in a row of one document, `[L][H · repeats]`.
+
+    Args:
+        repeats: replicas of each KV head.
+        row_length: tokens of the row.
+        windows: (n_s, n_r) in tokens.
+    """
     return [
         [visible_pairs(owner, row_length, windows) for owner in row for _ in range(repeats)] for row in lead
     ]
 
 
 class Shares(NamedTuple):
-    """Which heads the ranks of a sequence-parallel group compute."""
+    """Which KV heads the ranks of a sequence-parallel group compute."""
 
     repeats: int
-    """Replicas of each KV head; each serves an equal part of its query heads."""
+    """Replicas of each KV head; each replica serves an equal part of the KV head's query heads."""
 
     orders: tuple[tuple[int, ...], ...]
-    """Which replica each place of a layer computes: see `place_heads`."""
+    """The order of the replicas in each layer: see `place_heads`."""
 
     waited: int
     """(query, key) pairs of query heads that a forward pass waits for, summed over the layers."""
@@ -116,11 +127,16 @@ def share_heads(
 def place_heads(
     lead: Lead, repeats: int, pairs: Sequence[Sequence[int]], size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Which replica of a KV head each place of a layer computes, `[L][H · repeats]`.
+    """The order of the replicas of KV heads in each layer, `[L][H · repeats]`.
 
-    The places of a rank are neighbours. Replica i is one of head `i // repeats`. Replicas whose lead is
-    followed above keep their place. The others change places when that lowers the work of their layer's
-    busiest rank. If this does not help a plan, its heads stay in order.
+    The first positions of an order (*places*) are computed by rank 0, the next ones by rank 1, and so on.
+    Replica i is one of head `i // repeats`. From a lead to its last follower, a replica keeps its place
+    from layer to layer. The others change places when that lowers the work of their layer's busiest rank.
+    Where the work that all layers wait for becomes no smaller, the order is 0, 1, 2, … in every layer.
+
+    Args:
+        pairs: the work of each replica, from `head_pairs`.
+        size: number of ranks.
     """
     in_order = list(range(len(pairs[0])))
     ranks, placed = _ranks(len(in_order), size), [in_order]
@@ -174,7 +190,11 @@ def busiest_pairs(orders: Sequence[Sequence[int]], pairs: Sequence[Sequence[int]
 
 
 class _AllToAll(torch.autograd.Function):
-    """exchange(flat, send, receive, suffix) of a flat buffer with split sizes; the gradient travels back."""
+    """apply(flat, send, receive, exchange) sends a flat buffer in parts of the sizes `send`.
+
+    It returns the buffer that this rank receives, in parts of the sizes `receive`. The gradient travels the
+    other way.
+    """
 
     @staticmethod
     def forward(ctx, flat, send, receive, exchange):
@@ -201,13 +221,19 @@ class _TakesGradients(torch.autograd.Function):
 
 
 class Ulysses:
-    """The sequence-parallel hook of `PodModel.sequence_parallel`.
+    """How one rank of a sequence-parallel group exchanges tokens and heads: `PodModel.sequence_parallel`.
 
     Args:
+        config: a PodConfig.
         group: process group of the ranks that share a row, in the order of their slices.
         row_length: n, tokens of a row over all ranks; `set_row_length` changes it.
 
     Attributes:
+        slice: the tokens of a row that this rank holds outside attention.
+        lengths: tokens of every rank's slice.
+        repeats, orders: replicas of each KV head and their order, see `Shares`.
+        kv_counts: replicas that each rank computes.
+        groups: query heads that one replica serves.
         lead: plan of the KV heads that this rank computes, [L][H_local].
         heads: which of the model's KV heads these are, [L][H_local].
         sent_bytes: bytes that this rank has handed to all-to-all since the start, by direction. What the
@@ -234,7 +260,11 @@ class Ulysses:
         self.lead: Lead = tuple(tuple(row[head] for head in heads) for row, heads in local)
 
     def set_row_length(self, row_length: int) -> None:
-        """Declare the number n of tokens of the next rows. This rank then holds `self.slice` of them."""
+        """Declare the number n of tokens of the next rows. This rank then holds `self.slice` of them.
+
+        Raises:
+            ValueError: there are fewer tokens than ranks.
+        """
         if row_length < self.size:
             raise ValueError(
                 f"a row of {row_length} tokens cannot be split over {self.size} ranks; "
@@ -281,8 +311,8 @@ class Ulysses:
     def own_sink(self, layer: int, q: Tensor, sink: Sink) -> tuple[Tensor, Sink]:
         """The queries [B,Hq_local,n,d] as they are, and the sink of this rank's heads.
 
-        Where none of these heads keeps its window, the queries give the whole sink a gradient of zero.
-        Otherwise ranks that have a gradient for a weight would wait for ranks that have none.
+        Where none of these heads keeps its window, the queries are made to give the whole sink a gradient of
+        zero. A rank without any gradient for the sink would let the other ranks wait for it.
         """
         mine = self.orders[layer][own_slice(self.kv_counts, self.rank)]
         if None not in self.lead[layer]:

@@ -21,12 +21,12 @@ ABORT_CODE = 75  # EX_TEMPFAIL: a scheduler may start the run again
 
 
 def seconds_between_checks(timeout: float) -> float:
-    """Seconds between two checks of a rank that may stand still for `timeout` seconds."""
+    """Seconds between two checks for a hang, which is `timeout` seconds without progress."""
     return min(timeout / 8, 30.0)
 
 
 def seconds_for_stacks(timeout: float) -> float:
-    """Seconds that a rank that gives up leaves the others for writing their stacks.
+    """Seconds between a rank's report of a hang and its end, in which other ranks can write their stacks too.
 
     A launcher ends all ranks when one ends.
     """
@@ -34,15 +34,24 @@ def seconds_for_stacks(timeout: float) -> float:
 
 
 def seconds_to_abort(timeout: float) -> float:
-    """Most seconds from a rank's last progress to its end with code 75."""
+    """Most seconds from a rank's last progress to its end with exit code 75."""
     return timeout + seconds_between_checks(timeout) + seconds_for_stacks(timeout)
 
 
 class Watchdog:
     """Watches one rank between `start` and `stop`.
 
-    A hang is `hang_timeout_s` seconds without a beat. The stacks then go to hang-rankNNNNN.txt in `folder`,
-    which is <output_dir>/train. With `hang_action` abort, the process then ends with code 75.
+    A hang is `hang_timeout_s` seconds without a call of `beat`. The stacks of all threads then go to
+    hang-rankNNNNN.txt in `folder`. With `hang_action` abort, the process then ends with exit code 75.
+
+    Args:
+        folder: <output_dir>/train.
+        rank, world_size: number of this rank, and of all ranks.
+        clock: returns the time in seconds.
+
+    Attributes:
+        phase: what the rank does, for the report.
+        step: the last step that is done, for the report; the owner of the watchdog sets it.
     """
 
     def __init__(self, folder: Path, args: TrainArgs, rank: int, world_size: int, clock: Callable[[], float]):
@@ -76,10 +85,10 @@ class Watchdog:
             self._thread = None
 
     def abort_after(self, error: BaseException) -> None:
-        """End with code 75 when `error` of the main thread comes from a hang that was reported; else return.
+        """End with exit code 75 when `error` of the main thread comes from a hang that was reported.
 
-        A rank that has given up breaks the connections of the others. There, this shows as an error of the
-        main thread.
+        Else it returns. A rank that has ended breaks the connections to the others, and their main threads
+        get an error that hides the hang. Nothing ends here unless `hang_action` is abort.
         """
         recent, own = time.time() - self.timeout - 120.0, self._is_stuck()
         others = [file for file in self.folder.glob("hang-rank*.txt") if file != self.path]
@@ -96,6 +105,7 @@ class Watchdog:
         return self._reported_at is not None and self._beat < self._reported_at
 
     def _run(self) -> None:
+        """Check, report and end the process until `stop` is called: the work of the thread."""
         while not self._stop.wait(seconds_between_checks(self.timeout)):
             if self.check():
                 self.report()
@@ -104,7 +114,11 @@ class Watchdog:
                     os._exit(ABORT_CODE)  # exit handlers would wait for the same collective
 
     def check(self) -> bool:
-        """Whether a hang must be reported now: it is reported once per `timeout` seconds without progress."""
+        """Whether a hang must be reported now.
+
+        It is reported once per `hang_timeout_s` seconds without progress. While a checkpoint is saved, files
+        that grow are progress.
+        """
         now = self.clock()
         if self.phase == "save" and self._written_more():
             self._beat = now
@@ -115,9 +129,10 @@ class Watchdog:
         return True
 
     def _written_more(self) -> bool:
-        """Whether unpublished checkpoints changed size.
+        """Whether unpublished checkpoints have changed size since the last call.
 
-        All ranks see all files. A rank that has written its own and waits for the others sees theirs grow.
+        All ranks see all files. So a rank that has written its own files and waits for other ranks sees their
+        files grow.
         """
         total = 0
         for file in self.folder.glob(".*/**/*"):
