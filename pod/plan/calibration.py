@@ -14,7 +14,7 @@ layers 1, 10 and 11 took away 98 % of the first token's large activations, for f
 vocabulary. A first token sees nothing but itself, so any token of a text can stand for it: it is read as a
 sequence of its own.
 
-Calibration starts from what a dense model reads from the first tokens (`measured_sink`, METHODS.md §8). These
+Calibration starts from what a dense model reads from the first tokens (`measured_sink`). These
 constants are right for queries that have distant tokens. For early queries, which still see the first tokens,
 they would count these twice. So calibration then searches for the constants of least cost (`fitted_sink`).
 """

@@ -1,4 +1,4 @@
-"""What each role of a (layer, KV head) pair would cost, all in the same unit (METHODS.md §7).
+"""What each role of a (layer, KV head) pair would cost, all in the same unit.
 
 The cost of a role is ``mean ‖W (o' - o)‖² / ‖x‖²`` over queries that have distant tokens:
 

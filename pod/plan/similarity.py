@@ -103,7 +103,7 @@ def greedy_plan(
 
 
 def dissimilarity(similarity: ArrayLike, num_key_value_heads: int) -> Floats:
-    """1 - similarity with the lead, ``[L, L, H]``: the mean over the G query heads (METHODS.md §1)."""
+    """1 - similarity with the lead, ``[L, L, H]``: the mean over the G query heads."""
     return 1.0 - group_query_heads(similarity, num_key_value_heads).mean(axis=-1)
 
 

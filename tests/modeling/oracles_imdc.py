@@ -1,6 +1,6 @@
 """Oracles of fm, im and imdc: the schedule in exact fractions (eqs. 1–9) and the chunked decoder. fp64.
 
-Settled here, schedule (METHODS.md §5, paper §3; all arithmetic exact: ``fractions.Fraction``, ``math.isqrt``;
+Settled here, schedule (paper §3; all arithmetic exact: ``fractions.Fraction``, ``math.isqrt``;
 never floats):
 
 * ``m_max = budget``, ``c = chunk_size`` (largest mean chunk), prompt of ``P`` tokens, ``h`` tokens held

@@ -1,6 +1,6 @@
 """Oracles of quest (pages), alone and with PoD, and minicache (pairs of layers). fp64.
 
-Settled here, quest (METHODS.md §6):
+Settled here, quest (Tang et al. 2024):
 
 * Page p holds positions ``p * page_size … (p + 1) * page_size - 1`` (page_size 16) of the row's own real
   tokens. Per page, layer and KV head: the per-channel minimum and maximum of the post-RoPE keys of the tokens
@@ -16,7 +16,7 @@ Settled here, quest (METHODS.md §6):
   query head of its lead reads in this step, all if the lead's layer is < num_dense_layers; logits there as
   ``pod``'s. A head that keeps its window reads it.
 
-Settled here, minicache (METHODS.md §6; MiniCache, Liu et al. 2024):
+Settled here, minicache (MiniCache, Liu et al. 2024):
 
 * Pairs ``(s, s+1), (s+2, s+3), …`` with ``s = L // 2``; an odd last layer stays alone and, like layers below
   s, is ordinary.

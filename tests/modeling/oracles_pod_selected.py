@@ -1,6 +1,6 @@
 """Oracles of pod+snapkv, pod+pyramidkv and pod+expected_attention: the lead chooses for its block. fp64.
 
-Settled here (METHODS.md §1 last point, §6):
+Settled here:
 
 * Blocks are per KV head: (layer, head) follows ``lead = plan.lead[layer][head]`` of the same head. A lead's
   own lead is itself.

@@ -2,7 +2,7 @@
 
 It computes in fp64.
 
-Settled here (METHODS.md §6, last row; KIVI):
+Settled here (after KIVI, Liu et al. 2024):
 
 * A group of numbers is clamped to ±65504; zero = the largest fp16 number <= its minimum; scale = the smallest
   fp16 number >= (maximum - zero) / (2^bits - 1); code = round half even((x - zero) / scale), at most 2^bits -

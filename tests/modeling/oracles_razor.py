@@ -2,7 +2,7 @@
 
 It is also computed with explicit copies of the mean token. fp64.
 
-Settled here (METHODS.md §4, paper §3.2, eqs. 4, 5, Algorithm 1; positions of a row's own real tokens, from
+Settled here (paper §3.2, eqs. 4, 5, Algorithm 1; positions of a row's own real tokens, from
 0):
 
 * Heads: given per layer as KV heads that stay full. A full head is ordinary attention over every token,

@@ -1,6 +1,6 @@
 """Oracles of the methods that mask the prompt too: streamingllm, lm_infinite, wa. Plain n×n, fp64.
 
-Settled here (METHODS.md §6; a query at position i, keys at j <= i, `budget` in tokens, the current one
+Settled here (a query at position i, keys at j <= i, `budget` in tokens, the current one
 counted):
 
 * None of the three looks at where a prompt ends: turns, chunks and decoding are one sequence with one rule

@@ -1,4 +1,4 @@
-"""Attention of one new token per row, for all roles of heads in one call (paper §2.2, METHODS.md §1 fact 3).
+"""Attention of one new token per row, for all roles of heads in one call (PoD, §2.2).
 
 A lead writes the logits of its distant tokens once. The later layers of its block read these numbers (4 bytes
 per query head and token) instead of any distant key. This file has types, validation and dispatch.

@@ -5,7 +5,7 @@ half to three times as fast as queries on the left. Keys and values of 16 bits (
 at a time. That is faster there than products in bf16, and exact. Rows of unlike length run one by one.
 
 The work of a lead on distant tokens serves its whole block. Followers reuse ``exp(logit - max)`` and its sum,
-and merge both parts by the gate ``g = sigmoid(lse_P - lse_D)`` (METHODS.md §1).
+and merge both parts by the gate ``g = sigmoid(lse_P - lse_D)`` (PoD, §2.2).
 """
 
 from collections.abc import Iterator, Sequence
