@@ -1,6 +1,6 @@
-"""Adapters of `peft`: what `pod.load_model` and `pod.load_adapter` need to know of an adapter's folder.
+"""Read adapters of `peft` from folders, for `pod.load_model` and `pod.load_adapter`.
 
-The folder may be one that `pod export` wrote with export.adapter=true, or anybody's.
+A folder may come from `pod export` with export.adapter=true, or from any other program.
 """
 
 import os
@@ -12,23 +12,25 @@ from pod.modeling.checkpoints import ADAPTER_CONFIG
 from pod.models import resolve_model
 
 CONFIG_NAME = "pod_config.json"
-"""The model's configuration in an adapter's folder.
+"""The file with the model's configuration in the folder of an adapter that `pod export` wrote.
 
-It is not called config.json, because transformers would then take the folder for a model.
+It is not called config.json, because transformers would then regard the folder as a model.
 """
 BASE = "base_model_name_or_path"
-"""The field of both configurations that names the model that was adapted."""
+"""The field that names the adapter's base, in this file and in peft's adapter_config.json."""
 
 
 def is_of_a_plan(folder: str) -> bool:
-    """Whether `pod export` wrote the adapter. Such an adapter brings its plan."""
+    """Whether `pod export` wrote the adapter. Then the folder has the plan that it was trained under."""
     return (Path(folder) / CONFIG_NAME).is_file()
 
 
 def merged(adapted: Any, folder: str | os.PathLike) -> Any:
     """The model inside a `PeftModel`, with the adapter merged into its weights.
 
-    ValueError for an adapter that adds tokens (prompt learning): it cannot be merged.
+    Raises:
+        ValueError: the adapter adds tokens (prompt learning), and so cannot be merged. The message names
+            ``folder``.
     """
     if adapted.active_peft_config.is_prompt_learning:
         kind = adapted.active_peft_config.peft_type.value
@@ -39,9 +41,10 @@ def merged(adapted: Any, folder: str | os.PathLike) -> Any:
 
 
 def adapter_weights(folder: Path) -> dict[str, Any]:
-    """The weights in an adapter's folder, by the names that peft gives them.
+    """The weights in an adapter's folder, on the CPU, by the names that peft gives them.
 
-    ValueError when they cannot be read, or when peft is missing.
+    Raises:
+        ValueError: they cannot be read, or peft is not installed.
     """
     try:
         from peft.utils import load_peft_weights
@@ -56,9 +59,10 @@ def adapter_weights(folder: Path) -> dict[str, Any]:
 
 
 def put_on(model: Any, folder: Path) -> Any:
-    """Put an adapter with all of its weights on a model, and return the `PeftModel`.
+    """Put an adapter on a model, and return the `PeftModel`.
 
-    ValueError when the weights do not fit, or when peft is missing.
+    Raises:
+        ValueError: weights of the adapter are missing, unexpected or do not fit, or peft is not installed.
     """
     try:
         from peft import PeftModel, get_peft_model_state_dict
@@ -85,9 +89,10 @@ def put_on(model: Any, folder: Path) -> Any:
 
 
 def base_of(folder: Path) -> str:
-    """The checkpoint that an adapter names as its base, as ``resolve_model`` gives it.
+    """The checkpoint that an adapter names as its base: what ``resolve_model`` makes of the name.
 
-    ValueError when the adapter names none, or one that cannot be found.
+    Raises:
+        ValueError: the adapter names no base, or one that cannot be found.
     """
     name = CONFIG_NAME if is_of_a_plan(str(folder)) else ADAPTER_CONFIG
     base = read_json(folder / name).get(BASE)

@@ -1,4 +1,7 @@
-"""Caches in safetensors files: read a prefix once, and continue it in other processes with the same bits."""
+"""Caches in safetensors files: a model reads a prompt once, and any process can continue behind it.
+
+The results are bit for bit those of a cache that was never saved.
+"""
 
 import hashlib
 import json
@@ -20,16 +23,19 @@ from pod.modeling.placement import places_of
 
 _KIND = "pod-kv cache"
 _OF_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-"""Finds the layer's number in the name of a layer's tensor."""
+"""Finds the index of the layer in the name of a tensor."""
 
 
 def save_cache(model: PodForCausalLM, cache: PodCache, path: str | os.PathLike) -> None:
     """Write everything that ``cache`` holds to a safetensors file of about ``cache.nbytes`` bytes.
 
-    The file is written all at once or not at all.
+    The file appears only when it is complete.
 
     Args:
-        model: the model that filled the cache. ``load_cache`` refuses the file for one with other weights.
+        model: the model that filled the cache. ``load_cache`` refuses the file for a model with other
+            weights.
+        cache: the cache.
+        path: the file to write. An existing one is replaced.
 
     Raises:
         ValueError: the cache is empty, its last pass failed, or it belongs to another model.
@@ -55,12 +61,16 @@ def save_cache(model: PodForCausalLM, cache: PodCache, path: str | os.PathLike) 
 
 
 def load_cache(model: PodForCausalLM, path: str | os.PathLike) -> PodCache:
-    """The cache of a file that ``save_cache`` wrote, for a model like the one that filled it.
+    """Load the cache from a file that ``save_cache`` wrote.
 
-    Each layer's tokens come to the device of that layer, wherever they lay when the cache was saved.
+    Each layer's tokens are put on the device of that layer, wherever they were when the cache was saved.
+
+    Args:
+        model: a model with the same configuration, dtype and weights as the one that filled the cache.
+        path: the file.
 
     Raises:
-        ValueError: the file does not exist, is damaged, or is of another kind or schema; or the model has
+        ValueError: the file does not exist, is damaged, or has another kind or schema; or the model has
             another shape, plan, windows, dtype or weights.
     """
     metadata, tensors = _read(path, places_of(model), model.device)
@@ -98,7 +108,7 @@ def _fingerprint(model: PodForCausalLM) -> str:
 def _read(
     path: str | os.PathLike, devices: list[torch.device], others: torch.device
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Metadata and tensors of a file: those of layer i on ``devices[i]``, bookkeeping on ``others``."""
+    """Metadata and tensors of a file. Tensors of layer i are put on ``devices[i]``, others on ``others``."""
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
@@ -109,7 +119,7 @@ def _read(
                 found = _OF_LAYER.search(name)
                 layer = int(found[1]) if found else len(devices)
                 device = devices[layer] if layer < len(devices) else others
-                # copied into its own memory, aligned as what a pass stores: sums then run in the same order
+                # copied to memory of its own, aligned like a tensor that a pass made: sums keep their order
                 tensors[name] = file.get_tensor(name).to(device, copy=True)
             return metadata, tensors
     except FileNotFoundError:

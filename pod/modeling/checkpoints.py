@@ -1,4 +1,4 @@
-"""What a checkpoint's files hold, whatever its configuration says: names, shapes, one weight at a time."""
+"""Read names, shapes and single weights from a checkpoint's files, without regard to its configuration."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from pod.families import stored_names
 
 Reader = Callable[[str], Tensor]
-"""Gives a weight by its name. The weight may lie in mapped pages of a file: copy it, never write to it."""
+"""Returns a weight by its name. Its memory may be a mapped file: never write to it, but to a copy."""
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _FILES = (
@@ -26,34 +26,37 @@ _FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-"""Where weights are looked for, in the order of transformers."""
+"""Files in which weights are looked for, in the order of transformers. The first that exists is used."""
 ADAPTER_CONFIG = "adapter_config.json"
 _IGNORED = "rotary_emb.inv_freq"
-"""How the names of tables end that old checkpoints hold and that are computed today."""
-_ROWS_AT_A_TIME = 16_384  # of two matrices that are compared
+"""The end of the names of RoPE tables, which old checkpoints store and which are computed today."""
+_ROWS_AT_A_TIME = 16_384  # rows of two matrices that are compared at a time
 _FLOATING = ("F", "BF")
 """How the names of floating-point types begin in safetensors files."""
 
 
 class SafetensorsFile:
-    """Names, shapes and weights of a ``.safetensors`` file. Its pages are mapped."""
+    """Names, shapes and weights of a ``.safetensors`` file. The file is mapped into memory."""
 
     def __init__(self, file: str):
         self._opened = safe_open(file, framework="pt")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every weight, by name."""
         names = self._opened.keys()
         return {name: tuple(self._opened.get_slice(name).get_shape()) for name in names}
 
     def is_floating(self, name: str) -> bool:
+        """Whether a weight has floating-point numbers."""
         return self._opened.get_slice(name).get_dtype().startswith(_FLOATING)
 
     def read(self, name: str) -> Tensor:
+        """The weight of this name."""
         return self._opened.get_tensor(name)
 
 
 class TorchFile:
-    """The same for a ``.bin`` file of ``torch.save``. Only weights are read, never code."""
+    """The same as ``SafetensorsFile`` for a ``.bin`` file of ``torch.save``. No code in it is run."""
 
     def __init__(self, file: str):
         mapped = zipfile.is_zipfile(file)  # files of torch before 1.6 are read whole
@@ -75,12 +78,13 @@ def weight_files(
     """The shape of every weight in the files of a folder or hub id, and a function that reads a weight.
 
     Args:
+        source: the folder or hub id.
         places: arguments of ``cached_file`` of transformers: ``revision``, ``token``, ``cache_dir``,
             ``local_files_only``.
 
     Returns:
-        Shapes by name and the reader; None where there are no such files (a GGUF file, or a model that is not
-        on this machine).
+        Shapes by name and the reader. None if there are no such files (a GGUF file, or a model that is not on
+        this machine).
 
     Raises:
         ValueError: a file is missing or cannot be read, weights are not floating-point numbers, or two files
@@ -140,8 +144,9 @@ def _files(source: str | os.PathLike, places: Mapping[str, Any]) -> list[str]:
 def is_adapter(source: str) -> bool:
     """Whether a folder holds an adapter of peft.
 
-    ValueError where it holds a whole model too: transformers would then load the adapter's base and pass over
-    that model.
+    Raises:
+        ValueError: it holds a whole model too. Transformers would load the adapter's base and ignore that
+            model.
     """
     folder = Path(source)
     if not (folder / ADAPTER_CONFIG).is_file():
@@ -164,7 +169,7 @@ def _shards(source: str | os.PathLike, index: str, places: Mapping[str, Any]) ->
 
 
 def same_values(first: Tensor, second: Tensor) -> bool:
-    """Whether two weights are equal, compared in parts: two of 2 GB need not be in memory at once."""
+    """Whether two weights are equal. They are compared in parts, so that mapped ones need little memory."""
     if first.shape != second.shape:
         return False
     if first.data_ptr() == second.data_ptr() and first.stride() == second.stride():
@@ -174,15 +179,16 @@ def same_values(first: Tensor, second: Tensor) -> bool:
 
 
 def has_own_head(have: Container[str], read: Reader, config: Any) -> bool:
-    """Whether a checkpoint stores a head of its own, although its configuration ties it to the embedding.
+    """Whether a checkpoint's head differs from the embedding, although its configuration ties the two.
 
-    The head is the output projection. What is stored wins over ``tie_word_embeddings``, as in transformers.
-    Such a head is left by an adapter with ``modules_to_save=["lm_head"]``, or by a training that kept the two
-    apart.
+    The head is the output projection. The stored weights win over ``tie_word_embeddings``, as in
+    transformers. Such heads come from adapters with ``modules_to_save=["lm_head"]``, or from training that
+    kept the two apart.
 
     Args:
         have: names of the weights in the checkpoint.
-        read: gives a weight by its name.
+        read: returns a weight by its name.
+        config: the checkpoint's configuration.
     """
     if not config.tie_word_embeddings:
         return False

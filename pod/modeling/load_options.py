@@ -1,4 +1,4 @@
-"""Arguments of ``load_model`` with transformers' names: what each one means here, or why it is refused."""
+"""Read the arguments of ``load_model``, also those with transformers' names, or refuse them with a reason."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,8 @@ PLACES = frozenset({"cache_dir", "gguf_file", "local_files_only", "revision", "t
 ATTENTION = {"eager": "reference", "flash_attention_2": "flash", "sdpa": "auto"}
 """Our attention backend for each ``attn_implementation`` of transformers."""
 _WITHOUT_EFFECT = frozenset({"low_cpu_mem_usage", "trust_remote_code", "use_safetensors"})
-"""Taken without effect, as they hold for every load: weights are mapped, only this package's code runs."""
+"""Arguments that are accepted and ignored, because weights are always mapped and only this package's code
+runs."""
 _TRANSLATED = frozenset({"attn_implementation", "device_map", "max_memory", "torch_dtype"})
 _REASONS = {
     "load_in_4bit": "weights are not quantized here; method 'pod+int4' packs the cache",
@@ -30,16 +31,18 @@ _REASONS = {
 
 
 class LoadOptions(NamedTuple):
-    """Arguments of ``load_model`` in our own words.
+    """The arguments of ``load_model`` that say how weights are read and where they go.
 
     Attributes:
         dtype: dtype of the weights; None = the checkpoint's.
-        device: the device on which the model ends up; None = where it is.
-        is_read_there: whether weights are read straight to that device (a ``device_map``).
+        attention_backend: ``auto`` or the name of a backend.
+        device: the device for the model; None = the CPU, or where a model in memory is.
+        is_read_there: whether weights are read straight to ``device``, because a ``device_map`` names it.
         places: the arguments of ``PLACES`` that were given.
-        spread: a ``device_map`` that may name several devices, until ``placed`` knows the model; else None.
-        max_memory: what weights may take on each device; None = as much as is free there allows.
-        layout: the device of each module, where there are several devices; else None.
+        spread: a ``device_map`` that may name several devices, until ``placed`` turns it into ``layout``;
+            else None.
+        max_memory: bytes of weights for each device; None = the free memory decides.
+        layout: the device of each module, if there are several devices; else None.
     """
 
     dtype: torch.dtype | None
@@ -52,7 +55,11 @@ class LoadOptions(NamedTuple):
     layout: dict[str, torch.device] | None = None
 
     def placed(self, config: PodConfig, dtype: torch.dtype | None) -> "LoadOptions":
-        """The same options, with a place for each part of a model of this configuration and dtype.
+        """The same options, with ``spread`` turned into a device for each part of a model.
+
+        Args:
+            config: the configuration of the model.
+            dtype: dtype of its weights; None = fp32.
 
         Raises:
             ValueError: as in ``placement.place``.
@@ -73,12 +80,13 @@ def load_options(
     """Read the arguments of ``load_model``.
 
     Args:
-        others: what ``load_model`` was given beside its own arguments.
-        own: the names of its own arguments.
+        dtype, attention_backend, device: see ``load_model``.
+        others: its ``others``.
+        own: the names of its own arguments, for the message about an unknown one.
 
     Raises:
-        ValueError: a name that is not taken, or two names of one setting that disagree. The message says what
-            to do.
+        ValueError: an unknown name, a value that is not allowed, or two names of one setting with different
+            values. The message says what to do.
     """
     given = {name: value for name, value in others.items() if value is not None}
     _check_names(given, own)
@@ -105,6 +113,7 @@ def load_options(
 
 
 def _check_names(given: Mapping[str, Any], own: Iterable[str]) -> None:
+    """Refuse unknown names (``ValueError``), with the reason or the nearest name that is known."""
     known = {*own, *PLACES, *_TRANSLATED, *_WITHOUT_EFFECT}
     unknown = sorted(given.keys() - known)
     if not unknown:
@@ -122,6 +131,7 @@ def _check_names(given: Mapping[str, Any], own: Iterable[str]) -> None:
 
 
 def _dtype(name: str, asked: Any) -> torch.dtype | None:
+    """The dtype of an argument; None for None and ``auto``. ``ValueError`` unless it is floating-point."""
     if asked is None or asked == "auto":
         return None
     found = getattr(torch, str(asked).removeprefix("torch."), asked)
@@ -135,6 +145,7 @@ def _dtype(name: str, asked: Any) -> torch.dtype | None:
 
 
 def _backend(asked: Any) -> str | None:
+    """Our backend for an ``attn_implementation``; None for None. ``ValueError`` for an unknown one."""
     if asked is not None and asked not in ATTENTION:
         raise ValueError(
             f"attn_implementation = {asked!r} is not supported, allowed are {', '.join(ATTENTION)}: use one "
@@ -144,7 +155,12 @@ def _backend(asked: Any) -> str | None:
 
 
 def _one(ours: str, own: Any, theirs: str, other: Any) -> Any:
-    """The value of an argument that has two names. ValueError when both are given and differ."""
+    """The value of a setting that has two names. ``ValueError`` if both are given and differ.
+
+    Args:
+        ours, own: our name, and its value or None.
+        theirs, other: transformers' name, and its value or None.
+    """
     if own is not None and other is not None and str(own) != str(other):
         raise ValueError(
             f"{ours} = {own!r} and {theirs} = {str(other)!r} are the same setting: give only one of them"
@@ -160,7 +176,7 @@ def _is_spread(device_map: Any) -> bool:
 
 
 def _device_of(device_map: Any) -> torch.device | None:
-    """The one device that a ``device_map`` names."""
+    """The one device that a ``device_map`` names. ``ValueError`` if it is no device."""
     if device_map is None:
         return None
     asked: Any = next(iter(device_map.values()), None) if isinstance(device_map, Mapping) else device_map

@@ -442,7 +442,7 @@ def _in_memory(source: PreTrainedModel, options: LoadOptions) -> Any:
 
 
 def _from_files(source: str, options: LoadOptions) -> Any:
-    """Load the stock model of a folder or hub id. Its files must have exactly its weights (``ValueError``)."""
+    """Load the stock model of a folder or hub id. ``ValueError`` if weights are missing or unexpected."""
     if os.path.isdir(source) and "gguf_file" not in options.places:
         weight_files(source)  # refuses files that contradict each other
     reading: dict[str, Any] = {**options.places, "dtype": options.dtype or "auto"}

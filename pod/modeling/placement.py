@@ -1,9 +1,9 @@
-"""One model on several devices: which layer lies where, and accelerate's hooks for what passes between them.
+"""One model on several devices: which layer goes where, and the hooks of accelerate between devices.
 
-Layers stay in order: a device has neighbouring layers, and a token crosses each border once. A border inside
-a block of a plan costs more, because what the block's lead left (queries and keys of a prompt, logits of a
-decoded token) crosses it too. So, among layouts that fill their devices about equally, we take the one with
-the fewest KV heads that cross a border.
+Layers stay in order: a device has consecutive layers, and hidden states cross each border between two devices
+once. A border inside a block of a sharing plan costs more: the tensors that the block's lead leaves for its
+followers (queries and keys of a prompt, logits of a decoded token) cross it too. So, among layouts that fill
+their devices about equally, the one with the fewest KV heads that cross a border is taken.
 """
 
 import difflib
@@ -21,26 +21,26 @@ from pod.modeling.model.llama import PodForCausalLM
 from pod.modeling.model.sharing import is_followed
 
 STYLES = ("auto", "balanced", "sequential")
-"""What ``device_map`` may say in place of devices; see ``load_model``."""
+"""Values of ``device_map`` that name no devices; see ``load_model``."""
 ROOM_OF_AUTO = 0.3
-"""Share of each device's free memory that ``auto`` leaves to cache and activations, where it can."""
+"""Share of each device's free memory that ``auto`` leaves to cache and activations, if devices suffice."""
 ROOM = 0.1
-"""The least share of free memory that is left when ``max_memory`` is not given."""
+"""The least share of each device's free memory that is left to them, if ``max_memory`` is not given."""
 UNEVEN = 1.25
-"""How much fuller than in the evenest layout the fullest device may get, if fewer KV heads then cross."""
+"""How much fuller than in the most even layout the fullest device may get, to let fewer KV heads cross."""
 
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens", "model.norm", "lm_head"
 _IGNORED = frozenset({"model.rotary_emb"})
-"""Modules of stock models that have no weights, but that a ``device_map`` for a stock model names."""
+"""Modules without weights that a ``device_map`` for a stock model names, but that our model does not have."""
 
 
 class Parts(NamedTuple):
-    """The parts of a model, in the order in which a token passes them.
+    """The parts of a model, in the order in which a token passes them, each of which is on one device.
 
     They are the embedding, the layers, and the end (the norm, and the head unless it is tied).
 
     Attributes:
-        sizes: bytes of each part's weights, and of what else is to lie beside them.
+        sizes: bytes of each part's weights, and of its layer's keys and values if they are counted.
         crossing: for each part, the number of KV heads whose lead is before the part and that have followers
             in it or after it.
     """
@@ -50,13 +50,14 @@ class Parts(NamedTuple):
 
 
 class Unplaced(ValueError):
-    """The parts do not fit the devices."""
+    """The parts of a model do not fit into the memory of the devices."""
 
 
 def parts_of(config: PodConfig, bytes_per_number: int, beside: Sequence[int] | None = None) -> Parts:
     """The parts of a model of this configuration, computed from shapes alone.
 
     Args:
+        config: the configuration of the model.
         bytes_per_number: bytes of one number in a weight.
         beside: bytes of each layer's keys and values; None = they are not counted.
     """
@@ -73,6 +74,7 @@ def parts_of(config: PodConfig, bytes_per_number: int, beside: Sequence[int] | N
 
 
 def _numbers(module: nn.Module) -> int:
+    """How many numbers the weights of a module have."""
     return sum(weight.numel() for weight in module.parameters())
 
 
@@ -88,12 +90,13 @@ def heads_that_cross(config: PodConfig) -> list[int]:
 
 
 def lay_out(parts: Parts, capacities: Sequence[float], style: str = "balanced") -> list[int]:
-    """The number of the device on which each part lies. The numbers rise: a device has neighbouring parts.
+    """Choose the device of each part, as an index into ``capacities``. Each device gets consecutive parts.
 
     Args:
-        capacities: bytes that each device takes; infinite = any number of bytes.
+        parts: the parts.
+        capacities: bytes that each device can take; infinite = any number of bytes.
         style: ``sequential`` fills one device after the other. ``balanced`` fills all by the same share, but
-            takes a less even layout where fewer heads cross a border (up to ``UNEVEN``).
+            prefers a less even layout if fewer heads cross a border then (up to ``UNEVEN``).
 
     Raises:
         Unplaced: the parts do not fit the devices.
@@ -115,6 +118,7 @@ def lay_out(parts: Parts, capacities: Sequence[float], style: str = "balanced") 
 
 
 def _in_sequence(parts: Parts, capacities: Sequence[float]) -> list[int]:
+    """``lay_out`` with the style ``sequential``."""
     found, device, held = [], 0, 0
     for size in parts.sizes:
         while device < len(capacities) and held + size > capacities[device]:
@@ -127,6 +131,7 @@ def _in_sequence(parts: Parts, capacities: Sequence[float]) -> list[int]:
 
 
 def _does_not_fit(parts: Parts, capacities: Sequence[float]) -> str:
+    """The text of an error that the parts do not fit the devices."""
     room = ", ".join(f"{one / 1e9:.1f}" for one in capacities)
     return (
         f"{sum(parts.sizes) / 1e9:.1f} GB in parts of up to {max(parts.sizes) / 1e9:.1f} GB "
@@ -135,12 +140,12 @@ def _does_not_fit(parts: Parts, capacities: Sequence[float]) -> str:
 
 
 class _Layout(NamedTuple):
-    """A layout of the first parts.
+    """A layout of the first parts of a model.
 
     Attributes:
-        crossing: KV heads that cross a border so far.
-        fullest: the filling of the fullest device.
-        devices: the number of each part's device.
+        crossing: how many KV heads cross a border, summed over the borders so far.
+        fullest: bytes on the fullest device, as a share of its capacity.
+        devices: the index of each part's device.
     """
 
     crossing: int
@@ -149,10 +154,13 @@ class _Layout(NamedTuple):
 
 
 def _best(parts: Parts, capacities: Sequence[float], limit: float) -> list[int] | None:
-    """The layout with the fewest heads that cross a border; None when no layout is within the limit.
+    """The layout with the fewest heads that cross a border. None = no layout is within the limit.
 
-    Among equals, it is the one whose fullest device is the least full. It is found by dynamic programming:
-    ``best[n]`` is the best layout of the first ``n`` parts on the devices considered so far.
+    Of several such layouts, it is the one whose fullest device is the least full. It is found by dynamic
+    programming: ``best[n]`` is the best layout of the first ``n`` parts on the devices considered so far.
+
+    Args:
+        limit: the largest share of its capacity that a device may be filled to.
     """
     count = len(parts.sizes)
     before = list(accumulate(parts.sizes, initial=0))
@@ -177,6 +185,7 @@ def _best(parts: Parts, capacities: Sequence[float], limit: float) -> list[int] 
 
 
 def _fillings(parts: Parts, capacities: Sequence[float], found: Sequence[int]) -> list[float]:
+    """Bytes on each device as a share of its capacity, in the layout ``found``."""
     held = [0] * len(capacities)
     for size, device in zip(parts.sizes, found, strict=True):
         held[device] += size
@@ -193,19 +202,22 @@ def place(
     max_memory: Mapping[Any, Any] | None,
     beside: Sequence[int] | None = None,
 ) -> dict[str, torch.device]:
-    """The device of every part of a model, by its module's name.
+    """Choose the device of every part of a model.
 
     Args:
+        config: the configuration of the model.
         bytes_per_number: bytes of one number in a weight.
         asked: one of ``STYLES``, or devices by module, as ``device_map`` of transformers.
-        max_memory: for each device, what weights may take there: bytes, or a text such as ``"70GiB"``. None =
-            what is free on every accelerator, less some room (``ROOM_OF_AUTO``, ``ROOM``).
-        beside: bytes of each layer's keys and values, which are then laid out with the weights; None = not
-            known.
+        max_memory: how much weights may take on each device: bytes, or a text such as ``"70GiB"``. None = the
+            free memory of every accelerator, of which a share is left free (``ROOM_OF_AUTO``, ``ROOM``).
+        beside: bytes of each layer's keys and values, which then count like weights; None = not known.
+
+    Returns:
+        Devices by the names of ``module_names``.
 
     Raises:
-        ValueError: a module has no device or would be cut, weights would be offloaded, or the model does not
-            fit.
+        ValueError: a module has no device or would be divided, weights would be offloaded, or the model does
+            not fit.
     """
     names = module_names(config)
     if isinstance(asked, Mapping):
@@ -232,16 +244,17 @@ def place(
 
 
 def _attempts(asked: str, count: int, least: float, room: float) -> list[tuple[int, float]]:
-    """What to try in turn: how many devices to take, and the share of their memory to leave free.
+    """Pairs to try in turn: how many devices to use, and the share of their memory to leave free.
 
-    ``auto`` takes as few devices as leave ``room``. When that fails, all devices are tried with ``least``.
+    ``auto`` uses as few devices as it can with the share ``room``. If that fails, and for other styles, all
+    ``count`` devices are used with the share ``least``.
     """
     few = [(number, room) for number in range(1, count + 1)] if asked == "auto" else []
     return [*few, (count, least)]
 
 
 def module_names(config: PodConfig) -> list[str]:
-    """The modules that are each on one device, in order; the head is last."""
+    """The names of the modules that are each on one device: embedding, layers, norm, head."""
     layers = [f"model.layers.{layer}" for layer in range(config.num_hidden_layers)]
     return [_EMBEDDING, *layers, _NORM, _HEAD]
 
@@ -249,13 +262,24 @@ def module_names(config: PodConfig) -> list[str]:
 def named(names: Sequence[str], devices: Sequence[torch.device], is_tied: bool) -> dict[str, torch.device]:
     """The device of each module by name, from the devices of the parts.
 
-    A head of its own lies with the norm, a tied one with the embedding.
+    A head that is tied to the embedding is on its device, another one on the device of the norm.
+
+    Args:
+        names: from ``module_names``.
+        devices: the device of each part; see ``Parts``.
+        is_tied: whether the head is tied.
     """
     return dict(zip(names, [*devices, devices[0] if is_tied else devices[-1]], strict=True))
 
 
 def capacities(max_memory: Mapping[Any, Any] | None) -> dict[torch.device, float]:
-    """Bytes that weights may take on each device, in the order of the devices."""
+    """How many bytes weights may take on each device, in the order of the devices.
+
+    They are those of ``max_memory``. None = the free bytes of every accelerator, or the CPU without a limit.
+
+    Raises:
+        ValueError: ``max_memory`` names something that is no device or no size.
+    """
     if max_memory is not None:
         return _given_capacities(max_memory)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -266,16 +290,16 @@ def capacities(max_memory: Mapping[Any, Any] | None) -> dict[torch.device, float
 
 
 def free_bytes(device: torch.device) -> float:
-    """Bytes that are free on a device; infinite for devices that do not say."""
+    """Bytes that are free on a CUDA device; infinite for other devices."""
     if device.type != "cuda":
         return math.inf
     return float(torch.cuda.mem_get_info(device)[0])
 
 
 def share_of_rank(count: int) -> range:
-    """The numbers of this rank's GPUs among the ``count`` GPUs of its machine.
+    """The indices of this rank's GPUs among the ``count`` GPUs of its machine.
 
-    With more GPUs than ranks, each rank has neighbouring GPUs of its own.
+    With more GPUs than ranks, each rank has several consecutive GPUs of its own.
     """
     rank, ranks = int(os.environ.get("LOCAL_RANK", 0)), os.environ.get("WORLD_SIZE", 1)
     each = max(1, count // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
@@ -284,6 +308,7 @@ def share_of_rank(count: int) -> range:
 
 
 def _given_capacities(max_memory: Mapping[Any, Any]) -> dict[torch.device, float]:
+    """``max_memory`` with devices as keys and bytes as values, in the order of the devices."""
     from accelerate.utils import convert_file_size_to_int
 
     found: dict[torch.device, float] = {}
@@ -301,7 +326,11 @@ def _given_capacities(max_memory: Mapping[Any, Any]) -> dict[torch.device, float
 
 
 def _device(asked: Any, what: str) -> torch.device:
-    """A device that computes; ``ValueError`` for one that would only keep weights."""
+    """The device ``asked``, a name or index. ``ValueError`` if it is no device, or ``disk``.
+
+    Args:
+        what: the argument that names the device, for messages.
+    """
     if asked == "disk":
         raise ValueError(_no_offloading(f"{what} names disk"))
     if isinstance(asked, int):
@@ -320,6 +349,7 @@ def _device(asked: Any, what: str) -> torch.device:
 
 
 def _no_offloading(what: str) -> str:
+    """The text of an error that ``what`` would offload weights."""
     return (
         f"{what}: nothing is offloaded to host memory or disk, where every pass would wait for weights; "
         "use more devices, or a smaller dtype"
@@ -327,7 +357,12 @@ def _no_offloading(what: str) -> str:
 
 
 def _by_map(names: Sequence[str], asked: Mapping[str, Any], is_tied: bool) -> dict[str, torch.device]:
-    """The device of each module, from a map whose keys are modules or what contains them."""
+    """The device of each module, from a map whose keys are names of modules or of modules around them.
+
+    Raises:
+        ValueError: a module has no device or would be divided, a key is unknown, weights would be offloaded,
+            or a tied head and the embedding would be on different devices.
+    """
     for key in asked:
         if any(key.startswith(f"{name}.") for name in names):
             raise ValueError(
@@ -363,7 +398,7 @@ def _by_map(names: Sequence[str], asked: Mapping[str, Any], is_tied: bool) -> di
 
 
 def stock_names(stock: nn.Module, config: PodConfig) -> dict[str, str]:
-    """The name of each of our modules in a stock model, by our name, whatever its text part is called."""
+    """For each of our ``module_names``, its name in a stock model, whatever the text part is called there."""
     every = [name for name, _ in stock.named_modules()]
     inside = next(name for name in every if name.endswith("embed_tokens")).removesuffix("embed_tokens")
     found = {name: name.replace("model.", inside, 1) for name in module_names(config)}
@@ -385,7 +420,7 @@ def stock_map(
 
 
 def layout_of(model: nn.Module, config: PodConfig) -> dict[str, torch.device] | None:
-    """The device of each of our modules, where a model in memory lies on several; None if it is on one."""
+    """The device of each of our modules, if a model in memory is on several devices. None = it is on one."""
     if len({weight.device for weight in model.parameters()}) == 1:
         return None
     names = stock_names(model, config)
@@ -393,11 +428,15 @@ def layout_of(model: nn.Module, config: PodConfig) -> dict[str, torch.device] | 
 
 
 def dispatch(model: PodForCausalLM, places: Mapping[str, torch.device]) -> PodForCausalLM:
-    """Put each module onto its device, with accelerate's hooks that move its inputs there.
+    """Move each module to its device, and add accelerate's hooks that move its inputs there.
 
-    Logits come back to where the ids are. Hooks stand before the embedding, each layer, the norm and the
-    head. Accelerate also sets hooks before each of their submodules. Those would find everything in place,
-    and each would cost microseconds in every decoded token: they are removed.
+    Logits are moved back to the device of the ids. The embedding, each layer, the norm and the head have
+    hooks. Accelerate also adds hooks to each of their submodules. These are removed, because inputs are on
+    the right device there, and each hook would cost microseconds in every decoded token.
+
+    Args:
+        model: the model, which is changed in place and returned.
+        places: the device of each of ``module_names``.
     """
     from accelerate import dispatch_model
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
@@ -412,7 +451,7 @@ def dispatch(model: PodForCausalLM, places: Mapping[str, torch.device]) -> PodFo
     for name in places:
         for child in model.get_submodule(name).children():
             remove_hook_from_module(child, recurse=True)
-    # model.model is also called without its head, with ids and a mask from wherever they are
+    # model.model is also called alone, with ids and a mask that may be on any device
     add_hook_to_module(model.model, AlignDevicesHook(first, skip_keys=skipped))
     return model
 
@@ -424,5 +463,5 @@ def places_of(model: nn.Module) -> list[torch.device]:
 
 
 def is_spread(model: Any) -> bool:
-    """Whether the model lies on more than one device."""
+    """Whether ``dispatch`` (or accelerate) put the model on more than one device."""
     return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1

@@ -1,4 +1,4 @@
-"""Which heads look far back: the scores of a head search, the heads chosen from them, and their JSON file."""
+"""Retrieval heads, which look far back: scores of a head search, the heads chosen by them, and their file."""
 
 import math
 import os
@@ -20,16 +20,22 @@ Heads = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalHeads:
-    """Scores of every query head, and the heads that keep their whole cache (RazorAttention §3.3).
+    """Scores of every query head, and the heads that keep all tokens because of them (RazorAttention §3.3).
+
+    A head is *protected*, that is it keeps all tokens, if its score is among the best of the model.
 
     Attributes:
         echo: ``[L][Hq]``, the mean attention to earlier copies of the current token.
         induction: ``[L][Hq]``, the mean attention to the tokens that followed earlier copies of the current
             token.
-        num_key_value_heads: KV heads of a layer; each owns Hq / H consecutive query heads.
-        induction_share: share of all query heads that is protected for its induction score (paper: 0.14).
-        echo_share: share of all query heads that is protected for its echo score (paper: 0.01).
+        num_key_value_heads: KV heads of a layer. Each has Hq / H consecutive query heads.
+        induction_share: share of all query heads that is protected for the induction score (paper: 0.14).
+        echo_share: share of all query heads that is protected for the echo score (paper: 0.01).
         provenance: model, fingerprint of its weights, tokens K, repeats and seed of the search.
+
+    Raises:
+        ValueError: the scores have different shapes or do not fit ``num_key_value_heads``, or a score or
+            share is not in [0, 1].
     """
 
     echo: tuple[tuple[float, ...], ...]
@@ -56,28 +62,29 @@ class RetrievalHeads:
 
     @property
     def groups(self) -> int:
-        """Query heads of a KV head."""
+        """How many query heads a KV head has."""
         return len(self.echo[0]) // self.num_key_value_heads
 
     @property
     def query_heads(self) -> Heads:
-        """Per layer, its query heads among those with the model's highest induction or echo scores."""
+        """Per layer, the query heads whose induction or echo score is among the best of the model."""
         chosen = _best(self.induction, self.induction_share), _best(self.echo, self.echo_share)
         return tuple(tuple(sorted({*a, *b})) for a, b in zip(*chosen, strict=True))
 
     @property
     def key_value_heads(self) -> Heads:
-        """Per layer, the KV heads that keep everything: a query head of their group was chosen (§4.1)."""
+        """Per layer, the KV heads that keep all tokens: those with a query head in ``query_heads`` (§4.1)."""
         return tuple(tuple(sorted({head // self.groups for head in row})) for row in self.query_heads)
 
     def plan(self, share: float | None = None) -> SharingPlan:
         """The plan in which the protected KV heads lead and the others keep their windows.
 
-        If the windows also hold while the prompt is read, this is DuoAttention's model.
+        A model that is loaded with this plan also sees only the windows while a prompt is fed, which makes it
+        DuoAttention's model.
 
         Args:
-            share: the share of all KV heads that lead, to fill a given number of bytes. The groups with the
-                best scores are taken. None = ``key_value_heads``.
+            share: the share of all KV heads that lead, to match a given number of bytes. Those with the best
+                query heads lead. None = ``key_value_heads`` lead.
         """
         leads = self.key_value_heads
         if share is not None:
@@ -89,7 +96,7 @@ class RetrievalHeads:
         return replace(found, provenance={"algorithm": "retrieval heads", "share": share, **self.provenance})
 
     def check_fits(self, config: PodConfig) -> None:
-        """Raise ValueError unless the scores come from a model of this shape with its heads in this order."""
+        """Raise ``ValueError`` unless the scores come from a model of this shape and order of heads."""
         found = len(self.echo), len(self.echo[0]), self.num_key_value_heads
         wanted = config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads
         if found != wanted:
@@ -105,15 +112,17 @@ class RetrievalHeads:
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON, atomically."""
+        """Write the scores and the heads as JSON. The file appears only when it is complete."""
         heads = {"query_heads": self.query_heads, "key_value_heads": self.key_value_heads}
         write_json(path, {"schema": SCHEMA} | heads | asdict(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "RetrievalHeads":
-        """Read what ``save`` wrote.
+        """Read a file that ``save`` wrote.
 
-        For anything else it raises a ValueError, whose message has one line and names the file.
+        Raises:
+            ValueError: the file is another one, damaged, or edited by hand. The message has one line and
+                names the file.
         """
         content = read_json(path)
         try:
@@ -134,14 +143,17 @@ class RetrievalHeads:
 
 
 def plan_of_heads(heads: Any, config: PodConfig, share: float | None = None, seed: int = 0) -> SharingPlan:
-    """The plan in which the given KV heads lead.
+    """The plan in which the given KV heads lead and all others keep their windows.
 
     Args:
-        heads: which heads: a plan, scores (``RetrievalHeads``), the path of a JSON file, the path of a
-            ``.tsv`` file of DuoAttention's gates, a list of KV heads for each layer, or ``random`` (Table 1).
+        heads: the heads that lead: a plan, scores (``RetrievalHeads``), the path of their JSON file, the path
+            of a ``.tsv`` file with DuoAttention's gates, a list of KV heads for each layer, or ``random``
+            (Table 1).
+        config: the configuration of the model.
         share: the share of all KV heads that lead, those with the best scores or gates; see
-            ``RetrievalHeads.plan``. None for heads that are listed.
-        seed: draws ``random`` heads.
+            ``RetrievalHeads.plan``. It must be None for a plan or a list, and be given for gates. None with
+            ``random`` = 0.15.
+        seed: seed for drawing ``random`` heads.
 
     Raises:
         ValueError: nothing is given, the file is of another model, or the model does not have these heads.
@@ -182,10 +194,13 @@ def plan_of_heads(heads: Any, config: PodConfig, share: float | None = None, see
 
 
 def _gates(path: str | os.PathLike[str], config: PodConfig, share: float | None) -> list[list[float]]:
-    """Gates ``[L][H]`` from a file in the form of DuoAttention's ``full_attention_heads.tsv``.
+    """Read gates ``[L][H]`` from a file in the format of DuoAttention's ``full_attention_heads.tsv``.
 
-    1 is a retrieval head (Xiao et al., 2024). ValueError when the file cannot be read, does not have these
-    gates, or when ``share`` is missing or the model has its heads in another order.
+    A gate of 1 means a retrieval head (Xiao et al., 2024).
+
+    Raises:
+        ValueError: the file cannot be read or has other sizes or values, ``share`` is None, or the model does
+            not have its heads in the original order.
     """
     layers, width = config.num_hidden_layers, config.num_key_value_heads
     if share is None or config.head_order is not None:
@@ -207,9 +222,10 @@ def _gates(path: str | os.PathLike[str], config: PodConfig, share: float | None)
 
 
 def _best(scores: Sequence[Sequence[float]], share: float) -> Heads:
-    """Per layer, its heads among the best ``share`` of all pairs (layer, head).
+    """Per layer, the heads whose scores are among the best ``share`` of all scores ``[L][heads]``.
 
-    The number of pairs is rounded, and at least one when the share is not 0. In a tie the lower pair wins.
+    The number of heads is rounded, and at least one when the share is not 0. In a tie the lower layer, then
+    the lower head wins.
     """
     places = [(layer, head) for layer, row in enumerate(scores) for head in range(len(row))]
     ranked = sorted(places, key=lambda place: -scores[place[0]][place[1]])
@@ -219,4 +235,5 @@ def _best(scores: Sequence[Sequence[float]], share: float) -> Heads:
 
 
 def _rows(values: Any, kind: type) -> tuple[tuple, ...]:
+    """Rows of numbers as tuples, with each number converted by ``kind``."""
     return tuple(tuple(kind(value) for value in row) for row in values)
