@@ -74,6 +74,7 @@ def _attend_all(
 
 def _take_row(call: DecodeCall, row: Span) -> DecodeCall:
     """The call for these rows of the batch only, as views."""
+
     def taken(of: Any, *names: str) -> dict[str, Any]:
         return {name: take_rows(getattr(of, name), row) for name in names}
 
