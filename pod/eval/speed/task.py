@@ -243,8 +243,10 @@ def _longest_prompts(run: SpeedRun, errors: dict[str, Exception]) -> dict[str, d
     )
 
     def measured(runner: MethodRunner) -> dict[str, Any]:
-        make = lambda tokens: runner.cache(Span(tokens, 0))  # noqa: E731
-        tries = max_batch.LongTries(runner.model, make, step, 1, limit, run.recipe.seed)
+        def make_cache(tokens: int) -> Any:
+            return runner.cache(Span(tokens, 0))
+
+        tries = max_batch.LongTries(runner.model, make_cache, step, 1, limit, run.recipe.seed)
         steps = max_batch.largest(tries.fits, 1, max(1, most // step))
         found = {"prompt": steps * step, "generated": 1, "limit_bytes": limit, "batch": int(steps > 0)}
         return found | {"most_reached": steps >= most // step}
