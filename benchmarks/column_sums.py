@@ -42,7 +42,7 @@ from torch.profiler import ProfilerActivity, profile
 from pod.files import write_json
 from pod.kernels.statistics import attention_column_sums, attention_rows
 from pod.measure.machine import environment
-from pod.measure.race import spread
+from pod.measure.speed_comparison import spread
 
 RESULTS = Path(__file__).parent / "results" / "column_sums.json"
 SHAPES = ((1, 1, 64, 1 << 30), (8, 2, 128, 4096))

@@ -24,7 +24,7 @@ import torch
 from pod.data import PackedDataset, write_packed_rows
 from pod.files import write_json
 from pod.measure.machine import environment
-from pod.measure.race import spread
+from pod.measure.speed_comparison import spread
 from pod.training.args import TrainArgs
 from pod.training.run.step_batches import StepBatches
 

@@ -29,7 +29,7 @@ import pod
 from pod.engine.decode_engine import StaticEngine, refusal
 from pod.files import write_json
 from pod.measure.machine import environment
-from pod.measure.race import spread
+from pod.measure.speed_comparison import spread
 
 RESULTS = Path(__file__).parent / "results" / "engine_host.json"
 NUM_LAYERS = 32

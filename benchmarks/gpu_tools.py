@@ -24,7 +24,7 @@ import torch
 from pod.eval.results import one_line
 from pod.files import write_json
 from pod.measure.machine import environment
-from pod.measure.race import spread
+from pod.measure.speed_comparison import spread
 from pod.modeling.model import flash_version
 
 Contestant = Callable[[Callable[[], None]], Any]

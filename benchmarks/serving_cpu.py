@@ -34,7 +34,7 @@ import pod
 from pod.export import export
 from pod.files import write_json
 from pod.measure.machine import environment
-from pod.measure.race import spread
+from pod.measure.speed_comparison import spread
 from pod.modeling.model.sharing import SinkConstants
 from pod.models import resolve_model
 from pod.plan.engines import EngineCache

@@ -25,7 +25,7 @@ from gpu_tools import goal_row
 import pod
 from pod.files import write_json
 from pod.measure.machine import environment
-from pod.measure.race import spread
+from pod.measure.speed_comparison import spread
 from pod.training.args import TrainArgs
 from pod.training.run.optimization import make_optimizer
 

@@ -36,7 +36,7 @@ import pod
 from pod.data import PackedDataset, write_packed_rows
 from pod.files import read_json, write_json
 from pod.measure.machine import environment
-from pod.measure.race import spread
+from pod.measure.speed_comparison import spread
 from pod.training.args import TrainArgs
 from pod.training.predict.shapes import shared_qk_heads
 

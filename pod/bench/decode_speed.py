@@ -31,8 +31,8 @@ from pod.bench.decode_bytes import Sizes, budget_at, is_modelled, read_per_step,
 from pod.bench.dense_decode import candidates
 from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.results import one_line
-from pod.measure.fill import fill
-from pod.measure.race import Runner, race, spread
+from pod.measure.random_cache import fill_with_random_tokens
+from pod.measure.speed_comparison import Runner, race, spread
 from pod.modeling.placement import is_spread, places_of
 
 _WARM_UP = 2  # tokens; during the first one, the engine compiles and captures
@@ -122,7 +122,7 @@ def make_runner(
     else:
         model = bench.model_of(method)
         cache, note = make_cache(bench, method, length, capacity, backend)
-        fill(model, cache, batch, length - _WARM_UP, method.options.get("skip_share", 0.0))
+        fill_with_random_tokens(model, cache, batch, length - _WARM_UP, method.options.get("skip_share", 0.0))
     one = Runner(method.name, model, cache, torch.zeros(batch, 1, dtype=torch.long, device=model.device))
     one.decode(_WARM_UP)
     return one, note

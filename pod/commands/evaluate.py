@@ -80,11 +80,11 @@ class List(argparse.Action):
     """The action of `--list-methods` and `--list-tasks`: print those that are named, or all, and stop."""
 
     def __call__(self, parser, namespace: object, values: Any, option_string: str | None = None) -> None:
-        from pod.eval import lists
+        from pod.eval import method_and_task_lists
 
         names = [name for value in values for name in value.split(",") if name]
         try:
-            print(getattr(lists, self.dest)(names))
+            print(getattr(method_and_task_lists, self.dest)(names))
         except ValueError as error:
             exit_with(error)
         parser.exit()

@@ -67,13 +67,14 @@ def with_preset(preset: str | None, methods: Sequence[str], own: dict[str, Optio
     found = {}
     for name in methods:
         said, named = own.get(name, {}), find_method(name).options
-        twice = [key for key in named if said.get(key, named[key]) != named[key]]
-        if twice:
-            raise ValueError(
-                f"eval.method_options says {twice[0]} = {said[twice[0]]!r} of {name}: "
-                "leave it out there or in the name"
-            )
-        found[name] = _options(PRESETS.get(preset or "", {}), name) | said | named
+        for key, value in named.items():
+            if key in said and said[key] != value:
+                raise ValueError(
+                    f"eval.method_options says {key} = {said[key]!r} of {name}: "
+                    "leave it out there or in the name"
+                )
+        of_preset = {} if preset is None else _options(PRESETS[preset], name)
+        found[name] = of_preset | said | named
     return {name: options for name, options in found.items() if options}
 
 

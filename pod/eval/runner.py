@@ -72,7 +72,7 @@ def _evaluate(recipe: "Recipe", ranks: Ranks, log: Log) -> dict[str, dict]:
         for name, tasks in pending.items():
             for task in tasks:
                 check_caches(inputs.method_runners[name], inputs.tasks[task])
-        if timed and not _is_raced(inputs, results):
+        if timed and not _speeds_known(inputs, results):
             check_speeds(inputs)
         for name, tasks in pending.items():
             _answer_and_score(inputs, name, tasks, results[name], log)
@@ -359,7 +359,9 @@ def _score_saved(inputs: Inputs, name: str, results: RunResults, log: Log) -> li
         if reason is not None:
             refused[title] = reason
             log(f"{name}: {title} skipped: {reason}")
-        elif not _is_saved(inputs, runner, task, results, log):
+            continue
+        was_scored = _score_if_saved(inputs, runner, task, results, log)
+        if not was_scored:
             pending.append(title)
     results.content["refused"] = refused
     if inputs.tasks and not pending and "score" in args.steps:
@@ -367,7 +369,7 @@ def _score_saved(inputs: Inputs, name: str, results: RunResults, log: Log) -> li
     return pending
 
 
-def _is_saved(inputs: Inputs, runner: MethodRunner, task: Task, results: RunResults, log: Log) -> bool:
+def _score_if_saved(inputs: Inputs, runner: MethodRunner, task: Task, results: RunResults, log: Log) -> bool:
     """Score a task if its answers are all saved and may be used again (`eval.reuse`).
 
     Returns: whether it was scored.
@@ -442,7 +444,7 @@ def measure_speeds(inputs: Inputs, results: Mapping[str, RunResults], log: Log =
     """
     from pod.eval.speed import task as speed
 
-    if _is_raced(inputs, results):
+    if _speeds_known(inputs, results):
         dates = {result.content["parts"][SPEED_RUN]["environment"]["date"] for result in results.values()}
         log(f"speed: kept from {', '.join(dates)}")
         return
@@ -468,7 +470,7 @@ def check_speeds(inputs: Inputs) -> None:
     check(speed_run(inputs))
 
 
-def _is_raced(inputs: Inputs, results: Mapping[str, RunResults]) -> bool:
+def _speeds_known(inputs: Inputs, results: Mapping[str, RunResults]) -> bool:
     """Whether the results already hold the speeds of all methods, measured side by side in one run."""
     from pod.eval.speed.task import is_known
 

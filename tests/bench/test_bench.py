@@ -27,9 +27,9 @@ from pod.bench.decode_bytes import (
 )
 from pod.bench.decode_speed import make_cache, make_runner
 from pod.bench.dense_decode import PEERS, dense_peers
-from pod.measure import fill as fill_module
-from pod.measure.fill import fill
-from pod.measure.race import Runner
+from pod.measure import random_cache
+from pod.measure.random_cache import fill_with_random_tokens
+from pod.measure.speed_comparison import Runner
 from pod.modeling.model.decode import DECODERS
 from pod.modeling.model.kv_buffer import KVBuffer
 from pod.modeling.model.window_buffer import WindowBuffer
@@ -256,7 +256,7 @@ def test_bytes_held_are_those_of_a_real_cache(lead):
     for method in (FULL, POD):
         model = bench.model_of(method)
         cache, _ = make_cache(bench, method, 100, 512, "auto")
-        fill(model, cache, 3, 100)
+        fill_with_random_tokens(model, cache, 3, 100)
         cache.engine.greedy(model, torch.zeros(3, 1, dtype=torch.long), 1)
         parts = cache.nbytes_by_part()
         buffers = parts.pop("decode_buffers")
@@ -274,7 +274,7 @@ def test_bytes_held_are_those_of_a_real_cache(lead):
 @pytest.mark.parametrize("length", [2, 5, 8, 9, 70, 300])
 @pytest.mark.parametrize(("lead", "method"), [(LEAD, FULL), (LEAD, POD), (ROLES, POD)])
 def test_filled_caches_have_random_numbers_in_every_used_slot(lead, method, monkeypatch, length):
-    monkeypatch.setattr(fill_module, "_CHUNK", 64 * 2 * 2 * 16)  # 64 tokens at a time
+    monkeypatch.setattr(random_cache, "_CHUNK", 64 * 2 * 2 * 16)  # 64 tokens at a time
     written, appends = {}, {kind: kind.append for kind in (KVBuffer, WindowBuffer)}
 
     def recorded(buffer, x, past):
@@ -285,7 +285,7 @@ def test_filled_caches_have_random_numbers_in_every_used_slot(lead, method, monk
         monkeypatch.setattr(kind, "append", recorded)
     bench = make_bench(lead)
     cache, note = make_cache(bench, method, length, 400, "auto")
-    fill(bench.model_of(method), cache, 2, length)
+    fill_with_random_tokens(bench.model_of(method), cache, 2, length)
     assert note is None and cache.get_seq_length() == length and cache.lengths.tolist() == [length] * 2
     for buffer in buffers_of(cache):
         used = buffer.data[:, :, : buffer.used_slots(length)]
@@ -303,7 +303,7 @@ def test_the_engine_on_a_filled_cache_decodes_as_the_ordinary_pass(text, lead):
     for capacity in (64, None):
         tau = {"tau": 0.7} if "tau" in text else {}
         cache = pod.make_cache(model, method.spec, **tau, **({"capacity": capacity} if capacity else {}))
-        fill(model, cache, 2, 40, method.options.get("skip_share", 0))
+        fill_with_random_tokens(model, cache, 2, 40, method.options.get("skip_share", 0))
         one = Runner(text, model, cache, torch.zeros(2, 1, dtype=torch.long))
         one.decode(7)
         assert cache.get_seq_length() == 47
@@ -320,7 +320,7 @@ def test_the_share_asked_for_passes_the_gate(share):
     unread = 0
     for layer, head in pairs:
         cache = pod.make_cache(model, "pod", capacity=64, tau=0.7)
-        fill(model, cache, 1, 60, share)
+        fill_with_random_tokens(model, cache, 1, 60, share)
         cache.layers[layer].all_values.data[:, head, WINDOWS[0] : 30] = float("nan")
         with torch.no_grad():
             unread += bool(model(torch.tensor([[3]]), past_key_values=cache).logits.isfinite().all())
@@ -429,7 +429,7 @@ def test_dense_peers_compute_dense_attention_and_nothing_else(bench):
     with dense_peers():
         for backend in ("grouped", "sdpa"):
             cache, _ = make_cache(bench, FULL, 30, 64, backend)
-            fill(bench.dense, cache, 2, 30)
+            fill_with_random_tokens(bench.dense, cache, 2, 30)
             with torch.no_grad():
                 found.append(bench.dense(torch.tensor([[4], [5]]), past_key_values=cache).logits)
         assert (found[0] - found[1]).abs().max() < 1e-5

@@ -15,7 +15,7 @@ from pod.bench.args import STOCK, bench_method
 from pod.bench.dense_decode import dense_peers
 from pod.engine import decode_engine as engine_module
 from pod.kernels import fused
-from pod.measure.race import Runner
+from pod.measure.speed_comparison import Runner
 from pod.modeling.model.decode import RECORDABLE
 from pod.recipe import load_recipe
 

@@ -8,7 +8,7 @@ import pod
 from pod.eval.answer.methods import METHODS, find_method
 from pod.eval.args import EvalArgs
 from pod.eval.estimate import token_counts
-from pod.eval.lists import list_methods
+from pod.eval.method_and_task_lists import list_methods
 from pod.eval.runner import prepare
 from pod.eval.suites.buckets import position_buckets
 from pod.eval.suites.task_base import make_options

@@ -53,7 +53,7 @@ def test_budgets_hold_pods_bytes_at_the_end(name, dense_model, pod_model):
 def test_methods_without_budget_get_none(pod_model):
     for name in ("full", "pod"):
         runner = MethodRunner(METHODS[name], lambda: pod_model, {}, budgets_of(pod_model))
-        assert runner.budget(Span(64, 4)) is None and runner.room(Span(64, 4)) is None
+        assert runner.budget(Span(64, 4)) is None and runner.cache_budget(Span(64, 4)) is None
 
 
 def test_more_fed_tokens_than_bytes_is_an_error(pod_model):

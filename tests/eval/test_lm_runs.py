@@ -127,7 +127,7 @@ def test_model_arguments_make_the_method(plan):
         lm_tools.choices()
     )
     quarter = make(method=" snapkv[window = 4] @ 0.25").runner
-    assert (quarter.budget(Span(66, 2)), quarter.room(Span(66, 2))) == (16, "25%")
+    assert (quarter.budget(Span(66, 2)), quarter.cache_budget(Span(66, 2))) == (16, "25%")
     assert quarter.method.name == "snapkv[window=4]@25%"
     windows = {"plan": plan, "num_sink_tokens": 4, "num_recent_tokens": 12}
     pod_lm = make(method="pod", **windows)

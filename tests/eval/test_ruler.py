@@ -285,6 +285,18 @@ def test_missing_texts_and_wrong_settings_are_one_line(monkeypatch, tmp_path):
         lm_index.load("pod_ruler_vt", {"ruler_length": "long"})
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"ruler_samples": 0}, "ruler_samples must be a whole number of at least 1, not 0"),
+        ({"ruler_seed": -1}, "ruler_seed must be a whole number of at least 0, not -1"),
+    ],
+)
+def test_a_number_that_is_too_small_is_refused_with_the_smallest_one(setting, message):
+    with task_data.use(DATA, Words()), pytest.raises(ValueError, match=message):
+        lm_index.load("pod_ruler_vt", setting)
+
+
 def test_the_groups_load_offline_and_a_right_answer_scores_1():
     with task_data.use(DATA, Words()):
         loaded = lm_index.load("pod_ruler_1k", {})

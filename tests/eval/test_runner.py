@@ -14,7 +14,7 @@ import pod
 from pod.eval import runner
 from pod.eval.answer import generate
 from pod.eval.estimate import estimate
-from pod.eval.lists import list_tasks
+from pod.eval.method_and_task_lists import list_tasks
 from pod.eval.report.merge import merge
 from pod.eval.report.report_tables import common_length, overview, percent
 from pod.eval.speed import task as speed_task

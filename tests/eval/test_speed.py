@@ -13,11 +13,11 @@ from pod.eval.answer.budget import Span
 from pod.eval.args import EvalArgs
 from pod.eval.speed import task as speed
 from pod.eval.speed.args import SpeedOptions, speed_options
-from pod.measure import race
-from pod.measure.fill import fill
+from pod.measure import speed_comparison
 from pod.measure.max_batch import LongTries
 from pod.measure.measured_memory import weight_bytes
-from pod.measure.race import Runner
+from pod.measure.random_cache import fill_with_random_tokens
+from pod.measure.speed_comparison import Runner, race, read_prompt
 from pod.modeling.methods.windowed import StreamingLayer
 
 METHODS = ["full", "pod-unadapted", "snapkv", "streamingllm"]
@@ -181,7 +181,7 @@ class Clock:
 
     def __init__(self, seconds, monkeypatch):
         self.seconds, self.now = list(seconds), 0.0
-        monkeypatch.setattr(race, "now", lambda device: self.now)
+        monkeypatch.setattr(speed_comparison, "now", lambda device: self.now)
 
     def __call__(self, **_):
         self.now += self.seconds.pop(0)
@@ -193,8 +193,8 @@ def test_rates_and_ratios_by_hand(monkeypatch):
     clock = Clock([8, 4, 1, 1, 2, 4, 5, 1], monkeypatch)
     pair = [Runner(name=name, model=clock, cache=None) for name in "ab"]
     for one in pair:
-        race.fill(one, torch.zeros(1, 40, dtype=torch.long))
-    race.race(pair, steps=1, repeats=2)
+        read_prompt(one, torch.zeros(1, 40, dtype=torch.long))
+    race(pair, steps=1, repeats=2)
     assert (pair[0].seconds, pair[1].seconds) == ([4, 5], [2, 1])
     found = speed.speeds(pair[1], pair[0], steps=1)
     assert found["time_to_first_token_seconds"] == 4 == found["time_to_first_token"]["max"]
@@ -283,7 +283,7 @@ def test_a_packed_window_is_filled_as_a_prompt_fills_it():
     torch.manual_seed(0)
     model = pod.PodForCausalLM(config).eval()
     filled, read = (pod.make_cache(model, "pod+int4") for _ in range(2))
-    fill(model, filled, 1, 300)
+    fill_with_random_tokens(model, filled, 1, 300)
     with torch.no_grad():
         model(input_ids=torch.zeros(1, 300, dtype=torch.long), past_key_values=read)
     filled.check_integrity()

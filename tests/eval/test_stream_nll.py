@@ -249,8 +249,14 @@ def test_growing_methods_need_a_budget_of_their_own(place):
         ({"length": 40}, r"eval\.task_options\.stream_nll\.length is 40, it must exceed prompt_tokens = 40"),
         ({"every": 0}, "every is 0"),
         ({"prompt_tokens": 1}, "prompt_tokens is 1: it should be greater than or equal to 2"),
-        ({"sequences": 900}, "asked for 900 sequences of 300 tokens"),
-        ({"text": ["/nowhere.txt"]}, "nowhere.txt"),
+        (
+            {"sequences": 900},
+            r"text for stream_nll \(eval\.text\): asked for 900 sequences of 300 tokens",
+        ),
+        (
+            {"text": ["/nowhere.txt"]},
+            r"text for stream_nll \(eval\.task_options\.stream_nll\.text\): .*nowhere\.txt",
+        ),
     ],
 )
 def test_wrong_options_are_refused(place, changes, message):

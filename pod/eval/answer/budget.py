@@ -142,7 +142,7 @@ class MethodRunner:
         budget = self.method.budget
         return None if budget is None else budget.of_prompt(span.length - span.fed)
 
-    def room(self, span: Span) -> int | str | None:
+    def cache_budget(self, span: Span) -> int | str | None:
         """The argument `budget` of `pod.make_cache` for a cache of this size.
 
         Returns: a number of tokens; or a share as the recipe writes it (`25%`), which each row takes of its
@@ -155,9 +155,16 @@ class MethodRunner:
         return NO_LIMIT if budget is not None and budget >= span.length else budget
 
     def cache(self, *spans: Span) -> Any:
-        """A new cache. With several spans it is for a batch whose rows have these spans."""
-        rooms = [room for span in spans if (room := self.room(span)) is not None]
-        return self._new_cache(rooms if len(set(rooms)) > 1 else next(iter(rooms), None))
+        """A new cache. With several spans it is for a batch whose rows have these spans.
+
+        Without a span the cache gets no budget.
+        """
+        if not spans:
+            return self._new_cache(None)
+        budgets = [self.cache_budget(span) for span in spans]
+        if len(set(budgets)) == 1:  # also where no span has a budget
+            return self._new_cache(budgets[0])
+        return self._new_cache(budgets)
 
     def trial(self, span: Span) -> Any:
         """A cache to check a budget with, before any measuring. A share of the prompt is turned into tokens.
@@ -165,8 +172,10 @@ class MethodRunner:
         Raises:
             ValueError: for a budget below the method's minimum, even if it is written as a share.
         """
-        room = self.room(span)
-        return self._new_cache(self.budget(span) if isinstance(room, str) else room)
+        budget = self.cache_budget(span)
+        if isinstance(budget, str):
+            budget = self.budget(span)
+        return self._new_cache(budget)
 
     def _new_cache(self, budget: Any) -> Any:
         return pod.make_cache(self.model, self.method.spec, budget=budget, **self.options)

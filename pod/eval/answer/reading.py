@@ -187,10 +187,10 @@ def in_parts(prompts: Sequence[Asked]) -> tuple[list[tuple[int, ...]] | None, li
     return [before for before, _ in pairs], [question for _, question in pairs]
 
 
-def key_of_prompt(prompt: Asked, new_tokens: int, room: int | str | None) -> str:
+def key_of_prompt(prompt: Asked, new_tokens: int, cache_budget: int | str | None) -> str:
     """The key, in an answer cache, of a prompt that `generate` answers greedily.
 
     Args:
-        room: the budget of its cache (`MethodRunner.room`).
+        cache_budget: the budget of its cache (`MethodRunner.cache_budget`).
     """
-    return key_of("greedy", prompt.token_ids, prompt.num_asked, new_tokens, room)
+    return key_of("greedy", prompt.token_ids, prompt.num_asked, new_tokens, cache_budget)

@@ -19,7 +19,7 @@ from pod.eval.results import one_line
 from pod.eval.speed.args import NAME as SPEED_RUN
 from pod.eval.suites import task_base, task_data
 from pod.eval.suites.configs import find_config, known_to_lm_eval, suite_configs
-from pod.eval.suites.replaced import replaced
+from pod.eval.suites.lm_eval_patch import patched
 
 DROPS = ("middle", "start", "end", "document", "none")
 
@@ -239,7 +239,7 @@ def quiet() -> Iterator[None]:
     shown = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:
-        with quiet_logger("lm_eval"), replaced(lm_eval.api.task, "tqdm", without_a_bar):
+        with quiet_logger("lm_eval"), patched(lm_eval.api.task, "tqdm", without_a_bar):
             yield
     finally:
         if shown:

@@ -8,7 +8,6 @@ time until the prompt fits. Instructions and question stay whole. L-Eval measure
 whole prompt is measured, so that it never exceeds what the model reads.
 """
 
-import bisect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -133,15 +132,22 @@ def cut_document(
         )
 
     def cut(parts: Sequence[str], number: int, glue: str) -> str:
-        return before + glue.join(parts[:number] if keep == "start" else parts[len(parts) - number :]) + after
+        kept = parts[:number] if keep == "start" else parts[len(parts) - number :]
+        return before + glue.join(kept) + after
 
     words = document.split(" ")
     most = min(room - rest, len(words))
-    for number in range(most, 0, -(WORD_STEP if most >= _SMALL_ROOM else max(1, most // 8))):
-        if count(shorter := cut(words, number, " ")) <= room:
+    step = WORD_STEP if most >= _SMALL_ROOM else max(1, most // 8)
+    for number in range(most, 0, -step):
+        shorter = cut(words, number, " ")
+        if count(shorter) <= room:
             return shorter
-    sizes = range(len(document) - 1, -1, -1)
-    place = bisect.bisect_left(
-        sizes, True, hi=len(sizes) - 1, key=lambda size: count(cut(document, size, "")) <= room
-    )
-    return cut(document, sizes[place], "")
+    # Not even a few words fit: bisect for the most characters that do. The prompt fits without any.
+    low, high = 0, len(document) - 1
+    while low < high:
+        size = (low + high + 1) // 2
+        if count(cut(document, size, "")) <= room:
+            low = size
+        else:
+            high = size - 1
+    return cut(document, low, "")

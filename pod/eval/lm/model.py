@@ -187,12 +187,12 @@ class PodLM(LM):
     def _generation_key(self, item: Encoded) -> str:
         sampled = item.key if item.settings.get("do_sample") else None  # repeats of a sampled answer differ
         asked = [item.context, item.num_asked, item.new_tokens, item.settings, sampled]
-        return key_of("generate", *asked, self.runner.room(item.span))
+        return key_of("generate", *asked, self.runner.cache_budget(item.span))
 
     def _unit_key(self, unit: ScoredContext) -> str:
         if self.one_shot:
             return key_of("forward", unit.context, unit.continuations)
-        return key_of("decode", unit.context, unit.continuations, self.runner.room(unit.span))
+        return key_of("decode", unit.context, unit.continuations, self.runner.cache_budget(unit.span))
 
     def _keep(self, item: Encoded, answers: list[tuple[Span, dict[str, Any]]]) -> None:
         """Keep the record of a request in `records`.

@@ -97,7 +97,9 @@ def primary_metric(name: str, task: Any, rule: Rule, asked: str | None) -> tuple
             f"task {name}: {metric} gives no score per sample, so methods cannot be compared: "
             "choose another metric"
         )
-    kind = (asked is None and rule.kind) or _kind_of(metric, task)
+    kind = rule.kind if asked is None else None
+    if kind is None:
+        kind = _kind_of(metric, task)
     return (metric, filtered or None), kind
 
 

@@ -71,9 +71,14 @@ class Encoded:
     @property
     def prompt_hash(self) -> str:
         """Hash of the prompt as the model reads it (token ids)."""
-        if self.kind == "loglikelihood_rolling":  # the windows decide what stands before a token
-            return prompt_hash([token for window in self.windows for part in window for token in (*part, -1)])
-        return prompt_hash(self.context)
+        if self.kind != "loglikelihood_rolling":
+            return prompt_hash(self.context)
+        # The windows decide what stands before a token: a -1 marks the end of each of their parts.
+        tokens: list[int] = []
+        for context, continuation in self.windows:
+            tokens += [*context, -1]
+            tokens += [*continuation, -1]
+        return prompt_hash(tokens)
 
     @property
     def span(self) -> Span:

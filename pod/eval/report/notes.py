@@ -160,11 +160,17 @@ def _unpaired(comparison: Comparison, task: str) -> dict[tuple[Any, ...], list[s
     methods = {entry.method for entry in comparison.measured(task)}
     for entry in comparison.measured(task):
         base, against = comparison.base_of(entry, task), comparison.against(entry, (task,))
-        if base is entry or (base is None and (entry.method == BASE or BASE not in methods)):
+        needs_no_base = entry.method == BASE or BASE not in methods
+        if base is entry or (base is None and needs_no_base):
             continue
-        if against is None or against.unpaired:
-            cause = (base and base.label, against and against.common, against and against.unpaired)
-            causes.setdefault(cause, []).append(entry.label)
+        if against is not None and not against.unpaired:
+            continue
+        label = None if base is None else base.label
+        if against is None:
+            cause = (label, None, None)
+        else:
+            cause = (label, against.common, against.unpaired)
+        causes.setdefault(cause, []).append(entry.label)
     return causes
 
 

@@ -25,6 +25,7 @@ from pod.eval.report.merge import (
 from pod.eval.report.names import plain, short_name, suite_of
 from pod.eval.report.page import Block, Notes, Picture, Section, listed, render
 from pod.eval.report.speed import speed_blocks
+from pod.eval.statistics.comparison import Against
 from pod.files import atomic_write_text
 
 if TYPE_CHECKING:
@@ -185,12 +186,20 @@ def _run_pictures(recipe: "Recipe") -> list[Section]:
 
 # -- CSV -----------------------------------------------------------------------------------------------------
 
+_CHANGE_COLUMNS = (
+    *("base", "delta", "delta_kind", "delta_low", "delta_high"),
+    *("paired", "gained", "lost", "p", "p_page", "mark"),
+)
+
 
 def csv_text(comparison: Comparison) -> str:
     """The report as CSV: a line per row and task with its value, change, samples and bytes."""
     out = io.StringIO()
-    asked = ((entry, task) for entry in comparison.entries for task in comparison.tasks)
-    rows = [_csv_row(comparison, e, t) for e, t in asked if t in {*e.parts, *e.refused, *e.failed}]
+    rows = []
+    for entry in comparison.entries:
+        for task in comparison.tasks:
+            if task in entry.parts or task in entry.refused or task in entry.failed:
+                rows.append(_csv_row(comparison, entry, task))
     writer = csv.DictWriter(out, rows[0] if rows else ["row"], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
@@ -201,23 +210,74 @@ def _csv_row(comparison: Comparison, entry: Entry, task: str) -> dict[str, Any]:
     """The line of a row and task, by column. Numbers that are not known are None."""
     part: dict[str, Any] = entry.parts.get(task) or {}
     against = comparison.against(entry, (task,)) if part else None
-    longest = max(held_rows(entry, task), key=lambda row: row["length"], default={}) if part else {}
-    values = {"row": entry.label, "method": entry.method, "runs": entry.sources.get(task, entry.run).label}
-    values |= {"model": (entry.content.get("model") or {}).get("path"), "suite": suite_of(task), "task": task}
-    values |= {key: part.get(key) for key in ("metric", "kind", "value")} | _ends("ci", part.get("ci95"))
-    values |= {key: len(part[key]) if part else None for key in ("samples", "skipped")}
-    values |= {key: getattr(against, key, None) for key in ("base", "delta")}
-    values["delta_kind"] = against and ("relative" if against.relative else "difference")
-    values |= _ends("delta", against and against.estimate.interval) | {"paired": against and against.common}
-    values |= {key: getattr(against, key, None) for key in ("gained", "lost")}
-    values |= {"p": against and against.estimate.p, "p_page": against and against.adjusted}
-    values |= {"mark": against and against.mark, "byte_share": byte_share(entry, task) if part else None}
-    values |= {"longest_length": longest.get("length")}
-    values |= {key: longest.get(key) for key in ("bytes", "dense_bytes", "budget_tokens")}
-    status = "measured" if part else "failed" if task in entry.failed else "not run"
-    return values | {"status": status, "reason": None if part else (entry.refused | entry.failed)[task]}
+    model = entry.content.get("model") or {}
+    return {
+        "row": entry.label,
+        "method": entry.method,
+        "runs": entry.sources.get(task, entry.run).label,
+        "model": model.get("path"),
+        "suite": suite_of(task),
+        "task": task,
+        **_score_columns(part),
+        **_change_columns(against),
+        **_bytes_columns(entry, task),
+        **_status_columns(entry, task),
+    }
 
 
-def _ends(name: str, interval: list[float] | None) -> dict[str, float | None]:
-    low, high = interval or (None, None)
-    return {f"{name}_low": low, f"{name}_high": high}
+def _score_columns(part: dict[str, Any]) -> dict[str, Any]:
+    """The columns of a task's value, from its part of a result file; all None for an empty part."""
+    low, high = part.get("ci95") or (None, None)
+    return {
+        "metric": part.get("metric"),
+        "kind": part.get("kind"),
+        "value": part.get("value"),
+        "ci_low": low,
+        "ci_high": high,
+        "samples": len(part["samples"]) if part else None,
+        "skipped": len(part["skipped"]) if part else None,
+    }
+
+
+def _change_columns(against: Against | None) -> dict[str, Any]:
+    """The columns of the comparison with the base; all None without one."""
+    if against is None:
+        return dict.fromkeys(_CHANGE_COLUMNS)
+    low, high = against.estimate.interval or (None, None)
+    return {
+        "base": against.base,
+        "delta": against.delta,
+        "delta_kind": "relative" if against.relative else "difference",
+        "delta_low": low,
+        "delta_high": high,
+        "paired": against.common,
+        "gained": against.gained,
+        "lost": against.lost,
+        "p": against.estimate.p,
+        "p_page": against.adjusted,
+        "mark": against.mark,
+    }
+
+
+def _bytes_columns(entry: Entry, task: str) -> dict[str, Any]:
+    """The columns of a row's cache: its share of the dense bytes, and its bytes at the longest length."""
+    share, longest = None, {}
+    if entry.parts.get(task):
+        share = byte_share(entry, task)
+        longest = max(held_rows(entry, task), key=lambda row: row["length"], default={})
+    return {
+        "byte_share": share,
+        "longest_length": longest.get("length"),
+        "bytes": longest.get("bytes"),
+        "dense_bytes": longest.get("dense_bytes"),
+        "budget_tokens": longest.get("budget_tokens"),
+    }
+
+
+def _status_columns(entry: Entry, task: str) -> dict[str, str | None]:
+    """Whether the task was measured, and else the reason why not."""
+    if entry.parts.get(task):
+        return {"status": "measured", "reason": None}
+    if task in entry.failed:
+        return {"status": "failed", "reason": entry.failed[task]}
+    return {"status": "not run", "reason": entry.refused[task]}

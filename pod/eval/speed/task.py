@@ -16,10 +16,10 @@ from pod.eval.answer.budget import MethodRunner, Span
 from pod.eval.answer.methods import BASE
 from pod.eval.results import code_identity, fingerprint, one_line
 from pod.eval.speed.args import SpeedOptions, speed_options
-from pod.measure import max_batch, measured_memory, race
-from pod.measure.fill import fill, is_filled_directly
+from pod.measure import max_batch, measured_memory
 from pod.measure.machine import environment
-from pod.measure.race import spread
+from pod.measure.random_cache import fill_with_random_tokens, is_filled_directly
+from pod.measure.speed_comparison import Runner, in_turns, race, read_prompt, spread, warm_up
 
 if TYPE_CHECKING:
     from pod.eval.args import EvalArgs
@@ -131,28 +131,28 @@ def _race(run: SpeedRun, length: int, errors: dict[str, Exception]) -> dict[str,
     """A row per method at one prompt length. Methods that cannot run are added to `errors`."""
     args = run.args
     rows: dict[str, dict[str, Any]] = {name: {"length": length} for name in args.methods}
-    runners = [race.Runner(name) for name in args.methods]
+    runners = [Runner(name) for name in args.methods]
     for one in runners:
         with one.trying():
             one.model = run.method_runners[one.name].model
             if run.options.memory:  # measuring reads the whole prompt: the model is warm afterwards
                 make, prompt = partial(_cache, run, one.name, length), _prompt(run, one.model, length)
                 rows[one.name]["memory"] = measured_memory.measure(one.model, make, prompt, _MEMORY_STEPS)
-            race.warm_up(one.model, _prompt(run, one.model, length))
+            warm_up(one.model, _prompt(run, one.model, length))
     runners = _still_in(runners, errors)
     for turn in range(run.options.prefill_repeats):
-        for one in race.in_turns(runners, turn):
+        for one in in_turns(runners, turn):
             with one.trying():
                 if one.failed is None:
                     one.cache = None  # frees the cache of the turn before
                     one.cache = _cache(run, one.name, length)
-                    race.fill(one, _prompt(run, one.model, length))
+                    read_prompt(one, _prompt(run, one.model, length))
     runners = _still_in(runners, errors)
     for one in runners:
         held = {part: int(size) for part, size in one.cache.nbytes_by_part().items()}
         stated = run.method_runners[one.name].stated(Span(length, 0), [sum(held.values())])
         rows[one.name] |= {"bytes_by_part": held, "bytes": stated}
-    race.race(runners, args.efficiency_tokens, args.efficiency_repeats)
+    race(runners, args.efficiency_tokens, args.efficiency_repeats)
     runners = _still_in(runners, errors)
     base = next((one for one in runners if one.name == BASE), None)
     return {one.name: rows[one.name] | speeds(one, base, args.efficiency_tokens) for one in runners}
@@ -164,7 +164,7 @@ def _race_filled(run: SpeedRun, length: int, errors: dict[str, Exception]) -> di
     Returns: a row per method whose cache can be filled so. Methods that fail are added to `errors`.
     """
     runners = []
-    for one in map(race.Runner, run.args.methods):
+    for one in map(Runner, run.args.methods):
         method_runner = run.method_runners[one.name]
         if method_runner.method.takes_budget:
             continue
@@ -172,14 +172,14 @@ def _race_filled(run: SpeedRun, length: int, errors: dict[str, Exception]) -> di
             one.model = method_runner.model
             one.cache = method_runner.cache()
             if is_filled_directly(one.cache):
-                fill(one.model, one.cache, 1, length)
+                fill_with_random_tokens(one.model, one.cache, 1, length)
                 one.token = _prompt(run, one.model, 1)
                 runners.append(one)
         if one.failed is not None:
             runners.append(one)
     runners = _still_in(runners, errors)
     held = {one.name: one.cache.nbytes for one in runners}
-    race.race(runners, run.args.efficiency_tokens, run.args.efficiency_repeats)
+    race(runners, run.args.efficiency_tokens, run.args.efficiency_repeats)
     runners = _still_in(runners, errors)
     base = next((one for one in runners if one.name == BASE), None)
     rows: dict[str, dict[str, Any]] = {}
@@ -191,7 +191,7 @@ def _race_filled(run: SpeedRun, length: int, errors: dict[str, Exception]) -> di
     return rows
 
 
-def _still_in(runners: list[race.Runner], errors: dict[str, Exception]) -> list[race.Runner]:
+def _still_in(runners: list[Runner], errors: dict[str, Exception]) -> list[Runner]:
     """The runners that did not fail. The errors of the others go to `errors`."""
     errors |= {one.name: one.failed for one in runners if one.failed is not None}
     return [one for one in runners if one.failed is None]
@@ -243,8 +243,10 @@ def _longest_prompts(run: SpeedRun, errors: dict[str, Exception]) -> dict[str, d
     )
 
     def measured(runner: MethodRunner) -> dict[str, Any]:
-        make = lambda tokens: runner.cache(Span(tokens, 0))  # noqa: E731
-        tries = max_batch.LongTries(runner.model, make, step, 1, limit, run.recipe.seed)
+        def make_cache(tokens: int) -> Any:
+            return runner.cache(Span(tokens, 0))
+
+        tries = max_batch.LongTries(runner.model, make_cache, step, 1, limit, run.recipe.seed)
         steps = max_batch.largest(tries.fits, 1, max(1, most // step))
         found = {"prompt": steps * step, "generated": 1, "limit_bytes": limit, "batch": int(steps > 0)}
         return found | {"most_reached": steps >= most // step}
@@ -261,7 +263,7 @@ def _searched(
 ) -> dict[str, dict[str, Any]]:
     """A row per method, made by `measured`. Methods that fail are added to `errors`."""
     rows: dict[str, dict[str, Any]] = {}
-    for one in map(race.Runner, run.args.methods):
+    for one in map(Runner, run.args.methods):
         with one.trying():
             row = rows[one.name] = measured(run.method_runners[one.name])
             run.log(f"{one.name}: {row['batch']} rows of {row['prompt']} + {row['generated']} tokens")
@@ -270,7 +272,7 @@ def _searched(
     return rows
 
 
-def speeds(runner: race.Runner, base: race.Runner | None, steps: int) -> dict[str, Any]:
+def speeds(runner: Runner, base: Runner | None, steps: int) -> dict[str, Any]:
     """Seconds to the first token and tokens per second of a method, and the ratios to `base`.
 
     Numbers are the median, min and max over the repeats. Ratios are taken round by round.
@@ -287,7 +289,7 @@ def speeds(runner: race.Runner, base: race.Runner | None, steps: int) -> dict[st
     return found
 
 
-def decode_speeds(runner: race.Runner, base: race.Runner | None, steps: int) -> dict[str, Any]:
+def decode_speeds(runner: Runner, base: Runner | None, steps: int) -> dict[str, Any]:
     """Tokens per second of decoding, and the ratio to `base`; for the arguments see `speeds`.
 
     Numbers are the median, min and max over the repeats. The ratio is taken round by round.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pod.eval.suites.replaced import replaced
+from pod.eval.suites.lm_eval_patch import patched
 
 Config = dict[str, Any]
 Row = dict[str, Any]
@@ -139,5 +139,5 @@ def known_to_lm_eval() -> Iterator[None]:
                 index.setdefault(name, entry)
         return index
 
-    with replaced(TaskIndex, "build", staticmethod(build_with_ours)):
+    with patched(TaskIndex, "build", staticmethod(build_with_ours)):
         yield

@@ -108,11 +108,11 @@ class GridTask(Task):
         self.span = {n: Span(held + new_tokens - 1, new_tokens) for n, held in longest.items()}
 
     @abstractmethod
-    def key(self, item: Any, room: int | str | None) -> str:
+    def key(self, item: Any, cache_budget: int | str | None) -> str:
         """The key of an item's answer in the answer cache.
 
         Args:
-            room: the budget of the method's cache (`MethodRunner.room`).
+            cache_budget: the budget of the method's cache (`MethodRunner.cache_budget`).
         """
 
     @abstractmethod
@@ -142,7 +142,7 @@ class GridTask(Task):
         """The record of every item, from the answer cache where it is there, else from the model."""
         return answer_cache.answers(
             self.items,
-            key=lambda item: self.key(item, runner.room(self.span[item.length])),
+            key=lambda item: self.key(item, runner.cache_budget(self.span[item.length])),
             batches=self.batches,
             compute=lambda batch: self.ask_model(runner, runner.cache(self.span[batch[0].length]), batch),
         )
@@ -196,8 +196,8 @@ class PromptTask(GridTask):
         steps = len(self.batches(self.items)) * self.new_tokens
         return sum(len(prompt.token_ids) for prompt in self.items), steps
 
-    def key(self, item: GridPrompt, room: int | str | None) -> str:
-        return answer.reading.key_of_prompt(item, self.new_tokens, room)
+    def key(self, item: GridPrompt, cache_budget: int | str | None) -> str:
+        return answer.reading.key_of_prompt(item, self.new_tokens, cache_budget)
 
     def samples(self, item: GridPrompt, record: Record) -> list[Record]:
         said = {name: record[name] for name in ("answer", "bytes", "decisions") if name in record}

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pod
-from pod.eval.suites.replaced import replaced
+from pod.eval.suites.lm_eval_patch import patched
 from pod.eval.suites.task_base import prompt_hash
 from pod.tokenizer import template_arguments, with_template_variables
 
@@ -301,7 +301,7 @@ def local_datasets() -> Iterator[None]:
                     f"eval.data_dir (or {ENVIRONMENT}) to a folder with a copy in {path}"
                 ) from error
 
-    with replaced(ConfigurableTask, "download", download):
+    with patched(ConfigurableTask, "download", download):
         yield
 
 

@@ -27,7 +27,14 @@ class TextTask(Task):
         import torch
 
         super().__init__(run, options)
-        recipe, text = run.recipe, getattr(options, "text", None) or self.args.text
+        recipe, own_text = run.recipe, getattr(options, "text", None)
+        text = own_text or self.args.text
+        if own_text:
+            where = f"eval.task_options.{self.name}.text"
+        elif text is not None:
+            where = "eval.text"
+        else:
+            where = "held out of training"
         count = getattr(options, "sequences", self.args.text_sequences)
         length = getattr(options, "length", self.args.text_length)
         try:
@@ -37,8 +44,7 @@ class TextTask(Task):
                 documents = source_documents(text, run.tokenizer)
             found = long_sequences(documents, count, length, recipe.seed)
         except ValueError as error:
-            where = "held out of training" if text is None else "eval.text"
-            raise ValueError(f"text for perplexity ({where}): {error}") from None
+            raise ValueError(f"text for {self.name} ({where}): {error}") from None
         self.text = torch.from_numpy(found)
 
     def on_device(self, numbers: list[int]) -> Any:

@@ -103,7 +103,7 @@ class Consistency(TextTask):
         asked = [
             options.predictions,
             method.one_shot,
-            runner.room(span),
+            runner.cache_budget(span),
             self.run.models.identity("dense"),
             windows,
         ]

@@ -123,8 +123,8 @@ class MultiQuery(GridTask):
             "haystack": options.haystack or "Paul Graham's essays",
         }
 
-    def key(self, item: QuestionedText, room: int | str | None) -> str:
-        return key_of("questions", item.prompt, item.questions, self.new_tokens, room)
+    def key(self, item: QuestionedText, cache_budget: int | str | None) -> str:
+        return key_of("questions", item.prompt, item.questions, self.new_tokens, cache_budget)
 
     def ask_model(self, runner: MethodRunner, cache: Any, batch: list[QuestionedText]) -> list[Record]:
         """A record per text: its answers, and the bytes held for the text after each answer."""

@@ -42,7 +42,7 @@ class Perplexity(TextTask):
     def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> Record:
         """The `records` of all texts, and a `check` of the decode path where one pass scores, else None."""
         spans, one_shot = zip(self.buckets, self.spans(), strict=True), runner.method.one_shot
-        asked = [[bucket.first, bucket.end, runner.room(span)] for bucket, span in spans]
+        asked = [[bucket.first, bucket.end, runner.cache_budget(span)] for bucket, span in spans]
         records = self.records(answer_cache, ["perplexity", asked], lambda rows: self._read(runner, rows))
         return {
             "records": records,

@@ -125,7 +125,13 @@ class StreamNll(TextTask):
 
     def answer(self, runner: MethodRunner, answer_cache: AnswerCache) -> list[Record]:
         (span,), ends = self.spans(), self._ends(runner.method)
-        asked = ["stream", self.options.prompt_tokens, ends, *self._fed(runner.method), runner.room(span)]
+        asked = [
+            "stream",
+            self.options.prompt_tokens,
+            ends,
+            *self._fed(runner.method),
+            runner.cache_budget(span),
+        ]
         return self.records(answer_cache, asked, lambda rows: self._stream(runner, rows, ends), ends[-1])
 
     def _stream(self, runner: MethodRunner, rows: Any, ends: tuple[int, ...]) -> list[Record]:

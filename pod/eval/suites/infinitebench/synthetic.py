@@ -83,7 +83,12 @@ def _found(target: str, numbers: list[int]) -> int | float:
     """The answer for a list: its median, or the number of a rank. Equal numbers have one rank."""
     if "median" in target:
         return statistics.median(numbers)
-    place = 1 if "second" in target else 2 if "third" in target else 0
+    if "second" in target:
+        place = 1
+    elif "third" in target:
+        place = 2
+    else:
+        place = 0
     different = sorted(set(numbers), reverse="largest" in target)
     return different[min(place, len(different) - 1)]
 
@@ -112,9 +117,13 @@ def _code_run(rng: random.Random, index: int, size: int) -> dict[str, Any]:
 
 
 def _function(name: int, called: int | None, added: int) -> str:
+    """The text of a function that calls another one, if there is one, and adds a number."""
     value = "x" if called is None else f"func_{called}(x)"
-    sign = "" if not added else f" + {added}" if added > 0 else f" - {-added}"
-    return f"def func_{name}(x):\n    return {value}{sign}\n\n"
+    if added > 0:
+        value += f" + {added}"
+    elif added < 0:
+        value += f" - {-added}"
+    return f"def func_{name}(x):\n    return {value}\n\n"
 
 
 def _uuid(rng: random.Random) -> str:

@@ -36,7 +36,7 @@ def rows(**metadata: Any) -> dict[str, Any]:
     for key, value in chosen.items():
         smallest = 0 if key == "seed" else 1
         if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-            raise ValueError(f"ruler_{key} must be a whole number above 0, not {value!r}")
+            raise ValueError(f"ruler_{key} must be a whole number of at least {smallest}, not {value!r}")
     tokenizer = task_data.load_tokenizer(metadata)
     return {
         "test": make_rows(settings["task"], chosen["length"], tokenizer, chosen["seed"], chosen["samples"])

@@ -26,7 +26,7 @@ class Runner:
 
     Attributes:
         name: of the method.
-        token: [B, 1], the next token to feed; None before `fill`.
+        token: [B, 1], the next token to feed; None before `read_prompt`.
         prompt_seconds: the seconds of every timed reading of the prompt.
         seconds: the seconds of every timed repeat of decoding.
         failed: the error because of which it is out of the race; None while it takes part.
@@ -61,7 +61,7 @@ class Runner:
             The seconds that this took.
         """
         token, engine = self.token, getattr(self.cache, "engine", None)
-        assert token is not None, "fill() comes first"
+        assert token is not None, "read_prompt() comes first"
         began = now(token.device)
         if engine is not None and not is_spread(self.model):
             token = engine.greedy(self.model, token, steps)[:, -1:]
@@ -100,7 +100,7 @@ def warm_up(model: Any, prompt: Tensor) -> None:
 
 
 @torch.no_grad()
-def fill(runner: Runner, prompt: Tensor) -> None:
+def read_prompt(runner: Runner, prompt: Tensor) -> None:
     """Read the prompt [B, n] into the runner's new cache, and note the seconds up to the first token.
 
     The time includes the method's compression.

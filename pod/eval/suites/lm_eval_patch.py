@@ -1,4 +1,4 @@
-"""Replace a part of lm-eval for a while, where lm-eval has no argument for it."""
+"""Patch a part of lm-eval for a while, where lm-eval has no argument for it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Inside the block `owner.name` is `value`.
 
     Args:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pod.measure.max_batch import random_rows
-from pod.measure.race import without_attention
+from pod.measure.speed_comparison import without_attention
 from pod.modeling.model.cache import PodCache
 from pod.modeling.model.kv_buffer import KVBuffer
 from pod.modeling.model.layout import PodCacheLayer
@@ -19,7 +19,7 @@ _LOUD = 100.0
 
 
 def is_filled_directly(cache: Any) -> bool:
-    """Whether ``fill`` writes into the buffers of a cache, so that no prompt is read.
+    """Whether ``fill_with_random_tokens`` writes into the buffers of a cache, so that no prompt is read.
 
     It does so when what the cache holds depends on the plan alone, and not on the content of a prompt.
     """
@@ -30,7 +30,7 @@ def is_filled_directly(cache: Any) -> bool:
 
 
 @torch.no_grad()
-def fill(model: Any, cache: Any, batch: int, length: int, skip_share: float = 0.0) -> None:
+def fill_with_random_tokens(model: Any, cache: Any, batch: int, length: int, skip_share: float = 0.0) -> None:
     """Fill an empty cache with ``length`` random tokens in each of ``batch`` rows.
 
     Args:
@@ -57,7 +57,7 @@ def _fill_layers(layers: list[Any], length: int, weight: Tensor, skip_share: flo
 
     Args:
         weight: has the dtype of the numbers; and their device, where a layer has none of its own.
-        skip_share: as in ``fill``.
+        skip_share: as in ``fill_with_random_tokens``.
     """
     generators: dict[torch.device, torch.Generator] = {}
     seen = 0.0
