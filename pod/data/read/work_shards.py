@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -67,6 +67,14 @@ class FilePart(NamedTuple):
         packed = is_compressed(self.path) or kind_of(self.path) == "parquet"
         return max(self.size, 0) * (COMPRESSION if packed else 1)
 
+    def identity(self) -> list[Any]:
+        """What a fingerprint says of it: absolute path, size, time of change, range and MosaicML shard."""
+        path = self.path if is_remote(self.path) else os.path.abspath(self.path)
+        shard = None
+        if self.shard is not None:
+            shard = [self.shard.columns, self.shard.samples, self.shard.raw_bytes, self.shard.file_bytes]
+        return [path, self.size, self.mtime_ns, self.start, self.stop, shard]
+
     def check_unchanged(self) -> None:
         """Raise `ValueError` when the file has been changed since the work shard was planned."""
         if _state(self.path) != (self.size, self.mtime_ns):
@@ -106,9 +114,7 @@ class WorkShard:
 
         The settings are no part of it.
         """
-        paths = [one.path if is_remote(one.path) else os.path.abspath(one.path) for one in self.files]
-        parts = [[*one[1:5], one.shard and one.shard[2:]] for one in self.files]
-        files = [[path, *part] for path, part in zip(paths, parts, strict=True)]
+        files = [one.identity() for one in self.files]
         content = [READING_VERSION, files, self.hub, self.tolerate, self.left_out, self.split]
         return hashlib.sha256(json.dumps(content).encode("utf-8", "surrogatepass")).hexdigest()
 

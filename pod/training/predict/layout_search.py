@@ -211,7 +211,7 @@ def plan(
             key=lambda layout: max(layout.share, layout.host_bytes_per_machine / GIB / machine.host_gib),
         )
     least = fastest.time.expected
-    near = [layout for layout in layouts if least <= layout.time.expected <= NEAR * least and layout.fits]
+    near = [layout for layout in layouts if layout.fits and layout.time.expected <= NEAR * least]
     return min(near, key=lambda layout: simplicity(layout.job.args))
 
 
