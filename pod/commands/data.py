@@ -26,7 +26,7 @@ SUBCOMMANDS = ("verify", "inspect")
 
 def estimate(recipe: Recipe) -> str:
     """Text for `--dry-run`: notes on lengths, then length intervals, tokens, disk space, memory and time."""
-    from pod.commands.ahead import check_lengths
+    from pod.commands.later_refusals import check_lengths
     from pod.data.run.prepare import estimate as estimate_data
 
     try:
@@ -42,7 +42,7 @@ def main(recipe: Recipe, overwrite: bool = False) -> None:
     Args:
         overwrite: replace finished rows that were made with other settings.
     """
-    from pod.commands.ahead import check_lengths, notes_on_rows
+    from pod.commands.later_refusals import check_lengths, notes_on_rows
     from pod.data.read.books import split_fragment
     from pod.data.read.discovery import check_places
     from pod.data.rows.length_pictures import PICTURE_NAME

@@ -142,7 +142,7 @@ def test_a_mistyped_place_answers_at_once(monkeypatch):
 def test_a_missing_source_is_told_before_the_hub_is_asked(tmp_path, monkeypatch, capsys, name, says):
     (tmp_path / "texts" / "folder").mkdir(parents=True)
     monkeypatch.setattr("pod.tokenizer.load_tokenizer", lambda *_, **__: pytest.fail("asked the hub"))
-    monkeypatch.setattr("pod.commands.ahead.check_lengths", lambda *_: pytest.fail("asked the hub"))
+    monkeypatch.setattr("pod.commands.later_refusals.check_lengths", lambda *_: pytest.fail("asked the hub"))
     words = [
         "pod data",
         str(tmp_path / "texts" / name),

@@ -342,7 +342,7 @@ class _Step:
         return {
             "activations": self.kept(last) + self.hidden * (1 + self.wide),
             "shared_qk": self.resting_shared_qk(last),
-            "gradients": weight * (self.size + _copied_bytes(self.job.args)) if whole else 0,
+            "gradients": weight * (self.size + _gradient_copy_bytes(self.job.args)) if whole else 0,
             "gathered": self.gathered(weight * (2 if both else 1), last, False),
         }
 
@@ -382,7 +382,7 @@ class _Step:
         """The parts in a layer's backward that weights cause: gathered weights, and gradients."""
         shapes, args = self.job.shapes, self.job.args
         waiting = max(rows * columns for rows, columns in shapes.linear_sizes.values())
-        copied = _copied_bytes(args) * max(waiting, optimization.REDUCE_BUCKET_ELEMENTS)
+        copied = _gradient_copy_bytes(args) * max(waiting, optimization.REDUCE_BUCKET_ELEMENTS)
         # Below stage 3, gradients of the layers above wait for the end of the backward.
         if args.zero_stage < 3:
             waiting += shapes.embedding_parameters + (shapes.layers - 1 - index) * shapes.layer_parameters
@@ -424,7 +424,7 @@ def _copied_share(roles: Roles) -> float:
     return sum(map(len, apart)) / sum(map(len, parts)) if len(apart) < len(parts) else 0.0
 
 
-def _copied_bytes(args: TrainArgs) -> int:
+def _gradient_copy_bytes(args: TrainArgs) -> int:
     """Bytes per weight of a gradient's copy in `reduce_dtype`.
 
     Stage 3 makes this copy before ranks add the gradient up.
