@@ -18,7 +18,7 @@ from data_helpers import documents_of, read_all, reservoir_of, texts_of
 
 from pod.commands.data import start
 from pod.data import DataArgs, prepare
-from pod.data.read.discovery import check_places
+from pod.data.read.discovery import check_sources
 from pod.data.read.work_shards import plan_work_shards
 from pod.data.rows.overview import overview
 from pod.data.run.data_progress import Progress
@@ -161,7 +161,7 @@ def test_a_missing_source_is_told_before_the_hub_is_asked(tmp_path, monkeypatch,
 def test_a_pattern_that_matches_passes(tmp_path):
     (tmp_path / "deep" / "er").mkdir(parents=True)
     (tmp_path / "deep" / "er" / "[1].txt").write_text("a text")
-    check_places([f"{tmp_path}/**/*.txt", f"{tmp_path}/deep/er/[1].txt", "hub:some/set", "stdlib:"])
+    check_sources([f"{tmp_path}/**/*.txt", f"{tmp_path}/deep/er/[1].txt", "hub:some/set", "stdlib:"])
 
 
 def test_finished_rows_stay_when_their_sources_are_gone(tmp_path, monkeypatch, capsys):

@@ -67,7 +67,7 @@ class FilePart(NamedTuple):
         packed = is_compressed(self.path) or kind_of(self.path) == "parquet"
         return max(self.size, 0) * (COMPRESSION if packed else 1)
 
-    def identity(self) -> list[Any]:
+    def fingerprint_fields(self) -> list[Any]:
         """What a fingerprint says of it: absolute path, size, time of change, range and MosaicML shard."""
         path = self.path if is_remote(self.path) else os.path.abspath(self.path)
         shard = None
@@ -114,7 +114,7 @@ class WorkShard:
 
         The settings are no part of it.
         """
-        files = [one.identity() for one in self.files]
+        files = [one.fingerprint_fields() for one in self.files]
         content = [READING_VERSION, files, self.hub, self.tolerate, self.left_out, self.split]
         return hashlib.sha256(json.dumps(content).encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -128,13 +128,13 @@ def plan_work_shards(args: DataArgs) -> list[WorkShard]:
     """
     work_shards = []
     for source, spec in enumerate(args.sources):
-        place, _ = split_fragment(spec)
-        hub = hub_spec(place)
-        split = spec[len(place) + 1 :]
+        without_fragment, _ = split_fragment(spec)
+        hub = hub_spec(without_fragment)
+        split = spec[len(without_fragment) + 1 :]
         if hub is not None:
             work_shards += [WorkShard(source, spec, hub=shard, split=split) for shard in hub_shards(*hub)]
             continue
-        files = files_of(place, tuple(args.include))
+        files = files_of(without_fragment, tuple(args.include))
         if files.unreadable and args.unreadable == "error" and not files.tolerate:
             raise ValueError(
                 f"{files.unreadable[0]} ({len(files.unreadable)} in total): correct it, choose the files to "
@@ -203,8 +203,8 @@ def _read_hub_shard(
     """The documents of a shard of a hub data set."""
     if hub.index == 0:
         report.files += 1
-    place, _ = split_fragment(work_shard.spec)
-    prefix = f"{place}:{hub.index}:" if hub.count > 1 else f"{place}:"
+    without_fragment, _ = split_fragment(work_shard.spec)
+    prefix = f"{without_fragment}:{hub.index}:" if hub.count > 1 else f"{without_fragment}:"
     bad = _policy(work_shard, args, report)
     try:
         records = read_hub(hub, Fields.from_args(args), bad)
