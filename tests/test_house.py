@@ -45,7 +45,7 @@ ARROWS = {
     "plan": {"model", "modeling", "kernels", "data", "training", "verbosity"},
     "training": {"model", "modeling", "kernels", "data", "toolchain", "verbosity"},
     "export": {"model", "modeling", "training", "models", "__init__"},
-    "measure": {"model"},
+    "measure": {"model", "modeling"},
     "eval": {"model", "modeling", "kernels", "data", "measure", "notation", "registry", "verbosity"},
     "bench": {"eval", "measure", "model", "modeling", "__init__", "models", "recipe", "notation", "registry"},
     "recipe": {"schema", "models", "data", "plan", "training", "eval", "bench", "command_line", "verbosity"},

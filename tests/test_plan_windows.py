@@ -154,7 +154,7 @@ def test_evaluation_and_bench_load_the_constants(plan, file):
     recipe = recipe_with(file, f"model.plan={file}")
     evaluated = Models(replace(recipe, eval=replace(recipe.eval, methods=["full", "pod-unadapted"])))
     assert evaluated.get("unadapted").model.layers[1].self_attn.sinks.tolist() == [1.0] * 4
-    planned = load(recipe, what_to_measure(recipe), torch.device("cpu")).planned
+    planned = load(recipe, what_to_measure(recipe), [torch.device("cpu")]).planned
     assert planned.config.sinks == "constant" and planned.model.layers[1].self_attn.sinks.shape == (4,)
 
 

@@ -96,7 +96,8 @@ class BenchArgs:
     """Also measure stock transformers with its own cache, when it fits into memory."""
 
     device: str = "auto"
-    """Torch device, for example cuda:1. auto = cuda when there is a GPU, else cpu."""
+    """Torch device, for example cuda:1; or `balanced` or `sequential`, which spread the model over all GPUs.
+    auto = as few GPUs as the model and its caches need, or the CPU where there is no GPU."""
 
     def __post_init__(self) -> None:
         if self.shapes is not None and self.shapes not in SHAPES:

@@ -33,6 +33,7 @@ from pod.eval.answer.methods import EvaluatedMethod
 from pod.eval.results import one_line
 from pod.measure.fill import fill
 from pod.measure.race import Runner, race, spread
+from pod.modeling.placement import is_spread, places_of
 
 _WARM_UP = 2  # tokens; during the first one, the engine compiles and captures
 _TRIAL_STEPS = 8  # tokens by which backends for the dense cache are compared
@@ -114,8 +115,9 @@ def make_runner(
         model, sizes = bench.stock, bench.sizes
         cache: Any = DynamicCache(config=model.config)
         shape = batch, sizes.plan.num_key_value_heads, length - _WARM_UP, sizes.head_dim
-        for layer in range(sizes.plan.num_layers):
-            cache.update(*(torch.randn(shape, dtype=model.dtype, device=model.device) for _ in "kv"), layer)
+        devices = places_of(model) if is_spread(model) else [model.device] * sizes.plan.num_layers
+        for layer, device in enumerate(devices):
+            cache.update(*(torch.randn(shape, dtype=model.dtype, device=device) for _ in "kv"), layer)
         note = f"transformers' DynamicCache, {model.config._attn_implementation}"
     else:
         model = bench.model_of(method)
@@ -144,6 +146,8 @@ def fastest_backend(bench: Bench, batch: int, length: int) -> tuple[str, dict[st
     Raises:
         ValueError: no backend runs the dense cache.
     """
+    if is_spread(bench.dense):  # the engine, whose backends these are, steps aside
+        return "auto", {}
     tried: dict[str, Any] = {}
     for name in candidates(bench.device):
         try:

@@ -3,13 +3,14 @@
 After each pair, its figures are printed as a table, and all figures so far are written as JSON.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pod.bench.args import FULL, SHAPES, STOCK, BenchArgs
 from pod.bench.decode_bytes import Sizes, held_per_row, is_modelled, needed, read_per_step, spread_plan
+from pod.eval.answer.devices import SPREADS, Load, places_for, rank_devices, room_on
 from pod.files import keep_old, write_json
 from pod.measure.machine import version
 from pod.modeling.model.sharing import SharingPlan, SinkConstants
@@ -157,37 +158,96 @@ def _places(recipe: "Recipe") -> dict[str, str]:
     return {} if recipe.model.gguf_file is None else {"gguf_file": recipe.model.gguf_file}
 
 
-def load(recipe: "Recipe", measured: MeasuredSpeed, device: "torch.device") -> "Bench":
-    """The dense, the planned and the stock model on a device, all with the same weights.
+def load(recipe: "Recipe", measured: MeasuredSpeed, devices: "Sequence[torch.device]") -> "Bench":
+    """The dense, the planned and the stock model, all with the same weights.
 
     The weights are random (bench.shapes), or those of model.path. For an export, or without bench.stock,
     there is no stock model.
+
+    Args:
+        devices: where the models may lie. They use several only if they do not fit on one, or if
+            `bench.device` says how to spread them.
     """
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from accelerate import dispatch_model
+    from transformers import AutoModelForCausalLM
 
     import pod
     from pod.bench.decode_speed import Bench
 
     args, model = recipe.bench, recipe.model
-    options: dict[str, Any] = {"attn_implementation": stock_attention(device)}
+    options: dict[str, Any] = {"attn_implementation": stock_attention(devices[0])}
     options["dtype"] = dtype = getattr(torch, model.dtype)
     torch.manual_seed(recipe.seed)
-    if args.shapes is not None:
-        config: Any = LlamaConfig(**SHAPES[args.shapes], max_position_embeddings=_RANDOM_LONGEST)
-        with torch.device(device):
+    source: Any = None if args.shapes is not None else resolve_model(model.path)
+    config: Any = random_config(args) if source is None else read_config(source, model.gguf_file)
+    where = _where(recipe, measured, config, devices)
+    stock: Any = None
+    of_stock = _stock_map(config, where["device_map"]) if "device_map" in where else where["device"]
+    if source is None:
+        with torch.device(where.get("device", "cpu")):
             source = stock = AutoModelForCausalLM.from_config(config, **options).eval()
-    else:
-        source, places = resolve_model(model.path), _places(recipe)
-        stock: Any = None
-        if not measured.is_export:
-            source = stock = AutoModelForCausalLM.from_pretrained(source, **options, **places)
-            stock.to(device)
-    dense = pod.load_model(source, None, *measured.windows, layout="dense", dtype=dtype, device=device)
+        if "device_map" in where:
+            dispatch_model(stock, of_stock, devices[0], skip_keys=stock._skip_keys_device_placement)
+    elif not measured.is_export:
+        options |= {"device_map": of_stock, **_places(recipe)}
+        source = stock = AutoModelForCausalLM.from_pretrained(source, **options)
+    dense = pod.load_model(source, None, *measured.windows, layout="dense", dtype=dtype, **where)
     planned = pod.load_model(dense, plan=measured.sizes.plan)
     return Bench(
         args=args, sizes=measured.sizes, dense=dense, planned=planned, stock=stock if args.stock else None
     )
+
+
+def random_config(args: BenchArgs) -> Any:
+    """The transformers configuration of a model in the shape of bench.shapes."""
+    from transformers import LlamaConfig
+
+    assert args.shapes is not None
+    return LlamaConfig(**SHAPES[args.shapes], max_position_embeddings=_RANDOM_LONGEST)
+
+
+def _where(
+    recipe: "Recipe", measured: MeasuredSpeed, config: Any, devices: "Sequence[torch.device]"
+) -> dict[str, Any]:
+    """Arguments of `pod.load_model` that say where the models lie: `device`, or `device_map` for several.
+
+    Beside the weights, each device has space for its layers' part of two dense caches: a method races the
+    dense cache, and holds no more than it does.
+
+    Args:
+        config: the transformers configuration of the model, or that of an export.
+    """
+    if len(devices) == 1:
+        return {"device": devices[0]}
+    from pod.bench.decode_speed import races_on
+    from pod.modeling.loading import target_config
+
+    args = recipe.bench
+    longest = args.capacity_for(max(args.lengths), races_on(devices[0]))
+    load = Load(2 * max(args.batch_sizes), longest)
+    asked = args.device if args.device in SPREADS else "auto"
+    dense = target_config(config, layout="dense")
+    places = places_for(dense, _ELEMENT[recipe.model.dtype], asked, room_on(devices), load)
+    used = set(places.values())
+    return {"device": used.pop()} if len(used) == 1 else {"device_map": places}
+
+
+def _stock_map(config: Any, places: "dict[str, torch.device]") -> "dict[str, torch.device]":
+    """The device of each module of the stock model, from those of ours. Buffers go to the first one."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from pod.modeling.loading import target_config
+    from pod.modeling.placement import stock_map
+
+    with torch.device("meta"):
+        stock = AutoModelForCausalLM.from_config(config)
+    found = stock_map(stock, target_config(config), places)
+    for name, _ in stock.named_buffers():
+        if not any(name.startswith(f"{known}.") for known in found):
+            found[name.rpartition(".")[0]] = next(iter(places.values()))
+    return found
 
 
 def stock_attention(device: "torch.device") -> str:
@@ -208,19 +268,16 @@ def run_bench(recipe: "Recipe") -> dict[str, Any]:
         ValueError: before anything is measured: lengths beyond the model's positions, settings that do not
             fit into memory, methods that cannot be made, or a plan that does not fit the model.
     """
-    import torch
-
     from pod.bench.decode_speed import compare, make_cache, races_on
     from pod.bench.dense_decode import dense_peers
     from pod.measure.machine import environment
 
     args, measured = recipe.bench, what_to_measure(recipe)
     sizes = measured.sizes
-    fastest = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(fastest if args.device == "auto" else args.device)
-    _check_lengths(args, measured.positions, races_on(device))
-    no_room = _check_memory(args, sizes, device)
-    bench = load(recipe, measured, device)
+    devices = rank_devices(args.device, "bench.device")
+    _check_lengths(args, measured.positions, races_on(devices[0]))
+    no_room = _check_memory(args, sizes, devices)
+    bench = load(recipe, measured, devices)
     for method in args.raced_methods:  # a cache that cannot be made is refused before anything is measured
         for length in args.lengths:
             make_cache(bench, method, length, length)
@@ -344,7 +401,9 @@ def _check_lengths(args: BenchArgs, positions: int, races: int) -> None:
         )
 
 
-def _check_memory(args: BenchArgs, sizes: Sizes, device: "torch.device") -> dict[tuple[int, int], str]:
+def _check_memory(
+    args: BenchArgs, sizes: Sizes, devices: "Sequence[torch.device]"
+) -> dict[tuple[int, int], str]:
     """Why the stock model is not measured, by (batch, length).
 
     Raises:
@@ -353,14 +412,15 @@ def _check_memory(args: BenchArgs, sizes: Sizes, device: "torch.device") -> dict
     from pod.bench.decode_speed import races_on
     from pod.measure import measured_memory
 
-    there, reasons = measured_memory.free_memory(device), {}
+    there, reasons = sum(map(measured_memory.free_memory, devices)), {}
+    names = ", ".join(map(str, devices))
     for batch, length in settings(args):
         for method in [*args.raced_methods, STOCK]:
-            capacity = args.capacity_for(length, races_on(device))
-            size = needed(sizes, method, batch, capacity, device.type == "cpu")
+            capacity = args.capacity_for(length, races_on(devices[0]))
+            size = needed(sizes, method, batch, capacity, devices[0].type == "cpu")
             said = (
                 f"needs {size / 1e9:.2f} GB with the weights and the dense cache, but {there / 1e9:.2f} GB "
-                f"are free on {device}"
+                f"are free on {names}"
             )
             if size > there and method is STOCK:
                 reasons[batch, length] = said

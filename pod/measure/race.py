@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pod.measure.measured_memory import next_token, now
 from pod.modeling.model.attend import IMPLEMENTATIONS, Call, Implementation
+from pod.modeling.placement import is_spread
 
 _WARM_UP_TOKENS = 16
 T = TypeVar("T")
@@ -54,13 +55,15 @@ class Runner:
     def decode(self, steps: int) -> float:
         """Decode `steps` tokens per row greedily, with the cache's engine if it has one.
 
+        An engine runs on one device. Where the model lies on several, its layers run one by one.
+
         Returns:
             The seconds that this took.
         """
         token, engine = self.token, getattr(self.cache, "engine", None)
         assert token is not None, "fill() comes first"
         began = now(token.device)
-        if engine is not None:
+        if engine is not None and not is_spread(self.model):
             token = engine.greedy(self.model, token, steps)[:, -1:]
         else:
             for _ in range(steps):

@@ -17,8 +17,8 @@ from pod.engine import attach
 from pod.files import atomic_write_bytes
 from pod.modeling.methods import make_cache
 from pod.modeling.model.cache import PodCache
+from pod.modeling.model.cache_state import CacheState
 from pod.modeling.model.llama import PodForCausalLM
-from pod.modeling.model.state import CacheState
 from pod.modeling.placement import places_of
 
 _KIND = "pod-kv cache"

@@ -56,7 +56,7 @@ def make_bench(lead, *settings, bits=None):
     recipe = load_recipe(None, [*TINY, *settings])
     measured = run.what_to_measure(recipe)
     sizes = replace(measured.sizes, plan=pod.SharingPlan(lead=lead, bits=bits))
-    return run.load(recipe, measured._replace(sizes=sizes), CPU)
+    return run.load(recipe, measured._replace(sizes=sizes), [CPU])
 
 
 @pytest.fixture(autouse=True)
@@ -587,7 +587,7 @@ def test_the_stock_model_is_left_out_where_it_does_not_fit(tmp_path, monkeypatch
     full, own, other = (held_per_row(sizes, one, 408, True) for one in (FULL, POD, STOCK))
     assert needed(sizes, POD, 1, 408, True) == sizes.weights + full + own and own < other
     monkeypatch.setattr("pod.measure.measured_memory.free_memory", lambda _: sizes.weights + full + own + 1)
-    reasons = run._check_memory(recipe.bench, sizes, CPU)
+    reasons = run._check_memory(recipe.bench, sizes, [CPU])
     assert list(reasons) == [(1, 400)] and "are free" in reasons[1, 400]
 
 

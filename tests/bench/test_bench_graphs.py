@@ -79,7 +79,7 @@ def gpu(monkeypatch):
 @pytest.fixture
 def bench():
     recipe = load_recipe(None, SETTINGS)
-    return run.load(recipe, run.what_to_measure(recipe), torch.device("cpu"))
+    return run.load(recipe, run.what_to_measure(recipe), [torch.device("cpu")])
 
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])

@@ -20,7 +20,7 @@ import pod
 from pod import engine
 from pod.engine.decode_engine import StaticEngine
 from pod.engine.program import Program
-from pod.modeling.model.state import CacheState
+from pod.modeling.model.cache_state import CacheState
 
 KINDS = ["full", "pod", "roles", "full+int4", "roles+int4"]
 CODEC = {"group_size": 4, "residual": 1}

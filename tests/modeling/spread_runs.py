@@ -4,7 +4,9 @@ Each run is done on the CPU first, then with the layers on "sim:0" and "sim:1", 
 tensors of the two meet.
 """
 
+import contextlib
 import copy
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -32,8 +34,10 @@ from torch import nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import pod
+from pod.bench import run as bench_run
 from pod.modeling.model.sharing import SinkConstants
 from pod.modeling.placement import dispatch, is_spread, module_names, named, places_of
+from pod.recipe import load_recipe
 
 HALVES = "00111"
 """The device of each layer: the border cuts the block of head 0 and that of head 1."""
@@ -291,6 +295,54 @@ def evaluation() -> Iterator[dict]:
     yield evaluations_compared(expected, found) | {"spread": sorted(lies)}
 
 
+def benched() -> Iterator[dict]:
+    """`pod bench` of random weights and of a folder: rows of every method, and where the models lay."""
+    lies: list[list[str]] = []
+    load, of_cpu = bench_run.load, torch.Generator
+
+    def watched(*arguments: Any) -> Any:
+        bench = load(*arguments)
+        for model in (bench.dense, bench.planned, bench.stock):
+            lies.append(sorted({str(device) for device in places_of(model)}))
+        return bench
+
+    bench_run.load = watched
+    torch.Generator = lambda device="cpu": of_cpu(
+        "cpu"
+    )  # the simulated device has none, and computes on the CPU
+    with tempfile.TemporaryDirectory() as folder:
+        make_stock().float().save_pretrained(f"{folder}/model")
+        for name, settings in {
+            "random": {"bench.shapes": "tiny"},
+            "folder": {"bench.shapes": None, "model.path": f"{folder}/model"},
+        }.items():
+            lies.clear()
+            settings |= {
+                "output_dir": f"{folder}/{name}",
+                "bench.device": "balanced",
+                "bench.methods": ["pod", "snapkv[window=8]@50%", "int4"],
+                "bench.lengths": [60],
+                "bench.batch_sizes": [2],
+                "bench.steps": 2,
+                "bench.repeats": 1,
+                "model.dtype": "float32",
+                "model.num_sink_tokens": 2,
+                "model.num_recent_tokens": 6,
+            }
+            recipe = load_recipe(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+            with contextlib.redirect_stdout(sys.stderr):  # results go to stdout
+                found = bench_run.run_bench(recipe)["settings"][0]
+            errors = [row.get("error") or row.get("not_measured") for row in found["methods"].values()]
+            yield {
+                "name": name,
+                "methods": list(found["methods"]),
+                "errors": [error for error in errors if error],
+                "no graph": found["full"]["no_graph"],
+                "devices": list(lies),
+            }
+    bench_run.load, torch.Generator = load, of_cpu
+
+
 def constants() -> Iterator[dict]:
     """Constant sinks: a prompt, a chunk and tokens, with and without a cache."""
     torch.manual_seed(1)
@@ -324,6 +376,7 @@ PARTS: dict[str, Callable[[], Iterator[dict]]] = {
     "exploring": exploring,
     "evaluation": evaluation,
     "constants": constants,
+    "benched": benched,
 }
 
 if __name__ == "__main__":

@@ -120,3 +120,12 @@ def test_an_adapter_is_merged_into_a_base_on_both_and_kept_beside_it(runs):
     results = runs.results_of("adapters")
     check_numbers(results)
     assert {one["name"]: one["devices"] for one in results} == {"merged": BOTH, "beside": BOTH}
+
+
+@pytest.mark.slow
+def test_a_benchmark_runs_on_both(runs):
+    for one in runs.results_of("benched"):
+        assert one["devices"] == [BOTH] * 3, one["name"]
+        assert one["errors"] == [], one["name"]
+        assert one["methods"] == ["pod", "snapkv[window=8]@50%", "int4", "transformers"], one["name"]
+        assert one["no graph"] == "the model lies on several devices", one["name"]

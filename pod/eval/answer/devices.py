@@ -1,7 +1,7 @@
 """On which devices the models of an evaluation lie: those of this rank, or GPUs that `--dry-run` assumes."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -17,13 +17,15 @@ They say how to spread a model's layers over all devices of this rank.
 _GIB = 2**30
 
 
-def rank_devices(asked: str) -> "list[torch.device]":
+def rank_devices(asked: str, setting: str = "eval.device") -> "list[torch.device]":
     """The devices of this rank. The first one is where tokens come in.
 
     Ranks of a machine share its GPUs. With more GPUs than ranks, each rank has neighbouring ones of its own.
 
     Args:
-        asked: `eval.device`.
+        asked: the value of the setting.
+        setting: its name, for the message of an error.
+
     Raises:
         ValueError: when it is neither `auto`, nor one of `SPREADS`, nor a device.
     """
@@ -43,7 +45,7 @@ def rank_devices(asked: str) -> "list[torch.device]":
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise ValueError(
-                f"eval.device is {asked!r}: use auto, {', '.join(SPREADS)} or a device, as cuda:1 ({reason})"
+                f"{setting} is {asked!r}: use auto, {', '.join(SPREADS)} or a device, as cuda:1 ({reason})"
             ) from None
     if kind is None or not count:
         return [torch.device("cpu")]
@@ -69,7 +71,7 @@ class Gpus(NamedTuple):
         return cls(int(parts[1]), float(parts[2]))
 
 
-def room_on(devices: "list[torch.device]") -> "dict[torch.device, float]":
+def room_on(devices: "Sequence[torch.device]") -> "dict[torch.device, float]":
     """Bytes of each device that weights and caches may take."""
     from pod.modeling.placement import ROOM, free_bytes
 

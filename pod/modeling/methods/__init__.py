@@ -9,8 +9,8 @@ from pod.modeling.methods import kvzip
 from pod.modeling.methods.base import build_cache, builder_of
 from pod.modeling.methods.budgets import cache_of_budget, one_budget
 from pod.modeling.model.cache import PodCache
+from pod.modeling.model.cache_state import PACKAGES
 from pod.modeling.model.llama import PodForCausalLM
-from pod.modeling.model.state import PACKAGES
 from pod.modeling.placement import is_spread, places_of
 from pod.notation import Spec, parse
 from pod.registry import METHODS

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from .cache_state import SCHEMA, CacheState, Reader, Writer, check_objects, fields_of
 from .config import PodConfig
 from .layout import LAYOUT_LAYERS
-from .state import SCHEMA, CacheState, Reader, Writer, check_objects, fields_of
 from .step import CacheLayer, Compaction, Step, check_positions, compaction_of
 
 

@@ -1,11 +1,13 @@
-"""One layer of the decoder: attention and feed-forward, each behind its norm.
+"""One layer of the decoder: attention and feed-forward, with their norms.
 
-Attention projects, then hands un-rotated q, k, v to the cache, or attends.
+Attention projects to q, k, v. With a cache it hands them, not rotated, to the cache's layer. Without a cache
+it rotates them and attends itself.
 
-The queries and keys of a lead travel to the layers that use them as ``shared_qk``. It is a flat tuple
-of ``2·H`` entries, ``(q_0, k_0, q_1, k_1, …)``, each a tensor or None. It is passed after ``hidden_states``
-by position, never as module state or keyword: so it stays exact under activation checkpointing and ZeRO-3.
-Under cross-layer attention it starts with the lead's keys and values of all heads, and holds nothing else.
+Without a cache, the queries and keys of a lead are passed from layer to layer as ``shared_qk``. It is a flat
+tuple of ``2·H`` entries, ``(q_0, k_0, q_1, k_1, …)``, each a tensor or None. It is passed after
+``hidden_states`` by position, never as module state or keyword. So it stays exact under activation
+checkpointing and ZeRO-3. With cross-layer attention, its first two entries are the lead's keys and values of
+all heads, and the others are None.
 """
 
 import math
@@ -34,14 +36,14 @@ IMPLEMENTATIONS |= {"grouped": ATTEND_GROUPED, "flash": FLASH, "reference": ATTE
 DECODERS["grouped"] = DECODE_GROUPED
 
 _PARTS, _LARGE, _IN_PARTS = 64, 1 << 18, (torch.float32, torch.float64)
-"""For a weight that is multiplied in parts: the most parts, the fewest numbers it must have, its dtypes."""
+"""For ``Linear``: the largest number of parts, the fewest numbers of a weight to divide, and its dtypes."""
 
 
 class Linear(nn.Linear):
     """``nn.Linear`` that is faster on CPUs for one row and a large weight, as when a token is decoded.
 
-    There it is a batch of products of parts of the weight. They are twice as fast on one core, and all cores
-    share them. MKL would give a product with one row to one core.
+    In this case, it multiplies parts of the weight in one batch. The batch is twice as fast on one core, and
+    is divided among all cores. MKL would compute the product with a single row on one core.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,23 +51,23 @@ class Linear(nn.Linear):
         is_plain = type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype in _IN_PARTS
         if not is_plain or x.numel() != x.shape[-1] or weight.numel() < _LARGE or torch.is_grad_enabled():
             return super().forward(x)
-        # the columns are transposed rows: columns in memory would take a slow product for the same numbers
+        # columns must be transposed rows: if they were columns in memory, the product would be a slow one
         columns = x.reshape(1, 1, -1).expand(parts, -1, -1).transpose(1, 2)
         out = torch.bmm(weight.unflatten(0, (parts, -1)), columns).view(*x.shape[:-1], -1)
         return out if self.bias is None else out + self.bias
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension. fp64 stays exact."""
+    """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension, computed in fp32 (fp64 for fp64)."""
     wide = x if x.dtype == torch.float64 else x.float()
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm.
+    """Root-mean-square norm over the last dimension, with the weights ``weight + offset``.
 
     Attributes:
-        norm: the function that computes it. Training puts a compiled one in its place.
+        norm: the function that computes it. Training replaces it by a compiled one.
     """
 
     norm: Callable[[Tensor, Tensor, float], Tensor] = staticmethod(rms_norm)
@@ -77,12 +79,13 @@ class RMSNorm(nn.Module):
 
     @classmethod
     def of(cls, config: PodConfig, size: int) -> "RMSNorm":
+        """A norm over ``size`` channels with a model's epsilon and offset."""
         return cls(size, config.rms_norm_eps, config.norm_offset)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.offset:
             return self.norm(x, self.weight, self.eps)
-        wide = compute_dtype(x.dtype)  # a sum of small weights and 1 needs it
+        wide = compute_dtype(x.dtype)  # 16 bits would round the sum of a small weight and 1
         return self.norm(x.to(wide), self.weight.to(wide) + self.offset, self.eps).to(x.dtype)
 
 
@@ -92,15 +95,25 @@ SharedQKTensors = tuple[Tensor | None, ...]
 
 
 class SequenceParallel(Protocol):
-    """Ulysses as the model sees it: swap a shard of the sequence for a shard of the heads, and back."""
+    """Ulysses as the model uses it: exchange a shard of the sequence for a shard of the heads, and back.
+
+    Attributes:
+        lead: the plan ``[L][h]`` of the ``h`` KV heads that this rank computes.
+    """
 
     lead: Lead
 
-    def to_heads(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+    def to_heads(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of this rank's heads for all tokens, from those of all heads here."""
+        ...
 
-    def to_sequence(self, layer: int, out: Tensor) -> Tensor: ...
+    def to_sequence(self, layer: int, out: Tensor) -> Tensor:
+        """Outputs of all heads for this rank's tokens, from those of this rank's heads for all tokens."""
+        ...
 
-    def own_sink(self, layer: int, q: Tensor, sink: Sink) -> tuple[Tensor, Sink]: ...
+    def own_sink(self, layer: int, q: Tensor, sink: Sink) -> tuple[Tensor, Sink]:
+        """``q`` with the same values, and the sink of this rank's heads, so that all ranks take gradients."""
+        ...
 
 
 @dataclass
@@ -108,14 +121,15 @@ class ForwardContext:
     """What all layers of one forward pass share.
 
     Attributes:
-        ropes: each layer's rotation at the positions of this pass. Layers of a kind share one.
-        lead: plan of the KV heads computed here, ``[L][H]``.
-        backend: implementation of attention, see ``attend``.
+        ropes: each layer's rotation at the positions of this pass. Layers with the same RoPE share one.
+        lead: the plan ``[L][H]`` of the KV heads that are computed here.
+        backend: name of the implementation of attention, see ``attend``.
         segments: documents of the rows. None = every row is one.
-        step: the cache's view of this pass. None without a cache.
-        sequence_parallel: how heads are exchanged between ranks, or None.
-        everything: whether the input of every layer is part of the result.
-        copies: this context for layers on other devices, by device. Empty while all lie on one.
+        step: the ``Step`` of the cache. None without a cache.
+        sequence_parallel: exchanges heads between ranks. None = the sequence is not divided.
+        everything: whether the inputs of all layers are part of the result.
+        copies: copies of this context for other devices, by device, and this one itself. Empty while all
+            layers are on one device.
     """
 
     ropes: Sequence[Rope]
@@ -128,12 +142,14 @@ class ForwardContext:
     copies: dict[torch.device, "ForwardContext"] = field(init=False, default_factory=dict, repr=False)
 
     def on(self, device: torch.device, layer_idx: int, followed: Sequence[int]) -> "ForwardContext":
-        """This context for a layer on a device.
+        """The copy of this context for a layer on ``device``. It is this context if there is one device only.
 
-        What leads left in ``step`` for their followers moves there too.
+        Tensors that leads left in ``step`` for their followers move there too.
 
         Args:
-            followed: KV heads whose leads are below this layer and have followers from it on.
+            device: the device of the layer.
+            layer_idx: index of the layer.
+            followed: KV heads whose lead is below this layer, with followers in it or above it.
         """
         if device == self.ropes[layer_idx].device and not self.copies:
             return self
@@ -151,15 +167,16 @@ class ForwardContext:
 class PodAttention(nn.Module):
     """Grouped-query attention of one layer.
 
-    By ``config.layout`` it is PoD's (paper §2.2), cross-layer, or windowed.
+    According to ``config.layout`` it is PoD's (paper §2.2), cross-layer, or windowed.
 
     Attributes:
-        source_layer: the layer whose keys and values are attended to. It is a lower one for the followers of
-            a ``cla`` layout, which have no projections of their own; else it is this layer.
+        source_layer: the layer whose keys and values are attended to. It is this layer, or a lower one for
+            followers of a ``cla`` layout, which have no projections for keys and values.
         sinks, sink_values: ``[Hq]`` and ``[H, d]``, the parameters of a layer with constant sinks
             (``PodConfig.sinks``). Else None.
-        followed_here: KV heads whose leads are below this layer and have followers from this layer on, in a
-            cache of this plan.
+        followed_here: KV heads whose lead is below this layer, with followers in it or above it. With a
+            cache, these leads' tensors must be moved to this layer's device.
+        query_factor: factor on queries, so that logits have ``attention_multiplier`` as their scale.
     """
 
     def __init__(self, config: PodConfig, layer_idx: int):
@@ -199,7 +216,7 @@ class PodAttention(nn.Module):
 
     @property
     def sink(self) -> Sink | None:
-        """What stands for the first tokens in heads that keep their windows. None = nothing does."""
+        """The constant sink of this layer, as tensors for this pass. None = it has none."""
         if self.sinks is None or self.sink_values is None:
             return None
         return Sink(*self.read_sinks(self.sinks, self.sink_values))
@@ -207,7 +224,7 @@ class PodAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, context: ForwardContext, shared_qk: SharedQKTensors
     ) -> tuple[Tensor, SharedQKTensors]:
-        """Map hidden states ``[B, n, hidden]`` and ``shared_qk`` to an output and the next ``shared_qk``."""
+        """The output ``[B, n, hidden]`` for hidden states ``[B, n, hidden]``, and the next ``shared_qk``."""
         q, k, v = self._project(hidden_states)
         parallel = context.sequence_parallel
         if context.step is not None:
@@ -242,7 +259,7 @@ class PodAttention(nn.Module):
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _normed(self, norm: RMSNorm | None, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Norm ``x`` ``[B, n, h·d]`` to ``[B, n, h, d]``, in its own dtype, which the values have too."""
+        """Apply a norm of heads, if there is one, to ``x`` ``[B, n, h·d]``: ``[B, n, h, d]`` in its dtype."""
         if norm is None:
             return x.view(shape)
         normed = norm(x if self.norm_across_heads else x.view(shape))
@@ -269,7 +286,7 @@ class PodAttention(nn.Module):
     def _attend_across(
         self, q, k, v, context: ForwardContext, shared_qk: SharedQKTensors
     ) -> tuple[Tensor, SharedQKTensors]:
-        """Followers take the keys and values of their lead (Brandon et al., 2024, §2)."""
+        """Cross-layer attention: followers use their lead's keys and values (Brandon et al., 2024, §2)."""
         if roles_of(context.lead, self.layer_idx).followers:
             k, v = shared_qk[:2]
             assert k is not None and v is not None, "the lead left no keys and values in ``shared_qk``"
@@ -284,9 +301,16 @@ def next_shared_qk(
 ) -> SharedQKTensors:
     """``shared_qk`` for the next layer.
 
-    Where a lead with followers starts, its queries and keys are cloned into ``shared_qk``. They are kept
-    while followers are to come, and dropped after. They are clones, because a view of one head would keep the
-    whole layer's queries and keys alive.
+    If a KV head leads in this layer and has followers, its queries and keys are cloned into ``shared_qk``.
+    They stay there until the last follower. They are clones, because a view of one head would keep the whole
+    layer's queries and keys in memory.
+
+    Args:
+        q: ``[B, Hq, n, d]``, rotated.
+        k: ``[B, H, n, d]``, rotated.
+        lead: the plan, ``[L][H]``.
+        layer_idx: this layer.
+        shared_qk: that of this layer.
     """
     groups = q.shape[1] // k.shape[1]
     following: list[Tensor | None] = []
@@ -306,21 +330,22 @@ _MLP_TILE = 4096  # tokens
 
 
 class Tiled(nn.Module):
-    """A layer that computes each token alone, by ``whole``.
+    """A module that computes each token by itself, and so can compute long inputs in tiles.
 
     Attributes:
-        train_tiles: the number of parts of the tokens that are computed one after the other, and recomputed
-            in backward when gradients are taken. It is a count and not a size: under ZeRO-3 every part
-            gathers the weights, so ranks with slices of unequal length must have equally many parts. None
-            outside of training: there is one part, and without gradients there are tiles of a fixed size.
+        train_tiles: into how many parts the tokens are divided in training. Parts are computed one after the
+            other, and recomputed in the backward pass. It is a count and not a size, because under ZeRO-3
+            every part gathers the weights, so that ranks with slices of unequal length must have equally many
+            parts. None = tokens are not divided if gradients are taken, and otherwise come in tiles of a
+            fixed size.
     """
 
     train_tiles: int | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, n, hidden]`` to the same.
+        """Compute ``[B, n, hidden]`` to the same shape, in tiles if the input is long.
 
-        Long inputs run in tiles, each of which holds ``[tile, intermediate_size]`` three times.
+        A tile needs memory for ``[tile, intermediate_size]`` three times.
         """
         with_gradients = torch.is_grad_enabled()
         if self.train_tiles is not None:
@@ -333,12 +358,12 @@ class Tiled(nn.Module):
         return torch.cat([run(part) for part in parts], dim=1)
 
     def whole(self, x: Tensor) -> Tensor:
-        """``[B, n, hidden]`` to the same in one go."""
+        """Compute ``[B, n, hidden]`` to the same shape without tiles."""
         raise NotImplementedError
 
 
 class PodMLP(Tiled):
-    """Gated feed-forward layer."""
+    """The gated feed-forward part of a layer."""
 
     def __init__(self, config: PodConfig):
         super().__init__()
@@ -351,11 +376,12 @@ class PodMLP(Tiled):
         return self.down_proj(self.gate(self.gate_proj(x), self.up_proj(x)))
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """The activation of ``gate``, times ``up``."""
         return self.act_fn(gate) * up
 
 
 class PodMoE(Tiled):
-    """A router takes ``num_experts_per_tok`` of the experts for each token."""
+    """A mixture of experts: a router sends each token to ``num_experts_per_tok`` of the experts."""
 
     def __init__(self, config: PodConfig):
         super().__init__()
@@ -375,10 +401,7 @@ class PodMoE(Tiled):
 
 
 class PodDecoderLayer(nn.Module):
-    """Attention and feed-forward with residuals.
-
-    ``shared_qk`` follows ``hidden_states`` as flat positional tensors.
-    """
+    """Attention and feed-forward with residuals. See the top of this file for ``shared_qk``."""
 
     def __init__(self, config: PodConfig, layer_idx: int):
         super().__init__()
@@ -390,7 +413,7 @@ class PodDecoderLayer(nn.Module):
             self.register_module(f"{name}_layernorm", RMSNorm.of(config, config.hidden_size))
 
     def forward(self, hidden_states: Tensor, context: ForwardContext, *shared_qk: Tensor | None) -> tuple:
-        """``[B, n, hidden]`` and ``shared_qk`` to ``(hidden_states, *shared_qk)``."""
+        """Compute the next layer's ``(hidden_states, *shared_qk)`` from this layer's ``[B, n, hidden]``."""
         attention = self.self_attn
         context = context.on(hidden_states.device, attention.layer_idx, attention.followed_here)
         attended, shared_qk = self.self_attn(self.attention_input(hidden_states), context, shared_qk)
@@ -400,9 +423,10 @@ class PodDecoderLayer(nn.Module):
         return torch.add(hidden_states, fed, alpha=multiplier), *shared_qk
 
     def attention_input(self, hidden_states: Tensor) -> Tensor:
-        """What attention projects."""
+        """The input of attention's projections: the hidden states, normed if a norm comes before."""
         return self._normed(0, hidden_states)
 
     def _normed(self, place: int, x: Tensor) -> Tensor:
+        """Apply the norm at index ``place`` of ``NORMS``, if there is one."""
         name = self.norms[place]
         return x if name is None else getattr(self, f"{name}_layernorm")(x)

@@ -1,7 +1,8 @@
-"""The experts of a layer in two parameters, as stock Mixtral and Qwen3-MoE have them.
+"""The experts of a layer in two parameters, as in stock Mixtral and Qwen3-MoE.
 
-Only the device knows which expert a token goes to. Nothing here asks for it, because shapes follow from the
-numbers of tokens and experts. So the host does not wait, and a CUDA graph can record a decoded token.
+Which expert a token goes to is known on the device only. The host never reads it, because all shapes follow
+from the numbers of tokens and experts. So the host does not wait, and a CUDA graph can record a decoded
+token.
 """
 
 from typing import NamedTuple
@@ -16,15 +17,15 @@ from .config import PodConfig
 _GATHERED = 1 << 28
 """How many numbers of the weights ``_multiply_each`` copies at a time."""
 _MOST_ROWS = 256
-"""The most rows of a block: more make no product faster, and need more filling with zeros."""
+"""The largest number of rows of a block. More would make no product faster, and waste more rows of zeros."""
 
 
 class ExpertGroups(NamedTuple):
-    """Rows in the order of their experts.
+    """The experts of rows that are sorted by their experts.
 
     Attributes:
         experts: int64 ``[rows]``, the expert of each row, ascending.
-        ends: int32 ``[E]``, for each expert the index behind its last row.
+        ends: int32 ``[E]``, for each expert the index after its last row.
     """
 
     experts: Tensor
@@ -34,7 +35,7 @@ class ExpertGroups(NamedTuple):
 class PodExperts(nn.Module):
     """All experts of a layer in two parameters.
 
-    Under ZeRO-3 all experts are gathered at once, whatever experts a rank needs.
+    Under ZeRO-3, all of them are gathered at once, even if a rank needs only some.
     """
 
     def __init__(self, config: PodConfig):
@@ -81,9 +82,9 @@ class PodExperts(nn.Module):
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast casts the factors of a product to, or None without autocast.
+    """The dtype to which autocast would cast the factors of a product. None = no autocast, or fp64.
 
-    It is asked here, because autocast does not know the grouped product.
+    We cast ourselves, because autocast does not know the grouped product.
     """
     device = x.device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
@@ -92,11 +93,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def takes_grouped_mm(rows: Tensor, weight: Tensor, is_step: bool) -> bool:
-    """Whether PyTorch's grouped product runs here: ``rows`` ``[n, in]`` by ``weight`` ``[E, out, in]``.
+    """Whether to use PyTorch's grouped product for ``rows`` ``[n, in]`` and ``weight`` ``[E, out, in]``.
 
-    On CUDA it has a kernel for bfloat16 on GPUs of compute capability 9 and 10. Elsewhere PyTorch reads the
-    groups' ends on the host. On a CPU that is no wait. On CUDA it is one wait per product: a long pass can
-    afford it, but a recorded step cannot make it.
+    On CUDA it has a kernel for bfloat16 on GPUs of compute capability 9 and 10. Otherwise PyTorch reads the
+    groups' ends on the host. On a CPU this costs nothing. On CUDA the host waits once per product, which is
+    cheap in a long pass, but impossible in a step that is recorded.
     """
     dtype, sizes = rows.dtype, weight.shape[1:]
     if not len(rows) or dtype not in (torch.bfloat16, torch.float16, torch.float32) or dtype != weight.dtype:
@@ -117,9 +118,9 @@ def takes_grouped_mm(rows: Tensor, weight: Tensor, is_step: bool) -> bool:
 def _multiply_blocks(rows: Tensor, weight: Tensor, groups: ExpertGroups) -> Tensor:
     """Multiply ``rows`` ``[n, in]`` by their experts in ``weight`` ``[E, out, in]``: ``[n, out]``.
 
-    It runs in any dtype and on any device. Each expert's rows fill blocks of ``size`` rows; zeros fill up the
-    first of its blocks. The number of blocks depends on the numbers of rows and experts only. Blocks that are
-    left over hold zeros.
+    It runs in any dtype and on any device. Each expert's rows are put into blocks of ``size`` rows, with rows
+    of zeros at the beginning of its first block. The number of blocks depends only on the numbers of rows and
+    experts. Blocks that are not needed have only zeros.
     """
     count, experts = len(rows), len(weight)
     size = min(_MOST_ROWS, 1 << ((count // experts).bit_length() - 1))
@@ -136,9 +137,9 @@ def _multiply_blocks(rows: Tensor, weight: Tensor, groups: ExpertGroups) -> Tens
 
 
 def _multiply_each(blocks: Tensor, experts: Tensor, weight: Tensor) -> Tensor:
-    """Multiply blocks ``[N, r, in]``, each by its expert ``[N]``: ``[N, r, out]``.
+    """Multiply blocks ``[N, r, in]``, each by its expert ``[N]`` in ``[E, out, in]``: ``[N, r, out]``.
 
-    It copies the weights of some blocks at a time.
+    It copies the weights of some blocks at a time (``_GATHERED``).
     """
     size = max(1, _GATHERED // weight[0].numel())
     parts = zip(blocks.split(size), experts.split(size), strict=True)

@@ -1,10 +1,10 @@
 """PyTorch's flash attention ops on slices, merged by log-sum-exp: forward and backward.
 
-This file runs them on the CPU, ``varlen`` on CUDA. A segment's slices (``Segment.slices``) become calls of an
-op that knows only square causal masks and small masks of strips:
+This file runs them on the CPU, ``varlen`` on CUDA. A segment's slices (``Segment.slices``) become *parts*:
+calls of an op that knows only square causal masks, and masks that are given as a tensor.
 
-* A causal slice becomes an unmasked call on what all of its rows see, and a square causal call.
-* A window comes in strips of rows, under a mask of one strip's size.
+* A causal slice becomes two parts: the columns that all of its rows see, without a mask, and a causal square.
+* A window is divided into strips of rows. One small mask serves all strips.
 
 The outputs are merged by the gate ``sigmoid(lse_P - lse_D)`` (eq. 4). Backward calls each part's flash
 backward with the merged output and log-sum-exp, which makes the gradient of the merge free.
@@ -32,15 +32,15 @@ from .attend import (
 from .sinks import merge_sink
 from .varlen import attend_on_cuda, differentiable, unsupported_on_cuda
 
-_STRIP_ROWS = 256
-_TILE_ELEMENTS = 1 << 22  # elements of a strip's mask
-_TILE_TOKENS = 4096  # packed tokens that are unpacked at a time
+_STRIP_ROWS = 256  # the largest number of rows of a strip
+_TILE_ELEMENTS = 1 << 22  # the largest number of elements of a strip's mask
+_TILE_TOKENS = 4096  # how many packed tokens are unpacked at a time
 _op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _op_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def unsupported(call: Call) -> str | None:
-    """Why no flash op can run a call. None when one can."""
+    """Why no flash op can run a call. None = one can."""
     if call.visibility.positions is not None:
         return "tokens with positions of their own"
     if call.q.device.type != "cpu":
@@ -66,10 +66,12 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _tensors(call: Call) -> tuple:
+    """Queries, keys, values, and the lead's queries and keys (None without a lead)."""
     return call.q, *call.tokens, *((None, None) if call.lead is None else call.lead[:2])
 
 
 def _with(call: Call, q, keys, values, q_lead, k_lead) -> Call:
+    """The call with other tensors, in the order of ``_tensors``."""
     lead = None if q_lead is None else SharedQK(q_lead, k_lead)
     return call._replace(q=q, tokens=Tokens(keys, values), lead=lead)
 
@@ -78,9 +80,9 @@ def _with(call: Call, q, keys, values, q_lead, k_lead) -> Call:
 
 
 def parts(call: Call, segment: Segment) -> Iterator[Slice]:
-    """The calls of the op for one segment. Causal calls are square.
+    """The parts of one segment, each a call of the op. Causal parts are square.
 
-    Parts that share rows belong to the same softmax.
+    Parts of the same rows belong to the same softmax.
     """
     for piece in segment.slices(call.visibility, call.lead is not None):
         first, last = piece.columns
@@ -95,7 +97,7 @@ def parts(call: Call, segment: Segment) -> Iterator[Slice]:
 
 
 def _unmasked(call: Call, piece: Slice, columns: Span) -> Iterator[Slice]:
-    """Calls of all rows on all of these columns. What has to be unpacked comes in tiles."""
+    """Parts without a mask, of all rows of a slice and these columns; in tiles if tokens must be unpacked."""
     is_packed = not all(x is None or isinstance(x, Tensor) for x in _tensors(call))
     width = _TILE_TOKENS if is_packed else columns[1] - columns[0]
     for start in range(*columns, max(width, 1)):
@@ -103,6 +105,7 @@ def _unmasked(call: Call, piece: Slice, columns: Span) -> Iterator[Slice]:
 
 
 def _strips(call: Call, piece: Slice) -> Iterator[Slice]:
+    """Parts of a slice with a window: strips of rows with all columns that these see, and a mask."""
     (first, last), window = piece.rows, piece.window
     assert window is not None
     past = piece.columns[1] - last
@@ -117,7 +120,7 @@ def _strips(call: Call, piece: Slice) -> Iterator[Slice]:
 
 
 def _strip_mask(rows: int, window: int, like: Tensor) -> Tensor:
-    """The additive mask of the window's band, ``[rows, window - 1 + rows]``."""
+    """The additive mask of a strip, ``[rows, window - 1 + rows]``: 0 in the window of a row, else -inf."""
     row, column = torch.arange(rows)[:, None], torch.arange(window - 1 + rows)
     mask = torch.zeros(rows, column.shape[0], dtype=like.dtype)
     return mask.masked_fill_((column < row) | (column >= row + window), float("-inf"))
@@ -127,10 +130,12 @@ def _strip_mask(rows: int, window: int, like: Tensor) -> Tensor:
 
 
 def _rows(segment: Segment, part: Slice) -> tuple[slice, slice, slice]:
+    """The index of a part's queries in ``[B, Hq, m, …]``."""
     return slice(*segment.rows), slice(None), slice(*part.rows)
 
 
 def _inputs(call: Call, segment: Segment, part: Slice) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a part."""
     queries, keys = call.q, call.tokens.keys
     if part.lead:
         assert call.lead is not None
@@ -140,10 +145,12 @@ def _inputs(call: Call, segment: Segment, part: Slice) -> tuple[Tensor, Tensor, 
 
 
 def _run(call: Call, segment: Segment, part: Slice) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a part."""
     return _op(*_inputs(call, segment, part), 0.0, part.causal, attn_mask=part.mask, scale=call.scale)
 
 
 def _forward(call: Call) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a call, without its sink."""
     segments, all_rows = call.segments.all, ((0, call.q.shape[0]), (0, call.q.shape[2]))
     calls = [list(parts(call, segment)) for segment in segments]
     if len(calls) == 1 == len(calls[0]) and segments[0][:2] == all_rows:
@@ -167,18 +174,20 @@ def _forward(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _overlap(calls: list[Slice]) -> bool:
+    """Whether two parts of a segment have a row in common."""
     ends = accumulate((part.rows[1] for part in calls), max, initial=0)
     return any(part.rows[0] < end for part, end in zip(calls, ends, strict=False))
 
 
 def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Merge a part into ``out`` and ``lse`` in place: the gate of eq. 4."""
+    """Merge a part's results into ``out`` and ``lse`` in place, by the gate of eq. 4."""
     gate = torch.sigmoid(lse - part_lse)[..., None]
     torch.lerp(part_out.to(out.dtype), out, gate.to(out.dtype), out=out)
     torch.logaddexp(lse, part_lse.double(), out=lse)
 
 
 def _backward(call: Call, grad_out: Tensor, out: Tensor, lse: Tensor) -> list[Tensor | None]:
+    """The gradients of ``_tensors(call)``, given results of the whole call and the gradient of ``out``."""
     inputs = _tensors(call)
     grads = [None if x is None else torch.zeros(x.shape, dtype=lse.dtype) for x in inputs]
     for segment in call.segments.all:

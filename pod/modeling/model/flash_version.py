@@ -1,11 +1,11 @@
-"""Which FlashAttention runs on CUDA: 2, which PyTorch brings, or 3 or 4 in its place.
+"""Which FlashAttention runs on CUDA: 2, which comes with PyTorch, or 3 or 4 instead.
 
-All of them run behind the same operations of PyTorch, which ``varlen`` calls. PyTorch's own switch
+``varlen`` calls the same operations of PyTorch for all of them. PyTorch's own switch
 ``torch.nn.attention.activate_flash_attention_impl`` changes which one runs, for the whole process.
 
-A recipe names a version (``model.flash_attention``), or the environment does (``POD_FLASH_ATTENTION``). That
-version runs or is refused; it is never replaced by another. Where neither names a version, what was activated
-by hand stays.
+A recipe may name a version (``model.flash_attention``), or else the environment (``POD_FLASH_ATTENTION``).
+This version runs or is refused; it is never replaced by another. If neither names one, loading a model
+changes nothing, so that a version that the user activated with PyTorch's switch stays.
 """
 
 import importlib.metadata
@@ -17,19 +17,22 @@ import torch.nn.attention as switch
 from torch.torch_version import TorchVersion
 
 VARIABLE = "POD_FLASH_ATTENTION"
+"""The environment variable that names a version."""
 SETTING = "model.flash_attention"
+"""The setting of recipes that names a version."""
 SHIPPED = "fa2"
+"""The version that comes with PyTorch."""
 
 
 class FlashVersion(NamedTuple):
-    """What replaces FlashAttention 2.
+    """A version that can replace FlashAttention 2.
 
     Attributes:
         number: the number of the version.
         implementation: its name in PyTorch's switch.
-        package: what has to be installed.
-        modules: the first parts of the names of the modules that PyTorch imports from the package.
-        majors: the compute capabilities (first number) of the GPUs that it runs on.
+        package: the package that must be installed.
+        modules: top-level names of the modules that PyTorch imports from the package.
+        majors: the first numbers of the compute capabilities of the GPUs that it runs on.
         how_to_get: how to install it, for an error message.
     """
 
@@ -66,7 +69,7 @@ ALLOWED = (SHIPPED, *VERSIONS)
 # only two of them before the second (pytorch/pytorch#190212).
 _MORE_RESULTS, _TAKES_TWO = "4.0.0b19", "2.14"
 
-_chosen: str | None = None  # what the recipe of the running command names; it goes before the environment
+_chosen: str | None = None  # the version that the recipe of the running command names; it wins over VARIABLE
 
 
 def asked() -> str | None:
@@ -82,15 +85,15 @@ def asked() -> str | None:
 
 
 def _source() -> str:
-    """What named the version."""
+    """The name of the setting or variable that names the version, for messages."""
     return VARIABLE if _chosen is None else SETTING
 
 
 def choose(setting: str | None) -> str:
-    """For a command: from now on its recipe decides, or the environment if the recipe names no version.
+    """Record the choice of a command's recipe. From now on it decides, or the environment if it is None.
 
     Args:
-        setting: what the recipe names, or None.
+        setting: the version that the recipe names, or None.
 
     Returns:
         The version that ``use`` will activate.
@@ -101,7 +104,7 @@ def choose(setting: str | None) -> str:
 
 
 def use(setting: str | None = None) -> str:
-    """Activate what the recipe or the environment names, else FlashAttention 2.
+    """Activate the version that the recipe or the environment names, else FlashAttention 2.
 
     A command calls this before its first attention.
 
@@ -109,7 +112,7 @@ def use(setting: str | None = None) -> str:
         The version that runs.
 
     Raises:
-        ValueError: the version cannot run here. The message is one line.
+        ValueError: the version is unknown or cannot run here. The message is one line.
     """
     name = choose(setting)
     _activate(name)
@@ -117,9 +120,9 @@ def use(setting: str | None = None) -> str:
 
 
 def use_asked() -> None:
-    """For a model that is being loaded: like ``use``, with what the running command chose.
+    """Activate the version that the running command's recipe or the environment names, for loading a model.
 
-    Where no version is named, nothing changes.
+    If neither names a version, nothing changes.
 
     Raises:
         ValueError: as ``use`` does.
@@ -130,7 +133,7 @@ def use_asked() -> None:
 
 
 def check() -> None:
-    """Check that the named version can run here, as far as can be said without loading it.
+    """Check that the named version can run here, as far as this is known without loading it.
 
     Raises:
         ValueError: it cannot run here.
@@ -145,6 +148,7 @@ def _cannot(name: str, reason: str) -> str:
 
 
 def _activate(name: str) -> None:
+    """Make PyTorch use a version. ``ValueError`` if it cannot run here or cannot be loaded."""
     if name == active_version():
         return
     if name == SHIPPED:
@@ -172,7 +176,7 @@ def _not_loaded(version: FlashVersion, error: Exception) -> str:
 
 
 def active_version() -> str:
-    """The version that runs on CUDA now, or the name under which another was activated by hand."""
+    """The version that runs on CUDA now: one of ``ALLOWED``, or PyTorch's name of another one."""
     implementation = _current()
     if implementation is None:
         return SHIPPED
@@ -181,6 +185,7 @@ def active_version() -> str:
 
 
 def _current() -> str | None:
+    """PyTorch's name of the active version. None = FlashAttention 2."""
     # PyTorch has this function since 2.11
     find: Any = getattr(switch, "current_flash_attention_impl", None)
     return None if find is None else find()
@@ -189,7 +194,7 @@ def _current() -> str | None:
 def refusal(name: str) -> str | None:
     """Why a version cannot run on this machine, and what to do. None = it can.
 
-    The answer goes as far as can be said without loading the version.
+    The version is not loaded, so it may turn out later that it cannot run.
     """
     if name == SHIPPED:
         return None
@@ -236,9 +241,12 @@ def installed(package: str) -> str | None:
 
 
 def unsupported_by_version(name: str, head_dim: int, capability: tuple[int, int]) -> str | None:
-    """Why a version cannot run this head dimension on a GPU of this compute capability. None = it can.
+    """Why a version cannot run a call that FlashAttention 2 can run. None = it can.
 
-    It is asked where FlashAttention 2 can run it.
+    Args:
+        name: the version.
+        head_dim: channels of a head.
+        capability: compute capability of the GPU.
     """
     if name not in VERSIONS:
         return None

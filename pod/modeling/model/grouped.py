@@ -1,11 +1,11 @@
-"""Decoding as grouped matrix products on views: the query heads of a KV head share each key and value read.
+"""Decoding as grouped matrix products: each key and value is read once for all query heads of its KV head.
 
 Keys are the left factor and queries the transposed right one. On CPUs, from 500 tokens on, this is one and a
 half to three times as fast as queries on the left. Keys and values of 16 bits (or packed) become fp32 a block
-at a time. That is faster there than products in bf16, and exact. Rows of unlike length run one by one.
+at a time. On CPUs this is faster than products in bf16, and exact. Rows of unequal length run one by one.
 
-The work of a lead on distant tokens serves its whole block. Followers reuse ``exp(logit - max)`` and its sum,
-and merge both parts by the gate ``g = sigmoid(lse_P - lse_D)`` (PoD, §2.2).
+A lead computes ``exp(logit - max)`` of distant tokens and its sum, and its followers use them again. They
+merge this part with their proximal tokens by the gate ``g = sigmoid(lse_P - lse_D)`` (PoD, §2.2).
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,13 +22,13 @@ from .packed import Packed, Stored
 from .sinks import Sink
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 19}
-"""Elements of keys or values per product, so that they stay in a CPU's cache while converted and used.
+"""How many numbers of keys or values are converted and multiplied at a time, by type of device.
 
-Devices that are not listed take 2^26.
+On a CPU so many stay in its cache. Devices that are not listed take 2^26.
 """
 
 _FEW_TOKENS = 2048
-"""Up to this many tokens, cutting a head's tokens into parts costs as much as it brings."""
+"""Up to so many tokens, dividing a head's tokens among cores costs as much time as it saves."""
 
 
 def decode(call: DecodeCall) -> None:
@@ -50,7 +50,7 @@ def decode(call: DecodeCall) -> None:
 
 
 def _alike(lengths: Sequence[int]) -> list[tuple[slice, int]]:
-    """Rows with their length: all at once when their lengths agree, else one after the other."""
+    """Slices of rows of equal length, each with this length: all rows at once, or one after the other."""
     if min(lengths) == max(lengths):
         return [(slice(0, len(lengths)), lengths[0])]
     return [(slice(row, row + 1), length) for row, length in enumerate(lengths)]
@@ -59,9 +59,9 @@ def _alike(lengths: Sequence[int]) -> list[tuple[slice, int]]:
 def _attend_all(
     q: Tensor, keys: Stored | None, values: Stored | None, n: int, sink: Sink | None = None
 ) -> Tensor:
-    """Attention ``[b, h, G, d]`` of heads that see the first ``n`` of their tokens, and a sink.
+    """Attention ``[b, h, G, d]`` of queries ``q`` ``[b, h, G, d]`` to the first ``n`` slots, and to a sink.
 
-    The tokens ``[b, h, C, d]`` may stand in any order.
+    The tokens of keys and values ``[b, h, C, d]`` may be in any order.
     """
     logits = q.new_empty(*q.shape[:3], n)
     write_scores(q, keys, logits)
@@ -73,6 +73,8 @@ def _attend_all(
 
 
 def _take_row(call: DecodeCall, row: Span) -> DecodeCall:
+    """The call for these rows of the batch only, as views."""
+
     def taken(of: Any, *names: str) -> dict[str, Any]:
         return {name: take_rows(getattr(of, name), row) for name in names}
 
@@ -82,7 +84,7 @@ def _take_row(call: DecodeCall, row: Span) -> DecodeCall:
 
 
 def _decode_rows(call: DecodeCall, q: Tensor, length: int) -> Tensor:
-    """Attention ``[b, h, G, d]`` of the heads ``roles.held``, from rows of ``length`` tokens each."""
+    """Attention ``[b, h, G, d]`` of the heads ``roles.held``, in rows of ``length`` tokens each."""
     roles, n_window = call.roles, call.num_sink_tokens + call.num_recent_tokens
     if length > n_window and (roles.followers or roles.followed):
         return _two_parts(call, q, length)
@@ -90,14 +92,14 @@ def _decode_rows(call: DecodeCall, q: Tensor, length: int) -> Tensor:
         call.buffers.distant_lse[:, chosen(roles.followed)] = float("-inf")
     out = torch.empty_like(q)
     for heads, keys in ((roles.leads, call.keys), (roles.followers, call.window_keys)):
-        if heads:  # here no head takes logits from another
+        if heads:  # no head needs the logits of another one here
             at, values = chosen(heads, roles.held), take_heads(call.values, [*map(roles.held.index, heads)])
             out[:, at] = _attend_all(q[:, at], keys, values, length)
     return out
 
 
 def _two_parts(call: DecodeCall, q: Tensor, length: int) -> Tensor:
-    """Like ``_decode_rows``, where there are proximal and distant tokens to merge."""
+    """``_decode_rows`` for rows with distant tokens, some of whose heads follow or are followed."""
     n_s, n_r, roles = call.num_sink_tokens, call.num_recent_tokens, call.roles
     proximal = q.new_empty(*q.shape[:3], n_s + n_r)
     if roles.leads:
@@ -117,7 +119,14 @@ def _two_parts(call: DecodeCall, q: Tensor, length: int) -> Tensor:
 
 
 def _lead(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -> None:
-    """Compute the leads' logits of all tokens, and keep the distant ones as the block will use them."""
+    """Compute the leads' logits of all tokens, and store those of distant tokens for their followers.
+
+    Args:
+        call: the call, whose ``buffers`` get logits, log-sum-exps and weights of distant tokens.
+        q: ``[b, h, G, d]`` of the heads ``roles.held``, scaled.
+        length: tokens of each row.
+        proximal: ``[b, h, G, n_s + n_r]``, gets the logits of proximal tokens, in the order of positions.
+    """
     n_s, oldest_recent, buffers = call.num_sink_tokens, length - call.num_recent_tokens, call.buffers
     heads, at = chosen(call.roles.leads), chosen(call.roles.leads, call.roles.held)
     logits = buffers.logits[:, heads, :, :length]
@@ -138,7 +147,7 @@ def _lead(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -> None:
 
 
 def _window_scores(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -> None:
-    """Write the logits of a full window to ``proximal``, in the order of positions."""
+    """Write the followers' logits of a full window to ``proximal``, in the order of positions."""
     n_s, n_r = call.num_sink_tokens, call.num_recent_tokens
     at = chosen(call.roles.followers, call.roles.held)
     own = proximal.new_empty(q.shape[0], len(call.roles.followers), *proximal.shape[2:])
@@ -150,7 +159,11 @@ def _window_scores(call: DecodeCall, q: Tensor, length: int, proximal: Tensor) -
 
 
 def _distant(call: DecodeCall, gate: Tensor, length: int) -> Tensor:
-    """Weighted means ``[b, h, G, d]`` of distant values: 0 for KV heads whose query heads all skip them."""
+    """Means ``[b, h, G, d]`` of distant values by their weights; 0 for KV heads that need not read them.
+
+    ``gate`` ``[b, h, G]`` is 1 for query heads that skip distant tokens. A KV head need not read them if all
+    of its query heads do.
+    """
     start, stop = call.num_sink_tokens, length - call.num_recent_tokens
     buffers, held = call.buffers, chosen(call.roles.held)
     if buffers.weights is None:
@@ -181,21 +194,21 @@ def attend_slots(
     also: Sequence[tuple[Tokens, float]] = (),
     num_slots: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of one query per row to tokens that it sees, in whatever order they are held.
+    """Attention of one query per row to all tokens in slots, which may be in any order.
 
     Args:
         q: ``[B, Hq, 1, d]``.
         keys, values: ``[B, H, n, d]``.
         scale: factor on the logits.
-        lengths: ``[B]`` or ``[B, H]``, how many slots are in use, counted from the first. More than there are
-            means all. None = all.
-        also: a few tokens that are held elsewhere, tensors ``[B, H, c, d]``, with what is added to their
-            logits.
-        num_slots: how many tokens there are, if they are packed. None = ``n``.
+        lengths: ``[B]`` or ``[B, H]``, how many of the first slots are in use. A number above ``n`` means
+            all. None = all.
+        also: a few tokens that are stored elsewhere, as tensors ``[B, H, c, d]``, each with a number to add
+            to their logits.
+        num_slots: how many slots hold tokens, if keys and values are packed. None = ``n``.
 
     Returns:
-        Output ``[B, Hq, 1, d]``, log-sum-exp ``[B, Hq, 1]``, and weights ``[B, H, G, n + …]`` of the slots
-        and of the tokens of ``also``. The last two are in at least fp32.
+        Output ``[B, Hq, 1, d]``, log-sum-exp ``[B, Hq, 1]``, and weights ``[B, H, G, n + c + …]`` of the
+        slots, then of the tokens in ``also``. The last two are in at least fp32.
     """
     held = slot_logits(q, keys, num_slots or keys.shape[2], scale)
     if lengths is not None:
@@ -211,7 +224,7 @@ def attend_slots(
 
 
 def slot_logits(q: Tensor, keys: Any, length: int, scale: float) -> Tensor:
-    """Logits ``[B, H, G, length]``, in at least fp32.
+    """Logits ``[B, H, G, length]`` of one query per row, in at least fp32.
 
     Args:
         q: queries ``[B, H·G, 1, d]``.
@@ -234,6 +247,7 @@ def weigh_slots(weights: Tensor, values: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _attend_one(call: Call) -> tuple[Tensor, Tensor]:
+    """See ``attend.attend``, for one query per row that sees all tokens."""
     n = call.segments.all[0].keys[1]
     keys, values = (x if isinstance(x, Packed) else span(x, 0, n) for x in call.tokens)
     out, lse, _ = attend_slots(call.q, keys, values, call.scale, num_slots=n)
@@ -241,7 +255,7 @@ def _attend_one(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _unsupported_one(call: Call) -> str | None:
-    """Why grouped products cannot run this call of one query per row. None when they can."""
+    """Why grouped products cannot run a call, which must have one query per row. None = they can."""
     if call.sink is not None:
         return "a constant sink"
     first, see = call.segments.all[:1] and call.segments.all[0][:2], call.visibility
@@ -255,9 +269,10 @@ def _unsupported_one(call: Call) -> str | None:
 
 @lru_cache(maxsize=1024)
 def chosen(heads: tuple[int, ...], among: tuple[int, ...] | None = None) -> slice | list[int]:
-    """An index of these heads, in all heads or in those of ``among``.
+    """An index for these heads into a dimension of all heads, or of the heads ``among``.
 
-    Evenly spaced heads give a slice, which makes views. Other heads give a list, which makes copies.
+    It is a slice if the heads are evenly spaced, so that indexing gives a view. Else it is a list, and
+    indexing gives a copy.
     """
     places = list(heads) if among is None else [*map(among.index, heads)]
     step = places[1] - places[0] if len(places) > 1 else 1
@@ -266,7 +281,7 @@ def chosen(heads: tuple[int, ...], among: tuple[int, ...] | None = None) -> slic
 
 
 def _blocks(x: Tensor, start: int, stop: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-    """Spans of tokens: at least one, and more only where the tokens are converted to ``dtype``."""
+    """Cut tokens ``start … stop - 1`` into spans: one, or several if they are converted to ``dtype``."""
     batch, heads, _, head_dim = x.shape
     elements = _BLOCK_ELEMENTS.get(x.device.type, 1 << 26)
     block = stop if x.dtype == dtype else max(16, elements // (batch * heads * head_dim))
@@ -274,7 +289,7 @@ def _blocks(x: Tensor, start: int, stop: int, dtype: torch.dtype) -> Iterator[tu
 
 
 def write_scores(q: Tensor, keys: Stored | None, out: Tensor) -> None:
-    """Write ``q · k`` to ``out``.
+    """Write the products ``q · k`` to ``out``.
 
     Args:
         q: ``[b, h, G, d]``.
@@ -290,20 +305,17 @@ def write_scores(q: Tensor, keys: Stored | None, out: Tensor) -> None:
 
 
 def _logits(q: Tensor, keys: Tensor) -> Tensor:
-    """``q · k`` ``[b, h, G, n]`` of ``[b, h, G, d]`` and ``[b, h, n, d]``, both of one dtype.
+    """Products ``q · k`` ``[b, h, G, n]`` of ``[b, h, G, d]`` and ``[b, h, n, d]``, which have one dtype.
 
-    The result stands transposed in memory.
+    The result is transposed in memory.
     """
-    # in memory they stay rows: with columns in memory the product is the slow one
+    # they must be rows in memory: with columns in memory, the product would be a slow one
     columns = q.flatten(0, 1).transpose(1, 2)
     return torch.bmm(keys.flatten(0, 1), columns).unflatten(0, q.shape[:2]).transpose(2, 3)
 
 
 def _weighted(weights: Tensor, values: Stored | None, start: int, stop: int) -> Tensor:
-    """Weighted sums ``[b, h, G, d]`` of the values from ``start`` to ``stop``.
-
-    The weights are ``[b, h, G, stop - start]``.
-    """
+    """Sums ``[b, h, G, d]`` of the values ``start … stop - 1`` with weights ``[b, h, G, stop - start]``."""
     assert values is not None, "heads without values"
     if isinstance(values, Packed):
         return values.weighted(weights, start, stop)
@@ -315,9 +327,10 @@ def _weighted(weights: Tensor, values: Stored | None, start: int, stop: int) -> 
 
 
 def _product(weights: Tensor, values: Tensor) -> Tensor:
-    """``weights @ values``.
+    """``weights @ values``, with the work divided evenly among the cores of a CPU.
 
-    A CPU's core works on whole heads. Heads that would leave cores idle are cut into parts of tokens.
+    Each core computes whole heads. If the number of heads is not a multiple of the cores, the tokens of the
+    last heads are divided among all cores.
     """
     batch, heads, tokens, _ = values.shape
     cores = torch.get_num_threads() if values.device.type == "cpu" else 1
@@ -333,7 +346,7 @@ def _product(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _exponentials(logits: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """``exp(logits - max)``, written to ``out`` if it is given.
+    """Compute ``exp(logits - max)`` over the last dimension, in ``out`` if it is given.
 
     Returns:
         The exponentials, the log-sum-exp of the logits, and the sum of the exponentials, both over the last

@@ -1,6 +1,6 @@
-"""Attention with every logit in memory, a block of queries at a time.
+"""Attention in plain torch, with every logit in memory, a block of queries at a time.
 
-It is the truth that fast implementations are held to.
+Fast implementations are tested against it.
 """
 
 import torch
@@ -35,7 +35,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _rows(call: Call, tokens: list, segment: Segment, rows: Span) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of some queries of a segment: zeros and -inf where a query sees nothing."""
+    """Output and log-sum-exp of the queries ``rows`` of a segment: zeros and -inf if one sees nothing."""
     keys, values, far_keys = tokens
 
     def logits_of(queries: Tensor, keys: Tensor) -> Tensor:
@@ -58,9 +58,10 @@ def _rows(call: Call, tokens: list, segment: Segment, rows: Span) -> tuple[Tenso
 
 
 def _masks(call: Call, segment: Segment, rows: Span) -> tuple[Tensor, Tensor]:
-    """Two masks for the queries ``rows`` of a segment: what they see, and what of the rest their leads see.
+    """Two masks for the queries ``rows`` of a segment: tokens that they see with own keys, and distant ones.
 
-    The masks are ``[rows, n]``, or ``[b, Hq, rows, n]`` for tokens with positions of their own.
+    The masks are ``[rows, n]``, or ``[b, Hq, rows, n]`` if the call gives the positions of tokens. Without a
+    lead, distant tokens are not seen at all.
     """
     see, device = call.visibility, call.q.device
     query = torch.arange(*rows, device=device)[:, None] - segment.queries[0]

@@ -1,4 +1,4 @@
-"""Rotary position embedding without buffers: tables are computed in fp32 (or fp64) where they are used."""
+"""Rotary position embedding (RoPE). Tables of cos and sin are computed for each pass, in at least fp32."""
 
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy
@@ -15,10 +15,14 @@ from .config import PodConfig
 def inverse_frequencies(
     config: PodConfig, device: torch.device, parameters: dict[str, Any] | None
 ) -> tuple[Tensor, float]:
-    """Inverse frequencies ``[head_dim / 2]`` in fp32 and the factor on cos and sin (YaRN; 1.0 otherwise).
+    """Inverse frequencies ``[head_dim / 2]`` in fp32, and the factor on cos and sin (YaRN; 1.0 otherwise).
 
-    The arithmetic is that of the stock models, so that a checkpoint sees the angles it was trained with.
-    Without parameters all angles are 0, which leaves every number as it is.
+    They are computed as in the stock models, so that angles are those with which a checkpoint was trained.
+
+    Args:
+        config: the model's configuration.
+        device: device of the result.
+        parameters: RoPE parameters as in transformers 5. None = all angles are 0, so that nothing is rotated.
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     if parameters is None:
@@ -34,16 +38,16 @@ Frequencies = tuple[list[tuple[Tensor, float]], list[int]]
 
 
 def frequencies_of(config: PodConfig, device: torch.device) -> Frequencies:
-    """The frequencies of a model whose configuration does not change any more."""
+    """The frequencies of all layers. They must be computed anew if the configuration changes."""
     each = [config.rope_of(layer) for layer in range(config.num_hidden_layers)]
     kinds = [one for layer, one in enumerate(each) if one not in each[:layer]]
     return [inverse_frequencies(config, device, one) for one in kinds], [kinds.index(one) for one in each]
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate ``[B, h, n, d]`` with the tables of its positions.
+    """Rotate ``[B, h, n, d]`` with the tables of its positions, from ``Rope.tables``.
 
-    Long inputs are rotated in tiles, so that little is held in fp32.
+    Long inputs are rotated in tiles, so that little memory is needed for fp32 copies.
     """
     if x.shape[2] == 1:
         return rotate_whole(x, *tables)
@@ -64,7 +68,7 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def rotate_whole(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The same as `rotate`, in one go."""
+    """The same as `rotate`, without tiles. ``cos`` and ``sin`` are from ``Rope.tables``."""
     halves = x.to(cos.dtype).unflatten(3, (2, -1))
     return torch.addcmul(halves * cos, halves.flip(3), sin).flatten(3).to(x.dtype)
 
@@ -73,11 +77,11 @@ class Rope:
     """Rotates queries and keys at the positions of one forward pass, or at others that a cache chooses.
 
     Args:
-        frequencies: ``[d / 2]`` fp32.
+        frequencies: inverse frequencies ``[d / 2]``, fp32.
         attention_scaling: factor on cos and sin.
-        position_ids: ``[B or 1, n]`` integers.
+        position_ids: ``[B or 1, n]`` integers, the positions of the pass.
         dtype: dtype of the hidden states; angles and products use at least fp32.
-        rotate: a function that gives the same values as `rotate`; training passes a compiled one.
+        rotate: a function that computes the same as `rotate`; training passes a compiled one.
     """
 
     def __init__(
@@ -100,8 +104,8 @@ class Rope:
         """The tables that ``rotate`` needs at ``position_ids`` ``[B or 1, n]``.
 
         Returns:
-            cos ``[B or 1, 1, n, 1, d / 2]``, and ``[…, 2, d / 2]`` with -sin for the lower and sin for the
-            upper half of the channels.
+            cos ``[B or 1, 1, n, 1, d / 2]``, and ``[B or 1, 1, n, 2, d / 2]`` with -sin for the lower and sin
+            for the upper half of the channels.
         """
         frequencies = self.frequencies.to(self.compute_dtype)
         angles = position_ids[:, None, :, None, None].to(self.compute_dtype) * frequencies
@@ -111,9 +115,9 @@ class Rope:
         return cos, torch.cat((-sin, sin), dim=-2)
 
     def pair(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate queries ``[B, Hq, n, d]`` and keys ``[B, H, n, d]``.
+        """Rotate queries ``[B, Hq, n, d]`` and keys ``[B, H, n, d]`` at the positions of this pass.
 
-        Those of a decoded token are rotated together, which saves one pass.
+        Those of a decoded token are rotated together, which needs half the operations.
         """
         if q.shape[2] > 1:
             return self(q), self(k)
@@ -121,15 +125,21 @@ class Rope:
         return self(torch.cat((q, k), dim=1)).split(heads, dim=1)  # type: ignore[return-value]
 
     def turn(self, x: Tensor, positions: range) -> Tensor:
-        """Rotate ``[B, h, n, d]`` at other positions than those of this pass.
+        """Rotate ``[B, h, n, d]`` at the ``n`` positions ``positions``, in all rows.
 
-        Layers that ask for the same positions share tables.
+        The tables are computed once in a pass, and serve all layers with these positions.
         """
         start, stop = positions.start, positions.stop
         return self.turn_at(x, positions, lambda: torch.arange(start, stop, device=x.device)[None])
 
     def turn_at(self, x: Tensor, name: Hashable, positions: Callable[[], Tensor]) -> Tensor:
-        """Like ``turn``, at positions ``[B or 1, n]`` that are computed once in a pass for each name."""
+        """Rotate ``[B, h, n, d]`` at other positions than those of the pass.
+
+        Args:
+            x: the tensor.
+            name: a name for the positions. The tables are computed once in a pass for each name.
+            positions: computes the positions ``[B or 1, n]``.
+        """
         if name not in self._other_tables:
             self._other_tables[name] = self.tables(positions())
         return self.rotate(x, self._other_tables[name])
@@ -137,8 +147,8 @@ class Rope:
     def for_rows(self, rows: Tensor | None, num_new: int) -> "Rope":
         """The same rotation for some rows of the batch (None = all) and their first ``num_new`` columns.
 
-        These rows get their own tables of other positions. Rows with as many tokens but another budget need
-        other tables.
+        Tables for ``turn`` and ``turn_at`` are not shared with other rows, because the same name may mean
+        other positions there: for example, rows with another budget.
         """
         part = copy(self)
         part._other_tables = {}
@@ -149,7 +159,7 @@ class Rope:
         return part
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rotate ``[B, h, n, d]`` at the positions of this forward pass."""
+        """Rotate ``[B, h, n, d]`` at the positions of this pass."""
         return self.rotate(x, self.own_tables)
 
     def on(self, device: torch.device) -> "Rope":
@@ -163,6 +173,6 @@ class Rope:
 
 
 def ropes_on(ropes: Sequence[Rope], device: torch.device) -> list[Rope]:
-    """Each layer's rotation on another device. Layers of a kind still share one."""
+    """Each layer's rotation on another device. Layers that shared a ``Rope`` share its copy."""
     moved = {rope: rope.on(device) for rope in set(ropes)}
     return [moved[rope] for rope in ropes]

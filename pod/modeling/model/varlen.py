@@ -1,11 +1,12 @@
 """Attention on CUDA as a few variable-length flash calls over all segments of a batch: forward and backward.
 
-Each kind of slice (``Segment.slices``) is *one* call of PyTorch's op, causal from the bottom right. The
-sequences of a call are the segments. ``cu_seqlens`` are made once in a pass. Where the rows of a call are not
-neighbours, they are gathered.
+The ``B·n`` tokens of a batch are put behind each other, as the op packs them. All slices of one kind
+(``Segment.slices``) become *one* call of PyTorch's op, whose causal masks are aligned at the bottom right.
+The segments are the sequences of the call. Their bounds (``cu_seqlens``) are made once in a pass. If the
+tokens of a call are not consecutive, they are copied together.
 
-Behind the op run the kernels of FlashAttention 2, or of 3 or 4 (``flash_version``). They all take alike what
-is asked of them here, forward and backward: bounds, longest sequences, scale, causal masks, windows and
+The op runs the kernels of FlashAttention 2, 3 or 4 (``flash_version``). All of them support the arguments
+that are used here, forward and backward: bounds, longest sequences, scale, causal masks, windows and
 log-sum-exps.
 
 Outputs of the same rows are merged by their log-sum-exps in one pass with one rounding. Backward calls each
@@ -27,26 +28,26 @@ from .sinks import Sink, merge_sink, sink_gradients
 
 _aten = torch.ops.aten
 _MERGE_ELEMENTS = 1 << 24
-"""Elements of output merged at a time. They are the only wide temporary (64 MiB)."""
+"""How many numbers of the output are merged at a time. Their fp32 copy takes 64 MiB; there is no other."""
 _SINK_ROWS = 4096
-"""Rows that share a copy of a document's sinks.
+"""How many queries share one copy of a document's sinks.
 
-Flash's backward gives each block of keys to one multiprocessor, which would pass over all rows alone. With
-copies, other multiprocessors help.
+In flash's backward, one multiprocessor computes a block of keys, and would go over all queries alone. With
+several copies of the sinks, several multiprocessors share the work.
 """
 Place = Span | Tensor
-"""Some tokens of all ``B·n``: a span of neighbours, or an index."""
+"""Some of the ``B·n`` tokens of a batch: a span of consecutive ones, or their indices."""
 
 
 class PackedCall(NamedTuple):
-    """What a variable-length flash op must know besides its tensors.
+    """The arguments of a variable-length flash op besides its tensors.
 
     Attributes:
-        bounds: where each sequence starts among the packed queries, and among the packed keys. Each is int32
-            ``[sequences + 1]`` on the device.
+        bounds: the index at which each sequence starts, among the packed queries and among the packed keys.
+            Each is int32 ``[sequences + 1]`` on the device.
         longest: tokens of the longest sequence, of queries and of keys.
-        causal: whether the mask is causal, bottom-right aligned.
-        window: with a window of w tokens, only the w newest visible keys count.
+        causal: whether the mask is causal, aligned at the bottom right.
+        window: a number ``w`` = each query sees only the ``w`` newest of its visible keys. None = all.
         scale: factor on the logits.
     """
 
@@ -58,11 +59,15 @@ class PackedCall(NamedTuple):
 
 
 class FlashCall(NamedTuple):
-    """One flash call: these rows of the (own or lead) queries on these columns of keys and values.
+    """One call of the op: some queries (rows) and some keys and values (columns) of a batch.
 
     Attributes:
-        copies: where the columns are copies: the original tokens, and for each column which of them it is a
-            copy of. Else None.
+        lead: whether queries and keys are those of the lead, instead of the own ones.
+        rows: the queries.
+        columns: the keys and values.
+        call: the other arguments of the op.
+        copies: if some tokens are in ``columns`` more than once: the different tokens, and for each column
+            the index of its token among these. Else None.
     """
 
     lead: bool
@@ -72,23 +77,26 @@ class FlashCall(NamedTuple):
     copies: tuple[Place, Tensor] | None = None
 
     def add_to_columns(self, x: Any, values: Tensor) -> None:
+        """Add ``values``, one row for each of ``columns``, to the rows of ``x`` ``[B·n, …]``."""
         if self.copies is None:
             _add(x, self.columns, values)
             return
-        # There are up to n / 4096 copies. Without a wide sum, CUDA would round once per copy, in no fixed
-        # order.
+        # There are up to n / 4096 copies of a token. They are summed in fp32: CUDA would otherwise round
+        # once per copy, in no fixed order.
         original, copy_of = self.copies
         sums = torch.zeros_like(_take(x, original), dtype=compute_dtype(x.dtype))
         _add(x, original, sums.index_add_(0, copy_of, values.to(sums.dtype)).to(x.dtype))
 
 
 def _take(x: Any, where: Place) -> Tensor:
+    """Rows ``where`` of ``x``: a view for a span, else a copy."""
     if isinstance(where, Tensor):
         return x.index_select(0, where)
     return x.narrow(0, where[0], where[1] - where[0])
 
 
 def _put(x: Tensor, where: Place, values: Tensor) -> None:
+    """Write ``values`` to the rows ``where`` of ``x``."""
     if isinstance(where, Tensor):
         x.index_copy_(0, where, values)
     else:
@@ -96,6 +104,7 @@ def _put(x: Tensor, where: Place, values: Tensor) -> None:
 
 
 def _add(x: Any, where: Place, values: Tensor) -> None:
+    """Add ``values`` to the rows ``where`` of ``x``."""
     if isinstance(where, Tensor):
         x.index_add_(0, where, values)
     else:
@@ -103,7 +112,10 @@ def _add(x: Any, where: Place, values: Tensor) -> None:
 
 
 Plan = list[list[FlashCall]]
-"""Groups of parts. The parts of a group have the same rows in the same order, and no other group has them."""
+"""Groups of calls. The calls of a group have the same rows in the same order, and no other group has these.
+
+So the results of a group are merged into one softmax.
+"""
 
 
 def make_plan(
@@ -112,7 +124,12 @@ def make_plan(
     """The calls for these segments.
 
     Args:
-        sizes: the columns of queries and of keys in a row of the batch.
+        segments: the segments of a batch.
+        sizes: how many columns of queries, and of keys, a row of the batch has.
+        see: what a query sees.
+        has_lead: whether there is a lead.
+        scale: factor on the logits.
+        device: device of the tensors.
     """
     found: dict[Slice, list[tuple[Span, Span]]] = {}
     for segment in segments:
@@ -132,9 +149,13 @@ def make_plan(
 
 
 def _part(kind: Slice, spans: list[tuple[Span, Span]], most_rows: int, scale: float, device) -> FlashCall:
-    """One part, whose sequences have at most ``most_rows`` rows.
+    """One call for slices of one kind, whose sequences have at most ``most_rows`` queries.
 
-    Where a sequence is cut, each piece gets a copy of its columns.
+    A longer sequence is divided, and each piece gets a copy of its columns.
+
+    Args:
+        kind: a slice, whose rows and columns are not read.
+        spans: rows and columns of each sequence, among the ``B·n`` tokens.
     """
     rows, columns, copy_of = [], [], []
     for number, (all_rows, own_columns) in enumerate(spans):
@@ -153,20 +174,21 @@ def _part(kind: Slice, spans: list[tuple[Span, Span]], most_rows: int, scale: fl
 
 
 def _bounds(spans: Sequence[Span], device: torch.device) -> tuple[Tensor, int]:
-    """Where each sequence starts, and how many tokens the longest one has."""
+    """The index at which each sequence starts when they are packed, and the tokens of the longest one."""
     lengths = [end - start for start, end in spans]
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     return starts.to(device, non_blocking=True), max(lengths)
 
 
 def _place(spans: Sequence[Span], device: torch.device) -> Place:
+    """The tokens of all spans: one span if each begins where the last one ended, else their indices."""
     if all(before[1] == after[0] for before, after in pairwise(spans)):
         return spans[0][0], spans[-1][1]
     return torch.cat([torch.arange(*span) for span in spans]).to(device, non_blocking=True)
 
 
 def unsupported_on_cuda(call: Call) -> str | None:
-    """Why CUDA's flash op cannot run a call. None when it can."""
+    """Why CUDA's flash op cannot run a call. None = it can."""
     q = call.q
     if q.device.type != "cuda":
         return f"device {q.device.type} has no flash op"
@@ -179,7 +201,7 @@ def unsupported_on_cuda(call: Call) -> str | None:
 
 
 def unsupported_sizes(dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why no GPU runs this dtype and head dimension. None when some GPUs do."""
+    """Why no GPU can run this dtype and head dimension. None = some GPUs can."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"dtype {dtype} on CUDA (needs float16 or bfloat16)"
     if head_dim > 256 or head_dim % 8:
@@ -189,7 +211,7 @@ def unsupported_sizes(dtype: torch.dtype, head_dim: int) -> str | None:
 
 def attend_on_cuda(call: Call) -> tuple[Tensor, Tensor]:
     """See ``attend.attend``. The output is laid out in memory as ``[B, m, Hq, d]``."""
-    # sources may have room for more tokens than these
+    # sources may have slots for more tokens
     n = max((segment.keys[1] for segment in call.segments.all), default=0)
     sizes, see, has_lead, device = (call.q.shape[2], n), call.visibility, call.lead is not None, call.q.device
     plan = call.segments.derived(
@@ -207,22 +229,32 @@ def attend_on_cuda(call: Call) -> tuple[Tensor, Tensor]:
 
 
 Inputs = Sequence[Tensor | None]
-"""Queries, keys, values, and the lead's queries and keys (or None)."""
+"""Queries, keys, values, and the lead's queries and keys (None without a lead)."""
 
 
 def differentiable(
     inputs: Inputs, forward: Callable, backward: Callable, sink: Sink | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of ``forward(inputs)``, with a sink in both. The output has gradients.
+    """Make a forward and a backward function one differentiable operation, and add a sink to its result.
 
-    The gradients of the inputs are ``backward(inputs, grad_out, out, lse)``. The sink gets its own. Tensors
-    are saved where they may be offloaded, so the two functions must hold no tensors.
+    Args:
+        inputs: the tensors.
+        forward: ``(inputs) -> (out, lse)``, without the sink.
+        backward: ``(inputs, grad_out, out, lse) -> gradients of the inputs``, given results with the sink.
+        sink: None = there is none.
+
+    Both functions must hold no tensors. Then autograd holds all of them, and hooks can offload them.
+
+    Returns:
+        The output, which has gradients, and the log-sum-exp, which has none.
     """
     logits, values = (None, None) if sink is None else sink
     return _Differentiable.apply(logits, values, *inputs, forward, backward)  # type: ignore[return-value]
 
 
 class _Differentiable(torch.autograd.Function):
+    """See ``differentiable``."""
+
     @staticmethod
     def forward(ctx, logits, values, *arguments):
         *inputs, forward, ctx.backward_of_inputs = arguments
@@ -243,7 +275,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def forward(inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Output ``[B, Hq, m, d]`` and log-sum-exp ``[B, Hq, m]``."""
+    """Output ``[B, Hq, m, d]`` and log-sum-exp ``[B, Hq, m]`` of the calls of a plan."""
     q, *_ = packed = [_packed(x) for x in inputs]
     assert q is not None and inputs[0] is not None
     # Padding is in no part and keeps its zeros.
@@ -257,10 +289,10 @@ def forward(inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def backward(inputs: Inputs, grad_out: Tensor, out: Tensor, lse: Tensor, plan: Plan) -> list[Tensor | None]:
-    """The gradients of the inputs."""
+    """The gradients of the inputs, from the gradient of the output, and output and log-sum-exp themselves."""
     *packed, grad_rows, out_rows = [_packed(x) for x in (*inputs, grad_out, out)]
     lse = lse.transpose(1, 2).flatten(0, 1)
-    # At most three parts add to a token, so their dtype is enough, and no n-sized fp32 buffer is made.
+    # At most three parts add to a token, so the inputs' dtype is exact enough, and no fp32 copy is needed.
     grads = [None if x is None else torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in packed]
     for parts in plan:
         rows = parts[0].rows
@@ -274,7 +306,7 @@ def backward(inputs: Inputs, grad_out: Tensor, out: Tensor, lse: Tensor, plan: P
 
 
 def _packed(x):
-    """``[B, h, n, d]`` to ``[B·n, h, d]`` with neighbouring channels: a view where the layout allows."""
+    """``[B, h, n, d]`` as ``[B·n, h, d]`` with consecutive channels: a view if the strides allow it."""
     if x is None:
         return None
     x = x.transpose(1, 2).flatten(0, 1)
@@ -282,17 +314,24 @@ def _packed(x):
 
 
 def _unpacked(x: Tensor, like: Any) -> Tensor:
+    """The inverse of ``_packed``: ``[B·n, h, d]`` in the shape of ``like``, as a view."""
     return x.unflatten(0, (like.shape[0], like.shape[2])).transpose(1, 2)
 
 
 def _arguments(part: FlashCall, packed: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a call."""
     q, k, v, q_lead, k_lead = packed
     queries, keys = (q_lead, k_lead) if part.lead else (q, k)
     return _take(queries, part.rows), _take(keys, part.columns), _take(v, part.columns)
 
 
 def _merged(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """One softmax over the keys of all parts (the gate of eq. 4 for any number of them), some rows at a time.
+    """Merge results into one softmax over the keys of all parts: the gate of eq. 4 for any number of parts.
+
+    It works on some rows at a time.
+
+    Args:
+        results: of each part, the output ``[r, Hq, d]`` and the log-sum-exp ``[Hq, r]``.
 
     Returns:
         Output ``[r, Hq, d]``, in the memory of the first part's output, and log-sum-exp ``[r, Hq]``.
@@ -319,7 +358,7 @@ def op_forward(q: Tensor, k: Tensor, v: Tensor, call: PackedCall) -> tuple[Tenso
         q: ``[R, Hq, d]``.
         k: ``[C, H, d]``.
         v: ``[C, H, d]``.
-        call: what the op must know besides its tensors.
+        call: the other arguments.
 
     Returns:
         The output and its fp32 log-sum-exp ``[Hq, R]``.
@@ -330,9 +369,9 @@ def op_forward(q: Tensor, k: Tensor, v: Tensor, call: PackedCall) -> tuple[Tenso
 
 
 def op_backward(grad, q, k, v, out, lse, call: PackedCall) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v.
+    """The gradients of q, k and v; see ``op_forward`` for the arguments.
 
-    The output and log-sum-exp may be those of a softmax over more keys than these.
+    ``out`` and ``lse`` may be those of a softmax over more keys than ``k``, and ``grad`` the gradient of it.
     """
     arguments, options = _op_arguments(call)
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of dropout, which is off
@@ -341,10 +380,10 @@ def op_backward(grad, q, k, v, out, lse, call: PackedCall) -> tuple[Tensor, Tens
 
 
 def _op_arguments(call: PackedCall) -> tuple[tuple, dict]:
-    """The op's positional arguments and its options.
+    """The op's positional arguments after its tensors, and its options.
 
     The arguments are bounds, longest sequences, no dropout, and whether the call is causal. The options are
-    scale and window. A window is causal because its right side is 0.
+    scale and window. A window is causal because it reaches 0 tokens to the right.
     """
     options: dict = {"scale": call.scale}
     if call.window is not None:
